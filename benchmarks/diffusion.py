@@ -31,7 +31,7 @@ from configs.demo.digits import WORDS, make_pipeline
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.data.flow_sample import seed_of
 from cosmos_core.data.kinds.media import NoisyRows, noise_sampler_of
-from cosmos_core.data.media_pixels import Framing, pixels_of
+from cosmos_core.data.media_pixels import FrameSettings, pixels_of
 from cosmos_core.data.media_rows import MediaRow, open_media
 from cosmos_core.data.media_source import Content
 from cosmos_core.models.flops import measure_matmul_flops
@@ -90,7 +90,7 @@ def cached_against_uncached(
     def uncached(step: int) -> None:
         times = [_now()]
         [chosen] = feed.micro_batches(step).values()
-        read = [pixels_of(Content(False, images[i][1]), Framing((size, size)), 0.0) for i in chosen]
+        read = [pixels_of(Content(False, images[i][1]), FrameSettings((size, size)), 0.0) for i in chosen]
         pixels = torch.from_numpy(np.stack(read)).float() / 127.5 - 1
         times.append(_now())
         text = family.text_embedding([images[i][0] for i in chosen])

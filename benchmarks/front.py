@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.observe.logs import quiet_environment
+from cosmos_core.observe.logs import add_quiet_variables
 
 PROGRAM = """
 import time
@@ -59,7 +59,7 @@ def digest_seconds(folder: Path, count: int) -> dict[str, float]:
     seconds = {}
     for name in ("new", "remembered"):
         began = time.perf_counter()
-        Digests(folder / "digests.jsonl").of_files(data, files_of(data))
+        Digests(folder / "digests.jsonl").digest_files(data, files_of(data))
         seconds[f"digests of {count} files, {name}"] = time.perf_counter() - began
     return seconds
 
@@ -110,7 +110,7 @@ def write_pipeline(folder: Path, count: int) -> Path:
 
 def cosmos(path: Path, command: str = "run") -> None:
     """Run the command to its end."""
-    environment: dict[str, Any] = quiet_environment(
+    environment: dict[str, Any] = add_quiet_variables(
         {k: v for k, v in os.environ.items() if not k.startswith("PREFECT")}
     )
     words = [command, path.name] if command == "run" else [command]

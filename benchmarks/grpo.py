@@ -64,13 +64,13 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         options.folder = folder
-        num_parameters = _prepare(options)
+        num_params = _prepare(options)
         measured: dict[str, list[dict[str, float]]] = {}
         for _ in range(options.rounds):
             for variant in VARIANTS:
                 if (result := _spawn(options, variant)) is not None:
                     measured.setdefault(variant, []).append(result)
-        _show(options, measured, num_parameters)
+        _show(options, measured, num_params)
 
 
 def _prepare(options: argparse.Namespace) -> int:
@@ -225,7 +225,7 @@ def _matmul(size: int = 2048) -> float:
     return repeats * 2 * size**3 / (time.perf_counter() - began)
 
 
-def _show(options: argparse.Namespace, measured: dict[str, list[dict[str, float]]], num_parameters: int) -> None:
+def _show(options: argparse.Namespace, measured: dict[str, list[dict[str, float]]], num_params: int) -> None:
     rates = {name: [each["completions_per_second"] for each in found] for name, found in measured.items()}
     medians = {name: statistics.median(values) for name, values in rates.items()}
     console = Console(width=None if sys.stdout.isatty() else 140)
@@ -239,7 +239,7 @@ def _show(options: argparse.Namespace, measured: dict[str, list[dict[str, float]
     limit = None
     if own:
         length = statistics.mean(each["length"] for each in own)
-        training = 6 * num_parameters * (length + 16) / _matmul()
+        training = 6 * num_params * (length + 16) / _matmul()
         generation = statistics.median(each["time/generate"] for each in own) / (GROUP * PROMPTS)
         limit = 1 / (training + generation)
     table = Table(

@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cosmos_core.models.scorer import Scorer, Wants, chunk_bytes
+from cosmos_core.models.scorer import RequestedOutputs, Scorer, chunk_bytes
 
 CHUNKS_MIB = (64, 256, 1024)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -44,10 +44,10 @@ def main() -> None:
     for mib in CHUNKS_MIB:
         scorer = Scorer(model, mib << 20)
         for name, wants, expected in (
-            ("derivative known", Wants(), per_token_N),
-            ("derivative unknown", Wants(), None),
-            ("known, entropy logged", Wants(entropy="value"), per_token_N),
-            ("entropy in the loss", Wants(entropy="gradient"), None),
+            ("derivative known", RequestedOutputs(), per_token_N),
+            ("derivative unknown", RequestedOutputs(), None),
+            ("known, entropy logged", RequestedOutputs(entropy="value"), per_token_N),
+            ("entropy in the loss", RequestedOutputs(entropy="gradient"), None),
         ):
             variants[f"{mib} MiB", name] = partial(_step, scorer, ids_1T, wants, expected, per_token_N, options.dtype)
     best = dict.fromkeys(variants, float("inf"))
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _step(
-    scorer: Scorer, ids_1T: Tensor, wants: Wants, expected_N: Tensor | None, weights_N: Tensor, dtype: str
+    scorer: Scorer, ids_1T: Tensor, wants: RequestedOutputs, expected_N: Tensor | None, weights_N: Tensor, dtype: str
 ) -> None:
     scorer.zero_grad(set_to_none=True)
     chosen_N = torch.arange(len(weights_N), device=DEVICE)

@@ -106,7 +106,7 @@ def training(folder: Path, sends: str, options: argparse.Namespace) -> tuple[lis
     from cosmos_core.config.compose import load_pipeline
     from cosmos_core.run.directory import create_run
     from tasks.kinds import all_kinds
-    from tasks.stage import perform
+    from tasks.stage import run_stage
 
     folder.mkdir()
     (folder / "p.toml").write_text(PIPELINE)
@@ -124,7 +124,7 @@ def training(folder: Path, sends: str, options: argparse.Namespace) -> tuple[lis
     ]
     run = create_run(load_pipeline(folder / "p.toml", overrides, all_kinds()))
     for name in ("task", "sft-data", "sft"):
-        perform(run, name)
+        run_stage(run, name)
     lines = [json.loads(line) for line in (run.stage_path("sft") / "metrics.jsonl").read_text().splitlines()]
     events = (run.stage_path("sft") / "events.jsonl").read_text()
     return [line["time/step"] for line in lines if line.get("time/step")][_WARM:], events.count('"sent"')

@@ -3,7 +3,7 @@
 import sys
 from importlib.abc import MetaPathFinder
 
-_UNUSED = {
+_UNUSED_DEPENDENCIES = {
     "transformers.generation.candidate_generator": ("transformers.utils", "is_sklearn_available"),
     "transformers.loss.loss_for_object_detection": ("transformers.utils", "is_scipy_available"),
     "accelerate.commands.config.sagemaker": ("accelerate.utils.imports", "is_boto3_available"),
@@ -16,7 +16,7 @@ class _OptionalDependencyHook(MetaPathFinder):
     process."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
-        where, check = _UNUSED.get(name, ("", ""))
+        where, check = _UNUSED_DEPENDENCIES.get(name, ("", ""))
         if where in sys.modules:
             setattr(sys.modules[where], check, lambda: False)
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-_BEGAN = time.time()
+_PROCESS_START = time.time()
 
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Annotated, NoReturn  # noqa: E402
@@ -62,8 +62,8 @@ Verify = Annotated[
 ]
 
 
-def _version(is_asked: bool) -> None:
-    if is_asked:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         from importlib.metadata import version
 
         parts = ", ".join(f"{name} {version(name)}" for name in ("prefect", "torch", "transformers"))
@@ -74,7 +74,7 @@ def _version(is_asked: bool) -> None:
 @app.callback()
 def root(
     context: typer.Context,
-    is_asked: Annotated[
+    is_requested: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions and end.")
     ] = False,
 ) -> None:
@@ -94,8 +94,8 @@ def run(
     verify: Verify = False,
 ) -> None:
     """Run a pipeline; what was made before with the same settings is reused."""
-    if entrypoint := flow_of(configs, is_toml_only=bool(overrides or from_stage or verify)):
-        _end_at_once(run_flow(entrypoint, parameters_of(parameters), run_id, Path("outputs")))
+    if entrypoint := flow_of(configs, is_toml_required=bool(overrides or from_stage or verify)):
+        _exit_without_cleanup(run_flow(entrypoint, parameters_of(parameters), run_id, Path("outputs")))
     refuse_parameters(parameters)
     from cosmos_core.launch.check import check_first_rows
     from cosmos_core.run.directory import open_or_create_run
@@ -106,9 +106,9 @@ def run(
         pipeline.stage(from_stage)
     with session(_ready(pipeline)) as run_session:
         check_first_rows(pipeline)
-        run = _claimable(open_or_create_run(pipeline, run_id=run_id))
+        run = _require_unclaimed(open_or_create_run(pipeline, run_id=run_id))
         code = run_session(run, from_stage, verify)
-    _end_at_once(code)
+    _exit_without_cleanup(code)
 
 
 @app.command()
@@ -122,33 +122,33 @@ def resume(
     output_dir: OutputDir = Path("outputs"),
 ) -> None:
     """Continue a run: finished stages are reused, an interrupted one goes on from its newest checkpoint."""
-    from cosmos_core.run.directory import find_run, with_money
+    from cosmos_core.run.directory import find_run, with_budget
 
     try:
         find_run(run_name, output_dir)
     except ConfigError:
         from cosmos_core.launch.flow_run import find_failed_start, reschedule
 
-        if from_stage or verify or budget is not None or (unbegun := find_failed_start(run_name)) is None:
+        if from_stage or verify or budget is not None or (failed_start := find_failed_start(run_name)) is None:
             raise
-        for line in reschedule(unbegun):
+        for line in reschedule(failed_start):
             typer.echo(line)
     else:
         run = _open(run_name, output_dir)
         if is_flow(run.path):
             if budget is not None:
                 raise ConfigError("--budget: the run is of a flow in Python; raise it in configure_run of the flow")
-            _end_at_once(resume_flow(run.path))
+            _exit_without_cleanup(resume_flow(run.path))
         from cosmos_core.session import session
 
         if from_stage:
             run.pipeline.stage(from_stage)
         if budget is not None:
-            run = with_money(run, run.pipeline.config.model_copy(update={"budget": budget}))
-        _claimable(run)
+            run = with_budget(run, run.pipeline.config.model_copy(update={"budget": budget}))
+        _require_unclaimed(run)
         with session(run.output_dir) as run_session:
             code = run_session(run, from_stage, verify)
-        _end_at_once(code)
+        _exit_without_cleanup(code)
 
 
 @app.command()
@@ -178,7 +178,7 @@ def plan(
     ] = "",
 ) -> None:
     """Show what would run, what would be reused, and why. Nothing is started."""
-    if entrypoint := flow_of(configs, is_toml_only=bool(overrides or verify or estimate or on)):
+    if entrypoint := flow_of(configs, is_toml_required=bool(overrides or verify or estimate or on)):
         return plan_flow(entrypoint, parameters_of(parameters))
     refuse_parameters(parameters)
     from rich.console import Console
@@ -191,7 +191,7 @@ def plan(
 
     estimate = estimate or bool(on)
     pipeline = _pipeline(configs, overrides)
-    original, output_dir = pipeline, _ready(pipeline, is_only_planned=estimate)
+    original, output_dir = pipeline, _ready(pipeline, is_plan=estimate)
     try:
         pipeline = pin_urls(pin_hub_revisions(pipeline))
     except CosmosError as error:  # an estimate needs only config.json, not the commits on the Hub
@@ -199,20 +199,21 @@ def plan(
             raise
         note([str(error)])
     stored = result_lookup(pipeline)
-    decisions = planning.plan(pipeline, pipeline.kinds, output_dir, thorough=verify, stored=stored)
+    decisions = planning.plan_stages(pipeline, pipeline.kinds, output_dir, ignores_cache=verify, stored=stored)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(plan_table(pipeline, decisions))
     if estimate:
         from cosmos_core.config.mesh import check_meshes
         from cosmos_core.launch.cost import cost_table, costs
         from cosmos_core.launch.estimate import estimate_in_worker, estimate_table
-        from cosmos_core.launch.gpus import num_placed
+        from cosmos_core.launch.gpus import num_reserved_gpus
         from cosmos_core.launch.machine import machine_of
         from cosmos_core.run.estimated import save_estimate
 
         estimates, gpus = list(estimate_in_worker(pipeline, decisions)), check_meshes(pipeline)
         num_gpus = {
-            stage.name: num_placed(pipeline.kind_of(stage), pipeline.recipes[stage.name]) for stage in original.stages
+            stage.name: num_reserved_gpus(pipeline.kind_of(stage), pipeline.recipes[stage.name])
+            for stage in original.stages
         }
         console.print(estimate_table(estimates, gpus, pipeline.config.gpus_per_node))
         machine = machine_of(pipeline.config, on, dict(estimates).values())
@@ -257,9 +258,9 @@ def logs(
     """Print the log of a stage's newest attempt."""
     from cosmos_core.observe.tail import print_log
 
-    opened = _open(run_name, output_dir)
-    name = opened.pipeline.stage(stage).name if stage else ""
-    print_log(opened.path, name, follow=follow)
+    opened_run = _open(run_name, output_dir)
+    name = opened_run.pipeline.stage(stage).name if stage else ""
+    print_log(opened_run.path, name, follow=follow)
 
 
 @app.command()
@@ -313,58 +314,58 @@ def main() -> None:
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
     except CosmosError as error:
-        _end(masked(str(error)), error.exit_code)
+        _exit_with_message(masked(str(error)), error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
-        _end("interrupted", EXIT_PREEMPTED)
+        _exit_with_message("interrupted", EXIT_PREEMPTED)
     except _COMMAND_LINE_ERROR as error:
-        _end(error.format_message(), EXIT_USAGE)
+        _exit_with_message(error.format_message(), EXIT_USAGE)
     except BrokenPipeError:  # the reader of the output has ended, as in `cosmos logs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_CRASH)
     except OSError as error:
-        _end(f"{error.filename or 'the system'}: {error.strerror or error}", EXIT_CRASH)
+        _exit_with_message(f"{error.filename or 'the system'}: {error.strerror or error}", EXIT_CRASH)
 
 
-def _end(message: str, code: int) -> None:
+def _exit_with_message(message: str, code: int) -> None:
     sys.stderr.write(f"cosmos: {' '.join(message.split())}\n")
     sys.exit(code)
 
 
 def _pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
     """Return the composed pipeline; print notes on standard error about settings that are ignored or changed."""
-    from cosmos_core.config.capabilities import notices_of
+    from cosmos_core.config.capabilities import unique_notices
     from cosmos_core.config.compose import load_pipeline
     from cosmos_core.config.mesh import resolve_gpus
     from tasks.kinds import all_kinds
 
     pipeline = resolve_gpus(load_pipeline(configs[0], overrides, all_kinds(), configs[1:]))
-    note(notices_of(pipeline))
+    note(unique_notices(pipeline))
     return pipeline
 
 
-def _ready(pipeline: Pipeline, *, is_only_planned: bool = False) -> Path:
+def _ready(pipeline: Pipeline, *, is_plan: bool = False) -> Path:
     """Return the folder of runs after all checks of a pipeline that need no worker. With `is_only_planned`, a setting
     that this version does not support is only reported."""
     from cosmos_core.config.capabilities import check_capabilities
     from cosmos_core.config.mesh import check_meshes
-    from cosmos_core.run.directory import writable
+    from cosmos_core.run.directory import create_writable
     from cosmos_core.run.inputs import check_inputs
     from cosmos_core.upload.artifact_store import check_store
     from cosmos_core.upload.base import check_targets
-    from tasks.credentials import lend_to_command
+    from tasks.credentials import set_command_credentials
 
     try:
         check_capabilities(pipeline)
     except ConfigError as error:
-        if not is_only_planned:
+        if not is_plan:
             raise
         note([f"this version would refuse to run it: {error}"])
     check_meshes(pipeline)
     check_inputs(pipeline)
-    lend_to_command(pipeline)
+    set_command_credentials(pipeline)
     check_targets(pipeline)
     check_store(pipeline)
-    return writable(pipeline.output_dir)
+    return create_writable(pipeline.output_dir)
 
 
 def _open(run_name: str, output_dir: Path) -> Run:
@@ -374,7 +375,7 @@ def _open(run_name: str, output_dir: Path) -> Run:
     return open_run(find_run(run_name, output_dir), all_kinds())
 
 
-def _claimable(run: Run) -> Run:
+def _require_unclaimed(run: Run) -> Run:
     """Return the run after a check that no other process executes it; the flow itself claims the run later.
 
     Raises:
@@ -383,7 +384,7 @@ def _claimable(run: Run) -> Run:
     from cosmos_core.run.directory import claim
 
     try:
-        claim(run, _BEGAN).release()
+        claim(run, _PROCESS_START).release()
     except OSError as error:
         raise ConfigError(
             f"run {run.id} cannot be written: {error.filename}: {error.strerror}; a run goes on in its own folder: "
@@ -392,7 +393,7 @@ def _claimable(run: Run) -> Run:
     return run
 
 
-def _end_at_once(code: int) -> NoReturn:
+def _exit_without_cleanup(code: int) -> NoReturn:
     """Exit without cleanup, because nothing else runs in this process and freeing its imported modules would take most
     of a second."""
     sys.stdout.flush()

@@ -43,5 +43,5 @@ def agent_docs(context: typer.Context) -> None:
 def _commands(name: str, group: Any) -> Iterator[tuple[str, Any]]:
     """Yield the full name of each command in a group of commands and its sub-groups, with the command."""
     for command_name, command in vars(group)["commands"].items():
-        inner = "commands" in vars(command)
-        yield from _commands(f"{name} {command_name}", command) if inner else [(f"{name} {command_name}", command)]
+        is_group = "commands" in vars(command)
+        yield from _commands(f"{name} {command_name}", command) if is_group else [(f"{name} {command_name}", command)]

@@ -38,9 +38,9 @@ def explain(
 @config_app.command()
 def diff(first: File, second: File) -> None:
     """Show what two configurations do differently, after composition, defaults and rules; stage by stage."""
-    from cosmos_core.config.difference import difference
+    from cosmos_core.config.difference import pipeline_differences
 
-    for line in difference(_load(first), _load(second)):
+    for line in pipeline_differences(_load(first), _load(second)):
         typer.echo(line)
 
 
@@ -71,11 +71,11 @@ def convert(file: File) -> None:
 @config_app.command()
 def coverage() -> None:
     """Print the status of every key, and for those in use the test that shows what they change."""
-    from cosmos_core.config.describe import all_keys, effects
+    from cosmos_core.config.describe import all_keys, effect_tests
 
     keys = [key for key in all_keys() if not key.is_table]
     for key in keys:
-        typer.echo(f"{key.status:<12} {key.name}  {effects().get(key.name, key.note)}")
+        typer.echo(f"{key.status:<12} {key.name}  {effect_tests().get(key.name, key.note)}")
     counts = Counter(key.status for key in keys)
     typer.echo(", ".join(f"{count} {status}" for status, count in counts.most_common()))
 

@@ -21,11 +21,11 @@ def doctor(
     from cosmos_core.errors import EXIT_CRASH
     from cosmos_core.launch.machine_doctor import machine_findings
 
-    is_well = True
+    is_healthy = True
     for finding in _cluster_findings(output_dir) if cluster else machine_findings(output_dir.absolute()):
-        is_well &= finding.is_ok
+        is_healthy &= finding.is_ok
         typer.echo(f"{'ok   ' if finding.is_ok else 'WRONG'} {finding.name}: {finding.message}")
-    if not is_well:
+    if not is_healthy:
         raise typer.Exit(EXIT_CRASH)
 
 
@@ -34,9 +34,9 @@ def _cluster_findings(output_dir: Path) -> Iterator[Finding]:
     from prefect.settings import get_current_settings
 
     from cosmos_core.errors import ConfigError
-    from cosmos_core.launch.doctor import findings
+    from cosmos_core.launch.doctor import run_checks
 
     if not get_current_settings().api.url:
         raise ConfigError("PREFECT_API_URL is not set; it names the server of the cluster")
     with get_client(sync_client=True) as client:
-        yield from findings(output_dir.absolute(), client)
+        yield from run_checks(output_dir.absolute(), client)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from cosmos_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cosmos_core.run.directory import Facts
+    from cosmos_core.run.directory import RunFacts
 
 
-def flow_of(configs: Sequence[Path], *, is_toml_only: bool) -> str:
+def flow_of(configs: Sequence[Path], *, is_toml_required: bool) -> str:
     """Return the entrypoint `FILE.py:FLOW` that a command names instead of a TOML file; empty if it names a TOML file.
     `is_toml_only` is True if an option of the command supports only TOML files.
 
@@ -25,7 +25,7 @@ def flow_of(configs: Sequence[Path], *, is_toml_only: bool) -> str:
     entrypoint = str(configs[0])
     if ".py:" not in entrypoint:
         return ""
-    if is_toml_only or len(configs) > 1:
+    if is_toml_required or len(configs) > 1:
         raise ConfigError(
             f"{entrypoint} is a flow in Python: --set, --from-stage, --verify, --estimate and further files are for "
             "TOML files; give its parameters with -p NAME=VALUE"
@@ -55,20 +55,20 @@ def refuse_parameters(words: Sequence[str]) -> None:
 
 def is_flow(run_path: Path) -> bool:
     """Return True if a run was created by a Python flow rather than from a TOML file."""
-    return bool(_facts(run_path).entrypoint)
+    return bool(_read_facts_or_default(run_path).entrypoint)
 
 
 def resume_flow(run_path: Path) -> int:
     """Run the flow of an existing run again, with its parameters and in its folder; return the exit code."""
-    facts = _facts(run_path)
+    facts = _read_facts_or_default(run_path)
     os.environ["COSMOS_OUTPUT_DIR"] = str(run_path.parent)
     return run_flow(facts.entrypoint, facts.parameters, run_path.name, run_path.parent)
 
 
-def _facts(run_path: Path) -> Facts:
-    from cosmos_core.run.directory import Facts, read_facts
+def _read_facts_or_default(run_path: Path) -> RunFacts:
+    from cosmos_core.run.directory import RunFacts, read_facts
 
-    return read_facts(run_path) or Facts()
+    return read_facts(run_path) or RunFacts()
 
 
 def run_flow(entrypoint: str, parameters: Mapping[str, Any], run_id: str, output_dir: Path) -> int:
@@ -80,13 +80,13 @@ def run_flow(entrypoint: str, parameters: Mapping[str, Any], run_id: str, output
         run_id: name of the run; empty: a name derived from the flow and its parameters.
         output_dir: folder of runs and their shared data; the first recipe may name another folder for the run itself.
     """
-    from cosmos_core.run.directory import writable
+    from cosmos_core.run.directory import create_writable
     from cosmos_core.session import run_python_flow, session
 
     _require_file(entrypoint)
     if run_id:
         os.environ["COSMOS_RUN_ID"] = run_id
-    with session(writable(output_dir), run_python_flow) as run_session:
+    with session(create_writable(output_dir), run_python_flow) as run_session:
         return run_session(entrypoint, parameters)
 
 
@@ -106,25 +106,25 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
 
     from cosmos_core.observe.plan_table import plan_table
     from cosmos_core.run.directory import open_run
-    from cosmos_core.run.plan import plan
+    from cosmos_core.run.plan import plan_stages
     from cosmos_core.session import import_python_flow
     from cosmos_core.upload.artifact_store import result_lookup
 
     _require_file(entrypoint)
     flow, _ = import_python_flow(entrypoint)
-    from tasks.credentials import lend_to_command
-    from tasks.flow_run import identity_of
+    from tasks.credentials import set_command_credentials
+    from tasks.flow_run import run_name_and_parameters
     from tasks.kinds import all_kinds
 
-    run_id, values = identity_of(flow, parameters)
+    run_id, values = run_name_and_parameters(flow, parameters)
     path = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute() / run_id
     words = ", ".join(f"{name}={value!r}" for name, value in values.items()) or "no parameters"
     if not is_flow(path):
         echo(f"{entrypoint} has no run {path} with {words}: its stages are known when it calls them")
         return
     run = open_run(path, all_kinds())
-    lend_to_command(run.pipeline)
-    decisions = plan(run.pipeline, run.pipeline.kinds, run.output_dir, stored=result_lookup(run.pipeline))
+    set_command_credentials(run.pipeline)
+    decisions = plan_stages(run.pipeline, run.pipeline.kinds, run.output_dir, stored=result_lookup(run.pipeline))
     Console(width=None if sys.stdout.isatty() else 160).print(plan_table(run.pipeline, decisions))
     echo(f"These are the stages of run {run_id} ({words}); the flow decides on later calls when it runs.")
 

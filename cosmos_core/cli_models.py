@@ -18,26 +18,26 @@ def promote(
 ) -> None:
     """Make a version that is there the published one; without one, list all that are there, by age, the published one
     marked."""
-    opened = _open_target(target)
-    history = opened.history()
-    versions = opened.versions() if hasattr(opened, "versions") else list(dict.fromkeys(history))
+    target_store = _open_target(target)
+    history = target_store.history()
+    versions = target_store.versions() if hasattr(target_store, "versions") else list(dict.fromkeys(history))
     if not version:
         names = list(dict.fromkeys([*(name for name in history if name not in versions), *versions]))
         if not names:
             raise ConfigError(f"{target}: nothing was published; give the target of an upload stage")
         for name in names:
             mark = "  (published)" if [name] == history[-1:] else ""
-            typer.echo(f"{name}  {_format_metrics(opened, name)}".rstrip() + mark)
+            typer.echo(f"{name}  {_format_metrics(target_store, name)}".rstrip() + mark)
         return
     if version not in versions:
         raise ConfigError(f"{target}: there is no version {version!r}; there are: {', '.join(versions) or 'none'}")
-    opened.point_to(version)
-    typer.echo(f"published: {opened.where(version)}")
+    target_store.point_to(version)
+    typer.echo(f"published: {target_store.where(version)}")
 
 
-def _format_metrics(opened: Any, version: str) -> str:
+def _format_metrics(target_store: Any, version: str) -> str:
     try:
-        metrics = opened.record_of(version)["metrics"].items()
+        metrics = target_store.record_of(version)["metrics"].items()
     except DamagedRecord:
         return "gone"
     numbers = [(key, value) for key, value in sorted(metrics) if isinstance(value, int | float)]
@@ -46,25 +46,25 @@ def _format_metrics(opened: Any, version: str) -> str:
 
 def rollback(target: Where) -> None:
     """Publish again what was published before; what is published now stays where it is."""
-    opened = _open_target(target)
-    history = opened.history()
+    target_store = _open_target(target)
+    history = target_store.history()
     if len(history) < 2:
         problem = f"only {history[0]!r} was published" if history else "nothing was published"
         raise ConfigError(f"{target}: {problem}, there is nothing to go back to")
-    opened.point_to(history[-2], history[:-1])
-    typer.echo(f"published: {opened.where(history[-2])}; before: {history[-1]}")
+    target_store.point_to(history[-2], history[:-1])
+    typer.echo(f"published: {target_store.where(history[-2])}; before: {history[-1]}")
 
 
 def _open_target(target: str) -> Any:
     from cosmos_core.upload.base import open_target
-    from tasks.credentials import lend_to_command
+    from tasks.credentials import set_command_credentials
 
     if "://" in target:
-        lend_to_command(None)
-    opened = open_target(target)
-    if not all(hasattr(opened, name) for name in ("history", "record_of", "where", "point_to")):
+        set_command_credentials(None)
+    target_store = open_target(target)
+    if not all(hasattr(target_store, name) for name in ("history", "record_of", "where", "point_to")):
         raise ConfigError(f"{target}: this target keeps no versions that a pointer could go back to")
-    return opened
+    return target_store
 
 
 def check_model(

@@ -14,8 +14,8 @@ from cosmos_core.errors import CosmosError
 
 OutputDir = Annotated[Path, typer.Option(help="Folder of runs, where run ids are looked up.")]
 RunName = Annotated[str, typer.Argument(help="Run id or path; empty: the newest.")]
-_WIDTH = 160
-_LOOK_SECONDS = 1.0
+_TABLE_WIDTH = 160
+_POLL_SECONDS = 1.0
 
 
 def status(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
@@ -46,7 +46,7 @@ def runs(
     from cosmos_core.observe.runs import table_of_runs
 
     table = (table_of_costs if cost else table_of_runs)(output_dir, most)
-    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
+    Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(table)
 
 
 def compare(
@@ -58,7 +58,7 @@ def compare(
     from rich.console import Console
 
     from cosmos_core.observe import overlay
-    from cosmos_core.observe.runs import compared
+    from cosmos_core.observe.runs import run_differences
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.files import write_text
     from tasks.kinds import all_kinds
@@ -70,21 +70,21 @@ def compare(
         write_text(html, page)
         typer.echo(html)
         return
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
     for path in paths[1:]:
-        for part in compared(paths[0], path, all_kinds()):
+        for part in run_differences(paths[0], path, all_kinds()):
             console.print(part, markup=False, highlight=False)
 
 
 def report(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
     """Write report.html of a run, whatever of it there is, and say where."""
-    from cosmos_core.observe.report import PAGE, build
+    from cosmos_core.observe.report import REPORT_FILE, build
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.files import write_text
 
     path = find_run(run_name, output_dir)
-    write_text(path / PAGE, build(path))
-    typer.echo(path / PAGE)
+    write_text(path / REPORT_FILE, build(path))
+    typer.echo(path / REPORT_FILE)
 
 
 def samples(  # noqa: PLR0913 - options of a command
@@ -110,7 +110,7 @@ def watch(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> No
     """Follow a run that another process or machine runs, until nothing happens in it any more."""
     from cosmos_core.observe.console import Display, print_status
     from cosmos_core.observe.record import read_run
-    from cosmos_core.observe.runs import is_over
+    from cosmos_core.observe.runs import is_inactive
     from cosmos_core.run.directory import find_run
 
     path = find_run(run_name, output_dir)
@@ -119,9 +119,9 @@ def watch(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> No
             run = read_run(path)
             for stage in run.stages:
                 display.update(stage.name, stage.status, stage.progress)
-            if is_over(run):
+            if is_inactive(run):
                 break
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
     print_status(path)
 
 

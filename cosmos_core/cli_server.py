@@ -107,35 +107,35 @@ def clean(
     except ValueError as error:
         raise ConfigError(f"--older-than {older_than!r}: write a number and a unit: 12h or 30d") from error
     if store:
-        _clean_store(store, keep=keep, older_than_seconds=age, is_wanted=yes)
+        _clean_store(store, keep=keep, older_than_seconds=age, is_confirmed=yes)
         return
     folder = output_dir.expanduser().absolute()
-    runs = retention.verdicts(folder, keep=keep, older_than_seconds=age)
+    runs = retention.verdicts(folder, num_kept=keep, older_than_seconds=age)
     for verdict in runs:
-        fate = f"stays: {verdict.kept_because}" if verdict.kept_because else "goes"
-        about = f"{verdict.pipeline}, {size(verdict.size)}, {duration(verdict.age_seconds)} old"
-        typer.echo(f"{verdict.path.name}  {about}  {fate}")
-    leaving = [verdict for verdict in runs if not verdict.kept_because]
-    removed = list(retention.remove(folder, leaving)) if yes else leaving
-    freed = size(sum(verdict.size for verdict in removed))
+        outcome = f"stays: {verdict.reason_to_keep}" if verdict.reason_to_keep else "goes"
+        details = f"{verdict.pipeline}, {size(verdict.size)}, {duration(verdict.age_seconds)} old"
+        typer.echo(f"{verdict.path.name}  {details}  {outcome}")
+    deletable = [verdict for verdict in runs if not verdict.reason_to_keep]
+    removed = list(retention.remove(folder, deletable)) if yes else deletable
+    freed_bytes = size(sum(verdict.size for verdict in removed))
     line = (
         f"removed {len(removed)} of {len(runs)} runs" if yes else f"{len(removed)} of {len(runs)} runs may be removed"
     )
-    typer.echo(f"{line}, {freed}" + ("" if yes or not removed else "; remove them with --yes"))
+    typer.echo(f"{line}, {freed_bytes}" + ("" if yes or not removed else "; remove them with --yes"))
 
 
-def _clean_store(url: str, *, keep: int, older_than_seconds: float, is_wanted: bool) -> None:
+def _clean_store(url: str, *, keep: int, older_than_seconds: float, is_confirmed: bool) -> None:
     from cosmos_core.observe.formatting import duration, size
     from cosmos_core.upload.store_retention import Retention
 
-    retention = Retention(url, keep=keep, older_than_seconds=older_than_seconds)
+    retention = Retention(url, num_kept=keep, older_than_seconds=older_than_seconds)
     for run in retention.runs:
-        fate = f"stays: {run.kept_because}" if run.kept_because else "goes"
-        typer.echo(f"{run.name}  {run.pipeline}, {duration(run.age_seconds)} old  {fate}")
-    num_leaving = sum(not run.kept_because for run in retention.runs)
-    if is_wanted:
-        num_gone, freed = retention.remove()
-        typer.echo(f"removed {num_gone} of {len(retention.runs)} runs, {size(freed)}")
+        outcome = f"stays: {run.reason_to_keep}" if run.reason_to_keep else "goes"
+        typer.echo(f"{run.name}  {run.pipeline}, {duration(run.age_seconds)} old  {outcome}")
+    num_leaving = sum(not run.reason_to_keep for run in retention.runs)
+    if is_confirmed:
+        num_deleted, freed_bytes = retention.remove()
+        typer.echo(f"removed {num_deleted} of {len(retention.runs)} runs, {size(freed_bytes)}")
     else:
-        more = "; remove them with --yes" if retention.size else ""
-        typer.echo(f"{num_leaving} of {len(retention.runs)} runs may be removed, {size(retention.size)}{more}")
+        hint = "; remove them with --yes" if retention.size else ""
+        typer.echo(f"{num_leaving} of {len(retention.runs)} runs may be removed, {size(retention.size)}{hint}")

@@ -27,7 +27,7 @@ Save = Annotated[str, typer.Option(help="Recipe to write; empty: a name made of 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the recipe and write nothing.")]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the recipe.")]
 
-_MARK = "# Written by cosmos, digest "
+_FILE_HEADER = "# Written by cosmos, digest "
 
 
 def sft(  # noqa: PLR0913 - the options of a command
@@ -111,7 +111,9 @@ def init() -> None:
     opts["data"] = typer.prompt("Which rows? A file, a folder or a Hub id")
     if METHODS[method].needs_reward:
         opts["reward"] = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
-    path = _write_recipe(opts, _propose(opts), typer.prompt("Where to write the recipe?", default=str(_path(opts, ""))))
+    path = _write_recipe(
+        opts, _propose_settings(opts), typer.prompt("Where to write the recipe?", default=str(_path(opts, "")))
+    )
     if typer.confirm(f"saved as {path}. Run it now?"):
         _run(path, [])
     typer.echo(f"run it with: cosmos run {path}")
@@ -147,8 +149,8 @@ def _model_of(name: str, output_dir: Path) -> str:
         if not output:
             raise ConfigError(f"{name}: this stage made no model")
         return str(path / str(output))
-    is_run = (path / "pipeline.toml").is_file() or (output_dir / name / "pipeline.toml").is_file()
-    if not is_run:
+    is_run_path = (path / "pipeline.toml").is_file() or (output_dir / name / "pipeline.toml").is_file()
+    if not is_run_path:
         return name
     run = read_run(find_run(name, output_dir))
     if run.model is None:
@@ -157,7 +159,7 @@ def _model_of(name: str, output_dir: Path) -> str:
 
 
 def _train(asked: dict[str, str], save: str, dry_run: bool, overrides: Sequence[str]) -> None:
-    _write_and_run(asked, _propose(asked), save, dry_run, overrides)
+    _write_and_run(asked, _propose_settings(asked), save, dry_run, overrides)
 
 
 def _write_and_run(
@@ -171,7 +173,7 @@ def _write_and_run(
     _run(path, overrides)
 
 
-def _propose(asked: dict[str, str]) -> list[tuple[str, Any, str]]:
+def _propose_settings(asked: dict[str, str]) -> list[tuple[str, Any, str]]:
     """Return (key, value, reason) of each proposed setting, from a subprocess that may import torch.
 
     Raises:
@@ -193,12 +195,12 @@ def _recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]]) -> str:
         table, _, name = key.rpartition(".")
         tables.setdefault(table, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
     command = " ".join(f"--{name} {value}" for name, value in asked.items() if value and name != "method")
-    body = f"# cosmos {asked['method']} {command}\n"
+    recipe_text = f"# cosmos {asked['method']} {command}\n"
     if asked["method"] == "eval":  # a recipe file without stages runs a training
-        body += '\n[[pipeline.stages]]\nname = "evaluate"\nkind = "evaluate"\n'
+        recipe_text += '\n[[pipeline.stages]]\nname = "evaluate"\nkind = "evaluate"\n'
     for table, lines in sorted(tables.items()):
-        body += f"\n[{table}]\n" + "\n".join(lines) + "\n"
-    return f"{_MARK}{hashlib.sha256(body.encode()).hexdigest()[:16]}\n{body}"
+        recipe_text += f"\n[{table}]\n" + "\n".join(lines) + "\n"
+    return f"{_FILE_HEADER}{hashlib.sha256(recipe_text.encode()).hexdigest()[:16]}\n{recipe_text}"
 
 
 def _path(asked: dict[str, str], save: str) -> Path:
@@ -213,9 +215,9 @@ def _write_recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]], s
         ConfigError: the existing file was edited, or was not written by this command.
     """
     path, text = _path(asked, save), _recipe(asked, settings)
-    if path.exists() and (old := path.read_text(encoding="utf-8")) != text:
-        head, _, body = old.partition("\n")
-        if head != f"{_MARK}{hashlib.sha256(body.encode()).hexdigest()[:16]}":
+    if path.exists() and (old_text := path.read_text(encoding="utf-8")) != text:
+        head, _, recipe_text = old_text.partition("\n")
+        if head != f"{_FILE_HEADER}{hashlib.sha256(recipe_text.encode()).hexdigest()[:16]}":
             raise ConfigError(
                 f"{path} is there and was edited; run it with cosmos run {path}, or write another with --save FILE"
             )

@@ -16,27 +16,27 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.masking import hide_spans, secret_spans
+from cosmos_core.masking import find_secret_spans, mask_secret_spans
 
-_NEEDED = frozenset({
+_INHERITED_VARIABLES = frozenset({
     "CONDA_PREFIX", "CURL_CA_BUNDLE", "DO_NOT_TRACK", "HOME", "HOSTNAME", "HTTPS_PROXY", "HTTP_PROXY", "LANG",
     "LANGUAGE", "LD_LIBRARY_PATH", "LOGNAME", "NO_PROXY", "PATH", "PWD", "REQUESTS_CA_BUNDLE", "SHELL", "SSL_CERT_DIR",
     "SSL_CERT_FILE", "TEMP", "TERM", "TMP", "TMPDIR", "TOKENIZERS_PARALLELISM", "TZ", "USER", "VIRTUAL_ENV",
     "http_proxy", "https_proxy", "no_proxy",
 })  # fmt: skip
-_NEEDED_PREFIXES = (
+_INHERITED_PREFIXES = (
     "COSMOS_", "CUBLAS_", "CUDA_", "HF_", "LC_", "MKL_", "MLFLOW_", "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_", "PYTHON",
     "RAY_", "TORCH", "TRACKIO_", "TRANSFORMERS_", "VLLM_", "WANDB_", "XDG_",
 )  # fmt: skip
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:TOKENS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|KEYS?|AUTH_STRING)(?:_|$)", re.I
 )
-_LOGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/@\s]*:([^/@\s]+)@", re.I)
-_OVERLAP = 4096
-_SHORTEST = 8
+_URL_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/@\s]*:([^/@\s]+)@", re.I)
+_OVERLAP_CHARACTERS = 4096
+_MIN_SECRET_CHARACTERS = 8
 """Minimum number of characters of a value that is masked: a shorter value, like `false`, may be an ordinary word."""
 _BLOCK = 1 << 20
-_named: set[str] = set()
+_secret_names: set[str] = set()
 _values: set[str] = set()
 
 
@@ -63,16 +63,16 @@ def tls_trust() -> ssl.SSLContext | bool:
     return True
 
 
-def hide(names: Iterable[str] = (), values: Iterable[str] = ()) -> None:
+def mask_secrets(names: Iterable[str] = (), values: Iterable[str] = ()) -> None:
     """Mask secrets in everything that this process prints and logs from now on, including the values of the environment
     variables in `names`, and `values`."""
-    _named.update(names)
+    _secret_names.update(names)
     _values.update(values)
     hide_in_records()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if not isinstance(stream, _Masking):
-            setattr(sys, name, cast(TextIO, _Masking(stream)))
+        if not isinstance(stream, _MaskingStream):
+            setattr(sys, name, cast(TextIO, _MaskingStream(stream)))
 
 
 def hide_in_records() -> None:
@@ -81,7 +81,7 @@ def hide_in_records() -> None:
     if getattr(make, "masks", False):
         return
 
-    def masking(*arguments: Any, **named: Any) -> logging.LogRecord:
+    def mask_record(*arguments: Any, **named: Any) -> logging.LogRecord:
         record = make(*arguments, **named)
         with suppress(Exception):  # the logging module reports arguments that do not match the format
             message = record.getMessage()
@@ -91,8 +91,8 @@ def hide_in_records() -> None:
             record.exc_text = masked(logging.Formatter().formatException(record.exc_info))
         return record
 
-    masking.masks = True  # type: ignore[attr-defined]
-    logging.setLogRecordFactory(masking)
+    mask_record.masks = True  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(mask_record)
 
 
 def masked(text: str, names: Iterable[str] = ()) -> str:
@@ -100,7 +100,7 @@ def masked(text: str, names: Iterable[str] = ()) -> str:
     and for text that looks like a secret."""
     for secret in _secrets(names):
         text = text.replace(secret, "***")
-    return hide_spans(text)
+    return mask_secret_spans(text)
 
 
 def mask_error(error: BaseException) -> None:
@@ -110,14 +110,14 @@ def mask_error(error: BaseException) -> None:
         notes[:] = map(masked, notes)
 
 
-def secrets_in(values: Any, name: str = "") -> Iterator[str]:
+def find_secrets(values: Any, name: str = "") -> Iterator[str]:
     """Yield the strings in settings below keys with the name of a secret, such as `api_key`."""
     if isinstance(values, Mapping):
         for key, value in values.items():
-            yield from secrets_in(value, name if _is_secret_name(name) else str(key))
+            yield from find_secrets(value, name if _is_secret_name(name) else str(key))
     elif isinstance(values, list | tuple):
         for value in values:
-            yield from secrets_in(value, name)
+            yield from find_secrets(value, name)
     elif isinstance(values, str) and _is_secret_name(name):
         yield values
 
@@ -128,17 +128,20 @@ def mask_file(file: Path, names: Iterable[str] = ()) -> None:
     The secrets are overwritten in place: a log may be larger than the memory, and the disk may be full.
     """
     secrets = [secret.encode() for secret in _secrets(names)]
-    overlap = max(_OVERLAP, *map(len, secrets), 0)
+    overlap = max(_OVERLAP_CHARACTERS, *map(len, secrets), 0)
     start = 0
     with open(file, "r+b", buffering=0) as log:
         while block := os.pread(log.fileno(), _BLOCK + overlap, start):
             spans = [match.span() for secret in secrets for match in re.finditer(re.escape(secret), block)]
-            for begin, end in (*spans, *secret_spans(block.decode("latin-1"))):  # latin-1 gives one character per byte
+            for begin, end in (
+                *spans,
+                *find_secret_spans(block.decode("latin-1")),
+            ):  # latin-1 gives one character per byte
                 os.pwrite(log.fileno(), b"*" * (end - begin), start + begin)
             start += _BLOCK
 
 
-class _Masking:
+class _MaskingStream:
     """Text stream that masks secrets in the output of Python code; output of C code and of subprocesses is not
     masked."""
 
@@ -157,17 +160,17 @@ class _Masking:
 
 def _secrets(names: Iterable[str] = ()) -> list[str]:
     """Return the secret values to mask, the longest first, because a value may contain a shorter one."""
-    secrets, named = set(_values), _named.union(names)
+    secrets, secret_names = set(_values), _secret_names.union(names)
     for name, value in os.environ.items():
-        if name in named or _is_secret_name(name):
+        if name in secret_names or _is_secret_name(name):
             secrets.add(value)
-        secrets.update(_LOGIN.findall(value) if "://" in value else ())
-    return sorted((value for value in secrets if len(value) >= _SHORTEST), key=len, reverse=True)
+        secrets.update(_URL_WITH_PASSWORD.findall(value) if "://" in value else ())
+    return sorted((value for value in secrets if len(value) >= _MIN_SECRET_CHARACTERS), key=len, reverse=True)
 
 
 def _is_needed(name: str, value: str) -> bool:
-    is_known = name in _NEEDED or name.startswith(_NEEDED_PREFIXES)
-    return is_known and not _is_secret_name(name) and not _LOGIN.search(value)
+    is_inherited = name in _INHERITED_VARIABLES or name.startswith(_INHERITED_PREFIXES)
+    return is_inherited and not _is_secret_name(name) and not _URL_WITH_PASSWORD.search(value)
 
 
 @lru_cache(maxsize=1024)

@@ -118,7 +118,7 @@ BY_NAME: dict[str, type[CosmosError]] = {
 """Error classes by name, with which the launcher recreates the error that a worker has written to a file."""
 
 
-def by_name(error: Exception) -> tuple[str, str]:
+def serialise_error(error: Exception) -> tuple[str, str]:
     """Return an error as plain data, for another process: the name of its nearest class in `BY_NAME`, and its message.
 
     An exception that is no CosmosError is returned as `StageFailed`, with the name of its class in the message.

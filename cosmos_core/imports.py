@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Disable garbage collection in the block, and exclude the objects that the block creates from later
     collections."""
     was_enabled = gc.isenabled()

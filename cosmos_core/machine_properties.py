@@ -23,7 +23,7 @@ from typing import Any
 
 from cosmos_core.errors import ConfigError, StageFailed
 
-_ASK_SECONDS = 120
+_MEASURE_SECONDS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,13 @@ class MachineProperties:
 def measure(libraries: Sequence[str] = ()) -> MachineProperties:
     """Return the hardware and the versions of the libraries as this process sees them."""
     versions = {name: installed for name in libraries if (installed := _version(name))}
-    gpus = tuple(name for name, _ in _visible_gpus())
+    gpus = tuple(name for name, _ in _gpus_visible_to_cuda())
     return MachineProperties(
-        platform.node(), gpus, len(os.sched_getaffinity(0)), versions, _compiler_lacks(has_gpus=bool(gpus))
+        platform.node(), gpus, len(os.sched_getaffinity(0)), versions, _missing_compiler(has_gpus=bool(gpus))
     )
 
 
-def _compiler_lacks(*, has_gpus: bool) -> str:
+def _missing_compiler(*, has_gpus: bool) -> str:
     """Return a description of the missing requirement for compiling kernels: a C compiler for Triton on a GPU, a C++
     compiler on a CPU, or Python.h; empty if nothing is missing."""
     variable, names, language = ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
@@ -66,7 +66,7 @@ def _compiler_lacks(*, has_gpus: bool) -> str:
     return "" if header.is_file() else f"Python's headers ({header} was not found)"
 
 
-def facts_of_workers(libraries: Sequence[str] = (), python: str = "", *, is_group: bool = False) -> MachineProperties:
+def measure_workers(libraries: Sequence[str] = (), python: str = "", *, is_group: bool = False) -> MachineProperties:
     """Return the hardware and libraries of the interpreter that runs the stages, measured once in the life of this
     process.
 
@@ -78,39 +78,39 @@ def facts_of_workers(libraries: Sequence[str] = (), python: str = "", *, is_grou
         StageFailed: the cluster or the interpreter does not respond.
     """
     cluster = os.environ.get("RAY_ADDRESS", "") if is_group else ""
-    return _facts(tuple(libraries), python, cluster, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return _measure_machine(tuple(libraries), python, cluster, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 @cache
-def _facts(libraries: tuple[str, ...], python: str, cluster: str, visible: str | None) -> MachineProperties:
+def _measure_machine(libraries: tuple[str, ...], python: str, cluster: str, visible: str | None) -> MachineProperties:
     if not python and not cluster:
         return measure(libraries)
     program = "cosmos_core.cluster.properties" if cluster else "cosmos_core.machine_properties"
     command = [python or sys.executable, "-m", program, *libraries]
     try:
-        completed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_ASK_SECONDS)
+        completed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_MEASURE_SECONDS)
         facts = MachineProperties(**json.loads(completed.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
         if cluster:
             reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
             raise StageFailed(f"RAY_ADDRESS = {cluster!r}: the cluster does not say what it has: {reason}") from error
         if isinstance(error, subprocess.TimeoutExpired):
-            raise StageFailed(f"pipeline.python = {python!r}: no reply in {_ASK_SECONDS} s") from error
+            raise StageFailed(f"pipeline.python = {python!r}: no reply in {_MEASURE_SECONDS} s") from error
         raise ConfigError(f"pipeline.python = {python!r} does not run: {error}; name a Python interpreter") from error
     # The GPUs are the same for every interpreter, and another interpreter may lack pynvml.
-    gpus = tuple(facts.gpus) if cluster else tuple(name for name, _ in _visible_gpus())
+    gpus = tuple(facts.gpus) if cluster else tuple(name for name, _ in _gpus_visible_to_cuda())
     return replace(facts, gpus=gpus)
 
 
 def gpu_entries() -> dict[str, str]:
     """Return the entries of `CUDA_VISIBLE_DEVICES` for the GPUs that this process sees, in their order, each with the
     GPU's UUID."""
-    gpus, hidden = _visible_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus, hidden = _gpus_visible_to_cuda(), os.environ.get("CUDA_VISIBLE_DEVICES")
     entries = [str(i) for i in range(len(gpus))] if hidden is None else hidden.split(",")
     return {entry.strip(): uuid for entry, (_, uuid) in zip(entries, gpus, strict=False)}
 
 
-def _visible_gpus() -> tuple[tuple[str, str], ...]:
+def _gpus_visible_to_cuda() -> tuple[tuple[str, str], ...]:
     """Return model name and UUID of each GPU of the driver that CUDA shows to this process."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in {"", "-1"}:
@@ -126,7 +126,7 @@ def _visible_gpus() -> tuple[tuple[str, str], ...]:
     try:
         cards = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         if hidden is not None:
-            chosen = [_chosen(pynvml, cards, entry.strip()) for entry in hidden.split(",")]
+            chosen = [_find_gpu(pynvml, cards, entry.strip()) for entry in hidden.split(",")]
             # CUDA ignores the first entry that does not exist and all entries after it.
             cards = list(takewhile(lambda card: card is not None, chosen))
         return tuple((str(pynvml.nvmlDeviceGetName(card)), str(pynvml.nvmlDeviceGetUUID(card))) for card in cards)
@@ -134,7 +134,7 @@ def _visible_gpus() -> tuple[tuple[str, str], ...]:
         pynvml.nvmlShutdown()
 
 
-def _chosen(pynvml: Any, cards: Sequence[Any], entry: str) -> Any | None:
+def _find_gpu(pynvml: Any, cards: Sequence[Any], entry: str) -> Any | None:
     """Return the GPU that an entry of CUDA_VISIBLE_DEVICES names: by index, by the beginning of its UUID, or as a MIG
     device."""
     if entry.isdigit():

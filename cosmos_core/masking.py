@@ -9,7 +9,7 @@ are known to be secret, and the masking of streams and files, are in environment
 import re
 from collections.abc import Iterator
 
-_FORMS = re.compile(
+_SECRET_FORMATS = re.compile(
     r"-----BEGIN[ A-Z]*PRIVATE KEY-----[\s\S]*?(?:-----END[ A-Z]*PRIVATE KEY-----|\Z)"
     r"|(?<![A-Za-z0-9])(?:"
     r"(?:hf|npm|pnu|pnb|r8)_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
@@ -17,7 +17,7 @@ _FORMS = re.compile(
     r"|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{30,}|ya29\.[\w.-]{16,}|SG\.[\w-]{16,}\.[\w-]{16,}"
     r"|(?<![\w-])eyJ[\w-]{10,}\.[\w-]{8,}(?:\.[\w-]*)?)"
 )
-_LOGIN = re.compile(
+_URL_WITH_PASSWORD = re.compile(
     r"(?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://[^/@\s:]*:(?!\d+/)([^@\s\"'<>]{1,200})@"
     r"|(?:^|\s)(?:-u|--user)[ =][\w.@-]{1,100}:(\S{4,})|hooks\.slack\.com/services/(\S+)|/api/webhooks/(\d+/\S+)",
     re.I,
@@ -26,7 +26,7 @@ _NAME = (
     r"(?:passw(?:or)?d|passphrase|secret|api[_-]?key|access[_-]?key|private[_-]?key|auth[_-]?string|X-Amz-Signature)"
     r"(?:[_-]?(?:access[_-]?)?key)?"
 )
-_NAMED = re.compile(
+_NAMED_SECRET = re.compile(
     rf"{_NAME}(?:\\*[\"'])?\s*[=:]\s*b?\\*(?:\"(?![$*<])([^\"\\\n]{{6,200}})|'(?![$*<])([^'\\\n]{{6,200}})"
     r"|([^\s\"',;&)\]}$*<\\][^\s\"',;&)\]}\\]{5,}))"
     rf"|\(b?[\"']{_NAME}[\"'], ?b?[\"']([^\"']{{6,200}})[\"']\)|<{_NAME}>([^<]{{6,200}})<"
@@ -37,77 +37,77 @@ _NAMED = re.compile(
     r"|(?<![a-z])pwd\s*[=:]\s*[\"']?([^\s\"'/~.$*<;][^\s\"';]{5,})",
     re.I,
 )
-_AFTER = re.compile(
+_WORD_AND_SECRET = re.compile(
     r"(?:token|bearer|basic|login|key|secret|passw(?:or)?d|credentials?|authorization)[\"']?"
     r"(?:\s*[=:]\s*|\s+(?:is|was)\s+|\s+)[\"']?([\w+/=~-]{12,})",
     re.I,
 )
 _WORD = re.compile(r"[A-Za-z0-9_+-]{20,}={0,2}")
 _GROUPS = re.compile(r"[A-Za-z0-9!#$%&*^~._-]{20,}")
-_SLASHED = re.compile(r"(?<![\w+/.-])(?=[A-Za-z0-9+]+/)[A-Za-z0-9/+]{32,}={0,2}(?![\w+/=-])")
-_PIECE = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
+_BASE64_WITH_SLASHES = re.compile(r"(?<![\w+/.-])(?=[A-Za-z0-9+]+/)[A-Za-z0-9/+]{32,}={0,2}(?![\w+/=-])")
+_WORD_PIECE = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _DIGESTS = {40, 64}
 
 
-def secret_spans(text: str) -> Iterator[tuple[int, int]]:
+def find_secret_spans(text: str) -> Iterator[tuple[int, int]]:
     """Yield start and end of each part of the text that looks like a secret; the spans may overlap."""
-    for form in (_FORMS, _LOGIN, _NAMED):
+    for form in (_SECRET_FORMATS, _URL_WITH_PASSWORD, _NAMED_SECRET):
         for match in form.finditer(text):
             yield match.span(match.lastindex or 0)
-    for match in _AFTER.finditer(text):
-        if _looks_random(match[1]) or re.fullmatch(r"[0-9a-fA-F]{16,}", match[1]):
+    for match in _WORD_AND_SECRET.finditer(text):
+        if _looks_like_secret(match[1]) or re.fullmatch(r"[0-9a-fA-F]{16,}", match[1]):
             yield match.span(1)
-    for match in _SLASHED.finditer(text):  # base64, such as a secret key of AWS, which has 40 characters
-        if _is_mixed(match[0]) and _piece_length(match[0]) < (3.2 if len(match[0]) == 40 else 2.5):
+    for match in _BASE64_WITH_SLASHES.finditer(text):  # base64, such as a secret key of AWS, which has 40 characters
+        if _is_mixed(match[0]) and _mean_piece_length(match[0]) < (3.2 if len(match[0]) == 40 else 2.5):
             yield match.span()
     for match in _GROUPS.finditer(text):  # groups of random letters between dashes or dots
-        has_word = re.search("[A-Z]?[a-z]{5}|[A-Z]{5}", match[0])
-        if _is_mixed(match[0]) and not has_word and _piece_length(match[0]) < 1.95:
+        has_long_word = re.search("[A-Z]?[a-z]{5}|[A-Z]{5}", match[0])
+        if _is_mixed(match[0]) and not has_long_word and _mean_piece_length(match[0]) < 1.95:
             yield match.span()
     for match in _WORD.finditer(text):
-        neighbours = text[max(0, match.start() - 1) : match.start()] + text[match.end() : match.end() + 1]
-        is_alone = match[0].rstrip("=").isalnum() and not any(mark in "/.:" for mark in neighbours)
+        adjacent = text[max(0, match.start() - 1) : match.start()] + text[match.end() : match.end() + 1]
+        is_separate_word = match[0].rstrip("=").isalnum() and not any(mark in "/.:" for mark in adjacent)
         runs = re.findall("[A-Za-z0-9]{10,}", match[0])
-        is_long = len(match[0]) >= 32 and _piece_length(match[0]) < 2.4
-        if any(_is_secret_word(run, is_alone) for run in runs if len(run) >= 20) or (
-            is_long and any(_is_mixed(run) and _piece_length(run) < 2.4 for run in runs)
+        is_random_base64 = len(match[0]) >= 32 and _mean_piece_length(match[0]) < 2.4
+        if any(_is_secret_word(run, is_separate_word) for run in runs if len(run) >= 20) or (
+            is_random_base64 and any(_is_mixed(run) and _mean_piece_length(run) < 2.4 for run in runs)
         ):
             yield match.span()
 
 
-def hide_spans(text: str) -> str:
+def mask_secret_spans(text: str) -> str:
     """Return the text with `***` in place of each part that looks like a secret."""
     parts, position = [], 0
-    for start, end in sorted(secret_spans(text)):
+    for start, end in sorted(find_secret_spans(text)):
         if end > position:
             parts += [text[position : max(start, position)], "***" if start >= position else ""]
             position = end
     return "".join(parts) + text[position:]
 
 
-def _is_secret_word(word: str, is_alone: bool) -> bool:
+def _is_secret_word(word: str, is_separate_word: bool) -> bool:
     """Return True if a string of letters and digits looks random; `is_alone` is True if it is no part of a path, a name
     or a digest."""
     has_digit = any(letter.isdigit() for letter in word)
     if re.fullmatch(r"[0-9a-f]+|[0-9A-F]+", word):
-        return is_alone and has_digit and not word.isdigit() and len(word) >= 32 and len(word) not in _DIGESTS
+        return is_separate_word and has_digit and not word.isdigit() and len(word) >= 32 and len(word) not in _DIGESTS
     if word.islower() or word.isupper():
-        return is_alone and has_digit and len(word) >= 24 and _piece_length(word) < 3.4
-    is_long = len(word) >= 28
-    return _piece_length(word) < ((2.8 if is_long else 2.5) if has_digit else (2.6 if is_long else 2.2))
+        return is_separate_word and has_digit and len(word) >= 24 and _mean_piece_length(word) < 3.4
+    is_long_word = len(word) >= 28
+    return _mean_piece_length(word) < ((2.8 if is_long_word else 2.5) if has_digit else (2.6 if is_long_word else 2.2))
 
 
 def _is_mixed(word: str) -> bool:
     return bool(re.search("[a-z]", word) and re.search("[A-Z]", word) and re.search("[0-9]", word))
 
 
-def _looks_random(word: str) -> bool:
+def _looks_like_secret(word: str) -> bool:
     """Return True if a value after a word like `token` looks random, unlike a name, a path or a number."""
-    has_both = any(letter.isdigit() for letter in word) and any(letter.isalpha() for letter in word)
-    return has_both and _piece_length(word) < 3.0 and "//" not in word
+    has_letters_and_digits = any(letter.isdigit() for letter in word) and any(letter.isalpha() for letter in word)
+    return has_letters_and_digits and _mean_piece_length(word) < 3.0 and "//" not in word
 
 
-def _piece_length(word: str) -> float:
+def _mean_piece_length(word: str) -> float:
     """Return the mean length of the parts of a string that look like a word, an acronym or a number."""
-    pieces = _PIECE.findall(word)
-    return sum(map(len, pieces)) / max(1, len(pieces))
+    word_pieces = _WORD_PIECE.findall(word)
+    return sum(map(len, word_pieces)) / max(1, len(word_pieces))

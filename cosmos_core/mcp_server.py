@@ -18,8 +18,8 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
 from pydantic import BaseModel, Field
 
-_READS = ToolAnnotations(read_only_hint=True)
-_STARTS = ToolAnnotations(read_only_hint=False, destructive_hint=False)
+_READ_ONLY = ToolAnnotations(read_only_hint=True)
+_STARTS_PROCESS = ToolAnnotations(read_only_hint=False, destructive_hint=False)
 _COMMAND_SECONDS, _START_SECONDS = 600, 120
 _INSTRUCTIONS = """Operate post-training pipelines. Recipes are TOML files; `explain_key` documents their keys.
 `check` and `plan` take a recipe. Runs are named by their id; an empty id names the newest.
@@ -42,78 +42,78 @@ def open_server() -> MCPServer:
 
 def _add_tools_that_read(server: MCPServer) -> None:
 
-    @server.tool(annotations=_READS)
+    @server.tool(annotations=_READ_ONLY)
     async def list_runs() -> str:
         """List the runs of the folder `outputs`, the newest last."""
-        return await _cosmos("runs")
+        return await _run_cosmos("runs")
 
-    @server.tool(annotations=_READS)
+    @server.tool(annotations=_READ_ONLY)
     async def run_status(run: str = "") -> str:
         """Show the state, time and metrics of every stage of a run, and how a stopped run is continued."""
-        return await _cosmos("status", run)
+        return await _run_cosmos("status", run)
 
-    @server.tool(annotations=_READS)
+    @server.tool(annotations=_READ_ONLY)
     async def stage_log(run: str = "", stage: str = "") -> str:
         """Show the log of the newest attempt of a stage."""
-        return await _cosmos("logs", run, stage)
+        return await _run_cosmos("logs", run, stage)
 
-    @server.tool(annotations=_READS)
+    @server.tool(annotations=_READ_ONLY)
     async def run_samples(run: str = "") -> str:
         """Show completions or images of a run with their rewards."""
-        return await _cosmos("samples", run)
+        return await _run_cosmos("samples", run)
 
-    @server.tool(annotations=_READS)
+    @server.tool(annotations=_READ_ONLY)
     async def run_lineage(run: str = "") -> str:
         """Show from which data, models and settings the model of a run was made."""
-        return await _cosmos("lineage", run)
+        return await _run_cosmos("lineage", run)
 
-    @server.tool(annotations=_READS)
+    @server.tool(annotations=_READ_ONLY)
     async def compare_runs(first: str, second: str) -> str:
         """Show how two runs differ in settings, metrics and times."""
-        return await _cosmos("compare", first, second)
+        return await _run_cosmos("compare", first, second)
 
-    @server.tool(annotations=_READS)
+    @server.tool(annotations=_READ_ONLY)
     async def explain_key(key: str) -> str:
         """Explain a configuration key, such as `train.optm_lr`: type, default, unit, meaning."""
-        return await _cosmos("config", "explain", key)
+        return await _run_cosmos("config", "explain", key)
 
-    @server.tool(annotations=_READS)
+    @server.tool(annotations=_READ_ONLY)
     async def check(recipe: str) -> str:
         """Check a recipe: its schema, then its models, rows and rewards. Nothing is started."""
-        return await _cosmos("check", recipe)
+        return await _run_cosmos("check", recipe)
 
-    @server.tool(annotations=_READS)
+    @server.tool(annotations=_READ_ONLY)
     async def plan(recipe: str) -> str:
         """Show which stages of a recipe would run or be reused, and why. Nothing is started."""
-        return await _cosmos("plan", recipe)
+        return await _run_cosmos("plan", recipe)
 
 
 def _add_tools_that_start(server: MCPServer) -> None:
-    @server.tool(annotations=_STARTS)
+    @server.tool(annotations=_STARTS_PROCESS)
     async def start_run(
         recipe: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_about_recipe)]
     ) -> str:
         """Ask the user, then start a run of a recipe in the background and return its first lines."""
-        return await _start_if_confirmed(response, "run", recipe)
+        return await _run_if_confirmed(response, "run", recipe)
 
-    @server.tool(annotations=_STARTS)
+    @server.tool(annotations=_STARTS_PROCESS)
     async def resume_run(
         run: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_about_run)]
     ) -> str:
         """Ask the user, then continue a stopped run in the background and return its first lines."""
-        return await _start_if_confirmed(response, "resume", run)
+        return await _run_if_confirmed(response, "resume", run)
 
 
 async def _ask_about_recipe(recipe: str) -> Elicit[Confirmation]:
-    return Elicit(f"Start `cosmos run {recipe}`?\n\n{await _cosmos('plan', recipe)}", Confirmation)
+    return Elicit(f"Start `cosmos run {recipe}`?\n\n{await _run_cosmos('plan', recipe)}", Confirmation)
 
 
 async def _ask_about_run(run: str) -> Elicit[Confirmation]:
-    await _cosmos("status", run)  # raises an error if the run does not exist
+    await _run_cosmos("status", run)  # raises an error if the run does not exist
     return Elicit(f"Start `cosmos resume {run}`?", Confirmation)
 
 
-async def _start_if_confirmed(response: ElicitationResult[Confirmation], *command: str) -> str:
+async def _run_if_confirmed(response: ElicitationResult[Confirmation], *command: str) -> str:
     """Start a `cosmos` command that a person has confirmed, and wait until its first stage runs.
 
     Raises:
@@ -126,16 +126,14 @@ async def _start_if_confirmed(response: ElicitationResult[Confirmation], *comman
             _arguments(*command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
-    printed, seconds = "", 0
-    while process.poll() is None and " running" not in printed and seconds < _START_SECONDS:
+    text, seconds = "", 0
+    while process.poll() is None and " running" not in text and seconds < _START_SECONDS:
         await asyncio.sleep(1)
-        printed, seconds = Path(output.name).read_text(errors="replace"), seconds + 1
-    printed = Path(output.name).read_text(errors="replace")
+        text, seconds = Path(output.name).read_text(errors="replace"), seconds + 1
+    text = Path(output.name).read_text(errors="replace")
     if process.poll():
-        raise ToolError(printed)
-    return (
-        f"{'ended' if process.poll() == 0 else f'runs as process {process.pid}'}; output in {output.name}:\n{printed}"
-    )
+        raise ToolError(text)
+    return f"{'ended' if process.poll() == 0 else f'runs as process {process.pid}'}; output in {output.name}:\n{text}"
 
 
 def _arguments(*words: str) -> list[str]:
@@ -144,13 +142,13 @@ def _arguments(*words: str) -> list[str]:
     Raises:
         ToolError: a word begins with a hyphen and would be read as an option.
     """
-    if wrong := [word for word in words if word.startswith("-")]:
-        raise ToolError(f"{wrong[0]!r} begins with a hyphen, as an option does; give a name or a path")
+    if options := [word for word in words if word.startswith("-")]:
+        raise ToolError(f"{options[0]!r} begins with a hyphen, as an option does; give a name or a path")
     count = max((number for number, word in enumerate(words, start=1) if word), default=0)
     return [sys.executable, "-m", "cosmos_core", *words[:count]]
 
 
-async def _cosmos(*words: str) -> str:
+async def _run_cosmos(*words: str) -> str:
     """Return the output of a `cosmos` command: its standard error with notes, then its standard output.
 
     Raises:

@@ -10,19 +10,19 @@ _PR_SET_PDEATHSIG = 1  # constant of prctl(2)
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def die_with_parent(parent: int) -> None:
+def kill_with_parent(parent: int) -> None:
     """Ask the kernel to send SIGKILL to this process when the process `parent`, or its thread that started this
     process, ends: a process that hangs does not notice the end of its parent. Linux only."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _call_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the call to prctl
         os._exit(1)
 
 
 def adopt_orphans() -> None:
     """Make this process the parent of every descendant whose own parent ends."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _prctl(option: int, value: int) -> None:
+def _call_prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value)

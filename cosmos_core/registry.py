@@ -43,14 +43,14 @@ def import_object(path: str) -> Any:
     Raises:
         ConfigError: the module, the file or the name in it does not exist.
     """
-    module_name, _, thing = path.rpartition(":")
-    if not module_name or not thing:
+    module_name, _, object_name = path.rpartition(":")
+    if not module_name or not object_name:
         raise ConfigError(f"{path!r} is not an import path; write module:function or path/file.py:function")
     module = _module_from_file(Path(module_name)) if module_name.endswith(".py") else _module(module_name, path)
     try:
-        return getattr(module, thing)
+        return getattr(module, object_name)
     except AttributeError:
-        raise ConfigError(f"{path!r}: {module_name} has no {thing!r}") from None
+        raise ConfigError(f"{path!r}: {module_name} has no {object_name!r}") from None
 
 
 def known_names(folder: str) -> list[str]:
@@ -65,8 +65,8 @@ def offered_names(folder: str, suffix: str = "") -> list[str]:
     [path] = importlib.import_module(folder).__path__
     names = []
     for name in known_names(folder):
-        thing = rf"class {class_name(name)}{suffix}\b" if suffix else rf"(async )?def {name}\("
-        if re.search(f"^{thing}", Path(path, f"{name}.py").read_text(encoding="utf-8"), re.M):
+        definition_pattern = rf"class {class_name(name)}{suffix}\b" if suffix else rf"(async )?def {name}\("
+        if re.search(f"^{definition_pattern}", Path(path, f"{name}.py").read_text(encoding="utf-8"), re.M):
             names.append(name)
     return names
 
@@ -133,9 +133,11 @@ def code_file(path: str) -> Path:
     Raises:
         ConfigError: the file or module does not exist, or has nothing of that name.
     """
-    file, thing = _file_of(path), path.rpartition(":")[2]
-    if (names := _names_in(file)) is not None and thing not in names:
-        raise ConfigError(f"{path!r}: {file} has no {thing!r}{suggestion(thing, sorted(names)) if names else ''}")
+    file, object_name = _file_of(path), path.rpartition(":")[2]
+    if (names := _top_level_names(file)) is not None and object_name not in names:
+        raise ConfigError(
+            f"{path!r}: {file} has no {object_name!r}{suggestion(object_name, sorted(names)) if names else ''}"
+        )
     return file
 
 
@@ -144,7 +146,7 @@ _PARSER = threading.Lock()
 that parse at once raise a `SystemError` (CPython issue 106905)."""
 
 
-def _names_in(file: Path) -> set[str] | None:
+def _top_level_names(file: Path) -> set[str] | None:
     """Return the names that a file defines at its top level; None if they can be determined only by running the
     file."""
     try:
@@ -170,8 +172,8 @@ def _names_in(file: Path) -> set[str] | None:
 
 
 def _file_of(path: str) -> Path:
-    module_name, _, thing = path.rpartition(":")
-    if not module_name or not thing:
+    module_name, _, object_name = path.rpartition(":")
+    if not module_name or not object_name:
         raise ConfigError(f"{path!r} is not an import path; write module:function or path/file.py:function")
     if module_name.endswith(".py"):
         if not os.path.isfile(module_name):  # Path.is_file raises an error for a name that is too long

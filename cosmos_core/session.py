@@ -27,23 +27,23 @@ from cosmos_core.errors import (
     DiskFull,
     Preempted,
 )
-from cosmos_core.imports import without_collection
+from cosmos_core.imports import without_garbage_collection
 from cosmos_core.launch.processes import kill_below
 from cosmos_core.launch.server import prefect_server
 from cosmos_core.launch.worker import is_stopping, longest_grace
 from cosmos_core.observe.console import Display, print_summary
-from cosmos_core.observe.logs import configure, quiet_environment
+from cosmos_core.observe.logs import add_quiet_variables, configure
 from cosmos_core.observe.record import read_run
-from cosmos_core.observe.resuming import how_to_resume
+from cosmos_core.observe.resuming import resume_instructions
 from cosmos_core.parent import adopt_orphans
 from cosmos_core.run.directory import Run
-from cosmos_core.run.files import SHARED, disk_full
+from cosmos_core.run.files import SHARED_FOLDER, disk_full
 from cosmos_core.run.progress import read_progress
 from cosmos_core.run.state import FINISHED, read_state
 
 _WATCH_SECONDS = 0.3
 _DRAIN_SECONDS = 5.0
-_LEAST_ROOM = 1 << 20  # number of bytes that a disk must accept to count as writable
+_PROBE_BYTES = 1 << 20  # number of bytes that a disk must accept to count as writable
 
 
 def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run, from_stage: str, verify: bool) -> int:
@@ -51,11 +51,11 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
     _prepare_process()
     names = [stage.name for stage in run.pipeline.stages]
     interrupted, flow_error = False, ""
-    with Display(names) as display, _watching(lambda: run, display):
+    with Display(names) as display, _keep_display_updated(lambda: run, display):
         display.message(f"run {run.id} in {run.path}")
         try:
             with server:
-                with without_collection():
+                with without_garbage_collection():
                     import_module("flows.post_train")
                 wait_for_server()
                 flow_error = _run_flow(run, from_stage, verify)
@@ -67,11 +67,11 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
     states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
     over_budget = next((state.error for state in states if state.is_over_budget), "")
     if code == EXIT_PREEMPTED and over_budget:
-        _say(over_budget)
+        _print_message(over_budget)
         return code
     if code == EXIT_PREEMPTED and flow_error and not interrupted:  # the flow failed, but no stage failed
         code = EXIT_CRASH
-        _say(flow_error)
+        _print_message(flow_error)
     _explain(run, code)
     return code
 
@@ -94,7 +94,7 @@ def run_python_flow(
     with server:
         wait_for_server()
         flow, current_run = import_python_flow(entrypoint)
-        with Display([]) as display, _watching(current_run, display):
+        with Display([]) as display, _keep_display_updated(current_run, display):
             try:
                 failure = _final_message(lambda: flow(**parameters, return_state=True), Path.cwd())
             except (KeyboardInterrupt, Preempted):
@@ -106,12 +106,12 @@ def run_python_flow(
     if run is not None:
         print_summary(run.path)
     if interrupted:
-        _say(f"stopped; the same command continues {f'run {run.id}' if run else 'it'}")
+        _print_message(f"stopped; the same command continues {f'run {run.id}' if run else 'it'}")
         return EXIT_PREEMPTED
     if error is not None:
         raise error
     if failure:
-        _say(failure)
+        _print_message(failure)
     return EXIT_CRASH if failure else EXIT_OK
 
 
@@ -121,7 +121,7 @@ def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Run | None]]:
     Raises:
         ConfigError: there is no such flow, or its module raises an error.
     """
-    with without_collection():
+    with without_garbage_collection():
         from prefect.flows import load_flow_from_entrypoint
 
         from tasks.flow_run import newest_run
@@ -135,11 +135,11 @@ def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Run | None]]:
 def _prepare_process() -> None:
     configure("WARNING")
     for handler in logging.getLogger().handlers:
-        handler.addFilter(_is_not_of_a_run)
+        handler.addFilter(_is_outside_run)
     signal.signal(signal.SIGTERM, _terminate)
 
 
-def _is_not_of_a_run(record: logging.LogRecord) -> bool:
+def _is_outside_run(record: logging.LogRecord) -> bool:
     """Return True if a log record does not belong to a Prefect flow or task run: such records are not displayed,
     because the end of each stage is displayed separately."""
     return not record.name.startswith(("prefect.task_runs", "prefect.flow_runs"))
@@ -161,17 +161,17 @@ def _explain(run: Run, code: int) -> None:
     for stage in run.pipeline.stages:
         state = read_state(run.stage_path(stage.name))
         if state.state == "failed":
-            _say(f"{stage.name}: {state.error or 'failed'}")
+            _print_message(f"{stage.name}: {state.error or 'failed'}")
     if code == EXIT_REFUSED:
-        _say(
+        _print_message(
             f"run {run.id} ends here, and resuming it would end the same way: change the training or `require`, then "
             "cosmos run; what stays the same is reused"
         )
     elif code not in {EXIT_OK, EXIT_USAGE}:
-        _say(f"run {run.id} is not complete; continue it with: {how_to_resume(read_run(run.path))}")
+        _print_message(f"run {run.id} is not complete; continue it with: {resume_instructions(read_run(run.path))}")
 
 
-def _say(message: str) -> None:
+def _print_message(message: str) -> None:
     sys.stderr.write(f"cosmos: {' '.join(message.split())}\n")
 
 
@@ -201,17 +201,17 @@ def _final_message(run_flow: Callable[[], Any], folder: Path) -> str:
     except TerminationSignal as error:
         raise Preempted("asked to stop") from error
     except Exception as error:  # noqa: BLE001 - the Prefect server does not respond, or its disk is full too
-        trouble = disk_full(error, folder) or _probe(folder) or error
-        return f"{'' if isinstance(trouble, DiskFull) else 'Prefect: '}{trouble}"
+        problem = disk_full(error, folder) or _probe(folder) or error
+        return f"{'' if isinstance(problem, DiskFull) else 'Prefect: '}{problem}"
     finally:
         # At exit Prefect would wait a minute for a server that has already stopped.
         APILogWorker.drain_all(timeout=_DRAIN_SECONDS)
         EventsWorker.drain_all(timeout=_DRAIN_SECONDS)
     if state.is_cancelled():
         raise Preempted("its flow run was cancelled")
-    raised = getattr(state.data, "result", state.data)
-    if isinstance(raised, CosmosError):
-        raise raised
+    raised_error = getattr(state.data, "result", state.data)
+    if isinstance(raised_error, CosmosError):
+        raise raised_error
     return "" if state.is_completed() else str(state.message)
 
 
@@ -219,7 +219,7 @@ def _probe(folder: Path) -> DiskFull | None:
     """Return the error that prevents writing to a folder now, or None if writing succeeds."""
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            file.write(bytes(_LEAST_ROOM))
+            file.write(bytes(_PROBE_BYTES))
     except OSError as error:
         return disk_full(error, folder)
     return None
@@ -235,41 +235,41 @@ def _terminate(number: int, frame: object) -> None:
 def session(output_dir: Path, runner: Callable[..., int] = run_session) -> Iterator[Callable[..., int]]:
     """Start a Prefect server with its data below `output_dir`, which takes seconds, and yield `runner`, which waits
     until the server is ready."""
-    os.environ.update(quiet_environment(os.environ))
+    os.environ.update(add_quiet_variables(os.environ))
     # The display shows the progress; Prefect's own log lines go to its server.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     adopt_orphans()  # workers whose supervisor was killed become children of this process
     with ExitStack() as server:
-        yield partial(runner, server, server.enter_context(prefect_server(output_dir / SHARED)))
+        yield partial(runner, server, server.enter_context(prefect_server(output_dir / SHARED_FOLDER)))
 
 
 @contextmanager
-def _watching(current_run: Callable[[], Run | None], display: Display) -> Iterator[None]:
+def _keep_display_updated(current_run: Callable[[], Run | None], display: Display) -> Iterator[None]:
     """Update the display from the run directory, which is up to date whichever process runs the stages."""
-    done = threading.Event()
+    is_finished = threading.Event()
 
-    def look() -> None:
+    def update_display() -> None:
         if (run := current_run()) is None:
             return
         for stage in run.pipeline.stages:
             path = run.stage_path(stage.name)
             display.update(stage.name, read_state(path).state, read_progress(path))
 
-    def watch() -> None:
+    def update_periodically() -> None:
         was_stopping = False
-        while not done.wait(_WATCH_SECONDS):
-            look()
+        while not is_finished.wait(_WATCH_SECONDS):
+            update_display()
             if is_stopping() and not was_stopping:
                 was_stopping = True
                 run = current_run()
                 grace = longest_grace() or (run.pipeline.config.grace_seconds if run else 0.0)
                 display.message(f"stopping, saving a checkpoint: at most {grace:.0f} s")
 
-    thread = threading.Thread(target=watch, name="watch", daemon=True)
+    thread = threading.Thread(target=update_periodically, name="watch", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        done.set()
+        is_finished.set()
         thread.join()
-        look()
+        update_display()

@@ -15,13 +15,21 @@ _NETWORK = {
     errno.ENOTCONN, errno.ETIMEDOUT, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH,
     errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE,
 }  # fmt: skip
-_OF_MACHINE = {"MemoryError", "OutOfMemoryError"}
-_OF_NETWORK = {
+_MACHINE_ERRORS = {"MemoryError", "OutOfMemoryError"}
+_NETWORK_ERRORS = {
     "ConnectionError", "TimeoutError", "gaierror", "SSLError", "URLError",  # error classes of Python, requests, urllib3
     "NetworkError", "TimeoutException", "RemoteProtocolError", "ProxyError",  # error classes of httpx
     "Timeout", "MaxRetryError", "ProtocolError", "HTTPClientError", "ClientConnectionError",
 }  # fmt: skip
-_MISTAKES = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
+_CODE_ERRORS = (
+    LookupError,
+    NameError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    FileNotFoundError,
+    PermissionError,
+)
 """Classes of programming errors. An error that was handled when one of them was raised is not examined as its cause."""
 _STATUSES = {408, 425, 429}
 """Transient HTTP statuses below 500."""
@@ -29,36 +37,36 @@ _STATUSES = {408, 425, 429}
 
 def is_transient(error: BaseException) -> bool:
     """Return True if a retry may succeed after this error."""
-    return is_of_machine(error) or is_of_network(error)
+    return is_machine_error(error) or is_network_error(error)
 
 
-def is_of_machine(error: BaseException) -> bool:
+def is_machine_error(error: BaseException) -> bool:
     """Return True if memory, disk space or file descriptors were exhausted, or if a disk did not respond."""
     return any(
-        not _OF_MACHINE.isdisjoint(_classes(each))
+        not _MACHINE_ERRORS.isdisjoint(_classes(each))
         or (isinstance(each, OSError) and each.errno in _MACHINE)
         or (isinstance(each, RuntimeError) and "allocate memory" in str(each))  # torch on a CPU, without memory
         for each in _chain(error)
     )
 
 
-def is_of_network(error: BaseException) -> bool:
+def is_network_error(error: BaseException) -> bool:
     """Return True if a connection was refused or lost, or if a server was overloaded or failed."""
-    return any(_is_of_network(each) for each in _chain(error))
+    return any(_is_single_network_error(each) for each in _chain(error))
 
 
-def _is_of_network(error: BaseException) -> bool:
+def _is_single_network_error(error: BaseException) -> bool:
     if status := _status(error):  # an HTTP status means that the server was reached
         return status >= 500 or status in _STATUSES
-    return not _OF_NETWORK.isdisjoint(_classes(error)) or (isinstance(error, OSError) and error.errno in _NETWORK)
+    return not _NETWORK_ERRORS.isdisjoint(_classes(error)) or (isinstance(error, OSError) and error.errno in _NETWORK)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
         yield error
-        is_wrapped = not error.__suppress_context__ and not isinstance(error, _MISTAKES)
+        is_wrapped = not error.__suppress_context__ and not isinstance(error, _CODE_ERRORS)
         error = error.__cause__ or (error.__context__ if is_wrapped else None)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
 
-def is_below(key: str, prefixes: Iterable[str]) -> bool:
+def is_at_or_below(key: str, prefixes: Iterable[str]) -> bool:
     """Return True if a dotted key equals one of the prefixes or is below one of them."""
     return any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
 
@@ -80,12 +80,12 @@ class StageKind:
     """Packages that affect the results of the stage's program; their versions in the worker's interpreter enter the
     fingerprint."""
 
-    def reads(self, key: str) -> bool:
+    def reads_key(self, key: str) -> bool:
         """Return True if a stage of this kind reads a key of its recipe."""
-        return is_below(key, self.recipe_tables) and not is_below(key, self.unread)
+        return is_at_or_below(key, self.recipe_tables) and not is_at_or_below(key, self.unread)
 
     @property
-    def trains(self) -> bool:
+    def trains_model(self) -> bool:
         """Return True if stages of this kind train: they change the weights of a model."""
         return bool(self.feed)
 
@@ -146,7 +146,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class StepWindow:
     """Window of consecutive stochastic steps of a sampler whose other steps are deterministic."""
 
     size: int
@@ -155,7 +155,7 @@ class Window:
     """Index of the earliest sampler step that may be stochastic, counted from the noise."""
     end: int
     """Index after the latest sampler step that may be stochastic (exclusive)."""
-    moves_every: int = 0
+    steps_per_move: int = 0
     """Number of train steps after which the window moves one sampler step towards the data, from the last position back
     to the first (MixGRPO, arXiv 2507.21802); 0: its position is random for each train step (Flow-GRPO-Fast)."""
 
@@ -174,7 +174,7 @@ class FlowSampling:
     """Kernel of the stochastic steps, a key of `models.flow_steps.KERNELS`; empty: every step is deterministic."""
     eta: float = 0.7
     """Scale of the noise that stochastic steps add."""
-    window: Window | None = None
+    window: StepWindow | None = None
     """Window of the stochastic steps; None: all steps but the last, which would leave its noise in the result."""
     trained_on: tuple[int, ...] = ()
     """Indices of the stochastic steps whose latents are kept for training."""
@@ -186,7 +186,7 @@ class FlowSampling:
     """Height and width of an image or video in pixels."""
     num_frames: int = 1
     """Number of frames of a video; 1: an image. An image model ignores the number."""
-    given_frames: tuple[int, int] = (0, 0)
+    given_frame_range: tuple[int, int] = (0, 0)
     """Minimum and maximum number of conditioning latent frames, used if the prompt has a clip and the model supports
     such frames."""
     same_noise: bool = False
@@ -221,13 +221,13 @@ class Sampling:
     def is_off_policy(self) -> bool:
         """Return True if tokens may be sampled from another distribution than that of the policy that is trained on
         them."""
-        return self.changes_distribution or self.may_be_outdated
+        return self.changes_token_distribution or self.may_be_outdated
 
     @property
-    def changes_distribution(self) -> bool:
+    def changes_token_distribution(self) -> bool:
         """Return True if tokens are sampled from another distribution than the trainer's softmax(logits / T)."""
-        is_cut = self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1
-        return is_cut or self.policy_temperature not in (None, self.temperature)
+        is_restricted = self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1
+        return is_restricted or self.policy_temperature not in (None, self.temperature)
 
 
 @dataclass(frozen=True, slots=True)

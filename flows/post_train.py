@@ -13,7 +13,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
-from cosmos_core.config.capabilities import notices_of
+from cosmos_core.config.capabilities import unique_notices
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.mesh import resolve_gpus
 from cosmos_core.errors import ConfigError
@@ -24,7 +24,7 @@ from cosmos_core.run.directory import (
     note_flow_run,
     open_or_create_run,
     open_run,
-    supersede,
+    supersede_stage,
 )
 from cosmos_core.run.state import read_state, update_state
 from cosmos_core.upload.artifact_store import check_store
@@ -56,10 +56,10 @@ def post_train(
     """
     request = str(flow_run.id or "")
     run = replace(open_or_create(config, overrides, run_id, request), verify=verify)
-    for notice in notices_of(run.pipeline):
+    for notice in unique_notices(run.pipeline):
         get_run_logger().info("note: %s", notice)
     with claim(run):
-        force(run, from_stage, request)
+        supersede_stages(run, from_stage, request)
         return run_stages(run, [stage.name for stage in run.pipeline.stages])
 
 
@@ -94,7 +94,7 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
     return run
 
 
-def force(run: Run, from_stage: str, request: str) -> None:
+def supersede_stages(run: Run, from_stage: str, request: str) -> None:
     """Move the folders of the stage `from_stage` and of all stages that depend on it to `superseded/`, so that they run
     again; only once for the same id `request` of a flow run."""
     if not from_stage:
@@ -102,5 +102,5 @@ def force(run: Run, from_stage: str, request: str) -> None:
     for name in sorted(run.pipeline.with_dependents(from_stage)):
         path = run.stage_path(name)
         if not request or read_state(path).forced_by != request:
-            supersede(path)
+            supersede_stage(path)
             update_state(path, forced=True, forced_by=request)

@@ -27,11 +27,11 @@ from cosmos_core.errors import EXIT_REFUSED, ConfigError, DataError, ModelError
 from cosmos_core.run import liveness
 from cosmos_core.run.directory import Run, claim, open_run
 from cosmos_core.run.hub import pin_hub_revisions
-from cosmos_core.run.manifest import problem, read_result
+from cosmos_core.run.manifest import find_damage, read_result
 from cosmos_core.run.remote import pin_urls
 from cosmos_core.run.retrain_state import (
     RetrainState,
-    content_of,
+    content_digest,
     note_of,
     note_of_flow_run,
     read_seen,
@@ -41,7 +41,7 @@ from cosmos_core.run.state import read_state
 from cosmos_core.upload.base import open_target
 from flows.post_train import open_or_create
 from tasks import events
-from tasks.artifacts import approval_text
+from tasks.artifacts import approval_form_text
 from tasks.credentials import set_credentials
 from tasks.final_states import completed
 from tasks.kinds import all_kinds
@@ -76,56 +76,70 @@ def retrain(
     """
     if approve and not deployment.id:
         raise ConfigError("approve = true needs a deployment: a run that is suspended is started again by its worker")
-    plain = load_pipeline(Path(config).expanduser(), overrides, all_kinds())
-    set_credentials(plain)
-    note = note_of(plain, overrides, start)
+    unpinned_pipeline = load_pipeline(Path(config).expanduser(), overrides, all_kinds())
+    set_credentials(unpinned_pipeline)
+    note = note_of(unpinned_pipeline, overrides, start)
     flow_run_note = note_of_flow_run(note, str(flow_run.id))
-    with RetrainLease(note, str(flow_run.id), str(deployment.id or "")) as firing:
-        begun = read_seen(flow_run_note)
-        if begun is not None:
-            firing.acquire()  # a retried or suspended flow run waits, so that a person's decision is not lost
-        elif not firing.try_acquire():
-            seen = read_seen(note)
-            run_id = f" of run {seen.run_id}" if seen is not None and not seen.outcome else ""
+    with RetrainLease(note, str(flow_run.id), str(deployment.id or "")) as retrain_lease:
+        begun_content = read_seen(flow_run_note)
+        if begun_content is not None:
+            retrain_lease.acquire()  # a retried or suspended flow run waits, so that a person's decision is not lost
+        elif not retrain_lease.try_acquire():
+            last_seen = read_seen(note)
+            run_id = f" of run {last_seen.run_id}" if last_seen is not None and not last_seen.outcome else ""
             return Completed(name="StillTraining", message=f"an earlier firing{run_id} has not ended; nothing was done")
         # A resumed flow run uses the data of its start and leaves later changes to the next flow run of the schedule.
-        pipeline = plain if begun else pin_urls(pin_hub_revisions(resolve_gpus(plain)))
-        digest, seen = begun.digest if begun else content_of(pipeline), read_seen(note)
-        if seen is not None and seen.digest == digest and seen.outcome:
+        pipeline = unpinned_pipeline if begun_content else pin_urls(pin_hub_revisions(resolve_gpus(unpinned_pipeline)))
+        digest, last_seen = begun_content.digest if begun_content else content_digest(pipeline), read_seen(note)
+        if last_seen is not None and last_seen.digest == digest and last_seen.outcome:
             return Completed(
-                name="NothingNew", message=f"nothing new since run {seen.run_id}, which was {seen.outcome}"
+                name="NothingNew",
+                message=f"nothing new since run {last_seen.run_id}, which was {last_seen.outcome}",
             )
-        if begun is not None and seen is not None and seen.digest != digest and seen.outcome == "published":
-            return _outdated(begun.run_id, f"run {seen.run_id} of newer content was published since")
-        run = open_run(_path(plain, begun.run_id), all_kinds()) if begun else _unfinished(pipeline, digest, seen)
+        if (
+            begun_content is not None
+            and last_seen is not None
+            and last_seen.digest != digest
+            and last_seen.outcome == "published"
+        ):
+            return _outdated_state(begun_content.run_id, f"run {last_seen.run_id} of newer content was published since")
+        run = (
+            open_run(_path(unpinned_pipeline, begun_content.run_id), all_kinds())
+            if begun_content
+            else _find_unfinished_run(pipeline, digest, last_seen)
+        )
         if run is None:
             beginning = starting_from_published(pipeline) if start == "published" else []
             get_run_logger().info(
                 "something is new; starting from %s", beginning or "the model that the pipeline names"
             )
             run = open_or_create(config, [*overrides, *beginning], "", str(flow_run.id or ""))
-            seen = RetrainState(digest=digest, run_id=run.id)
-            write_seen(note, seen)
+            last_seen = RetrainState(digest=digest, run_id=run.id)
+            write_seen(note, last_seen)
         write_seen(flow_run_note, RetrainState(digest=digest, run_id=run.id))
-        names = _before_publication(run)
-        if begun is not None and not _is_content(run.pipeline, digest):
+        names = _stages_before_publication(run)
+        if begun_content is not None and not _has_content(run.pipeline, digest):
             names = _without_results(run, names)
             if any(run.pipeline.kind_of(run.pipeline.stage(name)).is_reusable for name in names):
-                return _outdated(run.id, "its rows, code or settings were changed; the next firing takes the new ones")
+                return _outdated_state(
+                    run.id, "its rows, code or settings were changed; the next firing takes the new ones"
+                )
         state, outcome = _train_and_publish(run, names, approve)
-        if outcome and (seen is None or seen.digest == digest):  # a later flow run may have recorded newer content
+        if outcome and (
+            last_seen is None or last_seen.digest == digest
+        ):  # a later flow run may have recorded newer content
             write_seen(note, RetrainState(digest=digest, run_id=run.id, outcome=outcome))
         return state
 
 
-def _unfinished(pipeline: Pipeline, content: str, seen: RetrainState | None) -> Run | None:
+def _find_unfinished_run(pipeline: Pipeline, content: str, last_seen: RetrainState | None) -> Run | None:
     """Return the run that the note `seen` names if the run has the same content and has not ended; otherwise None."""
-    if seen is None or seen.digest != content:
+    if last_seen is None or last_seen.digest != content:
         return None
-    path = _path(pipeline, seen.run_id)
+    path = _path(pipeline, last_seen.run_id)
     if not (path / "pipeline.toml").is_file():
         return None
-    get_run_logger().info("run %s did not end: it is continued", seen.run_id)
+    get_run_logger().info("run %s did not end: it is continued", last_seen.run_id)
     return open_run(path, all_kinds())
 
 
@@ -133,18 +147,18 @@ def _path(pipeline: Pipeline, run_id: str) -> Path:
     return pipeline.output_dir.expanduser().absolute() / run_id
 
 
-def _outdated(run_id: str, why: str) -> State[Any]:
-    return Completed(name="Outdated", message=f"run {run_id} is not continued: {why}")
+def _outdated_state(run_id: str, reason: str) -> State[Any]:
+    return Completed(name="Outdated", message=f"run {run_id} is not continued: {reason}")
 
 
-def _is_content(pipeline: Pipeline, digest: str) -> bool:
+def _has_content(pipeline: Pipeline, digest: str) -> bool:
     try:
-        return content_of(pipeline) == digest
+        return content_digest(pipeline) == digest
     except (ConfigError, DataError, ModelError):  # a data source no longer exists
         return False
 
 
-def _before_publication(run: Run) -> list[str]:
+def _stages_before_publication(run: Run) -> list[str]:
     """Return the names of the stages that neither publish a model nor depend on a stage that publishes one."""
     last = {name for publication in _publishing_stages(run) for name in run.pipeline.with_dependents(publication)}
     return [stage.name for stage in run.pipeline.stages if stage.name not in last]
@@ -158,7 +172,7 @@ def _train_and_publish(
     run: Run, first: list[str], approve: bool
 ) -> tuple[Any, Literal["", "published", "refused", "declined"]]:
     """Run the stages `first`, then the stages that publish; return the flow's final state and the run's outcome."""
-    unpublished = _before_publication(run)
+    unpublished = _stages_before_publication(run)
     last = [stage.name for stage in run.pipeline.stages if stage.name not in unpublished]
     with claim(run):
         state = run_stages(run, first)
@@ -170,7 +184,7 @@ def _train_and_publish(
                 return Completed(name="NotPromoted", message=message), "refused"
             return state, ""
     if approve and last:
-        form = Approval.with_initial_data(description=approval_text(run.path), publish=False)
+        form = Approval.with_initial_data(description=approval_form_text(run.path), publish=False)
         key = f"publish-{run.id}-{_models_of(run)}"
         request, earlier = liveness.Approval(until=time.time() + _APPROVAL_SECONDS), liveness.read_approval(run.path)
         liveness.note_approval(run.path, request)
@@ -191,7 +205,7 @@ def _train_and_publish(
 def _without_results(run: Run, names: list[str]) -> list[str]:
     """Return the names of the stages without a complete result, and of stages that always run, such as gates."""
     results = {name: read_result(run.stage_path(name)) for name in names}
-    complete = {name for name, result in results.items() if result and not problem(run.stage_path(name), result)}
+    complete = {name for name, result in results.items() if result and not find_damage(run.stage_path(name), result)}
     return [
         name for name in names if name not in complete or not run.pipeline.kind_of(run.pipeline.stage(name)).is_reusable
     ]
@@ -221,10 +235,10 @@ def starting_from_published(pipeline: Pipeline) -> list[str]:
         published, _, revision = published.removeprefix("hub://").partition("@")
     overrides = []
     for stage in pipeline.stages:
-        if not pipeline.kind_of(stage).trains or _follows_a_training(pipeline, stage.name):
+        if not pipeline.kind_of(stage).trains_model or _depends_on_training(pipeline, stage.name):
             continue
         key = "model" if stage.model else "policy.model_name_or_path"
-        choice = pipeline.choice_among(stage.name)
+        choice = pipeline.branch_selector(stage.name)
         # Overrides use stage names of the file: branches of a grid come from one stage, named like the select stage.
         is_grid = choice is not None and choice.sweep is not None and any(b.settings for b in choice.sweep.branches)
         name = choice.name if choice is not None and is_grid else stage.name
@@ -233,10 +247,10 @@ def starting_from_published(pipeline: Pipeline) -> list[str]:
     return list(dict.fromkeys(overrides))
 
 
-def _follows_a_training(pipeline: Pipeline, name: str) -> bool:
+def _depends_on_training(pipeline: Pipeline, name: str) -> bool:
     stage = pipeline.stage(name)
     while (source := source_of(pipeline.starts_from(stage))) is not None:
         stage = pipeline.stage(source)
-        if pipeline.kind_of(stage).trains:
+        if pipeline.kind_of(stage).trains_model:
             return True
     return False

@@ -24,8 +24,8 @@ from cosmos_core.launch.service_health import ENQUEUE_URL, TOKEN
 from tasks.naming import flow_run_name
 
 _POLL_SECONDS = 2.0
-_UNHEARD_SECONDS = 600.0
-_FINAL = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED}
+_MAX_SILENT_SECONDS = 600.0
+_FINAL_STATES = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED}
 
 
 @flow(name="reward-service", flow_run_name=flow_run_name)
@@ -39,7 +39,7 @@ def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
     """
     with (
         tempfile.TemporaryDirectory(prefix="cosmos-rewards-") as folder,
-        managed_service(config, Path(folder), host=_address()) as variables,
+        managed_service(config, Path(folder), host=_own_address()) as variables,
         get_client(sync_client=True) as client,
     ):
         url = variables[ENQUEUE_URL].partition("/api/")[0]
@@ -47,12 +47,12 @@ def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
         _wait_while(partial(_is_wanted, client, block, of_flow_run))
 
 
-def _wait_while(is_wanted: Callable[[], bool]) -> None:
+def _wait_while(_is_service_needed: Callable[[], bool]) -> None:
     """Wait until `is_wanted` returns False, or until the Prefect server has not responded for ten minutes."""
     last_response = time.monotonic()
-    while time.monotonic() - last_response < _UNHEARD_SECONDS:
+    while time.monotonic() - last_response < _MAX_SILENT_SECONDS:
         with suppress(httpx.HTTPError):
-            if not is_wanted():
+            if not _is_service_needed():
                 return
             last_response = time.monotonic()
         time.sleep(_POLL_SECONDS)
@@ -62,12 +62,12 @@ def _is_wanted(client: SyncPrefectClient, block: str, of_flow_run: str) -> bool:
     try:
         if read_service(client, block) is None:
             return False
-        return not of_flow_run or client.read_flow_run(UUID(of_flow_run)).state_type not in _FINAL
+        return not of_flow_run or client.read_flow_run(UUID(of_flow_run)).state_type not in _FINAL_STATES
     except ObjectNotFound:  # the flow run was deleted
         return False
 
 
-def _address() -> str:
+def _own_address() -> str:
     """Return the IP address of this machine in the network of the Prefect server."""
     server = urlsplit(get_current_settings().api.url or "http://127.0.0.1:4200/api")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

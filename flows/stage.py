@@ -8,7 +8,7 @@ from prefect import flow
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.bucket import SCHEME
 from cosmos_core.run.directory import Run, open_run
-from cosmos_core.run.manifest import problem, read_result
+from cosmos_core.run.manifest import find_damage, read_result
 from tasks.credentials import set_credentials
 from tasks.kinds import all_kinds
 from tasks.naming import flow_run_name
@@ -26,12 +26,12 @@ def stage(run: str, name: str) -> Any:
     """
     if run.startswith(SCHEME):
         set_credentials(None)
-        opened = open_received_run(run, name)
+        opened_run = open_received_run(run, name)
     else:
-        opened = open_run(Path(run).expanduser(), all_kinds())
-    StageSync(opened, opened.pipeline.stage(name)).receive_inputs()
-    check_inputs(opened, name)
-    return run_stages(opened, [name], is_here=True)
+        opened_run = open_run(Path(run).expanduser(), all_kinds())
+    StageSync(opened_run, opened_run.pipeline.stage(name)).receive_inputs()
+    check_inputs(opened_run, name)
+    return run_stages(opened_run, [name], is_local=True)
 
 
 def check_inputs(run: Run, name: str) -> None:
@@ -42,9 +42,9 @@ def check_inputs(run: Run, name: str) -> None:
     """
     for upstream in run.pipeline.stage(name).after:
         result = read_result(run.stage_path(upstream))
-        wrong = "it is not done" if result is None else problem(run.stage_path(upstream), result)
-        if wrong:
+        problem = "it is not done" if result is None else find_damage(run.stage_path(upstream), result)
+        if problem:
             raise ConfigError(
-                f"{run.path}: stage {name!r} starts from {upstream!r}, but {wrong}; run stage {upstream!r} first, or "
+                f"{run.path}: stage {name!r} starts from {upstream!r}, but {problem}; run stage {upstream!r} first, or "
                 f"the whole: cosmos resume {run.path}"
             )

@@ -25,10 +25,10 @@ from prefect.artifacts import (
 
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.observe import completions, formatting, gallery
-from cosmos_core.observe.costs import shown_cost
+from cosmos_core.observe.costs import cost_card
 from cosmos_core.observe.plots import curves
-from cosmos_core.observe.record import Condition, RunRecord, loading_line, read_run
-from cosmos_core.observe.report import PAGE, build
+from cosmos_core.observe.record import Condition, RunRecord, model_loading_code, read_run
+from cosmos_core.observe.report import REPORT_FILE, build
 from cosmos_core.observe.report_server import report_url
 from cosmos_core.run.files import parsed, read_json, write_text
 from cosmos_core.run.manifest import Result
@@ -57,7 +57,7 @@ class StageArtifacts:
         self._metrics = MetricsReader(stage_path / "metrics.jsonl")
         self._key = _key(pipeline.name, stage_path.name)
         self._is_private = bool(pipeline.private)
-        self._about = f"run {stage_path.parent.parent.name} of {user_name()}"
+        self._run_text = f"run {stage_path.parent.parent.name} of {user_name()}"
         self._next_samples = time.monotonic() + _SAMPLES_SECONDS
         self._progress_id: UUID | None = None
         self._next_progress = 0.0
@@ -83,7 +83,7 @@ class StageArtifacts:
             self._show_progress(100.0)
             self._show_metrics()
             self._show_samples()
-            self._show_card(_card(result), "Result")
+            self._show_card(_result_card(result), "Result")
 
     def show_refusal(self) -> None:
         """Publish a card with the conditions of a refused gate; `finish` publishes the card of a passed gate."""
@@ -92,31 +92,33 @@ class StageArtifacts:
             text = f"# {self._stage_path.name}: refused\n\n{conditions_table(conditions)}"
             self._show_card(text, "Conditions")
 
-    def _show_card(self, text: str, what: str) -> None:
-        description = f"{what} of {self._stage_path.name}, {self._about}"
+    def _show_card(self, text: str, subject: str) -> None:
+        description = f"{subject} of {self._stage_path.name}, {self._run_text}"
         create_markdown_artifact(text, key=f"{self._key}-card", description=description)
 
     def _show_samples(self) -> None:
         """Publish the newest completions as a table, and the newest grid of generated images of a diffusion model."""
         if self._is_private:
             return
-        if lines := completions.newest(self._stage_path, _ROWS):
+        if lines := completions.newest_completions(self._stage_path, _ROWS):
             create_table_artifact(
                 [_sample(line, self._stage_path) for line in lines],
                 key=f"{self._key}-samples",
-                description=f"Samples, {self._about}",
+                description=f"Samples, {self._run_text}",
             )
-        if (newest := gallery.newest_grid(self._stage_path)) is not None:
+        if (newest := gallery.newest_grid_file(self._stage_path)) is not None:
             create_image_artifact(
                 image_url=gallery.png_uri(newest),
                 key=f"{self._key}-drawings",
-                description=f"{newest.parent.name}, {self._about}",
+                description=f"{newest.parent.name}, {self._run_text}",
             )
 
     def _show_progress(self, percent: float) -> None:
         if self._progress_id is None:
             created = create_progress_artifact(
-                progress=percent, key=f"{self._key}-progress", description=f"{self._stage_path.name}, {self._about}"
+                progress=percent,
+                key=f"{self._key}-progress",
+                description=f"{self._stage_path.name}, {self._run_text}",
             )
             self._progress_id = created if isinstance(created, UUID) else None
         else:
@@ -130,11 +132,13 @@ class StageArtifacts:
         create_table_artifact(
             [{key: line.get(key) for key in keys} for line in lines[-_ROWS:]],
             key=f"{self._key}-metrics",
-            description=f"Newest steps, {self._about}",
+            description=f"Newest steps, {self._run_text}",
         )
         image = base64.b64encode(curves(lines)).decode()
         create_image_artifact(
-            image_url=f"data:image/png;base64,{image}", key=f"{self._key}-curves", description=f"Curves, {self._about}"
+            image_url=f"data:image/png;base64,{image}",
+            key=f"{self._key}-curves",
+            description=f"Curves, {self._run_text}",
         )
 
 
@@ -149,7 +153,7 @@ def show_run(run_path: Path) -> None:
 def write_report(run_path: Path) -> None:
     """Write the HTML report of a run, whatever its outcome; log an error of the report instead of raising it."""
     with log_ui_errors():
-        write_text(run_path / PAGE, build(run_path))
+        write_text(run_path / REPORT_FILE, build(run_path))
 
 
 @contextmanager
@@ -177,30 +181,30 @@ def conditions_table(conditions: Sequence[Condition]) -> str:
     head = "| condition | measured | bound | holds |\n|---|---|---|---|\n"
     bounds = ["–" if each.bound is None else f"{each.bound:.6g}" for each in conditions]
     return head + "".join(
-        f"| {each.title} | {each.value:.6g} | {bound} | {'yes' if each.passed else '**no**'} |\n"
-        for each, bound in zip(conditions, bounds, strict=True)
+        f"| {each.title} | {each.value:.6g} | {bound_text} | {'yes' if each.passed else '**no**'} |\n"
+        for each, bound_text in zip(conditions, bounds, strict=True)
     )
 
 
 def _sample(line: dict[str, Any], stage: Path) -> dict[str, Any]:
     texts = {"prompt": line.get("prompt", ""), "completion": completions.completion_text(line, stage)}
-    cut = {name: text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]}…" for name, text in texts.items()}
-    return {"step": line["step"], **cut, "reward": line.get("reward")}
+    truncated = {name: text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]}…" for name, text in texts.items()}
+    return {"step": line["step"], **truncated, "reward": line.get("reward")}
 
 
 def _run_card(run: RunRecord) -> str:
     lines = [f"# {run.name} {run.path.name}: {run.outcome}", "", *_stages(run)]
-    lines += [line for name, cost in shown_cost(run).items() for line in ("", f"{name}: {cost}")]
+    lines += [line for name, cost in cost_card(run).items() for line in ("", f"{name}: {cost}")]
     lines += ["", f"run directory `{run.path}`"]
     if url := report_url(run.path):
         lines += ["", f"[report]({url})"]
     if run.model is not None:
-        lines += ["", f"model `{run.model}`", "", "```python", loading_line(run.model), "```"]
-    lines += [line for where in run.published for line in ("", f"published `{where}`")]
+        lines += ["", f"model `{run.model}`", "", "```python", model_loading_code(run.model), "```"]
+    lines += [line for where in run.published_locations for line in ("", f"published `{where}`")]
     return "\n".join(lines) + "\n"
 
 
-def approval_text(run_path: Path) -> str:
+def approval_form_text(run_path: Path) -> str:
     """Return the text of the form in which a person approves a publication: metrics of stages, and gate conditions."""
     run = read_run(run_path)
     return "\n".join([f"Publish the model of run {run_path.name}?", "", *_stages(run)])
@@ -211,8 +215,8 @@ def _stages(run: RunRecord) -> list[str]:
     each failed stage."""
     lines = ["| stage | kind | state | time | metrics |", "|---|---|---|---|---|"]
     for stage in run.stages:
-        shown = formatting.key_metrics(stage.metrics).items()
-        metrics = ", ".join(f"{key} {formatting.number(value)}" for key, value in shown)
+        shown_metrics = formatting.key_metrics(stage.metrics).items()
+        metrics = ", ".join(f"{key} {formatting.number(value)}" for key, value in shown_metrics)
         time_ = formatting.duration(stage.seconds)
         lines.append(f"| {stage.name} | {stage.kind.name} | {stage.status} | {time_} | {metrics} |")
     for stage in run.stages:
@@ -223,7 +227,7 @@ def _stages(run: RunRecord) -> list[str]:
     return lines
 
 
-def _card(result: Result) -> str:
+def _result_card(result: Result) -> str:
     rows = "\n".join(f"| {key} | {value:.6g} |" for key, value in sorted(result["metrics"].items()))
     files = "\n".join(
         f"- `{file['path']}` {file['size']:,} bytes, sha256 `{file['sha256'][:12]}`"
@@ -231,5 +235,5 @@ def _card(result: Result) -> str:
     )
     head = f"# {result['name']} ({result['kind']})\n\n| metric | value |\n|---|---|"
     gate = conditions_table(parsed(result["info"].get("conditions", []), Condition))
-    shown = f"\n\n{gate}" if "conditions" in result["info"] else ""
-    return f"{head}\n{rows}{shown}\n\n{files}\n\nfingerprint `{result['fingerprint'][:16]}`\n"
+    gate_text = f"\n\n{gate}" if "conditions" in result["info"] else ""
+    return f"{head}\n{rows}{gate_text}\n\n{files}\n\nfingerprint `{result['fingerprint'][:16]}`\n"

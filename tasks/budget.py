@@ -6,7 +6,7 @@ import time
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import OverBudget, Preempted
-from cosmos_core.launch.gpus import num_placed
+from cosmos_core.launch.gpus import num_reserved_gpus
 from cosmos_core.observe.resuming import resume_command
 from cosmos_core.run.directory import Run, read_facts
 from cosmos_core.run.held import gpu_seconds_of_run
@@ -20,12 +20,12 @@ class Budget:
     def __init__(self, run: Run, stage: StageConfig) -> None:
         self._run = run
         config, recipe = run.pipeline.config, run.pipeline.recipes[stage.name]
-        has_limit = config.budget is not None and num_placed(run.pipeline.kind_of(stage), recipe)
+        has_limit = config.budget is not None and num_reserved_gpus(run.pipeline.kind_of(stage), recipe)
         self._limit = config.budget if has_limit else None
         self._price = config.price_per_gpu_hour or 0.0
         self._next = 0.0
 
-    def excess(self) -> Preempted | None:
+    def budget_error(self) -> Preempted | None:
         """Return the error that stops the stage, or None if the budget is not spent. The GPU hours are computed at most
         every two seconds; a call in between returns None."""
         if self._limit is None or time.monotonic() < self._next:
@@ -48,5 +48,5 @@ class Budget:
         Raises:
             OverBudget: the budget is spent.
         """
-        if error := self.excess():
+        if error := self.budget_error():
             raise error

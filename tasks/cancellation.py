@@ -31,12 +31,12 @@ from cosmos_core.run.directory import Run
 logger = logging.getLogger(__name__)
 
 _CANCELLED = {StateType.CANCELLING, StateType.CANCELLED}
-_UNHEARD_SECONDS = 600.0
+_MAX_SILENT_SECONDS = 600.0
 _POLL_SECONDS = 1.0
-_ASK_SECONDS = 5.0
+_MAX_REQUEST_SECONDS = 5.0
 
 
-def wait_unless_cancelled(pending: Collection[futures.Future[Any]], seconds: float = _ASK_SECONDS) -> bool:
+def wait_unless_cancelled(pending: Collection[futures.Future[Any]], seconds: float = _MAX_REQUEST_SECONDS) -> bool:
     """Wait until the futures `pending` have ended, and check every `seconds` seconds whether the current flow run was
     cancelled; return True if it was cancelled."""
     while pending:
@@ -99,10 +99,10 @@ def publication_check() -> Callable[[], None]:
     context = copy_context()  # a copy, because other threads do not see the current flow run and its client
 
     def check() -> None:
-        began, has_warned = time.monotonic(), False
+        start_time, has_warned = time.monotonic(), False
         worker.sleep_unless_stopping(0)
         while (was_cancelled := context.copy().run(is_cancelled)) is None:
-            if time.monotonic() - began > _UNHEARD_SECONDS:
+            if time.monotonic() - start_time > _MAX_SILENT_SECONDS:
                 raise StageFailed("the Prefect server does not respond, so nothing is published: was it cancelled?")
             if not has_warned:
                 logger.warning("the Prefect server does not respond: the publication waits until it does")

@@ -17,7 +17,7 @@ from cosmos_core.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 BLOCK = "cosmos-credentials"
-_LENT = ("AWS_", "PROD_S3_CHECKPOINT_", "HF_TOKEN", "HF_ENDPOINT", "MLFLOW_")
+_CREDENTIAL_PREFIXES = ("AWS_", "PROD_S3_CHECKPOINT_", "HF_TOKEN", "HF_ENDPOINT", "MLFLOW_")
 
 
 def set_credentials(pipeline: Pipeline | None) -> None:
@@ -28,7 +28,7 @@ def set_credentials(pipeline: Pipeline | None) -> None:
         pipeline: The pipeline; None if its configuration has yet to be fetched from a store.
     """
     hide_in_records()
-    if pipeline is not None and not _names_elsewhere(pipeline):
+    if pipeline is not None and not _uses_remote_storage(pipeline):
         return
     from prefect.blocks.system import Secret
 
@@ -44,13 +44,15 @@ def set_credentials(pipeline: Pipeline | None) -> None:
         logger.warning("the Secret block %s is no object of variables and their values: it is not used", BLOCK)
         return
     for name, text in variables.items():
-        if name.startswith(_LENT):
+        if name.startswith(_CREDENTIAL_PREFIXES):
             os.environ.setdefault(name, str(text))
         else:
-            logger.warning("the Secret block %s: %s is none of %s*: it is not used", BLOCK, name, "*, ".join(_LENT))
+            logger.warning(
+                "the Secret block %s: %s is none of %s*: it is not used", BLOCK, name, "*, ".join(_CREDENTIAL_PREFIXES)
+            )
 
 
-def lend_to_command(pipeline: Pipeline | None) -> None:
+def set_command_credentials(pipeline: Pipeline | None) -> None:
     """Set the environment variables of the Secret block before a command accesses stores and Hubs, if a Prefect server
     is configured. If the server does not respond, log a warning: the environment may contain all credentials
     already."""
@@ -64,7 +66,7 @@ def lend_to_command(pipeline: Pipeline | None) -> None:
         logger.warning("the Prefect server does not respond, and the Secret block %s is not used: %s", BLOCK, error)
 
 
-def _names_elsewhere(pipeline: Pipeline) -> bool:
+def _uses_remote_storage(pipeline: Pipeline) -> bool:
     tables = [table for stage in pipeline.stages for table in (stage, pipeline.recipes[stage.name])]
     values = [value for table in tables for _, _, value, _ in active_fields(table) if isinstance(value, str)]
     if pipeline.config.artifact_store or any("://" in value for value in values):

@@ -13,7 +13,7 @@ from prefect.settings import get_current_settings
 
 from cosmos_core.errors import CosmosError, GateFailed, Preempted
 from cosmos_core.observe.formatting import as_float
-from cosmos_core.observe.report import PAGE
+from cosmos_core.observe.report import REPORT_FILE
 from cosmos_core.observe.report_server import report_url
 from cosmos_core.run.directory import Run
 from cosmos_core.run.manifest import Result, read_result
@@ -35,18 +35,20 @@ RUN_WAITING = "cosmos.run.waiting"
 def stage_completed(run: Run, name: str, result: Result, *, was_reused: bool) -> None:
     """Emit an event that a stage has its result and, if it has newly published a model, an event about the model."""
     payload = {"reused": was_reused, "metrics": _finite(result["metrics"])}
-    _emit(STAGE_COMPLETED, run, name, payload)
+    _emit_event(STAGE_COMPLETED, run, name, payload)
     publishes = run.pipeline.kind_of(run.pipeline.stage(name)).makes == "publication"
     if publishes and not was_reused and not result["info"].get("was_published"):
         target = run.pipeline.stage(name).target
-        _emit(MODEL_PUBLISHED, run, name, payload | {"target": target, "published": result["info"].get("published")})
+        _emit_event(
+            MODEL_PUBLISHED, run, name, payload | {"target": target, "published": result["info"].get("published")}
+        )
 
 
 def stage_failed(run: Run, name: str, error: CosmosError) -> None:
     """Emit an event that a gate refused, or that a stage failed and is not retried; none for a stopped stage."""
     if not isinstance(error, Preempted):
         event = GATE_FAILED if isinstance(error, GateFailed) else STAGE_FAILED
-        _emit(event, run, name, {"error": str(error), "exit_code": error.exit_code})
+        _emit_event(event, run, name, {"error": str(error), "exit_code": error.exit_code})
 
 
 def run_ended(run: Run, *, is_failed: bool) -> None:
@@ -57,27 +59,27 @@ def run_ended(run: Run, *, is_failed: bool) -> None:
     if is_failed:
         failed = [name for name in names if read_state(run.stage_path(name)).state == "failed"]
         if failed:  # in a run that was only stopped, no stage has failed
-            _emit(RUN_FAILED, run, "", {"failed": failed})
+            _emit_event(RUN_FAILED, run, "", {"failed": failed})
     elif all(read_state(run.stage_path(name)).state in FINISHED for name in names):
         results = [read_result(run.stage_path(name)) for name in names]
-        none: dict[str, float] = {}
-        metrics = next((result["metrics"] for result in reversed(results) if result and result["metrics"]), none)
-        _emit(RUN_COMPLETED, run, "", {"metrics": _finite(metrics)})
+        no_metrics: dict[str, float] = {}
+        metrics = next((result["metrics"] for result in reversed(results) if result and result["metrics"]), no_metrics)
+        _emit_event(RUN_COMPLETED, run, "", {"metrics": _finite(metrics)})
 
 
 def run_waiting(run: Run) -> None:
     """Emit an event that a run waits until a person approves a publication."""
-    _emit(RUN_WAITING, run, "", {})
+    _emit_event(RUN_WAITING, run, "", {})
 
 
 def run_over_budget(run: Run) -> None:
     """Emit an event if the run has stopped because its budget is spent."""
     states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
     if message := next((state.error for state in states if state.is_over_budget), ""):
-        _emit(RUN_OVER_BUDGET, run, "", {"error": message, "budget": run.pipeline.config.budget})
+        _emit_event(RUN_OVER_BUDGET, run, "", {"error": message, "budget": run.pipeline.config.budget})
 
 
-def _emit(event: str, run: Run, stage: str, said: dict[str, Any]) -> None:
+def _emit_event(event: str, run: Run, stage: str, details: dict[str, Any]) -> None:
     pipeline = run.pipeline.config.name
     resource = {
         "prefect.resource.id": f"cosmos.stage.{run.id}.{stage}" if stage else f"cosmos.run.{run.id}",
@@ -86,11 +88,11 @@ def _emit(event: str, run: Run, stage: str, said: dict[str, Any]) -> None:
         "cosmos.run": run.id,
     } | ({"cosmos.stage": stage} if stage else {})
     address = get_current_settings().ui_url
-    links = {"report": report_url(run.path) or str(run.path / PAGE)} | (
+    links = {"report": report_url(run.path) or str(run.path / REPORT_FILE)} | (
         {"card": f"{address}/artifacts/key/{card_key(pipeline)}"} if address else {}
     )
-    about = {"run": run.id, "pipeline": pipeline, "path": str(run.path), **links}
-    payload = about | ({"stage": stage} if stage else {}) | said
+    run_fields = {"run": run.id, "pipeline": pipeline, "path": str(run.path), **links}
+    payload = run_fields | ({"stage": stage} if stage else {}) | details
     try:
         emit_event(event, resource, payload=payload)
     except Exception as error:  # noqa: BLE001 - no error of an event may fail the stage

@@ -15,7 +15,7 @@ from cosmos_core.run.state import read_state
 
 REFUSED = "Refused"
 """Name of the final state of a gate of which a condition does not hold."""
-_SKIPPED = "Skipped"
+_SKIPPED_STATE = "Skipped"
 
 
 def failed_state(error: CosmosError) -> State[Any]:
@@ -26,16 +26,16 @@ def failed_state(error: CosmosError) -> State[Any]:
     return Failed(name="Stopped" if isinstance(error, Preempted) else None, message=str(error), data=error)
 
 
-def skipped(why: str) -> State[Any]:
+def skipped_state(reason: str) -> State[Any]:
     """Return the final state of a stage that will never start. Without this state, Prefect would leave its task run and
     all dependent task runs pending forever, even after a cancellation."""
-    return Completed(name=_SKIPPED, message=why)
+    return Completed(name=_SKIPPED_STATE, message=reason)
 
 
 def has_result(future: PrefectFuture[Any]) -> bool:
     """Return True if the ended task run of a stage produced the result of the stage."""
     state = state_of(future)
-    return state.is_completed() and state.name != _SKIPPED
+    return state.is_completed() and state.name != _SKIPPED_STATE
 
 
 def state_of(future: PrefectFuture[Any]) -> State[Any]:

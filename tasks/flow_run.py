@@ -22,14 +22,14 @@ from prefect.exceptions import ParameterBindError, ParameterTypeError, Terminati
 from prefect.logging import get_run_logger
 from prefect.utilities.callables import get_call_parameters
 
-from cosmos_core.config.capabilities import notices_of
+from cosmos_core.config.capabilities import unique_notices
 from cosmos_core.config.compose import Pipeline, with_stage
 from cosmos_core.config.load import parse
 from cosmos_core.config.mesh import resolve_gpus
-from cosmos_core.config.schema.pipeline import MONEY, STAGE_NAME, PipelineConfig
+from cosmos_core.config.schema.pipeline import BUDGET_KEYS, STAGE_NAME, PipelineConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch import worker
-from cosmos_core.run.directory import Run, claim, create_run, extend_run, note_flow_run, open_run, with_money
+from cosmos_core.run.directory import Run, claim, create_run, extend_run, note_flow_run, open_run, with_budget
 from cosmos_core.run.files import Document, read_document, write_json
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.state import FINISHED, read_state
@@ -89,7 +89,7 @@ class FlowInPython:
         """Return the folder of the file that defines the flow."""
         return Path(self.entrypoint.rpartition(":")[0]).parent
 
-    def reserve_name(self, kind: str, name: str) -> str:
+    def reserve_stage_name(self, kind: str, name: str) -> str:
         """Reserve the name of the stage of a call: `name` or, if `name` is empty, the kind followed by a number after
         its first use. Return the reserved name.
 
@@ -121,7 +121,7 @@ class FlowInPython:
                 self._num_active += 1
             try:
                 with self._lock:
-                    run, stages = self._declare(call, source)
+                    run, stages = self._declare_call(call, source)
                 yield run, stages
             finally:
                 with self._lock:
@@ -133,11 +133,11 @@ class FlowInPython:
                         self._claim.release()
                         self._claim = None
 
-    def _declare(self, call: Call, source: Path) -> tuple[Run, list[str]]:
+    def _declare_call(self, call: Call, source: Path) -> tuple[Run, list[str]]:
         name = call.stage["name"]
         run = self.run or self._find_run(call, source)
         if run is not None:
-            self._hold(run)
+            self._claim_run(run)
         saved = read_document(run.path / _CALLS, _Calls) if run else None
         calls = saved.calls if saved else {}
         if run is not None:
@@ -145,16 +145,18 @@ class FlowInPython:
                 if (earlier_call.stage, earlier_call.tables) == (call.stage, call.tables):
                     return run, earlier_call.stages
                 _refuse_if_finished(run, earlier_call, call)
-                _forget(run, calls, name)
-            run = _keep_stages_of(run, calls)  # drop stages of an earlier call that was killed before it was recorded
+                _forget_call(run, calls, name)
+            run = _keep_stages_of_calls(
+                run, calls
+            )  # drop stages of an earlier call that was killed before it was recorded
         run = self._add_stage(run, call, source)
-        self._hold(run)
+        self._claim_run(run)
         others = {each for other in calls.values() for each in other.stages}
         call.stages = [stage.name for stage in run.pipeline.stages if stage.name not in others]
         write_json(run.path / _CALLS, _Calls(calls={**calls, name: call}).model_dump())
         return run, call.stages
 
-    def _hold(self, run: Run) -> None:
+    def _claim_run(self, run: Run) -> None:
         """Claim the run for this process, unless this process has claimed it already."""
         if self._claim is None:
             self._claim = claim(run)
@@ -169,11 +171,13 @@ class FlowInPython:
         if not (path / "pipeline.toml").is_file():
             return None
         run = open_run(path, all_kinds())
-        old, new = run.pipeline.config, pipeline.config
-        keys = {key for key in self.settings if key != "output_dir" and getattr(old, key) != getattr(new, key)}
-        if fixed := sorted(keys - MONEY):
-            raise ConfigError(f"run {run.id} has other settings ({', '.join(fixed)}); give the flow another run_id")
-        return with_money(run, new)
+        old_config, new = run.pipeline.config, pipeline.config
+        keys = {key for key in self.settings if key != "output_dir" and getattr(old_config, key) != getattr(new, key)}
+        if changed_keys := sorted(keys - BUDGET_KEYS):
+            raise ConfigError(
+                f"run {run.id} has other settings ({', '.join(changed_keys)}); give the flow another run_id"
+            )
+        return with_budget(run, new)
 
     def config(self) -> PipelineConfig:
         """Return the `[pipeline]` settings of the run.
@@ -191,8 +195,8 @@ class FlowInPython:
 
     def _add_stage(self, run: Run | None, call: Call, source: Path) -> Run:
         pipeline = self._compose(run, call, source)
-        old_notices = set(notices_of(run.pipeline)) if run else set()
-        for notice in dict.fromkeys(notices_of(pipeline)):
+        old_notices = set(unique_notices(run.pipeline)) if run else set()
+        for notice in dict.fromkeys(unique_notices(pipeline)):
             if notice not in old_notices:
                 get_run_logger().info("note: %s", notice)
         set_credentials(pipeline)
@@ -203,14 +207,14 @@ class FlowInPython:
         return create_run(pipeline, run_id=self.run_id, entrypoint=self.entrypoint, parameters=self.parameters)
 
 
-def _forget(run: Run, calls: dict[str, Call], name: str) -> None:
+def _forget_call(run: Run, calls: dict[str, Call], name: str) -> None:
     """Remove a call, and all calls whose stages depend on its stages; the flow will make these calls again."""
     removed = {each for stage in calls[name].stages for each in run.pipeline.with_dependents(stage)}
     for other in [other for other, call in calls.items() if removed.intersection(call.stages)]:
         del calls[other]
 
 
-def _keep_stages_of(run: Run, calls: Mapping[str, Call]) -> Run:
+def _keep_stages_of_calls(run: Run, calls: Mapping[str, Call]) -> Run:
     """Return the run reduced to the stages that `calls` added."""
     names = {name for call in calls.values() for name in call.stages}
     stages = [stage for stage in run.pipeline.stages if stage.name in names]
@@ -230,7 +234,7 @@ def current_flow() -> FlowInPython:
     key = f"{context.flow_run.id}-{context.flow_run.run_count}"
     with _all_lock:
         if key not in _all:
-            _all[key] = _begin(context)
+            _all[key] = _identify_flow_run(context)
         return _all[key]
 
 
@@ -244,8 +248,10 @@ def configure_run(**settings: Any) -> None:
     flow = current_flow()
     if flow.run is not None:
         raise ConfigError(f"configure_run is called in flow {flow.name!r} after its first stage; call it before")
-    if refused := sorted({"name", "stages"} & settings.keys()):
-        raise ConfigError(f"configure_run: {refused[0]} follows from the flow; see `run_id` and the calls of tasks")
+    if refused_keys := sorted({"name", "stages"} & settings.keys()):
+        raise ConfigError(
+            f"configure_run: {refused_keys[0]} follows from the flow; see `run_id` and the calls of tasks"
+        )
     flow.settings = {key: value for key, value in settings.items() if value is not None}
     flow.config()
 
@@ -256,7 +262,7 @@ def newest_run() -> Run | None:
     return runs[-1] if runs else None
 
 
-def _begin(context: FlowRunContext) -> FlowInPython:
+def _identify_flow_run(context: FlowRunContext) -> FlowInPython:
     assert context.flow is not None and context.flow_run is not None
     run_id, parameters = _identity(context.flow, context.parameters or {})
     name, flow_run = context.flow.name, str(context.flow_run.id)
@@ -268,7 +274,7 @@ def _begin(context: FlowRunContext) -> FlowInPython:
     return FlowInPython(name, flow_run, run_id, f"{file}:{function}", parameters, tags)
 
 
-def identity_of(flow: Flow[..., Any], given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def run_name_and_parameters(flow: Flow[..., Any], arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the run name of a flow that is called with the parameters `given`, and all parameters of the flow
     including defaults.
 
@@ -276,7 +282,7 @@ def identity_of(flow: Flow[..., Any], given: Mapping[str, Any]) -> tuple[str, di
         ConfigError: the flow has other parameters.
     """
     try:
-        return _identity(flow, flow.validate_parameters(get_call_parameters(flow.fn, (), dict(given))))
+        return _identity(flow, flow.validate_parameters(get_call_parameters(flow.fn, (), dict(arguments))))
     except (ParameterBindError, ParameterTypeError) as error:
         raise ConfigError(f"flow {flow.name!r}: {error}") from error
 
@@ -287,8 +293,8 @@ def _identity(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> tuple[str,
     values: dict[str, Any] = json.loads(json.dumps(parameters, default=str))
     file, function = _source_of(flow)
     identity = hashlib.sha256(json.dumps([file.name, function, values], sort_keys=True).encode()).hexdigest()[:8]
-    plain = "".join(letter if STAGE_NAME.fullmatch(f"a{letter}") else "-" for letter in flow.name)
-    name = f"{(plain.strip('-_') or 'flow')[:80]}-{identity}"
+    plain_name = "".join(letter if STAGE_NAME.fullmatch(f"a{letter}") else "-" for letter in flow.name)
+    name = f"{(plain_name.strip('-_') or 'flow')[:80]}-{identity}"
     return str(os.environ.get(RUN_ID) or values.get("run_id") or name), values
 
 
@@ -298,10 +304,10 @@ def _source_of(flow: Flow[..., Any]) -> tuple[Path, str]:
     return Path(inspect.getsourcefile(function) or "flow.py").absolute(), function.__qualname__
 
 
-def _refuse_if_finished(run: Run, before: Call, call: Call) -> None:
+def _refuse_if_finished(run: Run, previous_call: Call, call: Call) -> None:
     name = call.stage["name"]
-    old, new = {**before.stage, **before.tables}, {**call.stage, **call.tables}
-    keys = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
+    old_tables, new = {**previous_call.stage, **previous_call.tables}, {**call.stage, **call.tables}
+    keys = [key for key in dict.fromkeys((*old_tables, *new)) if old_tables.get(key) != new.get(key)]
     if read_state(run.stage_path(name)).state in FINISHED:
         raise ConfigError(
             f"stage {name!r} of run {run.id} is done with other settings ({', '.join(keys[:3])}); "

@@ -9,21 +9,21 @@ from typing import Literal
 
 from cosmos_core.config.inputs import inputs_of, source_of
 from cosmos_core.config.schema.dataset import PASS_RATES
-from cosmos_core.config.schema.export import PLAIN
+from cosmos_core.config.schema.export import UNQUANTIZED
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run import manifest
 from cosmos_core.run.content import link_weights_over_model
-from cosmos_core.run.directory import Run, supersede
+from cosmos_core.run.directory import Run, supersede_stage
 from cosmos_core.run.fingerprint import Fingerprint
 from cosmos_core.run.hub import with_value
-from cosmos_core.run.lineage import origin
+from cosmos_core.run.lineage import model_origin
 from cosmos_core.run.manifest import Result, Source, read_result
 from cosmos_core.run.plan import read_fingerprint, reason_to_rerun, save_fingerprint
 from cosmos_core.run.remote import download_inputs
 from cosmos_core.run.stage import Stage
-from cosmos_core.run.state import REMADE, record_event
+from cosmos_core.run.state import RERUN_EVENT, record_event
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ def prepare_stage_folder(
     reason = reason_to_rerun(run, stage, expected)
     supersede_if_changed(path, expected)
     if reason:
-        record_event(path, REMADE, reason)
-        on_line(f"{REMADE}: {reason}")
+        record_event(path, RERUN_EVENT, reason)
+        on_line(f"{RERUN_EVENT}: {reason}")
     (path / manifest.RESULT).unlink(missing_ok=True)
     save_fingerprint(path, expected, stage.work_pool)
     inputs = results_of(run, stage)
@@ -68,11 +68,11 @@ def prepare_stage_folder(
         for each in run.pipeline.inputs(stage)
         if each.form != "stage" and (source_kind := _SOURCES.get(each.role))
     )
-    origin_of_stage = origin(run.pipeline, stage)
+    origin_of_stage = model_origin(run.pipeline, stage)
     stage, recipe = download_inputs(run.pipeline, stage, partial(sleep_unless_stopping, 0))
     if teacher := recipe.teacher_of(kind):
         folder = output_folder(stage.name, "model", teacher.model_name_or_path, inputs)
-        recipe = recipe.derived(distillation=teacher.derived(model_name_or_path=folder))
+        recipe = recipe.derive(distillation=teacher.derive(model_name_or_path=folder))
     for key, dataset in recipe.datasets.items() if kind.reads_data == "source" else ():
         if source_of(dataset.name):
             recipe = with_value(recipe, f"{key}.name", output_folder(stage.name, "data", dataset.name, inputs))
@@ -81,7 +81,7 @@ def prepare_stage_folder(
     model = output_folder(stage.name, "model", stage.model, inputs, stage.format)
     data = output_folder(stage.name, "data", stage.data, inputs)
     overlay = link_weights_over_model(inputs_of(stage, recipe, kind), path / "base_model")
-    prepared = Stage(
+    prepared_stage = Stage(
         path=path,
         config=stage,
         recipe=recipe,
@@ -89,21 +89,21 @@ def prepare_stage_folder(
         data=Path(data) if data else None,
         inputs=inputs,
         fingerprint=expected.value,
-        of_training=expected.of_training,
+        of_training=expected.training_hash,
         kind=kind,
         sources=sources,
         origin=origin_of_stage,
     )
-    prepared.save()
-    return prepared
+    prepared_stage.save()
+    return prepared_stage
 
 
 def supersede_if_changed(path: Path, expected: Fingerprint) -> None:
     """Move the folder of a stage to `superseded/`, with a warning, if the fingerprint of its training has changed, so
     that its checkpoints are not continued."""
     saved = read_fingerprint(path)
-    if saved is not None and saved.of_training != expected.of_training:
-        supersede(path)
+    if saved is not None and saved.training_hash != expected.training_hash:
+        supersede_stage(path)
         logger.warning("stage %s starts anew, its earlier files are in superseded/", path.name)
     path.mkdir(parents=True, exist_ok=True)
 
@@ -119,7 +119,7 @@ def output_folder(stage: str, key: str, reference: str, inputs: dict[str, Result
     if name is None:
         return reference
     info = inputs[name]["info"]
-    output = info.get(key) if model_format in {"", PLAIN} else info.get("formats", {}).get(model_format)
+    output = info.get(key) if model_format in {"", UNQUANTIZED} else info.get("formats", {}).get(model_format)
     if not output:
         raise ConfigError(
             f"stage {stage!r}: {key} = {reference!r}, but stage {name!r} (kind {inputs[name]['kind']}) makes no {key}"

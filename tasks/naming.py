@@ -16,13 +16,13 @@ def flow_run_name() -> str:
     """Return the name of a flow run before its run is created: the flow, followed by its config or stage. A name that a
     person has set, for example with `prefect deployment run --flow-run-name`, is kept."""
     current = str(flow_run.name)
-    return _first_name() if is_generated(current) else current
+    return _first_name() if is_generated_name(current) else current
 
 
-def is_generated(name: str) -> bool:
+def is_generated_name(name: str) -> bool:
     """Return True if `name` is a random flow run name that Prefect has generated: two words of its word list."""
     words = name.split("-")
-    return len(words) == 2 and _vocabulary().issuperset(words)
+    return len(words) == 2 and _word_list().issuperset(words)
 
 
 def label_flow_run(pipeline: str, run_id: str, *words: str) -> list[str]:
@@ -32,8 +32,8 @@ def label_flow_run(pipeline: str, run_id: str, *words: str) -> list[str]:
         current = client.read_flow_run(UUID(flow_run.id))
         tags = [f"cosmos-pipeline:{pipeline}", f"cosmos-run:{run_id}"]
         tags += [tag for tag in current.tags if tag.startswith(_USER)] or [f"{_USER}{user_name()}"]
-        is_named = not is_generated(current.name) and current.name != _first_name()
-        name = current.name if is_named else " ".join((pipeline, run_id, *words))
+        has_own_name = not is_generated_name(current.name) and current.name != _first_name()
+        name = current.name if has_own_name else " ".join((pipeline, run_id, *words))
         client.update_flow_run(current.id, name=name, tags=list(dict.fromkeys([*current.tags, *tags])))
     return tags
 
@@ -52,7 +52,7 @@ def _first_name() -> str:
 
 
 @cache
-def _vocabulary() -> frozenset[str]:
+def _word_list() -> frozenset[str]:
     from coolname.data import config  # the library with which Prefect generates names
 
     lists: dict[str, Any] = config

@@ -28,22 +28,22 @@ from cosmos_core.errors import BY_NAME, Cancelled, ConfigError, CosmosError, Ove
 from cosmos_core.launch.worker import grace_of, sleep_unless_stopping
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import Document, read_document, write_json
-from cosmos_core.run.manifest import Result, problem
+from cosmos_core.run.manifest import Result, find_damage
 from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
 from tasks.budget import Budget
-from tasks.reuse import existing_of_pool
+from tasks.reuse import find_result_of_pool
 from tasks.store_sync import StageSync
 
 logger = logging.getLogger(__name__)
 
-NOTE = "pool.json"
+CHILD_RUN_FILE = "pool.json"
 _POLL_SECONDS = 1.0
 _MIRROR_SECONDS = 5.0
 _WORKERS_SECONDS = 10.0
-_UNHEARD_SECONDS = 600.0
+_MAX_SILENT_SECONDS = 600.0
 _PENDING_SECONDS = 600.0
 _MAX_BACKOFF_SECONDS = 60.0
-_FINAL = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED}
+_FINAL_STATES = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED}
 
 
 class Child(Document):
@@ -61,9 +61,7 @@ class Child(Document):
     """Step of the newest checkpoint when the last child flow run died without a recorded error."""
 
 
-def perform_elsewhere(
-    run: Run, stage: StageConfig, on_line: Callable[[str], None] = logger.info
-) -> tuple[Result, bool]:
+def run_remote_stage(run: Run, stage: StageConfig, on_line: Callable[[str], None] = logger.info) -> tuple[Result, bool]:
     """Run a stage on its work pool unless its result exists; return the result and whether it already existed.
 
     Args:
@@ -73,31 +71,31 @@ def perform_elsewhere(
         CosmosError: the child flow run ended with this error, or the deployment does not exist.
     """
     path, stored = run.stage_path(stage.name), StageSync(run, stage)
-    if reused := existing_of_pool(run, stage):
+    if reused := find_result_of_pool(run, stage):
         return reused, True
     try:
-        ended = _follow_child(run, stage, stored, on_line)
+        ended_run = _wait_for_child(run, stage, stored, on_line)
     except httpx.HTTPError as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         where = f"stage {stage.name!r} on {stage.work_pool!r}"
         raise StageFailed(f"{where}: the Prefect server does not respond: {reason}") from error
     result = stored.receive_result()
-    if ended.state_type == StateType.COMPLETED and result is not None:
-        if damage := problem(path, result):
+    if ended_run.state_type == StateType.COMPLETED and result is not None:
+        if damage := find_damage(path, result):
             raise StageFailed(f"stage {stage.name!r} on {stage.work_pool!r}: {damage}: do both machines share {path}?")
         return result, read_state(path).state == "reused"
-    raise _child_error(stage, path, ended)
+    raise _child_error(stage, path, ended_run)
 
 
-def _follow_child(run: Run, stage: StageConfig, stored: StageSync, on_line: Callable[[str], None]) -> FlowRun:
+def _wait_for_child(run: Run, stage: StageConfig, stored: StageSync, poll: Callable[[str], None]) -> FlowRun:
     """Poll the running child flow run, or a new one if there is none, and return it when it has ended."""
     with get_client(sync_client=True) as client:
-        if (child := _running_child(client, run.stage_path(stage.name))) is None:
+        if (child := _find_running_child(client, run.stage_path(stage.name))) is None:
             Budget(run, stage).check()
-            child = _begin(run, stage, stored)
+            child = _start_child(run, stage, stored)
         try:
-            wait = WaitReporter(client, stage, run.stage_path(stage.name), on_line)
-            return _follow(client, stage, UUID(child.flow_run), stored.mirror(), wait, Budget(run, stage))
+            wait_reporter = WaitReporter(client, stage, run.stage_path(stage.name), poll)
+            return _poll_child(client, stage, UUID(child.flow_run), stored.mirror(), wait_reporter, Budget(run, stage))
         except Preempted:
             _cancel(client, child, grace_of(run.stage_path(stage.name), run.pipeline.config.grace_seconds))
             stored.mirror()()
@@ -108,29 +106,29 @@ def count_lost_child(path: Path) -> int:
     """Count the loss of a child flow run that recorded no error, because its machine or process was lost, and return
     the number of consecutive losses. The number is kept in `pool.json`, because `state.json` restarts with each
     child."""
-    child, step = read_document(path / NOTE, Child), read_state(path).checkpoint_step or 0
+    child, step = read_document(path / CHILD_RUN_FILE, Child), read_state(path).checkpoint_step or 0
     if child is None:
         return 1
     updated = child.model_copy(
         update={"failures": 1 if step > child.failed_at else child.failures + 1, "failed_at": step}
     )
-    write_json(path / NOTE, updated.model_dump())
+    write_json(path / CHILD_RUN_FILE, updated.model_dump())
     return updated.failures
 
 
-def _running_child(client: SyncPrefectClient, path: Path) -> Child | None:
+def _find_running_child(client: SyncPrefectClient, path: Path) -> Child | None:
     """Return the child flow run that an earlier parent started; None if it has ended or does not exist."""
-    child = read_document(path / NOTE, Child)
+    child = read_document(path / CHILD_RUN_FILE, Child)
     try:
         run = client.read_flow_run(UUID(child.flow_run)) if child and child.flow_run else None
     except ObjectNotFound:  # the flow run is on another Prefect server
         return None
-    return child if run is not None and run.state_type not in _FINAL else None
+    return child if run is not None and run.state_type not in _FINAL_STATES else None
 
 
-def _begin(run: Run, stage: StageConfig, stored: StageSync) -> Child:
+def _start_child(run: Run, stage: StageConfig, stored: StageSync) -> Child:
     path = run.stage_path(stage.name)
-    previous = read_document(path / NOTE, Child)
+    previous = read_document(path / CHILD_RUN_FILE, Child)
     if previous and previous.failures:
         sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (previous.failures - 1)))
     request = _next_child(previous)
@@ -138,7 +136,7 @@ def _begin(run: Run, stage: StageConfig, stored: StageSync) -> Child:
         where = stored.send_run()
         path.mkdir(parents=True, exist_ok=True)
         # The file is written before the request, so that a retry after a kill requests the same flow run.
-        write_json(path / NOTE, request.model_dump())
+        write_json(path / CHILD_RUN_FILE, request.model_dump())
         created: Any = run_deployment(
             f"stage/{stage.work_pool}",
             parameters={"run": where, "name": stage.name},
@@ -153,19 +151,21 @@ def _begin(run: Run, stage: StageConfig, stored: StageSync) -> Child:
             f"stage/cpu to prefect.yaml, then: cosmos bootstrap --pool {pool}, prefect deploy -n stage/{pool}"
         ) from error
     child = request.model_copy(update={"flow_run": str(created.id)})
-    write_json(path / NOTE, child.model_dump())
+    write_json(path / CHILD_RUN_FILE, child.model_dump())
     record_event(path, "sent", f"to work pool {stage.work_pool}, flow run {child.flow_run}")
     return child
 
 
-def _next_child(before: Child | None) -> Child:
+def _next_child(previous_child: Child | None) -> Child:
     """Return the child flow run to request from the server: a new one, or the one that an earlier parent requested
     before it died without a response."""
-    if before is None:
+    if previous_child is None:
         return Child(flow_run="", attempt=1, token=uuid4().hex)
-    if not before.flow_run:
-        return before
-    return before.model_copy(update={"flow_run": "", "attempt": before.attempt + 1, "token": uuid4().hex})
+    if not previous_child.flow_run:
+        return previous_child
+    return previous_child.model_copy(
+        update={"flow_run": "", "attempt": previous_child.attempt + 1, "token": uuid4().hex}
+    )
 
 
 class WaitReporter:
@@ -191,20 +191,20 @@ class WaitReporter:
 
     def _message(self) -> str:
         workers = self._client.read_workers_for_work_pool(self._pool)
-        num_live = sum(getattr(worker.status, "value", worker.status) == "ONLINE" for worker in workers)
+        num_online = sum(getattr(worker.status, "value", worker.status) == "ONLINE" for worker in workers)
         if self._client.read_work_pool(self._pool).is_paused:
             return f"waits for work pool {self._pool}, which is paused"
-        if num_live:
-            return f"waits for a worker of pool {self._pool}: {num_live} live"
+        if num_online:
+            return f"waits for a worker of pool {self._pool}: {num_online} live"
         return f"waits for a worker of pool {self._pool}: none is live; start one: cosmos worker --pool {self._pool}"
 
 
-def _follow(
+def _poll_child(
     client: SyncPrefectClient,
     stage: StageConfig,
     flow_run: UUID,
     mirror: Callable[[], None],
-    wait: WaitReporter,
+    wait_reporter: WaitReporter,
     budget: Budget,
 ) -> FlowRun:
     mirrored, last_response = 0.0, time.monotonic()
@@ -212,32 +212,32 @@ def _follow(
         try:
             run = client.read_flow_run(flow_run)
             if run.state_type == StateType.SCHEDULED:
-                wait.report()
+                wait_reporter.report()
             elif run.state_type == StateType.PENDING:
-                _end_if_lost(client, stage, run)
+                _crash_if_lost(client, stage, run)
             last_response = time.monotonic()
         except ObjectNotFound as error:  # the flow run was deleted
             where = f"stage {stage.name!r} on {stage.work_pool!r}"
             raise StageFailed(f"{where}: its flow run {flow_run} is gone from the server") from error
         except httpx.HTTPError:  # the server may be restarting; the child flow run continues meanwhile
-            if time.monotonic() - last_response > _UNHEARD_SECONDS:
+            if time.monotonic() - last_response > _MAX_SILENT_SECONDS:
                 raise
             sleep_unless_stopping(_POLL_SECONDS)
             continue
         if time.monotonic() - mirrored > _MIRROR_SECONDS:
             mirror()
             mirrored = time.monotonic()
-        if run.state_type in _FINAL:
+        if run.state_type in _FINAL_STATES:
             return run
         budget.check()  # the child flow run checks the budget too, but sees only the stages on the disks of its machine
         sleep_unless_stopping(_POLL_SECONDS)
 
 
-def _end_if_lost(client: SyncPrefectClient, stage: StageConfig, run: FlowRun) -> None:
+def _crash_if_lost(client: SyncPrefectClient, stage: StageConfig, run: FlowRun) -> None:
     """Mark a flow run as crashed if a worker picked it up but started no process for ten minutes, because the machine
     was lost. Only work pools of type `process` are checked; others may wait longer, for example for a node."""
-    taken = run.state.timestamp if run.state else datetime.now(UTC)
-    is_overdue = (datetime.now(UTC) - taken).total_seconds() > _PENDING_SECONDS
+    pending_since = run.state.timestamp if run.state else datetime.now(UTC)
+    is_overdue = (datetime.now(UTC) - pending_since).total_seconds() > _PENDING_SECONDS
     if is_overdue and client.read_work_pool(stage.work_pool).type == "process":
         message = f"pending for {_PENDING_SECONDS:.0f} s: its worker is gone"
         client.set_flow_run_state(run.id, Crashed(message=message), force=True)
@@ -249,23 +249,23 @@ def _cancel(client: SyncPrefectClient, child: Child, grace_seconds: float) -> No
     with suppress(httpx.HTTPError, ObjectNotFound):  # an unreachable server must not prevent this process from stopping
         client.set_flow_run_state(flow_run, Cancelling())
         deadline = time.monotonic() + grace_seconds
-        while time.monotonic() < deadline and client.read_flow_run(flow_run).state_type not in _FINAL:
+        while time.monotonic() < deadline and client.read_flow_run(flow_run).state_type not in _FINAL_STATES:
             time.sleep(_POLL_SECONDS)
 
 
-def _child_error(stage: StageConfig, path: Path, ended: FlowRun) -> CosmosError:
+def _child_error(stage: StageConfig, path: Path, ended_run: FlowRun) -> CosmosError:
     """Return the error that the stage recorded in `state.json`, or an error made from the state of the child flow run
     if the stage recorded none because its machine was lost."""
-    state, message = read_state(path), ended.state.message if ended.state else ""
+    state, message = read_state(path), ended_run.state.message if ended_run.state else ""
     where = f"stage {stage.name!r} on {stage.work_pool!r}"
     if state.state == "failed" and state.error_type in BY_NAME:
         return BY_NAME[state.error_type](state.error)
-    if ended.state_type == StateType.CANCELLED:
+    if ended_run.state_type == StateType.CANCELLED:
         return Cancelled(f"{where}: its flow run was cancelled")
     if state.state == "stopped" and state.error_type == OverBudget.__name__:
         return OverBudget(state.error)
     if state.state == "stopped":
         return Preempted(f"{where}: {state.error or 'stopped'}")
-    if ended.state_type == StateType.COMPLETED and state.state in FINISHED:
+    if ended_run.state_type == StateType.COMPLETED and state.state in FINISHED:
         return StageFailed(f"{where}: it is done there, but {path} has no result: the machines share no disk")
-    return StageFailed(f"{where}: its flow run {ended.state_name}: {' '.join(str(message).split())}")
+    return StageFailed(f"{where}: its flow run {ended_run.state_name}: {' '.join(str(message).split())}")

@@ -20,7 +20,7 @@ from prefect.client.schemas.actions import VariableCreate
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
 from cosmos_core.launch.worker import sleep_unless_stopping
-from cosmos_core.run.process import this_machine
+from cosmos_core.run.process import identify_machine
 from cosmos_core.run.retrain_state import retraining_lock
 
 logger = logging.getLogger(__name__)
@@ -42,12 +42,12 @@ class RetrainLease:
         """
         self._name = f"cosmos-retraining-{note.stem}-{deployment}".rstrip("-")
         self._lock = retraining_lock(note)
-        self._value = {"flow_run": flow_run, "machine": this_machine(), "lock": str(self._lock.path)}
+        self._value = {"flow_run": flow_run, "machine": identify_machine(), "lock": str(self._lock.path)}
         self._lease: UUID | None = None
 
     def try_acquire(self) -> bool:
         """Try to acquire the lock and the lease; return False if another flow run holds one of them."""
-        return self._lock.try_acquire() and self._try_lease()
+        return self._lock.try_acquire() and self._try_acquire()
 
     def acquire(self) -> None:
         """Wait until the lock and the lease are acquired.
@@ -55,8 +55,8 @@ class RetrainLease:
         Raises:
             Preempted: this process was requested to stop.
         """
-        self._lock.acquire(while_waiting=lambda: sleep_unless_stopping(0))
-        while not self._try_lease():
+        self._lock.acquire(poll=lambda: sleep_unless_stopping(0))
+        while not self._try_acquire():
             sleep_unless_stopping(_POLL_SECONDS)
 
     def __enter__(self) -> RetrainLease:
@@ -71,7 +71,7 @@ class RetrainLease:
                 logger.warning("the lease %s was not removed; it expires with this flow run: %s", self._name, failure)
         self._lock.release()
 
-    def _try_lease(self) -> bool:
+    def _try_acquire(self) -> bool:
         with get_client(sync_client=True) as client:
             while self._lease is None:
                 try:

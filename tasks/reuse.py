@@ -14,7 +14,7 @@ from cosmos_core.run.directory import Run
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint
 from cosmos_core.run.lock import stage_lock
 from cosmos_core.run.manifest import Result, read_result
-from cosmos_core.run.plan import Decision, decide, pool_results, register, save_fingerprint
+from cosmos_core.run.plan import Decision, decide_from_results, pool_fingerprints, register_result, save_fingerprint
 from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
 from tasks.layout import results_of, supersede_if_changed
 from tasks.store_sync import StageSync
@@ -26,22 +26,22 @@ def fingerprint_of(run: Run, stage: StageConfig) -> Fingerprint:
     return fingerprint(run.pipeline, stage, run.pipeline.kind_of(stage), upstream, run.digests)
 
 
-def existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | None:
+def find_result(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | None:
     """Return a verified result with the fingerprint `expected`, of this run or adopted from another run; None if no
     such result exists."""
     path = run.stage_path(stage.name)
     state = read_state(path)
     if not run.pipeline.kind_of(stage).is_reusable or (state.forced and read_result(path) is None):
         return None
-    decision = decide(run.output_dir, path, expected, thorough=run.verify)
+    decision = decide_from_results(run.output_dir, path, expected, ignores_cache=run.verify)
     if decision is None or decision.action == "run":
-        result = StageSync(run, stage).existing(expected)
+        result = StageSync(run, stage).find_result(expected)
         decision = Decision("adopt", result["reused_from"]) if result else None
     elif decision.action == "adopt":
         assert decision.result is not None and decision.source is not None
         supersede_if_changed(path, expected)
         result = manifest.adopt(decision.source, path, decision.result)
-        register(run.output_dir, path, expected.value)
+        register_result(run.output_dir, path, expected.value)
     else:
         result = decision.result
     if decision is None or result is None:
@@ -53,7 +53,7 @@ def existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | No
     return result
 
 
-def existing_of_pool(run: Run, stage: StageConfig) -> Result | None:
+def find_result_of_pool(run: Run, stage: StageConfig) -> Result | None:
     """Return a verified result that any machine of the stage's work pool has made from the same inputs and settings;
     None if no such result exists, or if an input can be read only on the machines of the pool."""
     with stage_lock(run.path, stage.name) as lock:
@@ -61,8 +61,8 @@ def existing_of_pool(run: Run, stage: StageConfig) -> Result | None:
             return None
         try:
             local = fingerprint_of(run, stage)
-            for expected in pool_results(run.output_dir, run.pipeline, stage, local):
-                if result := existing(run, stage, expected):
+            for expected in pool_fingerprints(run.output_dir, run.pipeline, stage, local):
+                if result := find_result(run, stage, expected):
                     return result
         except CosmosError:  # machines of the work pool may have inputs that this machine lacks
             return None

@@ -25,7 +25,7 @@ from prefect.states import Cancelling
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError, RewardError, StageFailed
-from cosmos_core.launch.blocks import forget_service, read_service
+from cosmos_core.launch.blocks import delete_service_block, read_service
 from cosmos_core.launch.managed_service import managed_service
 from cosmos_core.launch.service_health import note_health
 from cosmos_core.launch.worker import sleep_unless_stopping
@@ -33,7 +33,7 @@ from cosmos_core.run.directory import Run
 
 _POLL_SECONDS = 1.0
 _LOAD_SECONDS = 1800.0
-_FINAL = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED}
+_FINAL_STATES = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED}
 
 
 @contextlib.contextmanager
@@ -46,10 +46,10 @@ def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
         ConfigError: the block or the deployment does not exist.
     """
     path, check = run.stage_path(stage.name), partial(sleep_unless_stopping, 0)
-    serves = _elsewhere(stage, path, check) if stage.reward_service_pool else managed_service(
+    service_context = _remote_service(stage, path, check) if stage.reward_service_pool else managed_service(
         stage.reward_service, path, run.pipeline.config.python, check, _environment(run, stage)
     )  # fmt: skip
-    with serves as variables:
+    with service_context as variables:
         yield variables
 
 
@@ -57,14 +57,14 @@ def _environment(run: Run, stage: StageConfig) -> Mapping[str, str]:
     """Return the environment of this process, which may contain the address of a reward service, if the stage uses
     remote rewards; otherwise return an empty mapping."""
     recipe = run.pipeline.recipes[stage.name]
-    asks = recipe.train.train_policy.remote_rewards or recipe.validation.remote_rewards
-    return os.environ if asks and run.pipeline.kind_of(stage).scores else {}
+    uses_rewards = recipe.train.train_policy.remote_rewards or recipe.validation.remote_rewards
+    return os.environ if uses_rewards and run.pipeline.kind_of(stage).scores else {}
 
 
 @contextlib.contextmanager
-def _elsewhere(stage: StageConfig, path: Path, check: Callable[[], None]) -> Iterator[dict[str, str]]:
+def _remote_service(stage: StageConfig, path: Path, check: Callable[[], None]) -> Iterator[dict[str, str]]:
     block = f"run-{uuid.uuid4().hex}"
-    serving = _begin(stage, block)
+    serving = _start_flow_run(stage, block)
     with get_client(sync_client=True) as client:
         try:
             variables = _wait(client, stage, serving, block)
@@ -75,12 +75,12 @@ def _elsewhere(stage: StageConfig, path: Path, check: Callable[[], None]) -> Ite
         finally:
             # The service ends when this flow run ends, so an unreachable server must not fail the stage.
             with contextlib.suppress(httpx.HTTPError, ObjectNotFound):
-                forget_service(client, block)
-                if client.read_flow_run(serving).state_type not in {*_FINAL, StateType.RUNNING}:
+                delete_service_block(client, block)
+                if client.read_flow_run(serving).state_type not in {*_FINAL_STATES, StateType.RUNNING}:
                     client.set_flow_run_state(serving, Cancelling())
 
 
-def _begin(stage: StageConfig, block: str) -> UUID:
+def _start_flow_run(stage: StageConfig, block: str) -> UUID:
     pool = stage.reward_service_pool
     parameters = {"config": stage.reward_service, "block": block, "of_flow_run": str(flow_run.id or "")}
     try:
@@ -104,10 +104,10 @@ def _wait(client: SyncPrefectClient, stage: StageConfig, serving: UUID, block: s
     where, deadline = f"the reward service on {stage.reward_service_pool!r}", time.monotonic() + _LOAD_SECONDS
     while (variables := read_service(client, block)) is None:
         state = client.read_flow_run(serving).state
-        if state is not None and state.type in _FINAL:
+        if state is not None and state.type in _FINAL_STATES:
             reason = " ".join(str(state.message or "").split())
-            is_wrong = state.type == StateType.FAILED and ("RewardError" in reason or "ConfigError" in reason)
-            raise (RewardError if is_wrong else StageFailed)(f"{where} ended: {state.name}: {reason}")
+            has_config_error = state.type == StateType.FAILED and ("RewardError" in reason or "ConfigError" in reason)
+            raise (RewardError if has_config_error else StageFailed)(f"{where} ended: {state.name}: {reason}")
         if time.monotonic() > deadline:
             raise StageFailed(f"{where} did not load in {_LOAD_SECONDS:g} s; does a worker of the pool run?")
         sleep_unless_stopping(_POLL_SECONDS)

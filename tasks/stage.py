@@ -44,35 +44,35 @@ from cosmos_core.run import manifest
 from cosmos_core.run.directory import Run, note_flow_run
 from cosmos_core.run.files import disk_full, warn_if_disk_full
 from cosmos_core.run.fingerprint import Fingerprint, threads
-from cosmos_core.run.held import holding, note_in_result
+from cosmos_core.run.held import note_in_result, record_gpu_time
 from cosmos_core.run.lock import Lock, stage_lock
 from cosmos_core.run.manifest import Result, read_result
-from cosmos_core.run.plan import fingerprint_folder, register
-from cosmos_core.run.process import this_process
+from cosmos_core.run.plan import fingerprint_folder, register_result
+from cosmos_core.run.process import identify_process
 from cosmos_core.run.progress import Position
 from cosmos_core.run.state import FINISHED, read_state, record_event, record_failure, update_state
-from cosmos_core.upload.checkpoint_upload import saves_url, upload_during
+from cosmos_core.upload.checkpoint_upload import checkpoint_url, upload_checkpoints_during
 from tasks import events
 from tasks.artifacts import StageArtifacts, log_ui_errors, show_run, write_report
 from tasks.budget import Budget
 from tasks.cancellation import is_cancelled, listen_for_stop, stop_stages, wait_unless_cancelled
 from tasks.credentials import set_credentials
-from tasks.final_states import failed_state, flow_state, has_result, skipped
+from tasks.final_states import failed_state, flow_state, has_result, skipped_state
 from tasks.layout import prepare_stage_folder
 from tasks.naming import label_flow_run
-from tasks.remote_stage import count_lost_child, perform_elsewhere
-from tasks.reuse import existing, fingerprint_of
+from tasks.remote_stage import count_lost_child, run_remote_stage
+from tasks.reuse import find_result, fingerprint_of
 from tasks.reward_service import reward_service
 from tasks.store_sync import StageSync
 
 logger = logging.getLogger(__name__)
 
 _MAX_BACKOFF_SECONDS = 60.0
-MOST_RETRIES = 100_000  # practically unlimited: `should_retry` decides about retries
+MAX_RETRIES = 100_000  # practically unlimited: `should_retry` decides about retries
 
 
 @worker.stoppable()
-def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> State[Any]:
+def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> State[Any]:
     """Run the stages `names`, which are in topological order, until each has its result; independent stages run in
     parallel. Return the final state of the flow run.
 
@@ -87,7 +87,7 @@ def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> Stat
     with log_ui_errors():
         words = names if len(names) < len(run.pipeline.stages) else ()
         run_tags = label_flow_run(run.pipeline.config.name, run.id, *words)
-    if flow_run.id and not is_here:
+    if flow_run.id and not is_local:
         note_flow_run(run, flow_run.id)
     futures: dict[str, PrefectConcurrentFuture[Any]] = {}
     slots = branch_slots(run.pipeline)
@@ -95,7 +95,7 @@ def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> Stat
         listen_for_stop(run)
         for name in names:
             upstream = {other: futures[other] for other in run.pipeline.stage(name).after if other in futures}
-            task_of_stage = stage_task(run, name, upstream, is_here=is_here, slot=slots.get(name))
+            task_of_stage = stage_task(run, name, upstream, is_local=is_local, slot=slots.get(name))
             with tags(*run_tags):
                 futures[name] = task_of_stage.submit(wait_for=[allow_failure(future) for future in upstream.values()])
         was_cancelled = wait_unless_cancelled([future.wrapped_future for future in futures.values()])
@@ -107,7 +107,7 @@ def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> Stat
         stop_stages(run, list(futures.values()))
         raise
     state = flow_state(run, futures, is_cancelled=was_cancelled)
-    if not is_here:
+    if not is_local:
         write_report(run.path)
         show_run(run.path)
         events.run_ended(run, is_failed=not state.is_completed())
@@ -119,7 +119,7 @@ def stage_task(
     name: str,
     upstream: Mapping[str, PrefectFuture[Any]],
     *,
-    is_here: bool = False,
+    is_local: bool = False,
     slot: threading.Semaphore | None = None,
 ) -> Any:
     """Return a Prefect task that runs the stage `name` until it has its result. A call of `.submit()` first waits for
@@ -135,22 +135,22 @@ def stage_task(
     decorate = task(
         name=name,
         task_run_name=name,
-        retries=MOST_RETRIES,
+        retries=MAX_RETRIES,
         retry_condition_fn=condition,
         cache_policy=NO_CACHE,
         persist_result=False,
     )
 
-    def hold_and_run() -> State[Any] | Result:
+    def hold_slot_and_run() -> State[Any] | Result:
         missing = [other for other, future in upstream.items() if not has_result(future)]
         if missing:
-            return skipped(f"it starts from {', '.join(missing)}")
+            return skipped_state(f"it starts from {', '.join(missing)}")
         with hold_slot(slot):
             if is_cancelled():
-                return skipped("the flow run was cancelled")
-            return bring_to_result(run, name, is_here=is_here)
+                return skipped_state("the flow run was cancelled")
+            return produce_result(run, name, is_local=is_local)
 
-    return decorate(hold_and_run)
+    return decorate(hold_slot_and_run)
 
 
 def should_retry(run: Run, name: str, error: object) -> bool:
@@ -169,7 +169,7 @@ def should_retry(run: Run, name: str, error: object) -> bool:
     return not state.is_repeated and state.failures <= run.pipeline.stage(name).retries
 
 
-def bring_to_result(run: Run, name: str, *, is_here: bool = False) -> State[Any] | Result:
+def produce_result(run: Run, name: str, *, is_local: bool = False) -> State[Any] | Result:
     """Run a stage until it has its result, on its work pool if it has one; return the result, or the final state of its
     task run.
 
@@ -179,14 +179,14 @@ def bring_to_result(run: Run, name: str, *, is_here: bool = False) -> State[Any]
     Raises:
         CosmosError: the attempt failed, and the stage is to be retried.
     """
-    return (_run_elsewhere if run.pipeline.stage(name).work_pool and not is_here else _run_stage)(run, name)
+    return (_run_elsewhere if run.pipeline.stage(name).work_pool and not is_local else _run_stage)(run, name)
 
 
 def _run_stage(run: Run, name: str) -> State[Any] | Result:
     log = get_run_logger()
     artifacts = StageArtifacts(run.pipeline.config, run.stage_path(name))
     try:
-        result, was_reused = perform(run, name, on_progress=artifacts.update, on_line=log.info)
+        result, was_reused = run_stage(run, name, on_progress=artifacts.update, on_line=log.info)
     except CosmosError as error:
         if should_retry(run, name, error):
             raise
@@ -205,9 +205,9 @@ def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
     """Run a stage on its work pool; count a child flow run without a recorded error as a failed attempt."""
     stage, path = run.pipeline.stage(name), run.stage_path(name)
     try:
-        result, was_reused = perform_elsewhere(run, stage, lambda line: get_run_logger().info(line))
+        result, was_reused = run_remote_stage(run, stage, lambda line: get_run_logger().info(line))
     except Exception as error:
-        failure = _failure(error, path)
+        failure = _to_cosmos_error(error, path)
         if isinstance(failure, OverBudget) or read_state(path).state not in {"failed", "stopped"}:
             record_failure(path, failure)
             if not isinstance(failure, Preempted):
@@ -222,7 +222,7 @@ def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
     return Completed(name="Reused", data=result) if was_reused else result
 
 
-def perform(
+def run_stage(
     run: Run,
     name: str,
     *,
@@ -237,7 +237,7 @@ def perform(
     stage, path = run.pipeline.stage(name), run.stage_path(name)
     stored = StageSync(run, stage)
     with stage_lock(run.path, name) as lock:
-        lock.acquire(while_waiting=_owner_watch(path, run.pipeline.config.grace_seconds))
+        lock.acquire(poll=_make_owner_check(path, run.pipeline.config.grace_seconds))
         try:
             stored.receive_inputs()
             is_finished = read_state(path).state in FINISHED
@@ -245,17 +245,21 @@ def perform(
                 worker.reap(path)
                 _record_launcher(path)
             expected = fingerprint_of(run, stage)
-            if read_state(path).holds and (own := read_result(path)) and not (own["reused_from"] or "attempts" in own):
+            if (
+                read_state(path).holds
+                and (own_result := read_result(path))
+                and not (own_result["reused_from"] or "attempts" in own_result)
+            ):
                 note_in_result(path)  # the launcher was killed after the worker had written the result
-            if result := existing(run, stage, expected):
+            if result := find_result(run, stage, expected):
                 return stored.send(result), True
             if is_finished:
                 _record_launcher(path)
             if not run.pipeline.kind_of(stage).in_worker:
-                return stored.send(_in_this_process(run, stage, expected, on_line)), False
-            return _make_exclusively(run, stage, expected, lock, on_progress, on_line)
+                return stored.send(_run_in_process(run, stage, expected, on_line)), False
+            return _make_under_lock(run, stage, expected, lock, on_progress, on_line)
         except Exception as error:
-            failure = _failure(error, path)
+            failure = _to_cosmos_error(error, path)
             record_failure(path, failure)
             stored.send_record()
             if failure is error:
@@ -263,7 +267,7 @@ def perform(
             raise failure from error
 
 
-def _failure(error: Exception, path: Path) -> CosmosError:
+def _to_cosmos_error(error: Exception, path: Path) -> CosmosError:
     """Convert any error to a CosmosError, so that a bug or disk error counts as one failed attempt."""
     if isinstance(error, CosmosError):
         return error
@@ -274,7 +278,7 @@ def _failure(error: Exception, path: Path) -> CosmosError:
     return failure
 
 
-def _make_exclusively(
+def _make_under_lock(
     run: Run,
     stage: StageConfig,
     expected: Fingerprint,
@@ -285,15 +289,15 @@ def _make_exclusively(
     """Make the result of a stage in a worker, or wait for another run that makes the same result, and adopt it."""
     path, stored, budget = run.stage_path(stage.name), StageSync(run, stage), Budget(run, stage)
     with Lock(fingerprint_folder(run.output_dir, expected.value) / "lock") as shared:
-        has_waited = not shared.try_acquire()
-        if has_waited:
+        had_to_wait = not shared.try_acquire()
+        if had_to_wait:
             update_state(path, state="waiting", error="another run is making the same result")
-            shared.acquire(while_waiting=lambda: worker.sleep_unless_stopping(0))
-        with stored.lease(expected) as is_new:
-            if (has_waited or is_new) and (reused := existing(run, stage, expected)):
+            shared.acquire(poll=lambda: worker.sleep_unless_stopping(0))
+        with stored.lease_result(expected) as is_new:
+            if (had_to_wait or is_new) and (reused := find_result(run, stage, expected)):
                 return stored.send(reused), True
             prepare_stage_folder(run, stage, expected, on_line)
-            launch = worker.Launch(
+            launch = worker.AttemptSettings(
                 stage_path=path,
                 python=run.pipeline.config.python,
                 threads=threads(run.pipeline),
@@ -305,15 +309,15 @@ def _make_exclusively(
                 on_progress=on_progress,
                 on_line=on_line,
                 must_end=stored.loss,
-                must_stop=budget.excess,
+                must_stop=budget.budget_error,
             )
             kind, recipe = run.pipeline.kind_of(stage), run.pipeline.recipes[stage.name]
             with ExitStack() as devices, ExitStack() as services:
-                visible, locks = devices.enter_context(gpus.of_stage(kind, recipe, path))
+                visible, locks = devices.enter_context(gpus.hold_stage_gpus(kind, recipe, path))
                 budget.check()
-                devices.enter_context(holding(path, len(locks) or gpus.num_placed(kind, recipe)))
+                devices.enter_context(record_gpu_time(path, len(locks) or gpus.num_reserved_gpus(kind, recipe)))
                 update_state(path, error="its reward service starts" if stage.reward_service else "")
-                services.enter_context(upload_during(path, _saves_of(run, stage)))
+                services.enter_context(upload_checkpoints_during(path, _checkpoint_url(run, stage)))
                 services.enter_context(stored.sync_checkpoints(expected))
                 variables = services.enter_context(reward_service(run, stage))
                 # Registered last and therefore called first: GPUs are free while the last checkpoint is sent.
@@ -321,42 +325,42 @@ def _make_exclusively(
                 launch.environment, launch.locks = {**visible, **variables}, (*launch.locks, *locks)
                 launch.secrets = (*launch.secrets, *variables)
                 worker.run(launch)
-            return stored.send(_finish(run, stage, expected)), False
+            return stored.send(_finish_stage(run, stage, expected)), False
 
 
-def _saves_of(run: Run, stage: StageConfig) -> str:
+def _checkpoint_url(run: Run, stage: StageConfig) -> str:
     """Return the URL to which checkpoints are sent during a training; empty if the recipe does not send them."""
     ckpt = run.pipeline.recipes[stage.name].train.ckpt
-    is_sent = ckpt.upload_s3 == "all" and run.pipeline.kind_of(stage).trains
-    return saves_url(ckpt.s3_url(run.pipeline.config.name), stage.name, run.id) if is_sent else ""
+    is_sent = ckpt.upload_s3 == "all" and run.pipeline.kind_of(stage).trains_model
+    return checkpoint_url(ckpt.s3_url(run.pipeline.config.name), stage.name, run.id) if is_sent else ""
 
 
-def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint, on_line: Callable[[str], None]) -> Result:
+def _run_in_process(run: Run, stage: StageConfig, expected: Fingerprint, on_line: Callable[[str], None]) -> Result:
     """Run a stage that needs neither a worker process nor torch in the process of the flow, and return its manifest."""
     path = run.stage_path(stage.name)
-    prepared = prepare_stage_folder(run, stage, expected, on_line)
-    state, began = read_state(path), time.time()
-    spans, attempt = state.closed_spans(began), state.attempt + 1
-    open_spans = [*spans, (began, None)]
+    prepared_stage = prepare_stage_folder(run, stage, expected, on_line)
+    state, start_time = read_state(path), time.time()
+    spans, attempt = state.closed_attempts(start_time), state.attempt + 1
+    open_spans = [*spans, (start_time, None)]
     update_state(path, state="running", attempt=attempt, spans=open_spans, renewed=None, ended=None, error="")
     record_event(path, "started", f"attempt {attempt}")
-    outcome = import_object(prepared.entry)(prepared)
-    update_state(path, spans=[*spans, (began, time.time())])
+    outcome = import_object(prepared_stage.entry)(prepared_stage)
+    update_state(path, spans=[*spans, (start_time, time.time())])
     manifest.commit(
         path,
         outcome,
         kind=stage.kind,
         fingerprint=expected.value,
-        inputs=prepared.inputs,
-        sources=prepared.sources,
+        inputs=prepared_stage.inputs,
+        sources=prepared_stage.sources,
     )
-    return _finish(run, stage, expected)
+    return _finish_stage(run, stage, expected)
 
 
-def _finish(run: Run, stage: StageConfig, expected: Fingerprint) -> Result:
+def _finish_stage(run: Run, stage: StageConfig, expected: Fingerprint) -> Result:
     path = run.stage_path(stage.name)
     with warn_if_disk_full(f"the end of stage {stage.name}"):
-        register(run.output_dir, path, expected.value)
+        register_result(run.output_dir, path, expected.value)
         update_state(path, state="done", ended=time.time(), error="", failures=0, forced=False)
         record_event(path, "done")
     return note_in_result(path)
@@ -370,20 +374,20 @@ def _record_launcher(path: Path) -> None:
     """
     state = read_state(path)
     if state.launcher_pid != os.getpid():
-        update_state(path, **this_process(), failures=0, failed_with="", is_repeated=False)
+        update_state(path, **identify_process(), failures=0, failed_with="", is_repeated=False)
     elif state.state == "failed":
         update_state(path, state="retrying")
         worker.sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (state.failures - 1)))
 
 
-def _owner_watch(path: Path, grace_seconds: float) -> Callable[[], None]:
+def _make_owner_check(path: Path, grace_seconds: float) -> Callable[[], None]:
     """Return a function to call repeatedly while waiting for the lock of a stage. After `grace_seconds` seconds, the
     function kills a worker whose launcher has ended; a worker with a live launcher is not killed."""
-    began = time.monotonic()
+    start_time = time.monotonic()
 
-    def watch() -> None:
+    def reap_owner() -> None:
         worker.sleep_unless_stopping(0)
-        if time.monotonic() - began > grace_seconds:
+        if time.monotonic() - start_time > grace_seconds:
             worker.reap(path)
 
-    return watch
+    return reap_owner

@@ -32,7 +32,7 @@ from tasks.cancellation import is_cancelled, wait_unless_cancelled
 from tasks.final_states import failed_state
 from tasks.flow_run import Call, FlowInPython, current_flow
 from tasks.kinds import all_kinds
-from tasks.stage import MOST_RETRIES, bring_to_result, should_retry, stage_task
+from tasks.stage import MAX_RETRIES, produce_result, should_retry, stage_task
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class StageTask(Task[Any, StageHandle]):
 
     def __init__(self, kind: StageKind) -> None:
         super().__init__(
-            fn=_function_of(kind), name=kind.name, task_run_name="{name}", retries=MOST_RETRIES,
-            retry_condition_fn=_is_retried, cache_policy=NO_CACHE, persist_result=False,
+            fn=_function_of(kind), name=kind.name, task_run_name="{name}", retries=MAX_RETRIES,
+            retry_condition_fn=_should_retry_task, cache_policy=NO_CACHE, persist_result=False,
         )  # fmt: skip
         self.kind = kind
 
@@ -81,7 +81,7 @@ class StageTask(Task[Any, StageHandle]):
         """Run the stage in parallel to the flow, and return a Prefect future of its `StageHandle`."""
         flow = current_flow()
         with tags(*flow.tags):
-            return super().submit(*arguments, name=flow.reserve_name(self.kind.name, name), **settings)
+            return super().submit(*arguments, name=flow.reserve_stage_name(self.kind.name, name), **settings)
 
     def __call__(self, *arguments: Any, return_state: bool = False, **settings: Any) -> Any:
         """Run the stage until it ends; return its `StageHandle` or, if `return_state` is true, its final state."""
@@ -106,7 +106,7 @@ def stage_task_of(kind: str) -> StageTask:
     return StageTask(all_kinds()[kind])
 
 
-def _is_retried(_task: object, task_run: Any, state: State[Any]) -> bool:
+def _should_retry_task(_task: object, task_run: Any, state: State[Any]) -> bool:
     run, error = current_flow().run, getattr(state.data, "result", state.data)
     return run is not None and should_retry(run, task_run.name, error)
 
@@ -122,9 +122,9 @@ def _function_of(kind: StageKind) -> Callable[..., Any]:
                     raise ConfigError(f"stage {name!r}: the first argument is its {key}, which is given twice")
                 settings[key] = first
             flow = current_flow()
-            call, source = _call_of(flow, kind, name, settings, overrides or {})
+            call, source = _make_call(flow, kind, name, settings, overrides or {})
             with flow.stage(call, source) as (run, stages):
-                return _bring_to_handle(run, name, stages)
+                return _run_tasks_of_call(run, name, stages)
         except ConfigError as error:
             return failed_state(error)
 
@@ -142,7 +142,7 @@ def _first_key(kind: StageKind) -> str:
     return "model" if kind.makes in {"model", "publication"} and not kind.selects_branch else "after"
 
 
-def _bring_to_handle(run: Run, name: str, stages: Sequence[str]) -> State[Any] | StageHandle:
+def _run_tasks_of_call(run: Run, name: str, stages: Sequence[str]) -> State[Any] | StageHandle:
     """Run `stages` in topological order: the stage `name`, and the stages that a call added implicitly, as separate
     tasks. Return the handle of the stage `name`, or the final state of the first stage without a result.
 
@@ -153,15 +153,15 @@ def _bring_to_handle(run: Run, name: str, stages: Sequence[str]) -> State[Any] |
         raise Cancelled("the flow run was cancelled")
     outcome: Any = None
     for each in stages:
-        state = bring_to_result(run, name) if each == name else stage_task(run, each, {})(return_state=True)
+        state = produce_result(run, name) if each == name else stage_task(run, each, {})(return_state=True)
         if isinstance(state, State) and not state.is_completed():
             return state
         outcome = state if each == name else outcome
-    handle = _handle(run, name)
+    handle = _make_handle(run, name)
     return Completed(name=outcome.name, message=outcome.message, data=handle) if isinstance(outcome, State) else handle
 
 
-def _handle(run: Run, name: str) -> StageHandle:
+def _make_handle(run: Run, name: str) -> StageHandle:
     path = run.stage_path(name)
     result = read_result(path)
     assert result is not None
@@ -170,7 +170,7 @@ def _handle(run: Run, name: str) -> StageHandle:
     return StageHandle(name, path, dict(result["metrics"]), outputs)
 
 
-def _call_of(
+def _make_call(
     flow: FlowInPython, kind: StageKind, name: str, keys: dict[str, Any], overrides: Mapping[str, Any]
 ) -> tuple[Call, Path]:
     """Return a call of a task with plain JSON values, and the file to which relative paths in its recipe refer."""
@@ -182,10 +182,10 @@ def _call_of(
     source = Path(flow.entrypoint.rpartition(":")[0])
     tables: Values = {}
     handles = [after_argument] if isinstance(after_argument, StageHandle | str) else list(after_argument)
-    after = [_stage_of(flow, name, "after", each) for each in handles]
-    if _first_key(kind) == "after" and kind.reads_model and after and not recipe and "model" not in keys:
-        keys["model"], tables = _start_of(flow, after[0])
-        after += filter(None, [source_of(keys["model"])])
+    predecessors = [_stage_of(flow, name, "after", each) for each in handles]
+    if _first_key(kind) == "after" and kind.reads_model and predecessors and not recipe and "model" not in keys:
+        keys["model"], tables = _start_of(flow, predecessors[0])
+        predecessors += filter(None, [source_of(keys["model"])])
     if isinstance(recipe, Mapping):
         tables = dict(recipe)
     elif recipe:
@@ -196,20 +196,20 @@ def _call_of(
     elif isinstance(keys.get("model"), StageHandle) and flow.run is not None:
         tables = flow.run.pipeline.recipes[keys["model"].name].model_dump(mode="json", exclude_none=True)
     for key, value in overrides.items():
-        tables = merge(tables, _nested(key, value))
-    stage: Values = {"name": name, "kind": kind.name, "after": after}
+        tables = merge(tables, _nest_dotted_key(key, value))
+    stage: Values = {"name": name, "kind": kind.name, "after": predecessors}
     own_keys = Recipe.model_fields[kind.table].annotation.model_fields if kind.table else {}  # type: ignore[union-attr]
     for key, value in keys.items():
         if key in own_keys:
             tables = merge(tables, {kind.table: {key: value}})
         elif isinstance(value, StageHandle):
             stage[key] = f"{STAGE_PREFIX}{_stage_of(flow, name, key, value)}"
-            after.append(value.name)
+            predecessors.append(value.name)
         elif value not in ("", None):
-            stage[key] = _entry(value) if key == "entry" else value
-    stage["after"] = list(dict.fromkeys(after))
-    plain = json.loads(json.dumps({"stage": stage, "tables": tables}, default=str))
-    return Call(**plain), source
+            stage[key] = _entry_path(value) if key == "entry" else value
+    stage["after"] = list(dict.fromkeys(predecessors))
+    json_values = json.loads(json.dumps({"stage": stage, "tables": tables}, default=str))
+    return Call(**json_values), source
 
 
 def _start_of(flow: FlowInPython, name: str) -> tuple[str, Values]:
@@ -221,13 +221,13 @@ def _start_of(flow: FlowInPython, name: str) -> tuple[str, Values]:
     return pipeline.starts_from(pipeline.stage(name)), recipe
 
 
-def _nested(key: str, value: Any) -> Values:
+def _nest_dotted_key(key: str, value: Any) -> Values:
     for part in reversed(key.split(".")):
         value = {part: value}
     return dict(value)
 
 
-def _entry(entry: Any) -> Any:
+def _entry_path(entry: Any) -> Any:
     """Return the import path `FILE.py:FUNCTION` of a function, or any other entry unchanged."""
     return f"{inspect.getsourcefile(entry)}:{entry.__qualname__}" if callable(entry) else entry
 

@@ -15,16 +15,16 @@ from cosmos_core.config.inputs import source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import Preempted
 from cosmos_core.launch.worker import sleep_unless_stopping
-from cosmos_core.run.directory import Run, open_run, supersede
+from cosmos_core.run.directory import Run, open_run, supersede_stage
 from cosmos_core.run.files import write_json
 from cosmos_core.run.fingerprint import Fingerprint
-from cosmos_core.run.manifest import RESULT, STORED, Result, problem, read_result
-from cosmos_core.run.plan import register
-from cosmos_core.run.process import is_alive, start_time, this_machine
+from cosmos_core.run.manifest import RESULT, STORE_KEY, Result, find_damage, read_result
+from cosmos_core.run.plan import register_result
+from cosmos_core.run.process import identify_machine, is_alive, start_time
 from cosmos_core.run.state import State, read_state, record_event, update_state
 from cosmos_core.upload.artifact_store import ArtifactStore, StoredCheckpoints, StoredRecord, open_stored_run
-from cosmos_core.upload.checkpoint_upload import yield_to_others
-from cosmos_core.upload.lease import Holder, Lease
+from cosmos_core.upload.checkpoint_upload import lower_cpu_priority
+from cosmos_core.upload.lease import Lease, LeaseHolder
 from tasks.kinds import all_kinds
 from tasks.layout import supersede_if_changed
 
@@ -60,24 +60,24 @@ class StageSync:
             result = local if remote is None or (local and local["digest"] == remote["digest"]) else remote
             if result is None:
                 continue
-            was_fetched = name in stages_read and self._fetched(result, path)
+            was_fetched = name in stages_read and self._fetch_missing_outputs(result, path)
             if was_fetched or result is not local:
                 _write(path, result)
 
-    def existing(self, expected: Fingerprint) -> Result | None:
+    def find_result(self, expected: Fingerprint) -> Result | None:
         """Adopt a result with the fingerprint `expected`, which any machine may have stored, as the result of this
         stage, and return it; return None if the store has no such result."""
-        stored = self._store.made(expected.value) if self._store else None
+        stored = self._store.find_stored_result(expected.value) if self._store else None
         if stored is None:
             return None
         supersede_if_changed(self._path, expected)
-        result = stored | {"reused_from": f"{stored[STORED]}/made/{expected.value}"}
+        result = stored | {"reused_from": f"{stored[STORE_KEY]}/made/{expected.value}"}
         _write(self._path, result)
-        register(self._run.output_dir, self._path, expected.value)
+        register_result(self._run.output_dir, self._path, expected.value)
         return result
 
     @contextmanager
-    def lease(self, expected: Fingerprint) -> Iterator[bool]:
+    def lease_result(self, expected: Fingerprint) -> Iterator[bool]:
         """Hold the exclusive right among all machines to make the result with the fingerprint `expected` during the
         block. Yield True if this machine had to wait for another machine that held the right.
 
@@ -87,16 +87,16 @@ class StageSync:
         if self._store is None:
             yield False
             return
-        holder = Holder(this_machine(), os.getpid(), start_time(os.getpid()))
-        self._lease = self._store.lease(expected.value, holder, _is_gone)
+        holder = LeaseHolder(identify_machine(), os.getpid(), start_time(os.getpid()))
+        self._lease = self._store.lease_result(expected.value, holder, _has_holder_died)
 
-        def wait(holder: Holder) -> None:
+        def wait(holder: LeaseHolder) -> None:
             update_state(self._path, state="waiting", error=f"{holder.machine.partition('/')[0]} makes the same result")
             sleep_unless_stopping(0)
 
-        waited = self._lease.acquire(wait)
+        had_to_wait = self._lease.acquire(wait)
         try:
-            yield waited
+            yield had_to_wait
         finally:
             self._lease.release()
 
@@ -120,7 +120,7 @@ class StageSync:
             record_event(self._path, "fetched", f"{name} from {self._store.url}")
         stop, record = threading.Event(), self._record()
         loops = [
-            threading.Thread(target=_repeat, args=(each, seconds, stop, self._path), daemon=True)
+            threading.Thread(target=_call_periodically, args=(each, seconds, stop, self._path), daemon=True)
             for each, seconds in (
                 (partial(self._push, checkpoints, stop), _CHECKPOINT_SECONDS),
                 (record.push, _RECORD_SECONDS),
@@ -137,7 +137,7 @@ class StageSync:
                     loop.join()
         except BaseException:
             # The worker saved a checkpoint when it was stopped: send it for the machine that continues.
-            _once(partial(self._push, checkpoints, threading.Event()), self._path)
+            _call_and_log(partial(self._push, checkpoints, threading.Event()), self._path)
             raise
 
     def send(self, result: Result) -> Result:
@@ -152,21 +152,21 @@ class StageSync:
             return result
         if self._lease:
             self._lease.check()
-        if result.get(STORED) != self._store.url:
-            self._fetched(result, self._path)  # fetch outputs that exist only in another store
+        if result.get(STORE_KEY) != self._store.url:
+            self._fetch_missing_outputs(result, self._path)  # fetch outputs that exist only in another store
             self._store.put_outputs(self._path, result)
             if self._run.pipeline.kind_of(self._stage).is_reusable:
-                self._store.put_made(result)
-            result = result | {STORED: self._store.url}
+                self._store.store_result(result)
+            result = result | {STORE_KEY: self._store.url}
             _write(self._path, result)
-        self._record().push(is_last=True)
+        self._record().push(is_final=True)
         self._store.put_result(self._name, self._stage.name, result)
         return result
 
     def send_record(self) -> None:
         """Store the state of the stage, if the store can be reached."""
         if self._store is not None:
-            _once(lambda: self._record().push(is_last=True), self._path)
+            _call_and_log(lambda: self._record().push(is_final=True), self._path)
 
     def send_run(self) -> str:
         """Store the files that another machine needs to run this stage. Return the address of the run for that machine:
@@ -177,14 +177,14 @@ class StageSync:
         stored = record.state()
         if stored is not None and stored.forced_by == read_state(self._path).forced_by:
             record.pull()  # another machine may have made progress since the last pull
-        record.push(is_last=True)
+        record.push(is_final=True)
         return self._store.put_run(self._run.path, has_grown=True)
 
     def mirror(self) -> Callable[[], None]:
         """Return a function that copies state and progress of the stage from the machine that runs it, for display."""
         if self._store is None:
             return lambda: None
-        return partial(_once, lambda: self._record().pull(), self._path)
+        return partial(_call_and_log, lambda: self._record().pull(), self._path)
 
     def receive_result(self) -> Result | None:
         """Return the manifest of this stage from any machine; None if the stage is not complete.
@@ -209,18 +209,21 @@ class StageSync:
         if stored is None:
             return
         if stored.forced and stored.forced_by != local.forced_by:
-            supersede(self._path)
+            supersede_stage(self._path)
             local = State()
         if stored.attempt > local.attempt or not (self._path / "state.json").is_file():
             record.pull()
 
-    def _fetched(self, result: Result, path: Path) -> bool:
+    def _fetch_missing_outputs(self, result: Result, path: Path) -> bool:
         """Fetch outputs that are missing or damaged on this machine from the store that has them; return True if files
         were fetched."""
-        url, is_here = result.get(STORED), all((path / record["path"]).is_file() for record in result["outputs"])
-        if not url or (is_here and problem(path, result) is None):
+        url, is_complete = (
+            result.get(STORE_KEY),
+            all((path / record["path"]).is_file() for record in result["outputs"]),
+        )
+        if not url or (is_complete and find_damage(path, result) is None):
             return False
-        ArtifactStore(url, partial(sleep_unless_stopping, 0)).fetch_outputs(result, path, self._files_here())
+        ArtifactStore(url, partial(sleep_unless_stopping, 0)).fetch_outputs(result, path, self._local_output_files())
         return True
 
     def _push(self, checkpoints: StoredCheckpoints, stop: threading.Event) -> None:
@@ -234,7 +237,7 @@ class StageSync:
 
     def _record(self) -> StoredRecord:
         assert self._store is not None
-        return self._store.record(self._name, self._path, this_machine())
+        return self._store.record(self._name, self._path, identify_machine())
 
     @cached_property
     def _name(self) -> str:
@@ -248,7 +251,7 @@ class StageSync:
             return set(self._stage.after)
         return {name for each in self._run.pipeline.inputs(self._stage) if (name := source_of(each.location))}
 
-    def _files_here(self) -> dict[str, Path]:
+    def _local_output_files(self) -> dict[str, Path]:
         """Return the output files of the run's stages on this machine, by digest."""
         files = {}
         for stage in self._run.pipeline.stages:
@@ -280,20 +283,20 @@ def _write(path: Path, result: Result) -> None:
     write_json(path / RESULT, result)
 
 
-def _repeat(what: Callable[[], object], seconds: float, stop: threading.Event, path: Path) -> None:
-    yield_to_others()
+def _call_periodically(function: Callable[[], object], seconds: float, stop: threading.Event, path: Path) -> None:
+    lower_cpu_priority()
     while not stop.wait(seconds):
-        _once(what, path)
+        _call_and_log(function, path)
 
 
-def _once(what: Callable[[], object], path: Path) -> None:
+def _call_and_log(function: Callable[[], object], path: Path) -> None:
     try:
-        what()
+        function()
     except Preempted:
         return
     except Exception as error:  # noqa: BLE001 - no error may end the stage or this thread
         logger.warning("%s: the artifact store has not everything, it is tried again: %s", path.name, error)
 
 
-def _is_gone(holder: Holder) -> bool:
-    return holder.machine == this_machine() and not is_alive(holder.pid, holder.started)
+def _has_holder_died(holder: LeaseHolder) -> bool:
+    return holder.machine == identify_machine() and not is_alive(holder.pid, holder.started)

@@ -21,7 +21,7 @@ import tomli_w
 from jinja2 import Environment, StrictUndefined
 from pydantic import Field, create_model
 
-from cosmos_core.config.load import Values, merge, parse, read_toml, short, without_none
+from cosmos_core.config.load import Values, merge, parse, read_toml, short_text, without_none
 from cosmos_core.config.schema.declared import TYPES, field_of
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Table, all_fields
@@ -147,7 +147,9 @@ def _by_name(callbacks: Any, source: str) -> Values:
     """The list of callbacks as tables: the arguments of each below its name."""
     entries: list[Any] = callbacks if isinstance(callbacks, list) else [None]
     if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries):
-        raise ConfigError(f"{source}: trainer.callbacks = {short(callbacks)}: must be an array of tables with a name")
+        raise ConfigError(
+            f"{source}: trainer.callbacks = {short_text(callbacks)}: must be an array of tables with a name"
+        )
     if extra := {key for entry in entries for key in entry} - {"name", "args", "step_size"}:
         raise ConfigError(f"{source}: trainer.callbacks.{min(extra)}: unknown key; a callback has a name and args")
     return {entry["name"]: entry.get("args", {}) for entry in entries}

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.data.media_pixels import Framing, pixels_of
+from cosmos_core.data.media_pixels import FrameSettings, pixels_of
 from cosmos_core.data.media_source import Item, open_items
 from cosmos_core.data.order import shuffled
 from cosmos_core.errors import DataError
@@ -70,7 +70,7 @@ def write_pipeline(
         raise DataError(
             f"{dataset.local_dir or dataset.name}: no image with a caption; see docs/how-to/diffusion-data.md"
         )
-    framing = Framing((SIZE, SIZE))
+    framing = FrameSettings((SIZE, SIZE))
     pixels = np.stack([pixels_of(item.content, framing, 0.0) for item in items if item.content])
     t5 = _word_tokenizer([item.prompt for item in items])
     clip = _clip_tokenizer()

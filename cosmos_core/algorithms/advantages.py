@@ -106,8 +106,8 @@ def _rloo(groups: list[np.ndarray]) -> list[np.ndarray]:
 
 def _batch_std(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean of its group) / (population std of all rewards of the step + 1e-6) (arXiv 2508.08221)."""
-    everything = np.concatenate([*groups, np.zeros(0)])
-    std = everything.std() if everything.size else 0.0
+    all_rewards = np.concatenate([*groups, np.zeros(0)])
+    std = all_rewards.std() if all_rewards.size else 0.0
     return [c_G / (std + STD_EPSILON) for c_G in _centre(groups)]
 
 

@@ -71,10 +71,10 @@ def token_metric(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.stack([sum_, mask_BT.bool().sum().to(torch.float64)])
 
 
-def add_metrics(total: Metrics, added: Metrics) -> Metrics:
+def add_metrics(total: Metrics, other: Metrics) -> Metrics:
     """Return the sums of two sets of metrics by name; a metric that only one set has is kept unchanged."""
-    shared = {name: total[name] + added[name] for name in total.keys() & added.keys()}
-    return total | added | shared
+    shared = {name: total[name] + other[name] for name in total.keys() & other.keys()}
+    return total | other | shared
 
 
 def means(total: Mapping[str, Tensor]) -> dict[str, float]:

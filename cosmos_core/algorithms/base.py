@@ -25,7 +25,7 @@ from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.base import Wants as AnyWants
-from cosmos_core.models.scorer import Wants
+from cosmos_core.models.scorer import RequestedOutputs
 from cosmos_core.rewards.base import metric_names
 from cosmos_core.types import Sampling, ScoredGroup
 
@@ -57,7 +57,7 @@ class Update:
 
     The denominator of the loss is computed over all samples of the optimizer step, before the first backward pass.
     """
-    wants: AnyWants = None
+    request: AnyWants = None
     """Model outputs that the loss needs, as an instance of the `Wants` class of the model's adapter.
 
     None: log-probabilities for a token model, the velocity for a diffusion model.
@@ -82,7 +82,12 @@ class TrainerView(Protocol):
     """Methods of the trainer that an algorithm may call."""
 
     def evaluate(
-        self, samples: Sequence[Any], wants: AnyWants = None, *, weights: str = "policy", size: int | None = None
+        self,
+        samples: Sequence[Any],
+        request: AnyWants = None,
+        *,
+        weights: str = "policy",
+        size: int | None = None,
     ) -> list[dict[str, Tensor]]:
         """Return the requested model outputs of each sample, computed without gradient and dropout.
 
@@ -101,7 +106,7 @@ class TrainerView(Protocol):
         """
         ...
 
-    def follow(self, weights: str, fraction: float) -> None:
+    def move_towards_policy(self, weights: str, fraction: float) -> None:
         """Move the weight set W named `weights` towards the policy: W + `fraction` * (policy - W)."""
         ...
 
@@ -158,23 +163,23 @@ class Algorithm:
 
         `chunks`: lists of samples that are evaluated together; `size`: number of samples in a forward pass.
         """
-        loss_sum, num_top, num_tokens = 0.0, 0.0, 0
+        loss_sum, num_correct, num_tokens = 0.0, 0.0, 0
         source_sums: dict[str, list[float]] = {}
         for samples in chunks:
-            rows = view.evaluate(samples, Wants(is_top=True), size=size)
+            rows = view.evaluate(samples, RequestedOutputs(is_top=True), size=size)
             losses = [-row["logprobs"].sum(dtype=torch.float64).item() for row in rows]
             loss_sum += sum(losses)
             for sample, value in zip(samples, losses, strict=True):
                 if source := getattr(sample, "source", ""):
                     entry = source_sums.setdefault(source, [0.0, 0.0])
                     entry[:] = entry[0] + value, entry[1] + sample.num_learned
-            num_top += sum(row["is_top"].sum().item() for row in rows)
+            num_correct += sum(row["is_top"].sum().item() for row in rows)
             num_tokens += sum(sample.num_learned for sample in samples)
         loss = loss_sum / max(1, num_tokens)
         return {
             "loss": loss,
             "perplexity": math.exp(min(loss, 700.0)),
-            "token_accuracy": num_top / max(1, num_tokens),
+            "token_accuracy": num_correct / max(1, num_tokens),
             "tokens": float(num_tokens),
             **{f"loss/{source}": value / max(1.0, count) for source, (value, count) in source_sums.items()},
         }

@@ -25,7 +25,7 @@ from torch import Tensor
 from cosmos_core.algorithms.aggregate import Metrics, apply_mask, token_metric
 from cosmos_core.algorithms.kl import MAX_LOG_RATIO, k3
 
-CAP = 2.0
+MAX_TRUNCATED_WEIGHT = 2.0
 """Default upper bound of a weight in truncated importance sampling.
 
 Ratios that come only from top-p and top-k never exceed 1.
@@ -49,7 +49,7 @@ class Correction:
 
     rule: Rule = "truncate"
     low: float = 0.0
-    high: float = CAP
+    high: float = MAX_TRUNCATED_WEIGHT
     geometric: tuple[float, float] | None = None
     """Accepted range of the geometric mean of w over a sequence, such as (0.99, 1.01); None: any mean.
 

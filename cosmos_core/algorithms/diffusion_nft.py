@@ -12,9 +12,9 @@ import torch
 
 from cosmos_core.algorithms.base import Loss, TrainerView, Update
 from cosmos_core.algorithms.flow_credit import FlowRollout
-from cosmos_core.algorithms.flow_objectives import NftInputs, nft_loss, optimality
+from cosmos_core.algorithms.flow_objectives import NftInputs, nft_loss, optimality_probability
 from cosmos_core.algorithms.flow_rl import FlowRl, SeededSample, random_order, sum_metrics
-from cosmos_core.config.schema.diffusion_nft import OLD
+from cosmos_core.config.schema.diffusion_nft import OLD_POLICY
 from cosmos_core.models.base import MicroBatch
 
 _SEED_BITS = (1 << 63) - 1
@@ -36,12 +36,14 @@ class DiffusionNft(FlowRl):
             advantages_B = torch.tensor([sample.rollout.advantage for sample in micro.samples], dtype=torch.float64)
             inputs = NftInputs(
                 outputs["velocity"],
-                outputs[f"{OLD}/velocity"],
+                outputs[f"{OLD_POLICY}/velocity"],
                 outputs.get("reference/velocity"),
                 outputs["noisy"],
                 outputs["latents"],
                 torch.tensor([sample.sigma for sample in micro.samples], dtype=torch.float64),
-                optimality(advantages_B, config.advantage_low, config.advantage_high, config.advantage_mode),
+                optimality_probability(
+                    advantages_B, config.advantage_low, config.advantage_high, config.advantage_mode
+                ),
                 micro.mask,
             )
             terms = nft_loss(inputs, beta, config.advantage_high)
@@ -53,13 +55,15 @@ class DiffusionNft(FlowRl):
                 optimality=inputs.optimality_B,
                 x0_norm=outputs["latents"].flatten(1).square().mean(1),
             )
-            return Loss(value, metrics | (sum_metrics(kl=terms.kl_B) if self._compared_weights else {}))
+            return Loss(value, metrics | (sum_metrics(kl=terms.kl_B) if self._reference_weights else {}))
 
-        return Update(samples, loss, extra_weights=(OLD, *self._compared_weights))
+        return Update(samples, loss, extra_weights=(OLD_POLICY, *self._reference_weights))
 
-    def after_step(self, view: TrainerView) -> None:
+    def after_train_step(self, view: TrainerView) -> None:
         """Move the weights of the old policy towards those of the policy."""
-        view.follow(OLD, 1 - old_decay(self.diffusers.weight_copy_decay_type, self._num_updates))
+        view.move_towards_policy(
+            OLD_POLICY, 1 - old_policy_decay(self.diffusers.weight_copy_decay_type, self._num_updates)
+        )
 
     def _samples(self, rollout: FlowRollout) -> list[SeededSample]:
         """Return one sample of the rollout per selected noise level of its sampler; the rollout's seed selects them."""
@@ -79,7 +83,7 @@ class DiffusionNft(FlowRl):
         ]
 
 
-def old_decay(kind: int, num_updates: int) -> float:
+def old_policy_decay(kind: int, num_updates: int) -> float:
     """Return the decay d with which the old policy is updated: d * old weights + (1 - d) * policy weights.
 
     `kind` 0: d is 0. `kind` 1: d grows with `num_updates`, the number of optimizer steps, to 0.5. `kind` 2: d is 0 for

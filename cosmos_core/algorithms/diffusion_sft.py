@@ -23,9 +23,9 @@ def flow_error(predicted: Tensor, target: Tensor, mask: Tensor) -> Tensor:
 
     `mask` is 1 for trained frames and 0 for conditioning frames.
     """
-    wide = torch.promote_types(predicted.dtype, torch.float32)
-    weights = mask.to(wide).expand_as(predicted).flatten(1)
-    squares = (predicted.to(wide) - target.to(wide)).square().flatten(1)
+    loss_dtype = torch.promote_types(predicted.dtype, torch.float32)
+    weights = mask.to(loss_dtype).expand_as(predicted).flatten(1)
+    squares = (predicted.to(loss_dtype) - target.to(loss_dtype)).square().flatten(1)
     return (squares * weights).sum(1) / weights.sum(1)
 
 
@@ -66,8 +66,8 @@ def _error(sample: FlowSample, predicted: Tensor) -> float:
     assert sample.noise is not None
     target = velocity(sample.latents, sample.noise).to(predicted)
     first = sample.num_conditioning_frames
-    learned: Any = (slice(None), slice(first, None)) if first else slice(None)
-    return (predicted[learned] - target[learned]).double().square().mean().item()
+    trained_frames: Any = (slice(None), slice(first, None)) if first else slice(None)
+    return (predicted[trained_frames] - target[trained_frames]).double().square().mean().item()
 
 
 ALGORITHM = DiffusionSft

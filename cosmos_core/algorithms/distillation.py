@@ -31,8 +31,8 @@ from torch.nn.functional import pad
 from cosmos_core.algorithms.aggregate import Metrics, apply_mask, token_metric
 from cosmos_core.algorithms.base import TrainerView
 from cosmos_core.config.schema.distillation import DistillationConfig
-from cosmos_core.data.sample import Sample, within_budget
-from cosmos_core.models.scorer import Wants
+from cosmos_core.data.sample import Sample, batch_within_token_limit
+from cosmos_core.models.scorer import RequestedOutputs
 from cosmos_core.models.teacher import TEACHER
 
 
@@ -78,10 +78,10 @@ def teacher_loss(
 
 def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
     """Return for each token the sum over n = 1, 2, ... of discount^n times the value n tokens later."""
-    total_BS, reach = values_BS, 1
-    while discount and reach < values_BS.shape[1]:  # `total_BS` sums over `reach` tokens; an iteration doubles `reach`
-        total_BS = total_BS + discount**reach * pad(total_BS[:, reach:], (0, reach))
-        reach *= 2
+    total_BS, window = values_BS, 1
+    while discount and window < values_BS.shape[1]:  # `total_BS` sums over `reach` tokens; an iteration doubles `reach`
+        total_BS = total_BS + discount**window * pad(total_BS[:, window:], (0, window))
+        window *= 2
     return discount * pad(total_BS[:, 1:], (0, 1))
 
 
@@ -115,28 +115,28 @@ def _kl(one_BSE: Tensor, other_BSE: Tensor) -> Tensor:
 
 
 def score_with_teacher(
-    config: DistillationConfig, samples: Sequence[Sample], view: TrainerView, wants: Wants
+    config: DistillationConfig, samples: Sequence[Sample], view: TrainerView, request: RequestedOutputs
 ) -> tuple[list[Sample], list[Tensor]]:
     """Return the samples and, for each sample, the teacher's log-probabilities.
 
     Without `top_k` these are the log-probabilities of the sample's tokens. With `top_k`, samples are returned with
     `top_ids`, the K token ids at which policy and teacher are compared, and the log-probabilities are of those ids.
     """
-    prepared, budget = list(samples), config.max_token_len_per_mini_batch
+    teacher_samples, budget = list(samples), config.max_token_len_per_mini_batch
     size = config.mini_batch if budget is None else None
     if not config.top_k:
-        rows = view.evaluate(within_budget(prepared, budget), wants, weights=TEACHER, size=size)
-        return prepared, [row["logprobs"] for row in rows]
-    wants = replace(wants, entropy="", top_k=config.top_k)
+        rows = view.evaluate(batch_within_token_limit(teacher_samples, budget), request, weights=TEACHER, size=size)
+        return teacher_samples, [row["logprobs"] for row in rows]
+    request = replace(request, entropy="", top_k=config.top_k)
     if not config.trainer_token_ids_from_teacher:
-        prepared = _set_top_ids(prepared, view.evaluate(prepared, wants))
-    rows = view.evaluate(within_budget(prepared, budget), wants, weights=TEACHER, size=size)
+        teacher_samples = _set_top_ids(teacher_samples, view.evaluate(teacher_samples, request))
+    rows = view.evaluate(batch_within_token_limit(teacher_samples, budget), request, weights=TEACHER, size=size)
     if config.trainer_token_ids_from_teacher:
-        prepared = _set_top_ids(prepared, rows)
-    return prepared, [row["top_logprobs"] for row in rows]
+        teacher_samples = _set_top_ids(teacher_samples, rows)
+    return teacher_samples, [row["top_logprobs"] for row in rows]
 
 
-def train_on_prompt(sample: Sample, num_prompt: int) -> Sample:
+def unmask_prompt(sample: Sample, num_prompt: int) -> Sample:
     """Return the sample with its prompt tokens also in the loss mask, except the first.
 
     The policy did not sample prompt tokens, so their rollout log-probabilities are NaN.

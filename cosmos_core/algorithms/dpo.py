@@ -22,7 +22,7 @@ from cosmos_core.config.schema.dpo import DpoConfig, DpoLossConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
 
-_LEAST_LOGP = 1e-12
+_MIN_NEG_LOGPROB = 1e-12
 """Lower bound of -log p in ORPO, because a response with probability 1 would have infinite odds p / (1 - p)."""
 
 
@@ -79,8 +79,8 @@ def _smooth_log_sigmoid(margin_P: Tensor, smoothing: float) -> Tensor:
 
 
 def _robust(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
-    margin_P, wrong = chosen_P - rejected_P, config.label_smoothing
-    return (wrong * logsigmoid(-margin_P) - (1 - wrong) * logsigmoid(margin_P)) / (1 - 2 * wrong)
+    margin_P, flip_rate = chosen_P - rejected_P, config.label_smoothing
+    return (flip_rate * logsigmoid(-margin_P) - (1 - flip_rate) * logsigmoid(margin_P)) / (1 - 2 * flip_rate)
 
 
 def _per_token(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def _orpo(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: Dpo
     """Return the ORPO loss of the odds p / (1 - p), where p is the geometric mean of the tokens' probabilities."""
     log_odds = []
     for logps_P, tokens_P in ((pairs.chosen, pairs.chosen_tokens), (pairs.rejected, pairs.rejected_tokens)):
-        mean_P = (logps_P / tokens_P.clamp(min=1)).clamp(max=-_LEAST_LOGP)
+        mean_P = (logps_P / tokens_P.clamp(min=1)).clamp(max=-_MIN_NEG_LOGPROB)
         log_odds.append(mean_P - torch.log(-torch.expm1(mean_P)))
     return -config.beta * logsigmoid(log_odds[0] - log_odds[1])
 

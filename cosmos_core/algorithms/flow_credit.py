@@ -45,7 +45,7 @@ class FlowRollout:
 class CreditSettings:
     """Settings of how the rewards of a group are normalized to advantages."""
 
-    over: Literal["batch", "group"] = "batch"
+    std_scope: Literal["batch", "group"] = "batch"
     """Whether the standard deviation is taken over all rewards of the train step or over each group."""
     divides_by_std: bool = True
     """Whether to divide by the standard deviation; False: advantages are differences to the mean of the group."""
@@ -96,12 +96,12 @@ def _normalise_separately(groups: Sequence[Sequence[Score]], settings: CreditSet
 def _normalise(groups: Sequence[Sequence[float | None]], settings: CreditSettings) -> list[list[float | None]]:
     """Return (reward - mean of its group) / standard deviation, or exactly 0 in groups of equal rewards."""
     valid = [np.array([r for r in rewards if r is not None], dtype=np.float64) for rewards in groups]
-    everything = np.concatenate([*valid, np.zeros(0)])
-    std_of_batch = float(everything.std()) if everything.size else 0.0
+    all_rewards = np.concatenate([*valid, np.zeros(0)])
+    std_of_batch = float(all_rewards.std()) if all_rewards.size else 0.0
     result: list[list[float | None]] = []
     for rewards, values_G in zip(groups, valid, strict=True):
         is_constant = not values_G.size or values_G.max() == values_G.min()
-        std = std_of_batch if settings.over == "batch" else float(values_G.std()) if values_G.size else 0.0
+        std = std_of_batch if settings.std_scope == "batch" else float(values_G.std()) if values_G.size else 0.0
         scale = std + STD_EPSILON if settings.divides_by_std else 1.0
         mean = float(values_G.mean()) if values_G.size else 0.0
         result.append([None if r is None else 0.0 if is_constant else (r - mean) / scale for r in rewards])
@@ -136,15 +136,15 @@ class RewardMonitor:
     the metric `watch/alarm`. A warning is logged when the alarm starts.
     """
 
-    def __init__(self, least_fraction: float, watched: Sequence[str], num_first: int = 5) -> None:
-        self._least, self._watched, self._num_first = least_fraction, tuple(watched), num_first
+    def __init__(self, min_fraction: float, monitored: Sequence[str], num_baseline_steps: int = 5) -> None:
+        self._min_fraction, self._monitored, self._num_first = min_fraction, tuple(monitored), num_baseline_steps
         self._first: dict[str, list[float]] = {}
-        self._is_told = False
+        self._is_alarm_on = False
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return the monitoring metrics of the groups of a train step, and log a warning if the alarm starts."""
         current = {"reward": _mean([s.value for g in groups for s in g.scores]), "diversity": diversity(groups)}
-        for name in self._watched:
+        for name in self._monitored:
             current[name] = _mean([s.metrics.get(name) for g in groups for s in g.scores])
         for name, value in current.items():
             first_values = self._first.setdefault(name, [])
@@ -152,35 +152,35 @@ class RewardMonitor:
                 first_values.append(value)
         baselines = {name: float(np.mean(values)) for name, values in self._first.items() if values}
         relative = current["diversity"] / baselines["diversity"] if baselines.get("diversity") else 1.0
-        rises = current["reward"] > baselines.get("reward", math.inf)
-        suspects = ["diversity"] if relative < self._least else []
-        for name in self._watched if rises else ():
-            if name in baselines and current[name] < baselines[name] - (1 - self._least) * abs(baselines[name]):
-                suspects.append(name)
-        self._warn(suspects, current, baselines)
+        reward_rises = current["reward"] > baselines.get("reward", math.inf)
+        alarms = ["diversity"] if relative < self._min_fraction else []
+        for name in self._monitored if reward_rises else ():
+            if name in baselines and current[name] < baselines[name] - (1 - self._min_fraction) * abs(baselines[name]):
+                alarms.append(name)
+        self._warn(alarms, current, baselines)
         return {
             "watch/diversity": current["diversity"],
             "watch/relative_diversity": relative,
-            **{f"watch/{name}": current[name] for name in self._watched if math.isfinite(current[name])},
-            "watch/alarm": float(bool(suspects)),
+            **{f"watch/{name}": current[name] for name in self._monitored if math.isfinite(current[name])},
+            "watch/alarm": float(bool(alarms)),
         }
 
-    def _warn(self, suspects: Sequence[str], now: Mapping[str, float], first: Mapping[str, float]) -> None:
-        if suspects and not self._is_told:
-            changes = ", ".join(f"{name} {first[name]:.4g} at first, {now[name]:.4g} now" for name in suspects)
+    def _warn(self, alarms: Sequence[str], current: Mapping[str, float], first: Mapping[str, float]) -> None:
+        if alarms and not self._is_alarm_on:
+            changes = ", ".join(f"{name} {first[name]:.4g} at first, {current[name]:.4g} now" for name in alarms)
             logger.warning(
                 "the reward may be hacked: %s; look at the samples, raise kl_beta or add a data term", changes
             )
-        self._is_told = bool(suspects)
+        self._is_alarm_on = bool(alarms)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the baseline values and whether the alarm is on, to be saved in a checkpoint."""
-        return {"first": {name: list(values) for name, values in self._first.items()}, "is_told": self._is_told}
+        return {"first": {name: list(values) for name, values in self._first.items()}, "is_told": self._is_alarm_on}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
         self._first = {str(name): [float(v) for v in values] for name, values in state.get("first", {}).items()}
-        self._is_told = bool(state.get("is_told", False))
+        self._is_alarm_on = bool(state.get("is_told", False))
 
 
 def _mean(values: Sequence[float | None]) -> float:
@@ -196,9 +196,9 @@ def make_rollouts(
     `values` has the advantages of the completions of each group; `seeds(group, k)` returns the seed of completion k.
     """
     return [
-        FlowRollout(completion.diffusion_sample, scored.group.prompt, value, seeds(scored.group, k))
-        for scored, row in zip(groups, values, strict=True)
-        for k, (completion, value) in enumerate(zip(scored.group.completions, row, strict=True))
+        FlowRollout(completion.diffusion_sample, scored_group.group.prompt, value, seeds(scored_group.group, k))
+        for scored_group, row in zip(groups, values, strict=True)
+        for k, (completion, value) in enumerate(zip(scored_group.group.completions, row, strict=True))
         if value is not None and completion.diffusion_sample is not None
     ]
 

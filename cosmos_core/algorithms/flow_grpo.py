@@ -18,8 +18,8 @@ from cosmos_core.algorithms.flow_rl import FlowRl, sum_metrics
 from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.models.base import MicroBatch
-from cosmos_core.models.denoiser import Wants
-from cosmos_core.models.flow_steps import Levels, Transition, transition
+from cosmos_core.models.denoiser import RequestedOutputs
+from cosmos_core.models.flow_steps import NoiseLevels, Transition, transition
 
 _STEP = "step"
 
@@ -79,10 +79,10 @@ class FlowGrpo(FlowRl):
                 clip_fraction=terms.is_clipped_B.double(),
                 ratio_deviation=(terms.ratio_B - 1).abs(),
             )
-            return Loss(value, metrics | (sum_metrics(kl=terms.kl_B) if self._compared_weights else {}))
+            return Loss(value, metrics | (sum_metrics(kl=terms.kl_B) if self._reference_weights else {}))
 
-        wants = Wants(flow.guidance_scale if is_guided else 1.0)
-        return Update(samples, loss, wants, extra_weights=self._compared_weights)
+        request = RequestedOutputs(flow.guidance_scale if is_guided else 1.0)
+        return Update(samples, loss, request, extra_weights=self._reference_weights)
 
     def _inputs(self, micro: MicroBatch) -> StepInputs:
         steps: list[_Step] = [sample.extra[_STEP] for sample in micro.samples]
@@ -90,7 +90,7 @@ class FlowGrpo(FlowRl):
         sigma_B, next_B, second_B = torch.tensor(
             [step.levels for step in steps], dtype=torch.float64, device=x.device
         ).T
-        levels = Levels(sigma_B, next_B, second_B)
+        levels = NoiseLevels(sigma_B, next_B, second_B)
         reference = micro.outputs.get("reference/velocity")
         advantages_B = torch.tensor([step.rollout.advantage for step in steps], dtype=torch.float64, device=x.device)
         has_means = steps[0].rollout.diffusion_sample.means is not None
@@ -109,7 +109,7 @@ class FlowGrpo(FlowRl):
             micro.mask,
         )
 
-    def _transition(self, x: Tensor, velocity: Tensor, levels: Levels) -> Transition:
+    def _transition(self, x: Tensor, velocity: Tensor, levels: NoiseLevels) -> Transition:
         assert self.sampling is not None and self.sampling.flow is not None
         return transition(self.sampling.flow.kernel, x, velocity, levels, self.sampling.flow.eta)
 

@@ -28,7 +28,7 @@ ADVANTAGE_TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
 """Transformations of clipped advantages, by the names that the DiffusionNFT implementation uses."""
 
 
-def optimality(advantages_B: Tensor, low: float, high: float, mode: str = "all") -> Tensor:
+def optimality_probability(advantages_B: Tensor, low: float, high: float, mode: str = "all") -> Tensor:
     """Return the probability r that a sample is optimal: 0.5 for an advantage of 0, 1 for an advantage of `high`.
 
     Advantages are clipped to `low` and `high` and transformed by `ADVANTAGE_TRANSFORMS[mode]` (arXiv 2509.16117).
@@ -158,8 +158,8 @@ def flow_grpo_loss(inputs: StepInputs, settings: RatioSettings) -> StepLosses:
     ratio_B, advantages_B = log_ratio_B.exp(), inputs.advantages_B.to(log_ratio_B)
     low = 1 - settings.epsilon_low if settings.epsilon_low >= 0 else 0.0
     high = 1 + settings.epsilon_high if settings.epsilon_high >= 0 else math.inf
-    plain_B, clipped_B = -advantages_B * ratio_B, -advantages_B * ratio_B.clamp(low, high)
-    policy_B = torch.maximum(plain_B, clipped_B)
+    unclipped_B, clipped_B = -advantages_B * ratio_B, -advantages_B * ratio_B.clamp(low, high)
+    policy_B = torch.maximum(unclipped_B, clipped_B)
     if settings.is_guarded:
         assert inputs.sizes_B is not None
         policy_B = policy_B / inputs.sizes_B.to(policy_B)
@@ -168,4 +168,4 @@ def flow_grpo_loss(inputs: StepInputs, settings: RatioSettings) -> StepLosses:
         squared_B = mean_per_sample((inputs.transition.mean - inputs.reference.mean.detach()) ** 2, inputs.mask)
         rate = inputs.transition.rate.to(squared_B) if inputs.transition.has_density else torch.ones_like(squared_B)
         kl_B = squared_B / (2 * rate**2)
-    return StepLosses(policy_B, kl_B, ratio_B.detach(), clipped_B > plain_B)
+    return StepLosses(policy_B, kl_B, ratio_B.detach(), clipped_B > unclipped_B)

@@ -31,7 +31,7 @@ from cosmos_core.types import Group, Sampling, ScoredGroup
 
 _TRAINING = 1 << 20
 """Offset of the index of a completion in its training seed, so that training seeds differ from rollout seeds."""
-_MOST = 100.0
+_MAX_EXPONENT = 100.0
 """Upper bound of the exponent with `exp_reward`, against overflow; the loss clips advantages at about 5."""
 
 
@@ -66,7 +66,9 @@ class FlowRl(Algorithm):
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         super().__init__(config, custom, sampling)
         weights = metric_weights(config)
-        self._watch = RewardMonitor(config.least_diversity, [name for name, weight in weights.items() if not weight])
+        self._reward_monitor = RewardMonitor(
+            config.least_diversity, [name for name, weight in weights.items() if not weight]
+        )
         self._weights = {name: weight for name, weight in weights.items() if weight}
         self._num_steps = self._num_updates = 0
 
@@ -76,15 +78,15 @@ class FlowRl(Algorithm):
         Groups whose rewards are all equal are included only if `keeps_equal_groups` is set.
         """
         settings = CreditSettings(
-            over="batch" if self.diffusers.sample.global_std else "group",
+            std_scope="batch" if self.diffusers.sample.global_std else "group",
             divides_by_std=not self.config.unbiased_advantage,
             each=self._weights if self.config.normalise_each_reward else {},
             keeps_constant=self.keeps_equal_groups,
         )
         values, metrics = flow_advantages([group.scores for group in groups], settings)
         if self.diffusers.flow_rl.exp_reward:
-            values = [[None if a is None else -math.exp(min(-a, _MOST)) for a in row] for row in values]
-        return make_rollouts(groups, values, self._noise_seed), metrics | self._watch.metrics(groups)
+            values = [[None if a is None else -math.exp(min(-a, _MAX_EXPONENT)) for a in row] for row in values]
+        return make_rollouts(groups, values, self._noise_seed), metrics | self._reward_monitor.metrics(groups)
 
     def updates(self, samples: Sequence[FlowRollout], view: TrainerView) -> Iterator[Update]:
         """Yield optimizer steps of at most `batch_size_per_optimize` completions.
@@ -97,7 +99,7 @@ class FlowRl(Algorithm):
                 yield self._add_data_term(update)
                 self._num_updates += 1
         self._num_steps += 1
-        self.after_step(view)
+        self.after_train_step(view)
         interval = self.config.reference_reset_interval
         if interval and self._num_steps % interval == 0:
             view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
@@ -106,19 +108,23 @@ class FlowRl(Algorithm):
         """Return the optimizer step that trains on `rollouts`; None if the rollouts give no learning signal."""
         raise NotImplementedError(type(self).__name__)
 
-    def after_step(self, view: TrainerView) -> None:
+    def after_train_step(self, view: TrainerView) -> None:
         """Update the algorithm's state at the end of a train step; subclasses override it, the default does nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_steps": self._num_steps, "num_updates": self._num_updates, "watch": self._watch.state_dict()}
+        return {
+            "num_steps": self._num_steps,
+            "num_updates": self._num_updates,
+            "watch": self._reward_monitor.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_steps = int(state.get("num_steps", 0))
         self._num_updates = int(state.get("num_updates", self._num_steps))
-        self._watch.load_state_dict(state.get("watch", {}))
+        self._reward_monitor.load_state_dict(state.get("watch", {}))
 
     @property
-    def _compared_weights(self) -> tuple[str, ...]:
+    def _reference_weights(self) -> tuple[str, ...]:
         return ("reference",) if "reference" in self.config.named_weights else ()
 
     def _noise_seed(self, group: Group, k: int) -> int:
@@ -131,7 +137,7 @@ class FlowRl(Algorithm):
         return Update(
             update.samples,
             update.loss,
-            update.wants,
+            update.request,
             extra_weights=update.extra_weights,
             data=self.data_term(self._num_steps, self._num_updates),
         )

@@ -20,17 +20,17 @@ from cosmos_core.algorithms.advantages import advantages, gdpo_advantages
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, denominator, token_metric, weighted_sum
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update, align_rows, equal_batches, metric_weights
 from cosmos_core.algorithms.correction import Correction, importance_weights, self_normalise
-from cosmos_core.algorithms.distillation import TeacherLoss, score_with_teacher, teacher_loss, train_on_prompt
+from cosmos_core.algorithms.distillation import TeacherLoss, score_with_teacher, teacher_loss, unmask_prompt
 from cosmos_core.algorithms.high_entropy import high_entropy_masks
-from cosmos_core.algorithms.idle import follows_advantage, without_idle
+from cosmos_core.algorithms.idle import exclude_idle, has_advantage_factor
 from cosmos_core.algorithms.objectives.base import PolicySettings, probability_ratio
-from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll
+from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll_loss
 from cosmos_core.algorithms.prefixes import shared_prefixes
 from cosmos_core.algorithms.returns import whitened_returns
 from cosmos_core.config.schema.grpo import GrpoConfig
-from cosmos_core.data.sample import Sample, within_budget
+from cosmos_core.data.sample import Sample, batch_within_token_limit
 from cosmos_core.models.base import MicroBatch
-from cosmos_core.models.scorer import Wants
+from cosmos_core.models.scorer import RequestedOutputs
 from cosmos_core.types import Completion, Prompt, Sampling, ScoredGroup
 
 _OBJECTIVES = {"grpo": "clip", "dapo": "clip"}
@@ -45,9 +45,9 @@ class _UpdateInputs:
     """Inputs of one optimizer step (update); each sequence has one element per sample."""
 
     samples: Sequence[Sample]
-    whole: Sequence[Sample]
+    all_samples: Sequence[Sample]
     """All samples of the optimizer step, also those without a gradient that are not run; they set its denominators."""
-    old: Sequence[Tensor] | None
+    old_logprobs: Sequence[Tensor] | None
     """Log-probabilities before the first update of the train step; None if there is only one update."""
     reference: Sequence[Tensor] | None
     teacher: Sequence[Tensor] | None
@@ -85,7 +85,7 @@ class Grpo(Algorithm):
         """Store the settings; `sampling`: sampling settings of completions, None: they are sampled from softmax(logits
         / temperature)."""
         super().__init__(config, custom, sampling)
-        self._wants = Wants(config.temperature)
+        self._request = RequestedOutputs(config.temperature)
         self._correction = _correction(config, sampling)
         objective = _AIPO[config.aipo_form] if config.aipo_rho else _OBJECTIVES.get(config.variant, config.variant)
         self._settings = PolicySettings(
@@ -109,23 +109,25 @@ class Grpo(Algorithm):
         """Return the completions with a valid reward as samples, and metrics; completions with an invalid reward do not
         affect the advantages of others."""
         config = self.config
-        ignored = [self._num_ignored(group) for group in groups]
+        num_ignored_tokens = [self._num_ignored(group) for group in groups]
         drafts = [
             [
                 make_sample(group.group.prompt, completion, 0.0, score.value or 0.0, ignore)
                 for completion, score, ignore in zip(group.group.completions, group.scores, row, strict=True)
             ]
-            for group, row in zip(groups, ignored, strict=True)
+            for group, row in zip(groups, num_ignored_tokens, strict=True)
         ]
         excludes = self.config.mask_truncated_completions
-        is_cut = [[excludes and each.finish_reason == "length" for each in group.group.completions] for group in groups]
+        is_truncated = [
+            [excludes and each.finish_reason == "length" for each in group.group.completions] for group in groups
+        ]
         values, counts = advantages(
             [[score.value for score in group.scores] for group in groups],
             algo="grpo" if config.algo == "gdpo" else config.algo,
             normalise_std=not config.unbiased_advantage,
             num_tokens=[
-                [0 if is_left_out else draft.num_learned for draft, is_left_out in zip(*row, strict=True)]
-                for row in zip(drafts, is_cut, strict=True)
+                [0 if is_excluded else draft.num_learned for draft, is_excluded in zip(*row, strict=True)]
+                for row in zip(drafts, is_truncated, strict=True)
             ],
         )
         if config.algo == "gdpo":
@@ -136,21 +138,21 @@ class Grpo(Algorithm):
             ]
             values = gdpo_advantages(columns, list(weights.values()))
         metrics = {"reward/constant_groups": counts["constant_groups"] / max(1, counts["groups"])}
-        samples, num_ignored, num_sampled, num_broken = [], 0, 0, 0
+        samples, num_ignored, num_sampled, num_invalid = [], 0, 0, 0
         for g, group in enumerate(groups):
-            rows = (group.group.completions, drafts[g], values[g], ignored[g], is_cut[g])
-            for completion, draft, value, ignore, is_left_out in zip(*rows, strict=True):
-                if value is not None and not is_left_out:
+            rows = (group.group.completions, drafts[g], values[g], num_ignored_tokens[g], is_truncated[g])
+            for completion, draft, value, ignore, is_excluded in zip(*rows, strict=True):
+                if value is not None and not is_excluded:
                     samples.append(replace(draft, advantage=value))
                     num_ignored += sum(completion.loss_mask[:ignore])
                     num_sampled += completion.num_sampled
-                    num_broken += int((~np.isfinite(completion.logprobs)).sum())
+                    num_invalid += int((~np.isfinite(completion.logprobs)).sum())
                     if self.teacher is not None and self.teacher.include_prompt:
-                        samples[-1] = train_on_prompt(samples[-1], len(group.group.prompt.token_ids))
+                        samples[-1] = unmask_prompt(samples[-1], len(group.group.prompt.token_ids))
         if config.min_filter_prefix_tokens is not None:
             metrics["completion/shared_prefix"] = num_ignored / max(1, num_sampled)
-        metrics["rollout/tokens_not_finite"] = float(num_broken)
-        return within_budget(samples, config.max_token_len_per_mini_batch), metrics
+        metrics["rollout/tokens_not_finite"] = float(num_invalid)
+        return batch_within_token_limit(samples, config.max_token_len_per_mini_batch), metrics
 
     def _num_ignored(self, group: ScoredGroup) -> list[int]:
         """Return for each completion how many of its first tokens are excluded from the loss."""
@@ -163,33 +165,39 @@ class Grpo(Algorithm):
         """Yield the optimizer steps of `mu_iterations` passes over the samples."""
         all_samples = [samples[batch] for batch in equal_batches(len(samples), self.config.batch_size_per_optimize)]
         may_be_idle = (
-            self.has_separate_gradients and not self.teacher and follows_advantage(self.config, self._settings)
+            self.has_separate_gradients and not self.teacher and has_advantage_factor(self.config, self._settings)
         )
-        samples, batches, metrics = without_idle(all_samples, may_be_idle=may_be_idle)
-        samples = within_budget(samples, self.config.max_token_len_per_mini_batch)
+        samples, batches, metrics = exclude_idle(all_samples, may_be_idle=may_be_idle)
+        samples = batch_within_token_limit(samples, self.config.max_token_len_per_mini_batch)
         # If a train step has a single update, pi_old is the current policy and needs no separate forward pass.
-        is_single = len(batches) == 1 and self.config.mu_iterations == 1 and not self.config.self_normalised_weights
-        old = None
+        has_one_update = (
+            len(batches) == 1 and self.config.mu_iterations == 1 and not self.config.self_normalised_weights
+        )
+        old_logprobs = None
         if self.config.use_rollout_logprobs_for_loss:
-            old = [_rollout_row(sample) for sample in samples]
-        elif not is_single:
-            old = _logprobs(view, samples, self._wants, "policy")
+            old_logprobs = [_rollout_row(sample) for sample in samples]
+        elif not has_one_update:
+            old_logprobs = _logprobs(view, samples, self._request, "policy")
         has_reference = "reference" in self.config.named_weights
-        reference = _logprobs(view, samples, self._wants, "reference") if has_reference else None
+        reference = _logprobs(view, samples, self._request, "reference") if has_reference else None
         returns = None
         if self.config.kl_in_reward and reference is not None:
-            before = old or _logprobs(view, samples, self._wants, "policy")
-            returns = whitened_returns(samples, before, reference, self.config.kl_beta)
+            logprobs_before = old_logprobs or _logprobs(view, samples, self._request, "policy")
+            returns = whitened_returns(samples, logprobs_before, reference, self.config.kl_beta)
         correction = self._correction
-        if correction is not None and old is not None and self.config.self_normalised_weights:
-            correction = self_normalise(correction, map(_correction_rows, samples, old))
+        if correction is not None and old_logprobs is not None and self.config.self_normalised_weights:
+            correction = self_normalise(correction, map(_correction_rows, samples, old_logprobs))
         teacher = None
         if self.teacher is not None:
-            samples, teacher = score_with_teacher(self.teacher, samples, view, self._wants)
-        for number, (batch, whole) in enumerate([*zip(batches, all_samples, strict=True)] * self.config.mu_iterations):
-            inputs = (old and old[batch], reference and reference[batch], teacher and teacher[batch])
+            samples, teacher = score_with_teacher(self.teacher, samples, view, self._request)
+        for number, (batch, denominator_samples) in enumerate(
+            [*zip(batches, all_samples, strict=True)] * self.config.mu_iterations
+        ):
+            inputs = (old_logprobs and old_logprobs[batch], reference and reference[batch], teacher and teacher[batch])
             other_inputs = (returns and returns[batch], self._high_entropy(samples[batch], view), correction)
-            update = self._update(_UpdateInputs(samples[batch], whole, *inputs, *other_inputs, is_first=number == 0))
+            update = self._update(
+                _UpdateInputs(samples[batch], denominator_samples, *inputs, *other_inputs, is_first=number == 0)
+            )
             yield replace(update, metrics=metrics)
         self._num_steps += 1
         if self.config.reference_reset_interval and self._num_steps % self.config.reference_reset_interval == 0:
@@ -198,7 +206,7 @@ class Grpo(Algorithm):
     def _high_entropy(self, samples: Sequence[Sample], view: TrainerView) -> list[Tensor] | None:
         if self.config.top_entropy_quantile == 1:
             return None
-        rows = view.evaluate(samples, Wants(self.config.temperature, entropy="value"))
+        rows = view.evaluate(samples, RequestedOutputs(self.config.temperature, entropy="value"))
         return high_entropy_masks(samples, [row["entropy"] for row in rows], self.config.top_entropy_quantile)
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,17 +216,19 @@ class Grpo(Algorithm):
         self._num_steps = int(state.get("num_steps", 0))
 
     def _update(self, inputs: _UpdateInputs) -> Update:
-        config, whole = self.config, inputs.whole
-        total = denominator(config.loss_type, [s.num_learned for s in whole], config.unbiased_loss_max_tokens)
-        positive_tokens = float(max(1, sum(s.num_learned for s in whole if s.reward > 0)))
+        config, denominator_samples = self.config, inputs.all_samples
+        total = denominator(
+            config.loss_type, [s.num_learned for s in denominator_samples], config.unbiased_loss_max_tokens
+        )
+        positive_tokens = float(max(1, sum(s.num_learned for s in denominator_samples if s.reward > 0)))
 
         def loss(micro: MicroBatch) -> Loss:
-            references = _reference_logprobs(micro, inputs.old)
+            references = _reference_logprobs(micro, inputs.old_logprobs)
             loss_BS, metrics = self._policy_loss(micro, inputs, references)
             value = weighted_sum(loss_BS, micro.mask_BS, config.loss_type, total, config.unbiased_loss_max_tokens)
             if config.positive_nll_coef:
                 rewards_B = micro.logprobs_BS.new_tensor([s.reward for s in micro.samples])
-                value = value + config.positive_nll_coef * positive_nll(
+                value = value + config.positive_nll_coef * positive_nll_loss(
                     micro.logprobs_BS, micro.mask_BS, rewards_B, positive_tokens
                 )
             if config.use_rollout_logprobs_for_loss:
@@ -233,14 +243,16 @@ class Grpo(Algorithm):
 
         entropy: Literal["", "value", "gradient"] = "value" if config.log_entropy else ""
         top_k = self.teacher.top_k if self.teacher else 0
-        wants = Wants(config.temperature, entropy="gradient" if config.entropy_coeff else entropy, top_k=top_k)
-        return Update(inputs.samples, loss, wants, has_constant_gradient=self._is_constant(inputs))
+        request = RequestedOutputs(
+            config.temperature, entropy="gradient" if config.entropy_coeff else entropy, top_k=top_k
+        )
+        return Update(inputs.samples, loss, request, has_constant_gradient=self._is_constant(inputs))
 
     def _is_constant(self, inputs: _UpdateInputs) -> bool:
         """Return True if the derivative of the loss with respect to the log-probabilities is independent of them."""
         settings = self._settings
         return (
-            inputs.old is None
+            inputs.old_logprobs is None
             and inputs.reference is None
             and inputs.teacher is None
             and inputs.correction is None
@@ -313,12 +325,12 @@ def make_sample(
     """
     ids = np.array([*prompt.token_ids, *completion.token_ids], dtype=np.int64)
     sampled_mask = np.array(completion.loss_mask, dtype=np.uint8)
-    learned = sampled_mask.copy()
+    loss_mask = sampled_mask.copy()
     logprobs = np.array(completion.logprobs, dtype=np.float32)
-    learned[sampled_mask == 1] = np.isfinite(logprobs)
-    learned[:num_ignored] = 0
-    mask = np.concatenate([np.zeros(len(prompt.token_ids), dtype=np.uint8), learned])
-    return Sample(ids, mask, advantage, reward, logprobs[learned[sampled_mask == 1] == 1], images=prompt.images)
+    loss_mask[sampled_mask == 1] = np.isfinite(logprobs)
+    loss_mask[:num_ignored] = 0
+    mask = np.concatenate([np.zeros(len(prompt.token_ids), dtype=np.uint8), loss_mask])
+    return Sample(ids, mask, advantage, reward, logprobs[loss_mask[sampled_mask == 1] == 1], images=prompt.images)
 
 
 def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | None:
@@ -339,8 +351,8 @@ def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | N
     return correction if refuses or correction.rule != "none" else None
 
 
-def _logprobs(view: TrainerView, samples: Sequence[Sample], wants: Wants, weights: str) -> list[Tensor]:
-    return [row["logprobs"] for row in view.evaluate(samples, wants, weights=weights)]
+def _logprobs(view: TrainerView, samples: Sequence[Sample], request: RequestedOutputs, weights: str) -> list[Tensor]:
+    return [row["logprobs"] for row in view.evaluate(samples, request, weights=weights)]
 
 
 def _rows(values: Sequence[Tensor] | None, micro: MicroBatch) -> Tensor | None:
@@ -363,9 +375,9 @@ def _correction_rows(sample: Sample, old_S: Tensor) -> tuple[Tensor, Tensor, Ten
     return old_S, rollout_S, is_sampled_S
 
 
-def _reference_logprobs(micro: MicroBatch, old: Sequence[Tensor] | None) -> _ReferenceLogprobs:
+def _reference_logprobs(micro: MicroBatch, old_logprobs: Sequence[Tensor] | None) -> _ReferenceLogprobs:
     """Return the log-probabilities of a micro-batch that the loss compares with those under the current policy."""
-    old_BS = _rows(old, micro)
+    old_BS = _rows(old_logprobs, micro)
     before_BS = micro.logprobs_BS.detach() if old_BS is None else old_BS
     mask_BS = micro.mask_BS.bool()
     if any(sample.rollout_logprobs is None for sample in micro.samples):

@@ -19,8 +19,8 @@ def high_entropy_masks(samples: Sequence[Sample], entropies: Sequence[Tensor], f
     """
     masks = [torch.as_tensor(sample.loss_mask[1:], device=row_S.device).bool()
              for sample, row_S in zip(samples, entropies, strict=True)]  # fmt: skip
-    learned = torch.cat([row_S[mask_S] for row_S, mask_S in zip(entropies, masks, strict=True)])
-    if not learned.numel():
+    trained_entropies = torch.cat([row_S[mask_S] for row_S, mask_S in zip(entropies, masks, strict=True)])
+    if not trained_entropies.numel():
         return masks
-    threshold = float(np.quantile(learned.double().cpu().numpy(), 1 - fraction))
+    threshold = float(np.quantile(trained_entropies.double().cpu().numpy(), 1 - fraction))
     return [mask_S & (row_S.double() >= threshold) for row_S, mask_S in zip(entropies, masks, strict=True)]

@@ -18,7 +18,7 @@ NUM_COMPARED = 4
 """Minimum number of completions per optimizer step that run through the model, even if their gradient is 0."""
 
 
-def follows_advantage(config: GrpoConfig, settings: PolicySettings) -> bool:
+def has_advantage_factor(config: GrpoConfig, settings: PolicySettings) -> bool:
     """Return whether a completion with an advantage of 0 has no gradient and changes the loss of no other completion.
 
     A loss term without the advantage always has a gradient. A reference policy adds such a term or changes the
@@ -33,7 +33,7 @@ def follows_advantage(config: GrpoConfig, settings: PolicySettings) -> bool:
     )
 
 
-def without_idle(
+def exclude_idle(
     steps: Sequence[Sequence[Sample]], *, may_be_idle: bool
 ) -> tuple[list[Sample], list[slice], dict[str, float]]:
     """Return the samples to run, the slice of each optimizer step in them, and the metric `METRIC`.
@@ -45,18 +45,18 @@ def without_idle(
     def is_idle(sample: Sample) -> bool:
         return may_be_idle and sample.advantage == 0
 
-    kept = [_kept(samples, is_idle) for samples in steps]
-    slices = [slice(*ends) for ends in pairwise(accumulate(map(len, kept), initial=0))]
-    return list(chain(*kept)), slices, {METRIC: float(sum(map(is_idle, chain(*steps))))}
+    run_samples = [_select_run_samples(samples, is_idle) for samples in steps]
+    slices = [slice(*bounds) for bounds in pairwise(accumulate(map(len, run_samples), initial=0))]
+    return list(chain(*run_samples)), slices, {METRIC: float(sum(map(is_idle, chain(*steps))))}
 
 
-def _kept(samples: Sequence[Sample], is_idle: Callable[[Sample], bool]) -> list[Sample]:
+def _select_run_samples(samples: Sequence[Sample], is_idle: Callable[[Sample], bool]) -> list[Sample]:
     """Return the samples with a gradient, and as many idle samples as needed to have `NUM_COMPARED` samples with images
     and `NUM_COMPARED` without images, where available."""
-    kept = {i for i, sample in enumerate(samples) if not is_idle(sample)}
+    selected = {i for i, sample in enumerate(samples) if not is_idle(sample)}
     for has_images in (False, True):
-        same_kind = [i for i, sample in enumerate(samples) if bool(sample.images) == has_images]
-        idle = [i for i in same_kind if i not in kept]
-        missing = max(0, NUM_COMPARED - len(same_kind) + len(idle))
-        kept.update(idle[:: max(1, len(idle) // max(1, missing))][:missing])
-    return [samples[i] for i in sorted(kept)]
+        same_modality = [i for i, sample in enumerate(samples) if bool(sample.images) == has_images]
+        idle = [i for i in same_modality if i not in selected]
+        missing = max(0, NUM_COMPARED - len(same_modality) + len(idle))
+        selected.update(idle[:: max(1, len(idle) // max(1, missing))][:missing])
+    return [samples[i] for i in sorted(selected)]

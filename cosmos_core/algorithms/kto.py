@@ -32,7 +32,7 @@ class LabelledLogprobs:
     """Labels of responses: True for desirable, False for undesirable."""
 
 
-def unpaired_loss(judged: LabelledLogprobs, kl: Tensor, config: KtoLossConfig, total: int) -> tuple[Tensor, Metrics]:
+def unpaired_loss(responses: LabelledLogprobs, kl: Tensor, config: KtoLossConfig, total: int) -> tuple[Tensor, Metrics]:
     """Return the loss of the responses `judged`, and metrics that are summed over micro-batches.
 
     Args:
@@ -41,17 +41,17 @@ def unpaired_loss(judged: LabelledLogprobs, kl: Tensor, config: KtoLossConfig, t
         config: loss settings.
         total: number of responses of the whole optimizer step, the denominator.
     """
-    rewards_B = config.beta * (judged.logps_B - judged.reference_B)
-    is_desirable_B = judged.is_desirable_B
+    rewards_B = config.beta * (responses.logps_B - responses.reference_B)
+    is_desirable_B = responses.is_desirable_B
     sign_B = torch.where(is_desirable_B, -1.0, 1.0).to(rewards_B)
     weights = rewards_B.new_tensor([config.undesirable_weight, config.desirable_weight])
     weight_B = weights[is_desirable_B.long()]
     loss = (weight_B * torch.sigmoid(sign_B * (rewards_B - config.beta * kl))).sum() / total
-    values = {"rewards": rewards_B, "logps": judged.logps_B}
+    values = {"rewards": rewards_B, "logps": responses.logps_B}
     metrics = {
-        f"{name}/{side}": torch.stack([values_B.detach()[mask_B].sum(dtype=torch.float64), mask_B.sum().double()])
+        f"{name}/{label}": torch.stack([values_B.detach()[mask_B].sum(dtype=torch.float64), mask_B.sum().double()])
         for name, values_B in values.items()
-        for side, mask_B in (("chosen", is_desirable_B), ("rejected", ~is_desirable_B))
+        for label, mask_B in (("chosen", is_desirable_B), ("rejected", ~is_desirable_B))
     }
     return loss, metrics | {"kl": torch.stack([kl.double(), torch.ones_like(kl).double()])}
 
@@ -72,8 +72,8 @@ class Kto(Algorithm):
                 apply_mask(micro.logprobs_BS, micro.mask_BS).sum(-1, dtype=torch.float64),
                 list(micro.indices),
             )
-            judged = LabelledLogprobs(logps_B, reference_B[indices], is_desirable_B[indices])
-            return Loss(*unpaired_loss(judged, kl, self.config.kto, len(samples)))
+            responses = LabelledLogprobs(logps_B, reference_B[indices], is_desirable_B[indices])
+            return Loss(*unpaired_loss(responses, kl, self.config.kto, len(samples)))
 
         yield Update(samples, loss)
 
@@ -94,9 +94,9 @@ class Kto(Algorithm):
                 mismatched_reference_B = logps[-1].new_tensor([sample.reference_logprob for sample in mismatched])
                 divergences.append(_sums(view, mismatched, "policy", size) - mismatched_reference_B)
         logps_B = torch.cat(logps)
-        judged = LabelledLogprobs(logps_B, torch.cat(references), torch.tensor(labels, device=logps_B.device))
+        responses = LabelledLogprobs(logps_B, torch.cat(references), torch.tensor(labels, device=logps_B.device))
         kl = torch.cat(divergences).mean().clamp(min=0) if divergences else logps_B.new_zeros(())
-        loss, metrics = unpaired_loss(judged, kl, self.config.kto, len(labels))
+        loss, metrics = unpaired_loss(responses, kl, self.config.kto, len(labels))
         return {"loss": loss.item(), **means(metrics)}
 
     def _reference(self, samples: Sequence[Sample], view: TrainerView) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
     if inputs.weights_BT is not None:
         loss_BT = loss_BT * inputs.weights_BT
     if settings.off_policy_masking_delta is not None:
-        is_off_B1 = _off_policy(terms, settings.off_policy_masking_delta)
+        is_off_B1 = _off_policy_mask(terms, settings.off_policy_masking_delta)
         metrics["off_policy_masked"] = token_metric(is_off_B1.expand_as(mask_BT), mask_BT)
         loss_BT = apply_mask(loss_BT, ~is_off_B1)
     ratio_BT = probability_ratio(log_ratio_BT)
@@ -101,15 +101,15 @@ def scales_with_advantage(settings: PolicySettings) -> bool:
 
     The KL penalty and the entropy bonus have a gradient at every token.
     """
-    declared: bool = getattr(_objective_module(settings), "SCALES_WITH_ADVANTAGE", False)
-    return declared and not settings.kl_beta and not settings.entropy_coeff
+    scales: bool = getattr(_objective_module(settings), "SCALES_WITH_ADVANTAGE", False)
+    return scales and not settings.kl_beta and not settings.entropy_coeff
 
 
 def _objective_module(settings: PolicySettings) -> ModuleType:
     return importlib.import_module(f"cosmos_core.algorithms.objectives.{settings.objective}")
 
 
-def _off_policy(terms: ObjectiveInputs, delta: float) -> Tensor:
+def _off_policy_mask(terms: ObjectiveInputs, delta: float) -> Tensor:
     """Return a mask of the sequences that off-policy masking excludes (DeepSeek-V3.2, arXiv 2512.02556), shape (B, 1).
 
     An excluded sequence has a negative advantage (mean over tokens) and a mean log(mu / pi) above `delta`, where mu is
@@ -122,7 +122,7 @@ def _off_policy(terms: ObjectiveInputs, delta: float) -> Tensor:
     return (advantage_B1 < 0) & (drift_B1 > delta)
 
 
-def positive_nll(logprobs_BT: Tensor, mask_BT: Tensor, rewards_B: Tensor, denominator: float) -> Tensor:
+def positive_nll_loss(logprobs_BT: Tensor, mask_BT: Tensor, rewards_B: Tensor, denominator: float) -> Tensor:
     """Return the sum of -log pi over the tokens of completions with a reward above 0, divided by `denominator`.
 
     `denominator` is the number of such tokens in the whole optimizer step, which differs from the denominator of the

@@ -17,7 +17,7 @@ def shared_prefixes(
     kept whole. This is the rule of `min_filter_prefix_tokens` in Cosmos-RL.
     """
     numbers = range(len(completions))
-    shared = [[_common(completions[i], completions[j]) if i != j else 0 for j in numbers] for i in numbers]
+    shared = [[_prefix_length(completions[i], completions[j]) if i != j else 0 for j in numbers] for i in numbers]
     num_excluded = [0] * len(completions)
     for i in numbers:
         length = max(shared[i], default=0)
@@ -28,6 +28,6 @@ def shared_prefixes(
     return num_excluded
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the common prefix of two token sequences."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -27,9 +27,9 @@ def sft_loss(logprobs_BT: Tensor, loss_mask_BT: Tensor, total: float) -> tuple[T
 def loss_of_sources(batch: MicroBatch) -> Metrics:
     """Return the mean negative log-likelihood of the labels of each data set of a mixture, as metric `loss/SOURCE`."""
     sources = [sample.source for sample in batch.samples]
-    mask_BS, is_of = batch.mask_BS, lambda name: batch.mask_BS.new_tensor([each == name for each in sources])
+    mask_BS, is_source = batch.mask_BS, lambda name: batch.mask_BS.new_tensor([each == name for each in sources])
     return {
-        f"loss/{name}": token_metric(-batch.logprobs_BS, mask_BS * is_of(name).unsqueeze(-1))
+        f"loss/{name}": token_metric(-batch.logprobs_BS, mask_BS * is_source(name).unsqueeze(-1))
         for name in dict.fromkeys(filter(None, sources))
     }
 

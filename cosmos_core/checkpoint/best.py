@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 BEST = "best.json"
-_SIGN = {"validation/reward": 1, "validation/loss": -1}  # metrics by priority; 1: higher is better, -1: lower is better
+_METRIC_SIGNS = {
+    "validation/reward": 1,
+    "validation/loss": -1,
+}  # metrics by priority; 1: higher is better, -1: lower is better
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
+class BestStep:
     """Best training step so far, with the validation metric that selected it."""
 
     step: int
@@ -20,16 +23,16 @@ class Best:
     value: float
 
 
-def best_of(best: Best | None, step: int, metrics: Mapping[str, float]) -> Best | None:
+def select_best(best: BestStep | None, step: int, metrics: Mapping[str, float]) -> BestStep | None:
     """Return `step` as the new best if its metrics are better than those of `best`, otherwise return `best`.
 
     On a tie the earlier step wins. A metric that is NaN or infinite never wins. If `metrics` has a reward and a loss,
     the reward alone decides; values of different metrics are never compared.
     """
-    for metric, sign in _SIGN.items():
-        value, is_same = metrics.get(metric, math.nan), best is not None and best.metric == metric
-        if math.isfinite(value) and (best is None or not is_same or sign * value > sign * best.value):
-            return Best(step, metric, value)
-        if is_same or math.isfinite(value):
+    for metric, sign in _METRIC_SIGNS.items():
+        value, is_same_metric = metrics.get(metric, math.nan), best is not None and best.metric == metric
+        if math.isfinite(value) and (best is None or not is_same_metric or sign * value > sign * best.value):
+            return BestStep(step, metric, value)
+        if is_same_metric or math.isfinite(value):
             return best
     return best

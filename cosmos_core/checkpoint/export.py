@@ -80,7 +80,7 @@ def _export(stage: Stage, step: int) -> Outcome:
     target = stage.path / folder
     stage.progress.phase("export")
     adapter = adapter_files(stage)
-    card = model_card(stage, loading_of(stage, auto_class(model.config).__name__)).encode()
+    card = model_card(stage, loading_instructions(stage, auto_class(model.config).__name__)).encode()
     extra_files = {"README.md": card, **adapter, **processor_files(stage.model, revision)}
     export_model(model, tokenizer, target, dtype=dtype, extra_files=extra_files)
     if stage.stop_requested:
@@ -96,7 +96,7 @@ def _export(stage: Stage, step: int) -> Outcome:
     return Outcome(outputs=(folder,), metrics={"export/bytes": float(size)}, info=info)
 
 
-def loading_of(stage: Stage, loader: str) -> Loading:
+def loading_instructions(stage: Stage, loader: str) -> Loading:
     """Return the instructions for loading a stage's model; `loader` names the model's auto class in transformers."""
     reader = "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
     return Loading(
@@ -115,9 +115,9 @@ def model_card(stage: Stage, loading: Loading) -> str:
     origin, base = stage.origin, public_name(stage.origin.get("base_model", ""))
     revision = origin.get("revision", "")
     metadata = [f"library_name: {loading.library}", *([f"base_model: {base}"] if revision else [])]
-    made_by = f"made by `{public_name(origin['made_by'])}`" if origin.get("made_by") else ""
+    provenance = f"made by `{public_name(origin['made_by'])}`" if origin.get("made_by") else ""
     facts = {
-        "Base model": f"`{base}`" + f" at `{revision}`" * bool(revision) if base else made_by,
+        "Base model": f"`{base}`" + f" at `{revision}`" * bool(revision) if base else provenance,
         "Data": ", ".join(f"`{public_name(name)}`" for name in origin.get("data", ())),
         "Run": f"`{stage.run_path.name}`",
         "Precision": precision(stage),
@@ -185,6 +185,8 @@ def prove_copy(files: Mapping[str, bytes], target: Path) -> str:
     Raises:
         StageFailed: a file below `target` has other content.
     """
-    if wrong := [name for name, content in files.items() if (target / name).read_bytes() != content]:
-        raise StageFailed(f"export {target}: {wrong[0]} is not what was copied; check the disk and run the stage again")
+    if differing := [name for name, content in files.items() if (target / name).read_bytes() != content]:
+        raise StageFailed(
+            f"export {target}: {differing[0]} is not what was copied; check the disk and run the stage again"
+        )
     return "adapter: bytes"

@@ -43,7 +43,7 @@ def run(stage: Stage) -> Outcome:
     target, dtype = stage.path / folder, getattr(torch, dtype_name)
     stage.progress.phase("export")
     adapter = {} if stage.config.checkpoint else adapter_files(stage)
-    card = model_card(stage, _loading(family)).encode()
+    card = model_card(stage, _loading_instructions(family)).encode()
     export_pipeline(family, model, target, dtype=dtype, extra_files={"README.md": card, **adapter})
     if stage.stop_requested:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
@@ -65,7 +65,7 @@ def _starting_model(family: DiffusionModel, training: Stage) -> Any:
     return model
 
 
-def _loading(family: DiffusionModel) -> Loading:
+def _loading_instructions(family: DiffusionModel) -> Loading:
     index = family.folder.index
     call = f"DiffusionPipeline.from_pretrained(path{pipeline_arguments(index)})"
     return Loading(

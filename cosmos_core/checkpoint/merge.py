@@ -58,7 +58,7 @@ def run(stage: Stage) -> Outcome:
         for other in models[1:]:
             _check_same(models[0], other)
         if base is not None:
-            _check_same(models[0], base, may_have_more=True)
+            _check_same(models[0], base, may_have_extra=True)
         for number, (file, names) in enumerate(models[0].files.items(), start=1):
             merged = {name: combine(config, weights, models, base, name, stage.seed) for name in names}
             save_file(merged, building / Path(file).name, metadata={"format": "pt"})
@@ -148,10 +148,10 @@ def _models(stage: Stage) -> list[dict[str, Any]]:
     base = source_of(stage.config.model)
     names = [name for name in stage.config.after if name != base and stage.inputs[name]["info"].get("model")]
     if len(names) < 2:
-        besides = f" besides the base {base!r}" if base in stage.config.after else ""
+        exclusion = f" besides the base {base!r}" if base in stage.config.after else ""
         raise ConfigError(
             f"stage {stage.name!r}: after = {json.dumps(stage.config.after)} names {len(names)} models to merge; name "
-            f"at least two{besides}"
+            f"at least two{exclusion}"
         )
     return [stage.inputs[name] for name in names]
 
@@ -169,7 +169,7 @@ def model_weights(config: MergeConfig, count: int) -> Sequence[float]:
     return config.weights
 
 
-def _check_same(first: _Tensors, other: _Tensors, *, may_have_more: bool = False) -> None:
+def _check_same(first: _Tensors, other: _Tensors, *, may_have_extra: bool = False) -> None:
     """Check that two models have tensors of the same names and shapes; with `may_have_more`, the model `other` may have
     further tensors, such as an output layer that is stored although it is tied to the embedding.
 
@@ -177,7 +177,7 @@ def _check_same(first: _Tensors, other: _Tensors, *, may_have_more: bool = False
         ModelError: a tensor is missing in one of the models or has another shape.
     """
     shapes, other_shapes = first.shapes(), other.shapes()
-    names = shapes.keys() if may_have_more else {*shapes, *other_shapes}
+    names = shapes.keys() if may_have_extra else {*shapes, *other_shapes}
     different = sorted(name for name in names if shapes.get(name) != other_shapes.get(name))
     if different:
         name = different[0]

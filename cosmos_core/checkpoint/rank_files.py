@@ -22,7 +22,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from cosmos_core.parallel.mesh import all_gather_object, rank_number
 
-EXTRA = "extra.json"
+EXTRA_FILE = "extra.json"
 _DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 _CHUNK = 1 << 24
 
@@ -35,12 +35,12 @@ class LocalTensor(NamedTuple):
     """Offsets of the first element of the shard in the full tensor, one for each dimension."""
 
 
-def own_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalTensor]:
+def owned_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalTensor]:
     """Return the local tensors that this rank writes, by name; the lowest rank with a replica of a tensor writes it.
 
     The function is collective: every rank calls it.
     """
-    local_tensors = {name: local for name, tensor in tensors.items() if (local := _local(tensor)).tensor.numel()}
+    local_tensors = {name: local for name, tensor in tensors.items() if (local := _local_shard(tensor)).tensor.numel()}
     owners: dict[tuple[str, tuple[int, ...]], int] = {}
     for rank, keys in enumerate(all_gather_object([(name, local.offsets) for name, local in local_tensors.items()])):
         for key in keys:
@@ -55,21 +55,21 @@ def write_rank(folder: Path, tensors: Mapping[str, LocalTensor], extra: str) -> 
     """
     rank = rank_number()
     folder.mkdir(parents=True, exist_ok=True)
-    written = {extra_name(rank): _write(folder / extra_name(rank), [extra.encode()])}
+    records = {extra_name(rank): _write(folder / extra_name(rank), [extra.encode()])}
     if tensors:
         offsets = {name: {SAVED_OFFSETS_KEY: local.offsets} for name, local in tensors.items()}
         metadata = {"format": "pt", CUSTOM_METADATA_KEY: json.dumps(offsets)}
         name = f"rank_{rank}.safetensors"
-        written[name] = _write(
+        records[name] = _write(
             folder / name, safetensors_blocks({name: local.tensor for name, local in tensors.items()}, metadata)
         )
-    return written
+    return records
 
 
 def extra_name(rank: int) -> str:
     """Return the name of the JSON file of a rank, which holds its state other than tensors, such as random
     generators."""
-    return f"extra_{rank}.json" if rank else EXTRA
+    return f"extra_{rank}.json" if rank else EXTRA_FILE
 
 
 def safetensors_blocks(
@@ -78,16 +78,16 @@ def safetensors_blocks(
     """Yield the blocks of a safetensors file: eight bytes with the length of the header, the header, then each
     tensor."""
     # Tensors of wide dtypes come first, so that the offset of each tensor is a multiple of its element size.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    sorted_tensors = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
-    for name, tensor in ordered:
+    for name, tensor in sorted_tensors:
         start, end = end, end + tensor.nbytes
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ordered:
+    for _, tensor in sorted_tensors:
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -106,7 +106,7 @@ def _write(file: Path, blocks: Iterable[memoryview | bytes]) -> dict[str, object
     return {"size": size, "sha256": digest.hexdigest()}
 
 
-def _local(tensor: torch.Tensor) -> LocalTensor:
+def _local_shard(tensor: torch.Tensor) -> LocalTensor:
     """Return this rank's shard of a tensor with its offsets; a tensor that is not sharded is returned whole."""
     if not isinstance(tensor, DTensor):
         return LocalTensor(tensor, (0,) * tensor.ndim)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from cosmos_core.checkpoint.rank_files import EXTRA, extra_name
+from cosmos_core.checkpoint.rank_files import EXTRA_FILE, extra_name
 from cosmos_core.checkpoint.state import (
     TrainState,
     adopt_json_values,
@@ -66,7 +66,7 @@ def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hash
         return OTHER_CONFIGURATION
     if manifest.get("step") != step:
         return f"{MANIFEST} is of step {manifest.get('step')}"
-    if not _says_what_was_saved(manifest):
+    if not _has_complete_records(manifest):
         return f"{MANIFEST} is damaged: it does not say how many ranks saved which files, of which size and digest"
     files = {policy / name: record for name, record in manifest["files"].items()}
     return next((p for file, record in files.items() if (p := _file_problem(file, record, is_hashed))), None)
@@ -78,9 +78,9 @@ def read_manifest(policy: Path) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {}
 
 
-def _says_what_was_saved(manifest: dict[str, Any]) -> bool:
+def _has_complete_records(manifest: dict[str, Any]) -> bool:
     files, ranks = manifest.get("files"), manifest.get("ranks", 1)
-    if not isinstance(files, dict) or EXTRA not in files or not isinstance(ranks, int) or ranks < 1:
+    if not isinstance(files, dict) or EXTRA_FILE not in files or not isinstance(ranks, int) or ranks < 1:
         return False
     return all(isinstance(record, dict) and record.keys() >= {"size", "sha256"} for record in files.values())
 
@@ -131,8 +131,8 @@ def _newest_complete_step_on_ranks(folder: Path, fingerprint: str, beat: Callabl
             refuse_pickled_shards(step_folder(folder, step) / "policy")
         reason = broadcast_object(resume_obstacle(folder, step, fingerprint, is_hashed=True) if is_first() else None)
         if reason is None:
-            damage_on_rank = find_damaged_file(step_folder(folder, step) / "policy", rank_number(), num_ranks(), beat)
-            reason = next(filter(None, all_gather_object(damage_on_rank)), None)
+            local_damage = find_damaged_file(step_folder(folder, step) / "policy", rank_number(), num_ranks(), beat)
+            reason = next(filter(None, all_gather_object(local_damage)), None)
         if reason is None:
             return step
         if is_first():
@@ -181,17 +181,17 @@ def _fill(state: TrainState, policy: Path) -> None:
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     adopt_optimizer_tensors(state, tensors)
     init_missing_weight_sets(state, tensors)
-    adopt_json_values(state, _extra(policy), tensors)
+    adopt_json_values(state, _read_extra(policy), tensors)
 
 
-def _extra(policy: Path) -> dict[str, Any]:
+def _read_extra(policy: Path) -> dict[str, Any]:
     """Return the JSON values that this rank saved. If the number of ranks has changed, return the first rank's values
     without the states of its random generators."""
     saved = read_manifest(policy).get("ranks", 1)
-    is_alike = saved == num_ranks()
-    extra = read_json(policy / (extra_name(rank_number()) if is_alike else EXTRA))
+    has_same_ranks = saved == num_ranks()
+    extra = read_json(policy / (extra_name(rank_number()) if has_same_ranks else EXTRA_FILE))
     assert isinstance(extra, dict)  # true, because the digest of the file was compared before
-    if not is_alike:
+    if not has_same_ranks:
         logger.info("%s was saved by %d ranks, here are %d: random numbers begin anew", policy, saved, num_ranks())
         extra["rng"] = None
     return extra

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from cosmos_core.checkpoint import resume
-from cosmos_core.checkpoint.best import BEST, Best
-from cosmos_core.checkpoint.rank_files import LocalTensor, own_tensors, write_rank
+from cosmos_core.checkpoint.best import BEST, BestStep
+from cosmos_core.checkpoint.rank_files import LocalTensor, owned_tensors, write_rank
 from cosmos_core.checkpoint.resume import MANIFEST, saved_steps, step_folder
 from cosmos_core.checkpoint.state import TrainState, json_values, named_tensors
 from cosmos_core.errors import StageFailed
@@ -34,7 +34,7 @@ from cosmos_core.parallel import exchange
 from cosmos_core.parallel.mesh import broadcast_object, is_first, is_single_rank
 from cosmos_core.run.files import replaced_folder, write_json
 
-_UNFINISHED = re.compile(r"\.(step_\d+)\.(?:\d+|parts)\.(tmp|old)")
+_UNFINISHED_FOLDER = re.compile(r"\.(step_\d+)\.(?:\d+|parts)\.(tmp|old)")
 _SLOWEST_RANK = timedelta(hours=6)
 """Timeout of the collective in which ranks wait for the slowest rank to finish its files."""
 
@@ -80,9 +80,9 @@ class Checkpointer:
         self._group = None if is_single_rank() else dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
         if is_first():
             folder.mkdir(parents=True, exist_ok=True)
-            _settle_unfinished(folder)
+            _clean_unfinished(folder)
 
-    def save(self, step: int, state: TrainState, best: Best | None = None) -> None:
+    def save(self, step: int, state: TrainState, best: BestStep | None = None) -> None:
         """Save the training state after `step` steps.
 
         `best` is the best step so far, which is written to `best.json` and whose checkpoint is kept. In asynchronous
@@ -94,7 +94,7 @@ class Checkpointer:
         self.wait()
         if is_first():
             shutil.rmtree(self._temporary_folder(step), ignore_errors=True)
-        tensors = own_tensors({name: tensor.detach() for name, tensor in named_tensors(state).items()})
+        tensors = owned_tensors({name: tensor.detach() for name, tensor in named_tensors(state).items()})
         extra = json.dumps(json_values(state))
         if self._writer is None:
             self._write(step, tensors, extra, best)
@@ -113,7 +113,7 @@ class Checkpointer:
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint, from which training can resume; None: no checkpoint."""
-        return broadcast_object(self._newest_whole() if is_first() else None)
+        return broadcast_object(self._newest_complete_step() if is_first() else None)
 
     def load_latest(self, state: TrainState) -> int | None:
         """Load the newest complete checkpoint into `state` and return its step; None: no checkpoint.
@@ -123,7 +123,7 @@ class Checkpointer:
         """
         return resume.load_latest(self._folder, state, self._fingerprint, self._beat)
 
-    def name_best(self, best: Best | None) -> None:
+    def name_best(self, best: BestStep | None) -> None:
         """Write the best step to `best.json`, in the parent folder of the checkpoints; None: remove the file."""
         file = self._folder.parent / BEST
         if best is not None and is_first():
@@ -146,7 +146,7 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
-    def _write(self, step: int, tensors: dict[str, LocalTensor], extra: str, best: Best | None) -> None:
+    def _write(self, step: int, tensors: dict[str, LocalTensor], extra: str, best: BestStep | None) -> None:
         """Write this rank's files of a checkpoint, and wait until the files of all ranks are on the disk.
 
         The first rank then commits the checkpoint, records the best step, deletes old checkpoints, and calls
@@ -155,13 +155,13 @@ class Checkpointer:
         Raises:
             StageFailed: the disk of a rank is full or broken; all ranks raise the same error.
         """
-        written, problem = {}, ""
+        records, problem = {}, ""
         try:
-            with translate_disk_errors(self._name(step), self._describe_rest):
-                written = write_rank(self._temporary_folder(step), tensors, extra)
+            with translate_disk_errors(self._name(step), self._describe_newest_complete):
+                records = write_rank(self._temporary_folder(step), tensors, extra)
         except StageFailed as error:
             problem = str(error)
-        value = (written, problem)
+        value = (records, problem)
         results = [value] if self._group is None else exchange.all_gather(value, self._group)
         problem = next((each for _, each in results if each), "")
         if not is_first():
@@ -171,11 +171,11 @@ class Checkpointer:
         try:
             if problem:
                 raise StageFailed(problem)
-            with translate_disk_errors(self._name(step), self._describe_rest):
+            with translate_disk_errors(self._name(step), self._describe_newest_complete):
                 self._commit(step, [files for files, _ in results])
         finally:
             shutil.rmtree(self._temporary_folder(step), ignore_errors=True)
-        with translate_disk_errors(f"{BEST} in {self._folder.parent}", self._describe_rest):
+        with translate_disk_errors(f"{BEST} in {self._folder.parent}", self._describe_newest_complete):
             self.name_best(best)
         self._prune(step, best)
         if self._on_saved is not None:
@@ -191,11 +191,11 @@ class Checkpointer:
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
         else:
             torch.cuda.current_stream().synchronize()  # the stager's CUDA stream does not wait for the current one
-            staged: Any = self._stager.stage(live)
-            copies = staged.result()
+            staged_tensors: Any = self._stager.stage(live)
+            copies = staged_tensors.result()
         return {name: LocalTensor(copies[name], local.offsets) for name, local in tensors.items()}
 
-    def _commit(self, step: int, written: list[dict[str, Any]]) -> None:
+    def _commit(self, step: int, records: list[dict[str, Any]]) -> None:
         """Move the files of all ranks into the folder of the checkpoint, and write its manifest.
 
         `written` has, for each rank, the size and digest of its files by name.
@@ -209,8 +209,8 @@ class Checkpointer:
                 "fingerprint": self._fingerprint,
                 "created": time.time(),
                 "versions": {"torch": torch.__version__, "numpy": np.__version__},
-                "ranks": len(written),
-                "files": {name: record for files in written for name, record in files.items()},
+                "ranks": len(records),
+                "files": {name: record for files in records for name, record in files.items()},
             }
             write_json(policy / MANIFEST, manifest)
         self._hashed.add(step)
@@ -223,7 +223,7 @@ class Checkpointer:
     def _name(self, step: int) -> str:
         return f"checkpoint step_{step} in {self._folder}"
 
-    def _prune(self, newest: int, best: Best | None) -> None:
+    def _prune(self, newest: int, best: BestStep | None) -> None:
         """Delete the oldest checkpoints beyond `max_keep`, except the checkpoint of the best step.
 
         Nothing is deleted unless the checkpoint of step `newest`, just written, is complete. Checkpoints of later
@@ -231,32 +231,32 @@ class Checkpointer:
         """
         if self._max_keep == -1:
             return
-        own_steps = [step for step in saved_steps(self._folder) if step <= newest and self._is_ours(step)]
-        too_many = [step for step in own_steps[: -self._max_keep] if best is None or step != best.step]
-        if too_many and resume.resume_obstacle(self._folder, newest, self._fingerprint, is_hashed=True) is None:
-            for step in too_many:
+        own_steps = [step for step in saved_steps(self._folder) if step <= newest and self._has_own_fingerprint(step)]
+        deleted_steps = [step for step in own_steps[: -self._max_keep] if best is None or step != best.step]
+        if deleted_steps and resume.resume_obstacle(self._folder, newest, self._fingerprint, is_hashed=True) is None:
+            for step in deleted_steps:
                 # The rename is atomic, so a killed process leaves no partially deleted checkpoint.
-                trash = self._folder / f".step_{step}.{os.getpid()}.tmp"
-                os.rename(step_folder(self._folder, step), trash)
-                shutil.rmtree(trash)
+                deleted_folder = self._folder / f".step_{step}.{os.getpid()}.tmp"
+                os.rename(step_folder(self._folder, step), deleted_folder)
+                shutil.rmtree(deleted_folder)
 
-    def _is_ours(self, step: int) -> bool:
+    def _has_own_fingerprint(self, step: int) -> bool:
         manifest = resume.read_manifest(step_folder(self._folder, step) / "policy")
         return manifest.get("fingerprint") == self._fingerprint
 
-    def _newest_whole(self) -> int | None:
+    def _newest_complete_step(self) -> int | None:
         return resume.newest_complete_step(self._folder, self._fingerprint, self._hashed)
 
-    def _describe_rest(self) -> str:
-        step = self._newest_whole()
+    def _describe_newest_complete(self) -> str:
+        step = self._newest_complete_step()
         return "there is no earlier checkpoint" if step is None else f"the checkpoint of step {step} is intact"
 
 
-def _settle_unfinished(folder: Path) -> None:
+def _clean_unfinished(folder: Path) -> None:
     """Clean up after a killed writer: remove incomplete checkpoint folders, and restore a checkpoint that the writer
     had moved away to replace it."""
     for path in list(folder.iterdir()):
-        match = _UNFINISHED.fullmatch(path.name)
+        match = _UNFINISHED_FOLDER.fullmatch(path.name)
         if match and match[2] == "old" and not (folder / match[1]).exists():
             os.rename(path, folder / match[1])
         elif match:

@@ -99,14 +99,14 @@ def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch
     expected_shapes = {name: shape for shapes in rank_shapes for name, shape in shapes.items()}
     saved_shapes = {name: shape for name, (shape, _) in saved.items() if name.startswith(_MODEL)}
     if expected_shapes != saved_shapes:
-        differing = sorted(
+        differing_tensors = sorted(
             name
             for name in expected_shapes.keys() | saved_shapes.keys()
             if expected_shapes.get(name) != saved_shapes.get(name)
         )
         raise ModelError(
-            f"the checkpoint is of another model: {len(differing)} tensors differ in name or shape, "
-            f"first {differing[0].removeprefix(_MODEL)!r}; start from one of this model, or from none"
+            f"the checkpoint is of another model: {len(differing_tensors)} tensors differ in name or shape, "
+            f"first {differing_tensors[0].removeprefix(_MODEL)!r}; start from one of this model, or from none"
         )
     live: dict[str, Tensor] = {}
     for table in _TABLES:
@@ -140,9 +140,9 @@ def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) ->
 def init_missing_weight_sets(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
     """Copy the policy's weights into each of the weight sets `COPIES_OF_POLICY` that the loaded checkpoint lacks."""
     parameters = dict(state.model.named_parameters())
-    for which in COPIES_OF_POLICY:
-        for name, tensor in state.named_weights.get(which, {}).items():
-            if f"{which}.{name}" not in tensors:
+    for set_name in COPIES_OF_POLICY:
+        for name, tensor in state.named_weights.get(set_name, {}).items():
+            if f"{set_name}.{name}" not in tensors:
                 tensor.copy_(parameters[name].detach())
 
 
@@ -203,7 +203,9 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 def _named_weights(state: TrainState) -> dict[str, Tensor]:
     # A weight set named "model" or "optimizer" would overwrite the tensors of the model or optimizer in the checkpoint.
     assert not state.named_weights.keys() & {"model", "optimizer", *_TABLES}
-    return {f"{which}.{name}": tensor for which, each in state.named_weights.items() for name, tensor in each.items()}
+    return {
+        f"{set_name}.{name}": tensor for set_name, each in state.named_weights.items() for name, tensor in each.items()
+    }
 
 
 def _take_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValue:

@@ -16,9 +16,9 @@ from cosmos_core.errors import first_line
 
 logger = logging.getLogger(__name__)
 
-SHARED = 0.5
+SHARED_GPU_FRACTION = 0.5
 """Fraction of a GPU that a rank gets, and that an actor on the same GPU gets."""
-_CALLS_AT_ONCE = 32
+_MAX_CONCURRENT_CALLS = 32
 """Maximum number of concurrent calls per actor. It is large, because a call may wait until another call ends."""
 
 
@@ -140,7 +140,7 @@ class Actors:
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         gpus = 0.0
         if has_gpus:
-            gpus = SHARED if group.shares_gpus else float(group.processes)
+            gpus = SHARED_GPU_FRACTION if group.shares_gpus else float(group.processes)
         self._placements = placements if has_gpus or not group.shares_gpus else ()
         self._max_actors = len(placements) if has_gpus and group.shares_gpus else math.inf
         self._gpus = [""] * len(placements)
@@ -153,7 +153,7 @@ class Actors:
         self._actor = remote(
             num_cpus=0 if is_embedded else group.processes,
             num_gpus=gpus,
-            max_concurrency=_CALLS_AT_ONCE,
+            max_concurrency=_MAX_CONCURRENT_CALLS,
             max_restarts=-1,
         )(type(group.name, (_ObjectActor,), {}))
         self.handles: list[ActorHandle] = []

@@ -43,11 +43,11 @@ _REPLY_SECONDS = 10.0
 """Seconds between polls whether ranks have ended; needed because a lost connection can lose the reply of `run`."""
 _STORE_BYTES = 1 << 30
 """Size of Ray's object store in bytes, for two buckets of weights on their way to engines, and values not read yet."""
-_MOST_RESTARTS = 3
+_MAX_RESTARTS = 3
 """Maximum number of restarts of all ranks after the death of a rank, if actors run alongside the ranks."""
-_SLOW_TO_IMPORT = ["torch.distributed.fsdp", "torch.distributed.pipelining", "cosmos_core.train.setup"]
+_PRELOADED_MODULES = ["torch.distributed.fsdp", "torch.distributed.pipelining", "cosmos_core.train.setup"]
 """Modules that the fork server of local ranks imports in advance, so that ranks start faster."""
-_DEATH_SECONDS = 10.0
+_DEATH_REPORT_SECONDS = 10.0
 """Seconds within which Ray reports a dead rank; other ranks may report a broken connection earlier."""
 
 
@@ -76,7 +76,7 @@ class WorkerGroup:
         self,
         program: Program,
         should_stop: Callable[[], bool] = lambda: False,
-        while_waiting: Callable[[], None] = lambda: None,
+        poll: Callable[[], None] = lambda: None,
     ) -> Any:
         """Run `program` on all ranks and return its value on the first rank.
 
@@ -88,7 +88,7 @@ class WorkerGroup:
         """
         if self.launcher == "local":
             return _local_ranks(self.size, program, should_stop)
-        return _ray_ranks(self.size, program, should_stop, while_waiting, self.actors)
+        return _ray_ranks(self.size, program, should_stop, poll, self.actors)
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
         "MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port),
     }  # fmt: skip
     # By default gloo and NCCL resolve the host name, which many container images map to an unreachable address.
-    if interface := interface_to(rendezvous.address):
+    if interface := network_interface_to(rendezvous.address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if not ip_address(rendezvous.address).is_loopback:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -113,7 +113,7 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
     dist.destroy_process_group()  # skipped after an error, because it would make other ranks fail
 
 
-def interface_to(address: str) -> str | None:
+def network_interface_to(address: str) -> str | None:
     """Return the name of this machine's network interface that routes to an address; None: it cannot be determined."""
     family = socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -171,7 +171,7 @@ def _listen(pipe: Connection, messages: Messages) -> None:
 
 def _local_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -> Any:
     context, store = mp.get_context("forkserver"), open_store("127.0.0.1", size)
-    context.set_forkserver_preload(_SLOW_TO_IMPORT)
+    context.set_forkserver_preload(_PRELOADED_MODULES)
     pipes, processes = [], []
     for rank in range(size):
         parent_end, child_end = context.Pipe()
@@ -209,8 +209,8 @@ def _receive(pipe: Connection, rank: int) -> tuple[bool, Any]:
 
 
 def _value(outcome: tuple[bool, Any]) -> Any:
-    done, value = outcome
-    if not done:
+    is_done, value = outcome
+    if not is_done:
         raise value
     return value
 
@@ -219,28 +219,30 @@ def _ray_ranks(
     size: int,
     program: Program,
     should_stop: Callable[[], bool],
-    while_waiting: Callable[[], None],
+    poll: Callable[[], None],
     group: ActorGroup | None,
 ) -> Any:
-    with _cluster(size, group) as (ray, is_embedded, of_actor):
-        needed = resource_bundles(ray, size, group, is_embedded=is_embedded)
-        placements = reserve_bundles(ray, needed, should_stop, while_waiting)
+    with _cluster(size, group) as (ray, is_embedded, actor_threads):
+        bundles = resource_bundles(ray, size, group, is_embedded=is_embedded)
+        placements = reserve_bundles(ray, bundles, should_stop, poll)
         count = ranks_of_bundle(group, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
-        of_ranks = [placements[rank // count] for rank in range(size)]
-        start = _make_starter(ray, of_ranks, share=0.5 if group is not None and group.shares_gpus and count == 1 else 1)
+        rank_placements = [placements[rank // count] for rank in range(size)]
+        start = _make_starter(
+            ray, rank_placements, share=0.5 if group is not None and group.shares_gpus and count == 1 else 1
+        )
         actors = None
         if group is not None:
-            of_actors = placements if group.shares_gpus else placements[size:]
+            actor_placements = placements if group.shares_gpus else placements[size:]
             actors = importlib.import_module("cosmos_core.cluster.actors").Actors(
-                group, is_embedded=is_embedded, threads=of_actor, placements=of_actors
+                group, is_embedded=is_embedded, threads=actor_threads, placements=actor_placements
             )
-        for number in range(_MOST_RESTARTS + 1):
+        for number in range(_MAX_RESTARTS + 1):
             members, calls = start(program)
             try:
                 return _wait_for_ranks(ray, members, calls, should_stop, actors, is_embedded=is_embedded)
             except RankFailed as error:
-                is_wanted = isinstance(error, RanksMustRestart) or _has_died(ray, calls)
-                if actors is None or number == _MOST_RESTARTS or not is_wanted:
+                must_restart = isinstance(error, RanksMustRestart) or _has_died(ray, calls)
+                if actors is None or number == _MAX_RESTARTS or not must_restart:
                     raise
                 logger.warning(
                     "%s; the ranks start again from their newest checkpoint, and those beside them stay", error
@@ -254,7 +256,7 @@ def _cluster(size: int, group: ActorGroup | None) -> Iterator[tuple[Any, bool, i
     """Connect as the Ray driver to the cluster at `RAY_ADDRESS` or, if that is unset, to a new embedded cluster. Yield
     the module `ray`, whether the cluster is embedded, and the threads per actor process (0: the node's default)."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    is_embedded, of_actor = not os.environ.get("RAY_ADDRESS"), 0
+    is_embedded, actor_threads = not os.environ.get("RAY_ADDRESS"), 0
     if is_embedded:
         _restrict_ray_access()
     import ray
@@ -267,8 +269,12 @@ def _cluster(size: int, group: ActorGroup | None) -> Iterator[tuple[Any, bool, i
             else:
                 if group is not None and not group.shares_gpus:
                     num_actors = group.target_size() * group.processes
-                    of_rank, of_actor = num_threads(torch.get_num_threads(), size, num_actors, overlaps=group.overlaps)
-                    os.environ["OMP_NUM_THREADS"] = str(of_rank)  # the processes of ranks inherit the number of threads
+                    rank_threads, actor_threads = num_threads(
+                        torch.get_num_threads(), size, num_actors, overlaps=group.overlaps
+                    )
+                    os.environ["OMP_NUM_THREADS"] = str(
+                        rank_threads
+                    )  # the processes of ranks inherit the number of threads
                     # Ranks and actors share cores, so a waiting OpenMP thread must release its core at once.
                     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
                 ray.init(
@@ -277,7 +283,7 @@ def _cluster(size: int, group: ActorGroup | None) -> Iterator[tuple[Any, bool, i
                     log_to_driver=True,
                 )  # fmt: skip
             signal.signal(signal.SIGTERM, on_stop)  # restore the handler: that of ray.init ends this process
-            yield ray, is_embedded, of_actor
+            yield ray, is_embedded, actor_threads
         finally:
             ray.shutdown()
 
@@ -360,7 +366,7 @@ def _wait_for_ranks(
         done, _ = ray.wait(waiting, timeout=POLL_SECONDS)
         replies = {call: call for call in done}
         if not done and time.monotonic() - last_poll > _REPLY_SECONDS:
-            if is_embedded and _is_dead(ray):
+            if is_embedded and _is_cluster_dead(ray):
                 raise StageFailed("the Ray cluster that the stage started has died; a retry starts another one")
             replies = {call: members[calls.index(call)].outcome.remote() for call in waiting}
             last_poll = time.monotonic()
@@ -378,7 +384,7 @@ def _wait_for_ranks(
     return first
 
 
-def _is_dead(ray: Any) -> bool:
+def _is_cluster_dead(ray: Any) -> bool:
     """Return True if the Ray cluster reports that no machine is alive; return False if the cluster does not respond."""
     nodes: list[Any] = []
     thread = threading.Thread(target=lambda: nodes.extend(ray.nodes()), daemon=True)  # ray.nodes() may block forever
@@ -389,7 +395,7 @@ def _is_dead(ray: Any) -> bool:
 
 def _has_died(ray: Any, calls: list[Any]) -> bool:
     """Return True if the process of a rank has died, False if ranks only raised errors; `calls`: one per rank."""
-    deadline, waiting = time.monotonic() + _DEATH_SECONDS, list(calls)
+    deadline, waiting = time.monotonic() + _DEATH_REPORT_SECONDS, list(calls)
     while waiting and time.monotonic() < deadline:
         done, waiting = ray.wait(waiting, timeout=POLL_SECONDS)
         for call in done:

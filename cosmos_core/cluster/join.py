@@ -28,7 +28,7 @@ _STORE_BYTES = 128 << 20
 _GCS = "--gcs-address="
 
 
-def is_member(address: str) -> bool:
+def is_cluster_node(address: str) -> bool:
     """Return True if this machine runs a raylet of the cluster with the address `host:port`."""
     cluster = _resolve(address)
     local_addresses = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
@@ -42,7 +42,7 @@ def is_member(address: str) -> bool:
 
 
 @contextmanager
-def join_cluster(is_there: Callable[[str], bool] = is_member) -> Iterator[None]:
+def join_cluster(has_joined: Callable[[str], bool] = is_cluster_node) -> Iterator[None]:
     """Add this machine as a node to the Ray cluster at `RAY_ADDRESS` for the duration of the block.
 
     Nothing is added if `is_there` returns True for the address, which means that this machine is already in the
@@ -53,7 +53,7 @@ def join_cluster(is_there: Callable[[str], bool] = is_member) -> Iterator[None]:
     """
     address = os.environ.get("RAY_ADDRESS", "")
     # An address such as `auto` (a cluster on this machine) or `ray://HOST:PORT` (Ray Client) needs no local node.
-    if ":" not in address or "://" in address or is_there(address):
+    if ":" not in address or "://" in address or has_joined(address):
         yield
         return
     command = [

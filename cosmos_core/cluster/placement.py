@@ -25,25 +25,25 @@ def resource_bundles(ray: Any, size: int, actor_group: ActorGroup | None, *, is_
     """
     resources = ray.cluster_resources()
     num_gpus, num_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
-    gpu, beside_gpus, beside_cpus = min(num_gpus, 1), 0, 0
+    gpu, actor_gpus, actor_cpus = min(num_gpus, 1), 0, 0
     if actor_group is not None:
-        beside_gpus, beside_cpus = actor_group.processes * gpu, 0 if is_embedded else actor_group.processes
+        actor_gpus, actor_cpus = actor_group.processes * gpu, 0 if is_embedded else actor_group.processes
     if actor_group is not None and actor_group.shares_gpus:
         count = ranks_of_bundle(actor_group, has_gpus=gpu > 0)
-        required = [{"CPU": count + beside_cpus * gpu, "GPU": gpu * count}] * (size // count)
+        required = [{"CPU": count + actor_cpus * gpu, "GPU": gpu * count}] * (size // count)
     else:
-        required = [{"CPU": 1, "GPU": gpu}] * size + [{"CPU": beside_cpus, "GPU": beside_gpus}]
+        required = [{"CPU": 1, "GPU": gpu}] * size + [{"CPU": actor_cpus, "GPU": actor_gpus}]
     required = [nonzero for each in required if (nonzero := {name: count for name, count in each.items() if count})]
-    needed = {name: sum(each.get(name, 0) for each in required) for name in ("CPU", "GPU")}
-    engine = f", and a rollout engine {beside_gpus}" if needed["GPU"] > size else ""
-    if needed["GPU"] > num_gpus:
+    demand = {name: sum(each.get(name, 0) for each in required) for name in ("CPU", "GPU")}
+    engine = f", and a rollout engine {actor_gpus}" if demand["GPU"] > size else ""
+    if demand["GPU"] > num_gpus:
         raise ConfigError(
             f"the mesh takes {size} GPUs{engine}, of {num_gpus} that the Ray cluster has; make policy.parallelism "
             f"smaller"
         )
-    if needed["CPU"] > num_cpus:
+    if demand["CPU"] > num_cpus:
         raise ConfigError(
-            f"{size} ranks and what is beside them take {needed['CPU']} CPUs, of {num_cpus} that the Ray cluster has; "
+            f"{size} ranks and what is beside them take {demand['CPU']} CPUs, of {num_cpus} that the Ray cluster has; "
             f"give it more, or make policy.parallelism smaller"
         )
     return required
@@ -55,7 +55,7 @@ def ranks_of_bundle(actor_group: ActorGroup | None, *, has_gpus: bool) -> int:
 
 
 def reserve_bundles(
-    ray: Any, needed: list[dict[str, int]], should_stop: Callable[[], bool], while_waiting: Callable[[], None]
+    ray: Any, bundles: list[dict[str, int]], should_stop: Callable[[], bool], poll: Callable[[], None]
 ) -> list[Any]:
     """Reserve all resource bundles at once, and return Ray's scheduling strategy for each bundle.
 
@@ -67,11 +67,11 @@ def reserve_bundles(
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    group = placement_group(needed, strategy="PACK")
+    group = placement_group(bundles, strategy="PACK")
     ready = group.ready()
     while not ray.wait([ready], timeout=POLL_SECONDS)[0]:
-        while_waiting()
+        poll()
         if should_stop():
             raise Preempted("asked to stop while the ranks wait for room in the Ray cluster")
     ray.get(ready)
-    return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(needed))]
+    return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(bundles))]

@@ -35,8 +35,8 @@ def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
         try:
             num_gpus = int(ray.cluster_resources().get("GPU", 0))
             remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
-            ask = remote(num_cpus=1, num_gpus=1 if num_gpus else 0)(measure)
-            facts: MachineProperties = ray.get(ask.remote(list(libraries)))
+            measure_node = remote(num_cpus=1, num_gpus=1 if num_gpus else 0)(measure)
+            facts: MachineProperties = ray.get(measure_node.remote(list(libraries)))
         finally:
             ray.shutdown()
     model = facts.gpus[0] if facts.gpus else "GPU"

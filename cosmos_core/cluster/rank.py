@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from cosmos_core.imports import without_collection
+from cosmos_core.imports import without_garbage_collection
 
 
 class Messages(threading.Event):
@@ -44,8 +44,8 @@ class Rank:
 
     def __init__(self) -> None:
         self._imports = ExitStack()
-        self._imports.enter_context(without_collection())
-        self._told = Messages()
+        self._imports.enter_context(without_garbage_collection())
+        self._sent_messages = Messages()
         self._outcome: tuple[bool, Any] | None = None
 
     def run(self, program: Program, rendezvous: Rendezvous) -> tuple[bool, Any]:
@@ -53,7 +53,7 @@ class Rank:
         from cosmos_core.cluster.group import run_as_rank
 
         self._imports.close()
-        self._outcome = run_as_rank(program, self._told, rendezvous)
+        self._outcome = run_as_rank(program, self._sent_messages, rendezvous)
         return self._outcome
 
     def outcome(self) -> tuple[bool, Any] | None:
@@ -62,8 +62,8 @@ class Rank:
 
     def stop(self) -> None:
         """Request the program of this rank to stop."""
-        self._told.set()
+        self._sent_messages.set()
 
     def set_actors(self, actors: list[Any]) -> None:
         """Pass the handles of the actors that run alongside the ranks to the program of this rank."""
-        self._told.actors[:] = actors
+        self._sent_messages.actors[:] = actors

@@ -7,12 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.inputs import existing, source_of
-from cosmos_core.config.override import IMPLIED
+from cosmos_core.config.inputs import existing_path, source_of
+from cosmos_core.config.override import IMPLIED_SUFFIX
 from cosmos_core.config.reported import check_gates
-from cosmos_core.config.schema.marks import Only, mark
+from cosmos_core.config.schema.marks import SupportedValues, find_mark
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import InStage, Table, active_fields, active_tables, as_toml, status, switched_off
+from cosmos_core.config.schema.table import (
+    StageContext,
+    Table,
+    active_fields,
+    active_tables,
+    as_toml,
+    status,
+    unused_settings,
+)
 from cosmos_core.errors import ConfigError
 
 
@@ -30,7 +38,7 @@ def check_capabilities(pipeline: Pipeline) -> None:
     for stage in pipeline.stages:
         recipe = pipeline.recipes[stage.name]
         for table in (stage, recipe):
-            for problem in _refusals(table, InStage(recipe, pipeline.kind_of(stage))):
+            for problem in _refusals(table, StageContext(recipe, pipeline.kind_of(stage))):
                 raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: {problem}")
 
 
@@ -58,9 +66,14 @@ def _check_references(pipeline: Pipeline) -> None:
                     f"{pipeline.source}: stage {stage.name!r}: {key}.pass_rates = {dataset.pass_rates!r} completes no "
                     f"prompts; name a stage of kind rl or sample"
                 )
-        if kind.trains or kind.makes != "metrics" or not kind.scores or not recipe.train.train_policy.saves_reference:
+        if (
+            kind.trains_model
+            or kind.makes != "metrics"
+            or not kind.scores
+            or not recipe.train.train_policy.saves_reference_logprobs
+        ):
             continue
-        trained = [name for name in stage.after if pipeline.kind_of(pipeline.stage(name)).trains]
+        trained = [name for name in stage.after if pipeline.kind_of(pipeline.stage(name)).trains_model]
         if not any(pipeline.recipes[name].validation.enable for name in trained):
             raise ConfigError(
                 f"{pipeline.source}: stage {stage.name!r}: trainer_type = "
@@ -77,15 +90,16 @@ def _check_mixtures(pipeline: Pipeline) -> None:
             continue
         if pipeline.recipes[stage.name].train.train_policy.datasets:
             raise ConfigError(
-                f"{pipeline.source}: stage {stage.name.removesuffix(IMPLIED)!r}: data = {stage.data!r} takes the place "
-                f"of train.train_policy.datasets; leave data out, or set overrides.train.train_policy.datasets = []"
+                f"{pipeline.source}: stage {stage.name.removesuffix(IMPLIED_SUFFIX)!r}: data = {stage.data!r} takes "
+                f"the place of train.train_policy.datasets; leave data out, or set "
+                f"overrides.train.train_policy.datasets = []"
             )
 
 
 def _check_compared_rows(pipeline: Pipeline) -> None:
     """Refuse an export in quantised formats if the exported models cannot be compared with the original on any rows."""
     for stage in pipeline.stages:
-        if not pipeline.kind_of(stage).reads("export.formats") or not pipeline.recipes[stage.name].export.quantized:
+        if not pipeline.kind_of(stage).reads_key("export.formats") or not pipeline.recipes[stage.name].export.quantized:
             continue
         rows = source_of(stage.data)
         if rows is not None and pipeline.kind_of(pipeline.stage(rows)).makes != "data":
@@ -93,7 +107,7 @@ def _check_compared_rows(pipeline: Pipeline) -> None:
                 f"{pipeline.source}: stage {stage.name!r}: export.formats are compared with the model on prepared rows"
                 f", and data = {stage.data!r} has none; name a stage of kind prepare"
             )
-        trainings = [other.name for other in pipeline.stages if pipeline.kind_of(other).trains]
+        trainings = [other.name for other in pipeline.stages if pipeline.kind_of(other).trains_model]
         if not stage.data and not any(stage.name in pipeline.with_dependents(name) for name in trainings):
             raise ConfigError(
                 f"{pipeline.source}: stage {stage.name!r}: export.formats are compared with the model on rows, and no "
@@ -101,27 +115,27 @@ def _check_compared_rows(pipeline: Pipeline) -> None:
             )
 
 
-def notices_of(pipeline: Pipeline) -> list[str]:
+def unique_notices(pipeline: Pipeline) -> list[str]:
     """Return one line of text for each setting that is accepted but ignored or changed, without duplicates."""
-    stages = [InStage(recipe, pipeline.kind_of(pipeline.stage(name))) for name, recipe in pipeline.recipes.items()]
+    stages = [StageContext(recipe, pipeline.kind_of(pipeline.stage(name))) for name, recipe in pipeline.recipes.items()]
     lines = [
         line
         for stage in stages
-        for line in (*_ignored_settings(stage.recipe), *_ignored_revisions(stage.recipe), *_switched_off(stage))
+        for line in (*_ignored_settings(stage.recipe), *_ignored_revisions(stage.recipe), *_disabled_settings(stage))
     ]
     lines += [line for stage in stages for table in active_tables(stage.recipe) for line in table.notices(stage)]
     return list(dict.fromkeys((*pipeline.notices, *lines, *_ignored_timeouts(pipeline))))
 
 
-def _refusals(table: Table, stage: InStage) -> Iterator[str]:
+def _refusals(table: Table, stage: StageContext) -> Iterator[str]:
     for key, field, value, is_set in active_fields(table):
-        support, only = status(field), mark(field, Only)
-        if only and only.allows(value):
+        support, supported = status(field), find_mark(field, SupportedValues)
+        if supported and supported.is_supported(value):
             continue
-        if only or (is_set and support.name in {"planned", "unsupported"}):
-            yield f"{key} = {as_toml(value)}: {only.note if only else support.note}"
-    for inner in active_tables(table):
-        yield from inner.refusals(stage)
+        if supported or (is_set and support.name in {"planned", "unsupported"}):
+            yield f"{key} = {as_toml(value)}: {supported.note if supported else support.note}"
+    for subtable in active_tables(table):
+        yield from subtable.refusals(stage)
 
 
 def _ignored_settings(recipe: Recipe) -> Iterator[str]:
@@ -131,9 +145,9 @@ def _ignored_settings(recipe: Recipe) -> Iterator[str]:
             yield f"{key} = {as_toml(value)} has no effect here: {support.note}"
 
 
-def _switched_off(stage: InStage) -> Iterator[str]:
-    for key, value, switch in switched_off(stage.recipe):
-        if stage.kind.reads(key):
+def _disabled_settings(stage: StageContext) -> Iterator[str]:
+    for key, value, switch in unused_settings(stage.recipe):
+        if stage.kind.reads_key(key):
             yield f"{key} = {as_toml(value)} has no effect here: {switch} is off"
 
 
@@ -150,5 +164,5 @@ def _ignored_revisions(recipe: Recipe) -> Iterator[str]:
     for table, dataset in recipe.datasets.items():
         for key in ("subset", "revision"):
             value = getattr(dataset, key)
-            if value and existing(dataset.name, Path.cwd()):
+            if value and existing_path(dataset.name, Path.cwd()):
                 yield f"{table}.{key} = {as_toml(value)} has no effect here: {dataset.name} is on this machine"

@@ -19,15 +19,31 @@ import tomli_w
 from cosmos_core.config.compat.translate import with_algorithm_keys, with_current_keys
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.files import read_config
-from cosmos_core.config.inputs import STAGE_PREFIX, Input, existing, inputs_of, source_of
-from cosmos_core.config.load import MAX_FILE_BYTES, Values, merge, parse, printable, shorten, unusable, without_none
-from cosmos_core.config.media import absolute_media
-from cosmos_core.config.override import IMPLIED, drop_dead, entry_with, parse_setting, shared_values, sort_settings
+from cosmos_core.config.inputs import STAGE_PREFIX, Input, existing_path, inputs_of, source_of
+from cosmos_core.config.load import (
+    MAX_FILE_BYTES,
+    Values,
+    describe_unusable,
+    escape_controls,
+    merge,
+    parse,
+    shorten_message,
+    without_none,
+)
+from cosmos_core.config.media import with_absolute_media
+from cosmos_core.config.override import (
+    IMPLIED_SUFFIX,
+    apply_overrides,
+    drop_dead,
+    parse_setting,
+    sort_settings,
+    values_for_all_stages,
+)
 from cosmos_core.config.schema.clean import BENCHMARKS
-from cosmos_core.config.schema.marks import Where
+from cosmos_core.config.schema.marks import NamedThing
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import with_located
+from cosmos_core.config.schema.table import convert_named_things
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.config.sweep import with_sweeps
 from cosmos_core.config.target import absolute_target
@@ -89,10 +105,10 @@ class Pipeline:
         if stage.sweep is None or not stage.sweep.branches:
             return stage.model
         names = stage.sweep.branches[0].stages
-        makers = [name for name in names if self.kind_of(self.stage(name)).makes == "model"] or names[:1]
-        return f"{STAGE_PREFIX}{makers[-1]}"
+        model_makers = [name for name in names if self.kind_of(self.stage(name)).makes == "model"] or names[:1]
+        return f"{STAGE_PREFIX}{model_makers[-1]}"
 
-    def choice_among(self, name: str) -> StageConfig | None:
+    def branch_selector(self, name: str) -> StageConfig | None:
         """Return the stage that chooses among branches, one of which contains the stage `name`; None if none does."""
         for stage in self.stages:
             if stage.sweep is not None and any(name in branch.stages for branch in stage.sweep.branches):
@@ -130,7 +146,7 @@ def load_pipeline(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequ
         ConfigError: the configuration has an error; the message has one line and names the file and the key.
     """
     notices: list[str] = []
-    with _one_line_errors():
+    with _shorten_errors():
         shared = read_config(path, notices, over)
         return _check_saveable(_compose(path, shared, overrides, kinds, notices))
 
@@ -147,7 +163,7 @@ def with_stage(pipeline: Pipeline, stage: Values, tables: Values, source: Path) 
         ConfigError: as `load_pipeline`.
     """
     notices: list[str] = []
-    with _one_line_errors():
+    with _shorten_errors():
         values = pipeline.as_toml()
         tables = with_current_keys(tables, f"{source}: stage {stage['name']!r}", notices)
         values["pipeline"].setdefault("stages", []).append({**stage, "overrides": tables})
@@ -155,17 +171,17 @@ def with_stage(pipeline: Pipeline, stage: Values, tables: Values, source: Path) 
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
+def _shorten_errors() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(shorten(str(error))) from error
+        raise ConfigError(shorten_message(str(error))) from error
 
 
 def _check_saveable(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline after a check that a run can save it and read it again."""
     saved = pipeline.as_toml()
-    problem = unusable(saved)
+    problem = describe_unusable(saved)
     if not problem and len(tomli_w.dumps(saved).encode()) > MAX_FILE_BYTES:
         problem = f"more than {MAX_FILE_BYTES} bytes once it is written out for {len(pipeline.stages)} stages"
     if problem:
@@ -178,7 +194,7 @@ def _compose(path: Path, shared: Values, overrides: Sequence[str], kinds: Kinds,
     parsed = drop_dead([parse_setting(text) for text in overrides], notices)
     entries = _entries(path, table)
     if not entries:
-        tables = with_algorithm_keys(merge(shared, shared_values(parsed)), [])
+        tables = with_algorithm_keys(merge(shared, values_for_all_stages(parsed)), [])
         recipe = parse(Recipe, tables, source=str(path), notices=[])
         entries = [stage.model_dump(exclude_defaults=True) for stage in _stages_of_recipe(recipe, kinds)]
     settings = sort_settings(parsed, [entry["name"] for entry in entries if isinstance(entry.get("name"), str)])
@@ -186,19 +202,19 @@ def _compose(path: Path, shared: Values, overrides: Sequence[str], kinds: Kinds,
     config = parse(PipelineConfig, values, source=str(path), prefix="pipeline")
     stages, recipes, tables_of = [], {}, {}
     for number, entry in enumerate(entries):
-        stage = parse(StageConfig, entry_with(entry, settings), source=_where(path, entry, number))
+        stage = parse(StageConfig, apply_overrides(entry, settings), source=_describe_location(path, entry, number))
         tables = tables_of[stage.name] = merge(merge(shared, _recipe_file(path, stage, notices)), stage.overrides)
         recipe_file = f" (recipe {stage.recipe})" if stage.recipe else ""
         where = f"{path}: stage {stage.name!r}{recipe_file}"
         recipes[stage.name] = parse(Recipe, with_algorithm_keys(tables, notices), source=where, notices=notices)
         stages.append(stage)
     complete = config.model_copy(update={"stages": tuple(stages)})
-    pipeline = Pipeline(path, complete, recipes, kinds, tuple(dict.fromkeys(map(printable, notices))))
+    pipeline = Pipeline(path, complete, recipes, kinds, tuple(dict.fromkeys(map(escape_controls, notices))))
     _check_stages(pipeline)
     pipeline = _with_output_dir(pipeline)
     pipeline = with_sweeps(_sorted(_with_prepared_data(pipeline)), tables_of)
     pipeline = with_uploads(_sorted(pipeline))
-    return _absolute(_inherit_export_dtype(_sorted(pipeline)))
+    return _with_absolute_paths(_inherit_export_dtype(_sorted(pipeline)))
 
 
 def _entries(path: Path, table: Any) -> list[Mapping[str, Any]]:
@@ -211,7 +227,7 @@ def _entries(path: Path, table: Any) -> list[Mapping[str, Any]]:
     return entries
 
 
-def _where(path: Path, entry: Mapping[str, Any], number: int) -> str:
+def _describe_location(path: Path, entry: Mapping[str, Any], number: int) -> str:
     name = entry.get("name")
     return f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{number}]"
 
@@ -277,7 +293,7 @@ def _feed(recipe: Recipe) -> str:
 def _check_stages(pipeline: Pipeline) -> None:
     kinds = pipeline.kinds
     names = [stage.name for stage in pipeline.stages]
-    trainings = [s.name for s in pipeline.stages if s.kind in kinds and kinds[s.kind].trains]
+    trainings = [s.name for s in pipeline.stages if s.kind in kinds and kinds[s.kind].trains_model]
     for stage in pipeline.stages:
         where = f"{pipeline.source}: stage {stage.name!r}"
         if names.count(stage.name) > 1:
@@ -307,7 +323,7 @@ def _check_stages(pipeline: Pipeline) -> None:
 
 def _formats_of(pipeline: Pipeline, name: str | None) -> tuple[str, ...]:
     """Return the formats in which the stage `name` exports its model; empty if the stage exports no model."""
-    exports = [stage.name for stage in pipeline.stages if pipeline.kinds[stage.kind].reads("export.formats")]
+    exports = [stage.name for stage in pipeline.stages if pipeline.kinds[stage.kind].reads_key("export.formats")]
     return pipeline.recipes[name].export.formats if name in exports else ()
 
 
@@ -321,7 +337,7 @@ def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: Kinds) ->
     for key, form in kind.required_keys.items():
         if not getattr(stage, key):
             raise ConfigError(f"{where}: kind {kind.name!r} needs {key} = {form}")
-    if kind.trains and kind.feed != _feed(recipe):
+    if kind.trains_model and kind.feed != _feed(recipe):
         raise ConfigError(
             f"{where}: kind {kind.name!r} does not train with train.train_policy.type = "
             f"{recipe.train.train_policy.type!r}; take kind = {_kind(kinds, feed=_feed(recipe))!r}"
@@ -341,28 +357,30 @@ def _with_output_dir(pipeline: Pipeline) -> Pipeline:
         raise ConfigError(
             f"{pipeline.source}: train.output_dir = {folders}: a run has one folder; set pipeline.output_dir"
         )
-    return replace(pipeline, config=pipeline.config.derived(output_dir=next(iter(stage_of_folder), _OUTPUTS)))
+    return replace(pipeline, config=pipeline.config.derive(output_dir=next(iter(stage_of_folder), _OUTPUTS)))
 
 
 def _sorted(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline in topological order, which keeps the file's order where possible; refuse a cycle, and a
     reference to a stage that is missing from `after`."""
-    ordered = pipeline.with_stages(_in_order(pipeline))
+    ordered_pipeline = pipeline.with_stages(_topological_order(pipeline))
     complete = []
-    for stage in ordered.stages:
+    for stage in ordered_pipeline.stages:
         inputs = list(stage.after)
-        for key, reference in _references(stage, ordered.recipes[stage.name], ordered.kind_of(stage)):
+        for key, reference in _references(stage, ordered_pipeline.recipes[stage.name], ordered_pipeline.kind_of(stage)):
             upstream = source_of(reference)
-            if upstream is not None and stage.name not in ordered.with_dependents(upstream):
+            if upstream is not None and stage.name not in ordered_pipeline.with_dependents(upstream):
                 raise ConfigError(
                     f"{pipeline.source}: stage {stage.name!r}: {key} = {reference!r} but {upstream!r} is not in its "
                     f'`after`; write after = ["{upstream}"]'
                 )
             inputs += [upstream] if upstream else []
         complete.append(
-            stage.model_copy(update={"after": tuple(dict.fromkeys(inputs)), "target": _gate_target(ordered, stage)})
+            stage.model_copy(
+                update={"after": tuple(dict.fromkeys(inputs)), "target": _gate_target(ordered_pipeline, stage)}
+            )
         )
-    return ordered.with_stages(complete)
+    return ordered_pipeline.with_stages(complete)
 
 
 def _inherit_export_dtype(pipeline: Pipeline) -> Pipeline:
@@ -370,14 +388,14 @@ def _inherit_export_dtype(pipeline: Pipeline) -> Pipeline:
     recipes = dict(pipeline.recipes)
     for stage in pipeline.stages:
         kind, source, recipe = pipeline.kind_of(stage), source_of(stage.model), recipes[stage.name]
-        is_export = kind.makes == "model" and not kind.trains
+        is_export = kind.makes == "model" and not kind.trains_model
         if is_export and source and "param_dtype" not in recipe.train.model_fields_set:
             trained = recipes[source].train.param_dtype
-            recipes[stage.name] = recipe.derived(train=recipe.train.derived(param_dtype=trained))
+            recipes[stage.name] = recipe.derive(train=recipe.train.derive(param_dtype=trained))
     return replace(pipeline, recipes=recipes)
 
 
-def _in_order(pipeline: Pipeline) -> list[StageConfig]:
+def _topological_order(pipeline: Pipeline) -> list[StageConfig]:
     """Return the stages with each stage after the stages in its `after`, and otherwise in the order of the file."""
     stages = {stage.name: stage for stage in pipeline.stages}
     sorter = TopologicalSorter({name: stage.after for name, stage in stages.items()})
@@ -385,14 +403,14 @@ def _in_order(pipeline: Pipeline) -> list[StageConfig]:
         sorter.prepare()
     except CycleError as error:
         raise ConfigError(f"{pipeline.source}: the stages form a cycle: {' -> '.join(error.args[1])}") from error
-    ready, ordered = list(sorter.get_ready()), []
+    ready, ordered_names = list(sorter.get_ready()), []
     while ready:
         name = min(ready, key=list(stages).index)
         ready.remove(name)
-        ordered.append(stages[name])
+        ordered_names.append(stages[name])
         sorter.done(name)
         ready += sorter.get_ready()
-    return ordered
+    return ordered_names
 
 
 def _gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
@@ -401,7 +419,7 @@ def _gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
     uploads = [s.target for s in pipeline.stages if pipeline.kind_of(s).makes == "publication" and s.name in dependents]
     target = stage.target or (uploads[0] if stage.require and uploads else "")
     where = f"{pipeline.source}: stage {stage.name!r}"
-    if not target and any(parse_condition(text).needs_published for text in stage.require):
+    if not target and any(parse_condition(text).needs_published_model for text in stage.require):
         raise ConfigError(
             f"{where}: require compares with `published`, but there is no target to read it from; set target"
         )
@@ -425,14 +443,14 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
             stages.append(stage)
             continue
         trained = by_name.get(source_of(stage.model) or "")
-        if trained is not None and kinds[trained.name].makes == "model" and not kinds[trained.name].trains:
+        if trained is not None and kinds[trained.name].makes == "model" and not kinds[trained.name].trains_model:
             trained = by_name.get(source_of(trained.model) or "")
-        is_training = trained is not None and kinds[trained.name].trains
+        is_training = trained is not None and kinds[trained.name].trains_model
         if trained is not None and is_training and kinds[stage.name].makes == "metrics" and not stage.data:
-            name = prepared(trained) or f"{trained.name}{IMPLIED}"
-            stages.append(_depend_on_data(stage, data=f"stage:{name}", after=name))
+            name = prepared(trained) or f"{trained.name}{IMPLIED_SUFFIX}"
+            stages.append(_add_data_dependency(stage, data=f"stage:{name}", dependency=name))
             continue
-        name = f"{stage.name}{IMPLIED}"
+        name = f"{stage.name}{IMPLIED_SUFFIX}"
         if name in by_name:
             raise ConfigError(
                 f"{pipeline.source}: stage {name!r}: the name is taken by the data of stage {stage.name!r}"
@@ -444,42 +462,44 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
         needs = tuple(dict.fromkeys(source for _, reference in references if (source := source_of(reference))))
         stages.append(prepare_stage.model_copy(update={"after": needs}))
         recipes[name] = recipes[stage.name]
-        stages.append(_depend_on_data(stage, data=f"stage:{name}", after=name))
+        stages.append(_add_data_dependency(stage, data=f"stage:{name}", dependency=name))
     return pipeline.with_stages(stages, recipes)
 
 
-def _depend_on_data(stage: StageConfig, *, data: str, after: str) -> StageConfig:
-    return stage.model_copy(update={"data": data, "after": tuple(dict.fromkeys((*stage.after, after)))})
+def _add_data_dependency(stage: StageConfig, *, data: str, dependency: str) -> StageConfig:
+    return stage.model_copy(update={"data": data, "after": tuple(dict.fromkeys((*stage.after, dependency)))})
 
 
 def _origin_of_model(pipeline: Pipeline, by_name: Mapping[str, StageConfig], stage: StageConfig) -> str:
     """Return the model with the tokenizer of a stage: training keeps it, so rows can be prepared before training."""
-    recipes, model, seen = pipeline.recipes, stage.model, {stage.name}
+    recipes, model, visited = pipeline.recipes, stage.model, {stage.name}
     while (name := source_of(model)) is not None and pipeline.kind_of(by_name[name]).makes == "model":
-        if name in seen:
+        if name in visited:
             break  # `_in_order` reports the cycle of stages
-        seen.add(name)
+        visited.add(name)
         model = pipeline.starts_from(by_name[name]) or recipes[name].policy.model_name_or_path
     return "" if model == recipes[stage.name].policy.model_name_or_path else model
 
 
-def _absolute(pipeline: Pipeline) -> Pipeline:
+def _with_absolute_paths(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with absolute local paths, so that a run can be resumed from any folder."""
     folder = pipeline.source.parent
 
-    def absolute(text: str) -> str:
-        path = None if source_of(text) is not None else existing(text, Path.cwd()) or existing(text, folder)
+    def to_absolute(text: str) -> str:
+        path = None if source_of(text) is not None else existing_path(text, Path.cwd()) or existing_path(text, folder)
         return str(path.resolve()) if path else text
 
-    def convert(where: Where, text: str) -> str:
-        if where is Where.PUBLISHED:
-            return absolute_target(text, absolute)
-        file, colon, thing = text.rpartition(":")
+    def convert(where: NamedThing, text: str) -> str:
+        if where is NamedThing.PUBLISHED:
+            return absolute_target(text, to_absolute)
+        file, colon, object_name = text.rpartition(":")
         if file.endswith(".py"):
-            return f"{absolute(file)}{colon}{thing}"
-        return absolute(text) if where is Where.PATH and text else text
+            return f"{to_absolute(file)}{colon}{object_name}"
+        return to_absolute(text) if where is NamedThing.PATH and text else text
 
-    stages = [with_located(stage, convert) for stage in pipeline.stages]
-    recipes = {name: with_located(recipe, convert) for name, recipe in pipeline.recipes.items()}
-    recipes = {name: recipe.derived(custom=absolute_media(recipe.custom, absolute)) for name, recipe in recipes.items()}
+    stages = [convert_named_things(stage, convert) for stage in pipeline.stages]
+    recipes = {name: convert_named_things(recipe, convert) for name, recipe in pipeline.recipes.items()}
+    recipes = {
+        name: recipe.derive(custom=with_absolute_media(recipe.custom, to_absolute)) for name, recipe in recipes.items()
+    }
     return pipeline.with_stages(stages, recipes)

@@ -15,8 +15,8 @@ STDERR = "_stderr"
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt,
 }  # fmt: skip
-_COMPARISON = re.compile(r"\s*(\S+)\s*(>=|<=|==|>|<)\s*(?:published\s*(?:([+-])\s*([\d.]\S*))?|(\S+))\s*")
-_NOT_WORSE = re.compile(r"\s*(\S+)\s+not\s+worse\s+than\s+published(?:\s+by\s+([\d.]\S*))?\s*")
+_COMPARISON_PATTERN = re.compile(r"\s*(\S+)\s*(>=|<=|==|>|<)\s*(?:published\s*(?:([+-])\s*([\d.]\S*))?|(\S+))\s*")
+_NOT_WORSE_PATTERN = re.compile(r"\s*(\S+)\s+not\s+worse\s+than\s+published(?:\s+by\s+([\d.]\S*))?\s*")
 _RANGE = re.compile(r"\s*(?:([\d.]+)\s*(<=|<))?\s*pass_rate\s*(?:(<=|<|>=|>)\s*([\d.]+))?\s*")
 LOWER_IS_BETTER = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated", "bits_per_byte")
 """Words in the names of metrics whose lower values are better."""
@@ -37,29 +37,29 @@ class Condition:
     """Number that is added to the metric of the published model."""
 
     @property
-    def needs_published(self) -> bool:
+    def needs_published_model(self) -> bool:
         """Return True if the condition compares with the published model."""
         return self.bound == PUBLISHED
 
     def limit(self, published: float | None) -> float | None:
         """Return the number with which the condition compares a metric; None if that is the published model's metric
         and no model was published yet. `published` is the value of the metric of the published model."""
-        if not self.needs_published:
+        if not self.needs_published_model:
             return float(self.bound)
         # The sum is rounded, because 0.1 + 0.2 is above 0.3.
         return None if published is None else round(published + self.offset, 12)
 
-    def matches(self, name: str) -> bool:
+    def matches_metric(self, name: str) -> bool:
         """Return True if the condition applies to the metric `name`. A pattern with `*` does not match standard errors,
         which must be named in full."""
         is_pattern = "*" in self.metric and not name.endswith(STDERR)
         return name == self.metric or (is_pattern and fnmatchcase(name, self.metric))
 
-    def holds(self, value: float, limit: float | None, margin: float = 0.0) -> bool:
+    def is_satisfied(self, value: float, limit: float | None, margin: float = 0.0) -> bool:
         """Return True if `value`, worsened by `margin`, compares with `limit` as the condition requires. If `limit` is
         None (no model was published yet), any value passes; NaN never passes."""
-        adjusted = value - math.copysign(margin, 1.0 if self.comparison.startswith(">") else -1.0) if margin else value
-        return not math.isnan(value) and (limit is None or _OPERATORS[self.comparison](adjusted, limit))
+        worsened = value - math.copysign(margin, 1.0 if self.comparison.startswith(">") else -1.0) if margin else value
+        return not math.isnan(value) and (limit is None or _OPERATORS[self.comparison](worsened, limit))
 
 
 def parse_condition(text: str) -> Condition:
@@ -68,11 +68,11 @@ def parse_condition(text: str) -> Condition:
     Raises:
         ValueError: the text has none of the forms of a condition.
     """
-    if match := _NOT_WORSE.fullmatch(text):
+    if match := _NOT_WORSE_PATTERN.fullmatch(text):
         metric, by, bound = match[1], match[2] or "0", None
-        has_low_values = any(word in metric.rpartition("/")[2].lower() for word in LOWER_IS_BETTER)
-        comparison, sign = ("<=", "+") if has_low_values else (">=", "-")
-    elif match := _COMPARISON.fullmatch(text):
+        is_lower_better = any(word in metric.rpartition("/")[2].lower() for word in LOWER_IS_BETTER)
+        comparison, sign = ("<=", "+") if is_lower_better else (">=", "-")
+    elif match := _COMPARISON_PATTERN.fullmatch(text):
         metric, comparison, sign, by, bound = match[1], match[2], match[3] or "+", match[4] or "0", match[5]
     if not match or not _is_number(by) or (bound is not None and not _is_number(bound)):
         raise ValueError(
@@ -91,13 +91,14 @@ def parse_range(text: str) -> Callable[[float], bool]:
     match = _RANGE.fullmatch(text)
     if not match or not (match[1] or match[4]) or not all(_is_number(match[i] or "0") for i in (1, 4)):
         raise ValueError(f"keep = {text!r} must be NUMBER <= pass_rate <= NUMBER, or one half of it (also < and >)")
-    low, above, below, high = match.groups()
+    low, low_operator, high_operator, high = match.groups()
     return lambda rate: (
-        (not low or _OPERATORS[above](float(low), rate)) and (not high or _OPERATORS[below](rate, float(high)))
+        (not low or _OPERATORS[low_operator](float(low), rate))
+        and (not high or _OPERATORS[high_operator](rate, float(high)))
     )
 
 
-def margin(name: str, confidence: float, *measured: Mapping[str, float]) -> float | None:
+def noise_margin(name: str, confidence: float, *measured: Mapping[str, float]) -> float | None:
     """Return how much two measurements of the metric `name` must differ so that the difference is noise with a
     probability of at most 1 - `confidence`; None if the standard error of a measurement is unknown.
 

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from cosmos_core.config.compat import trl
-from cosmos_core.config.compat.translate import DEAD, MOVED, current_name
-from cosmos_core.config.load import shorten
-from cosmos_core.config.schema.marks import Only, Since, Status, StatusName, Unit, mark
+from cosmos_core.config.compat.translate import RENAMED_KEYS, UNUSED_KEYS, current_name
+from cosmos_core.config.load import shorten_message
+from cosmos_core.config.schema.marks import IntroducedIn, Status, StatusName, SupportedValues, UnitMark, find_mark
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Table, all_fields, status, tables_in
@@ -63,13 +63,13 @@ def find_key(name: str) -> list[Key]:
     Raises:
         ConfigError: there is no such key; the message suggests similar keys, or the replacement for a key of TRL.
     """
-    key_name = MOVED.get(name) or current_name(name)
+    key_name = RENAMED_KEYS.get(name) or current_name(name)
     keys = [key for key in all_keys() if key.name == key_name]
-    if key_name in DEAD and not trl.keys_of(name):
-        raise ConfigError(f"{name} does nothing in any version; it would have meant {DEAD[key_name]}")
+    if key_name in UNUSED_KEYS and not trl.keys_of(name):
+        raise ConfigError(f"{name} does nothing in any version; it would have meant {UNUSED_KEYS[key_name]}")
     keys = keys or [key for key in all_keys() if key.name in trl.keys_of(name) or key.name.rpartition(".")[2] == name]
     if not keys:
-        raise ConfigError(shorten(f"{name}: unknown key{trl.equivalent(name) or _suggest_keys(name)}"))
+        raise ConfigError(shorten_message(f"{name}: unknown key{trl.equivalent(name) or _suggest_keys(name)}"))
     return keys
 
 
@@ -84,15 +84,15 @@ def _suggest_keys(name: str) -> str:
     )
 
 
-def used_by(key: Key, kinds: Mapping[str, StageKind]) -> list[str]:
+def kinds_that_read(key: Key, kinds: Mapping[str, StageKind]) -> list[str]:
     """Return the names of the stage kinds that read a key."""
     if key.name.startswith("pipeline."):
         return []
-    return [kind.name for kind in kinds.values() if kind.reads(key.name)]
+    return [kind.name for kind in kinds.values() if kind.reads_key(key.name)]
 
 
 @cache
-def effects() -> Mapping[str, str]:
+def effect_tests() -> Mapping[str, str]:
     """Return the name of the test that shows an effect of changing a key, for each key."""
     tests = tomllib.loads(files("cosmos_core.config").joinpath("effects.toml").read_text(encoding="utf-8"))
     return {key: test for test, keys in tests.items() for key in keys}
@@ -106,7 +106,7 @@ def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
     """
     for key in find_key(name):
         yield f"{key.name}  ({key.table.__name__})"
-        if key.name in {MOVED.get(name), current_name(name)} - {name}:
+        if key.name in {RENAMED_KEYS.get(name), current_name(name)} - {name}:
             yield f"  was       {name}"
         elif key.name in trl.keys_of(name):
             yield f"  in TRL    {name.rpartition('.')[2]}"
@@ -116,9 +116,9 @@ def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
             "default": key.default,
             "unit": key.unit,
             "since": key.since,
-            "used by": ", ".join(used_by(key, kinds)) if key.status == "used" else "",
+            "used by": ", ".join(kinds_that_read(key, kinds)) if key.status == "used" else "",
             "status": key.status + (f": {key.note}" if key.note else ""),
-            "test": effects().get(key.name, ""),
+            "test": effect_tests().get(key.name, ""),
         }
         yield from (f"  {label:<9} {text}" for label, text in rows.items() if text)
 
@@ -126,13 +126,13 @@ def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
 def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, Status]) -> Key:
     """Return the description of a field. `tables` has the status of each table: a key is not used if its table is not
     used."""
-    unit: Unit | None = mark(field, Unit)
-    since: Since | None = mark(field, Since)
-    only: Only | None = mark(field, Only)
+    unit: UnitMark | None = find_mark(field, UnitMark)
+    since: IntroducedIn | None = find_mark(field, IntroducedIn)
+    supported: SupportedValues | None = find_mark(field, SupportedValues)
     key_status = status(field)
     if key_status.name == "used":
         key_status = tables.get(name.rpartition(".")[0], key_status)
-    is_ours = name.startswith("pipeline") or (since is not None and since.generation == "ours")
+    is_own_key = name.startswith("pipeline") or (since is not None and since.generation == "ours")
     return Key(
         name=name,
         table=table,
@@ -141,8 +141,8 @@ def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, S
         unit=unit.name if unit else "",
         meaning=" ".join((field.description or _field_docstrings(table).get(name.rpartition(".")[2], "")).split()),
         status=key_status.name,
-        note=key_status.note or (only.note if only else ""),
-        since=_GENERATIONS["ours" if is_ours else since.generation if since else "first"],
+        note=key_status.note or (supported.note if supported else ""),
+        since=_GENERATIONS["ours" if is_own_key else since.generation if since else "first"],
         is_table=bool(tables_in(field.annotation)),
     )
 
@@ -153,19 +153,19 @@ def _field_docstrings(table: type[Table]) -> Mapping[str, str]:
     imports the schema."""
     docstrings: dict[str, str] = {}
     for base in reversed(table.__mro__):
-        docstrings |= _strings(base.__module__).get(base.__name__, {}) if issubclass(base, Table) else {}
+        docstrings |= _class_docstrings(base.__module__).get(base.__name__, {}) if issubclass(base, Table) else {}
     return docstrings
 
 
 @cache
-def _strings(module: str) -> Mapping[str, Mapping[str, str]]:
+def _class_docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
     """Return the docstring of each field of each class in a module, by class name."""
     docstrings: dict[str, dict[str, str]] = {}
     for node in ast.parse(inspect.getsource(sys.modules[module])).body:
         if isinstance(node, ast.ClassDef):
             fields = docstrings.setdefault(node.name, {})
-            for item, below in pairwise(node.body):
-                match item, below:
+            for item, next_node in pairwise(node.body):
+                match item, next_node:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                         fields[name] = text
     return docstrings

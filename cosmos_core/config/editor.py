@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
-from cosmos_core.config.compat.translate import DEAD, MOVED
+from cosmos_core.config.compat.translate import RENAMED_KEYS, UNUSED_KEYS
 from cosmos_core.config.describe import all_keys
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -21,18 +21,21 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a configuration file (dialect 2020-12); its descriptions mark keys that have no effect
     or are not supported."""
     schema = _File.model_json_schema()
-    _let_type_be_inferred(schema)
+    _make_type_optional(schema)
     schema |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Configuration", "description": ""}
     for key in all_keys():
         properties = schema["$defs"].get(key.table.__name__, schema)["properties"]
         note = f" [{key.status}: {key.note}]" if key.note else ""
         properties[key.name.rpartition(".")[2]]["description"] = key.meaning + note
-    for old, meaning in {**{old: f"today's {new}" for old, new in MOVED.items()}, **DEAD}.items():
-        _deprecate(schema, old, meaning)
+    for old_key, meaning in {
+        **{old_key: f"today's {new}" for old_key, new in RENAMED_KEYS.items()},
+        **UNUSED_KEYS,
+    }.items():
+        _deprecate(schema, old_key, meaning)
     return schema
 
 
-def _let_type_be_inferred(schema: dict[str, Any]) -> None:
+def _make_type_optional(schema: dict[str, Any]) -> None:
     """Make `type` of `train_policy` optional, since it can be set in a file that this file extends, or follow from
     other keys."""
     for name in ("SftConfig", "DpoConfig", "KtoConfig"):
@@ -47,7 +50,9 @@ def _deprecate(schema: dict[str, Any], key: str, meaning: str) -> None:
     *parents, name = key.split(".")
     tables = [schema]
     for part in parents:
-        tables = [inner for table in tables for inner in _targets(schema, table.get("properties", {}).get(part, {}))]
+        tables = [
+            subtable for table in tables for subtable in _targets(schema, table.get("properties", {}).get(part, {}))
+        ]
     for table in tables:
         table["properties"].setdefault(name, {"deprecated": True, "description": meaning})
 

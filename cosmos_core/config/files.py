@@ -20,17 +20,17 @@ def read_config(path: Path, notices: list[str], over: Sequence[Path] = ()) -> Va
     """
     values = _read(path, notices, ())
     for file in over:
-        values = merge(values, _at_home(_read(file, notices, ()), file))
+        values = merge(values, _resolve_recipe_files(_read(file, notices, ()), file))
     return values
 
 
-def _read(path: Path, notices: list[str], below: tuple[Path, ...]) -> Values:
+def _read(path: Path, notices: list[str], including_files: tuple[Path, ...]) -> Values:
     resolved = Path(os.path.realpath(path))  # Path.resolve raises an error for a cycle of links
-    if len(below) == MAX_DEPTH:
+    if len(including_files) == MAX_DEPTH:
         raise ConfigError(f"{path}: behind {MAX_DEPTH} files that extend each other, the most that there may be")
-    if resolved in below:
-        circle = " -> ".join(str(file) for file in (*below, resolved))
-        raise ConfigError(f"{path}: extends itself: {circle}")
+    if resolved in including_files:
+        cycle = " -> ".join(str(file) for file in (*including_files, resolved))
+        raise ConfigError(f"{path}: extends itself: {cycle}")
     values = with_current_keys(read_toml(path), str(path), notices)
     for stage in _stages(values):
         if isinstance(stage.get("overrides"), dict):
@@ -45,11 +45,11 @@ def _read(path: Path, notices: list[str], below: tuple[Path, ...]) -> Values:
         file = path.parent / base
         if not os.path.exists(file):  # os.path.exists returns False for an invalid path; Path.exists raises
             raise ConfigError(f"{path}: extends = {base!r}: no such file ({file})")
-        merged = merge(merged, _at_home(_read(file, notices, (*below, resolved)), file))
+        merged = merge(merged, _resolve_recipe_files(_read(file, notices, (*including_files, resolved)), file))
     return merge(merged, values)
 
 
-def _at_home(values: Values, file: Path) -> Values:
+def _resolve_recipe_files(values: Values, file: Path) -> Values:
     """Return the values with the recipe files of their stages as absolute paths, resolved from the folder of `file`."""
     for stage in _stages(values):
         if isinstance(stage.get("recipe"), str) and stage["recipe"]:

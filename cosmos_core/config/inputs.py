@@ -17,9 +17,9 @@ from typing import Literal
 from cosmos_core.config.benchmark_files import TASK_FILES, local_data_files
 from cosmos_core.config.load import read_toml
 from cosmos_core.config.media import Media, media_settings
-from cosmos_core.config.prompt_sets import SETS, named_set
+from cosmos_core.config.prompt_sets import KNOWN_PROMPT_SETS, find_prompt_set
 from cosmos_core.config.schema.dataset import data_suffix, generator_of
-from cosmos_core.config.schema.marks import Where, mark
+from cosmos_core.config.schema.marks import NamedThing, find_mark
 from cosmos_core.config.schema.modality import ALL, TOKENIZER_FILES
 from cosmos_core.config.schema.pipeline import BLOCK, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -36,7 +36,7 @@ TRAINING_FILES = (
 )  # fmt: skip
 """Patterns of the files of a model folder that training reads: weights, configuration of the model, tokenizer. Other
 files, such as `generation_config.json` or a licence, affect exported models only."""
-_CARRIED_FILES = tuple(f"!{pattern}" for pattern in TRAINING_FILES)
+_EXCLUDED_TRAINING_FILES = tuple(f"!{pattern}" for pattern in TRAINING_FILES)
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
 ANNOTATIONS, MEDIA = "custom.dataset.annotation_path", "custom.dataset.media_path"
 _TRAIN_ROWS = "train.train_policy.dataset"
@@ -81,7 +81,7 @@ def is_remote(name: str) -> bool:
     return name.startswith("s3://")
 
 
-def existing(text: str, base: Path) -> Path | None:
+def existing_path(text: str, base: Path) -> Path | None:
     """Return the path of a file or folder, relative to `base`; None if it does not exist, as for a Hub id."""
     try:
         path = base / Path(text).expanduser()
@@ -103,30 +103,30 @@ def inputs_of(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[Inpu
 
 def _models(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input]:
     policy, has_weights = recipe.policy, kind.reads_model == "weights"
-    reads_any_file = not kind.entry or bool(policy.model_class)  # user code may read any file
-    patterns = ALL if reads_any_file else TRAINING_FILES
+    may_read_any_file = not kind.entry or bool(policy.model_class)  # user code may read any file
+    patterns = ALL if may_read_any_file else TRAINING_FILES
     if kind.reads_model == "tokenizer":
         patterns = policy.modality.encoder_files
     key, name = "policy.model_name_or_path", policy.model_name_or_path if kind.reads_model else ""
     if stage.model:
         key, name = "model", stage.model
     if name:
-        model = Input(key, "model", *_located(name), patterns, policy.model_revision)
+        model = Input(key, "model", *_locate_input(name), patterns, policy.model_revision)
         yield model
-        if model.form == "folder" and not reads_any_file:
+        if model.form == "folder" and not may_read_any_file:
             yield Input(key, "end_tokens", f"{model.location}/generation_config.json", "folder")
             if has_weights:
-                yield replace(model, role="carried", patterns=_CARRIED_FILES)
+                yield replace(model, role="carried", patterns=_EXCLUDED_TRAINING_FILES)
         if has_weights and model.form != "stage" and policy.model_safetensor_path:
             yield from _weights(policy.model_safetensor_path)
     if teacher := recipe.teacher_of(kind):
-        location, form = _located(teacher.model_name_or_path)
+        location, form = _locate_input(teacher.model_name_or_path)
         yield Input("distillation.model_name_or_path", "teacher", location, form, patterns, teacher.model_revision)
     # The manifest of a checkpoint contains the digests of its other files.
-    if kind.trains and isinstance(recipe.train.resume, str):
-        yield Input("train.resume", "resume", f"{_on_disk(recipe.train.resume)}/manifest.json", "folder")
-    if kind.trains and policy.lora is not None and policy.lora.lora_path is not None:
-        yield Input("policy.lora.lora_path", "adapter", _on_disk(policy.lora.lora_path), "folder")
+    if kind.trains_model and isinstance(recipe.train.resume, str):
+        yield Input("train.resume", "resume", f"{_resolve_existing(recipe.train.resume)}/manifest.json", "folder")
+    if kind.trains_model and policy.lora is not None and policy.lora.lora_path is not None:
+        yield Input("policy.lora.lora_path", "adapter", _resolve_existing(policy.lora.lora_path), "folder")
 
 
 def _weights(name: str) -> Iterator[Input]:
@@ -142,16 +142,18 @@ def _rows(stage: StageConfig, recipe: Recipe, kind: StageKind, model: Input | No
     media, modality = media_settings(recipe), recipe.policy.modality
     # A user function (`entry`) may read any file of a folder.
     data_files, media_files = (ALL, ALL) if stage.entry else (modality.data_files, modality.media_files)
-    is_source, of_training = kind.reads_data == "source", recipe.train.train_policy.sources
-    is_annotated = (is_source and not stage.data) or (stage.entry and existing(media.annotation_path, Path.cwd()))
+    is_source, training_sources = kind.reads_data == "source", recipe.train.train_policy.sources
+    is_annotated = (is_source and not stage.data) or (stage.entry and existing_path(media.annotation_path, Path.cwd()))
     names = {"data": stage.data, ANNOTATIONS: media.annotation_path if is_annotated else ""}
     for table, dataset in recipe.datasets.items() if is_source else ():
-        if table not in of_training or not stage.data:
+        if table not in training_sources or not stage.data:
             key = "local_dir" if getattr(dataset, "local_dir", "") else "name"
             names[f"{table}.{key}"] = getattr(dataset, key)
         names[f"{table}.pass_rates"] = dataset.pass_rates
-    is_named = any(each.dataset.name or getattr(each.dataset, "local_dir", "") for each in of_training.values())
-    if is_source and not (stage.data or media.annotation_path or is_named):
+    has_dataset_name = any(
+        each.dataset.name or getattr(each.dataset, "local_dir", "") for each in training_sources.values()
+    )
+    if is_source and not (stage.data or media.annotation_path or has_dataset_name):
         yield Input(f"{_TRAIN_ROWS}.name", "data", "", "folder")
     for key, name in names.items():
         if name:
@@ -163,20 +165,20 @@ def _rows(stage: StageConfig, recipe: Recipe, kind: StageKind, model: Input | No
                 else each
             )
     if (is_source or stage.entry) and (folder := _media(stage, recipe, media, model)):
-        is_needed = is_source and not stage.data and bool(media.media_path)
-        if is_needed or os.path.isdir(folder):
+        needs_media_path = is_source and not stage.data and bool(media.media_path)
+        if needs_media_path or os.path.isdir(folder):
             yield Input(MEDIA, "media", folder, "folder", media_files)
 
 
 def _data(key: str, name: str, patterns: tuple[str, ...], *, has_sets: bool) -> Input:
     if generator_of(name):
         return Input(key, "data", name, "literal")
-    location, form = _located(name)
-    if form in {"folder", "hub"} and not existing(name, Path.cwd()):
-        if has_sets and name in SETS:
+    location, form = _locate_input(name)
+    if form in {"folder", "hub"} and not existing_path(name, Path.cwd()):
+        if has_sets and name in KNOWN_PROMPT_SETS:
             form = "folder"
             with suppress(DataError):
-                location = str(named_set(name, key))
+                location = str(find_prompt_set(name, key))
         elif is_code(name):
             form = "code"
             with suppress(ConfigError):
@@ -194,20 +196,20 @@ def _media(stage: StageConfig, recipe: Recipe, media: Media, model: Input | None
     training, because prepared rows hold the digest of each image.
     """
     if media.media_path:
-        return _on_disk(media.media_path)
+        return _resolve_existing(media.media_path)
     rows = media.annotation_path
     folder = model.location if model and model.form == "folder" else ""
     if folder and any(os.path.isfile(Path(folder, name)) for name in _PROCESSOR_FILES):
         rows = rows or stage.data or next(iter(recipe.train.train_policy.sources.values())).dataset.name
-    path = existing(rows, Path.cwd()) if rows else None
+    path = existing_path(rows, Path.cwd()) if rows else None
     return str(path.parent if path.is_file() else path) if path is not None else ""
 
 
 def _benchmarks(recipe: Recipe, kind: StageKind) -> Iterator[Input]:
     """Yield the folder of the user's lm-eval tasks, and the local data files that these tasks name."""
     key = "evaluate.include_path"
-    if kind.reads(key) and (folder := recipe.evaluate.include_path):
-        yield Input(key, "data", location := _on_disk(folder), "folder", TASK_FILES)
+    if kind.reads_key(key) and (folder := recipe.evaluate.include_path):
+        yield Input(key, "data", location := _resolve_existing(folder), "folder", TASK_FILES)
         yield from (Input(key, "data", str(file), "folder") for file in local_data_files(Path(location)))
 
 
@@ -215,12 +217,14 @@ def _files(stage: StageConfig, recipe: Recipe) -> Iterator[Input]:
     """Yield the chat templates of a stage, and its reward service with the code and models that the service uses."""
     turns, template = recipe.rollout.multi_turn_config, recipe.policy.chat_template
     if turns.enable and (file := turns.custom_chat_template_path) is not None:
-        yield Input("rollout.multi_turn_config.custom_chat_template_path", "chat_template", _on_disk(file), "folder")
+        yield Input(
+            "rollout.multi_turn_config.custom_chat_template_path", "chat_template", _resolve_existing(file), "folder"
+        )
     if template:
-        is_file = os.path.isfile(path := _on_disk(template))
+        is_file = os.path.isfile(path := _resolve_existing(template))
         yield Input("policy.chat_template", "template", *((path, "folder") if is_file else (template, "literal")))
     if stage.reward_service and not stage.reward_service.startswith(BLOCK):
-        service = _on_disk(stage.reward_service)
+        service = _resolve_existing(stage.reward_service)
         yield Input("reward_service", "reward_service", service, "folder")
         for name, part in _service_parts(Path(service)):
             yield Input(name, "rewards", str(part), "folder")
@@ -236,7 +240,7 @@ def _service_parts(file: Path) -> Iterator[tuple[str, Path]]:
     names = [str(table.get(key, "")) for table in tables if isinstance(table, dict) for key in ("entry", "model_path")]
     for name in filter(None, dict.fromkeys(names)):
         module, _, _ = name.rpartition(":") if is_import_path(name) else (name, "", "")
-        path = existing(module, Path.cwd()) or existing(module, file.parent)
+        path = existing_path(module, Path.cwd()) or existing_path(module, file.parent)
         with suppress(ConfigError):
             path = path or (code_file(name) if is_import_path(name) else None)
         if path is not None:
@@ -251,11 +255,11 @@ def _code(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input
         yield Input("target", "target", target, "code")
     policy, held_out = recipe.train.train_policy, recipe.validation.reward_function
     for key, field, value, _ in active_fields(recipe):
-        if mark(field, Where) is Where.CODE:
+        if find_mark(field, NamedThing) is NamedThing.CODE:
             names = (value,) if isinstance(value, str) else value or ()
             role: Role = "code" if affects_result(field) else "hook"
-            is_scored = {*policy.rewards, *held_out} if isinstance(value, dict) else ()
-            yield from (Input(key, role, n, "code") for n in names if is_import_path(n) and n not in is_scored)
+            score_functions = {*policy.rewards, *held_out} if isinstance(value, dict) else ()
+            yield from (Input(key, role, n, "code") for n in names if is_import_path(n) and n not in score_functions)
     for key, rewards in (("train.train_policy", policy.rewards), ("validation", held_out)):
         for name in rewards:
             yield Input(f"{key}.reward_function", "reward", name, "code" if is_import_path(name) else "literal")
@@ -266,20 +270,20 @@ def _code(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input
             yield Input(f"{_TRAIN_ROWS}.name", "data_code", name, "code")
 
 
-def _located(name: str) -> tuple[str, Form]:
+def _locate_input(name: str) -> tuple[str, Form]:
     """Return the location and the form of a model or data set. A name that is no existing path is a Hub id, unless its
     form shows that it is a path."""
     if source_of(name) is not None:
         return name, "stage"
     if is_remote(name):
         return name, "store"
-    path = existing(name, Path.cwd())
+    path = existing_path(name, Path.cwd())
     # Hub ids have at most one slash and no leading dot.
     is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or name.endswith("/")
     return str(path or name), "folder" if path or is_path else "hub"
 
 
-def _on_disk(name: str) -> str:
+def _resolve_existing(name: str) -> str:
     """Return the path of a file or folder relative to the current folder; return the name of a missing file
     unchanged."""
-    return str(existing(name, Path.cwd()) or name)
+    return str(existing_path(name, Path.cwd()) or name)

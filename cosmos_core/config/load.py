@@ -27,7 +27,7 @@ _UNION_MEMBER = re.compile(r"(constrained-)?(float|int|str|bool)|(tuple|dict|lis
 
 MAX_FILE_BYTES = 16 << 20
 MAX_DEPTH = 32  # maximum depth of nested tables, above that of the schema and below Python's recursion limit
-_MOST_NAMED = 3
+_MAX_NAMED_KEYS = 3
 MAX_LINE = 1000  # maximum length of an error message in characters, about one screen
 
 
@@ -52,10 +52,10 @@ def read_toml(path: Path) -> Values:
     except RecursionError:
         raise ConfigError(f"{path}: nested more than {MAX_DEPTH} tables deep") from None
     except ValueError as error:  # invalid TOML, or an integer with more digits than Python parses
-        raise ConfigError(f"{path}: not valid TOML: {_one_line(str(error))}") from error
+        raise ConfigError(f"{path}: not valid TOML: {_join_lines(str(error))}") from error
     if values is None:
         raise ConfigError(f"{path}: more than {MAX_FILE_BYTES} bytes, the most that a configuration may have")
-    if problem := unusable(values):
+    if problem := describe_unusable(values):
         raise ConfigError(f"{path}: {problem}")
     return values
 
@@ -79,21 +79,21 @@ def parse(
         mistakes = error.errors(include_url=False)
         # Report a misspelt key first, because it often causes the other errors.
         mistakes.sort(key=lambda mistake: mistake["type"] != "extra_forbidden")
-        first = _deepest(table, mistakes)
+        first = _best_fitting_mistake(table, mistakes)
         message = _explain(table, first, prefix, values)
         keys = dict.fromkeys(_printable_key(tuple(_keys(table, mistake)), prefix) for mistake in mistakes)
         other_keys = [key for key in keys if key != _printable_key(tuple(_keys(table, first)), prefix)]
-        raise ConfigError(f"{source}: {message}{_other_mistakes(other_keys)}") from error
+        raise ConfigError(f"{source}: {message}{_mention_other_keys(other_keys)}") from error
 
 
-class Part(dict[str, Any]):
+class OverrideTable(dict[str, Any]):
     """Table that is created for a dotted key; when it is merged over a table, the other keys of the table remain."""
 
 
-def nested(keys: Sequence[str], value: Any) -> Any:
+def nest_value(keys: Sequence[str], value: Any) -> Any:
     """Return `value` inside nested tables, with one table for each key in `keys`."""
     for key in reversed(keys):
-        value = Part({key: value})
+        value = OverrideTable({key: value})
     return value
 
 
@@ -105,18 +105,22 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any], table: str = "") -> 
     """
     merged = type(base)(base) if isinstance(base, dict) else dict(base)
     for name, value in over.items():
-        below, key = merged.get(name), f"{table}.{name}".removeprefix(".").removeprefix("overrides.")
-        if isinstance(below, Mapping) and isinstance(value, Mapping) and not _is_replaced(key, below, value):
-            merged[name] = merge(below, value, key)
+        base_value, key = merged.get(name), f"{table}.{name}".removeprefix(".").removeprefix("overrides.")
+        if (
+            isinstance(base_value, Mapping)
+            and isinstance(value, Mapping)
+            and not _replaces_table(key, base_value, value)
+        ):
+            merged[name] = merge(base_value, value, key)
         else:
             merged[name] = value
     return merged
 
 
-def _is_replaced(key: str, below: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+def _replaces_table(key: str, base_value: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
     if key == "train.train_policy":  # a table with another `type` has other keys, so it replaces the old table
-        return "type" in value and value["type"] != below.get("type", value["type"])
-    return key in _maps() and not isinstance(value, Part)
+        return "type" in value and value["type"] != base_value.get("type", value["type"])
+    return key in _maps() and not isinstance(value, OverrideTable)
 
 
 @cache
@@ -124,14 +128,14 @@ def _maps() -> frozenset[str]:
     """Return the keys of a recipe whose values are maps with free names, such as weights of rewards, not tables."""
     from cosmos_core.config.schema.recipe import Recipe
 
-    return frozenset(key for key, _, field in all_fields(Recipe) if _is_map(field.annotation))
+    return frozenset(key for key, _, field in all_fields(Recipe) if _has_map(field.annotation))
 
 
-def _is_map(annotation: Any) -> bool:
+def _has_map(annotation: Any) -> bool:
     arguments = get_args(annotation)
     if get_origin(annotation) is dict:
         return arguments[1] is not Any  # the table `[custom]` may contain nested tables
-    return any(map(_is_map, arguments))
+    return any(map(_has_map, arguments))
 
 
 def without_none(value: Any) -> Any:
@@ -143,47 +147,49 @@ def without_none(value: Any) -> Any:
     return value
 
 
-def unusable(values: Values) -> str:
+def describe_unusable(values: Values) -> str:
     """Return a description of the first value that parses but cannot be used later, such as a 65-bit integer; empty if
     there is none. The search is not recursive, because tables may be nested too deeply."""
     level: list[Any] = [values]
     for _ in range(MAX_DEPTH):
-        inner = [item for value in level for item in ((*value, *value.values()) if isinstance(value, dict) else value)]
-        if any(isinstance(item, int) and not -(1 << 63) <= item < 1 << 63 for item in inner):
+        nested_values = [
+            item for value in level for item in ((*value, *value.values()) if isinstance(value, dict) else value)
+        ]
+        if any(isinstance(item, int) and not -(1 << 63) <= item < 1 << 63 for item in nested_values):
             return "an integer of more than 64 bits, the most that TOML has"
         # Command line arguments and file names may contain any bytes.
-        texts = [item for item in inner if isinstance(item, str)]
+        texts = [item for item in nested_values if isinstance(item, str)]
         if any("\0" in text or text.encode("utf-8", "ignore").decode() != text for text in texts):
             return "a text with null characters or with bytes that are not UTF-8"
-        level = [item for item in inner if isinstance(item, dict | list)]
+        level = [item for item in nested_values if isinstance(item, dict | list)]
     return f"nested more than {MAX_DEPTH} tables deep" if level else ""
 
 
-def _deepest(table: type[Table], mistakes: list[Any]) -> Any:
+def _best_fitting_mistake(table: type[Table], mistakes: list[Any]) -> Any:
     """Return the first error or, for a value with several possible forms, the error of the form that fits best."""
     keys = list(_keys(table, mistakes[0]))
-    below = [mistake for mistake in mistakes if list(_keys(table, mistake))[: len(keys)] == keys]
-    return max(below, key=lambda mistake: len(list(_keys(table, mistake))))
+    nested_mistakes = [mistake for mistake in mistakes if list(_keys(table, mistake))[: len(keys)] == keys]
+    return max(nested_mistakes, key=lambda mistake: len(list(_keys(table, mistake))))
 
 
-def _other_mistakes(keys: Sequence[str]) -> str:
+def _mention_other_keys(keys: Sequence[str]) -> str:
     """Return the end of an error message that names other keys with errors; empty if there are none."""
-    named = [key if len(key) <= 60 else f"{key[:57]}..." for key in keys[:_MOST_NAMED]]
-    if len(keys) > len(named):
-        named.append(f"{len(keys) - len(named)} more")
-    return f" (and {', '.join(named)})" if named else ""
+    shortened_keys = [key if len(key) <= 60 else f"{key[:57]}..." for key in keys[:_MAX_NAMED_KEYS]]
+    if len(keys) > len(shortened_keys):
+        shortened_keys.append(f"{len(keys) - len(shortened_keys)} more")
+    return f" (and {', '.join(shortened_keys)})" if shortened_keys else ""
 
 
 def _printable_key(keys: Sequence[int | str], prefix: str) -> str:
     """Return the dotted key of an error; names with control characters are quoted for the terminal."""
-    shown = [name if name.isprintable() and name else repr(name) for name in map(str, keys)]
-    return ".".join([prefix, *shown] if prefix else shown)
+    printable_names = [name if name.isprintable() and name else repr(name) for name in map(str, keys)]
+    return ".".join([prefix, *printable_names] if prefix else printable_names)
 
 
 def _explain(table: type[Table], mistake: Any, prefix: str, values: Any) -> str:
     keys = [str(key) for key in _keys(table, mistake)]
     key = _printable_key(keys, prefix)
-    value = short(mistake.get("input"))
+    value = short_text(mistake.get("input"))
     if mistake["type"] == "extra_forbidden":
         return f"{key}: unknown key{_suggest(table, keys, prefix, values)}"
     if mistake["type"] == "missing":
@@ -192,16 +198,16 @@ def _explain(table: type[Table], mistake: Any, prefix: str, values: Any) -> str:
         return f"{key}.{mistake['ctx']['discriminator'].strip(chr(39))}: is required"
     if mistake["type"] == "union_tag_invalid":
         discriminator, tag = mistake["ctx"]["discriminator"].strip("'"), mistake["ctx"]["tag"]
-        return f"{key}.{discriminator} = {short(tag)}: must be one of {mistake['ctx']['expected_tags']}"
+        return f"{key}.{discriminator} = {short_text(tag)}: must be one of {mistake['ctx']['expected_tags']}"
     if mistake["type"] in _SHAPES:
         return f"{key} = {value}: must be {_SHAPES[mistake['type']]}"
     message = mistake["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     if mistake["type"] == "value_error":  # the message of a validator of the schema contains the value
         if keys and message.startswith(f"{keys[-1]} "):
-            return key + _one_line(message)[len(keys[-1]) :]
-        return f"{key}: {_one_line(message)}" if key else _one_line(message)
-    return f"{key} = {value}: {_one_line(message)}"
+            return key + _join_lines(message)[len(keys[-1]) :]
+        return f"{key}: {_join_lines(message)}" if key else _join_lines(message)
+    return f"{key} = {value}: {_join_lines(message)}"
 
 
 def _keys(table: type[Table], mistake: Any) -> Iterator[int | str]:
@@ -231,66 +237,66 @@ def _suggest(table: type[Table], keys: list[str], prefix: str, values: Any) -> s
     """Return the end of an error message with a suggestion for an unknown key: the equivalent of a TRL name, otherwise
     a similar name in the same table, the same name in another table, or a similar path."""
     names = sorted({key for key, *_ in all_fields(table)})
-    dotted = ".".join(keys)
-    if dotted in names:
-        owners = [model for key, model, _ in all_fields(table) if key == dotted and "type" in model.model_fields]
+    dotted_key = ".".join(keys)
+    if dotted_key in names:
+        owners = [model for key, model, _ in all_fields(table) if key == dotted_key and "type" in model.model_fields]
         names_of_kinds = [kind for model in owners for kind in get_args(model.model_fields["type"].annotation)]
         kinds = " or ".join(dict.fromkeys(f'"{kind}"' for kind in names_of_kinds))
         type_key = f"{'.'.join(keys[:-1])}.type"
-        if not _says_type(values, keys[:-1]):
+        if not _has_type_or_value(values, keys[:-1]):
             return f" here; set {type_key} = {kinds}"
         return f" here; it belongs to {type_key} = {kinds}" if kinds else " here"
-    if foreign := trl.equivalent(dotted):
-        return foreign
-    if (meant := _near_meaning(keys[-1], names)) and not prefix:
-        return f"; did you mean {meant}?"
-    parent = dotted.rpartition(".")[0]
+    if equivalent_key := trl.equivalent(dotted_key):
+        return equivalent_key
+    if (intended_key := _closest_foreign_key(keys[-1], names)) and not prefix:
+        return f"; did you mean {intended_key}?"
+    parent = dotted_key.rpartition(".")[0]
     siblings = [k for k in names if k.rpartition(".")[0] == parent]
-    similar = difflib.get_close_matches(dotted, siblings, n=1, cutoff=0.75)
+    similar = difflib.get_close_matches(dotted_key, siblings, n=1, cutoff=0.75)
     similar = similar or [k for k in names if k.rpartition(".")[2] == keys[-1]][:1]
-    similar = similar or difflib.get_close_matches(dotted, names, n=1, cutoff=0.8)
+    similar = similar or difflib.get_close_matches(dotted_key, names, n=1, cutoff=0.8)
     return f"; did you mean {f'{prefix}.' if prefix else ''}{similar[0]}?" if similar else ""
 
 
-def _near_meaning(name: str, known: Sequence[str]) -> str:
+def _closest_foreign_key(name: str, known: Sequence[str]) -> str:
     """Return the key to which a misspelt name of transformers or TRL corresponds; empty if a key of this schema is at
     least as similar.
 
     Example: the letters of `optm_learnrate` are closer to `optm_name` than to `optm_lr`, which is the learning rate.
     """
-    own_names = {_letters(key.rpartition(".")[2]) for key in known}
-    trl_names = {_letters(each): keys[0] for each, keys in trl.NAMES.items() if keys[0] in known}
-    [similar] = difflib.get_close_matches(_letters(name), [*own_names, *trl_names], n=1, cutoff=0.75) or [""]
+    own_names = {_normalise_key(key.rpartition(".")[2]) for key in known}
+    trl_names = {_normalise_key(each): keys[0] for each, keys in trl.NAMES.items() if keys[0] in known}
+    [similar] = difflib.get_close_matches(_normalise_key(name), [*own_names, *trl_names], n=1, cutoff=0.75) or [""]
     return trl_names[similar] if similar in trl_names and similar not in own_names else ""
 
 
-def _letters(name: str) -> str:
+def _normalise_key(name: str) -> str:
     return name.removeprefix("optm_").replace("_", "")
 
 
-def _says_type(values: Any, keys: list[str]) -> bool:
+def _has_type_or_value(values: Any, keys: list[str]) -> bool:
     """Return True if the table at the path `keys` sets `type`, or if the value at this path is not a table."""
     for key in keys:
         values = values.get(key) if isinstance(values, Mapping) else None
     return not isinstance(values, Mapping) or "type" in values
 
 
-def short(value: Any) -> str:
+def short_text(value: Any) -> str:
     """Return the text of a value for an error message, shortened to 60 characters."""
-    text = _one_line(repr(value))
+    text = _join_lines(repr(value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _one_line(text: str) -> str:
+def _join_lines(text: str) -> str:
     return " ".join(text.split())
 
 
-def printable(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return a text on one line, with control characters escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in _one_line(text))
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in _join_lines(text))
 
 
-def shorten(message: str) -> str:
+def shorten_message(message: str) -> str:
     """Return an error message on one line; the middle of a long message is omitted."""
-    line = printable(message)
+    line = escape_controls(message)
     return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 300]} ... {line[-295:]}"

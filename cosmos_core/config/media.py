@@ -12,7 +12,7 @@ from cosmos_core.errors import ConfigError
 
 MEDIA_PATHS = ("annotation_path", "media_path")
 _PIXELS = ("min_pixels", "max_pixels")
-_OF_VIDEOS = ("fps", "nframes", "min_frames", "max_frames", "total_pixels")
+_VIDEO_KEYS = ("fps", "nframes", "min_frames", "max_frames", "total_pixels")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Media:
     pixels: tuple[tuple[str, int], ...] = ()
     """Bounds of the image size as pairs of a name, `min_pixels` or `max_pixels`, and a number of pixels; only bounds
     that the recipe sets."""
-    ignored: tuple[str, ...] = ()
+    ignored_keys: tuple[str, ...] = ()
     """Dotted keys about videos that the recipe sets and that have no effect."""
 
 
@@ -51,11 +51,11 @@ def media_settings(recipe: Recipe) -> Media:
     return Media(
         **paths,
         pixels=tuple((key, _pixels(key, vision[key])) for key in _PIXELS if vision.get(key) is not None),
-        ignored=tuple(f"custom.vision.{key}" for key in _OF_VIDEOS if key in vision),
+        ignored_keys=tuple(f"custom.vision.{key}" for key in _VIDEO_KEYS if key in vision),
     )
 
 
-def absolute_media(custom: dict[str, Any], absolute: Callable[[str], str]) -> dict[str, Any]:
+def with_absolute_media(custom: dict[str, Any], absolute: Callable[[str], str]) -> dict[str, Any]:
     """Return the table `[custom]` with the paths in `[custom.dataset]` converted by `absolute`."""
     media = custom.get("dataset")
     if not isinstance(media, dict):

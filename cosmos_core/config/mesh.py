@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.inputs import existing, source_of
+from cosmos_core.config.inputs import existing_path, source_of
 from cosmos_core.config.placement import is_open, needs_gpu, placement, with_default_mode, with_engines_in_ranks
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
-from cosmos_core.machine_properties import facts_of_workers
+from cosmos_core.machine_properties import measure_workers
 
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_HEAD_COUNT_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -35,12 +35,12 @@ def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> in
     _check_split("policy.parallelism", recipe.policy.parallelism, model)
     if recipe.train.train_policy.has_rollouts:
         _check_split("rollout.parallelism", recipe.rollout.parallelism, model)
-    whole = with_dp_shard_size(recipe, gpus)
-    mesh = whole.policy.parallelism
+    full_recipe = with_dp_shard_size(recipe, gpus)
+    mesh = full_recipe.policy.parallelism
     _check_batch(recipe, abs(mesh.dp_shard_size))
-    total = whole.num_gpus(has_rollouts=recipe.train.train_policy.has_rollouts)
+    total = full_recipe.num_gpus(has_rollouts=recipe.train.train_policy.has_rollouts)
     if gpus is not None and total > gpus:
-        raise ConfigError(_too_many(mesh, total, gpus))
+        raise ConfigError(_too_many_gpus_message(mesh, total, gpus))
     return total
 
 
@@ -56,7 +56,7 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
             continue
         recipe = pipeline.recipes[stage.name]
         model = stage.model or recipe.policy.model_name_or_path
-        folder = None if source_of(model) else existing(model, Path.cwd())
+        folder = None if source_of(model) else existing_path(model, Path.cwd())
         try:
             gpus_by_stage[stage.name] = check_mesh(recipe, pipeline.config.gpus, model_facts(folder) if folder else {})
         except ConfigError as error:
@@ -78,10 +78,10 @@ def resolve_gpus(pipeline: Pipeline) -> Pipeline:
         if not kind.has_mesh:
             continue
         if is_open(recipe, kind):
-            elsewhere = bool(stage.work_pool) and not pipeline.config.gpus
-            recipe, notice = with_default_mode(recipe, None if elsewhere else gpus_of_workers(pipeline))
+            is_remote = bool(stage.work_pool) and not pipeline.config.gpus
+            recipe, notice = with_default_mode(recipe, None if is_remote else gpus_of_workers(pipeline))
             notices += [notice] if notice else []
-        elif kind.makes == "metrics" and (recipe.mode == "disaggregated" or recipe.is_of_cosmos_rl):
+        elif kind.makes == "metrics" and (recipe.mode == "disaggregated" or recipe.has_cosmos_rl_keys):
             recipe, changed = with_engines_in_ranks(recipe)
             notices += [f"stage {stage.name!r}: {changed}, because its ranks generate"] if changed else []
         if recipe.policy.parallelism.dp_shard_size == -1:
@@ -97,7 +97,7 @@ def resolve_gpus(pipeline: Pipeline) -> Pipeline:
 
 def gpus_of_workers(pipeline: Pipeline) -> int:
     """Return `pipeline.gpus` or, if unset, the number of GPUs of the machine or cluster that runs the stages."""
-    return pipeline.config.gpus or len(facts_of_workers(python=pipeline.config.python, is_group=True).gpus)
+    return pipeline.config.gpus or len(measure_workers(python=pipeline.config.python, is_group=True).gpus)
 
 
 def placements(pipeline: Pipeline) -> list[str]:
@@ -121,8 +121,8 @@ def with_dp_shard_size(recipe: Recipe, gpus: int | None) -> Recipe:
     if mesh.dp_shard_size != -1 or gpus is None:
         return recipe
     has_rollouts = recipe.train.train_policy.has_rollouts
-    of_engines = recipe.num_gpus(has_rollouts=has_rollouts) - recipe.num_gpus(has_rollouts=False)
-    ranks_per_shard, gpus_per_replica = _others(mesh), (gpus - of_engines) // mesh.n_init_replicas
+    engine_gpus = recipe.num_gpus(has_rollouts=has_rollouts) - recipe.num_gpus(has_rollouts=False)
+    ranks_per_shard, gpus_per_replica = _ranks_per_shard(mesh), (gpus - engine_gpus) // mesh.n_init_replicas
     size = max(1, gpus_per_replica // ranks_per_shard)
     if size * ranks_per_shard != gpus_per_replica:
         raise ConfigError(
@@ -130,8 +130,8 @@ def with_dp_shard_size(recipe: Recipe, gpus: int | None) -> Recipe:
             f"{ranks_per_shard} that the other sizes take; the nearest is dp_shard_size = {size}, with "
             f"{size * ranks_per_shard * mesh.n_init_replicas} GPUs"
         )
-    parallelism = mesh.derived(dp_shard_size=size)
-    return recipe.derived(policy=recipe.policy.derived(parallelism=parallelism))
+    parallelism = mesh.derive(dp_shard_size=size)
+    return recipe.derive(policy=recipe.policy.derive(parallelism=parallelism))
 
 
 def model_facts(folder: Path) -> dict[str, Any]:
@@ -145,24 +145,26 @@ def model_facts(folder: Path) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-def _others(mesh: ParallelismConfig) -> int:
+def _ranks_per_shard(mesh: ParallelismConfig) -> int:
     """Return the number of ranks per shard, which is the product of all mesh sizes except dp_shard_size."""
     return mesh.world_size // abs(mesh.dp_shard_size)
 
 
 def _check_split(where: str, mesh: ParallelismConfig, model: Mapping[str, Any]) -> None:
     """Check that the mesh sizes tp, cp, pp and ep divide the heads, vocabulary, layers and experts of the model."""
-    heads, layers = (next((model[key] for key in keys if key in model), None) for keys in (_HEADS, _LAYERS))
+    num_heads, layers = (
+        next((model[key] for key in keys if key in model), None) for keys in (_HEAD_COUNT_KEYS, _LAYERS)
+    )
     pairs = (
-        ("attention heads", heads),
+        ("attention heads", num_heads),
         ("key-value heads", model.get("num_key_value_heads")),
         ("features of the feed-forward part", model.get("intermediate_size")),
     )
     for counted, count in (*pairs, ("vocabulary entries", model.get("vocab_size"))):
         _divides(f"{where}.tp_size", mesh.tp_size, counted, count)
-    if isinstance(heads, int):
+    if isinstance(num_heads, int):
         _divides(
-            f"{where}.cp_size", mesh.cp_size, f"attention heads of tp_size = {mesh.tp_size}", heads // mesh.tp_size
+            f"{where}.cp_size", mesh.cp_size, f"attention heads of tp_size = {mesh.tp_size}", num_heads // mesh.tp_size
         )
     experts = next((model[key] for key in _EXPERTS if isinstance(model.get(key), int)), None)
     if mesh.ep_size > 1 and model and experts is None:
@@ -181,17 +183,17 @@ def _check_stages(where: str, mesh: ParallelismConfig, layers: int) -> None:
         raise ConfigError(f"{where}.pp_size = {mesh.pp_size}: the model has {layers} layers; the nearest is {layers}")
     if (stages := mesh.num_stages(layers)) > layers:
         sizes = range(mesh.pp_layers_per_stage + 1, layers + 1)
-        nearest = next(size for size in sizes if mesh.derived(pp_layers_per_stage=size).num_stages(layers) <= layers)
+        nearest = next(size for size in sizes if mesh.derive(pp_layers_per_stage=size).num_stages(layers) <= layers)
         raise ConfigError(
             f"{where}.pp_layers_per_stage = {mesh.pp_layers_per_stage} makes {stages} stages of the model's {layers} "
             f"layers; the nearest is {nearest}"
         )
 
 
-def _divides(key: str, size: int, what: str, count: Any) -> None:
+def _divides(key: str, size: int, quantity: str, count: Any) -> None:
     if isinstance(count, int) and count > 0 and count % size:
         nearest = max(divisor for divisor in range(1, size + 1) if count % divisor == 0)
-        raise ConfigError(f"{key} = {size} does not divide the {count} {what}; the nearest is {nearest}")
+        raise ConfigError(f"{key} = {size} does not divide the {count} {quantity}; the nearest is {nearest}")
 
 
 def _check_batch(recipe: Recipe, shards: int) -> None:
@@ -201,16 +203,16 @@ def _check_batch(recipe: Recipe, shards: int) -> None:
     if not policy.has_rollouts or train.train_batch_per_replica % step == 0:
         return
     nearest = max(step, train.train_batch_per_replica // step * step)
-    smaller = gcd(train.train_batch_per_replica, shards)
+    divisor = gcd(train.train_batch_per_replica, shards)
     raise ConfigError(
         f"train.train_batch_per_replica = {train.train_batch_per_replica} must be a multiple of dp_shard_size x "
-        f"mini_batch = {shards} x {policy.mini_batch}; the nearest is {nearest}, or dp_shard_size = {smaller} with "
-        f"mini_batch = {gcd(train.train_batch_per_replica // smaller, policy.mini_batch)}"
+        f"mini_batch = {shards} x {policy.mini_batch}; the nearest is {nearest}, or dp_shard_size = {divisor} with "
+        f"mini_batch = {gcd(train.train_batch_per_replica // divisor, policy.mini_batch)}"
     )
 
 
-def _too_many(mesh: ParallelismConfig, total: int, gpus: int) -> str:
-    shards = gpus // (_others(mesh) * mesh.n_init_replicas)
+def _too_many_gpus_message(mesh: ParallelismConfig, total: int, gpus: int) -> str:
+    shards = gpus // (_ranks_per_shard(mesh) * mesh.n_init_replicas)
     nearest = f"policy.parallelism.dp_shard_size = {shards}"
     if shards == 0:
         tp_size = max(size for size in range(1, mesh.tp_size + 1) if mesh.tp_size % size == 0 and size <= gpus)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cosmos_core.config.compat.translate import current_name, no_effect_message
-from cosmos_core.config.load import MAX_DEPTH, Values, merge, nested, unusable
+from cosmos_core.config.load import MAX_DEPTH, Values, describe_unusable, merge, nest_value
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
 
-IMPLIED = "-data"
+IMPLIED_SUFFIX = "-data"
 """Suffix of the name of an implied stage `NAME-data`, which prepares the rows of the stage `NAME`."""
 
 _KEY = re.compile(r"""\s*(?:"[^"]*"\s*|'[^']*'\s*|[^.="'\s][^.="']*)""")
@@ -30,9 +30,9 @@ class Setting:
     keys: tuple[str, ...]
     value: Any
 
-    def below(self, level: int) -> Values:
+    def value_below(self, level: int) -> Values:
         """Return the value of the override in nested dicts, one per part of its key after the first `level` parts."""
-        values: Values = nested(self.keys[level:], self.value)
+        values: Values = nest_value(self.keys[level:], self.value)
         return values
 
 
@@ -44,7 +44,7 @@ class Settings:
     entries: dict[str, Values] = field(default_factory=dict)
     """Keys of `[[pipeline.stages]]` by stage name; the entry `overrides` holds recipe tables."""
 
-    def of_stage(self, name: str, values: Values) -> None:
+    def add_stage_values(self, name: str, values: Values) -> None:
         """Merge values for a stage over the values that earlier overrides set for it."""
         self.entries[name] = merge(self.entries.get(name, {}), values)
 
@@ -65,8 +65,8 @@ def parse_setting(text: str) -> Setting:
         values = tomllib.loads(f"value = {value}")
     except (ValueError, RecursionError):
         return Setting(text, keys, value)
-    is_one_value = set(values) == {"value"} and not unusable(values)
-    return Setting(text, keys, values["value"] if is_one_value else value)
+    is_single_value = set(values) == {"value"} and not describe_unusable(values)
+    return Setting(text, keys, values["value"] if is_single_value else value)
 
 
 def drop_dead(settings: Sequence[Setting], notices: list[str]) -> list[Setting]:
@@ -77,12 +77,12 @@ def drop_dead(settings: Sequence[Setting], notices: list[str]) -> list[Setting]:
     return [setting for setting, is_dead in zip(settings, messages, strict=True) if not is_dead]
 
 
-def shared_values(settings: Sequence[Setting]) -> Values:
+def values_for_all_stages(settings: Sequence[Setting]) -> Values:
     """Return the recipe tables of all overrides that apply to every stage, before the names of the stages are known."""
     values: Values = {}
     for setting in settings:
         if setting.keys[0] in Recipe.model_fields:
-            values = merge(values, setting.below(0))
+            values = merge(values, setting.value_below(0))
     return values
 
 
@@ -96,22 +96,24 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
     # Keys that may follow the name of a stage in `STAGE.KEY`, needed if a stage is named like a recipe table.
     valid_keys = {*StageConfig.model_fields, *Recipe.model_fields}
     for setting in settings:
-        first, *rest = setting.keys
-        if first in names and rest and (first not in Recipe.model_fields or rest[0] in valid_keys):
-            values = setting.below(1)
-            grouped.of_stage(first, {"overrides": values} if rest[0] in Recipe.model_fields else values)
+        first, *remaining_keys = setting.keys
+        if first in names and remaining_keys and (first not in Recipe.model_fields or remaining_keys[0] in valid_keys):
+            values = setting.value_below(1)
+            grouped.add_stage_values(
+                first, {"overrides": values} if remaining_keys[0] in Recipe.model_fields else values
+            )
         elif first in Recipe.model_fields:
             for name in names:  # a value for all stages takes precedence over the recipe file of a stage
-                grouped.of_stage(name, {"overrides": setting.below(0)})
-        elif first == "pipeline" and rest and rest[0] != "stages":
-            grouped.pipeline = merge(grouped.pipeline, setting.below(1))
+                grouped.add_stage_values(name, {"overrides": setting.value_below(0)})
+        elif first == "pipeline" and remaining_keys and remaining_keys[0] != "stages":
+            grouped.pipeline = merge(grouped.pipeline, setting.value_below(1))
         elif first == "pipeline":
             raise ConfigError(
                 f"--set {setting.text!r}: write pipeline.KEY=VALUE with one of "
                 f"{', '.join(key for key in PipelineConfig.model_fields if key != 'stages')}, or STAGE.KEY=VALUE"
             )
-        elif first.endswith(IMPLIED) and first.removesuffix(IMPLIED) in names:
-            stage = first.removesuffix(IMPLIED)
+        elif first.endswith(IMPLIED_SUFFIX) and first.removesuffix(IMPLIED_SUFFIX) in names:
+            stage = first.removesuffix(IMPLIED_SUFFIX)
             raise ConfigError(
                 f"--set {setting.text!r}: stage {first!r} is implied by {stage!r}; write it out in [[pipeline.stages]] "
                 f"to set a key of it, or set one of its recipe with {stage}.KEY=VALUE"
@@ -124,7 +126,7 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
     return grouped
 
 
-def entry_with(entry: Mapping[str, Any], settings: Settings) -> Values:
+def apply_overrides(entry: Mapping[str, Any], settings: Settings) -> Values:
     """Return an entry of `[[pipeline.stages]]` with the overrides for this stage merged over it."""
     name = entry.get("name")
     return merge(entry, settings.entries.get(name, {})) if isinstance(name, str) else dict(entry)

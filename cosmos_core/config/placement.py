@@ -10,7 +10,7 @@ def is_open(recipe: Recipe, kind: StageKind) -> bool:
     """Return True if `mode` depends on the number of GPUs, as in a recipe for Cosmos-RL that leaves `mode` out; the
     default of Cosmos-RL is `disaggregated`."""
     has_choice = kind.feed == "rollouts" and recipe.policy.modality.has_engines_of_text
-    return has_choice and "mode" not in recipe.model_fields_set and recipe.is_of_cosmos_rl
+    return has_choice and "mode" not in recipe.model_fields_set and recipe.has_cosmos_rl_keys
 
 
 def with_default_mode(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
@@ -19,15 +19,15 @@ def with_default_mode(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
 
     In `colocated` mode, `tp_size` of the engines is changed to a divisor of the number of ranks.
     """
-    disaggregated = recipe.derived(mode="disaggregated")
-    needed = disaggregated.num_gpus(has_rollouts=True)
-    if gpus is None or needed <= gpus:
+    disaggregated = recipe.derive(mode="disaggregated")
+    num_required = disaggregated.num_gpus(has_rollouts=True)
+    if gpus is None or num_required <= gpus:
         return disaggregated, ""
-    colocated, changed = with_engines_in_ranks(recipe)
-    return colocated.derived(mode="colocated"), (
-        f"mode is left out, which means 'disaggregated' in a recipe of Cosmos-RL and takes {needed} GPUs, and there "
-        f"are {gpus}: mode = 'colocated'{changed and f' and {changed}'}, so that ranks train and generate in turns; "
-        f"set mode to choose"
+    colocated_recipe, changed = with_engines_in_ranks(recipe)
+    return colocated_recipe.derive(mode="colocated"), (
+        f"mode is left out, which means 'disaggregated' in a recipe of Cosmos-RL and takes {num_required} GPUs, and "
+        f"there are {gpus}: mode = 'colocated'{changed and f' and {changed}'}, so that ranks train and generate in "
+        f"turns; set mode to choose"
     )
 
 
@@ -37,15 +37,15 @@ def with_engines_in_ranks(recipe: Recipe) -> tuple[Recipe, str]:
     ranks, engine = recipe.policy.parallelism.world_size, recipe.rollout.parallelism
     if ranks % engine.tp_size == 0:
         return recipe, ""
-    parallelism = engine.derived(tp_size=gcd(ranks, engine.tp_size))
-    rollout = recipe.rollout.derived(parallelism=parallelism)
-    return recipe.derived(rollout=rollout), f"rollout.parallelism.tp_size = {parallelism.tp_size}"
+    parallelism = engine.derive(tp_size=gcd(ranks, engine.tp_size))
+    rollout = recipe.rollout.derive(parallelism=parallelism)
+    return recipe.derive(rollout=rollout), f"rollout.parallelism.tp_size = {parallelism.tp_size}"
 
 
 def needs_gpu(recipe: Recipe, kind: StageKind) -> list[str]:
     """Return the settings of a stage that select number formats for GPUs only; a CPU ignores these settings."""
     settings = []
-    if kind.trains and recipe.train.fp8.enable_fp8:
+    if kind.trains_model and recipe.train.fp8.enable_fp8:
         settings.append("train.fp8.enable_fp8 = true")
     if kind.feed == "rollouts" and recipe.rollout.quantization != "none":
         settings.append(f"rollout.quantization = {recipe.rollout.quantization!r}")
@@ -59,7 +59,7 @@ def placement(recipe: Recipe, kind: StageKind, *, has_gpus: bool) -> str:
     num_ranks = mesh.world_size * mesh.n_init_replicas
     ranks = _format_range(unit, 0, num_ranks)
     if kind.feed != "rollouts":
-        return f"{ranks} {'train' if kind.trains else 'generate' if kind.completes_prompts else 'measure'}"
+        return f"{ranks} {'train' if kind.trains_model else 'generate' if kind.completes_prompts else 'measure'}"
     if recipe.mode == "colocated":
         return f"{ranks} train and generate in turns ({_engines(num_ranks // engine.tp_size, engine.tp_size)} in them)"
     engines = _engines(count, engine.tp_size)

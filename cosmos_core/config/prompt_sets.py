@@ -12,7 +12,7 @@ from typing import Any
 from cosmos_core.errors import DataError
 
 _FLOW_GRPO = "https://github.com/yifan123/flow_grpo/tree/main/dataset/"
-SETS = {
+KNOWN_PROMPT_SETS = {
     "pickscore": f"{_FLOW_GRPO}pickscore",
     "ocr": f"{_FLOW_GRPO}ocr",
     "geneval": f"{_FLOW_GRPO}geneval",
@@ -21,23 +21,23 @@ SETS = {
 """URL of the files of each known prompt set, by name of the set."""
 FOLDER = Path("data") / "prompts"
 """Folder of downloaded prompt sets, relative to the current folder."""
-_FORMS = ("{}.txt", "{}_metadata.jsonl", "{}_prompts.txt")
-_QUOTED = re.compile(r"[\"“](.+?)[\"”]")
+_FILE_PATTERNS = ("{}.txt", "{}_metadata.jsonl", "{}_prompts.txt")
+_QUOTED_TEXT = re.compile(r"[\"“](.+?)[\"”]")
 
 
-def named_set(name: str, key: str) -> Path | None:
+def find_prompt_set(name: str, key: str) -> Path | None:
     """Return the folder or file of a known prompt set by its name; None if there is no known set of this name.
 
     Raises:
         DataError: the prompt set is known, but is not on this machine.
     """
-    if name not in SETS:
+    if name not in KNOWN_PROMPT_SETS:
         return None
     for path in (FOLDER / name, FOLDER / f"{name}.txt"):
         if path.exists():
             return path
     raise DataError(
-        f"{key} = {name!r} is a known prompt set and not on this machine; download {SETS[name]} to "
+        f"{key} = {name!r} is a known prompt set and not on this machine; download {KNOWN_PROMPT_SETS[name]} to "
         f"{FOLDER / name}, or give the path of a folder or a file"
     )
 
@@ -50,7 +50,7 @@ def prompt_files(path: Path, split: str) -> list[Path]:
     if not path.is_dir():
         return []
     names = {"train": ("train", "video"), "validation": ("validation", "test")}.get(split, (split,))
-    candidates = (path / form.format(name) for name in names for form in _FORMS)
+    candidates = (path / form.format(name) for name in names for form in _FILE_PATTERNS)
     return [file for file in candidates if file.is_file()][:1]
 
 
@@ -58,5 +58,5 @@ def metadata_of(prompt: str, path: Path) -> dict[str, Any]:
     """Return the metadata of a prompt for rewards: in the set `ocr`, the quoted text that the image must show."""
     if not any(part.name == "ocr" or part.stem == "ocr" for part in (path, path.parent)):
         return {}
-    match = _QUOTED.search(prompt)
+    match = _QUOTED_TEXT.search(prompt)
     return {"text": match[1]} if match else {}

@@ -7,8 +7,8 @@ from itertools import groupby
 
 from jinja2 import Environment, StrictUndefined
 
-from cosmos_core.config.compat.translate import DEAD, MOVED
-from cosmos_core.config.describe import Key, all_keys, used_by
+from cosmos_core.config.compat.translate import RENAMED_KEYS, UNUSED_KEYS
+from cosmos_core.config.describe import Key, all_keys, kinds_that_read
 from cosmos_core.types import StageKind
 
 
@@ -17,7 +17,7 @@ def reference(kinds: Mapping[str, StageKind]) -> str:
     markdown = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     markdown.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
     template = markdown.from_string(files("cosmos_core.config").joinpath("reference.md.j2").read_text("utf-8"))
-    return template.render(tables=_tables(), moved=MOVED, dead=DEAD, status=partial(_status, kinds=kinds))
+    return template.render(tables=_tables(), moved=RENAMED_KEYS, dead=UNUSED_KEYS, status=partial(_status, kinds=kinds))
 
 
 def _tables() -> list[dict[str, object]]:
@@ -27,7 +27,7 @@ def _tables() -> list[dict[str, object]]:
     groups = groupby(sorted(keys, key=lambda key: order.index(_table_of(key))), key=_table_of)
     return [
         {
-            "heading": _heading(path, table.__name__),
+            "heading": _table_heading(path, table.__name__),
             "about": " ".join((table.__doc__ or "").partition("\n\n")[0].split()),
             "rows": list(rows),
         }
@@ -39,7 +39,7 @@ def _table_of(key: Key) -> tuple[str, type]:
     return key.name.rpartition(".")[0], key.table
 
 
-def _heading(path: str, table: str) -> str:
+def _table_heading(path: str, table: str) -> str:
     if path == "train.train_policy":
         return f'`[train.train_policy]` with `trainer_type = "{table.removesuffix("Config").lower()}"`'
     return f"`[{path}]`" if path else "Top level"
@@ -48,4 +48,4 @@ def _heading(path: str, table: str) -> str:
 def _status(key: Key, kinds: Mapping[str, StageKind]) -> str:
     if key.status != "used":
         return f"{key.status}: {key.note}" if key.note else key.status
-    return "; ".join(filter(None, (", ".join(used_by(key, kinds)), key.note)))
+    return "; ".join(filter(None, (", ".join(kinds_that_read(key, kinds)), key.note)))

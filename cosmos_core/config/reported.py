@@ -10,9 +10,9 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.registry import is_import_path, suggestion
 
 HELD_OUT = "validation/"
-_OF_ROWS = ("loss", "loss/*", "perplexity", "token_accuracy", "tokens", "pairs", "rewards/*")
-MEASURED = (
-    "reward", "reward_stderr", "accuracy", "invalid", "length_mean", "prompts", "pass@*", "reward/*", *_OF_ROWS,
+_ROW_METRICS = ("loss", "loss/*", "perplexity", "token_accuracy", "tokens", "pairs", "rewards/*")
+MEASURED_METRICS = (
+    "reward", "reward_stderr", "accuracy", "invalid", "length_mean", "prompts", "pass@*", "reward/*", *_ROW_METRICS,
 )  # fmt: skip
 """Metrics of held-out rows: first the metrics of generated completions, then those of the rows. A user's algorithm may
 report more."""
@@ -27,10 +27,10 @@ def check_gates(pipeline: Pipeline) -> None:
     for stage in pipeline.stages:
         _check_choice(pipeline, stage)
         for condition in map(parse_condition, stage.require):
-            first, _, rest = condition.metric.partition(".")
-            names, metric = ([first], rest) if first in stage.after else (list(stage.after), condition.metric)
+            first, _, metric_rest = condition.metric.partition(".")
+            names, metric = ([first], metric_rest) if first in stage.after else (list(stage.after), condition.metric)
             if not any(_can_report(pipeline, pipeline.stage(name), metric) for name in names):
-                metrics = [HELD_OUT + name for name in MEASURED if "*" not in name]
+                metrics = [HELD_OUT + name for name in MEASURED_METRICS if "*" not in name]
                 reportable = [
                     name for name in metrics if any(_can_report(pipeline, pipeline.stage(s), name) for s in names)
                 ]
@@ -45,7 +45,7 @@ def _check_choice(pipeline: Pipeline, stage: StageConfig) -> None:
     for branch in stage.sweep.branches if stage.sweep is not None else ():
         metric = stage.sweep.metric if stage.sweep is not None else ""
         if not any(_can_report(pipeline, pipeline.stage(name), metric) for name in branch.stages):
-            metrics = [HELD_OUT + name for name in MEASURED if "*" not in name]
+            metrics = [HELD_OUT + name for name in MEASURED_METRICS if "*" not in name]
             reportable = [
                 name for name in metrics if any(_can_report(pipeline, pipeline.stage(s), name) for s in branch.stages)
             ]
@@ -63,11 +63,11 @@ def _can_report(pipeline: Pipeline, stage: StageConfig, metric: str) -> bool:
     if kind.forwards_metrics:
         return any(_can_report(pipeline, pipeline.stage(name), metric) for name in stage.after)
     if kind.scores and kind.makes and metric.startswith(HELD_OUT):
-        is_measured = recipe.validation.enable or not kind.trains
-        is_own = is_import_path(recipe.train.train_policy.trainer_type)
+        is_measured = recipe.validation.enable or not kind.trains_model
+        is_user_algorithm = is_import_path(recipe.train.train_policy.trainer_type)
         name, validation = metric.removeprefix(HELD_OUT), recipe.validation
         # Without rewards, a training on data sets measures only the loss of its rows.
-        are_judged = validation.reward_function or validation.remote_rewards
-        patterns = MEASURED if are_judged or recipe.train.train_policy.reports_rewards else _OF_ROWS
-        return is_measured and (is_own or any(fnmatchcase(name, pattern) for pattern in patterns))
+        has_rewards = validation.reward_function or validation.remote_rewards
+        patterns = MEASURED_METRICS if has_rewards or recipe.train.train_policy.reports_rewards else _ROW_METRICS
+        return is_measured and (is_user_algorithm or any(fnmatchcase(name, pattern) for pattern in patterns))
     return any(fnmatchcase(metric, pattern) for pattern in kind.reports)

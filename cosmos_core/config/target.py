@@ -26,6 +26,6 @@ def absolute_target(target: str, located: Callable[[str], str]) -> str:
     name, location = split_target(target)
     if name == FOLDER:
         return os.path.abspath(os.path.expanduser(location))
-    file, colon, thing = name.rpartition(":")
-    name = f"{located(file)}{colon}{thing}" if file.endswith(".py") else name
+    file, colon, object_name = name.rpartition(":")
+    name = f"{located(file)}{colon}{object_name}" if file.endswith(".py") else name
     return f"{name}://{location}" if location else name

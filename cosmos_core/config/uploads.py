@@ -20,47 +20,49 @@ def with_uploads(pipeline: Pipeline) -> Pipeline:
     Raises:
         ConfigError: a stage of another kind has the name of an upload stage.
     """
-    recipes, added = dict(pipeline.recipes), []
+    recipes, new_uploads = dict(pipeline.recipes), []
     by_name = {stage.name: stage for stage in pipeline.stages}
-    for training, upload in _wanted(pipeline):
+    for training, upload in _requested_uploads(pipeline):
         existing = by_name.get(upload.name)
         if existing is None:
             recipes[upload.name] = pipeline.recipes[training]
-            added.append(upload)
+            new_uploads.append(upload)
         elif existing.kind != upload.kind:
             raise ConfigError(
                 f"{pipeline.source}: stage {upload.name!r}: the name is taken by the upload of stage "
                 f"{source_of(upload.model)!r}"
             )
-    return pipeline.with_stages((*pipeline.stages, *added), recipes)
+    return pipeline.with_stages((*pipeline.stages, *new_uploads), recipes)
 
 
-def _wanted(pipeline: Pipeline) -> Iterator[tuple[str, StageConfig]]:
+def _requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConfig]]:
     """Yield each upload stage that a recipe requests, together with the name of the training that has this recipe."""
     publish = next((name for name, kind in pipeline.kinds.items() if kind.makes == "publication"), "")
-    for maker, training, is_last in _makers(pipeline):
+    for maker, training, is_last in _published_stages(pipeline):
         readers = [stage for stage in pipeline.stages if source_of(stage.model) == maker.name]
-        exports = [s for s in readers if pipeline.kind_of(s).makes == "model" and not pipeline.kind_of(s).trains]
+        exports = [s for s in readers if pipeline.kind_of(s).makes == "model" and not pipeline.kind_of(s).trains_model]
         sources, ckpt = exports or [maker], pipeline.recipes[training].train.ckpt
         for source in sources:
-            after = dict.fromkeys((source.name, training) if training == maker.name else (source.name,))
-            is_shown = is_last and source == sources[-1]
-            for ending, url in ckpt.targets(pipeline.config.name, source.name, is_last=is_shown).items():
-                name = f"{source.name[: STAGE_NAME_LENGTH - len(ending) - 1]}-{ending}"
+            predecessors = dict.fromkeys((source.name, training) if training == maker.name else (source.name,))
+            is_displayed = is_last and source == sources[-1]
+            for suffix, url in ckpt.targets(pipeline.config.name, source.name, is_last=is_displayed).items():
+                name = f"{source.name[: STAGE_NAME_LENGTH - len(suffix) - 1]}-{suffix}"
                 model = f"{STAGE_PREFIX}{source.name}"
-                yield training, StageConfig(name=name, kind=publish, after=tuple(after), model=model, target=url)
+                yield training, StageConfig(name=name, kind=publish, after=tuple(predecessors), model=model, target=url)
 
 
-def _makers(pipeline: Pipeline) -> Iterator[tuple[StageConfig, str, bool]]:
+def _published_stages(pipeline: Pipeline) -> Iterator[tuple[StageConfig, str, bool]]:
     """Yield each stage whose model is published, the training whose recipe names the targets, and whether this is the
     last training. The stage is a training or, for trainings in branches of a sweep, the stage that chooses among the
     branches."""
-    trainings = [stage for stage in pipeline.stages if pipeline.kind_of(stage).trains]
+    trainings = [stage for stage in pipeline.stages if pipeline.kind_of(stage).trains_model]
     for training in trainings:
-        if pipeline.choice_among(training.name) is None:
+        if pipeline.branch_selector(training.name) is None:
             dependents = pipeline.with_dependents(training.name)
             yield training, training.name, not any(other.name in dependents for other in trainings if other != training)
     for stage in pipeline.stages:
         if stage.sweep is not None and stage.sweep.branches:
-            names = [name for name in stage.sweep.branches[0].stages if pipeline.kind_of(pipeline.stage(name)).trains]
+            names = [
+                name for name in stage.sweep.branches[0].stages if pipeline.kind_of(pipeline.stage(name)).trains_model
+            ]
             yield from ((stage, name, True) for name in names[-1:])

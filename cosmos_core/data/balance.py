@@ -71,30 +71,30 @@ class BalancedSteps:
         """Plan at most `max_steps` steps; `order_of(epoch)` returns the row numbers of an epoch in training order."""
         self._lengths: list[int] = lengths.tolist()
         self._order_of, self._budget, self._batches_per_step = order_of, budget, batches_per_step
-        self._newest: tuple[int, list[list[int]]] = (-1, [])
-        self._starts = [0]
+        self._newest_step: tuple[int, list[list[int]]] = (-1, [])
+        self._first_positions = [0]
         """Number of the first step of each epoch, and of the step after the last epoch."""
         for epoch in range(num_epochs):
-            self._starts.append(self._starts[-1] + -(-len(self._batches(epoch)) // batches_per_step))
-            if self._starts[-1] >= max_steps:
+            self._first_positions.append(self._first_positions[-1] + -(-len(self._batches(epoch)) // batches_per_step))
+            if self._first_positions[-1] >= max_steps:
                 break
-        self.steps_per_epoch = self._starts[1]
+        self.steps_per_epoch = self._first_positions[1]
         """Number of steps in the first epoch; the order of a later epoch can give another number of micro-batches."""
-        self.total_steps = min(self._starts[-1], max_steps)
+        self.total_steps = min(self._first_positions[-1], max_steps)
 
     def micro_batches(self, step: int) -> list[list[int]]:
         """Return the row numbers of each micro-batch of step `step`, counted from 0 over all epochs."""
-        epoch = bisect_right(self._starts, step) - 1
-        first = (step - self._starts[epoch]) * self._batches_per_step
+        epoch = bisect_right(self._first_positions, step) - 1
+        first = (step - self._first_positions[epoch]) * self._batches_per_step
         return self._batches(epoch)[first : first + self._batches_per_step]
 
     def epochs_done(self, step: int) -> float:
         """Return the number of epochs completed after step `step`, including the fraction of the current one."""
-        epoch = bisect_right(self._starts, step) - 1
-        start, end = self._starts[epoch : epoch + 2]
+        epoch = bisect_right(self._first_positions, step) - 1
+        start, end = self._first_positions[epoch : epoch + 2]
         return epoch + (step + 1 - start) / (end - start)
 
     def _batches(self, epoch: int) -> list[list[int]]:
-        if self._newest[0] != epoch:
-            self._newest = (epoch, fill_batches(self._lengths, self._order_of(epoch).tolist(), self._budget))
-        return self._newest[1]
+        if self._newest_step[0] != epoch:
+            self._newest_step = (epoch, fill_batches(self._lengths, self._order_of(epoch).tolist(), self._budget))
+        return self._newest_step[1]

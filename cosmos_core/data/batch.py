@@ -39,17 +39,21 @@ class Bounds:
 
 
 def rows_of(
-    rows: Sequence[np.ndarray], pad_id: int, *, packed: bool, filled: Callable[[int], int] = lambda length: length
+    rows: Sequence[np.ndarray],
+    pad_id: int,
+    *,
+    packed: bool,
+    num_tokens_of: Callable[[int], int] = lambda length: length,
 ) -> Rows:
     """Collate rows of token ids: padded on the right, or packed.
 
     `filled` maps the number of tokens of the longest row, or of all packed rows together, to the length after padding.
     """
     if packed:
-        return shared_rows(rows, [([index], 0) for index in range(len(rows))], pad_id, filled)
+        return shared_rows(rows, [([index], 0) for index in range(len(rows))], pad_id, num_tokens_of)
     tensors = [torch.as_tensor(ids, dtype=torch.int64) for ids in rows]
     lengths = [len(ids) for ids in rows]
-    width = filled(max(lengths))
+    width = num_tokens_of(max(lengths))
     real_BT = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
     inputs = {
         "input_ids": torch.stack([pad(ids, (0, width - len(ids)), value=pad_id) for ids in tensors]),
@@ -60,7 +64,10 @@ def rows_of(
 
 
 def shared_rows(
-    rows: Sequence[np.ndarray], groups: Sequence[tuple[Sequence[int], int]], pad_id: int, filled: Callable[[int], int]
+    rows: Sequence[np.ndarray],
+    groups: Sequence[tuple[Sequence[int], int]],
+    pad_id: int,
+    num_tokens_of: Callable[[int], int],
 ) -> Rows:
     """Collate rows of token ids, packed, with the common first tokens (prompt) of each group of rows only once.
 
@@ -76,7 +83,7 @@ def shared_rows(
             numbers[index] = len(pieces)
             pieces.append((index, length, len(rows[index]), prompt))
     ends = np.cumsum([0, *(end - start for _, start, end, _ in pieces)])
-    missing = filled(int(ends[-1])) - int(ends[-1])
+    missing = num_tokens_of(int(ends[-1])) - int(ends[-1])
     ids = [*(torch.as_tensor(rows[index][start:end]).long() for index, start, end, _ in pieces)]
     positions = [torch.arange(start, end) for _, start, end, _ in pieces]
     prompts = [prompt for *_, prompt in pieces]

@@ -17,12 +17,12 @@ MEMORY = 2 << 30
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class _TooLong(Exception):
+class _TimeExceeded(Exception):
     """Error that the signal handler raises inside code that exceeds the time limit."""
 
 
 @contextmanager
-def limit_resources(what: str) -> Iterator[None]:
+def limit_resources(description: str) -> Iterator[None]:
     """Limit the code in a `with` block to `SECONDS` of time and to `MEMORY` bytes of additional memory.
 
     A loop in Python stops at its next bytecode; a single operation in C is limited only by memory. The time limit needs
@@ -32,30 +32,32 @@ def limit_resources(what: str) -> Iterator[None]:
         ModelError: the code exceeded a limit; `what` names the code in the message.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limits = [limit for limit in (_size() + MEMORY, soft, hard) if limit != resource.RLIM_INFINITY]
-    before = signal.signal(signal.SIGALRM, _end) if is_main else None
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [limit for limit in (_size() + MEMORY, soft_limit, hard_limit) if limit != resource.RLIM_INFINITY]
+    old_handler = signal.signal(signal.SIGALRM, _raise_time_exceeded) if is_main else None
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard_limit))
         if is_main:
             signal.setitimer(
                 signal.ITIMER_REAL, SECONDS, 1.0
             )  # repeat the signal each second, in case a destructor swallows the exception
         yield
-    except _TooLong as error:
-        raise ModelError(f"{what} runs on beyond {SECONDS:g} s; mend the template, or leave the row out") from error
+    except _TimeExceeded as error:
+        raise ModelError(
+            f"{description} runs on beyond {SECONDS:g} s; mend the template, or leave the row out"
+        ) from error
     except MemoryError as error:
         limit = f"{MEMORY / 2**30:g} GiB of memory"
-        raise ModelError(f"{what} takes more than {limit}; mend the template, or leave the row out") from error
+        raise ModelError(f"{description} takes more than {limit}; mend the template, or leave the row out") from error
     finally:
         if is_main:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+            signal.signal(signal.SIGALRM, old_handler)
+        resource.setrlimit(resource.RLIMIT_AS, (soft_limit, hard_limit))
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    raise _TooLong
+def _raise_time_exceeded(number: int, frame: FrameType | None) -> None:
+    raise _TimeExceeded
 
 
 def _size() -> int:

@@ -23,7 +23,7 @@ from cosmos_core.tools.runner import ToolRunner
 
 _KEY = "rollout.multi_turn_config"
 _USER = {"role": "user", "content": "?"}
-_FORMS: tuple[Message, ...] = (
+_ASSISTANT_FORMS: tuple[Message, ...] = (
     {"role": "assistant", "content": ""},
     # Qwen3's template renders `reasoning_content` only in the last turn.
     {"role": "assistant", "content": "", "reasoning_content": "."},
@@ -33,7 +33,7 @@ _FORMS: tuple[Message, ...] = (
 
 
 @dataclass(frozen=True)
-class Chat:
+class PromptRendering:
     """Settings for rendering prompts to complete."""
 
     tools: tuple[dict[str, Any], ...] = ()
@@ -56,11 +56,11 @@ class Chat:
         return {name: value for name, value in arguments.items() if value is not None}
 
 
-PLAIN = Chat()
+DEFAULT_RENDERING = PromptRendering()
 """Rendering with the tokenizer's own template, with a generation prompt and without tools."""
 
 
-def chat_of(config: MultiTurnRolloutConfig, tools: Sequence[dict[str, Any]] | None = None) -> Chat:
+def prompt_rendering(config: MultiTurnRolloutConfig, tools: Sequence[dict[str, Any]] | None = None) -> PromptRendering:
     """Return a recipe's settings for rendering prompts; if `tools` is None, describe the tools that the recipe names.
 
     Raises:
@@ -68,10 +68,10 @@ def chat_of(config: MultiTurnRolloutConfig, tools: Sequence[dict[str, Any]] | No
         DataError: the template file cannot be read.
     """
     if not config.enable:
-        return PLAIN
+        return DEFAULT_RENDERING
     if tools is None:
-        tools = _described(config)
-    return Chat(
+        tools = _tool_schemas(config)
+    return PromptRendering(
         tuple(tools),
         _template(config.custom_chat_template_path),
         config.add_generation_prompt,
@@ -83,15 +83,15 @@ def chat_of(config: MultiTurnRolloutConfig, tools: Sequence[dict[str, Any]] | No
 def open_tools(config: MultiTurnRolloutConfig, num_workers: int | None = None) -> ToolRunner:
     """Return a `ToolRunner` for the tools of a recipe, whose context is not entered yet."""
     return ToolRunner(
-        config.called_tools,
+        config.enabled_tools,
         timeout_seconds=config.tool_timeout_seconds,
         env=config.tool_env,
         num_workers=num_workers,
     )
 
 
-def _described(config: MultiTurnRolloutConfig) -> list[dict[str, Any]]:
-    if not config.called_tools:
+def _tool_schemas(config: MultiTurnRolloutConfig) -> list[dict[str, Any]]:
+    if not config.enabled_tools:
         return []
     with open_tools(config, num_workers=1) as runner:
         return runner.schemas()
@@ -106,7 +106,7 @@ def _template(path: str | None) -> str | None:
         raise DataError(f"{_KEY}.custom_chat_template_path = {path!r} cannot be read: {error}") from error
 
 
-def is_told_of_tools(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> bool:
+def renders_tools(tokenizer: PreTrainedTokenizerBase, chat: PromptRendering) -> bool:
     """Return whether the chat template uses the tools that are passed to it."""
     template = chat.template or tokenizer.get_chat_template(tools=list(chat.tools))
     return "tools" in str(template)
@@ -123,15 +123,15 @@ class ToolText:
             writes calls in a form that `parse_calls` does not read.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: Chat, end_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: PromptRendering, end_ids: Sequence[int]) -> None:
         """Find the text between turns; `end_ids` are the tokens that end an assistant turn."""
         self._tokenizer, self._chat = tokenizer, chat
-        self._ends = {str(tokenizer.decode([token])): token for token in end_ids}
+        self._end_tokens = {str(tokenizer.decode([token])): token for token in end_ids}
         marks = [token for token in tokenizer.all_special_tokens if len(token) > 2]
         self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else None
         self._form: Message | None = None
         with limit_resources(f"{_KEY}: the chat template"):
-            self._form = self._kept_form()
+            self._form = self._select_assistant_form()
             self._check_calls()
 
     def ids(self, results: Sequence[tuple[str, ToolResult]]) -> tuple[int, ...]:
@@ -142,22 +142,22 @@ class ToolText:
             ModelError: the template renders the assistant turn differently when the results follow.
         """
         assert self._form is not None
-        end_and_text = self._between(self._form, results)
+        end_and_text = self._text_after_call(self._form, results)
         if end_and_text is None:
-            raise _not_kept(self._tokenizer)
+            raise _changed_turn_error(self._tokenizer)
         end, text = end_and_text
         # Some tokenizers insert a space before the first word, so tokenise the text together with the end token.
         ids = list(self._tokenizer(end + text, add_special_tokens=False, verbose=False)["input_ids"])
-        if ids[:1] != [self._ends[end]]:
+        if ids[:1] != [self._end_tokens[end]]:
             return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         return tuple(ids[1:])
 
-    def _kept_form(self) -> Message:
+    def _select_assistant_form(self) -> Message:
         """Return the first form of an assistant turn that renders equally with and without a tool result after it."""
         reason = ""
-        for form in _FORMS:
+        for form in _ASSISTANT_FORMS:
             try:
-                end_and_text = self._between(form, [("tool", ToolResult("forty-two"))])
+                end_and_text = self._text_after_call(form, [("tool", ToolResult("forty-two"))])
             except (TemplateError, ValueError, TypeError) as error:
                 reason = f" ({' '.join(str(error).split())})"
                 continue
@@ -165,7 +165,7 @@ class ToolText:
                 reason = " (it leaves out what a tool says)"
             elif end_and_text is not None:
                 return form
-        raise _not_kept(self._tokenizer, reason)
+        raise _changed_turn_error(self._tokenizer, reason)
 
     def _check_calls(self) -> None:
         """Refuse a template that writes tool calls in a form that `parse_calls` does not read.
@@ -176,27 +176,27 @@ class ToolText:
         expected = ToolCall("look_up_word", {"word": "forty-two"})
         function = {"name": expected.name, "arguments": expected.arguments}
         calls = [{"type": "function", "id": "call00000", "function": function}]
-        written = ""
+        call_text = ""
         for form in (calls, with_texts(calls)):
             with suppress(TemplateError, ValueError, TypeError):
-                prompt = self._rendered([_USER], add_generation_prompt=False)
+                prompt = self._render([_USER], add_generation_prompt=False)
                 turn = {"role": "assistant", "content": "", "tool_calls": form}
-                text = self._rendered([_USER, turn], add_generation_prompt=False)
+                text = self._render([_USER, turn], add_generation_prompt=False)
                 text = text[
                     next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt)) :
                 ]
                 if parse_calls(text) == [expected]:
                     return
-                written = text if expected.name in text else written
-        if written:
+                call_text = text if expected.name in text else call_text
+        if call_text:
             raise ModelError(
                 f"{_KEY}.enable_tools: the chat template of {self._tokenizer.name_or_path!r} writes a tool call as "
-                f"{written.strip()[:200]!r}, which is not read; calls are read as Hermes writes them, "
+                f"{call_text.strip()[:200]!r}, which is not read; calls are read as Hermes writes them, "
                 f'<tool_call>{{"name": ..., "arguments": ...}}</tool_call>: give a template that writes that with '
                 f"{_KEY}.custom_chat_template_path, or take another model"
             )
 
-    def _between(self, form: Message, results: Sequence[tuple[str, ToolResult]]) -> tuple[str, str] | None:
+    def _text_after_call(self, form: Message, results: Sequence[tuple[str, ToolResult]]) -> tuple[str, str] | None:
         """Return the end token of the assistant turn and the text after it; None if results change the turn's text."""
         ids = [f"call{number:05d}" for number in range(len(results))]  # Mistral requires call ids of nine characters
         called = [
@@ -205,18 +205,18 @@ class ToolText:
         ]
         turn = form if form["content"] else {**form, "tool_calls": called}
         replies = [
-            {"role": "tool", "name": name, "tool_call_id": id_, "content": self._harmless(result.text)}
+            {"role": "tool", "name": name, "tool_call_id": id_, "content": self._escape_special_tokens(result.text)}
             for id_, (name, result) in zip(ids, results, strict=True)
         ]
-        without = self._rendered([_USER, turn], add_generation_prompt=False)
-        full = self._rendered([_USER, turn, *replies], add_generation_prompt=self._chat.add_generation_prompt)
-        for end in self._ends:
+        without = self._render([_USER, turn], add_generation_prompt=False)
+        full = self._render([_USER, turn, *replies], add_generation_prompt=self._chat.add_generation_prompt)
+        for end in self._end_tokens:
             stop = without.rfind(end) + len(end)
             if end in without and not without[stop:].strip() and full.startswith(without[:stop]):
                 return end, full[stop:]
         return None
 
-    def _rendered(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
+    def _render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
         options = {name: value for name, value in self._chat.options.items() if name != "continue_final_message"}
         text: Any = self._tokenizer.apply_chat_template(
             messages,
@@ -227,12 +227,12 @@ class ToolText:
         )
         return str(text)
 
-    def _harmless(self, text: str) -> str:
+    def _escape_special_tokens(self, text: str) -> str:
         """Return the text of a tool result with a space inside of each special token, so that none ends a turn."""
         return self._marks.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text) if self._marks else text
 
 
-def _not_kept(tokenizer: PreTrainedTokenizerBase, reason: str = "") -> ModelError:
+def _changed_turn_error(tokenizer: PreTrainedTokenizerBase, reason: str = "") -> ModelError:
     return ModelError(
         f"{_KEY}: the chat template of {tokenizer.name_or_path!r} does not keep what it has written of an assistant's "
         f"turn, up to its end token, when a tool result follows{reason}; give another with custom_chat_template_path"

@@ -25,7 +25,7 @@ import numpy as np
 from cosmos_core.config.schema.clean import BENCHMARKS, BenchmarkRowsConfig, CleanConfig
 from cosmos_core.data.kinds.registry import tokenised_kind
 from cosmos_core.data.messages import Row
-from cosmos_core.data.ngrams import Bands, hashes_of, ngrams, normalised, without_signs, words_of
+from cosmos_core.data.ngrams import MinHashBands, hashes_of, ngrams, normalised, remove_signs, split_words
 from cosmos_core.data.rows import Rows, load_rows
 from cosmos_core.data.user_dataset import Opener
 from cosmos_core.errors import DataError, Preempted
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 FILE = "clean.jsonl"
 _SHINGLE = 2  # number of words per shingle, the unit of comparison of two rows
-_FEWEST_WORDS = 8  # minimum words of a benchmark text to compare rows with, as in GPT-3 (arXiv 2005.14165)
-_MOST_CANDIDATES = 32  # maximum number of candidates with which a row is compared
-_MOST_CHARACTERS = 2_000
+_MIN_WORDS = 8  # minimum words of a benchmark text to compare rows with, as in GPT-3 (arXiv 2005.14165)
+_MAX_CANDIDATES = 32  # maximum number of candidates with which a row is compared
+_MAX_CHARACTERS = 2_000
 _NUM_EXAMPLES = 3
 _HEADER = struct.Struct("<16sIII")
 
 
-class Cleaned(NamedTuple):
+class CleanedRows(NamedTuple):
     """Rows that remain, with metrics and notices about the matches."""
 
     rows: Rows
@@ -50,7 +50,7 @@ class Cleaned(NamedTuple):
     notices: list[str]
 
 
-def clean(stage: Stage, rows: Rows, held_out: Sequence[Rows], folder: Path, opener: Opener) -> Cleaned:
+def clean(stage: Stage, rows: Rows, held_out: Sequence[Rows], folder: Path, opener: Opener) -> CleanedRows:
     """Write the duplicates and benchmark texts among the training rows to a file in `folder`, and drop these rows if
     the recipe sets `action = "drop"`. Rows that match held-out rows are only reported.
 
@@ -60,20 +60,20 @@ def clean(stage: Stage, rows: Rows, held_out: Sequence[Rows], folder: Path, open
     """
     config = stage.recipe.train.train_policy.clean
     if config is None:
-        return Cleaned(rows, {}, [])
+        return CleanedRows(rows, {}, [])
     counts: Counter[str] = Counter()
     examples: list[str] = []
     is_dropped = np.zeros(len(rows), dtype=bool)
     with open(folder / FILE, "w", encoding="utf-8") as file:
-        for number, is_clear, match in _matches(stage, config, rows, held_out, opener.packer()):
-            match["dropped"] = is_clear and config.action == "drop"
+        for number, is_removed, match in _matches(stage, config, rows, held_out, opener.packer()):
+            match["dropped"] = is_removed and config.action == "drop"
             is_dropped[number] |= match["dropped"]
             counts[match["match"]] += 1
             if counts[match["match"]] <= _NUM_EXAMPLES:
                 examples.append(f"{match['row']}: {match['match']} of {match['of']}: {match['text'][:80]!r}")
             file.write(json.dumps(match, ensure_ascii=False) + "\n")
-    remaining_rows = rows.where(~is_dropped)
-    if not len(remaining_rows):
+    other_rows = rows.where(~is_dropped)
+    if not len(other_rows):
         raise DataError(f"train.train_policy.clean drops all {len(rows)} rows; set action = 'report' to see why")
     counts["dropped"] = int(is_dropped.sum())
     names = ("exact_duplicate", "near_duplicate", "benchmark_text", "held_out_row", "dropped")
@@ -81,7 +81,7 @@ def clean(stage: Stage, rows: Rows, held_out: Sequence[Rows], folder: Path, open
     notices = [f"clean: {summary}, of {len(rows)} rows; data/{FILE} has them", *examples] if examples else []
     for notice in notices:
         logger.warning("%s", notice)
-    return Cleaned(remaining_rows, {f"data/clean_{name}": float(counts[name]) for name in names}, notices)
+    return CleanedRows(other_rows, {f"data/clean_{name}": float(counts[name]) for name in names}, notices)
 
 
 def _matches(
@@ -94,31 +94,31 @@ def _matches(
     """Yield the number of each training row with a match, whether the match is a reason to drop the row, and the match.
     Matches with benchmarks and held-out rows come first, then duplicates."""
     benchmarks = Benchmarks(config.decontaminate_against, config.ngram)
-    bands = Bands(config.near_duplicates) if config.near_duplicates else None
+    bands = MinHashBands(config.near_duplicates) if config.near_duplicates else None
     numbers, keys = array("Q"), array("Q")
-    held = HeldOut(config.near_duplicates)
+    held_out_index = HeldOutIndex(config.near_duplicates)
     for each in held_out:
         for _, where, texts in _readable(stage, each, pack):
-            row = _compared_row(where, texts, *_normal_turns(texts))
-            held.add(row, row.keys(bands))
+            row = _make_compared_row(where, texts, *_normalise_turns(texts))
+            held_out_index.add(row, row.keys(bands))
     with tempfile.TemporaryFile(dir=stage.path) as file:
         compared = ComparedRows(file)
         for number, where, texts in _readable(stage, rows, pack):
-            normal, turns = _normal_turns(texts)
+            normal, turns = _normalise_turns(texts)
             if match := benchmarks.match(turns):
-                is_clear = match["similarity"] >= config.min_overlap
-                yield number, is_clear, {"row": where, **match}
-                if is_clear:
+                is_removed = match["similarity"] >= config.min_overlap
+                yield number, is_removed, {"row": where, **match}
+                if is_removed:
                     continue
-            row = _compared_row(where, texts, normal, turns)
+            row = _make_compared_row(where, texts, normal, turns)
             own_keys = row.keys(bands)
-            if match := held.match(row, own_keys):
+            if match := held_out_index.match(row, own_keys):
                 yield number, False, match
             compared.add(row)
             numbers.append(number)
             keys.extend(own_keys)
         table = np.frombuffer(keys, dtype=np.uint64).reshape(-1, 1 + (bands.count if bands else 0))
-        for position, match in duplicates(table, compared, config.near_duplicates):
+        for position, match in find_duplicates(table, compared, config.near_duplicates):
             yield numbers[position], True, match
 
 
@@ -132,16 +132,16 @@ def _readable(stage: Stage, rows: Rows, pack: Callable[[Row, str], Row] | None) 
             yield number, where, list(texts_of(kind.read(pack(row, where) if pack else row, where, policy)))
 
 
-def _normal_turns(texts: Iterable[str]) -> tuple[list[str], list[list[str]]]:
+def _normalise_turns(texts: Iterable[str]) -> tuple[list[str], list[list[str]]]:
     """Return the normalised texts of a row, and the words of each."""
     normal = list(map(normalised, texts))
-    return normal, list(map(words_of, normal))
+    return normal, list(map(split_words, normal))
 
 
-def _compared_row(where: str, texts: list[str], normal: list[str], turns: list[list[str]]) -> "ComparedRow":
+def _make_compared_row(where: str, texts: list[str], normal: list[str], turns: list[list[str]]) -> "ComparedRow":
     digest = blake2b("\0".join(normal).encode("utf-8", "surrogatepass"), digest_size=16).digest()
     grams = np.unique(ngrams(hashes_of([*chain.from_iterable(turns)]), _SHINGLE))
-    text = "\n".join(texts)[:_MOST_CHARACTERS].encode("utf-8", "replace").decode()
+    text = "\n".join(texts)[:_MAX_CHARACTERS].encode("utf-8", "replace").decode()
     return ComparedRow(digest, where, text, grams)
 
 
@@ -182,7 +182,7 @@ class ComparedRow(NamedTuple):
         common = np.intersect1d(self.grams, other.grams, assume_unique=True).size
         return common / max(1, self.grams.size + other.grams.size - common)
 
-    def keys(self, bands: Bands | None) -> list[int]:
+    def keys(self, bands: MinHashBands | None) -> list[int]:
         """Return a hash of the row's text and the row's keys of `bands`; similar rows very likely share a key."""
         return [int.from_bytes(self.digest[:8]), *(bands.keys(self.grams).tolist() if bands else ())]
 
@@ -202,7 +202,7 @@ class ComparedRow(NamedTuple):
         }  # fmt: skip
 
 
-class HeldOut:
+class HeldOutIndex:
     """Index of the held-out rows, in memory."""
 
     def __init__(self, threshold: float) -> None:
@@ -212,7 +212,7 @@ class HeldOut:
     def add(self, row: ComparedRow, keys: Sequence[int]) -> None:
         """Add a held-out row to the index under its hash keys."""
         for key in enumerate(keys):
-            if len(self._holders[key]) < _MOST_CANDIDATES:
+            if len(self._holders[key]) < _MAX_CANDIDATES:
                 self._holders[key].append(len(self._rows))
         self._rows.append(row)
 
@@ -243,7 +243,7 @@ class ComparedRows:
         return ComparedRow(digest, where, text, np.frombuffer(self._file.read(8 * count), dtype=np.uint64))
 
 
-def duplicates(keys: np.ndarray, rows: ComparedRows, threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
+def find_duplicates(keys: np.ndarray, rows: ComparedRows, threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the position and the match of each row that duplicates an earlier row: its text is equal, or its similarity
     is at least `threshold` (0: equal rows only).
 
@@ -262,20 +262,20 @@ def duplicates(keys: np.ndarray, rows: ComparedRows, threshold: float) -> Iterat
             yield position, match
             continue
         for key in row_keys:
-            if len(holders[key]) < _MOST_CANDIDATES:
+            if len(holders[key]) < _MAX_CANDIDATES:
                 holders[key].append(position)
 
 
-def _compared(text: str) -> list[str]:
+def _words_to_compare(text: str) -> list[str]:
     """Return the words of a benchmark's text that are compared with rows."""
-    return without_signs(words_of(normalised(text)))
+    return remove_signs(split_words(normalised(text)))
 
 
 class Benchmarks:
     """Index of the n-grams of the texts of benchmarks, held in memory."""
 
     def __init__(self, tables: Sequence[BenchmarkRowsConfig], ngram: int) -> None:
-        self._ngram, self._fewest = ngram, min(ngram, _FEWEST_WORDS)
+        self._ngram, self._min_words = ngram, min(ngram, _MIN_WORDS)
         self._texts: list[tuple[str, str]] = []
         grams, owners = array("Q"), array("I")
         self._sizes: set[int] = set()
@@ -283,13 +283,15 @@ class Benchmarks:
             count = len(self._texts)
             for where, row in load_rows(table.dataset, f"{BENCHMARKS}.{number}"):
                 for text in texts_of(row):
-                    if len(words := _compared(text)) >= self._fewest:
+                    if len(words := _words_to_compare(text)) >= self._min_words:
                         self._sizes.add(min(ngram, len(words)))
                         grams.extend(ngrams(hashes_of(words), ngram).tolist())
                         owners.extend([len(self._texts)] * (len(grams) - len(owners)))
                         self._texts.append((where, text))
             if len(self._texts) == count:
-                raise DataError(f"{BENCHMARKS}.{number}: no text of at least {self._fewest} words; name rows of text")
+                raise DataError(
+                    f"{BENCHMARKS}.{number}: no text of at least {self._min_words} words; name rows of text"
+                )
         order = np.argsort(np.frombuffer(grams, dtype=np.uint64), kind="stable")
         self._grams, self._owners = np.frombuffer(grams, dtype=np.uint64)[order], np.frombuffer(owners, "I")[order]
 
@@ -299,20 +301,20 @@ class Benchmarks:
 
         `similarity` is the fraction of the benchmark's words that are in common n-grams, `text` the longest passage.
         """
-        turns = [without_signs(words) for words in turns] if self._texts else []
+        turns = [remove_signs(words) for words in turns] if self._texts else []
         hashes = [*map(hashes_of, turns)]
         grams = [ngrams(each, size) for each in hashes for size in self._sizes if len(each) >= size]
         if not grams:
             return None
-        searched = np.concatenate(grams)
-        first = np.minimum(np.searchsorted(self._grams, searched), len(self._grams) - 1)
+        row_hashes = np.concatenate(grams)
+        first = np.minimum(np.searchsorted(self._grams, row_hashes), len(self._grams) - 1)
         owners: Counter[int] = Counter()
-        for start in first[self._grams[first] == searched].tolist():
-            end = start + _MOST_CANDIDATES
+        for start in first[self._grams[first] == row_hashes].tolist():
+            end = start + _MAX_CANDIDATES
             owners.update(self._owners[start:end][self._grams[start:end] == self._grams[start]].tolist())
         best: tuple[float, int, list[str]] | None = None
-        for owner, _ in owners.most_common(_MOST_CANDIDATES):
-            part, passage = self._common(turns, _compared(self._texts[owner][1]))
+        for owner, _ in owners.most_common(_MAX_CANDIDATES):
+            part, passage = self._overlap_with_turns(turns, _words_to_compare(self._texts[owner][1]))
             if passage and (best is None or part > best[0]):
                 best = part, owner, passage
         if best is None:
@@ -320,15 +322,15 @@ class Benchmarks:
         part, owner, passage = best
         where, text = self._texts[owner]
         return {"match": "benchmark_text", "similarity": round(part, 4), "text": " ".join(passage),
-                "of": where, "of_text": text[:_MOST_CHARACTERS]}  # fmt: skip
+                "of": where, "of_text": text[:_MAX_CHARACTERS]}  # fmt: skip
 
-    def _common(self, turns: Sequence[list[str]], words: list[str]) -> tuple[float, list[str]]:
+    def _overlap_with_turns(self, turns: Sequence[list[str]], words: list[str]) -> tuple[float, list[str]]:
         """Return the fraction of `words` in n-grams that also occur in a turn, and the longest common passage."""
         n = min(self._ngram, len(words))
-        present = {tuple(turn[i : i + n]) for turn in turns for i in range(len(turn) - n + 1)}
-        is_common = np.zeros(len(words) + 1, dtype=bool)
+        turn_ngrams = {tuple(turn[i : i + n]) for turn in turns for i in range(len(turn) - n + 1)}
+        is_in_turn = np.zeros(len(words) + 1, dtype=bool)
         for i in range(len(words) - n + 1):
-            is_common[i : i + n] |= tuple(words[i : i + n]) in present
-        starts = np.flatnonzero(np.diff(is_common, prepend=False)).reshape(-1, 2).tolist()
+            is_in_turn[i : i + n] |= tuple(words[i : i + n]) in turn_ngrams
+        starts = np.flatnonzero(np.diff(is_in_turn, prepend=False)).reshape(-1, 2).tolist()
         first, last = max(starts, key=lambda span: span[1] - span[0], default=(0, 0))
-        return float(is_common.sum() / len(words)), words[first:last]
+        return float(is_in_turn.sum() / len(words)), words[first:last]

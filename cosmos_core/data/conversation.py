@@ -9,14 +9,14 @@ from itertools import pairwise
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from cosmos_core.data.chat import PLAIN, Chat
-from cosmos_core.data.learned import learned_spans
+from cosmos_core.data.chat import DEFAULT_RENDERING, PromptRendering
+from cosmos_core.data.learned import find_learned_spans
 from cosmos_core.data.messages import Message, SkippedRow
 from cosmos_core.data.rendering import Tools, render
 from cosmos_core.data.spans import Span
 from cosmos_core.errors import DataError
 
-NO_ROOM = "with a prompt that leaves no room for a completion in policy.model_max_length"
+NO_COMPLETION_ROOM = "with a prompt that leaves no room for a completion in policy.model_max_length"
 
 
 def conversation_tokens(
@@ -39,12 +39,12 @@ def conversation_tokens(
         ModelError: the tokenizer has no chat template.
     """
     if isinstance(conversation, str):
-        return _plain_tokens(tokenizer, conversation)
-    full, spans = learned_spans(tokenizer, conversation, where, tools, end_ids)
+        return _tokenise_without_mask(tokenizer, conversation)
+    full, spans = find_learned_spans(tokenizer, conversation, where, tools, end_ids)
     return _masked_tokens(tokenizer, full, spans, where)
 
 
-def inside(span: Span, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def mask_of_span(span: Span, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Return a mask of the tokens that have a character inside the span, from the character offsets of tokens."""
     start, end = span
     # Byte-level tokenizers that trim offsets report a whitespace token as an empty span at the token's end.
@@ -61,13 +61,13 @@ def continued_tokens(
     Raises:
         DataError: the tokenizer returns no character offsets, and a token crosses the border of prompt and completion.
     """
-    plain, _ = _plain_tokens(tokenizer, prompt + completion)
+    plain_ids, _ = _tokenise_without_mask(tokenizer, prompt + completion)
     ids, mask = _masked_tokens(tokenizer, prompt + completion, [(len(prompt), len(prompt) + len(completion))], where)
-    start = next(i for i in range(len(plain)) if plain[i : i + len(ids)] == ids)
-    return plain, [0] * start + mask + [1] * (len(plain) - start - len(ids))
+    start = next(i for i in range(len(plain_ids)) if plain_ids[i : i + len(ids)] == ids)
+    return plain_ids, [0] * start + mask + [1] * (len(plain_ids) - start - len(ids))
 
 
-def cut(tokens: tuple[list[int], list[int]], max_length: int, where: str) -> tuple[list[int], list[int]]:
+def truncate_tokens(tokens: tuple[list[int], list[int]], max_length: int, where: str) -> tuple[list[int], list[int]]:
     """Cut token ids and loss mask on the right to at most `max_length` tokens.
 
     Raises:
@@ -82,7 +82,11 @@ def cut(tokens: tuple[list[int], list[int]], max_length: int, where: str) -> tup
 
 
 def tokenize_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_length: int, where: str, chat: Chat = PLAIN
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    max_length: int,
+    where: str,
+    chat: PromptRendering = DEFAULT_RENDERING,
 ) -> tuple[list[int], str]:
     """Return token ids and text of a prompt, with the generation prompt of the chat template unless `chat` has none.
 
@@ -113,11 +117,11 @@ def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int
     """
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) > max_length:
-        raise SkippedRow(where, NO_ROOM)
+        raise SkippedRow(where, NO_COMPLETION_ROOM)
     return ids, text
 
 
-def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
+def _tokenise_without_mask(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
     ids = tokenizer(text, verbose=False)["input_ids"]
     end = tokenizer.eos_token_id
     if end is not None and ids[-1:] != [end]:
@@ -130,16 +134,16 @@ def _masked_tokens(
 ) -> tuple[list[int], list[int]]:
     """Tokenise the whole text once; a token is learned if it has a character inside a span."""
     if not tokenizer.is_fast:
-        return _masked_piecewise(tokenizer, text, spans, where)
+        return _tokenise_between_borders(tokenizer, text, spans, where)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    starts, ends = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+    starts, token_ends = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), dtype=bool)
     for span in spans:
-        mask |= inside(span, starts, ends)
+        mask |= mask_of_span(span, starts, token_ends)
     return encoded["input_ids"], mask.astype(int).tolist()
 
 
-def _masked_piecewise(
+def _tokenise_between_borders(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], where: str
 ) -> tuple[list[int], list[int]]:
     """Tokenise the texts between span borders separately, for tokenizers without character offsets; raise DataError if

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cosmos_core.errors import DataError, first_line
-from cosmos_core.transient import is_of_machine
+from cosmos_core.transient import is_machine_error
 
-_ALLOWED = {
+_ALLOWED_GLOBALS = {
     ("numpy", "ndarray"),
     ("numpy", "dtype"),
     ("numpy.core.multiarray", "_reconstruct"),
@@ -46,7 +46,7 @@ def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
         if len(names) != 1:
             raise DataError(f"{path.name}: a pickle has one array, and the model needs {', '.join(names)}; write "
                             "safetensors with these names")  # fmt: skip
-        tensors = {names[0]: torch.from_numpy(_unpickled(path))}
+        tensors = {names[0]: torch.from_numpy(_read_pickled_array(path))}
     if missing := set(names) - tensors.keys():
         raise DataError(
             f"{path.name}: it has {', '.join(sorted(tensors))}, and the model needs {', '.join(sorted(missing))}"
@@ -54,16 +54,16 @@ def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
     return {name: tensors[name] for name in names}
 
 
-class _Arrays(pickle.Unpickler):
+class _ArrayUnpickler(pickle.Unpickler):
     """Unpickler that refuses every global but those of NumPy arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ALLOWED:
+        if (module, name) not in _ALLOWED_GLOBALS:
             raise pickle.UnpicklingError(f"it names {module}.{name}, and a pickle may hold numpy arrays alone")
         return super().find_class(module, name)
 
 
-def _unpickled(path: Path) -> np.ndarray:
+def _read_pickled_array(path: Path) -> np.ndarray:
     """Return the array of a pickle, which may be inside lists of one element.
 
     Raises:
@@ -71,9 +71,9 @@ def _unpickled(path: Path) -> np.ndarray:
     """
     try:
         with open(path, "rb") as file:
-            value = _Arrays(file).load()
+            value = _ArrayUnpickler(file).load()
     except Exception as error:  # a damaged pickle can raise any exception
-        if isinstance(error, OSError) and is_of_machine(error):
+        if isinstance(error, OSError) and is_machine_error(error):
             raise
         raise DataError(f"{path.name}: {first_line(error)}") from error
     while isinstance(value, list) and len(value) == 1:

@@ -70,8 +70,8 @@ class NoiseSampler:
         num_frames = self._random_conditioning_count(row, generator)
         latents = row.mean
         if row.logvar is not None:
-            spread = torch.exp(0.5 * row.logvar)
-            latents = row.mean + spread * torch.randn(row.mean.shape, generator=generator, dtype=row.mean.dtype)
+            std = torch.exp(0.5 * row.logvar)
+            latents = row.mean + std * torch.randn(row.mean.shape, generator=generator, dtype=row.mean.dtype)
         noise = torch.randn(row.mean.shape, generator=generator, dtype=row.mean.dtype)
         return FlowSample(
             latents,

@@ -27,13 +27,13 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from cosmos_core.data.messages import Row
-from cosmos_core.data.tool_calls import without_nulls
+from cosmos_core.data.tool_calls import remove_nulls
 from cosmos_core.errors import DataError, first_line
-from cosmos_core.transient import is_of_machine
+from cosmos_core.transient import is_machine_error
 
 _BLOCK = 1 << 20  # characters that are read from a file at a time
 _BATCH_ROWS = 1024
-_BLANKS = re.compile(r"[ \t\n\r]*")
+_JSON_WHITESPACE = re.compile(r"[ \t\n\r]*")
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 Located = tuple[str, Row]
@@ -41,7 +41,7 @@ Located = tuple[str, Row]
 
 
 @dataclass(frozen=True)
-class Part:
+class RowPart:
     """Rows of one file or one split; each call of `read` iterates over the rows from the beginning."""
 
     name: str
@@ -50,7 +50,7 @@ class Part:
 
 
 @contextmanager
-def _opened(path: Path, newline: str) -> Iterator[TextIO]:
+def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
     """Open a text file and skip its byte order marks.
 
     Raises:
@@ -81,14 +81,14 @@ def _opened(path: Path, newline: str) -> Iterator[TextIO]:
 
 
 def _json_lines(path: Path) -> Iterator[Located]:
-    with _opened(path, "\n") as file:
+    with _open_text(path, "\n") as file:
         for number, text in enumerate(file, start=1):
             if text.strip():
                 where = f"{path.name}:{number}"
-                yield where, _object(text, where)
+                yield where, _parse_object(text, where)
 
 
-def _object(text: str, where: str) -> Row:
+def _parse_object(text: str, where: str) -> Row:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -107,13 +107,13 @@ def _object(text: str, where: str) -> Row:
 
 def _json(path: Path) -> Iterator[Located]:
     """Yield the rows of a JSON array of objects; read any other file as JSON Lines."""
-    with _opened(path, "\n") as file:
+    with _open_text(path, "\n") as file:
         beginning = file.read(_BLOCK)
         if not beginning.lstrip().startswith("["):
             yield from _json_lines(path)
             return
         try:
-            for index, value in enumerate(_elements(file, beginning)):
+            for index, value in enumerate(_iterate_json_array(file, beginning)):
                 where = f"{path.name} row {index}"
                 if not isinstance(value, dict):
                     raise DataError(f"{where}: a row must be a JSON object, not {str(value)[:40]!r}")
@@ -124,7 +124,7 @@ def _json(path: Path) -> Iterator[Located]:
             _check_array(path)
 
 
-def _elements(file: TextIO, text: str) -> Iterator[Any]:
+def _iterate_json_array(file: TextIO, text: str) -> Iterator[Any]:
     """Yield each element of a JSON array that begins with `text` and continues in `file`.
 
     The file is read in blocks: memory holds at most one block and one element.
@@ -137,14 +137,14 @@ def _elements(file: TextIO, text: str) -> Iterator[Any]:
     separator, size = ",", _BLOCK
     while separator == ",":
         try:
-            value, end = decoder.raw_decode(text, _blanks(text, position))
-            end = _blanks(text, end)
+            value, end = decoder.raw_decode(text, _skip_whitespace(text, position))
+            end = _skip_whitespace(text, end)
             separator = text[end]
         except (ValueError, IndexError):
-            more = file.read(size)
-            if not more:
+            next_block = file.read(size)
+            if not next_block:
                 raise ValueError("the array does not end") from None
-            text, position, size = text[position:] + more, 0, 2 * size
+            text, position, size = text[position:] + next_block, 0, 2 * size
             continue
         if separator not in ",]":
             raise ValueError(f"{separator!r} between two elements")
@@ -154,9 +154,9 @@ def _elements(file: TextIO, text: str) -> Iterator[Any]:
         raise ValueError("text behind the array")
 
 
-def _blanks(text: str, at: int) -> int:
+def _skip_whitespace(text: str, position: int) -> int:
     """Return the index after the JSON whitespace that starts at `at`."""
-    match = _BLANKS.match(text, at)
+    match = _JSON_WHITESPACE.match(text, position)
     assert match
     return match.end()
 
@@ -168,7 +168,7 @@ def _check_array(path: Path) -> None:
         DataError: the array is malformed.
     """
     try:
-        with _opened(path, "\n") as file:
+        with _open_text(path, "\n") as file:
             elements = json.loads(file.read())
     except json.JSONDecodeError as error:
         raise DataError(f"{path.name}:{error.lineno}: malformed JSON, {error.msg} at column {error.colno}") from None
@@ -181,13 +181,13 @@ def _check_array(path: Path) -> None:
 def _csv(path: Path) -> Iterator[Located]:
     """Yield the rows of CSV or TSV with a header; values stay strings, so that the text `007` does not become 7."""
     csv.field_size_limit(2**31 - 1)  # the default limit of 128 KiB is too small for some conversations
-    with _opened(path, "") as file:
+    with _open_text(path, "") as file:
         reader = csv.reader(file, strict=True, delimiter="\t" if ".tsv" in path.suffixes[-2:] else ",")
         lines = filter(None, reader)
         try:
             header = next(lines, [])
-            if twice := [name for name in header if name and header.count(name) > 1]:
-                raise DataError(f"{path.name}: the header names {twice[0]!r} twice")
+            if repeated_column := [name for name in header if name and header.count(name) > 1]:
+                raise DataError(f"{path.name}: the header names {repeated_column[0]!r} twice")
             for fields in lines:
                 if len(fields) != len(header):
                     raise DataError(
@@ -199,12 +199,12 @@ def _csv(path: Path) -> Iterator[Located]:
             raise DataError(f"{path.name}:{reader.line_num}: malformed CSV, {error}") from None
 
 
-def _text(read: Callable[[Path], Iterator[Located]], path: Path) -> Part:
+def _text(read: Callable[[Path], Iterator[Located]], path: Path) -> RowPart:
     """Return the rows of a text file, after reading it once so that a damaged file raises an error here."""
-    return Part(path.name, sum(1 for _ in read(path)), lambda: read(path))
+    return RowPart(path.name, sum(1 for _ in read(path)), lambda: read(path))
 
 
-def _parquet(path: Path) -> Part:
+def _parquet(path: Path) -> RowPart:
     """Return the rows of a parquet file, read batch by batch."""
     reason = f"{path.name} is not a readable parquet file"
     with reader_errors(reason):
@@ -219,12 +219,12 @@ def _parquet(path: Path) -> Part:
                     return
                 batch.validate(full=True)
                 dataset = _dataset(pa.Table.from_batches([batch]))
-            yield from _undecoded(dataset)
+            yield from _undecoded_images(dataset)
 
-    return Part(path.name, num_rows, lambda: _numbered(path.name, rows()))
+    return RowPart(path.name, num_rows, lambda: _numbered(path.name, rows()))
 
 
-def _arrow(path: Path) -> Part:
+def _arrow(path: Path) -> RowPart:
     """Return the rows of an Arrow file, or of the Arrow stream that `datasets` writes."""
     with reader_errors(f"{path.name} is not a readable Arrow file"):
         source = pa.memory_map(str(path))
@@ -243,12 +243,12 @@ def _dataset(table: pa.Table) -> Any:
     return datasets.Dataset(table)
 
 
-def dataset_part(dataset: Any, name: str) -> Part:
+def dataset_part(dataset: Any, name: str) -> RowPart:
     """Return the rows of a data set object of the library `datasets`."""
-    return Part(name, len(dataset), lambda: _numbered(name, _undecoded(dataset)))
+    return RowPart(name, len(dataset), lambda: _numbered(name, _undecoded_images(dataset)))
 
 
-def _undecoded(dataset: Any) -> Iterator[Row]:
+def _undecoded_images(dataset: Any) -> Iterator[Row]:
     """Yield rows with images as stored (path and bytes), since decoding the pixels of every row would be wasteful."""
     if "Image(" not in str(dataset.features):
         yield from dataset
@@ -266,7 +266,7 @@ def _numbered(name: str, rows: Iterable[Row]) -> Iterator[Located]:
             row = next(remaining, None)
         if row is None:
             return
-        yield where, {name: without_nulls(value) if name == "tools" else _with_own_arguments(value)
+        yield where, {name: remove_nulls(value) if name == "tools" else _with_own_arguments(value)
                       for name, value in row.items()}  # fmt: skip
 
 
@@ -275,32 +275,32 @@ def _with_own_arguments(value: Any) -> Any:
     if not isinstance(value, list) or not any(isinstance(turn, dict) and turn.get("tool_calls") for turn in value):
         return value
     return [
-        {**turn, "tool_calls": without_nulls(turn["tool_calls"])} if isinstance(turn, dict) and "tool_calls" in turn
+        {**turn, "tool_calls": remove_nulls(turn["tool_calls"])} if isinstance(turn, dict) and "tool_calls" in turn
         else turn
         for turn in value
     ]  # fmt: skip
 
 
 @contextmanager
-def reader_errors(what: str) -> Iterator[None]:
+def reader_errors(description: str) -> Iterator[None]:
     """Convert any exception of a reader to a `DataError` of one line, except a failure of disk or network."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
-        if is_of_machine(error):
+        if is_machine_error(error):
             raise
-        raise DataError(f"{what}: {first_line(error)}") from error
+        raise DataError(f"{description}: {first_line(error)}") from error
 
 
-_READERS: dict[str, Callable[[Path], Part]] = {
+_READERS: dict[str, Callable[[Path], RowPart]] = {
     ".jsonl": partial(_text, _json_lines), ".json": partial(_text, _json), ".parquet": _parquet, ".arrow": _arrow,
     ".csv": partial(_text, _csv), ".tsv": partial(_text, _csv),
 }  # fmt: skip
 
 
-def open_part(path: Path) -> Part:
+def open_part(path: Path) -> RowPart:
     """Return the rows of a file whose name ends with one of `DATA_SUFFIXES`.
 
     Raises:

@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 from cosmos_core.config.schema.dataset import GENERATED
-from cosmos_core.data.formats import Located, Part
+from cosmos_core.data.formats import Located, RowPart
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.registry import suggestion
 
 
-def generated_part(generator: str, arguments: Mapping[str, Any], key: str) -> Part:
+def make_generated_part(generator: str, arguments: Mapping[str, Any], key: str) -> RowPart:
     """Return the rows of a generator; `key` is the name of the data set's table in the TOML, for messages.
 
     Raises:
@@ -45,7 +45,7 @@ def generated_part(generator: str, arguments: Mapping[str, Any], key: str) -> Pa
     except Exception as error:  # for invalid arguments, generators raise AssertionError or their own exceptions
         reason = first_line(error) or type(error).__name__
         raise DataError(f"{key}.arguments: {generator} refuses {dict(arguments)}: {reason}") from error
-    return Part(f"{GENERATED}{generator}", len(dataset), partial(_rows, dataset, generator, complete))
+    return RowPart(f"{GENERATED}{generator}", len(dataset), partial(_rows, dataset, generator, complete))
 
 
 def _rows(dataset: Any, generator: str, arguments: Mapping[str, Any]) -> Iterator[Located]:

@@ -34,26 +34,26 @@ _VIDEO_COLUMNS = ("videos", "video")
 _SOURCES = ("image", "image_url", "url", "path")
 _IMAGE = {"type": "image"}
 _LONGEST_PATH = 4095  # maximum length of a path on Linux (PATH_MAX), in bytes
-_DAMAGE = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EOFError, LookupError, struct.error)
+_DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EOFError, LookupError, struct.error)
 """Exceptions of Pillow's decoders for damaged files."""
 
 
-def placed_images(turns: list[Message], row: Row, where: str) -> tuple[list[Message], list[Any]]:
+def place_images(turns: list[Message], row: Row, where: str) -> tuple[list[Message], list[Any]]:
     """Return the turns with a placeholder part for each image, and the sources of the images in the same order.
 
     Raises:
         DataError: the turns show more or fewer images than the row has, or the row has a video.
     """
-    if any(_listed(row.get(column)) for column in _VIDEO_COLUMNS):
+    if any(_as_image_list(row.get(column)) for column in _VIDEO_COLUMNS):
         raise DataError(f"{where}: the row has a video, and this version reads images and text; leave such rows out")
-    column_images = next((images for column in COLUMNS if (images := _listed(row.get(column)))), [])
+    column_images = next((images for column in COLUMNS if (images := _as_image_list(row.get(column)))), [])
     if column_images:
         turns = [{**turn, "content": _split(turn["content"])} for turn in turns]
     if column_images and not any(_num_images(turn) for turn in turns):
-        turns = _before_the_first_words(turns, len(column_images), where)
+        turns = _insert_images(turns, len(column_images), where)
     unused: Iterator[Any] = iter(column_images)
     sources: list[Any] = []
-    placed = []
+    placed_turns = []
     for turn in turns:
         content = turn["content"]
         if isinstance(content, list):
@@ -61,19 +61,21 @@ def placed_images(turns: list[Message], row: Row, where: str) -> tuple[list[Mess
                 if part["type"] == "image":
                     sources.append(_source(part, unused))
             content = [_IMAGE if part["type"] == "image" else part for part in content]
-        placed.append({**turn, "content": content})
-    num_missing, num_left = sum(source is None for source in sources), sum(1 for _ in unused)
-    if num_missing or num_left:
+        placed_turns.append({**turn, "content": content})
+    num_missing, num_unplaced = sum(source is None for source in sources), sum(1 for _ in unused)
+    if num_missing or num_unplaced:
         raise DataError(
-            f"{where}: the turns show {len(sources)} images and the row has {len(sources) - num_missing + num_left}; "
-            f"write <image> once for each image"
+            f"{where}: the turns show {len(sources)} images and the row has "
+            f"{len(sources) - num_missing + num_unplaced}; write <image> once for each image"
         )
-    if marked := next((turn for turn in turns if isinstance(turn["content"], str) and _is_marked(turn)), None):
+    if marked_turn := next(
+        (turn for turn in turns if isinstance(turn["content"], str) and _has_image_mark(turn)), None
+    ):
         raise DataError(
-            f"{where}: the turn {marked['content'][:40]!r} shows an image, and the row names none; give it a column "
-            f"`image` or `images`"
+            f"{where}: the turn {marked_turn['content'][:40]!r} shows an image, and the row names none; give it a "
+            f"column `image` or `images`"
         )
-    return placed, sources
+    return placed_turns, sources
 
 
 def read_image(source: Any, root: Path, where: str) -> tuple[ImageRef, Image]:
@@ -82,16 +84,16 @@ def read_image(source: Any, root: Path, where: str) -> tuple[ImageRef, Image]:
     Raises:
         DataError: the file does not exist, or is not an image that can be decoded completely.
     """
-    path, content = _located(source, where)
+    path, content = _locate_image(source, where)
     if content is not None:
-        return ImageRef(None, content, _digest(content)), _decoded(content, f"{where}: the image in the row")
+        return ImageRef(None, content, _digest(content)), _decode_image(content, f"{where}: the image in the row")
     assert path is not None
     # os.path.expanduser keeps the name of an unknown user, for which Path.expanduser raises.
     file = Path(os.path.expanduser(path))
     file = file if file.is_absolute() else root / file
     file_content = _read(file, f"{where}: image {path!r}")
     name = file.relative_to(root) if file.is_relative_to(root) else file.absolute()
-    return ImageRef(str(name), None, _digest(file_content)), _decoded(file_content, f"{where}: image {file}")
+    return ImageRef(str(name), None, _digest(file_content)), _decode_image(file_content, f"{where}: image {file}")
 
 
 def open_image(ref: ImageRef) -> Image:
@@ -101,7 +103,7 @@ def open_image(ref: ImageRef) -> Image:
         DataError: the file of the image is missing, or has changed since it was prepared.
     """
     if ref.content is not None:
-        return _decoded(ref.content, "the image of a prepared row")
+        return _decode_image(ref.content, "the image of a prepared row")
     assert ref.path is not None
     content = _read(Path(ref.path), f"image {ref.path} of the prepared rows")
     if _digest(content) != ref.sha256:
@@ -109,10 +111,10 @@ def open_image(ref: ImageRef) -> Image:
             f"image {ref.path} is not the one that was prepared; run the prepare stage again (cosmos resume "
             "--from-stage NAME)"
         )
-    return _decoded(content, f"image {ref.path}")
+    return _decode_image(content, f"image {ref.path}")
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_image_list(value: Any) -> list[Any]:
     """Return the value of an image column as a list."""
     if value is None or value == "":
         return []
@@ -135,18 +137,18 @@ def _num_images(turn: Message) -> int:
     return 0 if isinstance(content, str) else sum(part["type"] == "image" for part in content)
 
 
-def _is_marked(turn: Message) -> bool:
+def _has_image_mark(turn: Message) -> bool:
     return bool(re.search(r"\A\s*<image>|<image>\s*\Z", turn["content"]))
 
 
-def _before_the_first_words(turns: list[Message], count: int, where: str) -> list[Message]:
+def _insert_images(turns: list[Message], count: int, where: str) -> list[Message]:
     first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
     if first is None:
         raise DataError(f"{where}: the row has {count} images and no user turn to show them; write <image> in one")
     content = turns[first]["content"]
     words = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    shown = {**turns[first], "content": [dict(_IMAGE) for _ in range(count)] + words}
-    return [*turns[:first], shown, *turns[first + 1 :]]
+    image_turn = {**turns[first], "content": [dict(_IMAGE) for _ in range(count)] + words}
+    return [*turns[:first], image_turn, *turns[first + 1 :]]
 
 
 def _source(part: dict[str, Any], unused: Iterator[Any]) -> Any:
@@ -155,7 +157,7 @@ def _source(part: dict[str, Any], unused: Iterator[Any]) -> Any:
     return next(unused, None) if source_of_part is None else source_of_part
 
 
-def _located(source: Any, where: str) -> tuple[str | None, bytes | None]:
+def _locate_image(source: Any, where: str) -> tuple[str | None, bytes | None]:
     """Return the path of an image, or its bytes.
 
     Raises:
@@ -169,7 +171,7 @@ def _located(source: Any, where: str) -> tuple[str | None, bytes | None]:
     if not isinstance(source, str) or not source:
         raise DataError(f"{where}: {str(source)[:40]!r} is no image; give a path, bytes or a data: URI")
     if source.startswith("data:"):
-        return None, _embedded(source, where)
+        return None, _decode_data_uri(source, where)
     if source.startswith("file://"):
         source = unquote(re.sub(r"\Afile://[^/]*", "", source))
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", source):
@@ -179,7 +181,7 @@ def _located(source: Any, where: str) -> tuple[str | None, bytes | None]:
     return source, None
 
 
-def _embedded(uri: str, where: str) -> bytes:
+def _decode_data_uri(uri: str, where: str) -> bytes:
     head, _, data = uri.partition(",")
     try:
         if not head.endswith(";base64"):
@@ -189,17 +191,19 @@ def _embedded(uri: str, where: str) -> bytes:
         raise DataError(f"{where}: the image {uri[:30]!r}... cannot be decoded: {error}") from error
 
 
-def _read(file: Path, what: str) -> bytes:
+def _read(file: Path, description: str) -> bytes:
     try:
         if not S_ISREG(file.stat().st_mode):
-            raise DataError(f"{what}: {file} is no regular file, and a device or a pipe may be read without end")
+            raise DataError(f"{description}: {file} is no regular file, and a device or a pipe may be read without end")
         return file.read_bytes()
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
-        raise DataError(f"{what}: {reason} ({file}); check the path, or set custom.dataset.media_path") from error
+        raise DataError(
+            f"{description}: {reason} ({file}); check the path, or set custom.dataset.media_path"
+        ) from error
 
 
-def in_rgb(image: Image) -> Image:
+def convert_to_rgb(image: Image) -> Image:
     """Convert an image to RGB; of 16-bit greyscale, use the upper 8 bits, since Pillow would clip values to white."""
     from PIL import Image as pillow
 
@@ -207,8 +211,8 @@ def in_rgb(image: Image) -> Image:
         raise DataError("it has pixels of 32-bit floating point, whose range is not known; save it with 8 or 16 bits")
     if image.mode == "I" or image.mode.startswith("I;16"):
         values = np.asarray(image).astype(np.int64)
-        is_deep = image.mode != "I" or values.max(initial=0) > np.iinfo(np.uint8).max
-        image = pillow.fromarray((values >> 8 * is_deep).clip(0, 255).astype(np.uint8))
+        is_16_bit = image.mode != "I" or values.max(initial=0) > np.iinfo(np.uint8).max
+        image = pillow.fromarray((values >> 8 * is_16_bit).clip(0, 255).astype(np.uint8))
     return image.convert("RGB")
 
 
@@ -216,7 +220,7 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _decoded(content: bytes, what: str) -> Image:
+def _decode_image(content: bytes, description: str) -> Image:
     """Decode an image as the processors of transformers do: in RGB, rotated according to its EXIF orientation.
 
     Raises:
@@ -227,10 +231,10 @@ def _decoded(content: bytes, what: str) -> Image:
 
     try:
         with pillow.open(BytesIO(content)) as image:
-            return in_rgb(ImageOps.exif_transpose(image))
+            return convert_to_rgb(ImageOps.exif_transpose(image))
     except pillow.DecompressionBombError as error:
-        raise DataError(f"{what} is too large ({error}); make it smaller") from error
+        raise DataError(f"{description} is too large ({error}); make it smaller") from error
     except pillow.UnidentifiedImageError as error:
-        raise DataError(f"{what} is no image ({len(content)} bytes that begin with {content[:8]!r})") from error
-    except _DAMAGE as error:
-        raise DataError(f"{what} is damaged ({error}); replace it") from error
+        raise DataError(f"{description} is no image ({len(content)} bytes that begin with {content[:8]!r})") from error
+    except _DECODER_ERRORS as error:
+        raise DataError(f"{description} is damaged ({error}); replace it") from error

@@ -6,18 +6,18 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedTokenizerBase
 
-_MOST_LOST = 0.1  # minimum fraction of lost characters that `cosmos check` reports as an error
-_MOST_CHARACTERS = 2_000  # number of characters at the start of a text that are compared
+_MIN_LOST_FRACTION = 0.1  # minimum fraction of lost characters that `cosmos check` reports as an error
+_MAX_CHARACTERS = 2_000  # number of characters at the start of a text that are compared
 _NUM_EXAMPLES = 5
 
 
-def lost_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> tuple[str, bool]:
+def find_lost_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> tuple[str, bool]:
     """Compare texts with their decoded tokens; return a notice about lost letters, digits and spaces (empty if none is
     lost), and whether at least a tenth of them is lost. Case, accents, punctuation and repeated spaces may differ.
     """
     lost, total = Counter[str](), 0
     for full_text in texts:
-        text = full_text[:_MOST_CHARACTERS].encode(errors="ignore").decode()  # drops lone surrogates
+        text = full_text[:_MAX_CHARACTERS].encode(errors="ignore").decode()  # drops lone surrogates
         ids = tokenizer.encode(text, add_special_tokens=False)
         known_ids = [each for each in ids if each != tokenizer.unk_token_id]
         characters = _characters(text)
@@ -28,7 +28,7 @@ def lost_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> tuple
     examples = ", ".join(repr(character) for character, _ in lost.most_common(_NUM_EXAMPLES))
     problem = f"the tokenizer loses {lost.total() / total:.1%} of the letters, digits and spaces of rows ({examples})"
     remedy = "; take the tokenizer of the model, with the tokenizer_class that it was saved with"
-    return problem + remedy, lost.total() >= _MOST_LOST * total
+    return problem + remedy, lost.total() >= _MIN_LOST_FRACTION * total
 
 
 def _characters(text: str) -> Counter[str]:

@@ -7,7 +7,7 @@ from typing import TypeVar, overload
 T_co = TypeVar("T_co", covariant=True)
 
 
-class LazySequence(Sequence[T_co]):
+class IndexedSequence(Sequence[T_co]):
     """Sequence whose subclasses implement only `item`, for a non-negative index; indices and slices use `item`."""
 
     @abstractmethod

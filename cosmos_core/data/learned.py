@@ -14,15 +14,17 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from cosmos_core.data.bounds import limit_resources
 from cosmos_core.data.messages import Message, SkippedRow, texts_of
 from cosmos_core.data.rendering import Tools, render, render_template
-from cosmos_core.data.spans import Render, Span, prefix_spans, skeleton_spans, trimmed
-from cosmos_core.data.turn_weights import is_learned
+from cosmos_core.data.spans import Render, Span, prefix_spans, spans_by_placeholders, trimmed
+from cosmos_core.data.turn_weights import is_learned_turn
 from cosmos_core.errors import DataError
 
-_LONG = 64  # number of turns above which `skeleton_spans` is tried before `prefix_spans`, whose time is quadratic
+_MIN_SKELETON_TURNS = (
+    64  # number of turns above which `skeleton_spans` is tried before `prefix_spans`, whose time is quadratic
+)
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def learned_spans(
+def find_learned_spans(
     owner: PreTrainedTokenizerBase | ProcessorMixin,
     turns: list[Message],
     where: str,
@@ -39,40 +41,42 @@ def learned_spans(
         SkippedRow: no assistant turn with content is learned.
         RefusedRow, ModelError: as in `render`.
     """
-    if not any(_says_something(turn) for turn in turns if is_learned(turn)):
+    if not any(_has_content(turn) for turn in turns if is_learned_turn(turn)):
         raise SkippedRow(where, "without an assistant turn to learn")
     turns, full = render(owner, turns, where, tools=tools)
     tokenizer = owner.tokenizer if isinstance(owner, ProcessorMixin) else owner
-    closing, ends = added_tokens(tokenizer), _end_tokens(tokenizer, end_ids)
+    special_tokens, end_texts = added_tokens(tokenizer), _end_tokens(tokenizer, end_ids)
     render_part = partial(render_template, owner, where=where, tools=tools)
     with limit_resources(f"{where}: the chat template"):
-        spans = _marked_spans(owner, tokenizer, turns, full, tools)
+        spans = _find_marked_spans(owner, tokenizer, turns, full, tools)
     is_marked, assistant = spans is not None, [turn for turn in turns if turn["role"] == "assistant"]
-    if spans is None or not all(map(is_learned, assistant)):
-        whole = _turn_spans(render_part, turns, full, closing)
-        if whole is None:
-            raise _unfound(turns, where)
-        chosen = [span for span, turn in zip(whole, assistant, strict=True) if is_learned(turn)]
-        spans = chosen if spans is None else _inside_of(chosen, spans, whole, where)
+    if spans is None or not all(map(is_learned_turn, assistant)):
+        turn_spans = _turn_spans(render_part, turns, full, special_tokens)
+        if turn_spans is None:
+            raise _location_error(turns, where)
+        chosen = [span for span, turn in zip(turn_spans, assistant, strict=True) if is_learned_turn(turn)]
+        spans = chosen if spans is None else _spans_in_turns(chosen, spans, turn_spans, where)
     if not spans:
         raise SkippedRow(where, "in which the chat template marks nothing to learn")
-    spans = [trimmed(span, full, closing) for span in spans]
-    return full, [_with_end(span, full, ends, is_marked=is_marked) for span in spans]
+    spans = [trimmed(span, full, special_tokens) for span in spans]
+    return full, [_with_end(span, full, end_texts, is_marked=is_marked) for span in spans]
 
 
-def _turn_spans(render_part: Render, turns: list[Message], full: str, closing: Sequence[str]) -> list[Span] | None:
+def _turn_spans(
+    render_part: Render, turns: list[Message], full: str, special_tokens: Sequence[str]
+) -> list[Span] | None:
     """Return the span of each assistant turn for a template without {% generation %} marks; None if this fails."""
-    is_long = len(turns) > _LONG
-    spans = None if is_long else prefix_spans(render_part, turns, full)
+    has_many_turns = len(turns) > _MIN_SKELETON_TURNS
+    spans = None if has_many_turns else prefix_spans(render_part, turns, full)
     if spans is None:
-        spans = skeleton_spans(render_part, turns, full, closing)
-    return prefix_spans(render_part, turns, full) if spans is None and is_long else spans
+        spans = spans_by_placeholders(render_part, turns, full, special_tokens)
+    return prefix_spans(render_part, turns, full) if spans is None and has_many_turns else spans
 
 
-def _inside_of(chosen: list[Span], marked: list[Span], whole: list[Span], where: str) -> list[Span]:
+def _spans_in_turns(chosen: list[Span], marked_spans: list[Span], turn_spans: list[Span], where: str) -> list[Span]:
     """Return the spans of `marked` that overlap a turn with a loss (`chosen`); `whole` has all assistant turns."""
-    selected = [span for span in marked if any(_overlap(span, each) for each in chosen)]
-    if any(_overlap(span, each) for span in selected for each in whole if each not in chosen):
+    selected = [span for span in marked_spans if any(_do_overlap(span, each) for each in chosen)]
+    if any(_do_overlap(span, each) for span in selected for each in turn_spans if each not in chosen):
         raise DataError(
             f"{where}: weight = 0 leaves out a turn, and the chat template marks it together with another; put "
             "{% generation %} around each turn, or leave out `weight`"
@@ -80,19 +84,19 @@ def _inside_of(chosen: list[Span], marked: list[Span], whole: list[Span], where:
     return selected
 
 
-def _overlap(one: Span, other: Span) -> bool:
-    return max(one[0], other[0]) < min(one[1], other[1])
+def _do_overlap(_extend_by_end_token: Span, other: Span) -> bool:
+    return max(_extend_by_end_token[0], other[0]) < min(_extend_by_end_token[1], other[1])
 
 
-def _with_end(span: Span, full: str, ends: Sequence[str], *, is_marked: bool) -> Span:
+def _with_end(span: Span, full: str, end_texts: Sequence[str], *, is_marked: bool) -> Span:
     """Extend the span by the end token after it, without which a model never learns to stop.
 
     Marks often exclude the end token. In some models, such as GLM-4, the first token of the next turn is the end token.
     """
     start, stop = span
-    if not is_marked and full[start:stop].endswith(tuple(ends)):
+    if not is_marked and full[start:stop].endswith(tuple(end_texts)):
         return span
-    return start, stop + next((len(end) for end in ends if full.startswith(end, stop)), 0)
+    return start, stop + next((len(end) for end in end_texts if full.startswith(end, stop)), 0)
 
 
 @lru_cache(maxsize=4)
@@ -101,12 +105,12 @@ def _end_tokens(tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]) ->
     return tuple(dict.fromkeys(filter(None, [tokenizer.eos_token, *listed])))
 
 
-def _says_something(message: Message) -> bool:
+def _has_content(message: Message) -> bool:
     """Return whether a turn has text, or other keys that a chat template may render."""
     return any(text.strip() for text in texts_of(message)) or len(message) > len(("role", "content"))
 
 
-def _unfound(turns: list[Message], where: str) -> DataError:
+def _location_error(turns: list[Message], where: str) -> DataError:
     """Return the error to raise if the assistant's turns cannot be located in the rendering."""
     first = next(turn["role"] for turn in turns if turn["role"] not in {"system", "developer"})
     if first == "assistant":  # skip the row: other chat templates hide the first turn too
@@ -118,7 +122,7 @@ def _unfound(turns: list[Message], where: str) -> DataError:
     )
 
 
-def _marked_spans(
+def _find_marked_spans(
     owner: PreTrainedTokenizerBase | ProcessorMixin,
     tokenizer: PreTrainedTokenizerBase,
     turns: list[Message],
@@ -134,7 +138,7 @@ def _marked_spans(
     )
     if not isinstance(template, str) or not _GENERATION_MARK.search(template):
         return None
-    texts, marked = cast(Any, render_jinja_template)(
+    texts, mark_offsets = cast(Any, render_jinja_template)(
         conversations=[turns],
         chat_template=template,
         return_assistant_tokens_mask=True,
@@ -143,7 +147,7 @@ def _marked_spans(
     )
     if texts[0] != full:
         return None
-    return [(start, stop) for start, stop in marked[0]]
+    return [(start, stop) for start, stop in mark_offsets[0]]
 
 
 @lru_cache(maxsize=4)  # every row needs the tokens, and listing them is slow

@@ -27,7 +27,7 @@ from cosmos_core.run.files import copy_file, follow_umask, read_json, remove_lef
 logger = logging.getLogger(__name__)
 
 _VERSION = 2  # version of the cache, to increase if the same bytes are decoded to other pixels or tokens
-_USUAL_ENTRIES, _MOST_ENTRIES = 32, 128
+_TYPICAL_ENTRIES, _MAX_ENTRIES = 32, 128
 
 Entry = dict[str, Tensor]
 ItemT = TypeVar("ItemT")
@@ -47,14 +47,14 @@ def digest_of(*parts: object) -> str:
 
 def shards_of(items: Iterable[Keyed[ItemT]]) -> Iterator[list[Keyed[ItemT]]]:
     """Group items into shards whose boundaries depend only on the keys; a repeated item is in its first shard only."""
-    seen: set[str] = set()
+    shard_digests: set[str] = set()
     shard: list[Keyed[ItemT]] = []
     for each in items:
-        if each.key in seen:
+        if each.key in shard_digests:
             continue
-        seen.add(each.key)
+        shard_digests.add(each.key)
         shard.append(each)
-        if int(each.key[:8], 16) % _USUAL_ENTRIES == 0 or len(shard) == _MOST_ENTRIES:
+        if int(each.key[:8], 16) % _TYPICAL_ENTRIES == 0 or len(shard) == _MAX_ENTRIES:
             yield shard
             shard = []
     if shard:
@@ -75,7 +75,7 @@ class MediaCache:
         """Return the key of the shard whose entries have the keys `keys`."""
         return digest_of(_VERSION, self._encoders, list(keys))
 
-    def has(self, shard: str) -> bool:
+    def has_shard(self, shard: str) -> bool:
         """Return whether a shard exists and is intact; a damaged shard is logged and removed from the cache."""
         record, path = read_json(self._record(shard)), self.path(shard)
         if not isinstance(record, dict):
@@ -86,7 +86,7 @@ class MediaCache:
         self._record(shard).unlink(missing_ok=True)
         return False
 
-    def refused(self, shard: str) -> dict[str, str]:
+    def refusal_reasons(self, shard: str) -> dict[str, str]:
         """Return the reasons why items of a shard could not be encoded, by key."""
         record = read_json(self._record(shard))
         return dict(record.get("refused", {})) if isinstance(record, dict) else {}
@@ -110,8 +110,8 @@ class MediaCache:
         size = building.stat().st_size
         building.replace(path)
         sync_folder(path.parent)
-        refused = {key: entry for key, entry in entries.items() if isinstance(entry, str)}
-        write_json(self._record(shard), {"size": size, "sha256": digest, "refused": refused})
+        refusal_reasons = {key: entry for key, entry in entries.items() if isinstance(entry, str)}
+        write_json(self._record(shard), {"size": size, "sha256": digest, "refused": refusal_reasons})
 
     def copy(self, shard: str, target: Path) -> None:
         """Copy a shard to `target`, as a copy-on-write clone if the file system supports it."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cosmos_core.data.images import in_rgb
+from cosmos_core.data.images import convert_to_rgb
 from cosmos_core.data.media_source import Content
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.transient import is_transient
@@ -29,11 +29,13 @@ Size = tuple[int, int]
 """Height and width of an image or a frame, in pixels."""
 _STEPS = 8
 """Number of bucket sizes between the aspect ratios 1:1 and 1:2."""
-_LEAST_OF_SECONDS = 0.95  # minimum readable fraction of the duration in a video's header, which some programs round
+_MIN_READABLE_FRACTION = (
+    0.95  # minimum readable fraction of the duration in a video's header, which some programs round
+)
 
 
 @dataclass(frozen=True)
-class Framing:
+class FrameSettings:
     """Settings for converting media of any size to pixels of one size."""
 
     size: Size
@@ -58,16 +60,16 @@ class Framing:
 @lru_cache(maxsize=8)
 def bucket_sizes(size: Size, multiple: int) -> tuple[Size, ...]:
     """Return sizes of about the same area as `size`, from 1:2 to 2:1, whose sides are divisible by `multiple`."""
-    side = math.sqrt(size[0] * size[1])
+    edge = math.sqrt(size[0] * size[1])
     sizes = []
     for step in range(-_STEPS, _STEPS + 1):
         ratio = 2.0 ** (step / _STEPS / 2)
-        height, width = (max(multiple, round(length / multiple) * multiple) for length in (side * ratio, side / ratio))
+        height, width = (max(multiple, round(length / multiple) * multiple) for length in (edge * ratio, edge / ratio))
         sizes.append((height, width))
     return tuple(dict.fromkeys(sizes))
 
 
-def pixels_of(content: Content, framing: Framing, position: float) -> np.ndarray:
+def pixels_of(content: Content, framing: FrameSettings, position: float) -> np.ndarray:
     """Return an image (HWC) or a clip (FHWC) as uint8; `position` in [0, 1] selects the clip if `sampling` is
     random.
 
@@ -80,7 +82,7 @@ def pixels_of(content: Content, framing: Framing, position: float) -> np.ndarray
             if not framing.num_frames:
                 raise DataError("it is a video, and the model makes images")
             return _clip(content, framing, position)
-        image = _framed(_image(content), framing)
+        image = _crop_to_size(_decode_image(content), framing)
         return image[None] if framing.num_frames else image
     except DataError:
         raise
@@ -90,43 +92,43 @@ def pixels_of(content: Content, framing: Framing, position: float) -> np.ndarray
         raise DataError(f"it cannot be decoded: {first_line(error)}") from error
 
 
-def _image(content: Content) -> Image:
+def _decode_image(content: Content) -> Image:
     from PIL import Image as pillow
     from PIL import ImageOps
 
     with pillow.open(BytesIO(content.read())) as image:
-        return in_rgb(ImageOps.exif_transpose(image))
+        return convert_to_rgb(ImageOps.exif_transpose(image))
 
 
-def _framed(image: Image, framing: Framing) -> np.ndarray:
+def _crop_to_size(image: Image, framing: FrameSettings) -> np.ndarray:
     """Return the image scaled to cover its target size and cropped around its centre."""
     from PIL import Image as pillow
 
     height, width = framing.size_of(image.height, image.width)
     scale = min(image.width / width, image.height / height)
-    left, top = (image.width - width * scale) / 2, (image.height - height * scale) / 2
-    box = (left, top, left + width * scale, top + height * scale)
+    x_offset, top = (image.width - width * scale) / 2, (image.height - height * scale) / 2
+    box = (x_offset, top, x_offset + width * scale, top + height * scale)
     if box == (0, 0, width, height):
         return np.asarray(image)
     return np.asarray(image.resize((width, height), pillow.Resampling.LANCZOS, box=box))
 
 
-def _clip(content: Content, framing: Framing, position: float) -> np.ndarray:
+def _clip(content: Content, framing: FrameSettings, position: float) -> np.ndarray:
     """Return the frames of a clip; the video is decoded once, up to the last of these frames."""
     total = _count(content)
     if total < framing.num_frames:
         raise DataError(f"it has {total} frames, and policy.diffusers.train_frames = {framing.num_frames} are needed")
-    indices = _chosen(total, framing, position)
+    indices = _frame_indices(total, framing, position)
     frames: list[np.ndarray] = []
     for index, frame in enumerate(_frames(content)):
         if index == indices[len(frames)]:
-            frames.append(_framed(frame.to_image().rotate(frame.rotation, expand=True), framing))
+            frames.append(_crop_to_size(frame.to_image().rotate(frame.rotation, expand=True), framing))
         if len(frames) == len(indices):
             return np.stack(frames)
     raise DataError(f"its frame {indices[len(frames)]} of {total} cannot be decoded")
 
 
-def _chosen(total: int, framing: Framing, position: float) -> list[int]:
+def _frame_indices(total: int, framing: FrameSettings, position: float) -> list[int]:
     """Return the indices of a clip's frames in a video of `total` frames."""
     count = framing.num_frames
     if framing.sampling == "uniform":
@@ -142,11 +144,11 @@ def _count(content: Content) -> int:
     Raises:
         DataError: the file has no video stream, or ends before the length in its header.
     """
-    with _opened(content) as container:
+    with _open_container(content) as container:
         if not container.streams.video:
             raise DataError("it cannot be decoded: it has no video stream, or is cut off before it")
         stream = container.streams.video[0]
-        declared, seconds = stream.frames, _declared_seconds(container, stream)
+        header_frames, seconds = stream.frames, _duration_in_header(container, stream)
         frame_seconds = float(1 / stream.average_rate) if stream.average_rate else 0.0
         count, end = 0, 0.0
         for packet in container.demux(stream):
@@ -158,21 +160,21 @@ def _count(content: Content) -> int:
                 end = max(
                     end, start + (float(packet.duration * packet.time_base) if packet.duration else frame_seconds)
                 )
-    least = min(_LEAST_OF_SECONDS * seconds, seconds - 0.75 * frame_seconds)
-    is_cut = count < declared if declared else end < least and (end > 0 or not count)
-    if is_cut:
-        whole = f"{declared} frames" if declared else f"{seconds:g} s"
-        raise DataError(f"it is cut off: its head says {whole}, and it ends after {count} frames, {end:.3g} s")
+    min_end = min(_MIN_READABLE_FRACTION * seconds, seconds - 0.75 * frame_seconds)
+    is_truncated = count < header_frames if header_frames else end < min_end and (end > 0 or not count)
+    if is_truncated:
+        full_length = f"{header_frames} frames" if header_frames else f"{seconds:g} s"
+        raise DataError(f"it is cut off: its head says {full_length}, and it ends after {count} frames, {end:.3g} s")
     return count
 
 
-def _declared_seconds(container: Any, stream: Any) -> float:
+def _duration_in_header(container: Any, stream: Any) -> float:
     """Return the duration of a video in the header of its file, in seconds; 0 if it is missing."""
     if stream.duration is not None:
         return float(stream.duration * stream.time_base)
     # Matroska stores the duration of a stream as a tag of the form H:M:S.
-    hours, _, rest = stream.metadata.get("DURATION", "").partition(":")
-    minutes, _, seconds = rest.partition(":")
+    hours, _, minutes_text = stream.metadata.get("DURATION", "").partition(":")
+    minutes, _, seconds = minutes_text.partition(":")
     if seconds:
         return 3600 * float(hours) + 60 * float(minutes) + float(seconds)
     return container.duration / 1e6 if container.duration and len(container.streams) == 1 else 0.0
@@ -180,19 +182,19 @@ def _declared_seconds(container: Any, stream: Any) -> float:
 
 def frame_rate(content: Content) -> float:
     """Return the frame rate of a video in Hz, rounded to hundredths; 0 if it is unknown."""
-    with _opened(content) as container:
+    with _open_container(content) as container:
         rate = container.streams.video[0].average_rate
         return round(float(rate), 2) if rate else 0.0
 
 
 def _frames(content: Content) -> Iterator[Any]:
-    with _opened(content) as container:
+    with _open_container(content) as container:
         yield from container.decode(container.streams.video[0])
 
 
-def _opened(content: Content) -> Any:
+def _open_container(content: Content) -> Any:
     """Return a PyAV container that streams a whole file, or reads a range of a file or a row's bytes from memory."""
     import av
 
-    is_whole = content.path is not None and content.size is None
-    return av.open(str(content.path) if is_whole else BytesIO(content.read()))
+    is_whole_file = content.path is not None and content.size is None
+    return av.open(str(content.path) if is_whole_file else BytesIO(content.read()))

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cosmos_core.data.kinds.registry import row_kind
-from cosmos_core.data.lazy import LazySequence
+from cosmos_core.data.lazy import IndexedSequence
 from cosmos_core.data.prepared import open_table
 from cosmos_core.errors import DataError, first_line
 
@@ -27,7 +27,7 @@ TENSORS = "tensors"
 """Name of the folder with the shards of tensors, in the folder of the prepared tables."""
 NULL_TEXT = b"null text"
 """Key of the schema's metadata with the shard and entry of the empty prompt's embedding."""
-_KEPT_BYTES = 64 << 20
+_MAX_CACHED_BYTES = 64 << 20
 """Maximum bytes of rows that are cached in memory after their first read."""
 _OPEN_SHARDS = 128
 
@@ -63,7 +63,7 @@ class MediaPrompt:
 RowT = TypeVar("RowT", MediaRow, MediaPrompt)
 
 
-class _Media(LazySequence[RowT]):
+class _Media(IndexedSequence[RowT]):
     """Rows of a table whose tensors are read from shards on access."""
 
     def __init__(self, table: pa.Table, folder: Path) -> None:
@@ -80,12 +80,12 @@ class _Media(LazySequence[RowT]):
     def _value(self, name: str, index: int) -> Any:
         return self._table[name][index].as_py()
 
-    def _tensors(self, at: dict[str, str]) -> dict[str, Tensor]:
+    def _tensors(self, location: dict[str, str]) -> dict[str, Tensor]:
         """Return the tensors of one entry of a shard, by tensor name; `at` names the shard and the entry."""
-        path = self._folder / TENSORS / f"{at['shard']}.safetensors"
+        path = self._folder / TENSORS / f"{location['shard']}.safetensors"
         try:
             shard, names = _shard(path)
-            return {name: shard.get_tensor(f"{at['entry']}.{name}") for name in names[at["entry"]]}
+            return {name: shard.get_tensor(f"{location['entry']}.{name}") for name in names[location["entry"]]}
         except (OSError, KeyError, SafetensorError) as error:
             raise DataError(
                 f"{path} is missing or damaged ({first_line(error)}); delete its folder and run the prepare stage again"
@@ -95,10 +95,10 @@ class _Media(LazySequence[RowT]):
 class MediaRows(_Media[MediaRow]):
     """Images or clips to learn, by row; callers must not modify the tensors of a row."""
 
-    def __init__(self, table: pa.Table, folder: Path, kept_bytes: int = _KEPT_BYTES) -> None:
+    def __init__(self, table: pa.Table, folder: Path, max_cached_bytes: int = _MAX_CACHED_BYTES) -> None:
         super().__init__(table, folder)
-        self._kept: dict[int, MediaRow] = {}
-        self._bytes_left = kept_bytes
+        self._cached_rows: dict[int, MediaRow] = {}
+        self._bytes_left = max_cached_bytes
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -107,14 +107,14 @@ class MediaRows(_Media[MediaRow]):
 
     def item(self, index: int) -> MediaRow:
         """Return the row with number `index`, which stays cached in memory while the memory budget allows."""
-        row = self._kept.get(index)
+        row = self._cached_rows.get(index)
         if row is None:
             latent = self._tensors(self._value("media", index))
             text = self._tensors(self._value("text", index))
             row = MediaRow(index, self._value("prompt", index), text, latent["mean"], latent.get("logvar"))
             num_bytes = sum(tensor.nbytes for tensor in (*latent.values(), *text.values()))
             if num_bytes <= self._bytes_left:
-                self._kept[index] = row
+                self._cached_rows[index] = row
                 self._bytes_left -= num_bytes
         return row
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from cosmos_core.config.prompt_sets import metadata_of, named_set, prompt_files
+from cosmos_core.config.prompt_sets import find_prompt_set, metadata_of, prompt_files
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data.formats import Located
 from cosmos_core.data.rows import load_rows
@@ -51,7 +51,7 @@ class Content:
     offset: int = 0
     size: int | None = None
     """Number of bytes of the content, from `offset` on; None: up to the end of the file."""
-    held: bytes = field(default=b"", repr=False)
+    content_bytes: bytes = field(default=b"", repr=False)
 
     def digest(self) -> str:
         """Return the SHA-256 digest of the content.
@@ -60,7 +60,7 @@ class Content:
             OSError: the file cannot be read.
         """
         if self.path is None:
-            return hashlib.sha256(self.held).hexdigest()
+            return hashlib.sha256(self.content_bytes).hexdigest()
         digest, remaining = hashlib.sha256(), self.size
         with self.open() as file:
             while block := file.read(_BLOCK if remaining is None else min(_BLOCK, remaining)):
@@ -82,7 +82,7 @@ class Content:
             OSError: the file cannot be read.
         """
         if self.path is None:
-            return self.held
+            return self.content_bytes
         with self.open() as file:
             return file.read() if self.size is None else file.read(self.size)
 
@@ -124,7 +124,7 @@ def open_items(dataset: DatasetConfig, key: str) -> Items:
         raise DataError(f"{key}.local_dir and {key}.name are empty; give a folder of prompts and media, or prompts")
     path = Path(os.path.expanduser(name))
     if not os.path.exists(path):
-        path = named_set(name, f"{key}.name") or path
+        path = find_prompt_set(name, f"{key}.name") or path
     readers = [_reader(path, split, dataset, key) for split in dataset.split]
     return lambda: (item for reader in readers for item in reader())
 
@@ -140,15 +140,15 @@ def _reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> Items:
             raise DataError(f"{key}.split = {split!r}: {path} has no rows to take a slice of; name the split alone")
         return lambda: _prompt_lines(files, path)
     if path.is_dir() and (path / "metas").is_dir():
-        return lambda: _metas(path)
-    if tars := _tars(path):
-        return lambda: (item for path in tars for item in _members(path))
+        return lambda: _items_from_metas(path)
+    if tar_files := _tars(path):
+        return lambda: (item for path in tar_files for item in _items_from_tar(path))
     if metadata := next((path / name for name in _METADATA if (path / name).is_file()), None):
         # A metadata file lists all media of the folder, so its rows are the data set.
         path, split = metadata, "train" + split[split.find("[") :] if "[" in split else "train"
     elif path.is_dir() and _is_media_folder(path):
         return lambda: _pairs(path)
-    rows = load_rows(dataset.derived(name=str(path) if path.exists() else dataset.name, split=(split,)), key)
+    rows = load_rows(dataset.derive(name=str(path) if path.exists() else dataset.name, split=(split,)), key)
     return lambda: (_item_of_row(located, rows.folder) for located in rows)
 
 
@@ -181,8 +181,8 @@ def _pairs(folder: Path) -> Iterator[Item]:
         elif not entry.name.startswith(".") and entry.suffix.lower() in _UNREAD_SUFFIXES:
             yield Item(entry.name, "", problem=f"{entry.name}: {entry.suffix} is not read; convert it to png or mp4")
     embeddings = {file.stem: file for file in folder.iterdir() if file.suffix in EMBEDDING_SUFFIXES}
-    described = [file for file in sorted(folder.iterdir()) if file.suffix == ".json" and not file.name.startswith(".")]
-    for file in described:
+    json_files = [file for file in sorted(folder.iterdir()) if file.suffix == ".json" and not file.name.startswith(".")]
+    for file in json_files:
         try:
             value = json.loads(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
@@ -191,8 +191,8 @@ def _pairs(folder: Path) -> Iterator[Item]:
         if isinstance(value, dict) and not _has_prompt(value) and file.stem in media:
             value |= {"prompt": caption} if (caption := _caption(media[file.stem][0])) else {}
         for path in media.get(file.stem, [None]):  # one JSON file may describe several media files
-            yield _described(value, file.name, _content(path), embeddings.get(file.stem))
-    for stem in sorted(media.keys() - {file.stem for file in described}):
+            yield _item_from_json(value, file.name, _content(path), embeddings.get(file.stem))
+    for stem in sorted(media.keys() - {file.stem for file in json_files}):
         caption, embedding = _caption(media[stem][0]), embeddings.get(stem)
         for path in media[stem]:
             name = path.name
@@ -201,7 +201,7 @@ def _pairs(folder: Path) -> Iterator[Item]:
             elif not caption and embedding is None:
                 yield Item(name, "", problem=f"{name}: its caption file is empty or not UTF-8; write its prompt there")
             else:
-                yield _described({"prompt": caption}, name, _content(path), embedding)
+                yield _item_from_json({"prompt": caption}, name, _content(path), embedding)
 
 
 def _caption(media: Path) -> str | None:
@@ -213,24 +213,24 @@ def _caption(media: Path) -> str | None:
         return ""
 
 
-def _metas(folder: Path) -> Iterator[Item]:
+def _items_from_metas(folder: Path) -> Iterator[Item]:
     """Yield an item for each metas/NAME.txt, with the video or image NAME."""
     media = {
         file.stem: file
-        for below in _MEDIA_FOLDERS
-        if (folder / below).is_dir()
-        for file in sorted((folder / below).iterdir())
+        for media_folder in _MEDIA_FOLDERS
+        if (folder / media_folder).is_dir()
+        for file in sorted((folder / media_folder).iterdir())
         if file.suffix.lower() in _MEDIA_SUFFIXES
     }
     embeddings = {
         file.stem: file
-        for below in _EMBEDDING_FOLDERS
-        if (folder / below).is_dir()
-        for file in sorted((folder / below).iterdir())
+        for media_folder in _EMBEDDING_FOLDERS
+        if (folder / media_folder).is_dir()
+        for file in sorted((folder / media_folder).iterdir())
         if file.suffix in EMBEDDING_SUFFIXES
     }
-    described = sorted((folder / "metas").glob("[!.]*.txt"))
-    for file in described:
+    text_files = sorted((folder / "metas").glob("[!.]*.txt"))
+    for file in text_files:
         where = f"metas/{file.name}"
         try:
             prompt = file.read_text(encoding="utf-8-sig").strip()
@@ -241,8 +241,8 @@ def _metas(folder: Path) -> Iterator[Item]:
         if not prompt and embedding is None:
             yield Item(where, "", problem=f"{where}: it is empty; write its prompt there")
             continue
-        yield _described({"prompt": prompt}, where, _content(media.get(file.stem)), embedding)
-    for stem in sorted(media.keys() - {file.stem for file in described}):
+        yield _item_from_json({"prompt": prompt}, where, _content(media.get(file.stem)), embedding)
+    for stem in sorted(media.keys() - {file.stem for file in text_files}):
         where = f"{media[stem].parent.name}/{media[stem].name}"
         yield Item(where, "", problem=f"{where}: there is no metas/{stem}.txt with its prompt")
 
@@ -253,12 +253,12 @@ def _content(path: Path | None) -> Content | None:
 
 def _tars(path: Path) -> list[Path]:
     if path.is_dir():
-        tars = (file for file in path.iterdir() if file.suffix == ".tar" and file.is_file())
-        return sorted(file for file in tars if not file.name.startswith("."))
+        tar_files = (file for file in path.iterdir() if file.suffix == ".tar" and file.is_file())
+        return sorted(file for file in tar_files if not file.name.startswith("."))
     return [path] if path.suffix == ".tar" else []
 
 
-def _members(path: Path) -> Iterator[Item]:
+def _items_from_tar(path: Path) -> Iterator[Item]:
     """Yield the items of a webdataset shard: consecutive members whose names agree up to the first dot."""
     group: dict[str, tarfile.TarInfo] = {}
     name = ""
@@ -270,12 +270,12 @@ def _members(path: Path) -> Iterator[Item]:
                     continue
                 stem, _, suffix = base.partition(".")
                 if group and f"{folder}/{stem}" != name:
-                    yield _item_of_members(archive, path, group)
+                    yield _item_from_members(archive, path, group)
                     group = {}
                 name = f"{folder}/{stem}"
                 group[suffix.lower()] = member
             if group:
-                yield _item_of_members(archive, path, group)
+                yield _item_from_members(archive, path, group)
             _check_end(path, archive.offset)
     except (tarfile.TarError, OSError) as error:
         yield Item(path.name, "", problem=f"{path.name}: damaged tar file, {first_line(error)}")
@@ -296,7 +296,7 @@ def _check_end(path: Path, offset: int) -> None:
         raise tarfile.ReadError(f"the header at byte {offset} is damaged, and nothing behind it can be read")
 
 
-def _item_of_members(archive: tarfile.TarFile, path: Path, group: dict[str, tarfile.TarInfo]) -> Item:
+def _item_from_members(archive: tarfile.TarFile, path: Path, group: dict[str, tarfile.TarInfo]) -> Item:
     """Return the item of webdataset members with one name, which `group` has by file suffix."""
     where = f"{path.name}:{next(iter(group.values())).name}"
     media = next((suffix for suffix in group if f".{suffix}" in _MEDIA_SUFFIXES), None)
@@ -311,7 +311,7 @@ def _item_of_members(archive: tarfile.TarFile, path: Path, group: dict[str, tarf
             value["prompt"] = _bytes(archive, group[text]).decode("utf-8-sig").strip()
     except (ValueError, RecursionError) as error:
         return Item(where, "", problem=f"{where}: {first_line(error)}")
-    return _described(value, where, content, None)
+    return _item_from_json(value, where, content, None)
 
 
 def _bytes(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
@@ -336,7 +336,7 @@ def _prompt_lines(files: Iterable[Path], path: Path) -> Iterator[Item]:
                 except (ValueError, RecursionError) as error:
                     yield Item(where, "", problem=f"{where}: malformed JSON, {first_line(error)}")
                     continue
-                yield _described(value, where, None, None)
+                yield _item_from_json(value, where, None, None)
 
 
 def _item_of_row(located: Located, folder: Path) -> Item:
@@ -344,7 +344,7 @@ def _item_of_row(located: Located, folder: Path) -> Item:
     key = next((name for name in _MEDIA_KEYS if row.get(name) is not None), None)
     if key is None:
         lacks = f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
-        return replace(_described(row, where, None, None), lacks=lacks)
+        return replace(_item_from_json(row, where, None, None), lacks=lacks)
     value, is_video = row[key], key in {"video", "mp4"}
     if key == "file_name":
         is_video = str(value).lower().endswith(VIDEO_SUFFIXES)
@@ -352,28 +352,28 @@ def _item_of_row(located: Located, folder: Path) -> Item:
     if isinstance(value, dict):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if isinstance(value, bytes):
-        return _described(description, where, Content(is_video, held=value), None)
+        return _item_from_json(description, where, Content(is_video, content_bytes=value), None)
     if isinstance(value, str):
-        return _described(description, where, Content(is_video, folder / os.path.expanduser(value)), None)
+        return _item_from_json(description, where, Content(is_video, folder / os.path.expanduser(value)), None)
     return Item(where, "", problem=f"{where}: column {key!r} holds neither a path nor the bytes of a file")
 
 
-def _described(value: Any, where: str, content: Content | None, embedding: Path | None) -> Item:
+def _item_from_json(value: Any, where: str, content: Content | None, embedding: Path | None) -> Item:
     """Return the item that a JSON object describes, with its media and embedding."""
     if not isinstance(value, dict):
         return Item(where, "", problem=f'{where}: it must be a JSON object such as {{"prompt": "..."}}')
-    if (key := _prompt_key(value)) is None:
+    if (key := _first_prompt_key(value)) is None:
         return Item(where, "", problem=f"{where}: it has no text {', '.join(PROMPT_KEYS)}")
     metadata = {name: other for name, other in value.items() if name != key}
     return Item(where, value[key].strip(), metadata, content, embedding)
 
 
-def _prompt_key(value: dict[str, Any]) -> str | None:
+def _first_prompt_key(value: dict[str, Any]) -> str | None:
     """Return the key of the first non-empty prompt text, else of the first empty text; None if no key holds text."""
     texts = [name for name in PROMPT_KEYS if isinstance(value.get(name), str)]
     return next((name for name in texts if value[name].strip()), texts[0] if texts else None)
 
 
 def _has_prompt(value: dict[str, Any]) -> bool:
-    key = _prompt_key(value)
+    key = _first_prompt_key(value)
     return key is not None and bool(value[key].strip())

@@ -19,7 +19,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.kinds.base import TRAIN, VALIDATION
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.media_cache import digest_of
-from cosmos_core.data.media_pixels import Framing
+from cosmos_core.data.media_pixels import FrameSettings
 from cosmos_core.data.media_source import Content, Item, Items, open_items
 from cosmos_core.data.order import shuffled
 from cosmos_core.errors import ConfigError, DataError
@@ -34,7 +34,7 @@ R = TypeVar("R")
 class Encoders(Protocol):
     """Encoders of text and pixels: the part of a diffusion model's adapter that a `prepare` stage needs."""
 
-    residence: Any
+    residency: Any
     """Location of the encoders' weights, a `models.offload.ComponentOffload`."""
 
     def text_embedding(self, prompts: list[str]) -> dict[str, Tensor]:
@@ -86,12 +86,12 @@ class Split(NamedTuple):
     config: DatasetConfig
 
     @property
-    def kept(self) -> list[Row]:
+    def kept_rows(self) -> list[Row]:
         """Return the rows of this split, without the entries for items of other splits."""
         return [row for row in self.rows if row is not None]
 
 
-def framing_of(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Framing:
+def frame_settings(recipe: Recipe, dataset: DatasetConfig, source: Source) -> FrameSettings:
     """Return the settings for decoding the media of a data set to pixels.
 
     Raises:
@@ -108,7 +108,7 @@ def framing_of(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Framin
         raise ConfigError(
             f"policy.diffusers.train_frames = {frames} must be 1 more than a multiple of {source.frame_multiple}"
         )
-    return Framing(
+    return FrameSettings(
         diffusers.inference_size,
         frames,
         source.multiple,
@@ -119,24 +119,26 @@ def framing_of(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Framin
 
 def read_splits(stage: Stage, source: Source) -> dict[str, Split]:
     """Return the training split, and the held-out split if there is one; nothing is encoded."""
-    splits, max_rows = _all_splits(stage, source), stage.recipe.validation.max_rows
+    splits, max_rows = _read_source_splits(stage, source), stage.recipe.validation.max_rows
     if VALIDATION in splits and max_rows is not None:
-        held_out, rest = splits[VALIDATION], iter(range(max_rows))
-        limited_rows = [row if row is not None and next(rest, None) is not None else None for row in held_out.rows]
+        held_out, other_rows = splits[VALIDATION], iter(range(max_rows))
+        limited_rows = [
+            row if row is not None and next(other_rows, None) is not None else None for row in held_out.rows
+        ]
         splits[VALIDATION] = held_out._replace(rows=limited_rows)
     return splits
 
 
-def _all_splits(stage: Stage, source: Source) -> dict[str, Split]:
+def _read_source_splits(stage: Stage, source: Source) -> dict[str, Split]:
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
-    config = policy.dataset.derived(name=str(stage.data), local_dir="") if stage.data else policy.dataset
-    train = _looked_at(stage, source, config, key, needs_media=row_kind(policy.rows).has_media)
+    config = policy.dataset.derive(name=str(stage.data), local_dir="") if stage.data else policy.dataset
+    train = _read_and_digest(stage, source, config, key, needs_media=row_kind(policy.rows).has_media)
     if validation.dataset.name or validation.dataset.local_dir:
-        held_out = _looked_at(stage, source, validation.dataset, "validation.dataset", needs_media=False)
+        held_out = _read_and_digest(stage, source, validation.dataset, "validation.dataset", needs_media=False)
         return {TRAIN: train, VALIDATION: held_out}
     if stage.data is not None and ((stage.data / VALIDATION).is_dir() or any(stage.data.glob(f"{VALIDATION}.*"))):
-        held_out = _looked_at(stage, source, config.derived(split=(VALIDATION,)), key, needs_media=False)
+        held_out = _read_and_digest(stage, source, config.derive(split=(VALIDATION,)), key, needs_media=False)
         return {TRAIN: train, VALIDATION: held_out}
     size = policy.dataset.test_size
     if size is None:
@@ -152,13 +154,13 @@ def _all_splits(stage: Stage, source: Source) -> dict[str, Split]:
     return {TRAIN: train, VALIDATION: held_out}
 
 
-def _looked_at(stage: Stage, source: Source, config: DatasetConfig, key: str, *, needs_media: bool) -> Split:
+def _read_and_digest(stage: Stage, source: Source, config: DatasetConfig, key: str, *, needs_media: bool) -> Split:
     """Read a data set once and compute the keys of its texts and media."""
     items = open_items(config, key)
-    framing = framing_of(stage.recipe, config, source)
+    framing = frame_settings(stage.recipe, config, source)
     rows: list[Row | None] = []
     skipped: list[str] = []
-    for item, row_or_reason in in_threads(stage, lambda item: (item, _row_of(item, framing, needs_media)), items()):
+    for item, row_or_reason in map_in_threads(stage, lambda item: (item, _row_of(item, framing, needs_media)), items()):
         stage.progress.beat()
         rows.append(None if isinstance(row_or_reason, str) else row_or_reason)
         if isinstance(row_or_reason, str):
@@ -170,7 +172,7 @@ def _looked_at(stage: Stage, source: Source, config: DatasetConfig, key: str, *,
     return Split(items, rows, skipped, len(rows), config)
 
 
-def _row_of(item: Item, framing: Framing, needs_media: bool) -> Row | str:
+def _row_of(item: Item, framing: FrameSettings, needs_media: bool) -> Row | str:
     """Return the row of an item, or the reason why the item is left out."""
     if item.problem:
         return item.problem
@@ -198,7 +200,7 @@ def _printable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def in_threads(stage: Stage, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+def map_in_threads(stage: Stage, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Apply a function to items in a pool of threads, and yield the results in order with a bounded prefetch."""
     remaining = iter(items)
     count = stage.recipe.train.train_policy.dataloader_num_workers or _DECODERS

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from cosmos_core.data.tool_calls import calls_of, parse_json, with_objects
-from cosmos_core.data.turn_weights import check_parts, take_weight
+from cosmos_core.data.tool_calls import calls_of, decode_arguments, parse_json
+from cosmos_core.data.turn_weights import check_parts, pop_turn_weight
 from cosmos_core.errors import DataError
 
 Row = dict[str, Any]
@@ -22,7 +22,7 @@ Message = dict[str, Any]
 """A turn with `role`, `content` and other keys that a chat template may read (`tool_calls`, `reasoning_content`, ...);
 `weight` = 0 marks an assistant turn without a loss, whatever the key is named in the row's format."""
 
-_TEXT_ALONE = "this version learns from text alone where the model has no image processor"
+_TEXT_ONLY_NOTE = "this version learns from text alone where the model has no image processor"
 _CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "text")
 _PAIR_COLUMNS = (
     ("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("prompt", "answer"),
@@ -32,7 +32,12 @@ _RESPONSE_COLUMNS = ("output", "response", "completion", "answer")
 _INSTRUCTION_INPUT_COLUMNS = ("input", "context")  # columns of Alpaca and Dolly that continue `instruction`
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages")
 _SYSTEM_COLUMNS = ("system", "system_prompt")
-_KNOWN = {*_CONVERSATION_COLUMNS, *_PROMPT_COLUMNS, *_INSTRUCTION_INPUT_COLUMNS, *chain.from_iterable(_PAIR_COLUMNS)}
+_KNOWN_COLUMNS = {
+    *_CONVERSATION_COLUMNS,
+    *_PROMPT_COLUMNS,
+    *_INSTRUCTION_INPUT_COLUMNS,
+    *chain.from_iterable(_PAIR_COLUMNS),
+}
 _REFERENCE_COLUMNS = ("answer", "response", "solution", "result")
 _ROLES = {
     "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
@@ -45,11 +50,11 @@ IMAGE_MARK = re.compile("<image>")
 _MEDIA_MARK = re.compile(r"\A\s*<(image|video)>|<(image|video)>\s*\Z")
 
 
-def remedy_of(most: float, *, is_all: bool) -> str:
+def row_remedy(max_fraction: float, *, is_every_row: bool) -> str:
     """Return the end of an error message about unusable rows; at most the fraction `most` of rows may be unusable."""
-    if is_all:
+    if is_every_row:
         return "none of those read can be: this training reads rows of another form; name their columns, or give others"
-    return f"more than dataset.max_skipped_fraction = {most:g} allows; mend them, or raise it"
+    return f"more than dataset.max_skipped_fraction = {max_fraction:g} allows; mend them, or raise it"
 
 
 class SkippedRow(DataError):
@@ -73,29 +78,31 @@ class ReadRow(Row):
             DataError: the row lacks one of these columns.
         """
         if missing := [name for name in column_names.values() if row.get(name) is None]:
-            raise DataError(f"{where}: no column {missing[0]!r}, which the recipe names; the row has {columns_of(row)}")
-        hidden = _KNOWN if "prompt" in column_names else column_names.keys()
+            raise DataError(
+                f"{where}: no column {missing[0]!r}, which the recipe names; the row has {column_list(row)}"
+            )
+        hidden = _KNOWN_COLUMNS if "prompt" in column_names else column_names.keys()
         super().__init__({name: value for name, value in row.items() if name not in hidden})
         self.update({standard_name: row[name] for standard_name, name in column_names.items()})
-        self._column_names, self._taken = column_names, set[str]()
+        self._column_names, self._read_columns = column_names, set[str]()
         self._columns = [
             name for name, value in row.items() if value is not None and not (isinstance(value, str) and not value)
         ]
 
     def __getitem__(self, name: str) -> Any:
-        self._taken.add(name)
+        self._read_columns.add(name)
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a value and record its column as read; the function `has_value` does not record it."""
-        self._taken.add(name)
+        self._read_columns.add(name)
         return super().get(name, default)
 
     @property
-    def unread(self) -> list[str]:
+    def unread_columns(self) -> list[str]:
         """Return the names of the non-empty columns that have not been read."""
-        taken = {self._column_names.get(name, name) for name in self._taken}
-        return [name for name in self._columns if name not in taken]
+        read_columns = {self._column_names.get(name, name) for name in self._read_columns}
+        return [name for name in self._columns if name not in read_columns]
 
 
 def has_value(row: Row, column: str) -> bool:
@@ -103,7 +110,7 @@ def has_value(row: Row, column: str) -> bool:
     return column in row and dict.get(row, column) is not None
 
 
-def plain_texts(row: Row, *columns: str | tuple[str, ...]) -> list[str] | None:
+def plain_text_columns(row: Row, *columns: str | tuple[str, ...]) -> list[str] | None:
     """Return the texts of columns for a model without a chat template; None if a text is missing or holds turns.
 
     A tuple in `columns` lists alternative names of one column, of which the first that exists is used. The texts are
@@ -112,10 +119,10 @@ def plain_texts(row: Row, *columns: str | tuple[str, ...]) -> list[str] | None:
     if any(has_value(row, name) for name in _CONVERSATION_COLUMNS):
         return None
     names = [[column] if isinstance(column, str) else column for column in columns]
-    present = [next((name for name in alternatives if has_value(row, name)), "") for alternatives in names]
-    values = [decode_conversation(row[name]) for name in present if name]
+    present_columns = [next((name for name in alternatives if has_value(row, name)), "") for alternatives in names]
+    values = [decode_conversation(row[name]) for name in present_columns if name]
     is_text = len(values) == len(columns) and all(isinstance(value, str) for value in values)
-    return values if is_text and not system_of(row) else None
+    return values if is_text and not read_system_prompt(row) else None
 
 
 def read_conversation(
@@ -134,11 +141,13 @@ def read_conversation(
         DataError: the row has no known column, an unknown role, or content that is not text.
         SkippedRow: the text or conversation is empty.
     """
-    present = next((c for c in (column, *_CONVERSATION_COLUMNS) if has_value(row, c)), None)
-    if present is not None:
-        value = row[present] if present == "text" else decode_conversation(row[present])
+    present_column = next((c for c in (column, *_CONVERSATION_COLUMNS) if has_value(row, c)), None)
+    if present_column is not None:
+        value = row[present_column] if present_column == "text" else decode_conversation(row[present_column])
         if not isinstance(value, str):
-            return with_system(read_turns(value, present, where, with_images), system_of(row) or system_prompt)
+            return with_system(
+                read_turns(value, present_column, where, with_images), read_system_prompt(row) or system_prompt
+            )
         if not value.strip():
             raise SkippedRow(where, "empty")
         return value
@@ -146,20 +155,20 @@ def read_conversation(
         if has_value(row, question) and has_value(row, response):
             question_turns = as_turns(row, question, "user", where, with_images)
             response_turns = as_turns(row, response, "assistant", where, with_images)
-            return with_system(question_turns + response_turns, system_of(row) or system_prompt)
+            return with_system(question_turns + response_turns, read_system_prompt(row) or system_prompt)
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
-    if not _has_response(row):  # training on one column would leave out a response in another column
+    if not _has_response_column(row):  # training on one column would leave out a response in another column
         remedy += ", or conversation_column_name for one column of turns or of plain text"
-    raise DataError(f"{where}: no conversation among the columns {columns_of(row)}; {remedy}")
+    raise DataError(f"{where}: no conversation among the columns {column_list(row)}; {remedy}")
 
 
-def leaves_out_response(row: Row, column: str) -> bool:
+def omits_response(row: Row, column: str) -> bool:
     """Return whether training on the plain text in `column` leaves out a response in another column."""
     is_text = column not in {"", "text"} and isinstance(decode_conversation(row.get(column)), str)
-    return is_text and _has_response(row, column)
+    return is_text and _has_response_column(row, column)
 
 
-def _has_response(row: Row, except_column: str = "") -> bool:
+def _has_response_column(row: Row, except_column: str = "") -> bool:
     return any(has_value(row, column) for column in _RESPONSE_COLUMNS if column != except_column)
 
 
@@ -186,16 +195,16 @@ def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit m
         if name in row and not has_value(row, name):
             raise DataError(f"{where}: column {name!r} (train_policy.{key}) is null; fill it, or leave the row out")
         if name and name not in row:
-            raise DataError(f"{where}: no column {name!r} (train_policy.{key}); the row has {columns_of(row)}")
+            raise DataError(f"{where}: no column {name!r} (train_policy.{key}); the row has {column_list(row)}")
     column = prompt_column or next((c for c in _PROMPT_COLUMNS if has_value(row, c)), "")
     if not column:
         raise DataError(
-            f"{where}: no prompt among the columns {columns_of(row)}; set train.train_policy.prompt_column_name"
+            f"{where}: no prompt among the columns {column_list(row)}; set train.train_policy.prompt_column_name"
         )
-    turns = with_system(as_turns(row, column, "user", where, with_images), system_of(row) or system_prompt)
+    turns = with_system(as_turns(row, column, "user", where, with_images), read_system_prompt(row) or system_prompt)
     if keeps_last and turns and turns[-1]["role"] == "assistant":
-        return [*_ask(turns, "", where)[0], turns[-1]], _reference(row, response_column, where) or ""
-    return _ask(turns, _reference(row, response_column, where), where)
+        return [*_split_reference(turns, "", where)[0], turns[-1]], _reference(row, response_column, where) or ""
+    return _split_reference(turns, _reference(row, response_column, where), where)
 
 
 def read_held_out(
@@ -213,10 +222,10 @@ def read_held_out(
             f"{where}: plain text has no prompt to complete; give validation.dataset conversations, "
             "or leave validation.reward_function empty to measure the loss"
         )
-    return _ask(conversation, _reference(row, "", where), where)
+    return _split_reference(conversation, _reference(row, "", where), where)
 
 
-def _ask(turns: list[Message], reference: str | None, where: str) -> tuple[list[Message], str]:
+def _split_reference(turns: list[Message], reference: str | None, where: str) -> tuple[list[Message], str]:
     if turns and turns[-1]["role"] == "assistant":
         reference = "".join(texts_of(turns[-1])) if reference is None else reference
         turns = turns[:-1]
@@ -255,8 +264,8 @@ def _text(row: Row, column: str) -> str:
 def decode_conversation(value: Any) -> Any:
     """Decode a conversation that is stored as a JSON string, as in CSV; return any other value unchanged."""
     turns = parse_json(value) if isinstance(value, str) and re.match(r"\s*\[\s*\{", value) else None
-    is_talk = turns and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns)
-    return turns if is_talk else value
+    is_conversation = turns and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns)
+    return turns if is_conversation else value
 
 
 def read_turns(value: Any, column: str, where: str, with_images: bool = False) -> list[Message]:
@@ -283,14 +292,14 @@ def _turn(turn: Any, where: str, with_images: bool) -> Message:
     role = turn.get("role", turn.get("from"))
     if not isinstance(role, str) or role not in _ROLES:
         raise DataError(f"{where}: unknown role {repr(role)[:40]}; known: {', '.join(_ROLES)}")
-    weight = take_weight(turn, _ROLES[role], where)
+    weight = pop_turn_weight(turn, _ROLES[role], where)
     if "role" not in turn:
         content = read_content(turn.get("value"), where, with_images)
         calls = calls_of(content) if role == "function_call" else None
-        said = {"content": content} if calls is None else {"content": "", "tool_calls": calls}
-        return {"role": _ROLES[role], **said, **weight}
+        content_fields = {"content": content} if calls is None else {"content": "", "tool_calls": calls}
+        return {"role": _ROLES[role], **content_fields, **weight}
     content = read_content(turn.get("content", "" if "tool_calls" in turn else None), where, with_images)
-    called = {"tool_calls": with_objects(turn["tool_calls"])} if "tool_calls" in turn else {}
+    called = {"tool_calls": decode_arguments(turn["tool_calls"])} if "tool_calls" in turn else {}
     return {**turn, "role": _ROLES[role], "content": content, **called, **weight}
 
 
@@ -301,27 +310,28 @@ def read_content(content: Any, where: str, with_images: bool = False) -> Any:
         DataError: the content is neither text nor parts of text and images, or shows media that are not supported.
     """
     check_parts(content, where)
-    if with_images and isinstance(content, list) and any(_shows_image(part) for part in content):
-        return [_part(part, where) for part in content]
+    if with_images and isinstance(content, list) and any(_is_image_part(part) for part in content):
+        return [_normalise_part(part, where) for part in content]
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise DataError(f"{where}: content {str(content)[:40]!r} is not text; {_TEXT_ALONE}")
+        raise DataError(f"{where}: content {str(content)[:40]!r} is not text; {_TEXT_ONLY_NOTE}")
     mark = _MEDIA_MARK.search(content)
     if mark and not (with_images and (mark[1] or mark[2]) == "image"):
         raise DataError(
-            f"{where}: the turn shows an {mark[1] or mark[2]}, and {_TEXT_ALONE}; take rows without {mark[0].strip()}"
+            f"{where}: the turn shows an {mark[1] or mark[2]}, and {_TEXT_ONLY_NOTE}; take rows without "
+            f"{mark[0].strip()}"
         )
     return content
 
 
-def _shows_image(part: Any) -> bool:
+def _is_image_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # no set: `type` may be unhashable
 
 
-def _part(part: Any, where: str) -> dict[str, Any]:
+def _normalise_part(part: Any, where: str) -> dict[str, Any]:
     """Normalise a part of a turn to `{"type": "text", "text": ...}`, or to `type` = `image` with the image's source."""
-    if _shows_image(part):
+    if _is_image_part(part):
         return {**part, "type": "image"}
     if isinstance(part, dict) and part.get("type") in (None, "text") and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
@@ -339,30 +349,30 @@ def alternative_turns(turns: list[Message]) -> Iterator[list[Message]]:
 
     The closest form comes first: consecutive turns of one role are merged. Then system turns become user turns too.
     """
-    yield merged(turns)
-    yield merged([{**turn, "role": "user"} if turn["role"] == "system" else turn for turn in turns])
+    yield merge_turns(turns)
+    yield merge_turns([{**turn, "role": "user"} if turn["role"] == "system" else turn for turn in turns])
 
 
-def merged(turns: list[Message]) -> list[Message]:
+def merge_turns(turns: list[Message]) -> list[Message]:
     """Merge consecutive turns of one role into one turn, except tool results and turns with extra keys."""
     result: list[Message] = []
     for turn in turns:
         last = result[-1] if result else {}
         if last.get("role") == turn["role"] != "tool" and last.keys() == turn.keys() <= {"role", "content", "weight"}:
-            result[-1] = {**turn, "content": _put_together(last["content"], turn["content"])}
+            result[-1] = {**turn, "content": _join_contents(last["content"], turn["content"])}
         else:
             result.append(turn)
     return result
 
 
-def _put_together(first: Any, second: Any) -> Any:
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}\n\n{second}"
-    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second)]
+def _join_contents(first: Any, other: Any) -> Any:
+    if isinstance(first, str) and isinstance(other, str):
+        return f"{first}\n\n{other}"
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, other)]
     return [*parts[0], {"type": "text", "text": "\n\n"}, *parts[1]]
 
 
-def system_of(row: Row) -> str:
+def read_system_prompt(row: Row) -> str:
     """Return the system prompt in a column of the row; empty if there is none."""
     return next(filter(None, (_text(row, column) for column in _SYSTEM_COLUMNS)), "")
 
@@ -374,7 +384,7 @@ def with_system(turns: list[Message], system_prompt: str) -> list[Message]:
     return [{"role": "system", "content": system_prompt}, *turns]
 
 
-def columns_of(row: Row) -> str:
+def column_list(row: Row) -> str:
     """Return the names of a row's columns for an error message."""
     names = [repr(name)[1:-1][:40] for name in row]  # escaped, because a column name may have a line break
     return ", ".join(names[:20]) + ", ..." * (len(names) > 20) or "(none)"
@@ -386,15 +396,15 @@ def columns_for_rewards(row: Row, prompt: list[Message]) -> str:
     texts = [turn["content"] for turn in prompt if turn["role"] != "system"]
     is_text = len(texts) == 1 and isinstance(texts[0], str) and any(texts[0] == value for value in row.values())
     columns = {name: value for name, value in row.items() if name not in _MEDIA_COLUMNS}
-    return json.dumps(_plain({**columns, "prompt": texts[0] if is_text else prompt}), default=str)
+    return json.dumps(_to_plain_json({**columns, "prompt": texts[0] if is_text else prompt}), default=str)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_json(value: Any) -> Any:
     """Return a value without bytes, and with NumPy values as Python ones, for JSON."""
     if isinstance(value, dict):
-        if _shows_image(value):
+        if _is_image_part(value):
             return {"type": "image"}
-        return {str(name): _plain(each) for name, each in value.items() if not isinstance(each, bytes)}
+        return {str(name): _to_plain_json(each) for name, each in value.items() if not isinstance(each, bytes)}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_to_plain_json(each) for each in value]
     return value.tolist() if hasattr(value, "tolist") else value

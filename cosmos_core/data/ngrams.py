@@ -12,11 +12,11 @@ from hashlib import blake2b
 
 import numpy as np
 
-_UNSPACED = "\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[+*/=<>^%]|-(?=\s?[\d(])")
-_MOST_WORDS = 1 << 20  # maximum number of words whose hashes are cached, about 200 MB
-_PERMUTATIONS = 128
-_RECALL = 0.99
+_UNSPACED_SCRIPTS = "\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"[{_UNSPACED_SCRIPTS}]|[^\W{_UNSPACED_SCRIPTS}]+|[+*/=<>^%]|-(?=\s?[\d(])")
+_MAX_CACHED_WORDS = 1 << 20  # maximum number of words whose hashes are cached, about 200 MB
+_NUM_PERMUTATIONS = 128
+_TARGET_RECALL = 0.99
 _BASE = 0x9E3779B97F4A7C15
 
 
@@ -25,27 +25,27 @@ def normalised(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Return the words and the signs of arithmetic of a normalised text."""
     return _WORD.findall(text)
 
 
-def without_signs(words: list[str]) -> list[str]:
+def remove_signs(words: list[str]) -> list[str]:
     """Return words without the signs of arithmetic."""
     return [word for word in words if word[0].isalnum()]
 
 
-class _Hashes(dict[str, int]):
+class _WordHashes(dict[str, int]):
     """Cache of 64-bit hashes of words, the same in each process."""
 
     def __missing__(self, word: str) -> int:
-        if len(self) >= _MOST_WORDS:
+        if len(self) >= _MAX_CACHED_WORDS:
             self.clear()
         self[word] = value = int.from_bytes(blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest())
         return value
 
 
-_hashes = _Hashes()
+_hashes = _WordHashes()
 
 
 def hashes_of(words: list[str]) -> np.ndarray:
@@ -67,22 +67,24 @@ def _powers(n: int) -> np.ndarray:
     return np.array([pow(_BASE, i + 1, 1 << 64) for i in range(n)], dtype=np.uint64)
 
 
-class Bands:
+class MinHashBands:
     """Keys of a set of n-grams in locality-sensitive hashing (MinHash): two sets share a key with a probability that
     grows with their Jaccard similarity, and is at least 99 % at the threshold."""
 
     def __init__(self, threshold: float) -> None:
         from datasketch import MinHash  # imported here, since the package is optional
 
-        sizes = range(_PERMUTATIONS, 0, -1)
-        self._size = next(n for n in sizes if 1 - (1 - threshold**n) ** (_PERMUTATIONS // n) >= _RECALL or n == 1)
-        self._empty = MinHash(num_perm=_PERMUTATIONS, hashfunc=int)
+        sizes = range(_NUM_PERMUTATIONS, 0, -1)
+        self._size = next(
+            n for n in sizes if 1 - (1 - threshold**n) ** (_NUM_PERMUTATIONS // n) >= _TARGET_RECALL or n == 1
+        )
+        self._empty = MinHash(num_perm=_NUM_PERMUTATIONS, hashfunc=int)
         self._powers = _powers(self._size)
 
     @property
     def count(self) -> int:
         """Return the number of keys that each set of n-grams has."""
-        return _PERMUTATIONS // self._size
+        return _NUM_PERMUTATIONS // self._size
 
     def keys(self, grams: np.ndarray) -> np.ndarray:
         """Return one key per band, uint64, of a set of hashes of n-grams."""

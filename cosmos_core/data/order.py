@@ -45,9 +45,9 @@ class Mixture:
     @cached_property
     def counts(self) -> list[int]:
         """Number of rows of each data set in an epoch, which has as many rows as the data sets have together."""
-        return apportion(sum(self.sizes), self.weights)
+        return divide_by_weights(sum(self.sizes), self.weights)
 
-    def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    def epoch_order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
         """Return the row numbers of one epoch, in which the rows of each data set are spread evenly.
 
         Each data set continues where it ended in the previous epoch. All rows of a data set are used, in a new order
@@ -55,15 +55,17 @@ class Mixture:
         """
         rows, times, start = [], [], 0
         for i, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
-            passes, positions = np.divmod(np.arange(count, dtype=np.int64) + epoch * count, size)
-            orders = {n: shuffled(size, seed, n, i) if shuffle else np.arange(size) for n in np.unique(passes).tolist()}
-            rows += [start + orders[n][position] for n, position in zip(passes.tolist(), positions, strict=True)]
+            epoch_numbers, positions = np.divmod(np.arange(count, dtype=np.int64) + epoch * count, size)
+            orders = {
+                n: shuffled(size, seed, n, i) if shuffle else np.arange(size) for n in np.unique(epoch_numbers).tolist()
+            }
+            rows += [start + orders[n][position] for n, position in zip(epoch_numbers.tolist(), positions, strict=True)]
             times.append((np.arange(count) + 0.5) / max(1, count))
             start += size
         return np.array(rows, dtype=np.int64)[np.argsort(np.concatenate(times), kind="stable")]
 
 
-def apportion(total: int, weights: Sequence[float]) -> list[int]:
+def divide_by_weights(total: int, weights: Sequence[float]) -> list[int]:
     """Divide `total` in proportion to weights: each part is rounded down or up, and the largest remainders are rounded
     up."""
     exact = [total * weight / sum(weights) for weight in weights]
@@ -83,7 +85,7 @@ def epoch_order(seed: int, epoch: int, rows: int | Mixture, shuffle: bool) -> np
     """Return the row numbers of one epoch in training order: int64, read-only, each of `range(rows)` once; see
     `Mixture.order` for a mixture."""
     if isinstance(rows, Mixture):
-        order = rows.order(seed, epoch, shuffle)
+        order = rows.epoch_order(seed, epoch, shuffle)
     else:
         order = shuffled(rows, seed, epoch) if shuffle else np.arange(rows, dtype=np.int64)
     order.flags.writeable = False
@@ -106,23 +108,25 @@ def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) ->
     return num_rows // batch_size if drop_last else -(-num_rows // batch_size)
 
 
-def left_over(train: TrainConfig, size: int, num_rows: int) -> str:
+def left_over_notice(train: TrainConfig, size: int, num_rows: int) -> str:
     """Return a notice about rows at the end of an epoch that do not fill a batch of `size`; empty if none is left out.
 
     Raises:
         DataError: the rows do not fill one step.
     """
-    if train.train_policy.balances_tokens or size < 1:
+    if train.train_policy.fills_by_tokens or size < 1:
         return ""
-    batches_per_epoch(size, num_rows, train.train_policy.drops_last)
-    count = num_rows % size if train.train_policy.drops_last else 0
+    batches_per_epoch(size, num_rows, train.train_policy.drops_last_rows)
+    count = num_rows % size if train.train_policy.drops_last_rows else 0
     if not count or (train.max_num_steps or math.inf) * size <= num_rows - count:
         return ""
-    which = "others in each epoch" if train.train_policy.dataloader_shuffle and train.epoch > 1 else "the same ones"
+    row_group = "others in each epoch" if train.train_policy.dataloader_shuffle and train.epoch > 1 else "the same ones"
     remedy = "lower train.train_batch_per_replica" if train.train_policy.has_rollouts else (
         "train.train_policy.dataloader_drop_last = false learns them in a smaller batch"
     )  # fmt: skip
-    return f"{count:,} of {num_rows:,} rows fill no batch of {size} and are left out of an epoch ({which}); {remedy}"
+    return (
+        f"{count:,} of {num_rows:,} rows fill no batch of {size} and are left out of an epoch ({row_group}); {remedy}"
+    )
 
 
 def batch_positions(

@@ -6,7 +6,7 @@ import os
 import threading
 from multiprocessing.connection import wait
 
-from cosmos_core.imports import without_collection
+from cosmos_core.imports import without_garbage_collection
 from cosmos_core.observe.logs import configure
 
 
@@ -19,5 +19,5 @@ def begin() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
-    with without_collection():
+    with without_garbage_collection():
         importlib.import_module("cosmos_core.data.prepare")

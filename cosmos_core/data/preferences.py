@@ -12,14 +12,14 @@ from cosmos_core.data.messages import (
     Row,
     SkippedRow,
     as_turns,
-    columns_of,
+    column_list,
     decode_conversation,
     has_value,
-    merged,
+    merge_turns,
     read_content,
     read_conversation,
+    read_system_prompt,
     read_turns,
-    system_of,
     texts_of,
     with_system,
 )
@@ -56,13 +56,13 @@ def read_preference(
         DataError: `chosen`, `rejected` or the prompt is missing or has the wrong form.
         SkippedRow: the completions are equal or empty, or the prompt is empty.
     """
-    one, other = (_read_completion(row, name, where, with_images) for name in ("chosen", "rejected"))
-    if one == other:
+    first_completion, other = (_read_completion(row, name, where, with_images) for name in ("chosen", "rejected"))
+    if first_completion == other:
         raise SkippedRow(where, "with equal chosen and rejected")
     prompt_column = next((c for c in (column, *_PROMPT_COLUMNS) if has_value(row, c)), None)
-    if prompt_column is None and isinstance(one, str) and isinstance(other, str):
-        return _plain_preference(one, other, where)
-    chosen, rejected = _response_turns(one), _response_turns(other)
+    if prompt_column is None and isinstance(first_completion, str) and isinstance(other, str):
+        return _split_plain_preference(first_completion, other, where)
+    chosen, rejected = _response_turns(first_completion), _response_turns(other)
     prompt = [] if prompt_column is None else as_turns(row, prompt_column, "user", where, with_images)
     if "assistant" not in {chosen[0]["role"], rejected[0]["role"]}:
         shared = chosen[: _num_shared(chosen, rejected)]
@@ -76,7 +76,7 @@ def read_preference(
         )
     if not prompt and prompt_column is None:
         raise DataError(
-            f"{where}: no prompt among the columns {columns_of(row)}; name it `prompt`, or set "
+            f"{where}: no prompt among the columns {column_list(row)}; name it `prompt`, or set "
             "train.train_policy.prompt_column_name"
         )
     if not any(turn["role"] != "assistant" and any(map(str.strip, texts_of(turn))) for turn in prompt):
@@ -85,7 +85,9 @@ def read_preference(
         raise DataError(f"{where}: the prompt ends with an assistant turn; end it with the turn to respond to")
     if not all(any(map(str.strip, texts_of(turns[-1]))) or "tool_calls" in turns[-1] for turns in (chosen, rejected)):
         raise SkippedRow(where, "with an empty answer")
-    return Preference(with_system(prompt, system_of(row) or system_prompt), merged(chosen), merged(rejected))
+    return Preference(
+        with_system(prompt, read_system_prompt(row) or system_prompt), merge_turns(chosen), merge_turns(rejected)
+    )
 
 
 def read_label(row: Row, where: str) -> bool:
@@ -97,7 +99,7 @@ def read_label(row: Row, where: str) -> bool:
     value = row.get("label")
     if (label := _LABELS.get(str(value).lower())) is None:
         raise DataError(
-            f"{where}: label {value!r} among the columns {columns_of(row)} must be true or false, or 1 or 0; set "
+            f"{where}: label {value!r} among the columns {column_list(row)} must be true or false, or 1 or 0; set "
             "train.train_policy.label_column_name to the column that says whether the response is desirable"
         )
     return label
@@ -128,9 +130,9 @@ def _longer_prompt(prompt: list[Message], shared: list[Message], column: str | N
     Raises:
         DataError: neither list of turns contains the other, so the prompts differ.
     """
-    prompt_words, shared_words = ([_role_and_words(turn) for turn in turns] for turns in (prompt, shared))
-    says_nothing = not any(words for _, words in prompt_words)
-    if says_nothing or any(shared_words[i : i + len(prompt_words)] == prompt_words for i in range(len(shared_words))):
+    prompt_words, shared_words = ([_comparable_turn(turn) for turn in turns] for turns in (prompt, shared))
+    has_no_words = not any(words for _, words in prompt_words)
+    if has_no_words or any(shared_words[i : i + len(prompt_words)] == prompt_words for i in range(len(shared_words))):
         return shared
     if prompt_words[-len(shared_words) :] == shared_words:
         return prompt
@@ -140,7 +142,7 @@ def _longer_prompt(prompt: list[Message], shared: list[Message], column: str | N
     )
 
 
-def _role_and_words(turn: Message) -> tuple[str, list[str]]:
+def _comparable_turn(turn: Message) -> tuple[str, list[str]]:
     """Return role and words of a turn, for comparison regardless of whitespace and of the form of images."""
     return turn["role"], IMAGE_MARK.sub(" ", " ".join(texts_of(turn))).split()
 
@@ -149,7 +151,7 @@ def _read_completion(row: Row, name: str, where: str, with_images: bool) -> list
     value = row.get(name)
     if value is None:
         raise DataError(
-            f"{where}: no {name!r} among the columns {columns_of(row)}; give both completions, or set "
+            f"{where}: no {name!r} among the columns {column_list(row)}; give both completions, or set "
             f"train.train_policy.{name}_column_name"
         )
     value = decode_conversation(value)
@@ -158,7 +160,7 @@ def _read_completion(row: Row, name: str, where: str, with_images: bool) -> list
     return read_turns([value] if isinstance(value, dict) else value, name, where, with_images)
 
 
-def _plain_preference(chosen: str, rejected: str, where: str) -> Preference:
+def _split_plain_preference(chosen: str, rejected: str, where: str) -> Preference:
     prompt = chosen[: _num_shared(chosen, rejected)]
     if not prompt.strip():
         raise DataError(

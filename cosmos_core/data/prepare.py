@@ -30,14 +30,14 @@ from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.dataset import DatasetConfig, RowsConfig, SourceConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.chat import chat_of, is_told_of_tools
+from cosmos_core.data.chat import prompt_rendering, renders_tools
 from cosmos_core.data.clean import clean, texts_of
 from cosmos_core.data.formats import Located
-from cosmos_core.data.kept_text import lost_text
+from cosmos_core.data.kept_text import find_lost_text
 from cosmos_core.data.kinds.base import TRAIN, VALIDATION
 from cosmos_core.data.kinds.registry import row_kind, tokenised_kind
 from cosmos_core.data.messages import SkippedRow
-from cosmos_core.data.order import apportion
+from cosmos_core.data.order import divide_by_weights
 from cosmos_core.data.pool import begin
 from cosmos_core.data.prepared import DATA_TERM, LEARNED_HELD_OUT, STATISTICS, split_path
 from cosmos_core.data.records import Job, convert_rows, processor_of, read_pass_rates
@@ -54,7 +54,7 @@ from cosmos_core.types import JsonValue, Outcome
 
 logger = logging.getLogger(__name__)
 
-_NUM_FIRST = 32  # number of rows of each data set whose text is compared with its decoded tokens
+_NUM_COMPARED_ROWS = 32  # number of rows of each data set whose text is compared with its decoded tokens
 _CHUNK_ROWS = 256  # number of rows per record batch, on which the bytes of the prepared files depend
 
 
@@ -79,26 +79,26 @@ def tokenise(stage: Stage) -> Outcome:
     stage.progress.phase("prepare")
     splits = _splits(stage)
     tokenizer = _tokenizer(stage.model, stage.recipe.policy)
-    ends = end_ids(stage.model, stage.recipe.policy.model_revision, tokenizer)
+    stop_ids = read_stop_tokens(stage.model, stage.recipe.policy.model_revision, tokenizer)
     jobs = {
-        split: [replace(_job(stage, split, source), end_ids=ends) for source in sources]
+        split: [replace(_job(stage, split, source), end_ids=stop_ids) for source in sources]
         for split, sources in splits.items()
     }
-    if any(len({job.root for job in of_split}) > 1 for of_split in jobs.values()):
+    if any(len({job.root for job in split_jobs}) > 1 for split_jobs in jobs.values()):
         raise DataError(
             "train.train_policy.datasets are in different folders, and the model reads images; set "
             "custom.dataset.media_path, the folder of all images"
         )
     first_texts = (text for source in splits[TRAIN] for text in _first_texts(stage, source))
-    lost, loses_much = lost_text(tokenizer, first_texts)
-    jobs, tool_notices = _rendered_jobs(stage, jobs, tokenizer)
+    lost_notice, loses_much = find_lost_text(tokenizer, first_texts)
+    jobs, tool_notices = _set_renderings(stage, jobs, tokenizer)
     statistics: dict[str, dict[str, Any]] = {}
-    ignored = media_settings(stage.recipe).ignored
-    notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in ignored]
-    notices += [*tool_notices, *filter(None, [lost])]
-    if lost:
-        logger.warning("%s", lost)
-    done, clean_metrics = 0, dict[str, float]()
+    ignored_keys = media_settings(stage.recipe).ignored_keys
+    notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in ignored_keys]
+    notices += [*tool_notices, *filter(None, [lost_notice])]
+    if lost_notice:
+        logger.warning("%s", lost_notice)
+    num_done, clean_metrics = 0, dict[str, float]()
     with replaced_folder(stage.path / "data") as folder:
         if stage.recipe.train.train_policy.clean is not None:  # the schema then allows only one data set
             held_out = [source.rows for source in splits.get(VALIDATION, ())]
@@ -109,15 +109,15 @@ def tokenise(stage: Stage) -> Outcome:
         total = sum(len(source.rows) for sources in splits.values() for source in sources)
         for split, sources in splits.items():
             path = split_path(folder, split)
-            counts, of_sources = _write_split(stage, path, jobs[split], sources, done, total)
-            done += sum(len(source.rows) for source in sources)
+            counts, source_counts = _write_split(stage, path, jobs[split], sources, num_done, total)
+            num_done += sum(len(source.rows) for source in sources)
             if not counts.num_rows:
                 continue
             statistics[split] = counts.summary()
             logger.info("%s: %d rows, %d tokens", split, statistics[split]["rows"], statistics[split]["tokens"])
             if sources[0].label:
-                statistics[split]["sources"] = _mixed(sources, of_sources)
-            for source, each in zip(sources, of_sources, strict=True):
+                statistics[split]["sources"] = _mixture_statistics(sources, source_counts)
+            for source, each in zip(sources, source_counts, strict=True):
                 where = f"{split} of {source.label}" if source.label else split
                 for notice in each.notices(tokenizer.eos_token):
                     logger.warning("%s: %s", where, notice)
@@ -126,7 +126,7 @@ def tokenise(stage: Stage) -> Outcome:
     names = ("rows", "tokens", "skipped_rows")
     metrics = {f"data/{split}_{name}": float(statistics[split][name]) for split in statistics for name in names}
     info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
-    info |= {"loses_text": lost} if loses_much else {}
+    info |= {"loses_text": lost_notice} if loses_much else {}
     return Outcome(outputs=("data",), metrics=metrics | clean_metrics, info=info)
 
 
@@ -146,26 +146,26 @@ def _first_texts(stage: Stage, source: _Source) -> Iterator[str]:
     """Yield the texts of the first rows of a data set that can be read."""
     policy = source.recipe.train.train_policy
     pack = _opener(stage, source.recipe).packer()
-    for where, row in islice(source.rows, _NUM_FIRST):
+    for where, row in islice(source.rows, _NUM_COMPARED_ROWS):
         with suppress(DataError):
             yield from texts_of(tokenised_kind(policy.rows).read(pack(row, where) if pack else row, where, policy))
 
 
-def _rendered_jobs(
+def _set_renderings(
     stage: Stage, jobs: dict[str, list[Job]], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, list[Job]], list[JsonValue]]:
     """Return the jobs with the recipe's settings for rendering prompts, and notices about the chat template."""
-    if not any(job.kind.is_completed for of_split in jobs.values() for job in of_split):
+    if not any(job.kind.is_completed for split_jobs in jobs.values() for job in split_jobs):
         return jobs, []
-    chat = chat_of(stage.recipe.rollout.multi_turn_config)
+    chat = prompt_rendering(stage.recipe.rollout.multi_turn_config)
     notices: list[JsonValue] = []
-    if chat.tools and not is_told_of_tools(tokenizer, chat):
+    if chat.tools and not renders_tools(tokenizer, chat):
         notices.append("the chat template leaves out the tools, so the policy is told of none; give another template")
-    return {split: [replace(job, chat=chat) for job in of_split] for split, of_split in jobs.items()}, notices
+    return {split: [replace(job, chat=chat) for job in split_jobs] for split, split_jobs in jobs.items()}, notices
 
 
 def _write_split(
-    stage: Stage, path: Path, jobs: list[Job], sources: list[_Source], done: int, total: int
+    stage: Stage, path: Path, jobs: list[Job], sources: list[_Source], num_done: int, total: int
 ) -> tuple[Counts, list[Counts]]:
     """Write the prepared file of one split, and return the statistics of the split and of each of its data sets.
 
@@ -175,39 +175,39 @@ def _write_split(
         DataError: too many rows cannot be read, or no row of a data set is left to write.
     """
     counts = Counts(jobs[0].kind, jobs[0].column, jobs[0].num_free_tokens)
-    of_sources = [Counts(job.kind, job.column, job.num_free_tokens) for job in jobs]
+    counts_of_sources = [Counts(job.kind, job.column, job.num_free_tokens) for job in jobs]
     with pa.ipc.new_file(path, jobs[0].schema) as file, closing(_chunks(stage, jobs, sources)) as chunks:
         for i, chunk in chunks:
             if chunk.batch.num_rows:
                 file.write_batch(chunk.batch)
             counts.add(chunk)
-            of_sources[i].add(chunk)
+            counts_of_sources[i].add(chunk)
             # The split LEARNED_HELD_OUT has the same rows as the validation split, in which they are checked.
             if path.stem != LEARNED_HELD_OUT:
-                of_sources[i].check_refused(sources[i].dataset.max_skipped_fraction, len(sources[i].rows))
-            done += chunk.batch.num_rows + len(chunk.skipped)
-            stage.progress.step(done, total)
+                counts_of_sources[i].check_refused(sources[i].dataset.max_skipped_fraction, len(sources[i].rows))
+            num_done += chunk.batch.num_rows + len(chunk.skipped)
+            stage.progress.step(num_done, total)
             if stage.stop_requested:
-                raise Preempted(f"stopped after {done} of {total} rows were tokenised; preparing starts anew")
+                raise Preempted(f"stopped after {num_done} of {total} rows were tokenised; preparing starts anew")
     # Remove LEARNED_HELD_OUT if no held-out prompt has a response.
     if path.stem == LEARNED_HELD_OUT and not counts.num_rows:
         path.unlink()
     elif path.stem != LEARNED_HELD_OUT:
-        for source, source_counts in zip(sources, of_sources, strict=True):
+        for source, source_counts in zip(sources, counts_of_sources, strict=True):
             if not source_counts.num_rows:
                 name = f"{path.stem} of {source.label}" if source.label else path.stem
                 raise DataError(f"{name}: {source_counts.notices()[0]}; no row is left, give others")
-    return counts, of_sources
+    return counts, counts_of_sources
 
 
 def _chunks(stage: Stage, jobs: list[Job], sources: list[_Source]) -> Generator[tuple[int, Chunk]]:
     """Yield the chunks of one data set after the other, each with the index of its data set."""
     for i, (job, source) in enumerate(zip(jobs, sources, strict=True)):
-        with closing(_tokenised(stage, job, source.rows)) as chunks:
+        with closing(_tokenise_rows(stage, job, source.rows)) as chunks:
             yield from ((i, chunk) for chunk in chunks)
 
 
-def _mixed(sources: list[_Source], of_sources: list[Counts]) -> list[dict[str, Any]]:
+def _mixture_statistics(sources: list[_Source], source_counts: list[Counts]) -> list[dict[str, Any]]:
     """Return the statistics of each data set of a mixture, with its weight.
 
     Raises:
@@ -219,10 +219,10 @@ def _mixed(sources: list[_Source], of_sources: list[Counts]) -> list[dict[str, A
             "weight": source.weight or counts.num_rows,
             **(counts.summary() if counts.num_rows else {"rows": 0}),
         }
-        for source, counts in zip(sources, of_sources, strict=True)
+        for source, counts in zip(sources, source_counts, strict=True)
     ]
     total = sum(entry["rows"] for entry in entries)
-    for entry, count in zip(entries, apportion(total, [entry["weight"] for entry in entries]), strict=True):
+    for entry, count in zip(entries, divide_by_weights(total, [entry["weight"] for entry in entries]), strict=True):
         if not count and entry["rows"]:
             raise DataError(
                 f"train.train_policy.datasets: the weight of {entry['source']} is {entry['weight']:g}, which gives it "
@@ -234,13 +234,13 @@ def _mixed(sources: list[_Source], of_sources: list[Counts]) -> list[dict[str, A
 def _splits(stage: Stage) -> dict[str, list[_Source]]:
     """Return the rows of each split: training rows and, if any, held-out rows and rows of a supervised loss."""
     policy, validation, splits = stage.recipe.train.train_policy, stage.recipe.validation, {}
-    train, held_out = _own_splits(stage)
+    train, held_out = _split_each_source(stage)
     splits[TRAIN] = train
     if held_out:
         if validation.max_rows is not None:
-            counts = apportion(validation.max_rows, [len(source.rows) for source in held_out])
+            counts = divide_by_weights(validation.max_rows, [len(source.rows) for source in held_out])
             held_out = [replace(each, rows=each.rows.first(n)) for each, n in zip(held_out, counts, strict=True) if n]
-        splits |= dict.fromkeys(_held_out_kinds(stage.recipe), held_out)
+        splits |= dict.fromkeys(_kinds_by_split(stage.recipe), held_out)
     if policy.supervised_rows is not None:
         dataset = policy.supervised_rows.dataset
         rows = load_rows(dataset, "train.train_policy.data_term")
@@ -248,24 +248,24 @@ def _splits(stage: Stage) -> dict[str, list[_Source]]:
     return splits
 
 
-def _own_splits(stage: Stage) -> tuple[list[_Source], list[_Source]]:
+def _split_each_source(stage: Stage) -> tuple[list[_Source], list[_Source]]:
     """Return the training rows and the held-out rows of each data set; the second list may be empty."""
     recipe, validation = stage.recipe, stage.recipe.validation
     train: list[_Source] = []
     for key, policy in training_sources(stage).items():
-        of_source, mixed = recipe, dict[str, Any]()
+        source_recipe, mixture = recipe, dict[str, Any]()
         dataset: RowsConfig = policy.dataset
         if isinstance(dataset, SourceConfig):
-            of_source, mixed = _with_policy(recipe, policy), {"label": dataset.source, "weight": dataset.weight}
-        rows = load_rows(dataset, key, None if stage.data is not None else _opener(stage, of_source))
-        train.append(_Source(rows, of_source, dataset, **mixed))
+            source_recipe, mixture = _with_policy(recipe, policy), {"label": dataset.source, "weight": dataset.weight}
+        rows = load_rows(dataset, key, None if stage.data is not None else _opener(stage, source_recipe))
+        train.append(_Source(rows, source_recipe, dataset, **mixture))
     validation_dataset: RowsConfig | None = validation.dataset if validation.dataset.name else None
     if validation_dataset is not None:
         rows = load_rows(validation_dataset, "validation.dataset", _opener(stage, recipe))
         return train, [_Source(rows, recipe, validation_dataset)]
     if stage.data is not None and has_local_split(stage.data, VALIDATION):
         rows = load_rows(DatasetConfig(name=str(stage.data), split=(VALIDATION,)), f"stage {stage.name!r}: data")
-        return train, [_Source(rows, recipe, _whole(train[0].dataset))]
+        return train, [_Source(rows, recipe, _without_pass_rates(train[0].dataset))]
     held_out = []
     for i, source in enumerate(train):
         policy = source.recipe.train.train_policy
@@ -275,24 +275,24 @@ def _own_splits(stage: Stage) -> tuple[list[_Source], list[_Source]]:
         # Read one row first, so that an error about columns comes before an error about the number of rows.
         with suppress(SkippedRow):
             tokenised_kind(policy.rows).read(row, where, policy)
-        rows, rest = split_rows(source.rows, policy.dataset.test_size, stage.seed)
+        rows, held_out_rows = split_rows(source.rows, policy.dataset.test_size, stage.seed)
         train[i] = replace(source, rows=rows)
-        held_out.append(replace(source, rows=rest, dataset=_whole(source.dataset), weight=None))
+        held_out.append(replace(source, rows=held_out_rows, dataset=_without_pass_rates(source.dataset), weight=None))
     return train, held_out
 
 
-def _whole(dataset: RowsConfig) -> RowsConfig:
+def _without_pass_rates(dataset: RowsConfig) -> RowsConfig:
     """Return the data set of held-out rows without a range of pass rates: held-out rows stay the same if a stage trains
     on a selection of rows, and files of pass rates have only training prompts."""
-    return dataset.derived(keep="", pass_rates="")
+    return dataset.derive(keep="", pass_rates="")
 
 
 def _with_policy(recipe: Recipe, policy: AlgorithmConfig) -> Recipe:
     """Return the recipe with another `[train.train_policy]`."""
-    return recipe.derived(train=recipe.train.derived(train_policy=policy))
+    return recipe.derive(train=recipe.train.derive(train_policy=policy))
 
 
-def _held_out_kinds(recipe: Recipe) -> dict[str, str]:
+def _kinds_by_split(recipe: Recipe) -> dict[str, str]:
     """Return the kinds of rows that held-out rows are prepared as, by the name of the split for each kind."""
     kind = row_kind(recipe.train.train_policy.rows)
     return kind.held_out_kinds(has_rewards=bool(recipe.validation.reward_function))
@@ -302,7 +302,7 @@ def _opener(stage: Stage, recipe: Recipe) -> Opener:
     return Opener(recipe, partial(_tokenizer, stage.model, recipe.policy))
 
 
-def end_ids(model: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def read_stop_tokens(model: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens that stop generation: the tokenizer's end token and the tokens in generation_config.json."""
     generation = load_generation_config(model, revision)
     listed: Any = generation and generation.eos_token_id
@@ -314,26 +314,28 @@ def _job(stage: Stage, split: str, source: _Source) -> Job:
     recipe, validation, rows = source.recipe, source.recipe.validation, source.rows
     max_length = recipe.policy.model_max_length
     is_data_term, policy = split == DATA_TERM, recipe.train.train_policy
-    name = "sequences" if is_data_term else _held_out_kinds(recipe).get(split, policy.rows)
+    name = "sequences" if is_data_term else _kinds_by_split(recipe).get(split, policy.rows)
     kind = tokenised_kind(name)
     media = media_settings(recipe)
     root: Path | None = Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows.folder
     revision = recipe.policy.model_revision
-    keep, rates_file = source.dataset.keep, source.dataset.pass_rates
+    pass_rate_range, rates_file = source.dataset.keep, source.dataset.pass_rates
     rates = read_pass_rates(Path(rates_file)) if rates_file else None
     processor_settings = (revision, media.pixels, recipe.policy.chat_template)
     if not processor_files(stage.model, revision) or processor_of(stage.model, *processor_settings) is None:
         root = None
     if not kind.is_completed:
-        return Job(recipe, kind, max_length, stage.model, root, keep=keep, is_data_term=is_data_term)
+        return Job(
+            recipe, kind, max_length, stage.model, root, pass_rate_range=pass_rate_range, is_data_term=is_data_term
+        )
     longest = recipe.rollout.max_response_length
     if split == VALIDATION:
         longest = validation.max_response_length or longest
     job = Job(recipe, kind, max_length - 1, stage.model, root, longest_completion=longest)
-    return replace(job, rates=rates, keep=keep)
+    return replace(job, rates=rates, pass_rate_range=pass_rate_range)
 
 
-def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
+def _tokenise_rows(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
     """Yield chunks of tokenised rows in the order of the rows, from this process or from a pool of processes."""
     model, policy = stage.model, job.recipe.policy
     pack = None if job.is_data_term else _opener(stage, job.recipe).packer()
@@ -343,7 +345,7 @@ def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
     if num_workers <= 1:
         yield from map(partial(convert_rows, _tokenizer(model, policy), job), chunks)
         return
-    convert = partial(_make_chunk_there, model, policy, job)
+    convert = partial(_make_chunk_in_process, model, policy, job)
     context = multiprocessing.get_context("spawn")  # a forked process would copy locks that other threads hold
     pool = ProcessPoolExecutor(num_workers, context, begin)
     pending = deque(pool.submit(convert, chunk) for chunk in islice(chunks, 2 * num_workers))
@@ -355,12 +357,12 @@ def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
         pool.shutdown(cancel_futures=True)
 
 
-def _make_chunk_there(model: str, policy: PolicyConfig, job: Job, rows: list[Located]) -> Chunk:
-    return convert_rows(_held_tokenizer(model, policy.model_revision, policy.chat_template), job, rows)
+def _make_chunk_in_process(model: str, policy: PolicyConfig, job: Job, rows: list[Located]) -> Chunk:
+    return convert_rows(_cached_tokenizer(model, policy.model_revision, policy.chat_template), job, rows)
 
 
 def _tokenizer(model: str, policy: PolicyConfig) -> PreTrainedTokenizerBase:
     return load_tokenizer(model, policy.model_revision, policy.chat_template)
 
 
-_held_tokenizer = lru_cache(maxsize=1)(load_tokenizer)
+_cached_tokenizer = lru_cache(maxsize=1)(load_tokenizer)

@@ -25,18 +25,18 @@ from cosmos_core.data.embeddings import read_embedding
 from cosmos_core.data.kinds.base import TRAIN
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.media_cache import Entry, Keyed, MediaCache, digest_of, shards_of
-from cosmos_core.data.media_pixels import Framing, bucket_sizes, frame_rate, pixels_of
+from cosmos_core.data.media_pixels import FrameSettings, bucket_sizes, frame_rate, pixels_of
 from cosmos_core.data.media_rows import NULL_TEXT, TENSORS
 from cosmos_core.data.media_source import Content
-from cosmos_core.data.media_splits import Row, Source, Split, framing_of, in_threads, read_splits
-from cosmos_core.data.messages import remedy_of
+from cosmos_core.data.media_splits import Row, Source, Split, frame_settings, map_in_threads, read_splits
+from cosmos_core.data.messages import row_remedy
 from cosmos_core.data.prepared import split_path
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.families import open_family
 from cosmos_core.registry import code_digest
 from cosmos_core.run.content import files_of_model
 from cosmos_core.run.digests import shared_digests
-from cosmos_core.run.files import SHARED, replaced_folder, write_json
+from cosmos_core.run.files import SHARED_FOLDER, replaced_folder, write_json
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome
 
@@ -44,9 +44,9 @@ logger = logging.getLogger(__name__)
 
 CACHE = "media"
 """Name of the cache folder, in the folder that runs share."""
-_TEXTS_AT_ONCE = 32
-_MOST_NAMED = 5
-_MOST_DECODED = 1000  # maximum number of images or clips of a split that `preview` decodes
+_TEXT_BATCH_SIZE = 32
+_MAX_NAMED_ROWS = 5
+_MAX_DECODED_MEDIA = 1000  # maximum number of images or clips of a split that `preview` decodes
 
 T = TypeVar("T")
 
@@ -74,39 +74,44 @@ def preview(stage: Stage, source: Source | None = None) -> dict[str, tuple[str, 
 
 
 def _preview_split(stage: Stage, source: Source, name: str, split: Split) -> tuple[str, int, list[JsonValue]]:
-    skipped, rates, num_kept = list(split.skipped), set[float](), len(split.kept)
+    skipped, rates, num_remaining = list(split.skipped), set[float](), len(split.kept_rows)
     details = ""
-    if is_learned(stage, name, split):
-        framing, stride = framing_of(stage.recipe, split.config, source), -(-num_kept // _MOST_DECODED) or 1
+    if encodes_media(stage, name, split):
+        framing, stride = (
+            frame_settings(stage.recipe, split.config, source),
+            -(-num_remaining // _MAX_DECODED_MEDIA) or 1,
+        )
         media = ((row, item.content) for row, item in zip(split.rows, split.items(), strict=False) if row is not None)
         sampled = islice(media, 0, None, stride)
-        for row, rate, problem in in_threads(stage, lambda each: _looked_at(*each, framing), sampled):
+        for row, rate, problem in map_in_threads(stage, lambda each: _decode_for_preview(*each, framing), sampled):
             stage.progress.beat()
             rates |= {rate} if rate else set()
             skipped += [f"{row.where}: {problem}"] if problem else []
-        details = f" (of which {-(-num_kept // stride):,} were decoded)" if stride > 1 else ""
-    num_kept -= len(skipped) - len(split.skipped)
-    _check_skipped(name, skipped, split, num_kept)
+        details = f" (of which {-(-num_remaining // stride):,} were decoded)" if stride > 1 else ""
+    num_remaining -= len(skipped) - len(split.skipped)
+    _check_skipped(name, skipped, split, num_remaining)
     if rates:
         details += f", clips of {min(rates):g}" + (f" to {max(rates):g}" if len(rates) > 1 else "") + " frames a second"
         details += ", which are learned frame by frame" if len(rates) > 1 else ""
     details += f", {len(skipped):,} left out (first: {skipped[0]})" if skipped else ""
-    prompts = [{"text": row.prompt, "reference": "", "metadata": json.loads(row.metadata)} for row in split.kept[:2]]
-    return f"{name}: {num_kept:,} rows{details}", num_kept, list(prompts)
+    prompts = [
+        {"text": row.prompt, "reference": "", "metadata": json.loads(row.metadata)} for row in split.kept_rows[:2]
+    ]
+    return f"{name}: {num_remaining:,} rows{details}", num_remaining, list(prompts)
 
 
-def _looked_at(row: Row, content: Content | None, framing: Framing) -> tuple[Row, float, str]:
+def _decode_for_preview(row: Row, content: Content | None, framing: FrameSettings) -> tuple[Row, float, str]:
     """Return the row, the frame rate of its clip, and the reason why its media cannot be decoded, or an empty text."""
-    decoded = _decoded(row.media, content, framing)
+    decoded = _decode_or_explain(row.media, content, framing)
     if isinstance(decoded, str):
         return row, 0.0, decoded
     return row, frame_rate(content) if content and content.is_video else 0.0, ""
 
 
-def is_learned(stage: Stage, name: str, split: Split) -> bool:
+def encodes_media(stage: Stage, name: str, split: Split) -> bool:
     """Return whether the media of a split are encoded in addition to its prompts."""
     has_media = row_kind(stage.recipe.train.train_policy.rows).has_media
-    return has_media and (name == TRAIN or all(row.media for row in split.kept))
+    return has_media and (name == TRAIN or all(row.media for row in split.kept_rows))
 
 
 def source_of(stage: Stage) -> Source:
@@ -121,7 +126,7 @@ def source_of(stage: Stage) -> Source:
     for each in bucket_sizes(size, family.size_multiple) if has_buckets else [size]:
         family.latent_shape(*each)
     folder = family.folder.path
-    weights = shared_digests(stage.run_path.parent).of_files(
+    weights = shared_digests(stage.run_path.parent).digest_files(
         folder, files_of_model(folder, policy.modality.encoder_files)
     )
     settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, family.size_multiple)
@@ -139,14 +144,14 @@ def prepare(stage: Stage, source: Source) -> Outcome:
     """
     stage.progress.phase("prepare")
     splits = read_splits(stage, source)
-    work = _Work(stage, source)
+    work = _SplitEncoder(stage, source)
     with replaced_folder(stage.path / "data") as folder:
         (folder / TENSORS).mkdir()
-        null = work.texts([Keyed(digest_of("text", ""), "")], folder)
+        null_text = work.texts([Keyed(digest_of("text", ""), "")], folder)
         metrics: dict[str, float] = {}
         notices: list[JsonValue] = []
         for name, split in splits.items():
-            num_rows, skipped = work.write(name, split, next(iter(null.values())), folder)
+            num_rows, skipped = work.write(name, split, next(iter(null_text.values())), folder)
             metrics |= {f"data/{name}_rows": float(num_rows), f"data/{name}_skipped_rows": float(len(skipped))}
             for line in _skipped_message(name, skipped, split.total):
                 logger.warning("%s", line)
@@ -159,39 +164,39 @@ def prepare(stage: Stage, source: Source) -> Outcome:
     )
 
 
-class _Work:
+class _SplitEncoder:
     """Encoder of the texts and media that are not cached, and writer of splits from the cache."""
 
     def __init__(self, stage: Stage, source: Source) -> None:
         self._stage, self._source = stage, source
-        self._cache = MediaCache(stage.run_path.parent / SHARED / CACHE, source.digest)
+        self._cache = MediaCache(stage.run_path.parent / SHARED_FOLDER / CACHE, source.digest)
         self._batch = stage.recipe.train.train_policy.mini_batch
         self.num_encoded = [0, 0]
 
-    def write(self, name: str, split: Split, null: dict[str, str], folder: Path) -> tuple[int, list[str]]:
+    def write(self, name: str, split: Split, null_text: dict[str, str], folder: Path) -> tuple[int, list[str]]:
         """Write a split and return its number of rows, and a reason for each row that was left out.
 
         Raises:
             DataError: too many rows cannot be used, or no row is left.
         """
-        is_media = is_learned(self._stage, name, split)
-        with self._source.encoders.residence.keep_on_device():
+        is_media = encodes_media(self._stage, name, split)
+        with self._source.encoders.residency.keep_on_device():
             texts = self._entries(split, is_media=False, folder=folder)
-        with self._source.encoders.residence.keep_on_device():
-            media = self._entries(split, is_media=True, folder=folder) if is_media else _Entries({}, {}, {})
+        with self._source.encoders.residency.keep_on_device():
+            media = self._entries(split, is_media=True, folder=folder) if is_media else _EncodedEntries({}, {}, {})
         skipped = list(split.skipped)
         records = []
-        for row in split.kept:
-            problem = texts.refused.get(row.text) or media.refused.get(row.media)
+        for row in split.kept_rows:
+            problem = texts.refusal_reasons.get(row.text) or media.refusal_reasons.get(row.media)
             if problem:
                 skipped.append(f"{row.where}: {problem}")
                 continue
-            values: list[Any] = [row.prompt, row.metadata, texts.at[row.text]]
-            values += [media.at[row.media], media.shapes[row.media]] if is_media else []
+            values: list[Any] = [row.prompt, row.metadata, texts.locations[row.text]]
+            values += [media.locations[row.media], media.shapes[row.media]] if is_media else []
             records.append((*values, row.where))
         _check_skipped(name, skipped, split, len(records))
         schema = row_kind("media" if is_media else "media_prompts").schema
-        schema = schema.with_metadata({**schema.metadata, NULL_TEXT: json.dumps(null).encode()})
+        schema = schema.with_metadata({**schema.metadata, NULL_TEXT: json.dumps(null_text).encode()})
         columns = [pa.array([record[i] for record in records], field.type) for i, field in enumerate(schema)]
         with pa.ipc.new_file(split_path(folder, name), schema) as file:
             file.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
@@ -202,12 +207,12 @@ class _Work:
         shard = self._shard(list(texts), self._encode_texts, folder, 0)
         return {each.key: {"shard": shard, "entry": each.key} for each in texts}
 
-    def _entries(self, split: Split, *, is_media: bool, folder: Path) -> _Entries:
+    def _entries(self, split: Split, *, is_media: bool, folder: Path) -> _EncodedEntries:
         """Encode the texts or the media of a split shard by shard, and return the locations of the outputs."""
         pairs = ((row, item) for row, item in zip(split.rows, split.items(), strict=False) if row is not None)
-        entries = _Entries({}, {}, {})
+        entries = _EncodedEntries({}, {}, {})
         if is_media:
-            framing = framing_of(self._stage.recipe, split.config, self._source)
+            framing = frame_settings(self._stage.recipe, split.config, self._source)
             encode: Any = lambda items: self._encode_media(items, framing)  # noqa: E731
             keyed: Iterable[Any] = (Keyed(row.media, (row.media, item.content)) for row, item in pairs)
         else:
@@ -215,25 +220,29 @@ class _Work:
             keyed = (Keyed(row.text, item.embedding or row.prompt) for row, item in pairs)
         for shard in shards_of(keyed):
             name = self._shard(shard, encode, folder, int(is_media))
-            entries.refused.update(self._cache.refused(name))
+            entries.refusal_reasons.update(self._cache.refusal_reasons(name))
             shapes = self._cache.shapes(name, "mean") if is_media else {}
             for each in shard:
-                entries.at[each.key] = {"shard": name, "entry": each.key}
+                entries.locations[each.key] = {"shard": name, "entry": each.key}
                 entries.shapes[each.key] = shapes.get(each.key, [])
         return entries
 
     def _shard(
-        self, shard: Sequence[Keyed[T]], encode: Callable[[Sequence[T]], list[Entry | str]], folder: Path, which: int
+        self,
+        shard: Sequence[Keyed[T]],
+        encode: Callable[[Sequence[T]], list[Entry | str]],
+        folder: Path,
+        shard_id: int,
     ) -> str:
         """Copy a shard to the folder of the stage, after encoding it if it is not cached; return its name."""
         if self._stage.stop_requested:
             raise Preempted(f"stopped after {sum(self.num_encoded)} texts and media were encoded; they stay encoded")
         keys = [each.key for each in shard]
         name = self._cache.key_of(keys)
-        if not self._cache.has(name):
+        if not self._cache.has_shard(name):
             entries = encode([each.item for each in shard])
             self._cache.write(name, dict(zip(keys, entries, strict=True)))
-            self.num_encoded[which] += len(keys)
+            self.num_encoded[shard_id] += len(keys)
         if not (target := folder / TENSORS / f"{name}.safetensors").exists():
             self._cache.copy(name, target)
         self._stage.progress.beat()
@@ -243,40 +252,40 @@ class _Work:
         """Return the embedding of each text, or the reason why it is missing; a path names a file with an embedding."""
         prompts = [text for text in texts if isinstance(text, str)]
         entries: list[Entry] = []
-        for start in range(0, len(prompts), _TEXTS_AT_ONCE):
+        for start in range(0, len(prompts), _TEXT_BATCH_SIZE):
             with torch.no_grad():
-                batch = self._source.encoders.text_embedding(prompts[start : start + _TEXTS_AT_ONCE])
-            size = len(prompts[start : start + _TEXTS_AT_ONCE])
+                batch = self._source.encoders.text_embedding(prompts[start : start + _TEXT_BATCH_SIZE])
+            size = len(prompts[start : start + _TEXT_BATCH_SIZE])
             entries += [{name: values[i] for name, values in batch.items()} for i in range(size)]
         encoded = iter(entries)
-        return [next(encoded) if isinstance(text, str) else self._given(text) for text in texts]
+        return [next(encoded) if isinstance(text, str) else self._read_given_embedding(text) for text in texts]
 
-    def _given(self, path: Path) -> Entry | str:
+    def _read_given_embedding(self, path: Path) -> Entry | str:
         """Return the embedding in a file of the data set, or the reason why the embedding cannot be used."""
         try:
-            embedding = read_embedding(path, tuple(self._usual))
+            embedding = read_embedding(path, tuple(self._reference_embedding))
         except DataError as error:
             return str(error)
-        for name, usual in self._usual.items():
-            if _form(embedding[name]) != _form(usual):
+        for name, reference_tensor in self._reference_embedding.items():
+            if _shape_without_tokens(embedding[name]) != _shape_without_tokens(reference_tensor):
                 return (
                     f"{path.name}: {name} is {list(embedding[name].shape)}, and the model's encoder gives "
-                    f"{list(usual.shape)}; only the number of tokens, the first of two, may be another"
+                    f"{list(reference_tensor.shape)}; only the number of tokens, the first of two, may be another"
                 )
         return embedding
 
     @cached_property
-    def _usual(self) -> Entry:
+    def _reference_embedding(self) -> Entry:
         """Embedding of the empty text, as a reference for the shapes that the encoder returns."""
         with torch.no_grad():
             return {name: values[0] for name, values in self._source.encoders.text_embedding([""]).items()}
 
-    def _encode_media(self, items: Sequence[tuple[str, Content | None]], framing: Framing) -> list[Entry | str]:
+    def _encode_media(self, items: Sequence[tuple[str, Content | None]], framing: FrameSettings) -> list[Entry | str]:
         """Return the latent of each image or clip, or why it cannot be decoded; media of one shape share batches."""
         latents: dict[int, Entry | str] = {}
         waiting: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
         for index, pixels in enumerate(
-            in_threads(self._stage, lambda item: _decoded(item[0], item[1], framing), items)
+            map_in_threads(self._stage, lambda item: _decode_or_explain(item[0], item[1], framing), items)
         ):
             self._stage.progress.beat()
             if isinstance(pixels, str):
@@ -300,23 +309,23 @@ class _Work:
         return latents
 
 
-def _form(tensor: torch.Tensor) -> tuple[int, ...]:
+def _shape_without_tokens(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the number of dimensions of an embedding, and its shape without the number of tokens."""
     return tensor.ndim, *tensor.shape[1:]
 
 
-class _Entries(NamedTuple):
+class _EncodedEntries(NamedTuple):
     """Locations and shapes of the encoded texts or media of a split."""
 
-    at: dict[str, dict[str, str]]
+    locations: dict[str, dict[str, str]]
     """Location of each encoded item: shard and entry, by the key of the item."""
     shapes: dict[str, list[int]]
     """Shape of each encoded latent, by the key of the item."""
-    refused: dict[str, str]
+    refusal_reasons: dict[str, str]
     """Reasons why items could not be encoded, by the key of the item."""
 
 
-def _decoded(key: str, content: Content | None, framing: Framing) -> np.ndarray | str:
+def _decode_or_explain(key: str, content: Content | None, framing: FrameSettings) -> np.ndarray | str:
     assert content is not None
     try:
         return pixels_of(content, framing, int(key[:13], 16) / 16**13)
@@ -324,14 +333,14 @@ def _decoded(key: str, content: Content | None, framing: Framing) -> np.ndarray 
         return str(error)
 
 
-def _check_skipped(name: str, skipped: Sequence[str], split: Split, num_kept: int) -> None:
+def _check_skipped(name: str, skipped: Sequence[str], split: Split, num_remaining: int) -> None:
     max_fraction = split.config.max_skipped_fraction
     if len(skipped) > max_fraction * split.total:
         raise DataError(
             f"{skipped[0]}; {len(skipped)} of {split.total} rows of {name} cannot be used, "
-            + remedy_of(max_fraction, is_all=not num_kept)
+            + row_remedy(max_fraction, is_every_row=not num_remaining)
         )
-    if not num_kept:
+    if not num_remaining:
         raise DataError(f"{name}: no row is left of {split.total}; give others")
 
 
@@ -339,5 +348,5 @@ def _skipped_message(name: str, skipped: Sequence[str], total: int) -> list[str]
     """Return a line about the rows that were left out, with the first reasons; no line if no row was left out."""
     if not skipped:
         return []
-    more = f" and {len(skipped) - _MOST_NAMED} more" if len(skipped) > _MOST_NAMED else ""
-    return [f"{name}: {len(skipped)} of {total} rows skipped: {'; '.join(skipped[:_MOST_NAMED])}{more}"]
+    remainder = f" and {len(skipped) - _MAX_NAMED_ROWS} more" if len(skipped) > _MAX_NAMED_ROWS else ""
+    return [f"{name}: {len(skipped)} of {total} rows skipped: {'; '.join(skipped[:_MAX_NAMED_ROWS])}{remainder}"]

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.data.kinds.base import IMAGE_ROOT, LOCATION, VALIDATION, HeldOut, RowKind
+from cosmos_core.data.kinds.base import IMAGE_ROOT, LOCATION_COLUMN, VALIDATION, HeldOut, RowKind
 from cosmos_core.data.kinds.registry import known_kinds, row_kind
 from cosmos_core.data.order import Mixture
 from cosmos_core.errors import DataError, first_line
@@ -79,7 +79,7 @@ def open_table(folder: Path, split: str, *kinds: RowKind) -> pa.Table:
     return _open(split_path(folder, split), *kinds)
 
 
-def shows_images(folder: Path) -> bool:
+def has_images(folder: Path) -> bool:
     """Return whether any row of any split shows an image.
 
     Raises:
@@ -100,7 +100,7 @@ def check_ids(folder: Path, num_embeddings: int) -> None:
         if highest is not None and highest >= num_embeddings:
             where = next(i for i, ids in enumerate(table[name]) if max(ids.as_py(), default=0) >= num_embeddings)
             raise DataError(
-                f"{table[LOCATION][where]}: token id {highest} has no embedding, of which the model has "
+                f"{table[LOCATION_COLUMN][where]}: token id {highest} has no embedding, of which the model has "
                 f"{num_embeddings:,}; save the tokenizer of the model beside it, or resize its embeddings"
             )
 
@@ -121,7 +121,7 @@ def _id_columns(folder: Path) -> Iterator[tuple[pa.Table, str]]:
         yield from ((table, name) for name in table.column_names if name.endswith("_ids"))
 
 
-def rows_kind(folder: Path, split: str) -> str:
+def read_row_kind(folder: Path, split: str) -> str:
     """Return the kind of rows in a split, such as `sequences` or `prompts`, from the header of its file.
 
     Raises:
@@ -148,7 +148,7 @@ def open_held_out(folder: Path, policy: AlgorithmConfig, model: PolicyConfig, ad
         DataError: no rows are held out, or a file is damaged.
     """
     check_held_out(folder)
-    return row_kind(rows_kind(folder, VALIDATION)).held_out(folder, policy, model, adapter)
+    return row_kind(read_row_kind(folder, VALIDATION)).open_held_out(folder, policy, model, adapter)
 
 
 def _open(path: Path, *kinds: RowKind) -> pa.Table:
@@ -158,7 +158,7 @@ def _open(path: Path, *kinds: RowKind) -> pa.Table:
         table.validate(full=True)
     kind = _kind_of(path, table.schema, *kinds)
     if not any(table.schema.equals(schema) for schema in (kind.schema, kind.visual_schema)):
-        raise damaged(path, f"its columns are {', '.join(table.column_names)}")
+        raise damaged_file_error(path, f"its columns are {', '.join(table.column_names)}")
     return table
 
 
@@ -169,21 +169,21 @@ def _reader(path: Path) -> Iterator[pa.RecordBatchFileReader]:
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; run the prepare stage that should have written this split") from None
     except (pa.ArrowException, OSError) as error:
-        raise damaged(path, first_line(error)) from error
+        raise damaged_file_error(path, first_line(error)) from error
 
 
 def _kind_of(path: Path, schema: pa.Schema, *kinds: RowKind) -> RowKind:
     """Return the kind of rows of a file, which must be one of `kinds`; without `kinds`, any kind is valid."""
     name = (schema.metadata or {}).get(b"rows", b"").decode()
     if name not in ([kind.name for kind in kinds] or known_kinds()):
-        needed = f"{kinds[0].name} {kinds[0].purpose}" if kinds else "known ones"
+        expected = f"{kinds[0].name} {kinds[0].purpose}" if kinds else "known ones"
         raise DataError(
-            f"{path} holds {name or 'unknown rows'}, but {needed} are needed; "
+            f"{path} holds {name or 'unknown rows'}, but {expected} are needed; "
             "prepare the data with the recipe of the stage that reads it"
         )
     return row_kind(name)
 
 
-def damaged(path: Path, reason: str) -> DataError:
+def damaged_file_error(path: Path, reason: str) -> DataError:
     """Return the error for a prepared file that is damaged."""
     return DataError(f"{path} is damaged ({reason}); delete it and run the prepare stage again")

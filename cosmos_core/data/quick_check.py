@@ -11,13 +11,13 @@ from itertools import islice
 
 from cosmos_core.data.kinds.base import VALIDATION
 from cosmos_core.data.kinds.registry import tokenised_kind
-from cosmos_core.data.messages import Row, SkippedRow, read_conversation, remedy_of
+from cosmos_core.data.messages import Row, SkippedRow, read_conversation, row_remedy
 from cosmos_core.data.rows import Rows, load_rows, training_sources
 from cosmos_core.errors import DataError
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
-_NUM_ROWS, _NUM_GENERATED = 200, 8  # number of rows to read of a split, and of a generator, which may be slow
+_NUM_ROWS, _NUM_GENERATED_ROWS = 200, 8  # number of rows to read of a split, and of a generator, which may be slow
 
 Reader = Callable[[Row, str], object]
 
@@ -31,11 +31,13 @@ def run(stage: Stage) -> Outcome:
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     kind = tokenised_kind(policy.rows)
     for key, source in training_sources(stage).items():
-        _check(load_rows(source.dataset, key), partial(kind.read, policy=source), source.dataset.max_skipped_fraction)
+        _check_readable(
+            load_rows(source.dataset, key), partial(kind.read, policy=source), source.dataset.max_skipped_fraction
+        )
     if data_term := policy.supervised_rows:
         rows = load_rows(data_term.dataset, "train.train_policy.data_term")
         columns = (data_term.conversation_column_name, getattr(policy, "system_prompt", ""))
-        _check(
+        _check_readable(
             rows,
             lambda row, where: read_conversation(row, where, *columns, with_images=True),
             data_term.max_skipped_fraction,
@@ -43,22 +45,24 @@ def run(stage: Stage) -> Outcome:
     if validation.dataset.name:
         rows = load_rows(validation.dataset, "validation.dataset")
         held_out = tokenised_kind(kind.held_out_kinds(has_rewards=bool(validation.reward_function))[VALIDATION])
-        _check(rows, lambda row, where: held_out.read(row, where, policy), validation.dataset.max_skipped_fraction)
+        _check_readable(
+            rows, lambda row, where: held_out.read(row, where, policy), validation.dataset.max_skipped_fraction
+        )
     return Outcome()
 
 
-def _check(rows: Rows, read: Reader, most: float) -> None:
-    refused: list[DataError] = []
-    count = min(_NUM_GENERATED if rows.is_generated else _NUM_ROWS, len(rows))
+def _check_readable(rows: Rows, read_row: Reader, max_fraction: float) -> None:
+    errors: list[DataError] = []
+    count = min(_NUM_GENERATED_ROWS if rows.is_generated else _NUM_ROWS, len(rows))
     for where, row in islice(rows, count):
         try:
-            read(row, where)
+            read_row(row, where)
         except SkippedRow:
             continue
         except DataError as error:
-            refused.append(error)
-    if len(refused) > most * len(rows):
+            errors.append(error)
+    if len(errors) > max_fraction * len(rows):
         raise DataError(
-            f"{refused[0]}; {len(refused)} of the first {count} rows cannot be used, "
-            + remedy_of(most, is_all=len(refused) == count)
+            f"{errors[0]}; {len(errors)} of the first {count} rows cannot be used, "
+            + row_remedy(max_fraction, is_every_row=len(errors) == count)
         )

@@ -23,13 +23,13 @@ from cosmos_core.config.media import media_settings
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.data.chat import PLAIN, Chat
+from cosmos_core.data.chat import DEFAULT_RENDERING, PromptRendering
 from cosmos_core.data.formats import Located
-from cosmos_core.data.images import placed_images, read_image
+from cosmos_core.data.images import place_images, read_image
 from cosmos_core.data.kinds.base import TokenisedKind
 from cosmos_core.data.messages import Message, ReadRow, Row, SkippedRow, alternative_turns
 from cosmos_core.data.rendering import RefusedRow
-from cosmos_core.data.statistics import Chunk, Skipped
+from cosmos_core.data.statistics import Chunk, SkippedSource
 from cosmos_core.errors import DataError
 from cosmos_core.models.chat_templates import set_template
 from cosmos_core.models.processor import load_processor
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Ref = dict[str, Any]
 """Fields of an `ImageRef` as a dictionary."""
-_USUAL_COLUMN = SupervisedConfig.model_fields["conversation_column_name"].default
+_DEFAULT_COLUMN = SupervisedConfig.model_fields["conversation_column_name"].default
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Job:
     """Folder that image paths are relative to; None if the model reads only text."""
     end_ids: tuple[int, ...] = ()
     """Token ids at which generation stops."""
-    chat: Chat = PLAIN
+    chat: PromptRendering = DEFAULT_RENDERING
     """Settings for rendering prompts to complete."""
     rates: Mapping[str, float | None] | None = None
     """Pass rate of each prompt by its rendered text; None: the rows have a column `pass_rate`."""
-    keep: str = ""
+    pass_rate_range: str = ""
     """Range of the pass rates of the rows to keep; empty: all rows."""
     is_data_term: bool = False
     """Whether the rows are those of a supervised loss (data term) that is trained in addition to rollouts."""
@@ -78,7 +78,7 @@ class Job:
     def column(self) -> str:
         """Return the conversation column that the recipe names; empty if the recipe has the default name."""
         name = self.conversation[0]
-        return "" if name == _USUAL_COLUMN else name
+        return "" if name == _DEFAULT_COLUMN else name
 
     @property
     def conversation(self) -> tuple[str, str]:
@@ -118,28 +118,28 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Locate
     records: list[Record] = []
     skipped = []
     counts: Counter[str] = Counter()
-    unread: Counter[str] = Counter()
+    unread_counts: Counter[str] = Counter()
     for where, values in rows:
         try:
             row = ReadRow(values, job.column_names, where)
             record = job.kind.record(tokenizer, job, row, where)
-            if job.keep:
+            if job.pass_rate_range:
                 _check_rate(job, row, record, where)
             records.append(record)
-            unread.update(row.unread)
+            unread_counts.update(row.unread_columns)
             counts["other_column"] += bool(job.column) and row.get(job.column) is None
-            counts["text_alone"] += job.kind.leaves_out_response(row, job.column)
+            counts["text_alone"] += job.kind.omits_response(row, job.column)
         except RefusedRow as error:
-            skipped.append(Skipped(error.reason, where, f"{where}: {error.reason}"))
+            skipped.append(SkippedSource(error.reason, where, f"{where}: {error.reason}"))
         except SkippedRow as skip:
-            skipped.append(Skipped(skip.reason, where))
+            skipped.append(SkippedSource(skip.reason, where))
         except DataError as error:
-            skipped.append(Skipped("that cannot be read", str(error), str(error)))
+            skipped.append(SkippedSource("that cannot be read", str(error), str(error)))
     batch = _batch(records, job.schema)
-    counts["learned_ends"] = _num_ends(batch, job)
+    counts["learned_ends"] = _count_learned_ends(batch, job)
     for record in records:
         counts.update(record.counts)
-    return Chunk(batch, skipped, [record.values[-1] for record in records if record.is_merged], counts, unread)
+    return Chunk(batch, skipped, [record.values[-1] for record in records if record.is_merged], counts, unread_counts)
 
 
 def read_pass_rates(file: Path) -> dict[str, float | None]:
@@ -170,17 +170,17 @@ def _check_rate(job: Job, row: Row, record: Record, where: str) -> None:
     else:
         rates, key, holder = job.rates, record.values[list(job.kind.columns).index("prompt_text")], "dataset.pass_rates"
     if key not in rates:
-        raise DataError(f"{where}: {holder} has no pass rate, which dataset.keep = {job.keep!r} needs")
+        raise DataError(f"{where}: {holder} has no pass rate, which dataset.keep = {job.pass_rate_range!r} needs")
     value = rates[key]
     try:
         rate = None if value is None else float(value)
     except (TypeError, ValueError):
         raise DataError(f"{where}: the pass rate {value!r} of {holder} is no number or null") from None
-    if rate is not None and not parse_range(job.keep)(rate):
-        raise SkippedRow(where, f"with a pass rate outside of {job.keep}")
+    if rate is not None and not parse_range(job.pass_rate_range)(rate):
+        raise SkippedRow(where, f"with a pass rate outside of {job.pass_rate_range}")
 
 
-def _num_ends(batch: pa.RecordBatch, job: Job) -> int:
+def _count_learned_ends(batch: pa.RecordBatch, job: Job) -> int:
     """Return the number of end tokens that are learned in a batch."""
     count = 0
     for ids, mask in zip(job.kind.id_columns, job.kind.mask_columns, strict=False):
@@ -192,9 +192,9 @@ def _num_ends(batch: pa.RecordBatch, job: Job) -> int:
 def read_images(job: Job, turns: list[Message], row: Row, where: str) -> tuple[list[Message], list[Ref], list[Image]]:
     """Return the turns with a placeholder part for each image, the fields of their `ImageRef`s, and the images."""
     assert job.root is not None
-    placed, sources = placed_images(turns, row, where)
+    placed_turns, sources = place_images(turns, row, where)
     loaded = [read_image(source, job.root, where) for source in sources]
-    return placed, [asdict(ref) for ref, _ in loaded], [image for _, image in loaded]
+    return placed_turns, [asdict(ref) for ref, _ in loaded], [image for _, image in loaded]
 
 
 def processor_for(job: Job) -> ProcessorMixin:

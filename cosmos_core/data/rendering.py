@@ -11,7 +11,7 @@ from cosmos_core.data.messages import Message, SkippedRow, texts_of
 from cosmos_core.data.tool_calls import uses_python_notation, with_texts
 from cosmos_core.errors import DataError, ModelError
 
-_LONGEST = 1 << 26  # maximum number of characters that a template may render, more than any model reads
+_MAX_RENDERED_CHARACTERS = 1 << 26  # maximum number of characters that a template may render, more than any model reads
 Tools = list[Any] | None
 """Descriptions of the callable tools that are passed to the chat template."""
 
@@ -42,16 +42,18 @@ def render(
         ModelError: there is no chat template.
     """
     if not (options.get("chat_template") or owner.chat_template):
-        whose = "the processor" if isinstance(owner, ProcessorMixin) else f"the tokenizer of {owner.name_or_path!r}"
+        owner_name = (
+            "the processor" if isinstance(owner, ProcessorMixin) else f"the tokenizer of {owner.name_or_path!r}"
+        )
         raise ModelError(
-            f"{whose} has no chat template; set policy.chat_template to a Jinja file, 'plain' or 'chatml', start from "
-            "an instruct model, or give plain text: a column `text`, or `prompt` and `completion`"
+            f"{owner_name} has no chat template; set policy.chat_template to a Jinja file, 'plain' or 'chatml', start "
+            "from an instruct model, or give plain text: a column `text`, or `prompt` and `completion`"
         )
     renderings: list[tuple[list[Message], list[Message], str]] = []
-    for form in (turns, _in_parts(turns)) if isinstance(owner, ProcessorMixin) else (turns,):
+    for form in (turns, _with_text_parts(turns)) if isinstance(owner, ProcessorMixin) else (turns,):
         try:
             text = render_template(owner, form, add_generation_prompt, where=where, tools=tools, options=options)
-            renderings.append((_left_out(form, text), form, text))
+            renderings.append((_find_missing_turns(form, text), form, text))
         except TemplateError as error:
             reason = error
     rewritten = _with_written_arguments(turns)
@@ -63,8 +65,8 @@ def render(
         )
     if not renderings:
         raise RefusedRow(where, f"refused by the chat template ({reason})")
-    left_out, form, text = min(renderings, key=lambda each: len(each[0]))
-    for turn in left_out:
+    missing_turns, form, text = min(renderings, key=lambda each: len(each[0]))
+    for turn in missing_turns:
         if turn["role"] == "system":
             raise RefusedRow(where, "with a system turn that the chat template leaves out")
         # Templates of some vision models expect parts as content of a turn, and render nothing for a string.
@@ -77,7 +79,7 @@ def render(
     return form, text
 
 
-def _in_parts(turns: list[Message]) -> list[Message]:
+def _with_text_parts(turns: list[Message]) -> list[Message]:
     """Return the turns with each string content as a list of one text part."""
     return [
         {**turn, "content": [{"type": "text", "text": turn["content"]}]} if isinstance(turn["content"], str) else turn
@@ -90,7 +92,7 @@ def _with_written_arguments(turns: list[Message]) -> list[Message]:
     return [{**turn, "tool_calls": with_texts(turn["tool_calls"])} if "tool_calls" in turn else turn for turn in turns]
 
 
-def _left_out(turns: list[Message], text: str) -> list[Message]:
+def _find_missing_turns(turns: list[Message], text: str) -> list[Message]:
     """Return the turns that have a text whose last 20 characters do not occur in the rendering `text`."""
     return [turn for turn in turns if any(part.strip()[-20:] not in text for part in texts_of(turn))]
 
@@ -133,6 +135,6 @@ def render_template(
         reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         raise TemplateError(" ".join(reason.split())) from error
     assert isinstance(text, str)
-    if len(text) > _LONGEST:
+    if len(text) > _MAX_RENDERED_CHARACTERS:
         raise ModelError(f"{where}: the chat template writes {len(text):,} characters; mend it, or leave the row out")
     return text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from cosmos_core.data.kinds.base import LOCATION, TRAIN
+from cosmos_core.data.kinds.base import LOCATION_COLUMN, TRAIN
 from cosmos_core.data.prepared import open_table
 
 
@@ -20,12 +20,12 @@ def preview_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, count: int) -
     columns = [name for name in table.column_names if name not in {"images", "prompt_text"}]
     lines = []
     for row in table.select(columns).slice(0, count).to_pylist():
-        lines.append(f"{row[LOCATION]}:")
+        lines.append(f"{row[LOCATION_COLUMN]}:")
         for name in [name for name in columns if name.endswith("_ids")]:
-            ids, side = row[name], name.removesuffix("_ids")
-            mask = row.get("loss_mask" if side == "input" else f"{side}_mask") or [0] * len(ids)
+            ids, column = row[name], name.removesuffix("_ids")
+            mask = row.get("loss_mask" if column == "input" else f"{column}_mask") or [0] * len(ids)
             for bit, run in groupby(zip(mask, ids, strict=True), key=itemgetter(0)):
                 text = str(tokenizer.decode([i for _, i in run]))
-                lines.append(f"  {'' if side == 'input' else side + ' '}{'learned' if bit else 'masked'}: {text!r}")
+                lines.append(f"  {'' if column == 'input' else column + ' '}{'learned' if bit else 'masked'}: {text!r}")
         lines += [f"  {name}: {row[name]!r}" for name in ("label", "reference") if name in row]
     return lines

@@ -28,59 +28,65 @@ from cosmos_core.config.schema.dataset import (
     data_suffix,
     generator_of,
 )
-from cosmos_core.data.formats import Located, Part, dataset_part, open_part, reader_errors
-from cosmos_core.data.generated import generated_part
+from cosmos_core.data.formats import Located, RowPart, dataset_part, open_part, reader_errors
+from cosmos_core.data.generated import make_generated_part
 from cosmos_core.data.order import shuffled
 from cosmos_core.data.user_dataset import Opener
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.models.model_files import hub_is_reachable
 from cosmos_core.registry import is_code
 from cosmos_core.run.stage import Stage
-from cosmos_core.transient import is_of_machine, is_of_network
+from cosmos_core.transient import is_machine_error, is_network_error
 
 _TRAIN = "train"
 _SLICE = re.compile(r"(.+?)\[(-?\d+%?)?:(-?\d+%?)?\]")
-_HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
+_HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 
 
 class Rows:
     """Rows of one or several files (parts) with their locations, or a selection of rows, read anew per iteration."""
 
-    def __init__(self, parts: Sequence[Part], folder: Path, is_chosen: np.ndarray | None = None) -> None:
+    def __init__(self, parts: Sequence[RowPart], folder: Path, chosen_rows: np.ndarray | None = None) -> None:
         """Join the rows of files or splits (`parts`), in which paths are relative to `folder`; the mask `is_chosen`
         selects rows (None: all rows)."""
         self.folder = folder
-        self._parts = parts
-        self._is_chosen = is_chosen
+        self._row_parts = parts
+        self._chosen_rows = chosen_rows
 
     def __len__(self) -> int:
-        return sum(part.num_rows for part in self._parts) if self._is_chosen is None else int(self._is_chosen.sum())
+        return (
+            sum(part.num_rows for part in self._row_parts)
+            if self._chosen_rows is None
+            else int(self._chosen_rows.sum())
+        )
 
     @property
     def is_generated(self) -> bool:
         """Return whether a generator makes the rows, which may be slow."""
-        return any(part.name.startswith(GENERATED) for part in self._parts)
+        return any(part.name.startswith(GENERATED) for part in self._row_parts)
 
     def __iter__(self) -> Iterator[Located]:
-        rows = chain.from_iterable(part.read() for part in self._parts)
-        return rows if self._is_chosen is None else compress(rows, self._is_chosen)
+        rows = chain.from_iterable(part.read() for part in self._row_parts)
+        return rows if self._chosen_rows is None else compress(rows, self._chosen_rows)
 
     def first(self, count: int | None) -> Rows:
         """Return the first `count` rows; None returns all rows."""
         if count is None or count >= len(self):
             return self
-        is_chosen = (
-            np.ones(sum(part.num_rows for part in self._parts), bool) if self._is_chosen is None else self._is_chosen
+        chosen_rows = (
+            np.ones(sum(part.num_rows for part in self._row_parts), bool)
+            if self._chosen_rows is None
+            else self._chosen_rows
         )
-        return Rows(self._parts, self.folder, is_chosen & (np.cumsum(is_chosen) <= count))
+        return Rows(self._row_parts, self.folder, chosen_rows & (np.cumsum(chosen_rows) <= count))
 
-    def where(self, is_chosen: np.ndarray) -> Rows:
+    def where(self, chosen_rows: np.ndarray) -> Rows:
         """Return the rows that the mask `is_chosen`, with an entry per row, selects."""
-        if self._is_chosen is not None:
-            narrowed = self._is_chosen.copy()
-            narrowed[self._is_chosen] = is_chosen
-            is_chosen = narrowed
-        return Rows(self._parts, self.folder, is_chosen)
+        if self._chosen_rows is not None:
+            new_chosen = self._chosen_rows.copy()
+            new_chosen[self._chosen_rows] = chosen_rows
+            chosen_rows = new_chosen
+        return Rows(self._row_parts, self.folder, chosen_rows)
 
 
 def load_rows(dataset: RowsConfig, key: str = "dataset", opener: Opener | None = None) -> Rows:
@@ -100,18 +106,20 @@ def load_rows(dataset: RowsConfig, key: str = "dataset", opener: Opener | None =
     if generator := generator_of(dataset.name):
         if dataset.split != (_TRAIN,):
             raise DataError(f"{key}.split: a generator has only the split 'train'; set {key}.arguments.size")
-        return Rows([generated_part(generator, dataset.arguments, key)], Path.cwd())
+        return Rows([make_generated_part(generator, dataset.arguments, key)], Path.cwd())
     # Path.expanduser and Path.exists raise for some names, unlike the functions of os.path.
     path = Path(os.path.expanduser(dataset.name))
     if os.path.exists(path):
         parts = [part for split in dataset.split for part in _sliced_parts(path, split, key)]
     elif is_code(dataset.name) and opener:
-        parts = [opener.part(dataset.name, key)]
-    elif _looks_local(dataset.name):
-        looked = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
-        raise DataError(f"{key}.name = {str(path)!r}: it does not exist{looked}; give a file, a folder or a Hub id")
+        parts = [opener.make_part(dataset.name, key)]
+    elif _looks_like_path(dataset.name):
+        search_note = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
+        raise DataError(
+            f"{key}.name = {str(path)!r}: it does not exist{search_note}; give a file, a folder or a Hub id"
+        )
     else:
-        parts = [_hub_part(dataset, split, key) for split in dataset.split]
+        parts = [_load_hub_split(dataset, split, key) for split in dataset.split]
     if not any(part.num_rows for part in parts):  # some shards may be empty, but not all shards
         raise DataError(f"{parts[0].name}: file holds no rows; {key}.name needs at least one")
     folder = path if path.is_dir() else path.parent
@@ -128,12 +136,12 @@ def training_sources(stage: Stage) -> dict[str, AlgorithmConfig]:
     if not name:
         return dict(policy.sources)
     keys = {name: getattr(policy.dataset, name) for name in ("test_size", "max_skipped_fraction", "keep", "pass_rates")}
-    return {key: policy.derived(datasets=(), dataset=DatasetConfig(name=name, **keys))}
+    return {key: policy.derive(datasets=(), dataset=DatasetConfig(name=name, **keys))}
 
 
 def has_local_split(path: Path, split: str) -> bool:
     """Return whether a folder of data files has files named for this split."""
-    return path.is_dir() and any(_is_of_split(file, split) for file in _data_files(path))
+    return path.is_dir() and any(_has_split_name(file, split) for file in _data_files(path))
 
 
 def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Rows]:
@@ -155,42 +163,42 @@ def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Row
     return rows.where(~held_out), rows.where(held_out)
 
 
-def _looks_local(name: str) -> bool:
+def _looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or bool(data_suffix(name))
 
 
-def _sliced_parts(path: Path, split: str, key: str) -> list[Part]:
+def _sliced_parts(path: Path, split: str, key: str) -> list[RowPart]:
     """Return the parts of a split, or of a slice in the notation of `datasets`: `train[:48]`, `train[10%:]`."""
     match = _SLICE.fullmatch(split)
     if match is None:
         return _local_parts(path, split, key)
     parts = _local_parts(path, match[1], key)
     total = sum(part.num_rows for part in parts)
-    first, last, _ = slice(*(_bound(text, total) for text in match.groups()[1:])).indices(total)
+    first, last, _ = slice(*(_parse_slice_bound(text, total) for text in match.groups()[1:])).indices(total)
     chosen, start = [], 0
     for part in parts:
         low, high = max(first - start, 0), min(last - start, part.num_rows)
         if low < high:
-            chosen.append(Part(part.name, high - low, partial(_rows_between, part, low, high)))
+            chosen.append(RowPart(part.name, high - low, partial(_rows_between, part, low, high)))
         start += part.num_rows
     if not chosen:
         raise DataError(f"{key}.split = {split!r} names no row of {total}; name others")
     return chosen
 
 
-def _rows_between(part: Part, low: int, high: int) -> Iterator[Located]:
+def _rows_between(part: RowPart, low: int, high: int) -> Iterator[Located]:
     return islice(part.read(), low, high)
 
 
-def _bound(text: str | None, total: int) -> int | None:
+def _parse_slice_bound(text: str | None, total: int) -> int | None:
     if text is None:
         return None
     return round(total * int(text[:-1]) / 100) if text.endswith("%") else int(text)
 
 
-def _local_parts(path: Path, split: str, key: str) -> list[Part]:
+def _local_parts(path: Path, split: str, key: str) -> list[RowPart]:
     if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        return [_saved_part(path, split, key)]
+        return [_load_saved_split(path, split, key)]
     if path.is_dir():
         return [_read(file) for file in _files_of_split(path, split, key)]
     if split != _TRAIN:
@@ -200,7 +208,7 @@ def _local_parts(path: Path, split: str, key: str) -> list[Part]:
     return [_read(path)]
 
 
-def _read(file: Path) -> Part:
+def _read(file: Path) -> RowPart:
     if re.search(
         "[\0-\x1f\ud800-\udfff]", file.name
     ):  # the file name becomes part of row locations in messages and in prepared rows
@@ -213,30 +221,30 @@ def _data_files(folder: Path) -> list[Path]:
     return sorted(file for file in files if file.is_file())
 
 
-def _is_of_split(file: Path, split: str) -> bool:
+def _has_split_name(file: Path, split: str) -> bool:
     """Return whether a file name is that of a split: `train.jsonl`, `train-00000-of-00002.parquet`, `train_1.json`."""
     return file.name.startswith(tuple(split + separator for separator in ".-_"))
 
 
 def _files_of_split(folder: Path, split: str, key: str) -> list[Path]:
     files = _data_files(folder)
-    chosen = [file for file in files if _is_of_split(file, split)]
+    chosen = [file for file in files if _has_split_name(file, split)]
     if not chosen and split == _TRAIN:  # files without split names are training rows
-        chosen = [file for file in files if not any(_is_of_split(file, name) for name in _HELD_OUT)]
+        chosen = [file for file in files if not any(_has_split_name(file, name) for name in _HELD_OUT_SPLITS)]
     if not chosen:
-        contents = ", ".join(file.name for file in files[:5]) or f"no data file{_folders_to_name(folder)}"
+        contents = ", ".join(file.name for file in files[:5]) or f"no data file{_mention_subfolders(folder)}"
         raise DataError(f"{key}.name: {folder} has no file for the split {split!r}; it holds {contents}")
     return chosen
 
 
-def _folders_to_name(folder: Path) -> str:
+def _mention_subfolders(folder: Path) -> str:
     """Return the part of a message that names sub-folders with data files, as in a copy of a data set of the Hub."""
-    below = sorted(each for each in folder.iterdir() if each.is_dir() and _data_files(each))
-    names = " or ".join(repr(str(each)) for each in below[:5])
-    return f", and its folders are not looked into; name {names}" if below else ""
+    subfolders = sorted(each for each in folder.iterdir() if each.is_dir() and _data_files(each))
+    names = " or ".join(repr(str(each)) for each in subfolders[:5])
+    return f", and its folders are not looked into; name {names}" if subfolders else ""
 
 
-def _saved_part(path: Path, split: str, key: str) -> Part:
+def _load_saved_split(path: Path, split: str, key: str) -> RowPart:
     import datasets
 
     with reader_errors(f"{key}.name: {path} cannot be read by `datasets`"):
@@ -247,16 +255,16 @@ def _saved_part(path: Path, split: str, key: str) -> Part:
     return dataset_part(splits[split], f"{path.name}[{split}]")
 
 
-def _hub_part(dataset: RowsConfig, split: str, key: str) -> Part:
+def _load_hub_split(dataset: RowsConfig, split: str, key: str) -> RowPart:
     import datasets
 
     try:
-        with _offline_unless_reachable():
+        with _set_offline_if_unreachable():
             loaded = datasets.load_dataset(
                 dataset.name, dataset.subset or None, revision=dataset.revision or None, split=split
             )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        if is_of_machine(error) or (is_of_network(error) and hub_is_reachable()):
+        if is_machine_error(error) or (is_network_error(error) and hub_is_reachable()):
             raise
         raise DataError(
             f"{key}.name = {dataset.name!r} is no local file and could not be had from the Hub: {first_line(error)}; "
@@ -266,14 +274,14 @@ def _hub_part(dataset: RowsConfig, split: str, key: str) -> Part:
 
 
 @contextmanager
-def _offline_unless_reachable() -> Iterator[None]:
+def _set_offline_if_unreachable() -> Iterator[None]:
     """Restrict `datasets` to its cache while the Hub is unreachable; otherwise it retries each file for 20 seconds."""
     import datasets
 
-    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    old_offline = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
     if not hub_is_reachable():
         datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = old_offline

@@ -42,22 +42,22 @@ class Sample:
         return int(self.loss_mask[1:].sum())
 
 
-def within_budget(samples: Sequence[Sample], most_tokens: int | None) -> list[Sample]:
+def batch_within_token_limit(samples: Sequence[Sample], max_tokens: int | None) -> list[Sample]:
     """Assign samples of similar length and with equally many images to micro-batches of at most `most_tokens` tokens.
 
     Padding counts towards the limit. If `most_tokens` is None, return the samples unchanged.
     """
-    assigned = list(samples)
-    if most_tokens is None:
-        return assigned
+    assigned_samples = list(samples)
+    if max_tokens is None:
+        return assigned_samples
     number = width = count = num_images = 0
     for i in sorted(range(len(samples)), key=lambda i: (len(samples[i].images), -len(samples[i].input_ids))):
-        if (count + 1) * width > most_tokens or not count or len(samples[i].images) != num_images:
+        if (count + 1) * width > max_tokens or not count or len(samples[i].images) != num_images:
             number, width, count = number + 1, len(samples[i].input_ids), 0
             num_images = len(samples[i].images)
         count += 1
-        assigned[i] = replace(samples[i], micro_batch=number)
-    return assigned
+        assigned_samples[i] = replace(samples[i], micro_batch=number)
+    return assigned_samples
 
 
 def swap_responses(samples: Sequence[Sample], max_tokens: int) -> list[Sample]:

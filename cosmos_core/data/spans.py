@@ -27,16 +27,16 @@ def prefix_spans(render: Render, messages: list[Message], full: str) -> list[Spa
     spans = []
     for i in _assistant_turns(messages):
         try:
-            before, through = render(messages[:i], True), render(messages[: i + 1], False)
+            text_before, through = render(messages[:i], True), render(messages[: i + 1], False)
         except TemplateError:  # some templates refuse a part of a conversation, e.g. without a user turn
             return None
-        if not (through.startswith(before) and full.startswith(through)):
+        if not (through.startswith(text_before) and full.startswith(through)):
             return None
-        spans.append((len(before), len(through)))
+        spans.append((len(text_before), len(through)))
     return spans
 
 
-def skeleton_spans(
+def spans_by_placeholders(
     render: Render, messages: list[Message], full: str, closing_tokens: Sequence[str]
 ) -> list[Span] | None:
     """Return the assistant's spans by rendering a placeholder for each completion, and locating the other text in
@@ -53,22 +53,22 @@ def skeleton_spans(
         with_placeholders[i] = {**messages[i], "content": word if is_text else [{"type": "text", "text": word}]}
         with_placeholders[i].pop("tool_calls", None)  # tool calls belong to the completion
     try:
-        fixed = _split_at(render(with_placeholders, False), words)
-        ending = _split_at(render(with_placeholders[: turns[-1] + 1], False), words)
-        if fixed is None or ending is None:
+        template_parts = _split_at(render(with_placeholders, False), words)
+        parts_to_last_turn = _split_at(render(with_placeholders[: turns[-1] + 1], False), words)
+        if template_parts is None or parts_to_last_turn is None:
             return None
-        heads = _heads(render, with_placeholders, turns, fixed)
+        texts_before = _texts_before_completions(render, with_placeholders, turns, template_parts)
     except TemplateError:
         return None
-    closers = [_turn_end(part, ending[-1], closing_tokens) for part in fixed[1:]]
-    return _align(full, heads, fixed[-1], closers)
+    turn_ends = [_turn_end(part, parts_to_last_turn[-1], closing_tokens) for part in template_parts[1:]]
+    return _locate_completions(full, texts_before, template_parts[-1], turn_ends)
 
 
 def trimmed(span: Span, text: str, closing_tokens: Sequence[str]) -> Span:
     """Return the span without the whitespace that a template writes after the token that closes the turn."""
     start, end = span
-    body = text[start:end].rstrip()
-    return (start, start + len(body)) if body.endswith(tuple(closing_tokens)) else span
+    stripped = text[start:end].rstrip()
+    return (start, start + len(stripped)) if stripped.endswith(tuple(closing_tokens)) else span
 
 
 def _assistant_turns(messages: list[Message]) -> list[int]:
@@ -94,95 +94,108 @@ def _split_at(text: str, words: list[str]) -> list[str] | None:
     return [*parts, text]
 
 
-def _heads(render: Render, messages: list[Message], turns: list[int], fixed: list[str]) -> list[TextBeforeCompletion]:
+def _texts_before_completions(
+    render: Render, messages: list[Message], turns: list[int], template_parts: list[str]
+) -> list[TextBeforeCompletion]:
     """Return the text of the template before each completion, up to the end of its generation prompt."""
     first, last = (_generation_prompt(render, messages[:i]) for i in (turns[0], turns[-1]))
-    heads = []
+    texts_before = []
     for number, i in enumerate(turns):
-        invitation = first if first == last else _generation_prompt(render, messages[:i])
-        last_words = _last_text(messages[max(0, i - 1) : i])
-        heads.append(_text_before(fixed[number], last_words, *invitation) if invitation else (fixed[number], ""))
-    return heads
+        generation_prompt = first if first == last else _generation_prompt(render, messages[:i])
+        last_text = _last_text(messages[max(0, i - 1) : i])
+        texts_before.append(
+            _split_at_generation_prompt(template_parts[number], last_text, *generation_prompt)
+            if generation_prompt
+            else (template_parts[number], "")
+        )
+    return texts_before
 
 
-def _generation_prompt(render: Render, before: list[Message]) -> tuple[str, str] | None:
+def _generation_prompt(render: Render, preceding_messages: list[Message]) -> tuple[str, str] | None:
     """Return the template's text between the last turn and a completion: the turn's end, and the generation prompt.
 
     Return None if adding the generation prompt changes the rendering of the turns.
     """
     try:
-        without, with_prompt = render(before, False), render(before, True)
+        without, with_prompt = render(preceding_messages, False), render(preceding_messages, True)
     except TemplateError:
-        if any(turn["role"] == "user" for turn in before):
+        if any(turn["role"] == "user" for turn in preceding_messages):
             raise
         # Templates refuse an empty conversation, and some need a user turn, so render an arbitrary user turn before.
-        before = [*before, {"role": "user", "content": _unused_word(before)}]
-        without, with_prompt = render(before, False), render(before, True)
+        preceding_messages = [*preceding_messages, {"role": "user", "content": _unused_word(preceding_messages)}]
+        without, with_prompt = render(preceding_messages, False), render(preceding_messages, True)
     if not with_prompt.startswith(without):
         return None
-    last_words = _last_text(before)
-    return without[without.rfind(last_words) + len(last_words) :], with_prompt[len(without) :]
+    last_text = _last_text(preceding_messages)
+    return without[without.rfind(last_text) + len(last_text) :], with_prompt[len(without) :]
 
 
-def _last_text(before: list[Message]) -> str:
+def _last_text(preceding_messages: list[Message]) -> str:
     """Return the last text of the last turn; empty if there is no turn or no text."""
-    return texts_of(before[-1])[-1].strip() if before and texts_of(before[-1]) else ""
+    return (
+        texts_of(preceding_messages[-1])[-1].strip() if preceding_messages and texts_of(preceding_messages[-1]) else ""
+    )
 
 
-def _text_before(part: str, asked: str, closing: str, prompt: str) -> TextBeforeCompletion:
+def _split_at_generation_prompt(part: str, asked: str, turn_end: str, prompt: str) -> TextBeforeCompletion:
     """Return the template's text up to the end of the generation prompt or of its longest prefix, and the missing rest.
 
     If a generation prompt ends with `<think>`, a completion without thoughts follows only a prefix of the prompt.
     """
-    invitation = asked + closing + prompt
-    if invitation in part:
-        return part[: part.rfind(invitation) + len(invitation)], ""
+    candidate = asked + turn_end + prompt
+    if candidate in part:
+        return part[: part.rfind(candidate) + len(candidate)], ""
     # Search after the user's text: it may contain the generation prompt, or, if short, occur in the generation prompt.
-    preceding = next((words for words in (asked + closing, asked) if words in part), None)
+    preceding = next((words for words in (asked + turn_end, asked) if words in part), None)
     if preceding is None or not prompt:
         return part, ""
-    body = part.rfind(preceding) + len(preceding) if preceding else 0
+    search_start = part.rfind(preceding) + len(preceding) if preceding else 0
     for length in range(len(prompt), 0, -1):
-        position = part.rfind(prompt[:length], body)
+        position = part.rfind(prompt[:length], search_start)
         # Without preceding user text to search from, a short prefix of the prompt may match unrelated text.
         if position >= 0 and (preceding or length == len(prompt) or part.endswith(prompt[:length])):
             return part[: position + length], prompt[length:]
     return part, ""
 
 
-def _turn_end(part: str, ending: str, closing_tokens: Sequence[str]) -> str:
+def _turn_end(part: str, end_of_conversation: str, closing_tokens: Sequence[str]) -> str:
     """Return the beginning of the template's text after a completion that closes the turn.
 
     This is the common prefix with the last turn's ending, up to the end of a whole token: `<|end|><|user|>` and
     `<|end|><|endoftext|>` share `<|end|><|`, of which `<|end|>` is returned.
     """
     shared = next(
-        (i for i, (a, b) in enumerate(zip(part, ending, strict=False)) if a != b), min(len(part), len(ending))
+        (i for i, (a, b) in enumerate(zip(part, end_of_conversation, strict=False)) if a != b),
+        min(len(part), len(end_of_conversation)),
     )
-    ends = [part.rfind(token, 0, shared) + len(token) for token in closing_tokens if token in part[:shared]]
-    return part[: max(ends)] if ends else part[:shared]
+    end_positions = [part.rfind(token, 0, shared) + len(token) for token in closing_tokens if token in part[:shared]]
+    return part[: max(end_positions)] if end_positions else part[:shared]
 
 
-def _align(full: str, heads: list[TextBeforeCompletion], tail: str, closers: list[str]) -> list[Span] | None:
+def _locate_completions(
+    full: str, texts_before: list[TextBeforeCompletion], text_after: str, turn_ends: list[str]
+) -> list[Span] | None:
     """Return the spans between the template's texts, each with the text that closes its turn; None if ambiguous."""
-    parts = [part for part, _ in heads]
-    first, last = len(parts[0]), len(full) - len(tail)
-    if not full.startswith(parts[0]) or not full.endswith(tail) or "" in parts[1:]:
+    parts = [part for part, _ in texts_before]
+    first, last = len(parts[0]), len(full) - len(text_after)
+    if not full.startswith(parts[0]) or not full.endswith(text_after) or "" in parts[1:]:
         return None
-    stops = _leftmost(full[:last], parts[1:], first)
+    stops = _earliest_positions(full[:last], parts[1:], first)
     # Spans are ambiguous if a turn quotes the template's text between two turns, with its control tokens.
-    if stops is None or stops != _rightmost(full[:last], parts[1:], first):
+    if stops is None or stops != _latest_positions(full[:last], parts[1:], first):
         return None
     spans = []
     begin = first
-    for (_, rest), following, end, closer in zip(heads, [*parts[1:], ""], [*stops, last], closers, strict=True):
-        begin += len(rest) * full.startswith(rest, begin, end)
+    for (_, missing_rest), next_text, end, closer in zip(
+        texts_before, [*parts[1:], ""], [*stops, last], turn_ends, strict=True
+    ):
+        begin += len(missing_rest) * full.startswith(missing_rest, begin, end)
         spans.append((begin, end + len(closer)))
-        begin = end + len(following)
+        begin = end + len(next_text)
     return spans
 
 
-def _leftmost(text: str, parts: list[str], start: int) -> list[int] | None:
+def _earliest_positions(text: str, parts: list[str], start: int) -> list[int] | None:
     """Return the positions of `parts` in a text, in order and each as early as possible; None if a part is missing."""
     positions = []
     for part in parts:
@@ -193,7 +206,7 @@ def _leftmost(text: str, parts: list[str], start: int) -> list[int] | None:
     return positions
 
 
-def _rightmost(text: str, parts: list[str], start: int) -> list[int]:
+def _latest_positions(text: str, parts: list[str], start: int) -> list[int]:
     """Return the positions of `parts` in a text, in order and each as late as possible; all parts must occur."""
     positions: list[int] = []
     for part in reversed(parts):

@@ -11,14 +11,14 @@ import numpy as np
 import pyarrow as pa
 
 from cosmos_core.data.kinds.base import TokenisedKind
-from cosmos_core.data.messages import remedy_of
+from cosmos_core.data.messages import row_remedy
 from cosmos_core.errors import DataError
 
-_MOST_REASONS = 5
+_MAX_REASONS = 5
 """Maximum number of reasons in a notice: a chat template may give a different reason for each row."""
 
 
-class Skipped(NamedTuple):
+class SkippedSource(NamedTuple):
     """Row of a data set that was left out of the prepared rows."""
 
     reason: str
@@ -32,58 +32,58 @@ class Chunk(NamedTuple):
     """A batch of tokenised rows with their counts."""
 
     batch: pa.RecordBatch
-    skipped: list[Skipped]
+    skipped: list[SkippedSource]
     merged: list[str]
     """Locations of rows whose turns were merged, because the chat template refuses the original turns."""
     counts: Counter[str]
     """Counts of `images`, `image_tokens` and `learned_ends` (learned end tokens), and of rows: `truncated_rows`
     were cut, `other_column` were read from another column than the recipe names, `plain_rows` learn every token,
     `continued_rows` are plain text whose prompt has no loss, `text_alone` leave out a response in another column."""
-    unread: Counter[str]
+    unread_counts: Counter[str]
     """Number of rows in which a column has a value that the tokenised row does not contain, by column name."""
 
 
 @dataclass
-class _First:
+class _FirstItemCounter:
     """Counter that stores the description of the first counted item only, because there may be millions of items."""
 
     count: int = 0
     first: str = ""
 
-    def add(self, what: str) -> None:
-        self.first = self.first if self.count else what
+    def add(self, description: str) -> None:
+        self.first = self.first if self.count else description
         self.count += 1
 
 
 class Counts:
     """Statistics of one split, collected chunk by chunk."""
 
-    def __init__(self, kind: TokenisedKind, column: str = "", room: tuple[int, int] | None = None) -> None:
+    def __init__(self, kind: TokenisedKind, column: str = "", token_limits: tuple[int, int] | None = None) -> None:
         """Start with counts of 0; `column` is the column that the recipe names, or empty; `room` has the limits of
         `Job.num_free_tokens`."""
-        self._room = room
-        self._kind = kind
+        self._token_limits = token_limits
+        self._row_kind = kind
         self._column = column
         self._lengths: list[np.ndarray] = []
         self._counts: Counter[str] = Counter()
-        self._unread: Counter[str] = Counter()
-        self._skipped: dict[str, _First] = {}
-        self._refused = _First()
-        self._merged = _First()
+        self._unread_counts: Counter[str] = Counter()
+        self._skipped: dict[str, _FirstItemCounter] = {}
+        self._refused_counter = _FirstItemCounter()
+        self._merged = _FirstItemCounter()
 
     def add(self, chunk: Chunk) -> None:
         """Add the rows of the next chunk."""
-        lengths = [np.diff(chunk.batch.column(name).offsets.to_numpy()) for name in self._kind.id_columns]
+        lengths = [np.diff(chunk.batch.column(name).offsets.to_numpy()) for name in self._row_kind.id_columns]
         self._lengths.append(np.sum(lengths, axis=0).astype(np.int32))
         self._counts += chunk.counts
-        self._unread += chunk.unread
+        self._unread_counts += chunk.unread_counts
         for where in chunk.merged:
             self._merged.add(where)
         for skipped in chunk.skipped:
-            self._skipped.setdefault(skipped.reason, _First()).add(skipped.where)
+            self._skipped.setdefault(skipped.reason, _FirstItemCounter()).add(skipped.where)
             if skipped.refusal:
-                self._refused.add(skipped.refusal)
-        for name in self._kind.mask_columns:
+                self._refused_counter.add(skipped.refusal)
+        for name in self._row_kind.mask_columns:
             self._counts["label_tokens"] += int(chunk.batch.column(name).values.to_numpy().sum(dtype=np.int64))
 
     @property
@@ -99,29 +99,29 @@ class Counts:
     @property
     def _teaches_end(self) -> bool:
         """Return False if no row has a learned end token, although rows have a loss and not all are cut."""
-        is_always_cut = self._counts["truncated_rows"] >= self.num_rows
-        return not self._kind.mask_columns or is_always_cut or self._counts["learned_ends"] > 0
+        is_always_truncated = self._counts["truncated_rows"] >= self.num_rows
+        return not self._row_kind.mask_columns or is_always_truncated or self._counts["learned_ends"] > 0
 
-    def check_refused(self, most: float, total: int) -> None:
+    def check_refused(self, max_fraction: float, total: int) -> None:
         """Refuse a split of which too many rows cannot be read or are refused by the chat template.
 
         Raises:
             DataError: these rows are more than the fraction `most` of the split's `total` rows.
         """
-        if self._refused.count > most * total:
+        if self._refused_counter.count > max_fraction * total:
             raise DataError(
-                f"{self._refused.first}; {self._refused.count} of {total} rows cannot be used so far, "
-                + remedy_of(most, is_all=not self.num_rows)
+                f"{self._refused_counter.first}; {self._refused_counter.count} of {total} rows cannot be used so far, "
+                + row_remedy(max_fraction, is_every_row=not self.num_rows)
             )
 
     def notices(self, end_token: str | None = None) -> list[str]:
         """Return lines about rows that were skipped, read from another column or merged, or that lack an end token."""
         lines = []
         if self._skipped:
-            first = dict(islice(self._skipped.items(), _MOST_REASONS))
+            first = dict(islice(self._skipped.items(), _MAX_REASONS))
             reasons = [f"{each.count} {reason} (first: {each.first})" for reason, each in first.items()]
-            if num_other := self.num_skipped - sum(each.count for each in first.values()):
-                reasons.append(f"{num_other} for other reasons")
+            if num_other_reasons := self.num_skipped - sum(each.count for each in first.values()):
+                reasons.append(f"{num_other_reasons} for other reasons")
             lines.append(f"{self.num_skipped} of {self.num_rows + self.num_skipped} rows skipped: {', '.join(reasons)}")
         if count := self._counts["other_column"]:
             lines.append(
@@ -133,10 +133,12 @@ class Counts:
                 f"{count} of {self.num_rows} rows are learned as the text of column {self._column!r} alone, and have a "
                 "response in another column; leave train.train_policy.conversation_column_name out to learn that"
             )
-        if self._room and (num_short := sum(int((lengths > self._room[0]).sum()) for lengths in self._lengths)):
+        if self._token_limits and (
+            num_too_short := sum(int((lengths > self._token_limits[0]).sum()) for lengths in self._lengths)
+        ):
             lines.append(
-                f"{num_short} of {self.num_rows} prompts leave less room in policy.model_max_length than the "
-                f"{self._room[1]} tokens of max_response_length: their completions end earlier"
+                f"{num_too_short} of {self.num_rows} prompts leave less room in policy.model_max_length than the "
+                f"{self._token_limits[1]} tokens of max_response_length: their completions end earlier"
             )
         if self._merged.count:
             lines.append(
@@ -155,7 +157,7 @@ class Counts:
         lengths = np.concatenate(self._lengths).astype(np.int64)
         p50, p95 = np.percentile(lengths, [50, 95])
         return {
-            "kind": self._kind.name,
+            "kind": self._row_kind.name,
             "rows": len(lengths),
             "tokens": int(lengths.sum()),
             "label_tokens": self._counts["label_tokens"],
@@ -169,6 +171,6 @@ class Counts:
             "merged_rows": self._merged.count,
             **{name: self._counts[name] for name in ("images", "image_tokens") if self._counts["images"]},
             **{name: self._counts[name] for name in ("plain_rows", "continued_rows") if self._counts[name]},
-            **({"unread_columns": sorted(self._unread)} if self._unread else {}),
+            **({"unread_columns": sorted(self._unread_counts)} if self._unread_counts else {}),
             **({} if self._teaches_end else {"teaches_end": False}),
         }  # fmt: skip

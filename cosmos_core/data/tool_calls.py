@@ -29,15 +29,15 @@ def calls_of(text: Any) -> list[Any] | None:
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
         return None
-    return with_objects([{"type": "function", "function": call} for call in calls])
+    return decode_arguments([{"type": "function", "function": call} for call in calls])
 
 
-def with_objects(calls: Any) -> Any:
+def decode_arguments(calls: Any) -> Any:
     """Return tool calls with their arguments decoded from JSON strings, which OpenAI's interface uses, to objects.
 
     Chat templates serialise arguments to JSON, and would quote the string.
     """
-    return _with_arguments(calls, _as_object)
+    return _with_arguments(calls, _decode_object)
 
 
 def with_texts(calls: Any) -> Any:
@@ -68,7 +68,7 @@ def _with_argument(call: Any, change: Any) -> Any:
     return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
 
 
-def _as_object(value: Any) -> Any:
+def _decode_object(value: Any) -> Any:
     """Decode the JSON object in a string, `{}` if the string is empty; return any other value unchanged."""
     if not isinstance(value, str):
         return value
@@ -84,8 +84,8 @@ def parse_json(text: Any) -> Any:
         return None
 
 
-def without_nulls(value: Any) -> Any:
+def remove_nulls(value: Any) -> Any:
     """Remove keys with None from the objects in a value: Arrow gives each object the keys of all rows."""
     if isinstance(value, dict):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: remove_nulls(each) for key, each in value.items() if each is not None}
+    return [remove_nulls(each) for each in value] if isinstance(value, list) else value

@@ -8,18 +8,20 @@ from cosmos_core.errors import DataError
 _KEYS = ("weight", "loss", "train", "loss_mask", "trainable")
 _PARTIAL_KEYS = ("loss_scale", "loss_weight", "train_detail", "training_detail")
 """Unsupported keys that weight a turn, or parts of it, by other values than 0 and 1."""
-_SELECTING = re.compile(r"loss|train|learn|mask|weight|ignore|supervise|target", re.IGNORECASE)
+_TURN_SELECTION_KEY = re.compile(r"loss|train|learn|mask|weight|ignore|supervise|target", re.IGNORECASE)
 """Pattern of key names with which other programs select the tokens to learn; a number under such a key is refused."""
 
 
-def take_weight(turn: dict[str, Any], role: str, where: str) -> dict[str, int]:
+def pop_turn_weight(turn: dict[str, Any], role: str, where: str) -> dict[str, int]:
     """Remove the keys that select whether a turn is learned; return `{"weight": 0}` for a turn without loss, else `{}`.
 
     Raises:
         DataError: a key has another value than 0 and 1, or marks a turn of another role than the assistant as learned.
     """
     numeric_keys = [key for key, value in turn.items() if key not in _KEYS and isinstance(value, int | float)]
-    if partial := [key for key in turn if key in _PARTIAL_KEYS] + list(filter(_SELECTING.search, numeric_keys)):
+    if partial := [key for key in turn if key in _PARTIAL_KEYS] + list(
+        filter(_TURN_SELECTION_KEY.search, numeric_keys)
+    ):
         raise DataError(f"{where}: {partial[0]!r} is not read; a turn is learned as a whole (`weight` = 1) or not (0)")
     flags = {key: turn.pop(key) for key in _KEYS if key in turn}
     for key, value in flags.items():
@@ -41,6 +43,6 @@ def check_parts(content: Any, where: str) -> None:
             raise DataError(f"{where}: a part of the content has {keys[0]!r}; put it on the turn, learned whole")
 
 
-def is_learned(turn: dict[str, Any]) -> bool:
+def is_learned_turn(turn: dict[str, Any]) -> bool:
     """Return whether a turn is an assistant turn that is learned."""
     return bool(turn["role"] == "assistant" and turn.get("weight", 1))

@@ -24,21 +24,21 @@ from typing import Any
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
-from cosmos_core.data.formats import Located, Part
+from cosmos_core.data.formats import Located, RowPart
 from cosmos_core.data.kinds.registry import tokenised_kind
 from cosmos_core.data.messages import Row, SkippedRow
 from cosmos_core.errors import ConfigError, DataError, StageFailed
 from cosmos_core.registry import import_user_code, location_of
 from cosmos_core.transient import is_transient
 
-RENDERED = "rendered text"
+RENDERED_COLUMN = "rendered text"
 """Column with the text of a prompt exactly as the model sees it, without a chat template."""
 TOKENS, LABELS = "token_ids", "label_ids"
 """Columns of a sequence that a packer has tokenised: token ids, and labels with -100 for tokens without a loss."""
-NOTHING = -100
+UNTRAINED_LABEL = -100
 """Label of a token without a loss."""
 
-_NOT_CALLED = (
+_UNSUPPORTED_METHODS = (
     "rollout_collate_fn", "get_rollout_output", "get_policy_input", "policy_compute_max_len", "policy_collate_fn",
     "sft_compute_max_len", "sft_collate_fn", "dpo_process_sample", "dpo_collate_fn", "batch_size", "slice_batch",
 )  # fmt: skip
@@ -53,7 +53,7 @@ class Opener:
     def __init__(self, recipe: Recipe, load_tokenizer: Callable[[], Any]) -> None:
         self._recipe, self._load_tokenizer = recipe, load_tokenizer
 
-    def part(self, name: str, key: str) -> Part:
+    def make_part(self, name: str, key: str) -> RowPart:
         """Return the rows of the user's data set `name`; `key` is the name of its table in the TOML, for messages.
 
         Raises:
@@ -62,10 +62,10 @@ class Opener:
         """
         loaded = import_user_code(name)
         with _user_code_errors(f"{key}.name = {name!r}", None):
-            dataset = _thing_of(loaded, self._recipe)
+            dataset = _instantiate(loaded, self._recipe)
             self._set_up(dataset)
             length = len(dataset)
-        return Part(name, length, partial(_items, dataset, name, length, self._recipe.train.train_policy))
+        return RowPart(name, length, partial(_items, dataset, name, length, self._recipe.train.train_policy))
 
     def packer(self) -> Callable[[Row, str], Row] | None:
         """Return a function that applies the recipe's packer to a row; None if the recipe names no packer.
@@ -78,7 +78,7 @@ class Opener:
             return None
         loaded = import_user_code(policy.data_packer)
         if unused := [
-            name for name in _NOT_CALLED if name in vars(loaded if inspect.isclass(loaded) else type(loaded))
+            name for name in _UNSUPPORTED_METHODS if name in vars(loaded if inspect.isclass(loaded) else type(loaded))
         ]:
             raise ConfigError(
                 f"train.train_policy.data_packer = {policy.data_packer!r} has {', '.join(unused)}, which nothing calls "
@@ -86,7 +86,7 @@ class Opener:
             )
         method_name = tokenised_kind(policy.rows).packer_method
         with _user_code_errors(f"train.train_policy.data_packer = {policy.data_packer!r}", loaded):
-            packer = _thing_of(loaded, self._recipe)
+            packer = _instantiate(loaded, self._recipe)
             self._set_up(packer)
         method = getattr(packer, method_name, None) if method_name else None
         if method is None:
@@ -96,37 +96,37 @@ class Opener:
             )
         return partial(_packed, method, policy)
 
-    def _set_up(self, thing: Any) -> None:
-        if not hasattr(thing, "setup"):
+    def _set_up(self, instance: Any) -> None:
+        if not hasattr(instance, "setup"):
             return
-        names = list(inspect.signature(thing.setup).parameters)
+        names = list(inspect.signature(instance.setup).parameters)
         wants_tokenizer = "tokenizer" in names or len(names) > 1
-        thing.setup(*(self._recipe, self._load_tokenizer())[: 1 + wants_tokenizer])
+        instance.setup(*(self._recipe, self._load_tokenizer())[: 1 + wants_tokenizer])
 
 
-def _thing_of(named: Any, recipe: Recipe) -> Any:
+def _instantiate(imported: Any, recipe: Recipe) -> Any:
     """Return the data set or packer of imported user code: `named` itself, or the result of calling `named`.
 
     A function is called with the recipe if it takes any argument, a class only if it has a required argument.
     """
-    is_class = inspect.isclass(named)
-    if not callable(named) or (not is_class and hasattr(named, "__getitem__")):
-        return named
-    parameters = inspect.signature(named).parameters.values()
-    taken = [each for each in parameters if each.kind in {each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD}]
-    wants_recipe = any(each.default is each.empty for each in taken) if is_class else bool(taken)
-    return named(recipe) if wants_recipe else named()
+    is_class = inspect.isclass(imported)
+    if not callable(imported) or (not is_class and hasattr(imported, "__getitem__")):
+        return imported
+    parameters = inspect.signature(imported).parameters.values()
+    positional = [each for each in parameters if each.kind in {each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD}]
+    wants_recipe = any(each.default is each.empty for each in positional) if is_class else bool(positional)
+    return imported(recipe) if wants_recipe else imported()
 
 
 def _items(dataset: Any, name: str, length: int, policy: AlgorithmConfig) -> Iterator[Located]:
     """Yield each item of a user's data set as a row with its location and its reference answer."""
-    look_up = getattr(dataset, "get_reference_answer", None) if isinstance(policy, RlConfig) else None
+    find_reference = getattr(dataset, "get_reference_answer", None) if isinstance(policy, RlConfig) else None
     for index in range(length):
         where = f"{name} item {index}"
         with _user_code_errors(where, getattr(type(dataset), "__getitem__", None)):
             row = _row(dataset[index], policy, where)
-            if look_up is not None:
-                row |= _reference(look_up(index), policy)
+            if find_reference is not None:
+                row |= _reference(find_reference(index), policy)
         yield where, row
 
 
@@ -156,7 +156,7 @@ def _row(item: Any, policy: AlgorithmConfig, where: str) -> Row:
     if isinstance(item, dict):
         return dict(item)
     if isinstance(item, str):
-        return {RENDERED: item, column: item} if is_prompt else {"text": item}
+        return {RENDERED_COLUMN: item, column: item} if is_prompt else {"text": item}
     if isinstance(item, list | tuple):
         return {column: list(item)}
     content = getattr(item, "conversation", None) or getattr(item, "prompt", None)

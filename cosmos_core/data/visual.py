@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from transformers import ProcessorMixin
 
-from cosmos_core.data.chat import Chat
-from cosmos_core.data.conversation import NO_ROOM, cut, inside
-from cosmos_core.data.learned import learned_spans
+from cosmos_core.data.chat import PromptRendering
+from cosmos_core.data.conversation import NO_COMPLETION_ROOM, mask_of_span, truncate_tokens
+from cosmos_core.data.learned import find_learned_spans
 from cosmos_core.data.messages import Message, SkippedRow
 from cosmos_core.data.rendering import Tools, render
 from cosmos_core.data.spans import Span
@@ -55,12 +55,17 @@ def visual_tokens(
     """
     if not processor.tokenizer.is_fast:
         raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
-    full, spans = learned_spans(processor, turns, where, tools, end_ids)
-    return _expanded(processor, full, spans, images, where)
+    full, spans = find_learned_spans(processor, turns, where, tools, end_ids)
+    return _expand_images(processor, full, spans, images, where)
 
 
 def visual_prompt(
-    processor: ProcessorMixin, turns: list[Message], images: list[Image], max_length: int, where: str, chat: Chat
+    processor: ProcessorMixin,
+    turns: list[Message],
+    images: list[Image],
+    max_length: int,
+    where: str,
+    chat: PromptRendering,
 ) -> tuple[VisualTokens, str]:
     """Return the tokens of a prompt whose parts show `images`, and its text with a placeholder word for each image.
 
@@ -75,13 +80,13 @@ def visual_prompt(
         processor, turns, where, add_generation_prompt=chat.add_generation_prompt, tools=list(chat.tools) or None,
         options=chat.options,
     )  # fmt: skip
-    tokens = _expanded(processor, text, [], images, where)
+    tokens = _expand_images(processor, text, [], images, where)
     if len(tokens.ids) > max_length:
-        raise SkippedRow(where, NO_ROOM)
+        raise SkippedRow(where, NO_COMPLETION_ROOM)
     return tokens, text
 
 
-def cut_visual(tokens: VisualTokens, max_length: int, where: str) -> tuple[list[int], list[int]]:
+def truncate_visual(tokens: VisualTokens, max_length: int, where: str) -> tuple[list[int], list[int]]:
     """Cut token ids and loss mask on the right, and return them.
 
     Raises:
@@ -89,10 +94,12 @@ def cut_visual(tokens: VisualTokens, max_length: int, where: str) -> tuple[list[
     """
     if tokens.images_end > max_length:
         raise SkippedRow(where, "longer than policy.model_max_length before the end of the last image")
-    return cut((tokens.ids, tokens.mask), max_length, where)
+    return truncate_tokens((tokens.ids, tokens.mask), max_length, where)
 
 
-def _expanded(processor: ProcessorMixin, full: str, spans: list[Span], images: list[Image], where: str) -> VisualTokens:
+def _expand_images(
+    processor: ProcessorMixin, full: str, spans: list[Span], images: list[Image], where: str
+) -> VisualTokens:
     """Return the tokens of the rendered text with each image expanded."""
     word = image_word(processor)
     count = full.count(word)
@@ -113,20 +120,22 @@ def _expanded(processor: ProcessorMixin, full: str, spans: list[Span], images: l
         )
     except ValueError as error:
         raise DataError(f"{where}: the model's processor refuses the row: {' '.join(str(error).split())}") from error
-    words = _image_words(processor, full, encoded, where) if images else []
+    words = _image_spans(processor, full, encoded, where) if images else []
     ids = list(encoded["input_ids"][0])
-    starts, ends = np.asarray(encoded["offset_mapping"][0], dtype=np.int64).reshape(-1, 2).T
+    starts, token_ends = np.asarray(encoded["offset_mapping"][0], dtype=np.int64).reshape(-1, 2).T
 
     mask, is_image = np.zeros(len(ids), dtype=bool), np.zeros(len(ids), dtype=bool)
     for span in spans:
-        mask |= inside((_moved(span[0], words), _moved(span[1], words)), starts, ends)
+        mask |= mask_of_span(
+            (_expanded_position(span[0], words), _expanded_position(span[1], words)), starts, token_ends
+        )
     for _, new in words:
-        is_image |= inside(new, starts, ends)
+        is_image |= mask_of_span(new, starts, token_ends)
     images_end = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
     return VisualTokens(ids, (mask & ~is_image).astype(int).tolist(), int(is_image.sum()), images_end)
 
 
-def _image_words(processor: ProcessorMixin, full: str, encoded: Any, where: str) -> list[tuple[Span, Span]]:
+def _image_spans(processor: ProcessorMixin, full: str, encoded: Any, where: str) -> list[tuple[Span, Span]]:
     """Return the span of each image's placeholder word in the text, with its span in the expanded text."""
     if "text_replacement_offsets" in encoded:
         return [(tuple(each["span"]), tuple(each["new_span"])) for each in encoded["text_replacement_offsets"][0]]
@@ -137,6 +146,8 @@ def _image_words(processor: ProcessorMixin, full: str, encoded: Any, where: str)
     return [(match.span(), match.span()) for match in re.finditer(re.escape(image_word(processor)), full)]
 
 
-def _moved(character: int, words: list[tuple[Span, Span]]) -> int:
+def _expanded_position(character: int, words: list[tuple[Span, Span]]) -> int:
     """Return the position in the expanded text of a character outside of images."""
-    return character + sum((new[1] - new[0]) - (old[1] - old[0]) for old, new in words if old[1] <= character)
+    return character + sum(
+        (new[1] - new[0]) - (old_span[1] - old_span[0]) for old_span, new in words if old_span[1] <= character
+    )

@@ -16,7 +16,7 @@ from lm_eval import evaluator
 from cosmos_core.errors import ModelError, Preempted
 from cosmos_core.evaluate.benchmarks import open_benchmarks
 from cosmos_core.evaluate.engines.registry import engine_of, open_model
-from cosmos_core.evaluate.results import facts_of, items_of, metrics_of, texts_of
+from cosmos_core.evaluate.results import describe_tasks, item_table, metrics_of, texts_of
 from cosmos_core.models.hf import load_config, load_tokenizer
 from cosmos_core.models.model_files import check_weights
 from cosmos_core.run.files import write_json, write_text
@@ -56,7 +56,7 @@ def run(stage: Stage) -> Outcome:
     benchmarks = open_benchmarks(settings)
     responses = 0
 
-    def watch() -> None:
+    def stop_if_requested() -> None:
         nonlocal responses
         responses += 1
         stage.progress.beat()
@@ -64,7 +64,7 @@ def run(stage: Stage) -> Outcome:
             raise Preempted(f"stopped after {responses} responses, which are kept")
 
     stage.progress.phase("load")
-    model = open_model(stage, watch)
+    model = open_model(stage, stop_if_requested)
     stage.progress.phase("evaluate", deadline_seconds=3600)
     evaluator.add_env_info = lambda storage: None  # skip lm-eval's slow list of packages
     results: Any = evaluator.simple_evaluate(
@@ -85,11 +85,11 @@ def run(stage: Stage) -> Outcome:
         "lm_eval": version("lm-eval"),
         "engine": engine_of(stage.recipe),
         "settings": settings.model_dump(exclude={"include_path"}),
-        "tasks": facts_of(results),
+        "tasks": describe_tasks(results),
         "metrics": metrics,
     }
     write_json(stage.path / REPORT, report)
-    pq.write_table(items_of(results["samples"]), stage.path / ITEMS)
+    pq.write_table(item_table(results["samples"]), stage.path / ITEMS)
     lines = (json.dumps(line, ensure_ascii=False) for line in texts_of(results["samples"], _NUM_SAMPLES))
     write_text(stage.path / SAMPLES, "".join(f"{line}\n" for line in lines))
     for file in stage.path.glob(f"{_RESPONSES}-*"):

@@ -14,7 +14,7 @@ import pyarrow as pa
 from cosmos_core.types import JsonValue
 
 _STDERR = "_stderr"
-_FACTS = ("dataset_path", "dataset_name", "test_split", "output_type", "generation_kwargs", "filter_list")
+_TASK_SETTINGS = ("dataset_path", "dataset_name", "test_split", "output_type", "generation_kwargs", "filter_list")
 _TEXTS = ("doc_hash", "prompt_hash", "response")
 
 
@@ -27,26 +27,26 @@ def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
         for key, value in values.items():
             name, comma, filter_ = key.partition(",")
             if comma and isinstance(value, Real):
-                plain = _named(name.removesuffix(_STDERR), filter_, first)
+                metric_name = _qualified_metric(name.removesuffix(_STDERR), filter_, first)
                 suffix = _STDERR if name.endswith(_STDERR) else ""
-                metrics[f"evaluation/{task}/{plain}{suffix}"] = float(value)
+                metrics[f"evaluation/{task}/{metric_name}{suffix}"] = float(value)
     return metrics
 
 
-def items_of(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
+def item_table(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
     """Return a table with the columns task, doc_id, doc_hash, prompt_hash, response and one column for each metric of
     any task, with null if the row's task lacks the metric.
 
     A response is the generated text or, for choices, a JSON list of `[log-probability, is greedy]`.
     """
     rows: dict[tuple[str, int], dict[str, Any]] = {}
-    for task, scored in samples.items():
-        for sample in scored:
+    for task, task_samples in samples.items():
+        for sample in task_samples:
             key = (task, sample["doc_id"])
             row = rows.setdefault(key, {name: sample.get(name) or _response(sample) for name in _TEXTS})
             for metric in sample["metrics"]:
                 if isinstance(sample[metric], Real):
-                    row[_named(metric, sample["filter"], scored[0]["filter"])] = float(sample[metric])
+                    row[_qualified_metric(metric, sample["filter"], task_samples[0]["filter"])] = float(sample[metric])
     columns = dict.fromkeys(name for row in rows.values() for name in row)
     return pa.table({
         "task": pa.array([task for task, _ in rows], pa.string()),
@@ -58,13 +58,13 @@ def items_of(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
     }).sort_by([("task", "ascending"), ("doc_id", "ascending")])  # fmt: skip
 
 
-def texts_of(samples: Mapping[str, list[dict[str, Any]]], most: int) -> list[dict[str, JsonValue]]:
+def texts_of(samples: Mapping[str, list[dict[str, Any]]], max_rows: int) -> list[dict[str, JsonValue]]:
     """Return the first `most` generated texts of each task, as lines of `samples.jsonl`: prompt, reference, completion
     and, as reward, the first metric that is a number."""
     lines: list[dict[str, JsonValue]] = []
-    for scored in samples.values():
-        texts = [each for each in scored if each["filter"] == scored[0]["filter"] and _is_text(each)]
-        for sample in texts[:most]:
+    for task_samples in samples.values():
+        texts = [each for each in task_samples if each["filter"] == task_samples[0]["filter"] and _is_text(each)]
+        for sample in texts[:max_rows]:
             values = (sample[metric] for metric in sample["metrics"])
             reward = next((float(value) for value in values if isinstance(value, Real)), None)
             prompt = str(next(iter(sample["arguments"]))[0])
@@ -73,18 +73,18 @@ def texts_of(samples: Mapping[str, list[dict[str, Any]]], most: int) -> list[dic
     return lines
 
 
-def facts_of(results: Mapping[str, Any]) -> dict[str, JsonValue]:
+def describe_tasks(results: Mapping[str, Any]) -> dict[str, JsonValue]:
     """Return facts about each task by its name: version, number of items and few-shot examples, generation settings."""
     facts: dict[str, JsonValue] = {}
     for task, config in results["configs"].items():
-        settings = {name: config[name] for name in _FACTS if config.get(name) is not None}
+        settings = {name: config[name] for name in _TASK_SETTINGS if config.get(name) is not None}
         run_settings = {"version": results["versions"].get(task), "num_fewshot": results["n-shot"].get(task)}
         items = results["n-samples"].get(task, {}).get("effective")
         facts[task] = json.loads(json.dumps(run_settings | {"items": items} | settings, default=str))
     return facts
 
 
-def _named(metric: str, filter_: str, first: str) -> str:
+def _qualified_metric(metric: str, filter_: str, first: str) -> str:
     return metric if filter_ == first else f"{metric}_{filter_}"
 
 

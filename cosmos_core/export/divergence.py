@@ -26,7 +26,7 @@ from cosmos_core.rollout.vllm_logits import prompt_logits
 
 Row = list[int]
 
-MOST_ROWS, MOST_TOKENS = 32, 128
+MAX_COMPARED_ROWS, MAX_COMPARED_TOKENS = 32, 128
 """Maximum number of compared rows, and maximum number of tokens of a compared row."""
 
 
@@ -37,7 +37,7 @@ class Divergence(NamedTuple):
     """KL(exported || quantised), mean over tokens, in nats."""
     stderr: float
     """Standard error of `kl` in nats, estimated from the means of the rows."""
-    same_top: float
+    top_token_agreement: float
     """Fraction of tokens for which both models have the same most likely token."""
     kl_uniform: float
     """KL(exported || uniform distribution) in nats per token, an upper bound for `kl` of a working model."""
@@ -52,16 +52,16 @@ def text_rows(folder: Path, max_length: int) -> tuple[str, list[Row]]:
     Raises:
         DataError: the folder has no prepared rows of text.
     """
-    split = VALIDATION if has_split(folder, VALIDATION) else TRAIN
-    table = open_table(folder, split)
+    split_name = VALIDATION if has_split(folder, VALIDATION) else TRAIN
+    table = open_table(folder, split_name)
     names = [name for name in table.column_names if name.endswith("_ids")]
     counts = RowImages(table).counts
     rows = (ids.as_py() for ids, count in zip(table[names[0]] if names else (), counts, strict=False) if not count)
-    texts = (row[: min(MOST_TOKENS, max_length - 1)] for row in rows if len(row) > 1)
-    first = [text for _, text in zip(range(MOST_ROWS), texts, strict=False)]
+    texts = (row[: min(MAX_COMPARED_TOKENS, max_length - 1)] for row in rows if len(row) > 1)
+    first = [text for _, text in zip(range(MAX_COMPARED_ROWS), texts, strict=False)]
     if not first:
         raise DataError(f"{folder} has no rows of text with which exports could be compared; set data of the export")
-    return split, first
+    return split_name, first
 
 
 def save_logprobs(folder: Path, in_vllm: bool, rows: Sequence[Row], target: Path) -> None:
@@ -80,7 +80,7 @@ def compare(folder: Path, in_vllm: bool, rows: Sequence[Row], reference: Path) -
     Raises:
         StageFailed: the divergence is not below the divergence of the uniform distribution, so the model is broken.
     """
-    sums, counts, uniform, same = [], [], 0.0, 0
+    sums, counts, uniform, num_agreeing = [], [], 0.0, 0
     for number, logprobs_TV in enumerate(_logprobs(folder, in_vllm, rows)):
         expected_TV = torch.from_numpy(np.load(reference / f"{number}.npy")).double()
         kl_T = (expected_TV.exp() * (expected_TV - logprobs_TV.double())).sum(-1)
@@ -88,11 +88,11 @@ def compare(folder: Path, in_vllm: bool, rows: Sequence[Row], reference: Path) -
         sums.append(float(kl_T.sum()))
         counts.append(len(kl_T))
         uniform += float((math.log(expected_TV.shape[-1]) - entropy_T).sum())
-        same += int((expected_TV.argmax(-1) == logprobs_TV.argmax(-1)).sum())
+        num_agreeing += int((expected_TV.argmax(-1) == logprobs_TV.argmax(-1)).sum())
     total = sum(counts)
-    means = np.array(sums) / np.array(counts)
-    stderr = float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else 0.0
-    divergence = Divergence(sum(sums) / total, stderr, same / total, uniform / total, total)
+    row_means = np.array(sums) / np.array(counts)
+    stderr = float(row_means.std(ddof=1) / math.sqrt(len(row_means))) if len(row_means) > 1 else 0.0
+    divergence = Divergence(sum(sums) / total, stderr, num_agreeing / total, uniform / total, total)
     if not divergence.kl < divergence.kl_uniform:  # unlike `>=`, `not <` is also True for NaN
         raise StageFailed(
             f"its divergence from the exported model is {divergence.kl:.3g} nats per token, that of the uniform "
@@ -103,12 +103,12 @@ def compare(folder: Path, in_vllm: bool, rows: Sequence[Row], reference: Path) -
 
 def _logprobs(folder: Path, in_vllm: bool, rows: Sequence[Row]) -> Iterator[Tensor]:
     """Yield the log-probabilities TV, float32, of the next token at all positions of a row but the last."""
-    logits = prompt_logits(folder, rows) if in_vllm else _plain_logits(folder, rows)
+    logits = prompt_logits(folder, rows) if in_vllm else _plain_model_logits(folder, rows)
     return (logits_TV.float().log_softmax(-1) for logits_TV in logits)
 
 
 @torch.no_grad()
-def _plain_logits(folder: Path, rows: Sequence[Row]) -> Iterator[Tensor]:
+def _plain_model_logits(folder: Path, rows: Sequence[Row]) -> Iterator[Tensor]:
     cls: Any = auto_class(AutoConfig.from_pretrained(folder))
     model = cls.from_pretrained(folder, dtype="auto").eval()
     for row in rows:

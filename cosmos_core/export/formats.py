@@ -24,11 +24,11 @@ from transformers.initialization import meta_device_safe_creation_ops
 
 from cosmos_core.checkpoint.export import run as export_plain
 from cosmos_core.config.inputs import source_of
-from cosmos_core.config.schema.export import PLAIN
+from cosmos_core.config.schema.export import UNQUANTIZED
 from cosmos_core.data.kinds.base import VALIDATION
 from cosmos_core.errors import ConfigError, DataError, Preempted
 from cosmos_core.export.divergence import (
-    MOST_TOKENS,
+    MAX_COMPARED_TOKENS,
     Divergence,
     Row,
     compare,
@@ -37,7 +37,7 @@ from cosmos_core.export.divergence import (
 )
 from cosmos_core.export.quantize import Layers, describe, find_layers, quantize_folder, scheme_of
 from cosmos_core.models.hf import load_config, model_without_weights
-from cosmos_core.models.new_interpreter import call_in_interpreter, fresh_interpreter
+from cosmos_core.models.new_interpreter import call_in_interpreter, pool_of_one_process
 from cosmos_core.rollout.vllm_logits import vllm_problem, vllm_version
 from cosmos_core.run.files import read_object, write_json, write_text
 from cosmos_core.run.progress import read_progress
@@ -76,24 +76,24 @@ def run(stage: Stage) -> Outcome:
     """
     all_plans = plans(stage)
     config = load_config(stage.model, stage.recipe.policy.model_revision).get_text_config()
-    max_length = getattr(config, "max_position_embeddings", None) or MOST_TOKENS + 1
-    split, rows = text_rows(_prepared_rows(stage), max_length)
-    plain = _once(stage, PLAIN, lambda: export_plain(stage))
+    max_length = getattr(config, "max_position_embeddings", None) or MAX_COMPARED_TOKENS + 1
+    split_name, rows = text_rows(_prepared_rows(stage), max_length)
+    unquantized = _load_or_make(stage, UNQUANTIZED, lambda: export_plain(stage))
     scratch = stage.path / _LOGPROBS
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    outputs, metrics = list(plain.outputs), dict(plain.metrics)
-    formats: dict[str, JsonValue] = {PLAIN: plain.info["model"]}
+    outputs, metrics = list(unquantized.outputs), dict(unquantized.metrics)
+    formats: dict[str, JsonValue] = {UNQUANTIZED: unquantized.info["model"]}
     for plan in all_plans:
-        written, proof = _write_proven(stage, plan, plain, rows)
-        folder = stage.path / written.outputs[0]
-        card = (stage.path / str(plain.info["model"]) / "README.md").read_text(encoding="utf-8")
-        write_text(folder / "README.md", card + _card(plan, proof, split, len(rows)))
-        outputs += written.outputs
-        metrics |= written.metrics | proof.metrics
-        formats[plan.name] = written.outputs[0]
+        quantized, verification = _write_and_verify(stage, plan, unquantized, rows)
+        folder = stage.path / quantized.outputs[0]
+        card = (stage.path / str(unquantized.info["model"]) / "README.md").read_text(encoding="utf-8")
+        write_text(folder / "README.md", card + _format_section(plan, verification, split_name, len(rows)))
+        outputs += quantized.outputs
+        metrics |= quantized.metrics | verification.metrics
+        formats[plan.name] = quantized.outputs[0]
     shutil.rmtree(scratch)
-    return Outcome(tuple(outputs), metrics, {**plain.info, "formats": formats})
+    return Outcome(tuple(outputs), metrics, {**unquantized.info, "formats": formats})
 
 
 def plans(stage: Stage) -> list[Plan]:
@@ -130,7 +130,7 @@ def _prepared_rows(stage: Stage) -> Path:
     for result in pending:
         with suppress(FileNotFoundError):
             upstream = load_stage(Path(result["path"]))
-            if upstream.kind.trains and upstream.data is not None:
+            if upstream.kind.trains_model and upstream.data is not None:
                 if not upstream.data.is_dir():
                     raise DataError(
                         f"stage {stage.name!r}: the rows of stage {upstream.name!r}, with which the formats are "
@@ -145,7 +145,7 @@ def _prepared_rows(stage: Stage) -> Path:
     )
 
 
-def _once(stage: Stage, name: str, make: Callable[[], Outcome]) -> Outcome:
+def _load_or_make(stage: Stage, name: str, make: Callable[[], Outcome]) -> Outcome:
     """Return the outcome of `make`, which is called only if no earlier attempt of the stage has saved the outcome."""
     file = stage.path / "done" / f"{name}.json"
     saved = read_object(file)
@@ -166,37 +166,39 @@ def _once(stage: Stage, name: str, make: Callable[[], Outcome]) -> Outcome:
     return outcome
 
 
-def _write_proven(stage: Stage, plan: Plan, plain: Outcome, rows: list[Row]) -> tuple[Outcome, Outcome]:
+def _write_and_verify(stage: Stage, plan: Plan, unquantized: Outcome, rows: list[Row]) -> tuple[Outcome, Outcome]:
     """Write the quantised model of a plan, compare it with the unquantised model, and return both outcomes."""
-    written = _once(stage, plan.name, lambda: _write(stage, plan, plain))
-    folder = stage.path / written.outputs[0]
-    return written, _once(stage, f"{plan.name}-proof", lambda: _prove(stage, plan, plain, folder, rows))
+    quantized = _load_or_make(stage, plan.name, lambda: _write(stage, plan, unquantized))
+    folder = stage.path / quantized.outputs[0]
+    return quantized, _load_or_make(
+        stage, f"{plan.name}-proof", lambda: _verify_quantized(stage, plan, unquantized, folder, rows)
+    )
 
 
-def _write(stage: Stage, plan: Plan, plain: Outcome) -> Outcome:
+def _write(stage: Stage, plan: Plan, unquantized: Outcome) -> Outcome:
     """Write the quantised model of a plan to a temporary folder, and rename the folder when it is complete."""
-    folder = f"{plan.name}/step_{plain.info['step']}"
+    folder = f"{plan.name}/step_{unquantized.info['step']}"
     target = stage.path / folder
     partial = target.with_name(f".{stage.fingerprint[:16]}.partial")
     shutil.rmtree(target, ignore_errors=True)
     stage.progress.phase("export")
 
-    def after_file(done: int, count: int) -> None:
-        stage.progress.advance(done, count)
-        if stage.stop_requested and done < count:
-            raise Preempted(f"stage {stage.name!r}: {done} of {count} files of {plan.name} are written")
+    def stop_between_files(num_done: int, count: int) -> None:
+        stage.progress.advance(num_done, count)
+        if stage.stop_requested and num_done < count:
+            raise Preempted(f"stage {stage.name!r}: {num_done} of {count} files of {plan.name} are written")
 
-    source = stage.path / str(plain.info["model"])
-    quantize_folder(source, partial, plan.scheme, plan.layers, after_file)
+    source = stage.path / str(unquantized.info["model"])
+    quantize_folder(source, partial, plan.scheme, plan.layers, stop_between_files)
     partial.rename(target)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     return Outcome((folder,), {f"export/{plan.name}/bytes": float(size)})
 
 
-def _prove(stage: Stage, plan: Plan, plain: Outcome, folder: Path, rows: list[Row]) -> Outcome:
+def _verify_quantized(stage: Stage, plan: Plan, unquantized: Outcome, folder: Path, rows: list[Row]) -> Outcome:
     """Load a quantised model in separate Python processes, and return its divergence and benchmarks as metrics."""
     source, reference = (
-        stage.path / str(plain.info["model"]),
+        stage.path / str(unquantized.info["model"]),
         stage.path / _LOGPROBS / ("unproven" if plan.problem else "proven"),
     )
     stage.progress.phase("validate")
@@ -207,13 +209,15 @@ def _prove(stage: Stage, plan: Plan, plain: Outcome, folder: Path, rows: list[Ro
     metrics = {
         "kl": divergence.kl,
         "kl_stderr": divergence.stderr,
-        "same_top_token": divergence.same_top,
+        "same_top_token": divergence.top_token_agreement,
         "proven": float(not plan.problem),
     }
-    evaluated = _evaluated(stage)
+    evaluated = _find_benchmarks(stage)
     if evaluated is not None and not plan.problem:
         scratch = stage.path / _LOGPROBS / f"{plan.name}-{_BENCHMARKS}"
-        scores = _in_fresh_interpreter(stage, _evaluate, folder, Path(evaluated["path"]), scratch, followed=scratch)
+        scores = _in_fresh_interpreter(
+            stage, _evaluate, folder, Path(evaluated["path"]), scratch, progress_file=scratch
+        )
         for name, score in scores.items():
             metrics[name] = score
             if not name.endswith("_stderr"):
@@ -222,7 +226,7 @@ def _prove(stage: Stage, plan: Plan, plain: Outcome, folder: Path, rows: list[Ro
 
 
 def _in_fresh_interpreter(
-    stage: Stage, function: Callable[..., Any], folder: Path, *arguments: Any, followed: Path | None = None
+    stage: Stage, function: Callable[..., Any], folder: Path, *arguments: Any, progress_file: Path | None = None
 ) -> Any:
     """Run a function that reads `folder` in a separate Python process, and return its result.
 
@@ -233,24 +237,24 @@ def _in_fresh_interpreter(
         Preempted: a stop was requested.
         StageFailed: the function failed.
     """
-    beats = 0
+    num_beats = 0
 
-    def follow() -> None:
-        nonlocal beats
+    def forward_heartbeat() -> None:
+        nonlocal num_beats
         if stage.stop_requested:
             raise Preempted(f"stage {stage.name!r}: stopped while {folder} was compared; what was written is kept")
-        progress = read_progress(followed) if followed else None
-        if progress and progress.beats != beats:
-            beats = progress.beats
+        progress = read_progress(progress_file) if progress_file else None
+        if progress and progress.beats != num_beats:
+            num_beats = progress.beats
             stage.progress.beat()
 
     stage.progress.beat()
-    with fresh_interpreter() as pool:
-        seconds = None if followed else _SECONDS
-        return call_in_interpreter(pool, function, (folder, *arguments), seconds, folder, follow)
+    with pool_of_one_process() as pool:
+        seconds = None if progress_file else _SECONDS
+        return call_in_interpreter(pool, function, (folder, *arguments), seconds, folder, forward_heartbeat)
 
 
-def _evaluated(stage: Stage) -> dict[str, Any] | None:
+def _find_benchmarks(stage: Stage) -> dict[str, Any] | None:
     """Return the result of a stage in `after` that has run benchmarks on the model to export; None: no such stage."""
     for result in stage.inputs.values():
         if any(name.startswith(_BENCHMARKS) for name in result["metrics"]):
@@ -268,11 +272,11 @@ def _evaluate(folder: Path, path: Path, scratch: Path) -> dict[str, float]:
     return metrics
 
 
-def _card(plan: Plan, proof: Outcome, split: str, num_rows: int) -> str:
+def _format_section(plan: Plan, verification: Outcome, split_name: str, num_rows: int) -> str:
     """Return the section of a model card about a quantised format."""
     prefix = f"export/{plan.name}/"
-    metrics = {name.removeprefix(prefix): value for name, value in proof.metrics.items()}
-    kind_of_rows = "held-out" if split == VALIDATION else "training"
+    metrics = {name.removeprefix(prefix): value for name, value in verification.metrics.items()}
+    kind_of_rows = "held-out" if split_name == VALIDATION else "training"
     loaded = f"Loaded by vLLM {vllm_version()}" if not plan.problem else f"**Unproven**: {plan.problem}"
     engine = "" if not plan.problem else ", by transformers"
     lines = [
@@ -280,12 +284,15 @@ def _card(plan: Plan, proof: Outcome, split: str, num_rows: int) -> str:
         f"- {plan.line}, rounded to nearest, by compressed-tensors {version('compressed-tensors')}",
         f"- {loaded}",
         f"- Divergence KL(bf16 || {plan.name}): {metrics['kl']:.3g} nats per token (standard error "
-        f"{metrics['kl_stderr']:.2g}) on {proof.info['tokens']} tokens of {num_rows} {kind_of_rows} rows{engine}",
+        f"{metrics['kl_stderr']:.2g}) on {verification.info['tokens']} tokens of {num_rows} {kind_of_rows} "
+        f"rows{engine}",
         f"- The most likely token is that of bf16 for {metrics['same_top_token']:.2%} of them", "",
     ]  # fmt: skip
     if losses := {name: value for name, value in metrics.items() if name.startswith("lost/")}:
         lines += [f"| benchmark | bf16 | {plan.name} | lost |", "|---|---|---|---|"]
-    for name, lost in losses.items():
+    for name, loss_increase in losses.items():
         score = metrics[_BENCHMARKS + name.removeprefix("lost/")]
-        lines.append(f"| {name.removeprefix('lost/')} | {score + lost:.4g} | {score:.4g} | {lost:.4g} |")
+        lines.append(
+            f"| {name.removeprefix('lost/')} | {score + loss_increase:.4g} | {score:.4g} | {loss_increase:.4g} |"
+        )
     return "\n".join([*lines, ""])

@@ -41,11 +41,11 @@ _PRESETS = {
 """Quantisation preset and tensor layout of compressed-tensors, by the name of the format."""
 _GROUP_SIZES = (128, 64, 32)
 """Numbers of weights per quantisation group that vLLM's kernels support, the preferred number first."""
-_MULTIPLE = 32
+_WEIGHT_SIZE_MULTIPLE = 32
 """Number by which both dimensions of a 4-bit weight must be divisible, for vLLM's kernels."""
 _CHUNK = 1 << 23
 """Number of weights that are quantised at once."""
-_INDEX = "model.safetensors.index.json"
+_INDEX_FILE = "model.safetensors.index.json"
 
 
 class Layers(NamedTuple):
@@ -55,7 +55,7 @@ class Layers(NamedTuple):
     """Name of each module to quantise, by the name of its weight in the exported files."""
     shapes: dict[str, tuple[int, ...]]
     """Shape (outputs, inputs) of each weight to quantise, by the name of the weight in the exported files."""
-    ignored: list[str]
+    ignored_modules: list[str]
     """Names of the linear modules that keep their weights: the output layer, and layers outside the decoder blocks."""
 
 
@@ -97,11 +97,13 @@ def scheme_of(name: str, layers: Layers) -> QuantizationScheme:
     scheme.format = layout
     if scheme.weights.group_size is None:
         return scheme
-    wrong = next((key for key, shape in layers.shapes.items() if any(size % _MULTIPLE for size in shape)), None)
-    if wrong:
+    unsupported_key = next(
+        (key for key, shape in layers.shapes.items() if any(size % _WEIGHT_SIZE_MULTIPLE for size in shape)), None
+    )
+    if unsupported_key:
         raise ModelError(
-            f"{name}: {wrong} has the shape {list(layers.shapes[wrong])}, and both sizes must be multiples of "
-            f"{_MULTIPLE}; leave {name!r} out of export.formats"
+            f"{name}: {unsupported_key} has the shape {list(layers.shapes[unsupported_key])}, and both sizes must be "
+            f"multiples of {_WEIGHT_SIZE_MULTIPLE}; leave {name!r} out of export.formats"
         )
     inputs = math.gcd(*(shape[-1] for shape in layers.shapes.values()))
     scheme.weights.group_size = next(size for size in _GROUP_SIZES if inputs % size == 0)
@@ -141,15 +143,15 @@ def quantize_folder(
             _quantize_file(file, target / file.name, scheme, layers)
         after_file(number, len(files))
     for other in source.iterdir():
-        if other.is_file() and other.suffix != ".safetensors" and other.name != _INDEX:
+        if other.is_file() and other.suffix != ".safetensors" and other.name != _INDEX_FILE:
             shutil.copyfile(other, target / other.name)
-    if (source / _INDEX).exists():
-        write_json(target / _INDEX, _index([target / Path(file).name for file in files]))
+    if (source / _INDEX_FILE).exists():
+        write_json(target / _INDEX_FILE, _index([target / Path(file).name for file in files]))
     config = QuantizationConfig(
         config_groups={"group_0": scheme},
         format=str(scheme.format),
         quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=layers.ignored,
+        ignore=layers.ignored_modules,
     )
     ModelCompressor(quantization_config=config).update_config(str(target))
     sync_folder(target)
@@ -171,9 +173,9 @@ def _quantize_file(file: Path, target: Path, scheme: QuantizationScheme, layers:
         tensors |= {f"{key.removesuffix('weight')}{name}": part for name, part in parts.items()}
         del tensor
     partial = target.with_suffix(".partial")
-    with open(partial, "wb") as out:
+    with open(partial, "wb") as output_file:
         for block in safetensors_blocks(tensors, {"format": "pt"}):
-            out.write(block)
+            output_file.write(block)
     partial.rename(target)
 
 

@@ -15,7 +15,7 @@ from cosmos_core.config.schema.pipeline import BLOCK
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.service_health import ENQUEUE_URL, FETCH_URL, TOKEN
 
-SLUG = "cosmos-reward-service"
+BLOCK_SLUG = "cosmos-reward-service"
 _PATHS = {ENQUEUE_URL: "enqueue", FETCH_URL: "pull"}
 
 
@@ -23,7 +23,7 @@ class RewardService(Block):
     """Block with the address of a reward service that is already running."""
 
     _block_type_name = "Cosmos reward service"
-    _block_type_slug = SLUG
+    _block_type_slug = BLOCK_SLUG
     _description = 'Where a reward service is, and its token; a stage says reward_service = "block:NAME".'
 
     url: str = Field(description="http://HOST:PORT; several replicas: separated by commas.")
@@ -60,8 +60,8 @@ def service_in_block(name: str) -> dict[str, str]:
         raise kind(f"reward_service = {name!r}: the Prefect server does not tell: {error}") from error
     if variables is None:
         raise ConfigError(
-            f"reward_service = {name!r}: the server has no block {SLUG}/{block_name}; make it in Prefect's UI (cosmos "
-            f"bootstrap registers its type)"
+            f"reward_service = {name!r}: the server has no block {BLOCK_SLUG}/{block_name}; make it in Prefect's UI "
+            f"(cosmos bootstrap registers its type)"
         )
     if not variables[ENQUEUE_URL].startswith(("http://", "https://")):
         raise ConfigError(f"reward_service = {name!r}: its url is no http:// or https:// address")
@@ -74,17 +74,17 @@ def read_service(client: Any, name: str) -> dict[str, str] | None:
     from prefect.exceptions import ObjectNotFound
 
     try:
-        document = client.read_block_document_by_name(name, SLUG)
+        document = client.read_block_document_by_name(name, BLOCK_SLUG)
     except ObjectNotFound:
         return None
     return RewardService(**document.data).environment()
 
 
-def forget_service(client: Any, name: str) -> None:
+def delete_service_block(client: Any, name: str) -> None:
     """Delete the reward service block of this name if it exists."""
     from prefect.exceptions import ObjectNotFound
 
     try:
-        client.delete_block_document(client.read_block_document_by_name(name, SLUG).id)
+        client.delete_block_document(client.read_block_document_by_name(name, BLOCK_SLUG).id)
     except ObjectNotFound:
         return

@@ -21,14 +21,22 @@ POOLS = ("local", "cpu", "gpu")
 AUTOMATION = "cosmos: a flow run without a heartbeat has crashed"
 HEARTBEAT_SECONDS = 30
 """Heartbeat interval of flow runs in the deployments, which is the minimum in Prefect."""
-_MISSED = 3
+_MAX_MISSED_HEARTBEATS = 3
 OUTCOMES = ("NothingNew", "StillTraining", "NotPromoted", "Declined", "Outdated", "Refused")
 """Names of the final states that the flows of this project return, in addition to Prefect's."""
-_ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "TimedOut")
-_WITHOUT_PROCESS = ("Suspended", "Paused", "Resuming", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot", "Late")
+_END_STATES = ("Completed", "Failed", "Cancelled", "Crashed", "TimedOut")
+_IDLE_STATES = (
+    "Suspended",
+    "Paused",
+    "Resuming",
+    "Scheduled",
+    "AwaitingRetry",
+    "AwaitingConcurrencySlot",
+    "Late",
+)
 """Names of the states in which a flow run has no process and therefore sends no heartbeat."""
-_RESERVED = "prefect"
-_NO_NAME = set("/%&<>")  # characters that Prefect refuses in names
+_RESERVED_PREFIX = "prefect"
+_REFUSED_CHARACTERS = set("/%&<>")  # characters that Prefect refuses in names
 
 
 @dataclass(frozen=True)
@@ -76,10 +84,10 @@ def bootstrap(pools: Sequence[Pool], channels: Mapping[str, str] = MappingProxyT
 
 
 def _check_name(name: str) -> None:
-    if not name.strip() or _NO_NAME & set(name) or name.lower().startswith(_RESERVED):
+    if not name.strip() or _REFUSED_CHARACTERS & set(name) or name.lower().startswith(_RESERVED_PREFIX):
         raise ConfigError(
-            f"work pool {name!r}: a name has no {' '.join(sorted(_NO_NAME))}, and those that begin with "
-            f"{_RESERVED!r} are Prefect's own; take another"
+            f"work pool {name!r}: a name has no {' '.join(sorted(_REFUSED_CHARACTERS))}, and those that begin with "
+            f"{_RESERVED_PREFIX!r} are Prefect's own; take another"
         )
 
 
@@ -108,7 +116,7 @@ def _pool(client: Any, pool: Pool) -> str:
             _check_type(client, pool)
         options = {"base_job_template": template} if template else {}
         client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, concurrency_limit=pool.limit, **options))
-        return f"work pool {pool.name}: made ({pool.type}{_limit(pool.limit)})"
+        return f"work pool {pool.name}: made ({pool.type}{_format_limit(pool.limit)})"
     if existing.type != pool.type:
         raise ConfigError(
             f"work pool {pool.name!r} is of type {existing.type}, not {pool.type}; delete it, or take another name"
@@ -119,7 +127,7 @@ def _pool(client: Any, pool: Pool) -> str:
     if template and existing.base_job_template != template:
         changes["base_job_template"] = template
     if not changes:
-        return f"work pool {pool.name}: there ({existing.type}{_limit(existing.concurrency_limit)})"
+        return f"work pool {pool.name}: there ({existing.type}{_format_limit(existing.concurrency_limit)})"
     client.update_work_pool(pool.name, WorkPoolUpdate(**changes))
     return f"work pool {pool.name}: changed ({', '.join(changes)})"
 
@@ -134,7 +142,7 @@ def _template(pool: Pool) -> dict[str, Any]:
     return template
 
 
-def _limit(limit: int | None) -> str:
+def _format_limit(limit: int | None) -> str:
     return f", at most {limit} at once" if limit is not None else ""
 
 
@@ -143,18 +151,18 @@ def _automation_of_dead_flow_runs() -> Any:
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
-    ends = {f"prefect.flow-run.{name}" for name in (*_ENDS, *OUTCOMES, *_WITHOUT_PROCESS)}
+    end_events = {f"prefect.flow-run.{name}" for name in (*_END_STATES, *OUTCOMES, *_IDLE_STATES)}
     return AutomationCore(
         name=AUTOMATION,
-        description=f"After {_MISSED} heartbeats that did not come: its process or its machine is gone.",
+        description=f"After {_MAX_MISSED_HEARTBEATS} heartbeats that did not come: its process or its machine is gone.",
         trigger=EventTrigger(
             match={"prefect.resource.id": "prefect.flow-run.*"},  # type: ignore[arg-type]
             after={"prefect.flow-run.heartbeat"},
-            expect={"prefect.flow-run.heartbeat", *ends},
+            expect={"prefect.flow-run.heartbeat", *end_events},
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,
-            within=timedelta(seconds=_MISSED * HEARTBEAT_SECONDS),
+            within=timedelta(seconds=_MAX_MISSED_HEARTBEATS * HEARTBEAT_SECONDS),
         ),
         actions=[ChangeFlowRunState(state="CRASHED", message="no heartbeat: its process is gone; resume the run")],  # type: ignore[arg-type]
     )
@@ -187,7 +195,7 @@ def _credentials(client: Any) -> str:
 
 
 def _block_types() -> str:
-    from cosmos_core.launch.blocks import SLUG, RewardService
+    from cosmos_core.launch.blocks import BLOCK_SLUG, RewardService
 
     RewardService.register_type_and_schema()
-    return f"block type {SLUG}: registered"
+    return f"block type {BLOCK_SLUG}: registered"

@@ -11,11 +11,11 @@ from cosmos_core.config.inputs import inputs_of, is_remote, source_of
 from cosmos_core.config.schema.modality import DATA_FILES
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import InStage
+from cosmos_core.config.schema.table import StageContext
 from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.launch.managed_service import service_named
-from cosmos_core.launch.processes import LOOK, sweep
-from cosmos_core.launch.worker import Launch, run, stoppable
+from cosmos_core.launch.processes import PREVIEW_FOLDER_PREFIX, sweep
+from cosmos_core.launch.worker import AttemptSettings, run, stoppable
 from cosmos_core.run.content import files_of, link_weights_over_model
 from cosmos_core.run.digests import shared_digests
 from cosmos_core.run.files import write_json
@@ -26,8 +26,8 @@ from cosmos_core.run.remote import download_inputs
 from cosmos_core.run.stage import CHECKED_PROMPTS, Stage
 from cosmos_core.types import JsonValue
 
-_FIRST_ROWS = "cosmos_core.data.quick_check:run"
-_FEW_BYTES = 32 << 20
+_QUICK_CHECK = "cosmos_core.data.quick_check:run"
+_MAX_CHECKED_BYTES = 32 << 20
 
 
 def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
@@ -51,7 +51,7 @@ def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
         recipe = None if base is stage else pipeline.recipes[stage.name]
         if recipe is not None:
             model_of_base = {name: getattr(base_policy, name) for name in ("model_name_or_path", "model_revision")}
-            recipe = recipe.derived(policy=recipe.policy.derived(**model_of_base))
+            recipe = recipe.derive(policy=recipe.policy.derive(**model_of_base))
         model = "" if base is stage else base.model or base_policy.model_name_or_path
         rows = "" if data else stage.data
         result = run_check(
@@ -83,9 +83,9 @@ def check_readers(pipeline: Pipeline, name: str, info: dict[str, JsonValue]) -> 
     for stage in (each for each in pipeline.stages if source_of(each.data) == name):
         kind = pipeline.kind_of(stage)
         reasons: list[JsonValue] = []
-        if kind.trains:
+        if kind.trains_model:
             reasons.append(info.get("too_few"))
-        if InStage(pipeline.recipes[stage.name], kind).measures:
+        if StageContext(pipeline.recipes[stage.name], kind).measures_held_out:
             reasons.append(info.get("no_held_out"))
         if any(reasons):
             raise DataError(f"{pipeline.source}: stage {stage.name!r}: {next(filter(None, reasons))}")
@@ -103,21 +103,23 @@ def check_first_rows(pipeline: Pipeline) -> None:
             continue
         inputs = pipeline.inputs(stage)
         is_slow = pipeline.recipes[stage.name].policy.modality.decodes_media
-        if is_slow or any(each.role == "data_code" for each in inputs) or _is_made(pipeline, stage):
+        if is_slow or any(each.role == "data_code" for each in inputs) or _has_prepared_rows(pipeline, stage):
             continue
         rows = [each for each in inputs if each.role == "data"]
         is_local = {each.form for each in rows} <= {"folder", "literal"}
-        if not is_local or any(_size(Path(each.location)) > _FEW_BYTES for each in rows if each.form == "folder"):
+        if not is_local or any(
+            _size(Path(each.location)) > _MAX_CHECKED_BYTES for each in rows if each.form == "folder"
+        ):
             continue
         try:
-            run_check(pipeline, stage, _FIRST_ROWS, data=stage.data)
+            run_check(pipeline, stage, _QUICK_CHECK, data=stage.data)
         except DataError as error:
             raise DataError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
         except StageFailed:  # the check crashed, which is no error in the rows
             continue
 
 
-def _is_made(pipeline: Pipeline, stage: StageConfig) -> bool:
+def _has_prepared_rows(pipeline: Pipeline, stage: StageConfig) -> bool:
     """Return True if a stage has already run on the same rows. A stage that depends on other stages returns False,
     because its fingerprint needs their results."""
     output_dir = pipeline.output_dir.expanduser().absolute()
@@ -153,7 +155,7 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
     data = stage.data if is_remote(data) else data
     kind = pipeline.kind_of(stage)
     sweep()
-    with stoppable(), tempfile.TemporaryDirectory(prefix=f"{LOOK}{os.getpid()}-") as folder:
+    with stoppable(), tempfile.TemporaryDirectory(prefix=f"{PREVIEW_FOLDER_PREFIX}{os.getpid()}-") as folder:
         path = Path(folder) / "stages" / stage.name
         path.mkdir(parents=True)
         if prompts:
@@ -172,7 +174,7 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
         ).save()
         service = service_named(stage.reward_service)
         return run(
-            Launch(
+            AttemptSettings(
                 stage_path=path,
                 python=pipeline.config.python,
                 threads=threads(pipeline),
@@ -193,5 +195,5 @@ def _base(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
         if pipeline.kind_of(stage).makes != "model" or not pipeline.kind_of(stage).reads_model:
             return None
     policy = pipeline.recipes[stage.name].policy
-    is_simple = not policy.model_safetensor_path and not is_remote(stage.model or policy.model_name_or_path)
-    return stage if stage is first or is_simple else None
+    is_local_model = not policy.model_safetensor_path and not is_remote(stage.model or policy.model_name_or_path)
+    return stage if stage is first or is_local_model else None

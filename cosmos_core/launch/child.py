@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cosmos_core.launch.processes import ATTEMPT, kill_marked, make_scratch, remove_scratch, scratch_of
-from cosmos_core.observe.logs import quiet_environment
+from cosmos_core.observe.logs import add_quiet_variables
 from cosmos_core.run.process import start_time
 
 
@@ -41,7 +41,7 @@ class Child:
         supervisor += ["--pipe", str(reader), "--grace", str(grace_seconds)]
         for descriptor in inherit[2:]:
             supervisor += ["--inherit", str(descriptor)]
-        added = {**environment, ATTEMPT: self.attempt, "TMPDIR": str(scratch_of(self.attempt))}
+        new_variables = {**environment, ATTEMPT: self.attempt, "TMPDIR": str(scratch_of(self.attempt))}
         try:
             with open(log, "ab") as output:
                 self._process = subprocess.Popen(
@@ -49,12 +49,12 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=quiet_environment({**inherited, **added}),
+                    env=add_quiet_variables({**inherited, **new_variables}),
                     pass_fds=inherit,
                     start_new_session=True,
                 )
         except BaseException:
-            self._let_go()
+            self._release_resources()
             raise
         finally:
             os.close(reader)
@@ -66,7 +66,7 @@ class Child:
         code = self._process.poll()
         if code is not None and self._writer >= 0:
             kill_marked(self.attempt)
-            self._let_go()
+            self._release_resources()
         return code if code is None or code >= 0 else 128 - code
 
     def stop(self, grace_seconds: float | None = None) -> None:
@@ -83,7 +83,7 @@ class Child:
         self._process.wait()
         self.poll()
 
-    def _let_go(self) -> None:
+    def _release_resources(self) -> None:
         """Close this process's descriptors of the supervisor's pipe and of the scratch lock, and remove the temporary
         files."""
         os.close(self._writer)

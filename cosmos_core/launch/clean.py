@@ -18,16 +18,16 @@ from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError, CosmosError
 from cosmos_core.launch.processes import SILENT_SECONDS
 from cosmos_core.run.directory import PIPELINE, list_runs, read_facts, runs_in
-from cosmos_core.run.files import SHARED, read_object
+from cosmos_core.run.files import SHARED_FOLDER, read_object
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import RESULT, read_result
 from cosmos_core.run.process import is_alive
-from cosmos_core.run.remote import FETCHED, PARTIAL
-from cosmos_core.run.state import ACTIVE, read_state
+from cosmos_core.run.remote import FETCHED, PARTIAL_SUFFIX
+from cosmos_core.run.state import ACTIVE_STATES, read_state
 from cosmos_core.upload.base import open_target
 
-_REMOVED = "removed"
-_READ_BY_PEOPLE = ("run.json", PIPELINE)
+_TRASH_FOLDER = "removed"
+_KEPT_FILES = ("run.json", PIPELINE)
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Verdict:
     """Seconds since the last activity of the run."""
     size: int
     """Total size of the files of the run in bytes."""
-    kept_because: str
+    reason_to_keep: str
     """Reason to keep the run; an empty string if the run can be removed."""
 
 
-def verdicts(output_dir: Path, *, keep: int, older_than_seconds: float) -> list[Verdict]:
+def verdicts(output_dir: Path, *, num_kept: int, older_than_seconds: float) -> list[Verdict]:
     """Return the decision for each run in a folder, the oldest run first, without changing anything.
 
     The newest `keep` runs of each pipeline are kept, and runs with activity in the last `older_than_seconds`.
@@ -54,62 +54,64 @@ def verdicts(output_dir: Path, *, keep: int, older_than_seconds: float) -> list[
     newest: dict[str, list[Path]] = {}
     for path in facts:
         newest.setdefault(facts[path].pipeline, []).append(path)
-    for path in (path for paths in newest.values() for path in (paths[-keep:] if keep else [])):
-        reasons[path] = f"one of the newest {keep} of its pipeline" if keep > 1 else "the newest of its pipeline"
-    ages = {path: max(0.0, time.time() - _last_sign(path)) for path in facts}
+    for path in (path for paths in newest.values() for path in (paths[-num_kept:] if num_kept else [])):
+        reasons[path] = (
+            f"one of the newest {num_kept} of its pipeline" if num_kept > 1 else "the newest of its pipeline"
+        )
+    ages = {path: max(0.0, time.time() - _last_activity(path)) for path in facts}
     for path, age in ages.items():
         if age < older_than_seconds:
             reasons.setdefault(path, "not old enough")
         if _may_run(path):
             reasons[path] = "it is running"
-    for path, why in _continued_or_published(output_dir, list(facts)):
-        reasons.setdefault(path, why)
-    _keep_what_is_referred_to(list(facts), reasons)
+    for path, reason in _find_needed_runs(output_dir, list(facts)):
+        reasons.setdefault(path, reason)
+    _keep_referenced_runs(list(facts), reasons)
     return [
         Verdict(path, facts[path].pipeline, ages[path], _size(path), reasons.get(path, ""))
         for path in facts
     ]  # fmt: skip
 
 
-def remove(output_dir: Path, found: Iterable[Verdict]) -> Iterator[Verdict]:
+def remove(output_dir: Path, verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
     """Remove the runs without a reason to keep them, except runs that have started since; yield the verdict of each
     removed run."""
-    trash = output_dir / SHARED / _REMOVED
-    trash.mkdir(parents=True, exist_ok=True)
+    trash_folder = output_dir / SHARED_FOLDER / _TRASH_FOLDER
+    trash_folder.mkdir(parents=True, exist_ok=True)
     removed_ids = []
-    for verdict in found:
-        if verdict.kept_because:
+    for verdict in verdicts:
+        if verdict.reason_to_keep:
             continue
         with Lock(verdict.path / "locks" / ".run") as lock:
-            if not lock.try_acquire() or _may_run(verdict.path, is_claimed=True):
+            if not lock.try_acquire() or _may_run(verdict.path, is_claim_checked=True):
                 continue
-            os.rename(verdict.path, trash / f"{verdict.path.name}.{os.getpid()}")
+            os.rename(verdict.path, trash_folder / f"{verdict.path.name}.{os.getpid()}")
         removed_ids.append(verdict.path.name)
         yield verdict
-    _put_aside_fetched(output_dir, trash)
-    for folder in trash.iterdir():  # also folders that an earlier, killed call has left
+    _move_unused_downloads(output_dir, trash_folder)
+    for folder in trash_folder.iterdir():  # also folders that an earlier, killed call has left
         shutil.rmtree(folder, ignore_errors=True)
-    _forget(output_dir, set(removed_ids))
+    _remove_shared_entries(output_dir, set(removed_ids))
 
 
-def _put_aside_fetched(output_dir: Path, aside: Path) -> None:
+def _move_unused_downloads(output_dir: Path, trash_folder: Path) -> None:
     """Move downloaded inputs that no remaining run names to the trash folder `aside`: each retraining may have
     downloaded a model."""
-    fetched = output_dir / SHARED / FETCHED
+    fetched = output_dir / SHARED_FOLDER / FETCHED
     for folder in fetched.iterdir() if fetched.is_dir() else ():
         if not folder.is_dir():
             continue
-        digest = folder.name.removesuffix(PARTIAL)
+        digest = folder.name.removesuffix(PARTIAL_SUFFIX)
         with Lock(fetched / f"{digest}.lock") as lock:
             if not lock.try_acquire():
                 continue  # another process holds the lock: the download is in progress
             # The pipelines are read under the lock, because a run that starts later downloads the files again.
             pipelines = output_dir.glob(f"*/{PIPELINE}")
             if not any(digest in file.read_text(encoding="utf-8", errors="replace") for file in pipelines):
-                os.rename(folder, aside / f"{folder.name}.{os.getpid()}")
+                os.rename(folder, trash_folder / f"{folder.name}.{os.getpid()}")
 
 
-def _last_sign(path: Path) -> float:
+def _last_activity(path: Path) -> float:
     """Return the time of the last activity of a run: its start, or the last heartbeat or end of a stage."""
     states = [read_state(stage) for stage in (path / "stages").glob("*")]
     facts = read_facts(path)
@@ -117,10 +119,10 @@ def _last_sign(path: Path) -> float:
     return max([facts.started if facts else 0.0, *times]) or path.stat().st_mtime
 
 
-def _may_run(path: Path, *, is_claimed: bool = False) -> bool:
+def _may_run(path: Path, *, is_claim_checked: bool = False) -> bool:
     """Return True if a process on this machine holds the lock of the run or of a stage, or if a process on another
     machine may run a stage. With `is_claimed`, the caller itself holds the lock of the run."""
-    files = [*(path / "locks").glob("*.lock"), *([] if is_claimed else [path / "locks" / ".run"])]
+    files = [*(path / "locks").glob("*.lock"), *([] if is_claim_checked else [path / "locks" / ".run"])]
     for file in files:
         if not file.exists():
             continue
@@ -130,21 +132,21 @@ def _may_run(path: Path, *, is_claimed: bool = False) -> bool:
     for stage in (path / "stages").glob("*"):
         state = read_state(stage)
         is_recent = time.time() - (state.heartbeat or 0.0) < SILENT_SECONDS
-        if state.state in ACTIVE and (is_recent or is_alive(state.launcher_pid, state.launcher_started)):
+        if state.state in ACTIVE_STATES and (is_recent or is_alive(state.launcher_pid, state.launcher_started)):
             return True
     return False
 
 
-def _continued_or_published(output_dir: Path, paths: list[Path]) -> Iterator[tuple[Path, str]]:
+def _find_needed_runs(output_dir: Path, paths: list[Path]) -> Iterator[tuple[Path, str]]:
     """Yield each run that the next retraining continues or whose model is published, with the reason to keep the
     run."""
-    for note in sorted((output_dir / SHARED / "retraining").glob("*.json")):
+    for note in sorted((output_dir / SHARED_FOLDER / "retraining").glob("*.json")):
         note_content = read_object(note)
         if not note_content.get("outcome"):
             yield output_dir / str(note_content.get("run_id")), "the next retraining goes on with it"
     for target, published in _targets(paths).items():
         try:
-            current = _versions(target)
+            current = _current_and_previous(target)
         except (CosmosError, OSError) as error:
             yield from ((path, f"{target} cannot be asked what is published: {error}") for path in published)
             continue
@@ -165,7 +167,7 @@ def _targets(paths: list[Path]) -> dict[str, list[Path]]:
     return targets
 
 
-def _versions(target: str) -> list[dict[str, Any]]:
+def _current_and_previous(target: str) -> list[dict[str, Any]]:
     """Return the records of the current version of a publication target and of the previous version, to which a
     rollback would return."""
     store: Any = open_target(target)
@@ -185,37 +187,37 @@ def _stages_of(path: Path) -> list[dict[str, Any]]:
     return [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
 
 
-def _keep_what_is_referred_to(paths: list[Path], reasons: dict[Path, str]) -> None:
+def _keep_referenced_runs(paths: list[Path], reasons: dict[Path, str]) -> None:
     """Add reasons to keep the runs to which settings and manifests of kept runs refer, directly or indirectly."""
     waiting = [path for path in paths if path in reasons]
     while waiting:
-        keeper = waiting.pop()
-        files = [keeper / name for name in _READ_BY_PEOPLE]
-        files += [*keeper.glob(f"stages/*/{RESULT}"), *keeper.glob("stages/*/stage.toml")]
+        kept_run = waiting.pop()
+        files = [kept_run / name for name in _KEPT_FILES]
+        files += [*kept_run.glob(f"stages/*/{RESULT}"), *kept_run.glob("stages/*/stage.toml")]
         text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file())
         for path in paths:
-            if path not in reasons and path != keeper and any(name in text for name in _spellings(path)):
-                reasons[path] = f"run {keeper.name} refers to it"
+            if path not in reasons and path != kept_run and any(name in text for name in _spellings(path)):
+                reasons[path] = f"run {kept_run.name} refers to it"
                 waiting.append(path)
 
 
 def _spellings(path: Path) -> set[str]:
     """Return the forms in which the path of a folder may occur in TOML and JSON."""
-    plain = {f"{path}/", f"{path.resolve()}/"}
-    return plain | {json.dumps(name)[1:-1] for name in plain}
+    prefixes = {f"{path}/", f"{path.resolve()}/"}
+    return prefixes | {json.dumps(name)[1:-1] for name in prefixes}
 
 
-def _forget(output_dir: Path, gone: set[str]) -> None:
+def _remove_shared_entries(output_dir: Path, removed_ids: set[str]) -> None:
     """Remove the entries about removed runs, whose ids are in `gone`, from the folder that all runs share."""
-    shared = output_dir / SHARED
+    shared = output_dir / SHARED_FOLDER
     for entry in shared.glob("fingerprints/*/*.json"):
-        if str(read_object(entry).get("stage", "")).partition("/")[0] in gone:
+        if str(read_object(entry).get("stage", "")).partition("/")[0] in removed_ids:
             entry.unlink(missing_ok=True)
     for note in shared.glob("flow_runs/*"):
-        if note.is_file() and note.read_text(encoding="utf-8", errors="replace") in gone:
+        if note.is_file() and note.read_text(encoding="utf-8", errors="replace") in removed_ids:
             note.unlink(missing_ok=True)
     for note in shared.glob("retraining/*/*.json"):
-        if read_object(note).get("run_id") in gone:
+        if read_object(note).get("run_id") in removed_ids:
             note.unlink(missing_ok=True)
     list_runs(output_dir)
 

@@ -15,7 +15,7 @@ from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.launch.estimate import StageEstimate
 from cosmos_core.launch.machine import Machine
-from cosmos_core.launch.pace import measured_seconds
+from cosmos_core.launch.pace import estimate_from_history
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, read_run
 from cosmos_core.run.directory import runs_in
@@ -23,8 +23,8 @@ from cosmos_core.run.plan import Decision
 
 _GIB = 2**30
 _TERA = 1e12
-_MOST_RUNS = 20
-_FORWARD, _FOR_INPUTS, _FOR_WEIGHTS = 2, 2, 2  # FLOPs per parameter and token; their sum is 6
+_MAX_COMPARED_RUNS = 20
+_FORWARD, _INPUT_FLOPS, _WEIGHT_FLOPS = 2, 2, 2  # FLOPs per parameter and token; their sum is 6
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Cost:
 def costs(
     pipeline: Pipeline,
     decisions: Mapping[str, Decision],
-    found: Mapping[str, StageEstimate],
+    estimates: Mapping[str, StageEstimate],
     gpus: Mapping[str, int],
     output_dir: Path,
     machine: Machine | None,
@@ -64,24 +64,24 @@ def costs(
     """Return the estimated cost of each stage. `found` holds the estimates of trainings, and `gpus` the number of GPUs,
     by stage name."""
     ids = [facts.run_id for facts in runs_in(output_dir) if facts.pipeline == pipeline.config.name]
-    earlier = [read_run(output_dir / run_id) for run_id in reversed(ids[-_MOST_RUNS:])]
+    earlier = [read_run(output_dir / run_id) for run_id in reversed(ids[-_MAX_COMPARED_RUNS:])]
     costs = []
     seconds: float | None
     for stage in pipeline.stages:
-        sizes = found.get(stage.name)
+        sizes = estimates.get(stage.name)
         sizes = sizes if isinstance(sizes, dict) else None
         if decisions[stage.name].action in {"reuse", "adopt"}:
-            seconds, known_from = 0.0, "reused"
+            seconds, time_source = 0.0, "reused"
         else:
             steps, card = sizes["steps"] if sizes else None, machine.card if machine else ""
-            measured = measured_seconds(stage, steps, earlier, card)
-            seconds, known_from = measured or _counted(pipeline, stage, sizes, gpus, machine)
-        fits, disk = _fits(sizes, machine), _disk(stage, found, earlier)
-        costs.append(Cost(stage.name, seconds, gpus.get(stage.name, 0), fits, known_from, disk))
+            measured = estimate_from_history(stage, steps, earlier, card)
+            seconds, time_source = measured or _estimate_from_flops(pipeline, stage, sizes, gpus, machine)
+        memory_verdict, disk = _fits_in_memory(sizes, machine), _disk_bytes(stage, estimates, earlier)
+        costs.append(Cost(stage.name, seconds, gpus.get(stage.name, 0), memory_verdict, time_source, disk))
     return costs
 
 
-def cost_table(pipeline: Pipeline, found: Sequence[Cost], machine: Machine | None) -> Table:
+def cost_table(pipeline: Pipeline, costs: Sequence[Cost], machine: Machine | None) -> Table:
     """Return the costs of all stages as a table with totals; the total time is that of the longest chain of stages."""
     price = pipeline.config.price_per_gpu_hour
     table = Table("stage", title="time and cost")
@@ -91,22 +91,24 @@ def cost_table(pipeline: Pipeline, found: Sequence[Cost], machine: Machine | Non
     table.add_column(f"fits {machine.memory:.3g} GiB" if machine and machine.memory else "fits")
     table.add_column("known from")
 
-    def cells(gpus: str, seconds: float | None, hours: float | None, *, is_bound: bool = False) -> list[str]:
-        at_least = "> " if is_bound else ""
-        texts = [gpus, "?" if seconds is None else at_least + formatting.duration(seconds)]
-        texts.append("?" if hours is None else f"{at_least}{hours:,.2f}")
+    def cells(gpus: str, seconds: float | None, hours: float | None, *, is_lower_bound: bool = False) -> list[str]:
+        bound_prefix = "> " if is_lower_bound else ""
+        texts = [gpus, "?" if seconds is None else bound_prefix + formatting.duration(seconds)]
+        texts.append("?" if hours is None else f"{bound_prefix}{hours:,.2f}")
         if price is not None:
-            texts.append("?" if hours is None else f"{at_least}{hours * price:,.2f}")
+            texts.append("?" if hours is None else f"{bound_prefix}{hours * price:,.2f}")
         return texts
 
-    for cost in found:
+    for cost in costs:
         row = cells(str(cost.gpus), cost.seconds, cost.gpu_hours)
         table.add_row(cost.name, *row, _size(cost.disk), cost.fits, cost.known_from)
-    is_bound = any(cost.seconds is None for cost in found)
-    hours = sum(cost.gpu_hours or 0.0 for cost in found)
+    is_lower_bound = any(cost.seconds is None for cost in costs)
+    hours = sum(cost.gpu_hours or 0.0 for cost in costs)
     table.add_section()
-    disk = sum(cost.disk or 0 for cost in found)
-    table.add_row("all", *cells("", wall_seconds(pipeline, found), hours, is_bound=is_bound), _size(disk), "", "")
+    disk = sum(cost.disk or 0 for cost in costs)
+    table.add_row(
+        "all", *cells("", wall_seconds(pipeline, costs), hours, is_lower_bound=is_lower_bound), _size(disk), "", ""
+    )
     if machine is not None and machine.name and not machine.card:
         table.caption = f"counted for {machine.name}; for another: --on h100"
     return table
@@ -116,28 +118,28 @@ def _size(num_bytes: int | None) -> str:
     return "" if num_bytes is None else formatting.size(num_bytes)
 
 
-def wall_seconds(pipeline: Pipeline, found: Sequence[Cost]) -> float:
+def wall_seconds(pipeline: Pipeline, costs: Sequence[Cost]) -> float:
     """Return the duration of the whole run in seconds, if each stage starts once its inputs and a slot of its sweep are
     available; unknown durations count as 0."""
-    seconds = {cost.name: cost.seconds or 0.0 for cost in found}
-    ends: dict[str, float] = {}
+    seconds = {cost.name: cost.seconds or 0.0 for cost in costs}
+    end_of_stage: dict[str, float] = {}
     slots: dict[str, list[float]] = {}
     for stage in pipeline.stages:
-        begin = max((ends[name] for name in stage.after), default=0.0)
-        choice = pipeline.choice_among(stage.name)
+        begin = max((end_of_stage[name] for name in stage.after), default=0.0)
+        choice = pipeline.branch_selector(stage.name)
         limit = choice.sweep.max_parallel if choice is not None and choice.sweep is not None else None
         if choice is not None and (limit or not stage.work_pool):
             free = slots.setdefault(choice.name, [0.0] * (limit or 1))
             begin = max(begin, free.pop(free.index(min(free))))
             free.append(begin + seconds[stage.name])
-        ends[stage.name] = begin + seconds[stage.name]
-    return max(ends.values(), default=0.0)
+        end_of_stage[stage.name] = begin + seconds[stage.name]
+    return max(end_of_stage.values(), default=0.0)
 
 
-def _disk(stage: StageConfig, found: Mapping[str, StageEstimate], earlier: Sequence[RunRecord]) -> int | None:
+def _disk_bytes(stage: StageConfig, estimates: Mapping[str, StageEstimate], earlier: Sequence[RunRecord]) -> int | None:
     """Return the bytes that a stage leaves on disk: from the estimate of a training, or from the newest result of
     another stage."""
-    sizes = found.get(stage.name)
+    sizes = estimates.get(stage.name)
     if isinstance(sizes, dict):
         return int(sizes["disk"])
     results = (each.result for run in earlier for each in run.stages if each.name == stage.name and each.result)
@@ -145,7 +147,7 @@ def _disk(stage: StageConfig, found: Mapping[str, StageEstimate], earlier: Seque
     return None if result is None else sum(int(output["size"]) for output in result["outputs"])
 
 
-def _counted(
+def _estimate_from_flops(
     pipeline: Pipeline,
     stage: StageConfig,
     sizes: dict[str, Any] | None,
@@ -157,7 +159,7 @@ def _counted(
         return 0.0, ""
     if sizes is None or sizes["tokens"] is None or machine is None:
         return None, "never run"
-    per_token = _FORWARD * sizes["parameters"] + _FOR_INPUTS * sizes["parameters"] + _FOR_WEIGHTS * sizes["trainable"]
+    per_token = _FORWARD * sizes["parameters"] + _INPUT_FLOPS * sizes["parameters"] + _WEIGHT_FLOPS * sizes["trainable"]
     if pipeline.recipes[stage.name].policy.model_gradient_checkpointing:
         per_token += _FORWARD * sizes["parameters"]
     ranks = 1 if machine.is_shared else max(1, gpus.get(stage.name, 1))
@@ -166,7 +168,7 @@ def _counted(
     return seconds, f"never run; counted at {machine.rate}{without}"
 
 
-def _fits(sizes: dict[str, Any] | None, machine: Machine | None) -> str:
+def _fits_in_memory(sizes: dict[str, Any] | None, machine: Machine | None) -> str:
     if sizes is None or machine is None or machine.memory is None:
         return ""
     rollout = sizes["engine_weights"] + (sizes["kv_cache"] or 0)

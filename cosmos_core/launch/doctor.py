@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.environment import masked
-from cosmos_core.launch.worker_report import DIRECTORY, fresh_reports, versions
+from cosmos_core.launch.worker_report import DIRECTORY, recent_reports, versions
 
-_LATE_SECONDS = 60.0
+_MAX_CANCELLING_SECONDS = 60.0
 """Seconds in state Cancelling after which the worker of a flow run counts as unresponsive."""
 _SLOW_SECONDS, _CLOCK_SECONDS, _CONNECT_SECONDS = 1.0, 5.0, 5.0
-_LEAST_ROOM = 20 * 2**30
+_MIN_FREE_BYTES = 20 * 2**30
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Finding:
 Check = Callable[[Any], Iterator[Finding]]
 
 
-def findings(output_dir: Path, client: Any) -> Iterator[Finding]:
+def run_checks(output_dir: Path, client: Any) -> Iterator[Finding]:
     """Run all checks of a cluster and yield their results; `client` is a synchronous client of the Prefect server."""
     checks: dict[str, Check] = {
         "server": _server, "pools": _pools, "workers": _workers, "cancellation": _cancelling, "deployments": _paths,
@@ -49,7 +49,7 @@ def findings(output_dir: Path, client: Any) -> Iterator[Finding]:
     yield from _ray()
     yield from _rewards()
     free = shutil.disk_usage(next(each for each in (output_dir, *output_dir.parents) if each.exists())).free
-    yield Finding("disk", f"{free / 2**30:.0f} GiB are free in {output_dir}", free >= _LEAST_ROOM)
+    yield Finding("disk", f"{free / 2**30:.0f} GiB are free in {output_dir}", free >= _MIN_FREE_BYTES)
 
 
 def _server(client: Any) -> Iterator[Finding]:
@@ -57,14 +57,14 @@ def _server(client: Any) -> Iterator[Finding]:
 
     response = client.hello()
     server_version = client.api_version()  # the request needs credentials, unlike `hello`
-    is_same = server_version.split(".")[:2] == __version__.split(".")[:2]
-    yield Finding("server", f"Prefect {server_version} there, {__version__} here", is_same)
+    is_same_version = server_version.split(".")[:2] == __version__.split(".")[:2]
+    yield Finding("server", f"Prefect {server_version} there, {__version__} here", is_same_version)
     if "Date" in response.headers:
         seconds = (datetime.now(UTC) - parsedate_to_datetime(response.headers["Date"])).total_seconds()
         yield Finding("clock", f"this machine is {seconds:+.0f} s from the server", abs(seconds) <= _CLOCK_SECONDS)
-    began = time.monotonic()
+    start_time = time.monotonic()
     client.read_flow_runs(limit=1)
-    read_seconds = time.monotonic() - began
+    read_seconds = time.monotonic() - start_time
     remedy = "" if read_seconds < _SLOW_SECONDS else "; PostgreSQL holds more workers than SQLite"
     yield Finding("database", f"a read takes {read_seconds:.2f} s{remedy}", read_seconds < _SLOW_SECONDS)
 
@@ -78,8 +78,8 @@ def _pools(client: Any) -> Iterator[Finding]:
         message = f"{len(live)} live workers: {', '.join(live)}" if live else f"no live worker, and {needs}"
         if pool.is_paused:
             message += "; the pool is paused"
-        is_well = bool(live or pool.name not in pool_names) and not pool.is_paused
-        yield Finding(f"pool {pool.name}", message, is_well)
+        is_healthy = bool(live or pool.name not in pool_names) and not pool.is_paused
+        yield Finding(f"pool {pool.name}", message, is_healthy)
     for name in sorted(pool_names - {pool.name for pool in client.read_work_pools()} - {None}):
         yield Finding(
             f"pool {name}", "deployments name it, and it is not there; cosmos bootstrap makes it", is_ok=False
@@ -88,19 +88,19 @@ def _pools(client: Any) -> Iterator[Finding]:
 
 def _workers(client: Any) -> Iterator[Finding]:
     local, reported_pools = versions(), set[str]()
-    for worker, seconds in fresh_reports(client):
+    for worker, seconds in recent_reports(client):
         reported_pools.add(worker["pool"])
-        differing = [key for key in local if local[key] and worker[key] and worker[key] != local[key]]
-        wrong = [f"{key} {worker[key]} there, {local[key]} here" for key in differing]
-        wrong += [f"{folder} of its deployments is missing" for folder in worker["missing_folders"]]
-        wrong += ["its clock differs from the server's"] * (abs(seconds) > _CLOCK_SECONDS)
-        wrong += ["its disk is full soon"] * (worker["free_bytes"] < _LEAST_ROOM)
-        room = f"{worker['free_bytes'] / 2**30:.0f} GiB are free in {worker['output_dir']}"
-        message = "; ".join([f"{room}, clock {seconds:+.0f} s", *wrong])
-        yield Finding(f"worker of {worker['pool']} on {worker['host']}", message, not wrong)
+        differing_keys = [key for key in local if local[key] and worker[key] and worker[key] != local[key]]
+        differences = [f"{key} {worker[key]} there, {local[key]} here" for key in differing_keys]
+        differences += [f"{folder} of its deployments is missing" for folder in worker["missing_folders"]]
+        differences += ["its clock differs from the server's"] * (abs(seconds) > _CLOCK_SECONDS)
+        differences += ["its disk is full soon"] * (worker["free_bytes"] < _MIN_FREE_BYTES)
+        free_space = f"{worker['free_bytes'] / 2**30:.0f} GiB are free in {worker['output_dir']}"
+        message = "; ".join([f"{free_space}, clock {seconds:+.0f} s", *differences])
+        yield Finding(f"worker of {worker['pool']} on {worker['host']}", message, not differences)
     for pool in client.read_work_pools():
-        is_live = any(_is_online(each) for each in client.read_workers_for_work_pool(pool.name))
-        if is_live and pool.type == "process" and pool.name not in reported_pools:
+        is_polled = any(_is_online(each) for each in client.read_workers_for_work_pool(pool.name))
+        if is_polled and pool.type == "process" and pool.name not in reported_pools:
             message = "none was started by cosmos worker: after an outage of the server they stop no cancelled flow run"
             yield Finding(f"workers of {pool.name}", message, is_ok=False)
 
@@ -115,7 +115,7 @@ def _cancelling(client: Any) -> Iterator[Finding]:
     is_cancelling = FlowRunFilter.model_validate({"state": {"type": {"any_": ["CANCELLING"]}}})
     for run in client.read_flow_runs(flow_run_filter=is_cancelling, limit=200):
         seconds = (datetime.now(UTC) - run.state.timestamp).total_seconds()
-        if seconds > _LATE_SECONDS:
+        if seconds > _MAX_CANCELLING_SECONDS:
             message = f"{run.name} has been Cancelling for {seconds:.0f} s: no worker of {run.work_pool_name} looks; "
             message += "restart it"
             yield Finding("cancellation", message, is_ok=False)
@@ -155,5 +155,5 @@ def _rewards() -> Iterator[Finding]:
     from cosmos_core.launch.service_health import ENQUEUE_URL, TOKEN, health_of
 
     for health in health_of(os.environ.get(ENQUEUE_URL, ""), os.environ.get(TOKEN, "")):
-        is_well = health["status"] in {"ok", "tells nothing"}
-        yield Finding("rewards", f"{health['url']}: {health['status']}", is_well)
+        is_healthy = health["status"] in {"ok", "tells nothing"}
+        yield Finding("rewards", f"{health['url']}: {health['status']}", is_healthy)

@@ -36,7 +36,7 @@ def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) ->
         StageFailed: the worker of an estimate crashed.
     """
     for stage in pipeline.stages:
-        if not pipeline.kind_of(stage).trains:
+        if not pipeline.kind_of(stage).trains_model:
             continue
         if not pipeline.recipes[stage.name].policy.modality.is_estimated:
             yield stage.name, "not estimated: this version estimates language models alone"
@@ -48,13 +48,15 @@ def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) ->
                 "not estimated: it starts from a model that another stage will make; once that is made, ask again",
             )
             continue
-        prepared = _made(stage.data, "data", decisions)
-        recipe = with_dp_shard_size(_with_rows(pipeline, stage, decisions), pipeline.config.gpus)
-        result = run_check(pipeline, stage, _PROGRAM, model=model, data=prepared, recipe=recipe)
+        prepared_path = _output_path(stage.data, "data", decisions)
+        recipe = with_dp_shard_size(_with_prepared_dataset(pipeline, stage, decisions), pipeline.config.gpus)
+        result = run_check(pipeline, stage, _PROGRAM, model=model, data=prepared_path, recipe=recipe)
         yield stage.name, result["info"]["estimate"]
 
 
-def estimate_table(found: Sequence[tuple[str, StageEstimate]], gpus: Mapping[str, int], gpus_per_node: int) -> Table:
+def estimate_table(
+    estimates: Sequence[tuple[str, StageEstimate]], gpus: Mapping[str, int], gpus_per_node: int
+) -> Table:
     """Return the estimates as a table with notes about unknown values; `gpus` has the number of GPUs by stage name."""
     title = "per GPU in GiB, at the peak of a train step"
     table = Table("stage", "parameters", "trained", title=title, caption_justify="left")
@@ -66,30 +68,34 @@ def estimate_table(found: Sequence[tuple[str, StageEstimate]], gpus: Mapping[str
         "weights: with copies in param_dtype, the reference model and the moving average; rollout: weights of the "
         "engine and KV cache"
     ]
-    for name, sizes in found:
+    for name, sizes in estimates:
         if isinstance(sizes, str):
             cells, stage_notes = ["?"] * (len(table.columns) - 3), [sizes]
         else:
-            cells, stage_notes = _cells(sizes), sizes["notes"]
+            cells, stage_notes = _estimate_cells(sizes), sizes["notes"]
         table.add_row(name, *cells, str(gpus[name]), str(-(-gpus[name] // gpus_per_node)))
         notes += [f"{name}: {note}" for note in stage_notes]
     table.caption = "\n".join(notes)
     return table
 
 
-def _cells(sizes: dict[str, Any]) -> list[str]:
+def _estimate_cells(sizes: dict[str, Any]) -> list[str]:
     memory = sizes["memory"]
-    is_known = memory["activations"] is not None
+    has_activations = memory["activations"] is not None
     rollout = None if sizes["kv_cache"] is None else sizes["engine_weights"] + sizes["kv_cache"]
-    tokens = "?" if sizes["tokens"] is None else f"{'<= ' if sizes['is_tokens_bound'] else ''}{_short(sizes['tokens'])}"
+    tokens = (
+        "?"
+        if sizes["tokens"] is None
+        else f"{'<= ' if sizes['is_tokens_bound'] else ''}{_format_count(sizes['tokens'])}"
+    )
     return [
-        _short(sizes["parameters"]),
-        _short(sizes["trainable"]),
+        _format_count(sizes["parameters"]),
+        _format_count(sizes["trainable"]),
         _gib(memory["weights"] + (memory["casts"] or 0) + memory["reference"] + memory["average"]),
         _gib(memory["gradients"]),
         _gib(memory["optimizer"]),
         _gib(memory["activations"]),
-        f"{'' if is_known else '> '}{_gib(sizes['peak'])}",
+        f"{'' if has_activations else '> '}{_gib(sizes['peak'])}",
         _gib(rollout),
         f"{sizes['sequence_length']:,}",
         "?" if sizes["steps"] is None else f"{'<= ' if sizes['is_steps_bound'] else ''}{sizes['steps']:,}",
@@ -101,7 +107,7 @@ def _gib(size: int | None) -> str:
     return "?" if size is None else f"{size / _GIB:,.1f}"
 
 
-def _short(count: int) -> str:
+def _format_count(count: int) -> str:
     """Return a count with two decimals and a unit: 8,190,735,360 as 8.19B."""
     for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if count >= limit:
@@ -113,7 +119,7 @@ def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decis
     """Return the model from which the stage starts, or an upstream model of the same architecture, which training and
     export keep; empty if the model does not exist yet."""
     while (name := source_of(model := pipeline.starts_from(stage))) is not None:
-        if folder := _made(model, "model", decisions):
+        if folder := _output_path(model, "model", decisions):
             return folder
         stage = pipeline.stage(name)
         if pipeline.kind_of(stage).makes != "model":
@@ -121,7 +127,7 @@ def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decis
     return stage.model or pipeline.recipes[stage.name].policy.model_name_or_path
 
 
-def _made(reference: str, key: str, decisions: Mapping[str, Decision]) -> str:
+def _output_path(reference: str, key: str, decisions: Mapping[str, Decision]) -> str:
     """Return the path of the output `key` of the stage in a reference `stage:NAME`, or an empty string if the stage has
     not run; return any other path unchanged."""
     name = source_of(reference)
@@ -132,14 +138,14 @@ def _made(reference: str, key: str, decisions: Mapping[str, Decision]) -> str:
     return str(decision.source / str(output)) if decision and decision.source and output else ""
 
 
-def _with_rows(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> Recipe:
+def _with_prepared_dataset(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> Recipe:
     """Return the recipe of a stage with the data set of the `prepare` stage from which it reads rows."""
     recipe = pipeline.recipes[stage.name]
     prepare = pipeline.stage(source_of(stage.data) or stage.name)
     source = pipeline.recipes[prepare.name]
     dataset, datasets = source.train.train_policy.dataset, source.train.train_policy.datasets
     if prepare is not stage and prepare.data:
-        dataset = DatasetConfig(name=_made(prepare.data, "data", decisions), test_size=dataset.test_size)
+        dataset = DatasetConfig(name=_output_path(prepare.data, "data", decisions), test_size=dataset.test_size)
         datasets = ()
     recipe = with_value(with_value(recipe, "train.train_policy.dataset", dataset), "validation", source.validation)
     return with_value(recipe, "train.train_policy.datasets", datasets)

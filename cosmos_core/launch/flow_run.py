@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun
 
-_FLOW = "post-train"
-_MOST = 200  # maximum number of flow runs in one response of the server
+_FLOW_NAME = "post-train"
+_MAX_FLOW_RUNS = 200  # maximum number of flow runs in one response of the server
 _POLL_SECONDS = 1.0
-_UNTAKEN_SECONDS = 60.0
-_UNHEARD_SECONDS = 600.0
+_MAX_SCHEDULED_SECONDS = 60.0
+_MAX_SILENT_SECONDS = 600.0
 
 
 def find_failed_start(run_id: str) -> FlowRun | None:
@@ -38,16 +38,16 @@ def find_failed_start(run_id: str) -> FlowRun | None:
     try:
         with get_client(sync_client=True) as client:
             flow_runs = client.read_flow_runs(
-                flow_filter=filters.FlowFilter(name=filters.FlowFilterName(any_=[_FLOW])),
+                flow_filter=filters.FlowFilter(name=filters.FlowFilterName(any_=[_FLOW_NAME])),
                 flow_run_filter=filters.FlowRunFilter(deployment_id=filters.FlowRunFilterDeploymentId(is_null_=False)),
                 sort=FlowRunSort.EXPECTED_START_TIME_DESC,
-                limit=_MOST,
+                limit=_MAX_FLOW_RUNS,
             )
             flow_run = next((each for each in flow_runs if each.parameters.get("run_id") == run_id), None)
             if flow_run is None or flow_run.state_type not in {StateType.CRASHED, StateType.FAILED}:
                 return None
-            this = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[flow_run.id]))
-            return None if client.read_task_runs(flow_run_filter=this, limit=1) else flow_run
+            id_filter = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[flow_run.id]))
+            return None if client.read_task_runs(flow_run_filter=id_filter, limit=1) else flow_run
     except httpx.HTTPError:
         return None
 
@@ -62,16 +62,18 @@ def reschedule(flow_run: FlowRun) -> Iterator[str]:
     from prefect.exceptions import ObjectNotFound
     from prefect.states import Scheduled
 
-    pool, was_reported, began = flow_run.work_pool_name, False, time.monotonic()
+    pool, was_reported, start_time = flow_run.work_pool_name, False, time.monotonic()
     where = f"run {flow_run.parameters['run_id']}"
     current = flow_run
     try:
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(flow_run.id, Scheduled(message="its run is resumed"), force=True)
             yield f"{where} has not begun: its flow run {flow_run.name} is scheduled again on work pool {pool}"
-            for current in _followed(client, flow_run):
-                is_untaken = current.state_type == "SCHEDULED" and time.monotonic() - began > _UNTAKEN_SECONDS
-                if is_untaken and not was_reported:
+            for current in _poll_until_ended(client, flow_run):
+                is_unclaimed = (
+                    current.state_type == "SCHEDULED" and time.monotonic() - start_time > _MAX_SCHEDULED_SECONDS
+                )
+                if is_unclaimed and not was_reported:
                     was_reported = True
                     yield f"no worker of pool {pool} takes it: cosmos worker --pool {pool}"
     except httpx.HTTPError as error:
@@ -83,17 +85,17 @@ def reschedule(flow_run: FlowRun) -> Iterator[str]:
         raise CosmosError(f"{where}: its flow run {flow_run.name} {current.state_name}: {message}")
 
 
-def _followed(client: SyncPrefectClient, flow_run: FlowRun) -> Iterator[FlowRun]:
+def _poll_until_ended(client: SyncPrefectClient, flow_run: FlowRun) -> Iterator[FlowRun]:
     """Yield the flow run as read from the server once per second until it has ended; tolerate a restart of the
     server."""
-    last_response, is_over = time.monotonic(), False
-    while not is_over:
+    last_response, has_ended = time.monotonic(), False
+    while not has_ended:
         time.sleep(_POLL_SECONDS)
         try:
             current = client.read_flow_run(flow_run.id)
         except httpx.HTTPError:
-            if time.monotonic() - last_response > _UNHEARD_SECONDS:
+            if time.monotonic() - last_response > _MAX_SILENT_SECONDS:
                 raise
             continue
-        last_response, is_over = time.monotonic(), current.state is not None and current.state.is_final()
+        last_response, has_ended = time.monotonic(), current.state is not None and current.state.is_final()
         yield current

@@ -26,22 +26,22 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def num_gpus(kind: StageKind, recipe: Recipe) -> int:
     """Return the number of GPUs on this machine that a stage needs; 0 on a Ray cluster, where Ray allocates them."""
-    total = num_placed(kind, recipe)
+    total = num_reserved_gpus(kind, recipe)
     uses_ray = total > 1 or (kind.feed == "rollouts" and recipe.num_engines > 0)
     return 0 if os.environ.get("RAY_ADDRESS") and uses_ray else total
 
 
-def num_placed(kind: StageKind, recipe: Recipe) -> int:
+def num_reserved_gpus(kind: StageKind, recipe: Recipe) -> int:
     """Return the number of GPUs that the placement of a stage assigns to its ranks and engines, on any machine; 0 for a
     stage without a mesh and without an engine. On a machine without GPUs each such process counts as one GPU."""
     if kind.has_engine:
         return recipe.rollout.parallelism.tp_size
-    if kind.reads("export.formats") and recipe.export.quantized:
+    if kind.reads_key("export.formats") and recipe.export.quantized:
         return 1
     return recipe.num_gpus(has_rollouts=kind.feed == "rollouts") if kind.has_mesh else 0
 
 
-def of_stage(
+def hold_stage_gpus(
     kind: StageKind, recipe: Recipe, path: Path
 ) -> AbstractContextManager[tuple[dict[str, str], Sequence[int]]]:
     """Return a context manager that holds the GPUs of a stage, as `hold_gpus`; while it waits for GPUs, the state of
@@ -56,13 +56,13 @@ def of_stage(
         sleep_unless_stopping(1)
 
     # A disaggregated stage takes all free GPUs, so that `cosmos scale` can start more engines.
-    more = kind.feed == "rollouts" and recipe.mode == "disaggregated"
-    return hold_gpus(num_gpus(kind, recipe), wait, takes_more=more)
+    takes_free_gpus = kind.feed == "rollouts" and recipe.mode == "disaggregated"
+    return hold_gpus(num_gpus(kind, recipe), wait, takes_more=takes_free_gpus)
 
 
 @contextmanager
 def hold_gpus(
-    count: int, while_waiting: Callable[[str], None], *, takes_more: bool = False
+    count: int, report_waiting: Callable[[str], None], *, takes_more: bool = False
 ) -> Iterator[tuple[dict[str, str], Sequence[int]]]:
     """Hold `count` GPUs (all GPUs if there are fewer) during the block; yield the environment variable that selects
     them and the lock descriptors that the worker inherits.
@@ -78,27 +78,27 @@ def hold_gpus(
         yield {}, ()
         return
     with ExitStack() as stack:
-        least = min(count, len(entries))
-        while not (locks := _locks(entries, least, len(entries) if takes_more else least)):
-            while_waiting(f"waits for {count} of the {len(entries)} GPUs of this machine, which other stages have")
+        min_gpus = min(count, len(entries))
+        while not (locks := _lock_free_gpus(entries, min_gpus, len(entries) if takes_more else min_gpus)):
+            report_waiting(f"waits for {count} of the {len(entries)} GPUs of this machine, which other stages have")
         for lock in locks.values():
             stack.callback(lock.release)
         yield {_VISIBLE: ",".join(locks)}, [lock.descriptor for lock in locks.values()]
 
 
-def _locks(entries: Mapping[str, str], least: int, most: int) -> dict[str, Lock]:
+def _lock_free_gpus(entries: Mapping[str, str], min_gpus: int, max_gpus: int) -> dict[str, Lock]:
     """Lock the first free GPUs, at most `most`; return the lock of each GPU, or no locks if fewer than `least` GPUs are
     free."""
     locks: dict[str, Lock] = {}
     for entry, uuid in entries.items():
-        if len(locks) == most:
+        if len(locks) == max_gpus:
             break
         lock = Lock(user_cache() / "gpus" / f"{uuid.replace('/', '-')}.lock")
         if lock.try_acquire():
             locks[entry] = lock
         else:
             lock.release()
-    if len(locks) < least:
+    if len(locks) < min_gpus:
         for lock in locks.values():
             lock.release()
         return {}

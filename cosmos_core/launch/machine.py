@@ -14,8 +14,8 @@ _CARDS = {
     "h20": (148.0, 96.0), "h200": (989.0, 140.0), "l4": (121.0, 22.5), "l40s": (362.0, 45.0), "mi300x": (1307.0, 192.0),
     "rtx4090": (165.0, 24.0),
 }  # fmt: skip
-_SHARE_OF_CARD = 0.4
-_SHARE_OF_MEASURED = 0.5
+_UTILIZATION_OF_SPEC = 0.4
+_UTILIZATION_OF_MEASURED = 0.5
 """Fraction of the measured rate of large matrix products that a training reaches."""
 _TERA, _GIB = 1e12, 2**30
 
@@ -42,7 +42,7 @@ class Machine:
         return f"{self.tflops:.3g} TFLOP/s{per}{f' on {self.name}' if self.name else ''}"
 
 
-def machine_of(config: PipelineConfig, on: str, estimates: Iterable[Any]) -> Machine | None:
+def machine_of(config: PipelineConfig, gpu_name: str, estimates: Iterable[Any]) -> Machine | None:
     """Return the machine for which costs are estimated: the GPU type `on` or, if it is empty, the machine measured with
     the estimates. Settings of the pipeline take precedence. Return None if no rate is known.
 
@@ -50,17 +50,18 @@ def machine_of(config: PipelineConfig, on: str, estimates: Iterable[Any]) -> Mac
         ConfigError: `on` is not a known type of GPU.
     """
     machine = None
-    if on:
-        card = on.lower().replace("-", "").replace(" ", "")
+    if gpu_name:
+        card = gpu_name.lower().replace("-", "").replace(" ", "")
         if card not in _CARDS:
             card_names = ", ".join(sorted(_CARDS))
             raise ConfigError(
-                f"--on {on}: known are {card_names}; for another GPU set pipeline.gpu_tflops and pipeline.gpu_memory"
+                f"--on {gpu_name}: known are {card_names}; for another GPU set pipeline.gpu_tflops and "
+                f"pipeline.gpu_memory"
             )
         peak, memory_gib = _CARDS[card]
-        machine = Machine(on, peak * _SHARE_OF_CARD, memory_gib, card=card)
+        machine = Machine(gpu_name, peak * _UTILIZATION_OF_SPEC, memory_gib, card=card)
     elif measured := next((each["machine"] for each in estimates if isinstance(each, dict)), None):
-        name, rate = f"this machine ({measured['device']})", measured["flops"] / _TERA * _SHARE_OF_MEASURED
+        name, rate = f"this machine ({measured['device']})", measured["flops"] / _TERA * _UTILIZATION_OF_MEASURED
         machine = Machine(name, rate, measured["memory"] / _GIB, is_shared=measured["is_cpu"])
     if config.gpu_tflops is not None:
         memory, card = (machine.memory, machine.card) if machine else (None, "")

@@ -25,7 +25,7 @@ from cosmos_core.run.libraries import ENGINES
 _MIN_SHARED_BYTES, _MIN_DISK_BYTES, _MIN_FILES = 2**30, 20 * 2**30, 1024
 _IMPORT_SECONDS = 120
 _SHARED_MEMORY = Path("/dev/shm")
-_CUDA_OF_TORCH = "import torch; print(torch.version.cuda or '', torch.cuda.is_available(), torch.__version__)"
+_CUDA_SCRIPT = "import torch; print(torch.version.cuda or '', torch.cuda.is_available(), torch.__version__)"
 
 
 def machine_findings(output_dir: Path) -> Iterator[Finding]:
@@ -33,7 +33,7 @@ def machine_findings(output_dir: Path) -> Iterator[Finding]:
     facts = measure(ENGINES)
     yield Finding("python", f"{sys.version.split()[0]} in {sys.prefix}")
     yield from package_findings(distribution("cosmos-posttrain").requires or ())
-    yield from gpu_findings(facts, _output_of(_CUDA_OF_TORCH) if facts.gpus else "")
+    yield from gpu_findings(facts, _output_of(_CUDA_SCRIPT) if facts.gpus else "")
     yield vllm_finding(facts)
     remedy = "; install it, or set train.compile = false"
     yield Finding(
@@ -82,15 +82,19 @@ def gpu_findings(facts: MachineProperties, cuda_of_torch: str) -> Iterator[Findi
     if not facts.gpus:
         yield Finding("GPU", "no NVIDIA GPU is visible: stages run on the CPU")
         return
-    yield Finding("GPU", f"{len(facts.gpus)} visible: {facts.device}; driver {_driver()}")
+    yield Finding("GPU", f"{len(facts.gpus)} visible: {facts.device}; driver {_driver_version()}")
     if not cuda_of_torch:
         yield Finding("torch", "it cannot be imported; install it again", is_ok=False)
         return
-    *built_for, sees_gpu, torch_version = cuda_of_torch.split()
+    *built_architectures, sees_gpu, torch_version = cuda_of_torch.split()
     if sees_gpu == "True":
-        yield Finding("torch", f"{torch_version} for CUDA {built_for[0]} sees the GPUs")
+        yield Finding("torch", f"{torch_version} for CUDA {built_architectures[0]} sees the GPUs")
         return
-    reason = f"is built for CUDA {built_for[0]}, which the driver is too old for" if built_for else "is a CPU build"
+    reason = (
+        f"is built for CUDA {built_architectures[0]}, which the driver is too old for"
+        if built_architectures
+        else "is a CPU build"
+    )
     remedy = "update the driver, or install the build of torch for its CUDA version"
     yield Finding("torch", f"{torch_version} {reason}; {remedy}", is_ok=False)
 
@@ -101,7 +105,7 @@ def vllm_finding(facts: MachineProperties) -> Finding:
     if not installed:
         remedy = "pip install 'cosmos-posttrain[vllm]'"
         return Finding("vLLM", f"not installed: completions come from transformers; {remedy}", not facts.gpus)
-    error = _output_of("import vllm.engine.arg_utils", wants_error=True)
+    error = _output_of("import vllm.engine.arg_utils", reads_stderr=True)
     return Finding(
         "vLLM", f"{installed} cannot be imported: {error}" if error else f"{installed} is imported", not error
     )
@@ -117,10 +121,10 @@ def lock_finding(folder: Path) -> Finding:
     """Report whether file locks work in a folder: a file that one process has locked cannot be locked by another."""
     remedy = "set pipeline.output_dir to a folder with locks, such as one on a local disk or NFS 4"
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".cosmos-lock-") as first, open(first.name) as second:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".cosmos-lock-") as first, open(first.name) as second_file:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
-                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(second_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return Finding("file locks", f"they hold in {folder}")
             return Finding("file locks", f"two processes get one lock in {folder}; {remedy}", is_ok=False)
@@ -129,9 +133,9 @@ def lock_finding(folder: Path) -> Finding:
 
 
 def _open_files() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    remedy = "" if soft >= _MIN_FILES else f"; raise it with ulimit -n {hard}"
-    return Finding("open files", f"{soft} per process{remedy}", soft >= _MIN_FILES)
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = "" if soft_limit >= _MIN_FILES else f"; raise it with ulimit -n {hard_limit}"
+    return Finding("open files", f"{soft_limit} per process{remedy}", soft_limit >= _MIN_FILES)
 
 
 def _loopback() -> Finding:
@@ -143,7 +147,7 @@ def _loopback() -> Finding:
         return Finding("ports", f"no port of 127.0.0.1 can be used: {error}; {remedy}", is_ok=False)
 
 
-def _driver() -> str:
+def _driver_version() -> str:
     import pynvml
 
     pynvml.nvmlInit()
@@ -153,13 +157,13 @@ def _driver() -> str:
         pynvml.nvmlShutdown()
 
 
-def _output_of(code: str, *, wants_error: bool = False) -> str:
+def _output_of(code: str, *, reads_stderr: bool = False) -> str:
     """Return the output of a Python program or, with `wants_error`, the last line of its error (empty: no error)."""
     command = [sys.executable, "-c", code]
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, env=dict(os.environ))
     except subprocess.TimeoutExpired:
-        return f"no reply in {_IMPORT_SECONDS} s" if wants_error else ""
-    if wants_error:
+        return f"no reply in {_IMPORT_SECONDS} s" if reads_stderr else ""
+    if reads_stderr:
         return (process.stderr.strip().splitlines() or ["no message"])[-1] if process.returncode else ""
     return process.stdout.strip()

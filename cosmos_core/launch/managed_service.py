@@ -98,7 +98,7 @@ class _Service:
         self._queue = uuid.uuid4().hex  # id of the request queue; the same after a restart, so that no request is lost
         self.restarts = 0
         self._port = "0"
-        self._is_ending = threading.Event()
+        self._is_stopping = threading.Event()
         self._child: Child | None = None
         self._thread = threading.Thread(target=self._watch, name="reward service", daemon=True)
 
@@ -129,7 +129,7 @@ class _Service:
 
     def stop(self) -> None:
         """Stop the service; pending requests are dropped."""
-        self._is_ending.set()
+        self._is_stopping.set()
         if self._thread.is_alive():
             self._thread.join()
         if self._child is not None and self._child.poll() is None:
@@ -139,12 +139,12 @@ class _Service:
         self._ready.unlink(missing_ok=True)
 
     def _watch(self) -> None:
-        while not self._is_ending.wait(_POLL_SECONDS):
+        while not self._is_stopping.wait(_POLL_SECONDS):
             assert self._child is not None
             if self._child.poll() is None:
                 continue
             logger.warning("the reward service ended (%s); it is started again", self._last_line())
-            if self._is_ending.wait(_PAUSE_SECONDS):
+            if self._is_stopping.wait(_PAUSE_SECONDS):
                 return
             try:
                 self._child = self._started()
@@ -159,11 +159,11 @@ class _Service:
                 self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config), "--host", self._host,
                 "--port", self._port, "--ready", str(self._ready),
             ],
-            log=self._log, grace_seconds=1.0, environment={self._token_name(): self.token, _QUEUE: self._queue},
+            log=self._log, grace_seconds=1.0, environment={self._token_variable(): self.token, _QUEUE: self._queue},
             inherited=dict(os.environ),
         )  # fmt: skip
 
-    def _token_name(self) -> str:
+    def _token_variable(self) -> str:
         """Return the name of the environment variable from which the service reads its token. An invalid configuration
         file is not reported here, because the service reports it."""
         with contextlib.suppress(ConfigError):

@@ -39,9 +39,9 @@ def parsed_channels(texts: Sequence[str]) -> dict[str, str]:
         channel, _, address = text.partition("=")
         scheme = "mailto" if channel == "email" else "http"
         if channel not in CHANNELS or not address.startswith(scheme) or "://" not in address:
-            shown = channel if channel in CHANNELS else "CHANNEL=URL"  # the text may be an address with a secret
+            displayed = channel if channel in CHANNELS else "CHANNEL=URL"  # the text may be an address with a secret
             raise ConfigError(
-                f"--notify {shown}: write slack=https://hooks.slack.com/..., webhook=http://HOST/PATH or "
+                f"--notify {displayed}: write slack=https://hooks.slack.com/..., webhook=http://HOST/PATH or "
                 "email=mailtos://USER:PASSWORD@SMTP_HOST?to=ADDRESS"
             )
         if channel in addresses:
@@ -60,7 +60,7 @@ def automations(channel: str, address: str) -> Iterator[Any]:
             name=f"cosmos: {channel} message when {kind}",
             description=f"Made by cosmos bootstrap --notify {channel}.",
             trigger=EventTrigger(expect={event}, posture=Posture.Reactive, threshold=1),
-            actions=[_action(channel, block, kind)],
+            actions=[_notification_action(channel, block, kind)],
         )
 
 
@@ -74,11 +74,11 @@ def _block(channel: str, address: str) -> Any:
     return SlackWebhook(url=address)  # type: ignore[arg-type]
 
 
-def _action(channel: str, block: Any, what: str) -> Any:
+def _notification_action(channel: str, block: Any, subject: str) -> Any:
     from prefect.events.actions import CallWebhook, SendNotification
 
-    text = _TEXT.replace("{what}", what)
+    text = _TEXT.replace("{what}", subject)
     if channel == "webhook":
-        content = f'{{"what": {json.dumps(what)}, "event": event.event, "text": {text}, "payload": event.payload}}'
+        content = f'{{"what": {json.dumps(subject)}, "event": event.event, "text": {text}, "payload": event.payload}}'
         return CallWebhook(block_document_id=block, payload=f"{{{{ {content} | tojson }}}}")
-    return SendNotification(block_document_id=block, subject=f"cosmos: {what}", body=f"{{{{ {text} }}}}")
+    return SendNotification(block_document_id=block, subject=f"cosmos: {subject}", body=f"{{{{ {text} }}}}")

@@ -6,7 +6,7 @@ import runpy
 import sys
 from functools import partial
 
-from cosmos_core.imports import without_collection
+from cosmos_core.imports import without_garbage_collection
 
 _POLLING = ("prefect._internal.observers", "prefect.workers.base", "prefect.workers.process")
 """Modules with the loops in which a worker polls its server for cancelled flow runs, new flow runs and heartbeats."""
@@ -21,7 +21,7 @@ def keep_polling() -> None:
 
 
 if __name__ == "__main__":
-    with without_collection():
+    with without_garbage_collection():
         if "worker" in sys.argv:
             keep_polling()
             if "--pool" in sys.argv[:-1]:

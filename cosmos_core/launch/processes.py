@@ -16,12 +16,12 @@ from cosmos_core.run.process import is_running
 SILENT_SECONDS = 600.0  # seconds after the last heartbeat for which a stage on another machine counts as running
 _KILL_SECONDS = 5.0
 ATTEMPT = "COSMOS_ATTEMPT"  # environment variable that marks every process of one attempt
-LOOK = "cosmos-look-"  # prefix of folders of temporary files, followed by the pid
+PREVIEW_FOLDER_PREFIX = "cosmos-look-"  # prefix of folders of temporary files, followed by the pid
 _SCRATCH = "cosmos-"
 _SCRATCH_NAME = re.compile(rf"{_SCRATCH}[0-9a-f]{{12}}")
 
 
-def marked(attempt: str) -> list[psutil.Process]:
+def processes_of_attempt(attempt: str) -> list[psutil.Process]:
     """Return the live processes, except this one, whose variable COSMOS_ATTEMPT begins with `attempt`."""
     assert attempt, "any mark begins with nothing"
     processes = []
@@ -36,7 +36,7 @@ def marked(attempt: str) -> list[psutil.Process]:
 
 def kill_marked(attempt: str) -> list[int]:
     """Send SIGKILL to every process of an attempt until none is left; return the ids of the killed processes."""
-    return _kill(lambda: marked(attempt))
+    return _kill(lambda: processes_of_attempt(attempt))
 
 
 def kill_below() -> list[int]:
@@ -50,11 +50,11 @@ def make_scratch(attempt: str) -> int:
     Launcher and supervisor hold the lock: once both have ended for any reason, `sweep` may remove the folder.
     """
     folder = scratch_of(attempt)
-    unlocked = folder.with_name(f".{folder.name}")  # `sweep` ignores names that begin with a dot
-    unlocked.mkdir(mode=0o700)
-    descriptor = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    hidden_folder = folder.with_name(f".{folder.name}")  # `sweep` ignores names that begin with a dot
+    hidden_folder.mkdir(mode=0o700)
+    descriptor = os.open(hidden_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
-    unlocked.rename(folder)
+    hidden_folder.rename(folder)
     return descriptor
 
 
@@ -62,16 +62,16 @@ def sweep() -> None:
     """Kill the processes of attempts whose launcher and supervisor have ended, and remove temporary files of ended
     processes."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
-        if _SCRATCH_NAME.fullmatch(folder.name) and not _is_held(folder):
+        if _SCRATCH_NAME.fullmatch(folder.name) and not _is_locked(folder):
             kill_marked(folder.name.removeprefix(_SCRATCH))
             shutil.rmtree(folder, ignore_errors=True)
-    for folder in Path(tempfile.gettempdir()).glob(f"{LOOK}*"):
-        pid = folder.name.removeprefix(LOOK).partition("-")[0]
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREVIEW_FOLDER_PREFIX}*"):
+        pid = folder.name.removeprefix(PREVIEW_FOLDER_PREFIX).partition("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_held(folder: Path) -> bool:
+def _is_locked(folder: Path) -> bool:
     """Return True if a process holds the lock of a folder, or if this user cannot read the folder."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

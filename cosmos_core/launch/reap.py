@@ -18,8 +18,8 @@ from cosmos_core.launch.processes import SILENT_SECONDS, sweep
 from cosmos_core.run.directory import PIPELINE, flow_run_notes
 from cosmos_core.run.liveness import read_holder
 from cosmos_core.run.lock import Lock
-from cosmos_core.run.process import is_alive, is_here
-from cosmos_core.run.state import ACTIVE, State, read_state, update_state
+from cosmos_core.run.process import is_alive, ran_on_this_machine
+from cosmos_core.run.state import ACTIVE_STATES, State, read_state, update_state
 
 _CANCELLED = ("CANCELLING", "CANCELLED")
 
@@ -28,11 +28,11 @@ def reap(output_dir: Path) -> Iterator[str]:
     """Kill the processes of stages whose flow has ended, and correct the state of these stages in files and on the
     Prefect server; yield a line of text about each stage and flow run."""
     sweep()
-    abandoned = [file.parent for file in sorted(output_dir.glob(f"*/{PIPELINE}")) if _is_abandoned(file.parent)]
+    abandoned = [file.parent for file in sorted(output_dir.glob(f"*/{PIPELINE}")) if _has_lost_launcher(file.parent)]
     for run in abandoned:
         for path in sorted((run / "stages").glob("*")):
             state = read_state(path)
-            if state.state not in ACTIVE or is_alive(state.launcher_pid, state.launcher_started):
+            if state.state not in ACTIVE_STATES or is_alive(state.launcher_pid, state.launcher_started):
                 continue
             is_recent = time.time() - (state.heartbeat or 0.0) < SILENT_SECONDS
             if is_recent and state.launcher_host and state.launcher_host != socket.gethostname():
@@ -44,7 +44,7 @@ def reap(output_dir: Path) -> Iterator[str]:
             )
             yield f"{run.name}/{path.name}: ended; it goes on with: cosmos resume {run}"
     if os.environ.get("PREFECT_API_URL"):
-        yield from _on_the_server(output_dir, {run.name for run in abandoned})
+        yield from _correct_flow_runs(output_dir, {run.name for run in abandoned})
 
 
 def cancelled_flow_run(output_dir: Path, run_id: str) -> str:
@@ -60,13 +60,13 @@ def cancelled_flow_run(output_dir: Path, run_id: str) -> str:
     return next((str(each.name) for each in flow_runs if each.state_type in _CANCELLED), "")
 
 
-def _is_abandoned(run: Path) -> bool:
+def _has_lost_launcher(run: Path) -> bool:
     """Return True if no live process holds the lock of the run."""
     with Lock(run / "locks" / ".run") as lock:
         return lock.try_acquire()
 
 
-def _on_the_server(output_dir: Path, abandoned: set[str]) -> Iterator[str]:
+def _correct_flow_runs(output_dir: Path, abandoned: set[str]) -> Iterator[str]:
     """Correct the state of flow runs whose process has ended, and stop the process of a cancelled flow run."""
     from prefect.client.orchestration import get_client
     from prefect.states import Cancelled, Crashed, State
@@ -88,7 +88,7 @@ def _on_the_server(output_dir: Path, abandoned: set[str]) -> Iterator[str]:
 def _stop(run: Path, flow_run: str) -> Iterator[str]:
     """Send SIGTERM to the process of a run on this machine, so that it saves a checkpoint and ends."""
     holder = read_holder(run)
-    if holder and is_here(holder.launcher_machine, holder.launcher_host):
+    if holder and ran_on_this_machine(holder.launcher_machine, holder.launcher_host):
         if not holder.launcher_pid or not is_alive(holder.launcher_pid, holder.launcher_started):
             return
         os.kill(holder.launcher_pid, signal.SIGTERM)

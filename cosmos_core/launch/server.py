@@ -29,7 +29,7 @@ _GRACE_SECONDS = 3.0
 _START_SECONDS = 90.0
 _MAX_STARTS = 3  # maximum number of starts of a server that ends before it responds
 _RESPONSE_SECONDS = 10.0
-_BUSY_SECONDS = 60.0
+_BUSY_SERVER_SECONDS = 60.0
 _CHECK_SECONDS = 0.5
 _MAX_CHECK_SECONDS = 30.0
 
@@ -46,11 +46,11 @@ def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
         StageFailed: the server did not start; the message names its log.
     """
     if url := os.environ.get("PREFECT_API_URL"):
-        _expect_server(url)
+        _wait_for_server(url)
         yield lambda: None
         return
-    home, lock = _own_home(folder)
-    server = _Server(home)
+    home_dir, lock = _claim_prefect_home(folder)
+    server = _Server(home_dir)
     old_environment = dict(os.environ)
     os.environ.update(server.environment, PREFECT_API_URL=server.url)
     try:
@@ -65,9 +65,9 @@ def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
         lock.release()
 
 
-def _expect_server(url: str) -> None:
+def _wait_for_server(url: str) -> None:
     """Wait until the Prefect server at `url` responds: it may be restarting, and gets more time if it is busy."""
-    began = time.monotonic()
+    start_time = time.monotonic()
     while True:
         try:
             urllib.request.urlopen(f"{url}/health", timeout=5).close()
@@ -76,8 +76,8 @@ def _expect_server(url: str) -> None:
             return  # a server responds; Prefect itself reports an error of authentication
         except (OSError, ValueError) as error:
             is_busy = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
-            wait = _BUSY_SECONDS if is_busy else _RESPONSE_SECONDS
-            if time.monotonic() > began + wait or isinstance(error, ValueError):
+            wait_seconds = _BUSY_SERVER_SECONDS if is_busy else _RESPONSE_SECONDS
+            if time.monotonic() > start_time + wait_seconds or isinstance(error, ValueError):
                 raise ConfigError(
                     f"PREFECT_API_URL = {url!r}: no server answers there ({error}); "
                     "start it, or unset the variable to run with a server of our own"
@@ -85,15 +85,15 @@ def _expect_server(url: str) -> None:
             time.sleep(0.5)
 
 
-def _own_home(folder: Path) -> tuple[Path, Lock]:
+def _claim_prefect_home(folder: Path) -> tuple[Path, Lock]:
     """Return a `PREFECT_HOME` that no other server uses, and its lock: SQLite allows one writer. The first free one of
     the numbered folders is used, because it is likely to have a database."""
     number = 1
     while True:
-        home = folder / f"server-{number}"
-        lock = Lock(home / "lock")
+        home_dir = folder / f"server-{number}"
+        lock = Lock(home_dir / "lock")
         if lock.try_acquire():
-            return home, lock
+            return home_dir, lock
         lock.release()
         number += 1
 
@@ -110,11 +110,11 @@ def _copy_database(source: Path, target: Path) -> bool:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
-            closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as old,
+            closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as source_connection,
             closing(sqlite3.connect(temporary)) as new,
         ):
-            old.backup(new)
-        if not _is_whole(temporary):
+            source_connection.backup(new)
+        if not _is_intact(temporary):
             raise sqlite3.DatabaseError("the copy is damaged")
         os.replace(temporary, target)
         return True
@@ -124,7 +124,7 @@ def _copy_database(source: Path, target: Path) -> bool:
         return False
 
 
-def _is_whole(database: Path) -> bool:
+def _is_intact(database: Path) -> bool:
     """Return True if SQLite finds no damage in a database."""
     try:
         with closing(sqlite3.connect(database)) as connection:
@@ -134,26 +134,28 @@ def _is_whole(database: Path) -> bool:
 
 
 class _Server:
-    def __init__(self, home: Path) -> None:
-        home.chmod(0o700)  # the database holds parameters and states
-        self._log = home / "server.log"
+    def __init__(self, home_dir: Path) -> None:
+        home_dir.chmod(0o700)  # the database holds parameters and states
+        self._log = home_dir / "server.log"
         # Prefect uses a single connection if the URL contains `:memory:`. With several connections, the second of two
         # writers blocks the interpreter, and with it the first writer, until SQLite times out after a minute.
-        self._database = home.absolute() / ":memory:" / "prefect.db"
+        self._database = home_dir.absolute() / ":memory:" / "prefect.db"
         auth = f"cosmos:{secrets.token_urlsafe(24)}"
-        (home / "auth").unlink(missing_ok=True)
-        with open(os.open(home / "auth", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        (home_dir / "auth").unlink(missing_ok=True)
+        with open(
+            os.open(home_dir / "auth", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+        ) as file:
             file.write(auth)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}/api"
         self.environment = {
-            "PREFECT_HOME": str(home.absolute()),
+            "PREFECT_HOME": str(home_dir.absolute()),
             # Any user of this machine can reach the port, so requests need a password.
             "PREFECT_SERVER_API_AUTH_STRING": auth,
             "PREFECT_API_AUTH_STRING": auth,
-            "PREFECT_PROFILES_PATH": str(home.absolute() / "profiles.toml"),
+            "PREFECT_PROFILES_PATH": str(home_dir.absolute() / "profiles.toml"),
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
             # Clients retry a response with one of these HTTP statuses; a server without disk space responds with 500.
@@ -168,7 +170,7 @@ class _Server:
             "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
         }
-        self._is_made_here = False
+        self._has_own_database = False
         self._closing = threading.Event()
         self._child: Child | None = None
         self._watcher = threading.Thread(target=self._keep_alive, name="prefect-server", daemon=True)
@@ -176,11 +178,11 @@ class _Server:
     def start(self) -> None:
         database, template = self._database, _template()
         # A damaged database is replaced: the run directory has the same information.
-        if database.exists() and not _is_whole(database):
+        if database.exists() and not _is_intact(database):
             logger.warning("%s is damaged and is made anew", database)
             for file in database.parent.glob("prefect.db*"):
                 file.unlink()
-        self._is_made_here = not database.exists() and not _copy_database(template, database)
+        self._has_own_database = not database.exists() and not _copy_database(template, database)
         self._spawn()
 
     def wait(self) -> None:
@@ -189,7 +191,7 @@ class _Server:
         deadline = time.monotonic() + _START_SECONDS
         num_starts = 1
         # Check first whether the server has ended: another process may use the port and respond in its place.
-        while (has_ended := child.poll() is not None) or not self._is_up():
+        while (has_ended := child.poll() is not None) or not self._is_responding():
             if time.monotonic() > deadline or (has_ended and num_starts == _MAX_STARTS):
                 child.kill()
                 raise StageFailed(f"the Prefect server did not start; its log: {self._log}")
@@ -198,7 +200,7 @@ class _Server:
                 child = self._spawn()
             time.sleep(0.1)
         self._watcher.start()
-        if self._is_made_here:
+        if self._has_own_database:
             _copy_database(self._database, _template())
 
     def close(self) -> None:
@@ -228,7 +230,7 @@ class _Server:
                     self._spawn()
                 pause = min(2 * pause, _MAX_CHECK_SECONDS)
 
-    def _is_up(self) -> bool:
+    def _is_responding(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=1) as response:
                 return bool(response.status == 200)

@@ -21,7 +21,7 @@ FILE = "reward_service.json"
 ENQUEUE_URL, FETCH_URL, TOKEN = "REMOTE_REWARD_ENQUEUE_URL", "REMOTE_REWARD_FETCH_URL", "REMOTE_REWARD_TOKEN"
 _SECONDS = 2.0
 _PATH = "/api/reward/enqueue"
-_OF_A_REWARD = re.compile(r'^reward_(\w+?)(?:_total)?\{reward="([^"]+)"\} (\S+)$', re.M)
+_REWARD_METRIC = re.compile(r'^reward_(\w+?)(?:_total)?\{reward="([^"]+)"\} (\S+)$', re.M)
 _RESPONSE = re.compile(r'^reward_responses_total\{path="([^"]+)",status="(\d+)"\} (\S+)$', re.M)
 
 
@@ -56,7 +56,7 @@ def _health(url: str, token: str) -> dict[str, Any]:
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, ConfigError):
         return report
     if metrics.status_code == 200:
-        for name, reward, value in _OF_A_REWARD.findall(metrics.text):
+        for name, reward, value in _REWARD_METRIC.findall(metrics.text):
             report["rewards"].setdefault(reward, {})[name] = float(value)
         for _, status, count in _RESPONSE.findall(metrics.text):
             if status not in {"200", "400"}:  # status 400 means that the scores are not ready

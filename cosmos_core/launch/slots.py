@@ -17,7 +17,7 @@ def branch_slots(pipeline: Pipeline) -> dict[str, threading.Semaphore]:
     for choice in pipeline.stages:
         if choice.sweep is None:
             continue
-        names = [name for branch in choice.sweep.branches for name in branch.stages]
+        names = [name for sweep_branch in choice.sweep.branches for name in sweep_branch.stages]
         if choice.sweep.max_parallel is None:  # the stages of a work pool are limited by the pool itself
             names = [name for name in names if not pipeline.stage(name).work_pool]
         slots |= dict.fromkeys(names, threading.Semaphore(choice.sweep.max_parallel or 1))

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 
-from cosmos_core.parent import adopt_orphans, die_with_parent
+from cosmos_core.parent import adopt_orphans, kill_with_parent
 
 _POLL_SECONDS = 0.05
 _ORPHAN_GRACE_SECONDS = 10.0  # if the launcher has ended; short, because a retry needs the machine
@@ -45,10 +45,10 @@ class Supervisor:
             signal.signal(number, lambda *_: self.stop())
         # Cluster schedulers send SIGUSR1 or SIGUSR2 before they end a job, and the worker handles these signals.
         for number in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, lambda number, _: self.pass_on(number))
-        me = os.getpid()
+            signal.signal(number, lambda number, _: self.forward_signal(number))
+        own_pid = os.getpid()
         adopt_orphans()
-        self.child = subprocess.Popen(command, pass_fds=inherited, preexec_fn=lambda: die_with_parent(me))
+        self.child = subprocess.Popen(command, pass_fds=inherited, preexec_fn=lambda: kill_with_parent(own_pid))
         from cosmos_core.launch.processes import ATTEMPT, kill_below, kill_marked, remove_scratch
 
         if self.kill_at is not None:  # a stop was requested before the command had started
@@ -73,7 +73,7 @@ class Supervisor:
             self.child.terminate()
         self.kill_at = min(self.kill_at or float("inf"), time.monotonic() + grace)
 
-    def pass_on(self, number: int) -> None:
+    def forward_signal(self, number: int) -> None:
         """Forward the signal `number` to the command."""
         if self.child is not None:
             self.child.send_signal(number)

@@ -19,12 +19,12 @@ from cosmos_core.environment import mask_file, masked
 from cosmos_core.errors import BY_NAME, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, Preempted, StageFailed
 from cosmos_core.launch.child import Child
 from cosmos_core.launch.processes import kill_marked, remove_scratch
-from cosmos_core.run.files import SHARED, Document, read_document, warn_if_disk_full
+from cosmos_core.run.files import SHARED_FOLDER, Document, read_document, warn_if_disk_full
 from cosmos_core.run.manifest import Result, read_result
-from cosmos_core.run.process import is_alive, this_process
+from cosmos_core.run.process import identify_process, is_alive
 from cosmos_core.run.progress import PHASE_SECONDS, Position, read_progress
 from cosmos_core.run.state import read_state, record_event, update_state
-from cosmos_core.run.tail import Tail
+from cosmos_core.run.tail import FileTail
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _STATE_SECONDS = 2.0
 _MAX_LINES_PER_SECOND = 10
 
 
-class _Live:
+class _ChildRegistry:
     """Registry of the worker processes that threads of this process follow, so that the main thread can stop them."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class _Live:
                 self._num_runs -= 1
 
     @contextmanager
-    def following(self, child: Child, grace: Callable[[], float]) -> Iterator[None]:
+    def registered(self, child: Child, grace: Callable[[], float]) -> Iterator[None]:
         """Register a child process for `stop_all` during the block; `grace` returns the number of seconds from a stop
         to SIGKILL."""
         with self._lock:
@@ -89,14 +89,18 @@ class _Live:
             raise Preempted("asked to stop")
 
 
-_live = _Live()
-stoppable, stop_all, sleep_unless_stopping = _live.stoppable, _live.stop_all, _live.sleep_unless_stopping
-longest_grace = _live.grace_seconds
-is_stopping = _live.stopping.is_set
+_child_registry = _ChildRegistry()
+stoppable, stop_all, sleep_unless_stopping = (
+    _child_registry.stoppable,
+    _child_registry.stop_all,
+    _child_registry.sleep_unless_stopping,
+)
+longest_grace = _child_registry.grace_seconds
+is_stopping = _child_registry.stopping.is_set
 
 
 @dataclass
-class Launch:
+class AttemptSettings:
     """Settings of one attempt to run a stage in a worker."""
 
     stage_path: Path
@@ -120,7 +124,7 @@ class Launch:
     """Environment variables whose values are masked in the log, in addition to those with a secret-like name."""
 
 
-def run(launch: Launch) -> Result:
+def run(launch: AttemptSettings) -> Result:
     """Run one attempt of a stage to its end; return the manifest that the worker committed.
 
     Raises:
@@ -130,8 +134,8 @@ def run(launch: Launch) -> Result:
     """
     sleep_unless_stopping(0)
     path = launch.stage_path
-    for stale in ("error.json", "progress.json"):
-        (path / stale).unlink(missing_ok=True)
+    for stale_file in ("error.json", "progress.json"):
+        (path / stale_file).unlink(missing_ok=True)
     previous = read_state(path)
     attempt = previous.attempt + 1
     log = path / "logs" / f"attempt_{attempt}.log"
@@ -143,22 +147,23 @@ def run(launch: Launch) -> Result:
         inherited=launch.inherited,
         inherit=launch.locks,
     )
-    began = time.time()
-    spans = previous.closed_spans(began)
+    start_time = time.time()
+    spans = previous.closed_attempts(start_time)
     try:
         update_state(
             path, state="running", attempt=attempt, pid=child.pid, pid_started=child.started, mark=child.attempt,
-            **this_process(), spans=[*spans, (began, None)], renewed=began, ended=None, error="", error_type="",
+            **identify_process(), spans=[*spans, (start_time, None)], renewed=start_time, ended=None, error="",
+            error_type="",
         )  # fmt: skip
         record_event(path, "started", f"attempt {attempt}")
-        with _live.following(child, lambda: grace_of(path, launch.grace_seconds)):
-            code, reason, stop = _follow(launch, child, log)
+        with _child_registry.registered(child, lambda: grace_of(path, launch.grace_seconds)):
+            code, reason, stop = _wait_for_worker(launch, child, log)
     finally:
         child.kill()
         mask_file(log, launch.secrets)  # child processes of the worker may write secrets to the log
-        ended = time.time()
+        end_time = time.time()
         with warn_if_disk_full(f"the end of attempt {attempt} of {path.name}"):
-            update_state(path, spans=[*spans, (began, ended)], ended=ended, **_position(path))
+            update_state(path, spans=[*spans, (start_time, end_time)], ended=end_time, **_position(path))
     if stop is not None and not reason and code != EXIT_OK:
         raise stop
     return _outcome(path, code, reason, log)
@@ -183,9 +188,9 @@ def reap(stage_path: Path) -> bool:
     return True
 
 
-def _environment(launch: Launch) -> dict[str, str]:
+def _environment(launch: AttemptSettings) -> dict[str, str]:
     threads = str(launch.threads)
-    compiled = launch.stage_path.absolute().parents[2] / SHARED / "compiled"
+    compiled = launch.stage_path.absolute().parents[2] / SHARED_FOLDER / "compiled"
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
@@ -203,12 +208,12 @@ def _environment(launch: Launch) -> dict[str, str]:
     }
 
 
-def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str, Preempted | None]:
+def _wait_for_worker(launch: AttemptSettings, child: Child, log: Path) -> tuple[int, str, Preempted | None]:
     """Wait for the end of the worker. Return its exit code, the reason for which this process ended it (empty if the
     worker ended by itself), and the error of `must_stop` (None if it requested no stop)."""
     reason, stop = "", None
-    began = time.monotonic()
-    lines, pulse = _LogLines(log), _ProgressWatch()
+    start_time = time.monotonic()
+    lines, progress_watch = _LogLines(log), _ProgressWatch()
 
     def show(line: str) -> None:
         launch.on_line(masked(line, launch.secrets))
@@ -218,21 +223,23 @@ def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str, Preempte
         time.sleep(_POLL_SECONDS)
         lines.forward(show)
         if progress := read_progress(launch.stage_path):
-            _tell(launch.on_progress, progress)
-            pulse.update(progress)
+            _call_back(launch.on_progress, progress)
+            progress_watch.update(progress)
         if not reason and (reason := launch.must_end()):
             child.kill()
         if stop is None and (stop := launch.must_stop()) is not None:
             child.stop(grace_of(launch.stage_path, launch.grace_seconds))
-        if pulse.has_stopped() and not reason:
-            reason = f"no sign of life for {pulse.silent_seconds:.0f} s in phase {pulse.phase!r}: it hangs"
+        if progress_watch.is_hung() and not reason:
+            reason = (
+                f"no sign of life for {progress_watch.silent_seconds:.0f} s in phase {progress_watch.phase!r}: it hangs"
+            )
             child.kill()
-        if launch.timeout_seconds and time.monotonic() - began > launch.timeout_seconds and not reason:
+        if launch.timeout_seconds and time.monotonic() - start_time > launch.timeout_seconds and not reason:
             reason = f"longer than timeout = {launch.timeout_seconds:.0f} s"
             child.stop(grace_of(launch.stage_path, launch.grace_seconds))
         if time.monotonic() - last_state > _STATE_SECONDS:
             last_state = time.monotonic()
-            _tell(lambda position: update_state(launch.stage_path, **position), _position(launch.stage_path))
+            _call_back(lambda position: update_state(launch.stage_path, **position), _position(launch.stage_path))
     lines.forward(show, is_last=True)
     return code, reason, stop
 
@@ -254,26 +261,26 @@ class _ProgressWatch:
     def __init__(self) -> None:
         self.phase = "start"
         self._deadline_seconds: float = PHASE_SECONDS["start"]
-        self._seen: Position | None = None
-        self._since = time.monotonic()
+        self._last_position: Position | None = None
+        self._changed_at = time.monotonic()
 
     def update(self, progress: Position) -> None:
         """Compare the content of `progress.json` with that of the last call, and restart the time if it has changed."""
-        if progress != self._seen:
-            self._seen, self._since = progress, time.monotonic()
+        if progress != self._last_position:
+            self._last_position, self._changed_at = progress, time.monotonic()
             self.phase, self._deadline_seconds = progress.phase, progress.deadline_seconds
 
     @property
     def silent_seconds(self) -> float:
         """Return the number of seconds since the worker's progress last changed."""
-        return time.monotonic() - self._since
+        return time.monotonic() - self._changed_at
 
-    def has_stopped(self) -> bool:
+    def is_hung(self) -> bool:
         """Return True if the progress has not changed for longer than the deadline of the phase."""
         return self.silent_seconds > self._deadline_seconds
 
 
-def _tell(receiver: Callable[[Any], object], value: Any) -> None:
+def _call_back(receiver: Callable[[Any], object], value: Any) -> None:
     """Pass a value to a callback; log an error of the callback, which must not fail the training."""
     try:
         receiver(value)
@@ -309,25 +316,27 @@ def _outcome(path: Path, code: int, reason: str, log: Path) -> Result:
         raise BY_NAME[error.type](message)
     if code == EXIT_USAGE:
         raise ConfigError(message or f"stage {path.name!r} refused its configuration; log: {log}")
-    ended = f"signal {code - 128}" if code > 128 else f"exit code {code}"
-    raise StageFailed(message or f"stage {path.name!r} crashed ({ended}); log: {log}")
+    how_ended = f"signal {code - 128}" if code > 128 else f"exit code {code}"
+    raise StageFailed(message or f"stage {path.name!r} crashed ({how_ended}); log: {log}")
 
 
 class _LogLines:
     """Reader that forwards new lines of a log at a bounded rate; lines beyond the rate remain only in the file."""
 
     def __init__(self, path: Path) -> None:
-        self._tail = Tail(path)
+        self._log_tail = FileTail(path)
         self._allowance = float(_MAX_LINES_PER_SECOND)
-        self._last = time.monotonic()
+        self._last_forwarded = time.monotonic()
 
     def forward(self, receiver: Callable[[str], None], *, is_last: bool = False) -> None:
         """Pass the new lines of the log to a callback, as far as the rate allows; with `is_last`, also a last line
         without a line break."""
         now = time.monotonic()
-        self._allowance = min(_MAX_LINES_PER_SECOND, self._allowance + (now - self._last) * _MAX_LINES_PER_SECOND)
-        self._last = now
-        for line in filter(None, self._tail.lines(is_last=is_last)):
+        self._allowance = min(
+            _MAX_LINES_PER_SECOND, self._allowance + (now - self._last_forwarded) * _MAX_LINES_PER_SECOND
+        )
+        self._last_forwarded = now
+        for line in filter(None, self._log_tail.lines(is_last=is_last)):
             if self._allowance >= 1:
                 self._allowance -= 1
-                _tell(receiver, line)
+                _call_back(receiver, line)

@@ -26,8 +26,8 @@ PREFIX = "cosmos-worker-"
 DIRECTORY = "prefect.deployments.steps.set_working_directory"
 """Step of a deployment that names the folder in which its flow runs start."""
 _SECONDS = 20.0
-_FRESH_SECONDS = 300.0
-_DEAD_SECONDS, _UNSTARTED_SECONDS, _UNKNOWN_SECONDS = 10.0, 60.0, 600.0
+_REPORT_WINDOW_SECONDS = 300.0
+_DEAD_SECONDS, _MAX_PENDING_SECONDS, _UNKNOWN_SECONDS = 10.0, 60.0, 600.0
 """Seconds in the state Pending after which a flow run is lost: with a dead process, without a process, and with a
 process that may be on another host."""
 
@@ -36,7 +36,7 @@ def start_reporting(pool: str) -> None:
     """Start the thread that reports the properties of this machine, on which a worker of the work pool `pool` runs."""
     from prefect.client.orchestration import get_client  # two threads must not import Prefect at once
 
-    def report_forever() -> None:
+    def report_periodically() -> None:
         pending_since: dict[UUID, float] = {}
         while True:
             try:
@@ -47,7 +47,7 @@ def start_reporting(pool: str) -> None:
                 pending_since.clear()  # a process that waits for the server to respond is not lost
             time.sleep(_SECONDS)
 
-    threading.Thread(target=report_forever, daemon=True, name="worker-report").start()
+    threading.Thread(target=report_periodically, daemon=True, name="worker-report").start()
 
 
 def report(client: Any, pool: str) -> None:
@@ -56,7 +56,7 @@ def report(client: Any, pool: str) -> None:
     from prefect.exceptions import ObjectAlreadyExists
 
     name = PREFIX + re.sub(r"[^a-z0-9]+", "-", f"{pool}-{socket.gethostname()}".lower())
-    value = {**_properties(), "pool": pool, "missing_folders": _missing_folders(client, pool), "time": time.time()}
+    value = {**_properties(), "pool": pool, "missing_folders": _list_missing_folders(client, pool), "time": time.time()}
     try:
         client.create_variable(VariableCreate(name=name, value=value))
     except ObjectAlreadyExists:
@@ -76,14 +76,14 @@ def crash_lost_starts(client: Any, pool: str, pending_since: dict[UUID, float]) 
 
     if client.read_work_pool(pool).type != "process":
         return
-    hosts = {worker["host"] for worker, _ in fresh_reports(client) if worker["pool"] == pool}
+    hosts = {worker["host"] for worker, _ in recent_reports(client) if worker["pool"] == pool}
     is_pending = filters.FlowRunFilterStateType(any_=[StateType.PENDING])
     pending = client.read_flow_runs(
         work_pool_filter=filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[pool])),
         flow_run_filter=filters.FlowRunFilter(state=filters.FlowRunFilterState(type=is_pending)),
     )
-    for ended in pending_since.keys() - {flow_run.id for flow_run in pending}:
-        del pending_since[ended]
+    for started_id in pending_since.keys() - {flow_run.id for flow_run in pending}:
+        del pending_since[started_id]
     for flow_run in pending:
         seconds = time.monotonic() - pending_since.setdefault(flow_run.id, time.monotonic())
         if seconds > max_pending_seconds(flow_run.infrastructure_pid or "", hosts):
@@ -95,20 +95,20 @@ def max_pending_seconds(pid: str, hosts: Collection[str]) -> float:
     """Return how long a flow run may stay in the state Pending. `pid` is its process, on any of the `hosts` that have
     workers; empty if no process was started."""
     if not pid:
-        return _UNSTARTED_SECONDS
+        return _MAX_PENDING_SECONDS
     if not pid.isdigit() or set(hosts) != {socket.gethostname()}:
         return _UNKNOWN_SECONDS
     return math.inf if psutil.pid_exists(int(pid)) else _DEAD_SECONDS
 
 
-def fresh_reports(client: Any) -> Iterator[tuple[dict[str, Any], float]]:
+def recent_reports(client: Any) -> Iterator[tuple[dict[str, Any], float]]:
     """Yield each report of the last five minutes, with the seconds by which the clock of the reporting machine is ahead
     of the server's clock."""
     for variable in client.read_variables(limit=200):
         updated = variable.updated
         if not variable.name.startswith(PREFIX) or not isinstance(variable.value, dict) or updated is None:
             continue
-        if (datetime.now(UTC) - updated).total_seconds() < _FRESH_SECONDS:
+        if (datetime.now(UTC) - updated).total_seconds() < _REPORT_WINDOW_SECONDS:
             yield variable.value, float(variable.value.get("time", 0.0)) - updated.timestamp()
 
 
@@ -125,7 +125,7 @@ def _properties() -> dict[str, Any]:
     return {**versions(), "host": socket.gethostname(), "output_dir": str(folder), "free_bytes": free}
 
 
-def _missing_folders(client: Any, pool: str) -> list[str]:
+def _list_missing_folders(client: Any, pool: str) -> list[str]:
     deployments = [each for each in client.read_deployments() if each.work_pool_name == pool]
     steps = [step.get(DIRECTORY, {}) for each in deployments for step in each.pull_steps or []]
     folders = {step["directory"] for step in steps if "directory" in step}

@@ -21,12 +21,12 @@ _KEYS = {
     "modules_to_save": "modules_to_save", "alpha_pattern": "alpha_pattern", "r_pattern": "rank_pattern",
 }  # fmt: skip
 """Keys of `policy.lora` that a saved adapter also stores, mapped to the names in its file `adapter_config.json`."""
-_HARMLESS = {
+_IRRELEVANT_SETTINGS = {
     *_KEYS.values(), "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "target_parameters", "inference_mode", "exclude_modules", "lora_dropout", "init_lora_weights",
     "ensure_weight_tying", "runtime_config",
 }  # fmt: skip
-_CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
+_BASE_CHANGING_METHODS = ("pissa", "olora", "corda", "loftq")
 
 
 def load_saved_settings(lora: LoraConfig) -> peft.LoraConfig:
@@ -43,11 +43,11 @@ def load_saved_settings(lora: LoraConfig) -> peft.LoraConfig:
         raise ModelError(f"{_KEY} = '{folder}': {' '.join(str(error).split())[:200]}") from error
     if not isinstance(saved, peft.LoraConfig):
         raise ModelError(f"{_KEY} = '{folder}': a {saved.peft_type} adapter; only LoRA is trained here")
-    usual = peft.LoraConfig().to_dict()
+    default_settings = peft.LoraConfig().to_dict()
     for name, value in saved.to_dict().items():
-        if name not in _HARMLESS and value != usual.get(name):
+        if name not in _IRRELEVANT_SETTINGS and value != default_settings.get(name):
             raise ModelError(f"{_KEY} = '{folder}': its {name} = {value} is not trained here; merge it into the model")
-    if str(saved.init_lora_weights).startswith(_CHANGE_BASE):
+    if str(saved.init_lora_weights).startswith(_BASE_CHANGING_METHODS):
         raise ModelError(
             f"{_KEY} = '{folder}': it began with a part of the base weights ({saved.init_lora_weights}) and fits no "
             f"untouched base; save it again with PEFT's path_initial_model_for_weight_conversion"
@@ -55,10 +55,12 @@ def load_saved_settings(lora: LoraConfig) -> peft.LoraConfig:
     new = LoraConfig()
     for key, name in _KEYS.items():
         setting, saved_setting = getattr(lora, key), getattr(saved, name)
-        if setting not in (getattr(new, key), "all-linear") and _plain(setting) != _plain(saved_setting):
+        if setting not in (getattr(new, key), "all-linear") and _normalise_setting(setting) != _normalise_setting(
+            saved_setting
+        ):
             raise ConfigError(
-                f"policy.lora.{key} = {_plain(setting)}, but the adapter in lora_path has {_plain(saved_setting)}; "
-                "leave it out"
+                f"policy.lora.{key} = {_normalise_setting(setting)}, but the adapter in lora_path has "
+                f"{_normalise_setting(saved_setting)}; leave it out"
             )
     saved.lora_dropout = lora.lora_dropout or saved.lora_dropout
     saved.inference_mode = False
@@ -77,12 +79,12 @@ def load_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{_KEY}: {file} cannot be read: {error}; copy it again") from error
     expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    for what, names in (
+    for problem_kind, names in (
         ("has no", expected.keys() - state.keys()),
         ("has the unknown", state.keys() - expected.keys()),
     ):
         if names:
-            raise ModelError(f"{_KEY}: {file} {what} {min(names)}; it is of another model or adapter")
+            raise ModelError(f"{_KEY}: {file} {problem_kind} {min(names)}; it is of another model or adapter")
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
             raise ModelError(
@@ -97,7 +99,7 @@ def _folder(lora: LoraConfig) -> Path:
     return Path(lora.lora_path).expanduser()
 
 
-def _plain(value: Any) -> Any:
+def _normalise_setting(value: Any) -> Any:
     """Return a setting in a form for comparison and messages: collections are sorted, an empty value becomes None."""
     if isinstance(value, (tuple, list, set)):
         return sorted(value)

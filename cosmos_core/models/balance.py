@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from cosmos_core.errors import ConfigError
 
-KEY = "policy.aux_loss_coeff"
+COEFFICIENT_KEY = "policy.aux_loss_coeff"
 SEQUENCES = "sequence_of_token"
 """Name of the input of `Scorer` with the sequence index of each token; padding has the index R."""
 NUM_SEQUENCES = "num_sequences"
@@ -39,7 +39,7 @@ class Balance:
     """Number of experts to which the router sends each token."""
 
 
-def balance_of(model: PreTrainedModel, coefficient: float) -> Balance | None:
+def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> Balance | None:
     """Return the settings of the load-balancing loss of a model; None if the coefficient is 0.
 
     Raises:
@@ -50,11 +50,11 @@ def balance_of(model: PreTrainedModel, coefficient: float) -> Balance | None:
     config: Any = model.config.get_text_config()
     num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     num_chosen = getattr(config, "num_experts_per_tok", None)
-    is_known = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
-    if not (is_known and num_experts and num_chosen):
+    has_loss_function = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+    if not (has_loss_function and num_experts and num_chosen):
         raise ConfigError(
-            f"{KEY} = {coefficient}: transformers has no load-balancing loss for {type(model).__name__}, which hands "
-            f"out no logits of routers; leave it out"
+            f"{COEFFICIENT_KEY} = {coefficient}: transformers has no load-balancing loss for {type(model).__name__}, "
+            f"which hands out no logits of routers; leave it out"
         )
     return Balance(coefficient, int(num_experts), int(num_chosen))
 
@@ -68,11 +68,11 @@ def sequences_of(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, An
     """
     numbers = torch.arange(len(lengths))
     if "attention_mask" in inputs:
-        of_token_BT = torch.where(inputs["attention_mask"].bool(), numbers.unsqueeze(-1), len(lengths))
-        return {SEQUENCES: of_token_BT.flatten(), NUM_SEQUENCES: len(lengths)}
-    of_token_P = torch.full((inputs["input_ids"].numel(),), len(lengths))
-    of_token_P[: sum(lengths)] = numbers.repeat_interleave(torch.tensor(lengths))
-    return {SEQUENCES: of_token_P, NUM_SEQUENCES: len(lengths)}
+        sequence_BT = torch.where(inputs["attention_mask"].bool(), numbers.unsqueeze(-1), len(lengths))
+        return {SEQUENCES: sequence_BT.flatten(), NUM_SEQUENCES: len(lengths)}
+    sequence_P = torch.full((inputs["input_ids"].numel(),), len(lengths))
+    sequence_P[: sum(lengths)] = numbers.repeat_interleave(torch.tensor(lengths))
+    return {SEQUENCES: sequence_P, NUM_SEQUENCES: len(lengths)}
 
 
 def balance_loss(balance: Balance, logits: Sequence[Tensor], sequence_of_M: Tensor, num_sequences: int) -> Tensor:

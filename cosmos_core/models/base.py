@@ -70,7 +70,7 @@ Wants = Any
 """Type of the outputs that an update requests from a model: `scorer.Wants` for token models, `denoiser.Wants` for
 diffusion models, or None for the default outputs (`ModelAdapter.default_wants`)."""
 
-Consume = Callable[[Any, dict[str, Tensor]], Tensor | None]
+ChunkConsumer = Callable[[Any, dict[str, Tensor]], Tensor | None]
 """Function from a batch and the raw outputs of the model to the loss of the batch, if gradients are enabled."""
 
 
@@ -89,7 +89,7 @@ class Runner(Protocol):
         """
         ...
 
-    def run(self, batches: Sequence[Callable[[], Any]], consume: Consume, wants: Wants, size: int) -> None:
+    def run(self, batches: Sequence[Callable[[], Any]], consume: ChunkConsumer, request: Wants, size: int) -> None:
         """Run each micro-batch forward and, if gradients are enabled, backward.
 
         Args:
@@ -142,7 +142,7 @@ class ModelAdapter(Protocol):
         ...
 
     @property
-    def default_wants(self) -> Wants:
+    def default_outputs(self) -> Wants:
         """Return the outputs to compute for an update that requests no outputs."""
         ...
 
@@ -183,7 +183,7 @@ class ModelAdapter(Protocol):
         ...
 
     def arrange(
-        self, samples: Sequence[Any], ordered: Sequence[int], size: int, num_ranks: int
+        self, samples: Sequence[Any], order: Sequence[int], size: int, num_ranks: int
     ) -> list[list[int]] | None:
         """Return micro-batches, as indices of samples, that need less computation than batches of `size` samples of
         similar cost; None if there are none.
@@ -196,7 +196,7 @@ class ModelAdapter(Protocol):
         """
         ...
 
-    def collate(self, samples: Sequence[Any], indices: Sequence[int], filler: Any) -> Any:
+    def collate(self, samples: Sequence[Any], indices: Sequence[int], padding_sample: Any) -> Any:
         """Collate samples to a `Batch`. Without samples, collate the sample `filler` with an empty loss mask.
 
         Args:

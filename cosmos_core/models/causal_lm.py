@@ -29,18 +29,18 @@ from cosmos_core.models.length_rounding import kernel_length
 from cosmos_core.models.lora import FOLDER as ADAPTER
 from cosmos_core.models.lora import is_adapted
 from cosmos_core.models.micro_batches import (
-    by_prompt,
-    cut_by_length,
+    group_by_prompt,
+    is_worth_sharing,
     merge_prompts,
     num_shared_tokens,
     prompt_length,
-    saves_enough,
+    split_by_length,
 )
-from cosmos_core.models.packing import NAME as PACKED
+from cosmos_core.models.packing import PACKED_ATTENTION as PACKED
 from cosmos_core.models.packing import can_merge_prompts, enable_packing
 from cosmos_core.models.pipelined import PipelineRunner
 from cosmos_core.models.processor import ImageReader
-from cosmos_core.models.scorer import LOGPROBS, Scorer, Wants
+from cosmos_core.models.scorer import LOGPROBS, RequestedOutputs, Scorer
 from cosmos_core.models.sequential import SequentialRunner, forward_context
 from cosmos_core.models.sharded_load import load_sharded
 from cosmos_core.models.verify_export import verify_export
@@ -63,7 +63,7 @@ class TokenBatch(Batch):
     """Indices in the model inputs of the trained tokens whose log-probabilities this rank computes."""
     is_local_N: Tensor | None
     """Mask over all trained tokens: True for tokens whose log-probabilities this rank computes; None: all tokens."""
-    learned: Sequence[np.ndarray]
+    trained_positions: Sequence[np.ndarray]
     """Indices of the trained tokens among the S predicted tokens of each sample."""
     derivative_N: Tensor | None = None
     """Derivative of the loss by the log-probability of each trained token on this rank; None: not known in advance."""
@@ -107,7 +107,7 @@ class CausalLM:
         self.mesh = mesh
         self.device = torch.device(mesh.data.device_type) if mesh else model.device
         self.meta_copy = copy_without_weights(model) if mesh else None
-        self._train, self._reading = train, reading
+        self._train, self._reads_frozen = train, reading
         self._dtype = getattr(torch, train.logprob_dtype)
         packs = train.sequence_packing
         if packs is None:
@@ -122,19 +122,19 @@ class CausalLM:
                 scorer.num_ids, scorer.balance = reading.num_ids, balance
 
     @property
-    def default_wants(self) -> Wants:
+    def default_outputs(self) -> RequestedOutputs:
         return LOGPROBS
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer of the model."""
-        assert self._reading.tokenizer is not None, "opened without a tokenizer"
-        return self._reading.tokenizer
+        assert self._reads_frozen.tokenizer is not None, "opened without a tokenizer"
+        return self._reads_frozen.tokenizer
 
     @property
     def vision(self) -> ImageReader | None:
         """Return the converter of the images of samples to model inputs; None: samples have no images."""
-        return self._reading.vision
+        return self._reads_frozen.vision
 
     def whole_model(self) -> PreTrainedModel | None:
         """Return the model with all weights; with a mesh, a copy on the first rank's CPU, and None on other ranks."""
@@ -145,7 +145,7 @@ class CausalLM:
         if model is None:
             return None
         remove_fp8(model)
-        export_model(model, self.tokenizer, target, dtype=None, extra_files=self._reading.files)
+        export_model(model, self.tokenizer, target, dtype=None, extra_files=self._reads_frozen.files)
         checks = verify_export(model, target, dtype=None, tokenizer=self.tokenizer)
         return Export(tuple(checks), ADAPTER if is_adapted(model) else "")
 
@@ -155,13 +155,13 @@ class CausalLM:
 
     def batching_key(self, sample: Sample) -> int:
         """Return the group of a sample: rows with images and rows without images are in separate micro-batches."""
-        return self._reading.vision.batching_key(sample) if self._reading.vision else 0
+        return self._reads_frozen.vision.batching_key(sample) if self._reads_frozen.vision else 0
 
     def assigned_batch(self, sample: Sample) -> Hashable | None:
         return sample.micro_batch
 
     def arrange(
-        self, samples: Sequence[Sample], ordered: Sequence[int], size: int, num_ranks: int
+        self, samples: Sequence[Sample], order: Sequence[int], size: int, num_ranks: int
     ) -> list[list[int]] | None:
         """Put completions of one prompt into one micro-batch if packed rows can share prompts; otherwise group padded
         rows by length.
@@ -169,42 +169,42 @@ class CausalLM:
         Rows without rollout log-probabilities (SFT) stay in micro-batches of equal size, so that the rounding of
         results does not change.
         """
-        if any(samples[i].rollout_logprobs is None for i in ordered):
+        if any(samples[i].rollout_logprobs is None for i in order):
             return None
         if self._merges_prompts:
-            return merge_prompts(samples, ordered, size, num_ranks)
-        cuts = not self._is_packed and self.device.type == "cpu" and not (self.mesh and self.mesh.pipeline)
-        return cut_by_length(samples, ordered, size, num_ranks, self._row_length) if cuts else None
+            return merge_prompts(samples, order, size, num_ranks)
+        splits_by_length = not self._is_packed and self.device.type == "cpu" and not (self.mesh and self.mesh.pipeline)
+        return split_by_length(samples, order, size, num_ranks, self._row_length) if splits_by_length else None
 
-    def collate(self, samples: Sequence[Sample], indices: Sequence[int], filler: Sample) -> TokenBatch:
-        samples_or_filler, device = samples or [_mask_all_tokens(filler)], self.device
+    def collate(self, samples: Sequence[Sample], indices: Sequence[int], padding_sample: Sample) -> TokenBatch:
+        samples_or_filler, device = samples or [_mask_all_tokens(padding_sample)], self.device
         ids = [sample.input_ids for sample in samples_or_filler]
         is_sampled = all(sample.rollout_logprobs is not None for sample in samples)
-        groups = by_prompt(samples_or_filler) if self._merges_prompts and is_sampled else []
+        groups = group_by_prompt(samples_or_filler) if self._merges_prompts and is_sampled else []
         shared = sum(num_shared_tokens([samples_or_filler[i] for i in group]) for group in groups)
-        if groups and saves_enough(sum(map(len, ids)), shared):
+        if groups and is_worth_sharing(sum(map(len, ids)), shared):
             prompts = [prompt_length(samples_or_filler[group[0]]) * (len(group) > 1) for group in groups]
-            rows = shared_rows(ids, [*zip(groups, prompts, strict=True)], self._reading.pad_id, self._row_length)
+            rows = shared_rows(ids, [*zip(groups, prompts, strict=True)], self._reads_frozen.pad_id, self._row_length)
         else:
-            rows = rows_of(ids, self._reading.pad_id, packed=self._is_packed, filled=self._row_length)
-        learned = [np.flatnonzero(sample.loss_mask[1:]) for sample in samples_or_filler]
-        positions = np.concatenate([start + s for start, s in zip(rows.starts, learned, strict=True)])
+            rows = rows_of(ids, self._reads_frozen.pad_id, packed=self._is_packed, num_tokens_of=self._row_length)
+        trained_positions = [np.flatnonzero(sample.loss_mask[1:]) for sample in samples_or_filler]
+        positions = np.concatenate([start + s for start, s in zip(rows.starts, trained_positions, strict=True)])
         inputs = to_device(rows.inputs, device)
         if samples_or_filler[0].images:
-            assert self._reading.vision is not None
+            assert self._reads_frozen.vision is not None
             del inputs["position_ids"]  # the model computes positions itself, sometimes 2-D image positions
-            image_inputs = self._reading.vision.inputs(samples_or_filler, rows.inputs["input_ids"])
+            image_inputs = self._reads_frozen.vision.inputs(samples_or_filler, rows.inputs["input_ids"])
             inputs |= {name: tensor.to(device, self._image_dtype(tensor)) for name, tensor in image_inputs.items()}
         if self.has_model_loss:
             inputs |= to_device(sequences_of(rows.inputs, [len(each) for each in ids]), device)
         chosen = torch.from_numpy(positions).to(device)
         top_ids_NK = _top_ids(samples_or_filler, device)
         if not (self.mesh and self.mesh.context):
-            return TokenBatch(samples, indices, inputs, chosen, None, learned, top_ids_NK=top_ids_NK)
+            return TokenBatch(samples, indices, inputs, chosen, None, trained_positions, top_ids_NK=top_ids_NK)
         local_rows = shard_rows(inputs, chosen, self.mesh.context)
         if top_ids_NK is not None:
             top_ids_NK = top_ids_NK[local_rows.is_local_N]
-        return TokenBatch(samples, indices, *local_rows, learned, top_ids_NK=top_ids_NK)
+        return TokenBatch(samples, indices, *local_rows, trained_positions, top_ids_NK=top_ids_NK)
 
     def gather_outputs(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs of all trained tokens, of which each context-parallel rank computes only some."""
@@ -217,8 +217,10 @@ class CausalLM:
         """Convert outputs to a `MicroBatch` with tensors of shape BS, which are 0 for tokens that are not trained."""
         outputs = dict(outputs)
         balance = outputs.pop(BALANCE, None)
-        number = np.repeat(np.arange(len(batch.samples)), [len(s) for s in batch.learned])
-        positions = tuple(torch.from_numpy(i).to(self.device) for i in (number, np.concatenate(batch.learned)))
+        number = np.repeat(np.arange(len(batch.samples)), [len(s) for s in batch.trained_positions])
+        positions = tuple(
+            torch.from_numpy(i).to(self.device) for i in (number, np.concatenate(batch.trained_positions))
+        )
         shape = (len(batch.samples), max(len(sample.input_ids) for sample in batch.samples) - 1)
 
         def scatter_to_rows(values_N: Tensor) -> Tensor:
@@ -235,7 +237,7 @@ class CausalLM:
         ]
 
     def attach_loss_derivative(self, batch: TokenBatch, loss: Callable[[MicroBatch], Tensor]) -> TokenBatch:
-        count = sum(len(positions) for positions in batch.learned)
+        count = sum(len(positions) for positions in batch.trained_positions)
         logprobs_N = torch.zeros(count, dtype=self._dtype, device=self.device, requires_grad=True)
         (derivative_N,) = torch.autograd.grad(loss(self.micro_batch(batch, {"logprobs": logprobs_N})), logprobs_N)
         return replace(batch, derivative_N=derivative_N if batch.is_local_N is None else derivative_N[batch.is_local_N])
@@ -273,9 +275,9 @@ class CausalLM:
             apply_cp(model, mesh.context, PACKED)
         return runner
 
-    def _forward(self, scorer: Scorer, batch: TokenBatch, wants: Wants) -> dict[str, Tensor]:
+    def _forward(self, scorer: Scorer, batch: TokenBatch, request: RequestedOutputs) -> dict[str, Tensor]:
         outputs: dict[str, Tensor] = scorer(
-            batch.inputs, batch.scored_N, wants=wants, dtype=self._dtype, derivative_N=batch.derivative_N,
+            batch.inputs, batch.scored_N, wants=request, dtype=self._dtype, derivative_N=batch.derivative_N,
             top_ids_NK=batch.top_ids_NK,
         )  # fmt: skip
         return outputs
@@ -289,7 +291,7 @@ class CausalLM:
         mesh = self.mesh
         compute_dtype = getattr(torch, self._train.param_dtype)
         roots = runner.roots if mesh else ()
-        reason = enable_packing(self.model, roots, compute_dtype, is_gathered_in_it=self._is_gathered_cast)
+        reason = enable_packing(self.model, roots, compute_dtype, gathers_inside_block=self._is_gathered_cast)
         runner.reshard()
         if reason and mesh and mesh.context:
             raise ModelError(f"policy.parallelism.cp_size = {mesh.sizes.cp_size}: {reason}; set it to 1")

@@ -7,11 +7,11 @@ from transformers import PreTrainedTokenizerBase
 from cosmos_core.errors import ConfigError
 
 _KEY = "policy.chat_template"
-_BLANK = "\n\n"
+_BLANK_LINE = "\n\n"
 TEMPLATES = {
     "plain": (
         "{{ bos_token or '' }}{% for m in messages %}{% if m.role == 'assistant' %}{{ 'Assistant: ' + m.content "
-        "+ eos_token }}{% else %}{{ m.role | capitalize + ': ' + m.content }}{% endif %}{{ '" + _BLANK + "' }}"
+        "+ eos_token }}{% else %}{{ m.role | capitalize + ': ' + m.content }}{% endif %}{{ '" + _BLANK_LINE + "' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
     ),
     "chatml": (
@@ -39,7 +39,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{_KEY} = {name!r} is none of {', '.join(TEMPLATES)}, and no file: {error}") from None
         return
-    needed = ["<|im_start|>", "<|im_end|>"] if name == "chatml" else [tokenizer.eos_token or "eos_token"]
-    if missing := [token for token in needed if token not in tokenizer.get_vocab()]:
+    needed_tokens = ["<|im_start|>", "<|im_end|>"] if name == "chatml" else [tokenizer.eos_token or "eos_token"]
+    if missing := [token for token in needed_tokens if token not in tokenizer.get_vocab()]:
         raise ConfigError(f"{_KEY} = {name!r} needs the token {missing[0]}, which the tokenizer does not have")
     tokenizer.chat_template = TEMPLATES[name]

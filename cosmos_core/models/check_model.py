@@ -28,7 +28,7 @@ _PROMPTS = ["7 red apples on a table", "a cat"]
 _TOLERANCE = 1e-4
 """Maximum difference between the velocity that this package computes and that of the pipeline's call, as a fraction of
 the largest velocity."""
-_WRONG = "does not do what it should: "
+_MISMATCH = "does not do what it should: "
 
 
 class Check(NamedTuple):
@@ -66,7 +66,7 @@ def check_model(model: str, model_class: str | None = None, max_prompt_length: i
         except Exception as error:  # noqa: BLE001 - a user's class may raise any error; it is the result of the check
             yield Check(name, False, " ".join(f"{type(error).__name__}: {error}".split())[:300])
         else:
-            yield Check(name, not detail.startswith(_WRONG), detail)
+            yield Check(name, not detail.startswith(_MISMATCH), detail)
 
 
 def _check_noise_levels(family: DiffusionModel) -> str:
@@ -75,18 +75,18 @@ def _check_noise_levels(family: DiffusionModel) -> str:
     scheduler = family.folder.load("scheduler")
     scheduler.set_timesteps(4)
     difference = float((levels_N - scheduler.sigmas.double()).abs().max())
-    table = f"{family.schedule!r}, shift {family.shift:g} ({family.train_shift:g} in training)"
-    return table if difference < 1e-3 else f"{_WRONG}{table} is {difference:.2g} from {type(scheduler).__name__}"
+    table = f"{family.schedule!r}, shift {family.timestep_shift:g} ({family.train_shift:g} in training)"
+    return table if difference < 1e-3 else f"{_MISMATCH}{table} is {difference:.2g} from {type(scheduler).__name__}"
 
 
 def _check_text(family: DiffusionModel) -> str:
     """Check that the embedding of a prompt does not depend on the other prompts of the batch."""
-    both, one = family.text_embedding(_PROMPTS), family.text_embedding(_PROMPTS[1:])
+    both, single_embedding = family.text_embedding(_PROMPTS), family.text_embedding(_PROMPTS[1:])
     for name, value in both.items():
         if len(value) != len(_PROMPTS) or value.requires_grad:
-            return f"{_WRONG}{name!r} is {tuple(value.shape)}, for {len(_PROMPTS)} prompts, without gradient"
-        if not torch.allclose(value[1:].float(), one[name].float(), atol=1e-3):
-            return f"{_WRONG}{name!r} of a prompt depends on the prompts beside it"
+            return f"{_MISMATCH}{name!r} is {tuple(value.shape)}, for {len(_PROMPTS)} prompts, without gradient"
+        if not torch.allclose(value[1:].float(), single_embedding[name].float(), atol=1e-3):
+            return f"{_MISMATCH}{name!r} of a prompt depends on the prompts beside it"
     return ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in both.items())
 
 
@@ -95,12 +95,12 @@ def _check_media(family: DiffusionModel) -> str:
     pixels, shape = _random_pixels(family)
     mean, logvar = family.visual_embedding(pixels)
     if tuple(mean.shape[1:]) != shape:
-        return f"{_WRONG}latents of {tuple(pixels.shape[1:])} are {tuple(mean.shape[1:])}, latent_shape says {shape}"
+        return f"{_MISMATCH}latents of {tuple(pixels.shape[1:])} are {tuple(mean.shape[1:])}, latent_shape says {shape}"
     if logvar is not None and logvar.shape != mean.shape:
-        return f"{_WRONG}mean and log-variance are of different shapes"
+        return f"{_MISMATCH}mean and log-variance are of different shapes"
     back = family.decode(mean)
     if back.shape != pixels.shape:
-        return f"{_WRONG}{tuple(pixels.shape[1:])} comes back as {tuple(back.shape[1:])}"
+        return f"{_MISMATCH}{tuple(pixels.shape[1:])} comes back as {tuple(back.shape[1:])}"
     kind = "posterior" if logvar is not None else "deterministic"
     return f"{tuple(pixels.shape[1:])} to {shape}, {kind}, standard deviation {mean.std().item():.2f}"
 
@@ -123,7 +123,7 @@ def _check_prediction(family: DiffusionModel) -> str:
         pipeline(prompt=_PROMPTS[:1], **family.probe(), generator=torch.Generator().manual_seed(0), output_type="pt")
         network.forward = forward
         text = family.text_embedding(_PROMPTS[:1])
-        probe, worst = family.probe(), 0.0
+        probe, max_difference = family.probe(), 0.0
         frames = probe.get("frames", probe.get("num_frames", 1))
         shape = family.latent_shape(probe["height"], probe["width"], frames)
         for arguments, expected in calls:
@@ -132,9 +132,9 @@ def _check_prediction(family: DiffusionModel) -> str:
             sigma_B = (arguments["timestep"].flatten()[0] / unit.flatten()[0]).expand(len(latents))
             velocity = family.predict(network, latents, sigma_B, text)
             difference = (velocity - family.velocity_of(expected, latents)).abs().max()
-            worst = max(worst, float(difference / expected.abs().max()))
-    counted = f"{len(calls)} calls, largest difference {worst:.1g}"
-    return counted if calls and worst <= _TOLERANCE else f"{_WRONG}{counted}, more than {_TOLERANCE:g}"
+            max_difference = max(max_difference, float(difference / expected.abs().max()))
+    counted = f"{len(calls)} calls, largest difference {max_difference:.1g}"
+    return counted if calls and max_difference <= _TOLERANCE else f"{_MISMATCH}{counted}, more than {_TOLERANCE:g}"
 
 
 def _check_gradient(family: DiffusionModel) -> str:
@@ -144,11 +144,13 @@ def _check_gradient(family: DiffusionModel) -> str:
     text = family.text_embedding(_PROMPTS)
     velocity = family.predict(network, torch.randn(2, *shape), torch.tensor([0.2, 0.8]), text)
     velocity.square().mean().backward()  # type: ignore[no-untyped-call]
-    reached = [name for name, weight in network.named_parameters() if weight.grad is not None]
+    trained_names = [name for name, weight in network.named_parameters() if weight.grad is not None]
     total = sum(1 for _ in network.parameters())
-    if not reached or not torch.isfinite(velocity).all():
-        return f"{_WRONG}no weight has a gradient, or a prediction is not finite"
-    return f"{len(reached)} of {total} weights, {sum(p.numel() for p in network.parameters()) / 1e6:.3g} M numbers"
+    if not trained_names or not torch.isfinite(velocity).all():
+        return f"{_MISMATCH}no weight has a gradient, or a prediction is not finite"
+    return (
+        f"{len(trained_names)} of {total} weights, {sum(p.numel() for p in network.parameters()) / 1e6:.3g} M numbers"
+    )
 
 
 def _check_adapter(family: DiffusionModel) -> str:
@@ -157,17 +159,17 @@ def _check_adapter(family: DiffusionModel) -> str:
     add_adapter(network, LoraConfig(r=2), family.lora_targets)
     count = sum(parameter.requires_grad for parameter in network.parameters())
     if not hasattr(family.folder.pipeline_class, "load_lora_weights"):
-        return f"{_WRONG}{family.folder.class_name} has no load_lora_weights; train all weights"
+        return f"{_MISMATCH}{family.folder.class_name} has no load_lora_weights; train all weights"
     return f"{count // 2} modules: {', '.join(family.lora_targets)}"
 
 
 def _random_pixels(family: DiffusionModel) -> tuple[Tensor, tuple[int, ...]]:
-    side = family.size_multiple * 2
+    image_size = family.size_multiple * 2
     frames = family.pixels_per_latent[0] + 1
     generator = torch.Generator().manual_seed(0)
-    shape = (1, 3, frames, side, side) if family.is_video else (1, 3, side, side)
+    shape = (1, 3, frames, image_size, image_size) if family.is_video else (1, 3, image_size, image_size)
     pixels = torch.rand(shape, generator=generator) * 2 - 1
-    return pixels, family.latent_shape(side, side, frames if family.is_video else 1)
+    return pixels, family.latent_shape(image_size, image_size, frames if family.is_video else 1)
 
 
 def main() -> int:

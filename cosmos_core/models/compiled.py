@@ -35,10 +35,10 @@ def watch_compiling(progress: Progress) -> None:
     Compilations occur in the first steps, and later for shapes that no compiled graph supports.
     """
     handler = torch._dynamo.callback.callback_handler
-    if not _watching:
-        handler.register_start_callback(lambda _: _watching[-1].begin_compiling())
-        handler.register_end_callback(lambda _: _watching[-1].end_compiling())
-    _watching[:] = [progress]
+    if not _compile_watchers:
+        handler.register_start_callback(lambda _: _compile_watchers[-1].begin_compiling())
+        handler.register_end_callback(lambda _: _compile_watchers[-1].end_compiling())
+    _compile_watchers[:] = [progress]
 
 
-_watching: list[Progress] = []
+_compile_watchers: list[Progress] = []

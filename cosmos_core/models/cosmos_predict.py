@@ -19,7 +19,7 @@ from torch.nn import functional
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.diffusion import DiffusionModel, Text
 from cosmos_core.models.sana_video import SanaVideo, video_compression
-from cosmos_core.models.video_context import Shards, UlyssesAttention, shard_blocks
+from cosmos_core.models.video_context import ClipSharding, UlyssesAttention, shard_blocks
 
 PIPELINES = ("Cosmos2_5_PredictBasePipeline",)
 
@@ -66,7 +66,7 @@ class CosmosPredict(SanaVideo):
     ) -> dict[str, Any]:
         """Return the arguments of the denoiser for latents at their noise levels. Timesteps are noise levels from 0 to
         1, one per frame."""
-        is_learned = self.learned_mask(latents, num_conditioning_B)
+        is_learned = self.trained_frames_mask(latents, num_conditioning_B)
         if is_learned is None:
             is_learned = latents.new_ones(len(latents), 1, latents.shape[2], 1, 1)
         sigma = sigma_B.to(latents.device).view(-1, 1, 1, 1, 1)
@@ -89,15 +89,15 @@ class CosmosPredict(SanaVideo):
         Raises:
             ConfigError: `size` does not divide the number of attention heads.
         """
-        heads = int(self.folder.settings(self.denoiser_name)["num_attention_heads"])
-        if heads % size:
+        num_heads = int(self.folder.settings(self.denoiser_name)["num_attention_heads"])
+        if num_heads % size:
             raise ConfigError(
-                f"policy.parallelism.cp_size = {size} does not divide the {heads} attention heads of the denoiser; "
+                f"policy.parallelism.cp_size = {size} does not divide the {num_heads} attention heads of the denoiser; "
                 f"make it a divisor"
             )
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
-        shards = Shards(mesh)
+        shards = ClipSharding(mesh)
         levels = {"embedded_timestep": 1, "temb": 1}
         dims = {**levels, "image_rotary_emb": 0, "extra_pos_emb": 1}
         shard_blocks(
@@ -127,7 +127,7 @@ class CosmosPredict(SanaVideo):
         return super().num_channels - 1
 
     @classmethod
-    def substitutes(cls) -> dict[str, Any]:
+    def component_placeholders(cls) -> dict[str, Any]:
         """Return the placeholder for the guardrail, and substitute torchvision if it is not installed."""
         substitute_torchvision()
         return {"safety_checker": GuardrailPlaceholder()}

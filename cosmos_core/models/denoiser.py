@@ -28,7 +28,7 @@ from cosmos_core.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class RequestedOutputs:
     """Settings of the velocity that a denoiser computes for each sample."""
 
     guidance: float = 1.0
@@ -71,9 +71,9 @@ class Denoiser:
         self.runner = SequentialRunner(root, self._forward, train, self.device)
 
     @property
-    def default_wants(self) -> Wants:
+    def default_outputs(self) -> RequestedOutputs:
         """Return the default outputs of an update: the velocity without guidance."""
-        return Wants()
+        return RequestedOutputs()
 
     @property
     def tokenizer(self) -> Any:
@@ -138,14 +138,14 @@ class Denoiser:
         return None
 
     def arrange(
-        self, samples: Sequence[FlowSample], ordered: Sequence[int], size: int, num_ranks: int
+        self, samples: Sequence[FlowSample], order: Sequence[int], size: int, num_ranks: int
     ) -> list[list[int]] | None:
         """Return None: latents of a group have the same shape, so no other arrangement needs less computation."""
         return None
 
-    def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], filler: FlowSample) -> FlowBatch:
+    def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], padding_sample: FlowSample) -> FlowBatch:
         """Collate samples to model inputs and add noise to latents; without samples, collate the sample `filler`."""
-        samples_or_filler = samples or [filler]
+        samples_or_filler = samples or [padding_sample]
         latents = self._stack_latents([sample.latents for sample in samples_or_filler])
         sigma_B = torch.tensor([sample.sigma for sample in samples_or_filler], dtype=torch.float64, device=self.device)
         counts = [sample.num_conditioning_frames for sample in samples_or_filler]
@@ -175,7 +175,7 @@ class Denoiser:
         return outputs
 
     def micro_batch(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> MicroBatch:
-        mask = self.family.learned_mask(batch.inputs["noisy"], batch.num_conditioning_B)
+        mask = self.family.trained_frames_mask(batch.inputs["noisy"], batch.num_conditioning_B)
         if mask is None:
             mask = batch.inputs["noisy"].new_ones(())
         return MicroBatch(batch.samples, batch.indices, outputs | batch.inputs, mask)
@@ -190,10 +190,10 @@ class Denoiser:
     def check_parallel_plan(self) -> None:
         """Do nothing, because replicas and FSDP shards of a denoiser compute the same values as one rank."""
 
-    def _forward(self, batch: FlowBatch, wants: Wants) -> dict[str, Tensor]:
+    def _forward(self, batch: FlowBatch, request: RequestedOutputs) -> dict[str, Tensor]:
         velocity = self.predict(
             batch.inputs["noisy"], batch.sigma_B, batch.text, batch.num_conditioning_B,
-            negative=batch.negative if wants.guidance != 1.0 else None, guidance=wants.guidance,
+            negative=batch.negative if request.guidance != 1.0 else None, guidance=request.guidance,
         )  # fmt: skip
         return {"velocity": velocity}
 

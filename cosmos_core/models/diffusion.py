@@ -32,7 +32,7 @@ Predict = Callable[..., Tensor]
 
 TIMESTEPS = 1000.0
 """Default factor from noise level to timestep; `DiffusionModel.num_timesteps` is the factor of a given pipeline."""
-_SAME_TABLE = 1e-5
+_MAX_TABLE_DIFFERENCE = 1e-5
 """Maximum difference between two tables of noise levels that counts as rounding."""
 
 
@@ -52,7 +52,7 @@ class DiffusionModel:
 
     def __init__(self, folder: PipelineFolder, config: DiffusersConfig, device: torch.device | str = "cpu") -> None:
         self.folder, self.config, self.device = folder, config, torch.device(device)
-        self.residence = ComponentOffload(self.device, is_offloaded=config.offload)
+        self.residency = ComponentOffload(self.device, is_offloaded=config.offload)
         if config.min_given_frames > self.max_conditioning_frames:
             raise ConfigError(
                 f"policy.diffusers.min_given_frames = {config.min_given_frames}: {type(self).__name__} can be given "
@@ -103,25 +103,28 @@ class DiffusionModel:
             ConfigError: the scheduler is not that of a rectified flow, or its levels do not fall from at most 1 to 0.
         """
         if self.schedule == "karras":
-            most, least = self.edm_levels
-            exact_N = flow.karras_schedule(num_steps, most=most, least=least)
+            max_level, min_level = self.edm_levels
+            exact_N = flow.karras_schedule(num_steps, max_sigma=max_level, min_sigma=min_level)
         else:
-            exact_N = flow.SCHEDULES[self.schedule](num_steps, self.shift)
-        scheduler, wrong = self.folder.load("scheduler"), f"policy.model_name_or_path = {self.folder.model!r}: "
+            exact_N = flow.SCHEDULES[self.schedule](num_steps, self.timestep_shift)
+        scheduler, table_mismatch = (
+            self.folder.load("scheduler"),
+            f"policy.model_name_or_path = {self.folder.model!r}: ",
+        )
         try:
             scheduler.set_timesteps(num_steps)
         except (ValueError, ImportError) as error:
-            raise ConfigError(f"{wrong}its scheduler has no table of noise levels here: {error}") from error
+            raise ConfigError(f"{table_mismatch}its scheduler has no table of noise levels here: {error}") from error
         sigmas_N = scheduler.sigmas.double()
-        if sigmas_N.shape == exact_N.shape and (sigmas_N - exact_N).abs().max() < _SAME_TABLE:
+        if sigmas_N.shape == exact_N.shape and (sigmas_N - exact_N).abs().max() < _MAX_TABLE_DIFFERENCE:
             return exact_N
         if not (
             sigmas_N.shape == exact_N.shape and sigmas_N[0] <= 1 and sigmas_N[-1] == 0 and sigmas_N.diff().max() < 0
         ):
             raise ConfigError(
-                f"{wrong}the {len(sigmas_N)} noise levels of its {type(scheduler).__name__} for {num_steps} steps go "
-                f"from {sigmas_N[0]:g} to {sigmas_N[-1]:g}; they must fall from at most 1 to 0 at each step: mend "
-                f"invert_sigmas, final_sigmas_type or the kind of sigmas in scheduler/scheduler_config.json"
+                f"{table_mismatch}the {len(sigmas_N)} noise levels of its {type(scheduler).__name__} for {num_steps} "
+                f"steps go from {sigmas_N[0]:g} to {sigmas_N[-1]:g}; they must fall from at most 1 to 0 at each step: "
+                f"mend invert_sigmas, final_sigmas_type or the kind of sigmas in scheduler/scheduler_config.json"
             )
         return sigmas_N
 
@@ -130,10 +133,10 @@ class DiffusionModel:
     ) -> Tensor:
         """Add noise to clean latents up to the noise level of each sample; conditioning frames stay clean."""
         noisy = flow.noisy_latents(latents, noise, sigma_B)
-        mask = self.learned_mask(latents, num_conditioning_B)
+        mask = self.trained_frames_mask(latents, num_conditioning_B)
         return noisy if mask is None else mask * noisy + (1 - mask) * latents
 
-    def learned_mask(self, latents: Tensor, num_conditioning_B: Tensor | None) -> Tensor | None:
+    def trained_frames_mask(self, latents: Tensor, num_conditioning_B: Tensor | None) -> Tensor | None:
         """Return a mask (B, 1, F, 1, 1) with 1 for trained and 0 for conditioning frames; None: all are trained."""
         if num_conditioning_B is None or not num_conditioning_B.any():
             return None
@@ -160,9 +163,11 @@ class DiffusionModel:
         arguments = self.nft_prepare_transformer_input(latents, sigma_B, text, num_conditioning_B)
         weight_dtype = dtype or latents.dtype
         # Half precision cannot represent a timestep such as 961.3, so `timestep` stays float32.
-        cast = {name: value if name == "timestep" else _cast(value, weight_dtype) for name, value in arguments.items()}
-        velocity = self.velocity_of(denoiser(**cast, return_dict=False)[0], latents).to(latents.dtype)
-        mask = self.learned_mask(latents, num_conditioning_B)
+        cast_inputs = {
+            name: value if name == "timestep" else _cast(value, weight_dtype) for name, value in arguments.items()
+        }
+        velocity = self.velocity_of(denoiser(**cast_inputs, return_dict=False)[0], latents).to(latents.dtype)
+        mask = self.trained_frames_mask(latents, num_conditioning_B)
         return velocity if mask is None else velocity * mask
 
     def velocity_of(self, output: Tensor, latents: Tensor) -> Tensor:
@@ -227,15 +232,15 @@ class DiffusionModel:
     def edm_levels(self) -> tuple[float, float]:
         """Return the largest and smallest EDM noise level of Karras' schedule, from the scheduler's settings or, if
         these are missing, from its training noise levels."""
-        most, least = self.scheduler.get("sigma_max"), self.scheduler.get("sigma_min")
-        if most is None or least is None:
+        max_level, min_level = self.scheduler.get("sigma_max"), self.scheduler.get("sigma_min")
+        if max_level is None or min_level is None:
             alphas = self.folder.load("scheduler").alphas_cumprod.double()
             training_levels = ((1 - alphas) / alphas).sqrt()
-            most, least = most or training_levels[-1].item(), least or training_levels[0].item()
-        return float(most), float(least)
+            max_level, min_level = max_level or training_levels[-1].item(), min_level or training_levels[0].item()
+        return float(max_level), float(min_level)
 
     @property
-    def shift(self) -> float:
+    def timestep_shift(self) -> float:
         """Return the timestep shift of the scheduler, which moves noise levels towards pure noise."""
         return float(self.scheduler.get("shift") or self.scheduler.get("flow_shift") or 1.0)
 
@@ -247,7 +252,7 @@ class DiffusionModel:
     @property
     def train_shift(self) -> float:
         """Return the timestep shift of training, from the recipe or, if the recipe sets none, from the scheduler."""
-        return self.config.train_flow_shift or self.shift
+        return self.config.train_flow_shift or self.timestep_shift
 
     @property
     def pixels_per_latent(self) -> tuple[int, int]:
@@ -314,7 +319,7 @@ class DiffusionModel:
         pipeline_class = self.folder.pipeline_class
         accepted = list(inspect.signature(pipeline_class.__init__).parameters.values())[1:]
         required = {each.name: None for each in accepted if each.default is inspect.Parameter.empty}
-        pipeline = pipeline_class(**required | self.substitutes() | dict(components))
+        pipeline = pipeline_class(**required | self.component_placeholders() | dict(components))
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
@@ -325,7 +330,7 @@ class DiffusionModel:
         return pipeline
 
     @classmethod
-    def substitutes(cls) -> dict[str, Any]:
+    def component_placeholders(cls) -> dict[str, Any]:
         """Return placeholders, by name, for components that the constructor requires but training never uses."""
         return {}
 
@@ -338,9 +343,11 @@ class DiffusionModel:
     @classmethod
     def load_pipeline(cls, folder: PipelineFolder, dtype: torch.dtype) -> Any:
         """Load a whole pipeline with `from_pretrained`, as a user would, except for the components in `substitutes`."""
-        absent = {name: None for name, entry in folder.index.items() if isinstance(entry, list) and not any(entry)}
+        absent_components = {
+            name: None for name, entry in folder.index.items() if isinstance(entry, list) and not any(entry)
+        }
         pipeline = folder.pipeline_class.from_pretrained(
-            str(folder.path), dtype=dtype, local_files_only=True, **absent | cls.substitutes()
+            str(folder.path), dtype=dtype, local_files_only=True, **absent_components | cls.component_placeholders()
         )
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
@@ -348,9 +355,9 @@ class DiffusionModel:
     def probe(self) -> dict[str, Any]:
         """Return the arguments of a small and quick call of the pipeline, without prompt and seed."""
         in_time = self.pixels_per_latent[0]
-        side = self.size_multiple * 2
+        image_size = self.size_multiple * 2
         frames = {"num_frames": in_time + 1} if self.is_video else {}
-        return {"height": side, "width": side, "num_inference_steps": 2, "guidance_scale": 1.0,
+        return {"height": image_size, "width": image_size, "num_inference_steps": 2, "guidance_scale": 1.0,
                 "max_sequence_length": self.config.max_prompt_length, **frames}  # fmt: skip
 
     def load_denoiser(self, dtype: torch.dtype) -> Any:
@@ -379,9 +386,9 @@ class DiffusionModel:
         With `policy.diffusers.offload` the components return to host memory after the block, or at the end of an
         enclosing `residence.keep_on_device`.
         """
-        named = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
-        components = [each for each in named if each is not None]
-        with torch.no_grad(), self.residence.on_device(components):
+        named_components = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
+        components = [each for each in named_components if each is not None]
+        with torch.no_grad(), self.residency.on_device(components):
             yield components[-1] if components else None
 
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from cosmos_core.errors import StageFailed
 
 # ENOSPC: the disk is full; EFBIG: a file exceeds the size limit; EDQUOT: a quota is used up. Freeing space helps.
-_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+_DISK_FULL_ERRORS = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def _disk_error(error: BaseException, name: str, describe_rest: Callable[[], str
     number = _error_number(error)
     if number is None:
         return error
-    if number in _FULL:
+    if number in _DISK_FULL_ERRORS:
         return StageFailed(f"disk full while saving {name}; {describe_rest()}; free space and run again")
     return StageFailed(f"{os.strerror(number)} while saving {name}; {describe_rest()}; mend that and run again")
 

@@ -57,11 +57,11 @@ def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str
     weights = merged_state_dict(model)
     if dtype is None:
         return weights
-    cast: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    cast_tensors: dict[tuple[int, torch.Size], torch.Tensor] = {}
     for tensor in weights.values():
-        if (key := (tensor.data_ptr(), tensor.shape)) not in cast:
-            cast[key] = tensor.to("cpu", dtype if tensor.is_floating_point() else None)
-    return {name: cast[tensor.data_ptr(), tensor.shape] for name, tensor in weights.items()}
+        if (key := (tensor.data_ptr(), tensor.shape)) not in cast_tensors:
+            cast_tensors[key] = tensor.to("cpu", dtype if tensor.is_floating_point() else None)
+    return {name: cast_tensors[tensor.data_ptr(), tensor.shape] for name, tensor in weights.items()}
 
 
 def _export_config(model: PreTrainedModel, dtype: torch.dtype | None) -> Any:

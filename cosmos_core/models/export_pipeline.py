@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.disk import translate_disk_errors
-from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merge_adapter, merged_state_dict
+from cosmos_core.models.lora import FOLDER, has_changed_base, is_adapted, merge_adapter, merged_state_dict
 from cosmos_core.models.pipeline_folder import INDEX, PipelineFolder
 from cosmos_core.run.files import copy_file, replaced_folder
 
@@ -75,7 +75,7 @@ def save_pipeline_adapter(family: DiffusionModel, model: Any, folder: Path) -> N
     the scale of the adapter.
     """
     state = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
-    assert not changes_base(model), "refused by `check`: the adapter would not fit the untouched base"
+    assert not has_changed_base(model), "refused by `check`: the adapter would not fit the untouched base"
     name = family.denoiser_name
     folder.mkdir(parents=True)
     family.folder.pipeline_class.save_lora_weights(
@@ -93,8 +93,8 @@ def adapter_settings(model: Any) -> dict[str, Any]:
     call.
     """
     settings = model.peft_config[_ADAPTER].to_dict() | {"inference_mode": True, "lora_dropout": 0.0}
-    plain = {key: sorted(value) if isinstance(value, (set, list)) else value for key, value in settings.items()}
-    values: dict[str, Any] = json.loads(json.dumps(plain, default=str, sort_keys=True))
+    json_settings = {key: sorted(value) if isinstance(value, (set, list)) else value for key, value in settings.items()}
+    values: dict[str, Any] = json.loads(json.dumps(json_settings, default=str, sort_keys=True))
     return values
 
 

@@ -13,7 +13,7 @@ import torch
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.diffusion import DiffusionModel
-from cosmos_core.models.model_files import KEY
+from cosmos_core.models.model_files import MODEL_KEY
 from cosmos_core.models.pipeline_folder import PipelineFolder
 from cosmos_core.registry import import_user_code, suggestion
 
@@ -26,10 +26,10 @@ def open_family(model: str, policy: PolicyConfig, device: torch.device | str = "
         ConfigError: `policy.model_class` is not a subclass of `DiffusionModel`.
     """
     folder = PipelineFolder(model, policy.model_revision)
-    return family_of(folder, policy.model_class)(folder, policy.diffusers, device)
+    return find_family(folder, policy.model_class)(folder, policy.diffusers, device)
 
 
-def family_of(folder: PipelineFolder, model_class: str | None = None) -> type[DiffusionModel]:
+def find_family(folder: PipelineFolder, model_class: str | None = None) -> type[DiffusionModel]:
     """Return the family class for a pipeline: the user-defined `model_class`, or the family that supports the
     pipeline's class.
 
@@ -48,7 +48,7 @@ def family_of(folder: PipelineFolder, model_class: str | None = None) -> type[Di
     modules = pipeline_modules()
     if folder.class_name not in modules:
         raise ModelError(
-            f"{KEY} = {folder.model!r}: {folder.class_name} is of no family here"
+            f"{MODEL_KEY} = {folder.model!r}: {folder.class_name} is of no family here"
             f"{suggestion(folder.class_name, list(modules))}; write one of your own and name it in policy.model_class"
         )
     family: type[DiffusionModel] = importlib.import_module(f"cosmos_core.models.{modules[folder.class_name]}").FAMILY

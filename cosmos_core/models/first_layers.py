@@ -19,11 +19,11 @@ class FirstLayers(NamedTuple):
 
     path: str
     """Name of the module list that has the layers of the model."""
-    num_kept: int
+    num_first_layers: int
     num_layers: int
 
 
-def fit_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory: int) -> FirstLayers | None:
+def num_fitting_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory: int) -> FirstLayers | None:
     """Return the largest number of first layers, at least one, that fit into `memory` bytes as a float32 copy in
     another process; None if all layers fit.
 
@@ -36,9 +36,9 @@ def fit_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory: int) -
     copies = 2 if any((dtype or parameter.dtype) is not torch.float32 for parameter in model.parameters()) else 1
     layers = list(model.get_submodule(path).children())
     sizes = [_num_values(layer) * _FLOAT32_BYTES * copies for layer in layers]
-    needed, count = _num_values(model) * _FLOAT32_BYTES * copies - sum(sizes), 0
-    while count < len(sizes) and needed + sizes[count] <= memory:
-        needed, count = needed + sizes[count], count + 1
+    needed_bytes, count = _num_values(model) * _FLOAT32_BYTES * copies - sum(sizes), 0
+    while count < len(sizes) and needed_bytes + sizes[count] <= memory:
+        needed_bytes, count = needed_bytes + sizes[count], count + 1
     return None if count == len(sizes) else FirstLayers(path, max(1, count), len(sizes))
 
 
@@ -50,21 +50,21 @@ def keep_first_layers(model: PreTrainedModel, first: FirstLayers | None) -> Iter
         return
     path, _, name = first.path.rpartition(".")
     holder, layers = model.get_submodule(path), model.get_submodule(first.path)
-    holder._modules[name] = nn.ModuleList(list(layers.children())[: first.num_kept])
+    holder._modules[name] = nn.ModuleList(list(layers.children())[: first.num_first_layers])
     try:
         yield
     finally:
         holder._modules[name] = layers
 
 
-def cut_config(config: PretrainedConfig, first: FirstLayers | None) -> PretrainedConfig:
+def truncate_config(config: PretrainedConfig, first: FirstLayers | None) -> PretrainedConfig:
     """Change a model config to that of the first layers, and return the config; `first` None: change nothing."""
     if first is not None:
         text = config.get_text_config()
-        text.num_hidden_layers = first.num_kept
+        text.num_hidden_layers = first.num_first_layers
         for name, value in list(vars(text).items()):
             if isinstance(value, list) and len(value) == first.num_layers:  # a config list with one value per layer
-                setattr(text, name, value[: first.num_kept])
+                setattr(text, name, value[: first.num_first_layers])
     return config
 
 
@@ -73,7 +73,7 @@ def is_removed(key: str, first: FirstLayers | None) -> bool:
     if first is None:
         return False
     indices = re.findall(rf"(?:^|\.){re.escape(first.path.rpartition('.')[2])}\.(\d+)\.", key)
-    return any(first.num_kept <= int(index) < first.num_layers for index in indices)
+    return any(first.num_first_layers <= int(index) < first.num_layers for index in indices)
 
 
 def layers_path(model: PreTrainedModel) -> str | None:

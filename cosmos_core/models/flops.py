@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-_SMALLEST, _LARGEST = 256, {"cuda": 8192}
-_LONG_SECONDS = 0.03
-_TRIES = 5
+_MIN_MATRIX_SIZE, _MAX_MATRIX_SIZE = 256, {"cuda": 8192}
+_MIN_MEASURED_SECONDS = 0.03
+_NUM_MEASUREMENTS = 5
 
 
 class TrainFlops:
@@ -30,16 +30,16 @@ class TrainFlops:
         chosen = getattr(text, "num_experts_per_tok", 1) / (
             getattr(text, "num_experts", 0) or getattr(text, "num_local_experts", 0) or 1
         )
-        lookup = _lookup(model)
+        lookup_parameters = _lookup(model)
         self.flops_per_token = 0.0
         for parameter in model.parameters():
-            if parameter.ndim < 2 or parameter is lookup:
+            if parameter.ndim < 2 or parameter is lookup_parameters:
                 continue
             fraction = chosen if parameter.ndim == 3 else 1.0
             self.flops_per_token += fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
-        heads = getattr(text, "num_attention_heads", 0)
-        width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(1, heads)
-        self._flops_per_pair = 6.0 * getattr(text, "num_hidden_layers", 0) * heads * width
+        num_heads = getattr(text, "num_attention_heads", 0)
+        width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(1, num_heads)
+        self._flops_per_pair = 6.0 * getattr(text, "num_hidden_layers", 0) * num_heads * width
 
     def total(self, costs: Sequence[int]) -> float:
         """Return the FLOPs of the forward and backward pass of samples; `costs` are their numbers of tokens."""
@@ -63,16 +63,16 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
     The matrices grow until a product takes 0.03 s; the result is the best rate over all sizes and tries.
     """
-    size, best = _SMALLEST, 0.0
-    while size <= _LARGEST.get(device.type, 1024):
+    size, best = _MIN_MATRIX_SIZE, 0.0
+    while size <= _MAX_MATRIX_SIZE.get(device.type, 1024):
         matrix = torch.randn(size, size, device=device, dtype=dtype)
         shortest = float("inf")
-        for _ in range(_TRIES):
-            began = _now(device)
+        for _ in range(_NUM_MEASUREMENTS):
+            start_time = _now(device)
             matrix @ matrix
-            shortest = min(shortest, _now(device) - began)
+            shortest = min(shortest, _now(device) - start_time)
         best = max(best, 2.0 * size**3 / shortest)
-        if shortest > _LONG_SECONDS:
+        if shortest > _MIN_MEASURED_SECONDS:
             break
         size *= 2
     return best

@@ -24,7 +24,7 @@ _TRAIN_LEVELS = 1000
 
 def noisy_latents(x0: Tensor, noise: Tensor, sigma_B: Tensor) -> Tensor:
     """Return the noisy latents (1 - sigma) x0 + sigma noise, with the noise level sigma of each sample."""
-    sigma = per_sample(sigma_B, x0)
+    sigma = broadcast_per_sample(sigma_B, x0)
     return (1 - sigma) * x0 + sigma * noise
 
 
@@ -35,15 +35,15 @@ def velocity(x0: Tensor, noise: Tensor) -> Tensor:
 
 def clean_estimate(x: Tensor, v: Tensor, sigma_B: Tensor) -> Tensor:
     """Return the estimate of the clean latents x0 from noisy latents `x` and a predicted velocity `v`."""
-    return x - per_sample(sigma_B, x) * v
+    return x - broadcast_per_sample(sigma_B, x) * v
 
 
 def noise_estimate(x: Tensor, v: Tensor, sigma_B: Tensor) -> Tensor:
     """Return the estimate of the noise from noisy latents `x` and a predicted velocity `v`."""
-    return x + (1 - per_sample(sigma_B, x)) * v
+    return x + (1 - broadcast_per_sample(sigma_B, x)) * v
 
 
-def per_sample(values_B: Tensor, like: Tensor) -> Tensor:
+def broadcast_per_sample(values_B: Tensor, like: Tensor) -> Tensor:
     """Return values per sample, or a scalar, in the dtype of the latents `like` and broadcastable over them."""
     return values_B.to(like).reshape(-1, *[1] * (like.ndim - 1)) if values_B.ndim else values_B.to(like)
 
@@ -135,7 +135,7 @@ def unipc_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     return _append_zero(shift_levels(torch.linspace(1, smallest, num_steps + 1, dtype=torch.float64)[:-1], shift))
 
 
-def karras_schedule(num_steps: int, shift: float = 1.0, *, most: float = 200.0, least: float = 0.01) -> Tensor:
+def karras_schedule(num_steps: int, shift: float = 1.0, *, max_sigma: float = 200.0, min_sigma: float = 0.01) -> Tensor:
     """Return the noise levels of diffusers' UniPCMultistepScheduler with Karras' levels.
 
     The EDM noise levels s from `most` to `least` by the rule of Karras et al. (arXiv 2206.00364, rho = 7) are converted
@@ -143,7 +143,7 @@ def karras_schedule(num_steps: int, shift: float = 1.0, *, most: float = 200.0, 
     """
     rho = 7.0
     ramp_N = torch.linspace(0, 1, num_steps, dtype=torch.float64)
-    edm_N = (most ** (1 / rho) + ramp_N * (least ** (1 / rho) - most ** (1 / rho))) ** rho
+    edm_N = (max_sigma ** (1 / rho) + ramp_N * (min_sigma ** (1 / rho) - max_sigma ** (1 / rho))) ** rho
     return _append_zero(edm_N / (1 + edm_N))
 
 

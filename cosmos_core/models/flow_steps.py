@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cosmos_core.models.flow import clean_estimate, mean_per_sample, noise_estimate, per_sample
+from cosmos_core.models.flow import broadcast_per_sample, clean_estimate, mean_per_sample, noise_estimate
 
-_PURE = 0.999
+_PURE_NOISE_LEVEL = 0.999
 """Noise level above which latents count as pure noise."""
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
+class NoiseLevels:
     """Noise levels at the start and at the end of a sampler step, with one value per sample or one for all samples."""
 
     sigma: Tensor
@@ -46,32 +46,32 @@ class Transition(NamedTuple):
     """Whether `log_prob` is the log-density of the Gaussian; False: minus the mean squared distance (FlowCPS)."""
 
 
-Kernel = Callable[[Tensor, Tensor, Levels, float], Transition]
+Kernel = Callable[[Tensor, Tensor, NoiseLevels, float], Transition]
 
 
-def flow_sde(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
+def flow_sde(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
     """Return the stochastic step of FlowGRPO (arXiv 2505.05470), with the noise rate eta sqrt(sigma / (1 - sigma)).
 
     The drift preserves the distribution of latents at each noise level. The noise rate is unbounded as sigma approaches
     1, so for sigma above 0.999 the second noise level replaces sigma in 1 - sigma.
     """
     sigma, step = levels.sigma, levels.next - levels.sigma
-    rate = eta * torch.sqrt(sigma / (1 - torch.where(sigma > _PURE, levels.second_sigma, sigma)))
+    rate = eta * torch.sqrt(sigma / (1 - torch.where(sigma > _PURE_NOISE_LEVEL, levels.second_sigma, sigma)))
     half = rate**2 / (2 * sigma)
-    mean = x * per_sample(1 + half * step, x) + v * per_sample((1 + half * (1 - sigma)) * step, x)
+    mean = x * broadcast_per_sample(1 + half * step, x) + v * broadcast_per_sample((1 + half * (1 - sigma)) * step, x)
     return Transition(mean, rate * torch.sqrt(-step), rate)
 
 
-def dance_grpo_step(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
+def dance_grpo_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
     """Return the stochastic step of DanceGRPO (arXiv 2505.07818): constant noise rate eta, drift by the score."""
     sigma, step = levels.sigma, levels.next - levels.sigma
-    score = (per_sample(1 - sigma, x) * clean_estimate(x, v, sigma) - x) / per_sample(sigma**2, x)
-    mean = x + v * per_sample(step, x) - score * per_sample(0.5 * eta**2 * step, x)
+    score = (broadcast_per_sample(1 - sigma, x) * clean_estimate(x, v, sigma) - x) / broadcast_per_sample(sigma**2, x)
+    mean = x + v * broadcast_per_sample(step, x) - score * broadcast_per_sample(0.5 * eta**2 * step, x)
     rate = torch.full_like(sigma, eta)
     return Transition(mean, rate * torch.sqrt(-step), rate)
 
 
-def flow_cps_step(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
+def flow_cps_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
     """Return the stochastic step of FlowCPS (arXiv 2509.05952), in which the fraction sin(eta pi / 2) of the noise is
     new.
 
@@ -80,21 +80,21 @@ def flow_cps_step(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transitio
     new = levels.next * math.sin(eta * math.pi / 2)
     kept_noise = torch.sqrt((levels.next**2 - new**2).clamp(min=0))
     clean, noise = clean_estimate(x, v, levels.sigma), noise_estimate(x, v, levels.sigma)
-    mean = per_sample(1 - levels.next, x) * clean + per_sample(kept_noise, x) * noise
+    mean = broadcast_per_sample(1 - levels.next, x) * clean + broadcast_per_sample(kept_noise, x) * noise
     return Transition(mean, new, new, has_density=False)
 
 
-def ddim_step(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
+def ddim_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
     """Return the step of DDIM (arXiv 2010.02502) for a flow: eta = 0 is the Euler step, eta = 1 the posterior of the
     forward process."""
     sigma, next_sigma = levels.sigma, levels.next
-    carried = (1 - sigma) / (1 - next_sigma)
-    variance = (sigma**2 - (carried * next_sigma) ** 2).clamp(min=0)
+    kept_noise_factor = (1 - sigma) / (1 - next_sigma)
+    variance = (sigma**2 - (kept_noise_factor * next_sigma) ** 2).clamp(min=0)
     std = torch.minimum(eta * next_sigma / sigma * torch.sqrt(variance), next_sigma)
     kept_noise = torch.sqrt(next_sigma**2 - std**2)
-    mean = per_sample(1 - next_sigma, x) * clean_estimate(x, v, sigma) + per_sample(kept_noise, x) * noise_estimate(
-        x, v, sigma
-    )
+    mean = broadcast_per_sample(1 - next_sigma, x) * clean_estimate(x, v, sigma) + broadcast_per_sample(
+        kept_noise, x
+    ) * noise_estimate(x, v, sigma)
     return Transition(mean, std, std / torch.sqrt(sigma - next_sigma))
 
 
@@ -102,7 +102,7 @@ KERNELS: dict[str, Kernel] = {"flow": flow_sde, "dance": dance_grpo_step, "cps":
 """Functions for stochastic steps, by the name in `policy.diffusers.sample.solver`."""
 
 
-def transition(kernel: str, x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
+def transition(kernel: str, x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
     """Return the distribution of the latents after a stochastic step.
 
     Args:
@@ -136,7 +136,7 @@ def euler_step(x: Tensor, v: Tensor, sigma: Tensor, next_sigma: Tensor) -> Tenso
 
     DDIM with eta = 0 and DPM-Solver++ of order 1 are the same step.
     """
-    return x + v * per_sample(next_sigma - sigma, x)
+    return x + v * broadcast_per_sample(next_sigma - sigma, x)
 
 
 class DpmSolver2M:

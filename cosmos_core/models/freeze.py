@@ -53,10 +53,10 @@ def _apply_map(names: dict[str, nn.Parameter], trainable_map: dict[str, bool]) -
     """Apply `trainable_map` from outer to inner modules, so that the longest matching module name takes precedence."""
     for module_name in sorted(trainable_map, key=len):
 
-        def is_inside(name: str, module_name: str = module_name) -> bool:
+        def is_in_module(name: str, module_name: str = module_name) -> bool:
             return name == module_name or name.startswith(f"{module_name}.")
 
-        _set_trained(names, "policy.trainable_map", module_name, is_inside, trainable_map[module_name])
+        _set_trained(names, "policy.trainable_map", module_name, is_in_module, trainable_map[module_name])
 
 
 def _set_trained(
@@ -65,13 +65,13 @@ def _set_trained(
     parameters = [parameter for name, parameter in names.items() if matches(name)]
     if not parameters:
         raise ConfigError(
-            f"{key}: {name_or_pattern!r} matches no weight{suggestion(name_or_pattern, _names_to_suggest(names))}"
+            f"{key}: {name_or_pattern!r} matches no weight{suggestion(name_or_pattern, _suggest_names(names))}"
         )
     for parameter in parameters:
         parameter.requires_grad_(is_trained)
 
 
-def _names_to_suggest(names: Iterable[str]) -> list[str]:
+def _suggest_names(names: Iterable[str]) -> list[str]:
     """Return the names to suggest after a typing error: the names of weights up to the layer number."""
     short = {re.split(r"\.\d+\.", name)[0] for name in names}
     return sorted(short)

@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 from cosmos_core.models.model_files import locate_model, read_object, translate_load_errors
 
 FILE = "generation_config.json"
-_FIRST = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate", "eos_token_id")
+_PRIMARY_SETTINGS = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate", "eos_token_id")
 """Generation settings that determine whether other settings are valid, and are therefore tried first."""
 
 logger = logging.getLogger(__name__)
@@ -32,20 +32,20 @@ def load_generation_config(model: str, revision: str | None = None) -> Generatio
     """
     if (content := _read_file(model, revision)) is None:
         return None
-    config, refused = _drop_refused(content)
-    if refused:
-        logger.warning("%s of %s: transformers refuses to load %s, left out", FILE, model, ", ".join(refused))
+    config, refused_names = _split_refused(content)
+    if refused_names:
+        logger.warning("%s of %s: transformers refuses to load %s, left out", FILE, model, ", ".join(refused_names))
     return config
 
 
-def refused_settings(model: str, revision: str | None = None) -> list[str]:
+def find_refused_settings(model: str, revision: str | None = None) -> list[str]:
     """Return the names of a model's generation settings that transformers, and therefore rollout engines, refuse to
     load.
 
     Raises:
         ModelError: the file is not a JSON object, or the model cannot be fetched from the Hub.
     """
-    return _drop_refused(_read_file(model, revision) or {})[1]
+    return _split_refused(_read_file(model, revision) or {})[1]
 
 
 def save_generation_config(model: PreTrainedModel, folder: Path) -> None:
@@ -71,12 +71,12 @@ def _read_file(model: str, revision: str | None) -> dict[str, Any] | None:
     return None if file is None else read_object(Path(file), model)
 
 
-def _drop_refused(content: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
+def _split_refused(content: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
     """Return a generation config with the settings that transformers accepts, and the names of the refused settings."""
     if full_config := _try_build(content):
         return full_config, []
     accepted: dict[str, Any] = {}
-    for key in sorted(content, key=lambda key: (key not in _FIRST, key)):
+    for key in sorted(content, key=lambda key: (key not in _PRIMARY_SETTINGS, key)):
         if _try_build({**accepted, key: content[key]}):
             accepted[key] = content[key]
     return GenerationConfig.from_dict(dict(accepted)), sorted(content.keys() - accepted.keys())

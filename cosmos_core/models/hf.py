@@ -29,7 +29,7 @@ from cosmos_core.errors import ModelError
 from cosmos_core.models.chat_templates import set_template
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.lora import merge_adapter, merged_state_dict
-from cosmos_core.models.model_files import KEY, check_weights, locate_model, read_object, translate_load_errors
+from cosmos_core.models.model_files import MODEL_KEY, check_weights, locate_model, read_object, translate_load_errors
 from cosmos_core.models.recompute import Recompute, recompute
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -48,7 +48,7 @@ def load_tokenizer(
     if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
         # Without this check, transformers creates an empty tokenizer from config.json alone.
         raise ModelError(
-            f"{KEY} = {model!r}: the folder has no tokenizer; save one beside the weights (tokenizer.json)"
+            f"{MODEL_KEY} = {model!r}: the folder has no tokenizer; save one beside the weights (tokenizer.json)"
         )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         read_object(Path(source, name), model)
@@ -56,13 +56,13 @@ def load_tokenizer(
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), **options)
     if not isinstance(tokenizer.model_max_length, int | float):
         raise ModelError(
-            f"{KEY} = {model!r}: tokenizer_config.json has model_max_length = {tokenizer.model_max_length!r}, which is "
-            "no number of tokens; write one, or leave it out"
+            f"{MODEL_KEY} = {model!r}: tokenizer_config.json has model_max_length = {tokenizer.model_max_length!r}, "
+            "which is no number of tokens; write one, or leave it out"
         )
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
         raise ModelError(
-            f"{KEY} = {model!r}: the tokenizer has neither a pad_token nor an eos_token; name one of its tokens in "
-            "tokenizer_config.json"
+            f"{MODEL_KEY} = {model!r}: the tokenizer has neither a pad_token nor an eos_token; name one of its tokens "
+            "in tokenizer_config.json"
         )
     set_template(tokenizer, chat_template)
     return tokenizer
@@ -80,7 +80,7 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
         remedy = "give a folder in Hugging Face format"
         if is_adapter:
             remedy = "it is an adapter: name its base here, and the folder in policy.lora.lora_path"
-        raise ModelError(f"{KEY} = {model!r}: the folder has no config.json; {remedy}")
+        raise ModelError(f"{MODEL_KEY} = {model!r}: the folder has no config.json; {remedy}")
     for name in ("config.json", "generation_config.json"):
         read_object(Path(source, name), model)
     with translate_load_errors("config.json", model):
@@ -117,8 +117,8 @@ def load_model(
         )  # fmt: skip
     check_loaded_tensors(loaded, info, model)
     for name, tensor in loaded.state_dict().items():
-        if problem := describe_nonfinite(name, tensor):
-            raise ModelError(f"{KEY} = {model!r}: {problem}")
+        if problem := nonfinite_message(name, tensor):
+            raise ModelError(f"{MODEL_KEY} = {model!r}: {problem}")
     # Rollout engines load the revision that the config records, but transformers does not always record it.
     loaded.config._commit_hash = getattr(loaded.config, "_commit_hash", None) or revision
     nn.Module.to(loaded, device)
@@ -135,10 +135,10 @@ def model_without_weights(
     Raises:
         ModelError: the model does not exist, its config.json is wrong, or its architecture does not generate text.
     """
-    built = _build_empty(load_config(model, revision), model, dtype)
-    built.tie_weights()  # `from_pretrained` ties weights during the initialisation, which is skipped here
-    recompute(built, gradient_checkpointing)
-    return built.eval()
+    empty_model = _build_empty(load_config(model, revision), model, dtype)
+    empty_model.tie_weights()  # `from_pretrained` ties weights during the initialisation, which is skipped here
+    recompute(empty_model, gradient_checkpointing)
+    return empty_model.eval()
 
 
 def check_row_length(config: PretrainedConfig, max_length: int) -> None:
@@ -177,8 +177,8 @@ def _build_empty(config: PretrainedConfig, model: str, dtype: torch.dtype) -> Pr
         translate_load_errors("architecture", model),
         no_init_weights(),
     ):  # skip initialisations that read weights, because meta tensors have no values
-        built: PreTrainedModel = build(config, dtype=dtype, **_attention(cls, config))
-    return built
+        empty_model: PreTrainedModel = build(config, dtype=dtype, **_attention(cls, config))
+    return empty_model
 
 
 def _check_architecture(config: PretrainedConfig, model: str) -> None:
@@ -192,19 +192,21 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
     with translate_load_errors("architecture", model):  # importing the model class fails if a library is missing
         cls = _model_class(config)
     if names:
-        named = f"{KEY} = {model!r}: config.json has architectures = {names!r}"
+        key_text = f"{MODEL_KEY} = {model!r}: config.json has architectures = {names!r}"
         if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-            raise ModelError(f"{named}, which transformers has no model for; name a causal language model there")
+            raise ModelError(f"{key_text}, which transformers has no model for; name a causal language model there")
         if not cls.can_generate():
-            raise ModelError(f"{KEY} = {model!r}: {cls.__name__} does not generate text; give a causal language model")
+            raise ModelError(
+                f"{MODEL_KEY} = {model!r}: {cls.__name__} does not generate text; give a causal language model"
+            )
         config_class: Any = cls.config_class
         if config_class and not any(isinstance(each, config_class) for each in (config, config.get_text_config())):
-            raise ModelError(f"{named} and model_type = {config.model_type!r}, which do not belong together")
-    for key, usual in (("output_attentions", False), ("return_dict", True)):
-        if (value := getattr(config, key, usual)) != usual:
+            raise ModelError(f"{key_text} and model_type = {config.model_type!r}, which do not belong together")
+    for key, default_value in (("output_attentions", False), ("return_dict", True)):
+        if (value := getattr(config, key, default_value)) != default_value:
             raise ModelError(
-                f"{KEY} = {model!r}: config.json has {key} = {value}, which changes what a forward pass returns; leave "
-                f"it out there"
+                f"{MODEL_KEY} = {model!r}: config.json has {key} = {value}, which changes what a forward pass "
+                f"returns; leave it out there"
             )
     with (
         translate_load_errors("quantized weights", model),
@@ -240,21 +242,23 @@ def check_loaded_tensors(loaded: PreTrainedModel, info: dict[str, Any], model: s
         ModelError: tensors are missing, unexpected, of another shape, or not tied although config.json ties them.
     """
     mismatched = {entry[0] for entry in info["mismatched_keys"]}
-    tied = loaded.get_expanded_tied_weights_keys(all_submodels=True).keys()
+    tied_names = loaded.get_expanded_tied_weights_keys(all_submodels=True).keys()
     problems = {
         "missing from the files": set(info["missing_keys"]) - mismatched,
         f"in the files but not in {type(loaded).__name__}": set(info["unexpected_keys"]),
         "of another shape than config.json says": mismatched,
-        "that config.json ties to others, but the files do not": tied - loaded.all_tied_weights_keys.keys(),
+        "that config.json ties to others, but the files do not": tied_names - loaded.all_tied_weights_keys.keys(),
     }
-    messages = [f"{len(keys)} tensors {what}: {_format_names(keys)}" for what, keys in problems.items() if keys]
+    messages = [f"{len(keys)} tensors {problem}: {_format_names(keys)}" for problem, keys in problems.items() if keys]
     if info.get("error_msgs"):
         messages.append("; ".join(info["error_msgs"]))
     if messages:
-        raise ModelError(f"{KEY} = {model!r}: {'; '.join(messages)}; the weights do not belong to this config.json")
+        raise ModelError(
+            f"{MODEL_KEY} = {model!r}: {'; '.join(messages)}; the weights do not belong to this config.json"
+        )
 
 
-def describe_nonfinite(name: str, tensor: Tensor) -> str:
+def nonfinite_message(name: str, tensor: Tensor) -> str:
     """Return an error message if a tensor contains NaN or infinity, otherwise an empty string."""
     # Minimum and maximum are finite only if all values are; isfinite() on the tensor would need more memory.
     if not tensor.is_floating_point() or not tensor.numel() or torch.stack(tensor.aminmax()).isfinite().all():
@@ -263,5 +267,5 @@ def describe_nonfinite(name: str, tensor: Tensor) -> str:
 
 
 def _format_names(names: set[str]) -> str:
-    shown = sorted(names)[:3]
-    return ", ".join(shown) + (", ..." if len(names) > len(shown) else "")
+    first_names = sorted(names)[:3]
+    return ", ".join(first_names) + (", ..." if len(names) > len(first_names) else "")

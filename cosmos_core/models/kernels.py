@@ -21,9 +21,9 @@ from cosmos_core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_CAPABILITY = (8, 9)
-_HOPPER = 9
-_MULTIPLE = 16
+_FP8_CAPABILITY = (8, 9)
+_HOPPER_MAJOR = 9
+_FP8_SIZE_MULTIPLE = 16
 """Number by which the input and output features of a linear layer must be divisible for fp8 products."""
 
 
@@ -47,7 +47,7 @@ def use_liger(model: PreTrainedModel) -> None:
 def use_fp8(model: PreTrainedModel, fp8: FP8Config) -> None:
     """Make linear layers of the blocks multiply in fp8 if the GPU supports it; weights and optimizer do not change."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    if capability >= _CAPABILITY:
+    if capability >= _FP8_CAPABILITY:
         convert_to_fp8(model, fp8)
         return
     logger.warning(
@@ -75,8 +75,8 @@ def convert_to_fp8(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = Fa
         return (
             type(module) is nn.Linear  # a subclass of nn.Linear may be a router of experts
             and any(name.startswith(f"{block}.") for block in inside)
-            and not module.in_features % _MULTIPLE
-            and not module.out_features % _MULTIPLE
+            and not module.in_features % _FP8_SIZE_MULTIPLE
+            and not module.out_features % _FP8_SIZE_MULTIPLE
         )
 
     float8.convert_to_float8_training(model, config=config, module_filter_fn=is_converted)
@@ -87,9 +87,9 @@ def remove_fp8(model: PreTrainedModel) -> PreTrainedModel:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child).__name__ == "Float8Linear" and isinstance(child, nn.Linear):
-                plain = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None, device="meta")
-                plain.weight, plain.bias = child.weight, child.bias
-                setattr(module, name, plain)
+                linear = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None, device="meta")
+                linear.weight, linear.bias = child.weight, child.bias
+                setattr(module, name, linear)
     return model
 
 
@@ -103,7 +103,7 @@ def use_flash_attention(version: int | None, activate: Callable[[str], None] | N
         version: 2 keeps FlashAttention 2; 3 logs a warning if FlashAttention 3 is missing; None uses 3 if available.
         activate: function that activates a version by name; None: that of torch.
     """
-    if version == 2 or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _HOPPER:
+    if version == 2 or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _HOPPER_MAJOR:
         return False
     try:
         if activate is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_HALF = (torch.bfloat16, torch.float16)
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def round_length(length: int) -> int:
@@ -21,7 +21,7 @@ def kernel_length(length: int, device: torch.device, dtype: torch.dtype) -> int:
 
     The length is rounded up if the device compiles a kernel for each shape, otherwise unchanged.
     """
-    return round_length(length) if device.type == "cpu" and dtype in _HALF else length
+    return round_length(length) if device.type == "cpu" and dtype in _HALF_DTYPES else length
 
 
 def pad_to_kernel(tensor: Tensor, dim: int) -> Tensor:

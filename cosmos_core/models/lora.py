@@ -44,7 +44,7 @@ FOLDER = "lora"
 """Name of the subfolder with the adapter in an export, next to the merged weights."""
 _NAME = "default"
 _KEY = "policy.lora"
-TAKES_FROM_BASE = ("pissa", "olora")
+BASE_CHANGING_INITS = ("pissa", "olora")
 """Prefixes of the names of LoRA initialisations that move a part of the base weights into the adapter."""
 
 
@@ -61,18 +61,18 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     if lora.init_lora_weights == "eva":
         raise ConfigError(f"{_KEY}.init_lora_weights = 'eva' needs data before the first step; use 'pissa' or true")
     if lora.target_modules is None and targets:
-        lora = lora.derived(target_modules=tuple(targets))
+        lora = lora.derive(target_modules=tuple(targets))
     targets = lora.target_modules if isinstance(lora.target_modules, tuple) else ()
     names = [name for name, _ in model.named_modules() if name]
-    _check(f"{_KEY}.target_modules", targets, names_of_targets(model), r"(^|.*\.){}")
-    _check(f"{_KEY}.modules_to_save", lora.modules_to_save or (), names, r".*{}")
-    tied = _tied_modules(model)
-    if refused := [name for name in tied if any(name == t or name.endswith(f".{t}") for t in targets)]:
+    _check_targets(f"{_KEY}.target_modules", targets, names_of_targets(model), r"(^|.*\.){}")
+    _check_targets(f"{_KEY}.modules_to_save", lora.modules_to_save or (), names, r".*{}")
+    tied_names = _tied_modules(model)
+    if refused_names := [name for name in tied_names if any(name == t or name.endswith(f".{t}") for t in targets)]:
         raise ConfigError(
-            f"{_KEY}.target_modules names {refused[0]!r}, whose weight is {' and '.join(tied)} in one; "
+            f"{_KEY}.target_modules names {refused_names[0]!r}, whose weight is {' and '.join(tied_names)} in one; "
             "name it in modules_to_save, which trains it whole"
         )
-    keeps_ties = any(name.endswith(saved) for name in tied for saved in lora.modules_to_save or ())
+    keeps_ties = any(name.endswith(saved) for name in tied_names for saved in lora.modules_to_save or ())
     if lora.lora_path is None:
         config = _peft_config(model, lora, keeps_ties)
     else:
@@ -94,15 +94,15 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     adapted: Mapping[str, Any] = adapted_layers(model)
     logger.info("policy.lora: %s", describe_adapter(model, lora.target_modules))
     for key, patterns in (("r_pattern", lora.r_pattern), ("alpha_pattern", lora.alpha_pattern)):
-        _check(f"{_KEY}.{key}", patterns or {}, adapted_names(model), r"(.*\.)?({})", are_patterns=True)
+        _check_targets(f"{_KEY}.{key}", patterns or {}, adapted_names(model), r"(.*\.)?({})", are_patterns=True)
     _check_head(model, lora)
     if lora.lora_path is not None and not next(model.parameters()).is_meta:
         load_weights(model, lora)
-    if str(lora.init_lora_weights).startswith(TAKES_FROM_BASE):
+    if str(lora.init_lora_weights).startswith(BASE_CHANGING_INITS):
         for layer in adapted.values():
-            for side in ("A", "B"):
-                start = getattr(layer, f"lora_{side}")[_NAME].weight.detach().clone()
-                layer.register_buffer(f"initial_{side}", start, persistent=False)
+            for factor in ("A", "B"):
+                start = getattr(layer, f"lora_{factor}")[_NAME].weight.detach().clone()
+                layer.register_buffer(f"initial_{factor}", start, persistent=False)
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -110,7 +110,7 @@ def is_adapted(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def changes_base(model: nn.Module) -> bool:
+def has_changed_base(model: nn.Module) -> bool:
     """Return True if the initialisation of the model's adapter (PiSSA, OLoRA) changed the base weights."""
     return any(name.endswith(".initial_A") for name, _ in model.named_buffers())
 
@@ -147,19 +147,24 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def names_without_adapter(model: nn.Module) -> dict[str, str]:
     """Return for each key of a model's state dict the key in the model without the adapter; empty for LoRA tensors."""
-    wrappers = {name for name, module in model.named_modules() if isinstance(module, (LoraLayer, ModulesToSaveWrapper))}
-    return {key: _plain_name(key, wrappers) for key in model.state_dict()}
+    wrapper_names = {
+        name for name, module in model.named_modules() if isinstance(module, (LoraLayer, ModulesToSaveWrapper))
+    }
+    return {key: _name_without_wrappers(key, wrapper_names) for key in model.state_dict()}
 
 
-def is_adapter_alone(model: nn.Module) -> bool:
+def trains_only_linear_factors(model: nn.Module) -> bool:
     """Return True if training changes only LoRA factors of linear layers, and all other weights stay unchanged."""
-    if not is_adapted(model) or changes_base(model):
+    if not is_adapted(model) or has_changed_base(model):
         return False
     config: Any = model.peft_config[_NAME]  # type: ignore[union-attr,index]
     other_changes = (config.modules_to_save, config.use_dora, config.lora_bias, config.bias != "none")
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
+    outer_layers = (
+        [model.get_input_embeddings(), model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
+    )
     return not any(other_changes) and all(
-        isinstance(layer.get_base_layer(), nn.Linear) and layer not in ends for layer in adapted_layers(model).values()
+        isinstance(layer.get_base_layer(), nn.Linear) and layer not in outer_layers
+        for layer in adapted_layers(model).values()
     )
 
 
@@ -176,8 +181,8 @@ def scales_of(model: nn.Module) -> dict[str, float]:
 
 def factor_of(key: str) -> tuple[str, str]:
     """Split the state dict key of a LoRA factor into the name of its layer and `A` or `B`."""
-    layer, _, rest = key.rpartition(".lora_")
-    return layer, rest[0]
+    layer, _, factor_name = key.rpartition(".lora_")
+    return layer, factor_name[0]
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
@@ -196,8 +201,8 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
         if isinstance(names := getattr(config, name), (set, list)):
             setattr(config, name, sorted(names))
     state = peft.get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False)
-    if changes_base(model):
-        state = _against_initial(model, state, config)
+    if has_changed_base(model):
+        state = _convert_to_original_base(model, state, config)
     folder.mkdir(parents=True)
     # Each tensor is copied, because safetensors refuses tensors that share memory, such as tied weights.
     tensors = {
@@ -209,12 +214,14 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
 
 def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraConfig:
     targets = find_targets(model, lora.target_modules)
-    if targets.parameters and str(lora.init_lora_weights).startswith(TAKES_FROM_BASE):
+    if targets.parameters and str(lora.init_lora_weights).startswith(BASE_CHANGING_INITS):
         raise ConfigError(
             f"{_KEY}.init_lora_weights = {lora.init_lora_weights!r} starts from linear layers, and "
             f"{targets.parameters[0]} is none; use true, or leave it out of target_modules"
         )
-    doubled = [f".*{re.escape(name)}" for name in targets.double_rank]  # two stacked projections need twice the rank
+    double_rank_patterns = [
+        f".*{re.escape(name)}" for name in targets.double_rank
+    ]  # two stacked projections need twice the rank
     build: Any = peft.LoraConfig  # Any: the type annotations of LoraConfig are narrower than the values that it accepts
     config: peft.LoraConfig = build(
         task_type="CAUSAL_LM" if isinstance(model, PreTrainedModel) else None,
@@ -227,32 +234,34 @@ def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraCon
         use_rslora=lora.use_rslora,
         modules_to_save=list(lora.modules_to_save) if lora.modules_to_save else None,
         ensure_weight_tying=keeps_ties,
-        alpha_pattern=dict(lora.alpha_pattern or {}) | dict.fromkeys(doubled, 2 * lora.lora_alpha),
-        rank_pattern=dict(lora.r_pattern or {}) | dict.fromkeys(doubled, 2 * lora.r),
+        alpha_pattern=dict(lora.alpha_pattern or {}) | dict.fromkeys(double_rank_patterns, 2 * lora.lora_alpha),
+        rank_pattern=dict(lora.r_pattern or {}) | dict.fromkeys(double_rank_patterns, 2 * lora.r),
         init_lora_weights=next(model.parameters()).is_meta
         or lora.init_lora_weights,  # True on the meta device, where weights have no values to decompose
     )
     return config
 
 
-def _check(key: str, targets: Iterable[str], names: Iterable[str], form: str, *, are_patterns: bool = False) -> None:
+def _check_targets(
+    key: str, targets: Iterable[str], names: Iterable[str], form: str, *, are_patterns: bool = False
+) -> None:
     """Check that each of `targets`, inserted into the regular expression `form`, matches at least one module name."""
     names = list(names)
-    for one in targets:
-        expression = form.format(one if are_patterns else re.escape(one))
+    for target in targets:
+        expression = form.format(target if are_patterns else re.escape(target))
         if not any(re.fullmatch(expression, name) for name in names):
             last = sorted({name.rpartition(".")[2] for name in names})
-            raise ConfigError(f"{key} = {one!r} matches no module{suggestion(one, last)}")
+            raise ConfigError(f"{key} = {target!r} matches no module{suggestion(target, last)}")
 
 
 def _tied_modules(model: nn.Module) -> list[str]:
     """Return the names of the input embedding and the output head if they share a weight, otherwise an empty list."""
     if not isinstance(model, PreTrainedModel):
         return []
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    if any(end is None for end in ends) or ends[0].weight is not ends[1].weight:
+    outer_layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    if any(end is None for end in outer_layers) or outer_layers[0].weight is not outer_layers[1].weight:
         return []
-    return [name for name, module in model.named_modules() if module in ends]
+    return [name for name, module in model.named_modules() if module in outer_layers]
 
 
 def _check_head(model: nn.Module, lora: LoraConfig) -> None:
@@ -266,11 +275,11 @@ def _check_head(model: nn.Module, lora: LoraConfig) -> None:
         )
 
 
-def _plain_name(key: str, wrappers: set[str]) -> str:
+def _name_without_wrappers(key: str, wrapper_names: set[str]) -> str:
     """Return a state dict key without the name components of PEFT's `wrappers`; empty for an adapter's tensor."""
     names, components, i = key.split("."), [], 0
     while i < len(names):
-        if ".".join(names[:i]) not in wrappers:
+        if ".".join(names[:i]) not in wrapper_names:
             components.append(names[i])
         elif names[i : i + 2] == ["modules_to_save", _NAME]:
             i += 1
@@ -280,25 +289,27 @@ def _plain_name(key: str, wrappers: set[str]) -> str:
     return ".".join(components)
 
 
-def _against_initial(model: PreTrainedModel, state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+def _convert_to_original_base(model: PreTrainedModel, state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Convert an adapter whose initialisation B0 A0 changed the base weights to an adapter for the original base
     weights.
 
     The new adapter has twice the rank: B A - B0 A0 = [B -B0] [A; A0].
     """
     buffers = dict(model.named_buffers())
-    doubled = {}
+    doubled_factors = {}
     for name, tensor in state.items():
-        layer, _, side = name.removesuffix(".weight").rpartition(".lora_")
-        initial = buffers.get(f"{layer}.initial_{side}")
+        layer, _, factor = name.removesuffix(".weight").rpartition(".lora_")
+        initial = buffers.get(f"{layer}.initial_{factor}")
         if initial is None:  # the tensor is no LoRA factor but a weight in `modules_to_save`
-            doubled[name] = tensor
+            doubled_factors[name] = tensor
         else:
-            doubled[name] = torch.cat([tensor, initial] if side == "A" else [tensor, -initial], 0 if side == "A" else 1)
+            doubled_factors[name] = torch.cat(
+                [tensor, initial] if factor == "A" else [tensor, -initial], 0 if factor == "A" else 1
+            )
     # alpha grows with the rank, so that the scale of the adapter, alpha / r or alpha / sqrt(r), does not change.
     growth = math.sqrt(2) if config.use_rslora else 2.0
     config.r, config.lora_alpha = 2 * config.r, growth * config.lora_alpha
     config.rank_pattern = {name: 2 * r for name, r in config.rank_pattern.items()}
     config.alpha_pattern = {name: growth * alpha for name, alpha in config.alpha_pattern.items()}
     config.init_lora_weights = True
-    return doubled
+    return doubled_factors

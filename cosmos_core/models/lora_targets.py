@@ -31,7 +31,7 @@ _FUSED = {
 Checkpoints store each projection separately.
 """
 _KEY = "policy.lora.target_modules"
-_OF_ADAPTERS = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
+_ADAPTER_MARKERS = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
 
 
 class Targets(NamedTuple):
@@ -48,12 +48,12 @@ class ExactLora(peft.LoraModel):
     """LoRA model of PEFT for exactly the layers in its configuration, without PEFT's translation of older names."""
 
     def __init__(self, model: nn.Module, config: Any, name: str) -> None:
-        self._exact = config.target_modules, config.target_parameters
+        self._exact_targets = config.target_modules, config.target_parameters
         config.target_modules, config.target_parameters = [], None  # hide names that PEFT would translate
         super().__init__(model, config, name)
 
     def _check_new_adapter_config(self, config: Any) -> None:
-        config.target_modules, config.target_parameters = self._exact
+        config.target_modules, config.target_parameters = self._exact_targets
         super()._check_new_adapter_config(config)
 
 
@@ -70,44 +70,48 @@ def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -
         excluded = [
             name for name, each in model.named_modules() if isinstance(each, nn.Linear) and not is_plain_linear(each)
         ]
-        kinds = sorted(set(map(kind_of, stacked)))
+        kinds = sorted(set(map(name_without_prefix, stacked)))
         return Targets(ALL_LINEAR, kinds, excluded, [kind for kind in kinds if kind.endswith("gate_up_proj")])
     parameters: set[str] = set()
-    doubled: set[str] = set()
+    double_rank: set[str] = set()
     used: set[str] = set()
     for name in stacked:
-        container, _, leaf = name.rpartition(".")
-        if named := [target for target in target_modules if _matches_end(name, target)]:
-            parameters.add(_target_name(name, named))
-            used |= set(named)
-        for projections in _FUSED.get(leaf, ()):
-            named = [t for t in target_modules for each in projections if _matches_end(f"{container}.{each}", t)]
-            if named and len(named) < len(projections):
+        container, _, last_name = name.rpartition(".")
+        if matching_targets := [target for target in target_modules if _has_suffix(name, target)]:
+            parameters.add(_target_name(name, matching_targets))
+            used |= set(matching_targets)
+        for projections in _FUSED.get(last_name, ()):
+            matching_targets = [
+                t for t in target_modules for each in projections if _has_suffix(f"{container}.{each}", t)
+            ]
+            if matching_targets and len(matching_targets) < len(projections):
                 raise ConfigError(
-                    f"{_KEY} names {named[0]!r} alone, but the experts of {kind_of(container)} hold "
-                    f"{' and '.join(projections)} in one matrix; name both or neither"
+                    f"{_KEY} names {matching_targets[0]!r} alone, but the experts of {name_without_prefix(container)} "
+                    f"hold {' and '.join(projections)} in one matrix; name both or neither"
                 )
-            if named:
-                parameters.add(_target_name(name, named))
-                used |= set(named)
-                doubled |= {_target_name(name, named)} if len(projections) > 1 else set()
+            if matching_targets:
+                parameters.add(_target_name(name, matching_targets))
+                used |= set(matching_targets)
+                double_rank |= {_target_name(name, matching_targets)} if len(projections) > 1 else set()
     for name, module in model.named_modules():
-        if _is_matrix(module) and (named := [target for target in target_modules if _matches_end(name, target)]):
-            parameters.add(f"{_target_name(name, named)}.weight")
-            used |= set(named)
+        if _is_matrix(module) and (
+            matching_targets := [target for target in target_modules if _has_suffix(name, target)]
+        ):
+            parameters.add(f"{_target_name(name, matching_targets)}.weight")
+            used |= set(matching_targets)
     names = [name for name, module in model.named_modules() if not _is_matrix(module)]
     modules = [
-        target for target in target_modules if target not in used or any(_matches_end(name, target) for name in names)
+        target for target in target_modules if target not in used or any(_has_suffix(name, target) for name in names)
     ]
-    return Targets(modules, sorted(parameters), [], sorted(doubled))
+    return Targets(modules, sorted(parameters), [], sorted(double_rank))
 
 
 def names_of_targets(model: nn.Module) -> list[str]:
     """Return all names that `target_modules` may contain: modules, stacked parameters, and the projections in these."""
     names = [name for name, _ in model.named_modules() if name]
     for name in _stacked_parameters(model):
-        container, _, leaf = name.rpartition(".")
-        names += [name, *(f"{container}.{each}" for group in _FUSED.get(leaf, ()) for each in group)]
+        container, _, last_name = name.rpartition(".")
+        names += [name, *(f"{container}.{each}" for group in _FUSED.get(last_name, ()) for each in group)]
     return names
 
 
@@ -123,16 +127,16 @@ def portable_config(config: Any, model: nn.Module) -> Any:
         convert_peft_config_for_transformers(translated, model, None)
     except ValueError:  # PEFT requires both gate and up projection for names that it treats as experts
         translated.target_modules = ()
-    lost = set(config.target_modules or ()) - set(translated.target_modules or ())
-    if not lost:
+    lost_targets = set(config.target_modules or ()) - set(translated.target_modules or ())
+    if not lost_targets:
         return config
-    config.target_modules = set(config.target_modules) - lost
+    config.target_modules = set(config.target_modules) - lost_targets
     parameters, layers = set(config.target_parameters or ()), adapted_layers(model)
-    modules = Counter(kind_of(name) for name, _ in model.named_modules() if ".base_layer" not in name)
-    adapted = Counter(map(kind_of, layers))
+    modules = Counter(name_without_prefix(name) for name, _ in model.named_modules() if ".base_layer" not in name)
+    adapted = Counter(map(name_without_prefix, layers))
     for name, layer in layers.items():
-        if not isinstance(layer, ParamWrapper) and any(_matches_end(name, target) for target in lost):
-            kind = kind_of(name)
+        if not isinstance(layer, ParamWrapper) and any(_has_suffix(name, target) for target in lost_targets):
+            kind = name_without_prefix(name)
             parameters.add(target := f"{kind if modules[kind] == adapted[kind] else name}.weight")
             (r,), (alpha,) = layer.r.values(), layer.lora_alpha.values()
             if (r, alpha) != (config.r, config.lora_alpha):
@@ -149,7 +153,7 @@ def resolve_saved_targets(config: Any, model: nn.Module) -> None:
     """
     listed = set(config.target_parameters or ())
     linear = {
-        name: {target for target in listed if _matches_end(f"{name}.weight", target)}
+        name: {target for target in listed if _has_suffix(f"{name}.weight", target)}
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     }
@@ -182,19 +186,19 @@ def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> 
     text = "LoRA on " + ", ".join(f"{count} {kind}" for kind, count in adapted.items())
     if target_modules != ALL_LINEAR:  # the user chose layers by name, so unadapted layers are not listed
         return text
-    heads = [model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
+    output_heads = [model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
     unchanged: Counter[str] = Counter()
     for name, module in model.named_modules():
-        is_inside = any(marker in name for marker in _OF_ADAPTERS)
-        if is_inside or isinstance(module, LoraLayer | nn.Embedding):
+        is_in_adapter = any(marker in name for marker in _ADAPTER_MARKERS)
+        if is_in_adapter or isinstance(module, LoraLayer | nn.Embedding):
             continue
         if any(each.ndim >= 2 for each in module.parameters(recurse=False)):
-            why = "the head" if any(module is head for head in heads) else type(module).__name__
-            unchanged[f"{kind_of(name)} ({why})"] += 1
+            excluded_kind = "the head" if any(module is head for head in output_heads) else type(module).__name__
+            unchanged[f"{name_without_prefix(name)} ({excluded_kind})"] += 1
     return text + ("; not on " + ", ".join(f"{count} {kind}" for kind, count in unchanged.items()) if unchanged else "")
 
 
-def kind_of(name: str) -> str:
+def name_without_prefix(name: str) -> str:
     """Return the name of a module without its prefix up to the layer number, which is the same in all layers."""
     return re.split(r"(?:^|\.)\d+\.", name.replace(".base_layer", ""), maxsplit=1)[-1]
 
@@ -217,9 +221,9 @@ def is_plain_linear(layer: nn.Linear) -> bool:
 
 def _kind(layer: LoraLayer, name: str) -> str:
     if not isinstance(layer, ParamWrapper):
-        return kind_of(name)
+        return name_without_prefix(name)
     experts = f" of {layer.num_experts} experts" if layer.num_experts > 1 else ""
-    return f"{kind_of(name)}.{layer.parameter_name}{experts}"
+    return f"{name_without_prefix(name)}.{layer.parameter_name}{experts}"
 
 
 def _stacked_parameters(model: nn.Module) -> list[str]:
@@ -234,7 +238,7 @@ def _stacked_parameters(model: nn.Module) -> list[str]:
 
 def _target_name(name: str, targets: Sequence[str]) -> str:
     """Return the name of a parameter without its layer number, unless one of the matching `targets` has it."""
-    kind = kind_of(name)
+    kind = name_without_prefix(name)
     return kind if all(len(target) <= len(kind) for target in targets) else name
 
 
@@ -246,5 +250,5 @@ def _is_matrix(module: nn.Module) -> bool:
     return weight is not None and weight.ndim in {2, 3} and not is_supported and not is_conv1d
 
 
-def _matches_end(name: str, target: str) -> bool:
+def _has_suffix(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from cosmos_core.config.schema.lora import LoraConfig
-from cosmos_core.models.lora import TAKES_FROM_BASE
+from cosmos_core.models.lora import BASE_CHANGING_INITS
 
 
-def reads_base(lora: LoraConfig | None) -> bool:
+def needs_base_weights(lora: LoraConfig | None) -> bool:
     """Return True if the initialisation of a LoRA adapter with these settings needs the values of the base weights."""
-    return lora is not None and lora.lora_path is None and str(lora.init_lora_weights).startswith(TAKES_FROM_BASE)
+    return lora is not None and lora.lora_path is None and str(lora.init_lora_weights).startswith(BASE_CHANGING_INITS)
 
 
 @contextmanager

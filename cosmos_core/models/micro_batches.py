@@ -9,20 +9,20 @@ from itertools import pairwise
 
 from cosmos_core.data.sample import Sample
 
-_TOLERATED = 0.1
+_MAX_PADDING_FRACTION = 0.1
 """Fraction of padding tokens below which rows are not rearranged."""
 _OVERHEAD, _FRACTION = 32, 64
 """Fixed cost of a micro-batch on a CPU, in tokens: a 64th of all tokens, at most 32."""
-_GAIN = 0.25
+_MIN_SAVED_FRACTION = 0.25
 """Fraction of all tokens that sharing prompts must save."""
 _MIN_PROMPT = 64
 """Minimum number of tokens of a prompt to share. Attention of shared prompts runs separately, which costs more than the
 tokens of a short prompt."""
 
 
-def cut_by_length(
+def split_by_length(
     samples: Sequence[Sample],
-    ordered: Sequence[int],
+    sorted_indices: Sequence[int],
     size: int,
     num_ranks: int,
     width: Callable[[int], int] = lambda length: length,
@@ -38,9 +38,9 @@ def cut_by_length(
         width: function from the length of the longest row of a micro-batch to the padded length.
     """
     # The ranks run rows of similar length in parallel, so one of `num_ranks` rows determines the cost.
-    widths = [width(len(samples[i].input_ids)) for i in ordered[::num_ranks]]
-    num_plain = sum(widths[start] * len(widths[start : start + size]) for start in range(0, len(widths), size))
-    if sum(widths) >= (1 - _TOLERATED) * num_plain:
+    widths = [width(len(samples[i].input_ids)) for i in sorted_indices[::num_ranks]]
+    num_unsplit_tokens = sum(widths[start] * len(widths[start : start + size]) for start in range(0, len(widths), size))
+    if sum(widths) >= (1 - _MAX_PADDING_FRACTION) * num_unsplit_tokens:
         return None
     overhead = min(_OVERHEAD, sum(widths) // _FRACTION)
     costs, starts = [0], [0]
@@ -53,11 +53,13 @@ def cut_by_length(
     while bounds[-1]:
         bounds.append(starts[bounds[-1]])
     slices = [(num_ranks * start, num_ranks * end) for start, end in pairwise(reversed(bounds))]
-    batches = [list(ordered[start + rank : end : num_ranks]) for start, end in slices for rank in range(num_ranks)]
+    batches = [
+        list(sorted_indices[start + rank : end : num_ranks]) for start, end in slices for rank in range(num_ranks)
+    ]
     return [batch for batch in batches if batch]
 
 
-def by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
+def group_by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
     """Return the indices of samples in one list per prompt."""
     groups: dict[bytes, list[int]] = {}
     for i, sample in enumerate(samples):
@@ -72,9 +74,9 @@ def prompt_length(sample: Sample) -> int:
     return length if length >= _MIN_PROMPT else 0
 
 
-def saves_enough(num_tokens: float, num_shared: float) -> bool:
+def is_worth_sharing(num_tokens: float, num_shared: float) -> bool:
     """Return True if sharing prompts, which reduces `num_tokens` tokens to `num_shared`, saves enough tokens."""
-    return num_shared <= (1 - _GAIN) * num_tokens
+    return num_shared <= (1 - _MIN_SAVED_FRACTION) * num_tokens
 
 
 def num_shared_tokens(samples: Sequence[Sample]) -> int:
@@ -83,7 +85,7 @@ def num_shared_tokens(samples: Sequence[Sample]) -> int:
 
 
 def merge_prompts(
-    samples: Sequence[Sample], ordered: Sequence[int], size: int, num_ranks: int
+    samples: Sequence[Sample], sorted_indices: Sequence[int], size: int, num_ranks: int
 ) -> list[list[int]] | None:
     """Return micro-batches in which completions of the same prompt share it; None if the prompts are too short, or too
     few for the ranks.
@@ -91,25 +93,25 @@ def merge_prompts(
     A micro-batch has at most as many tokens as `size` of the longest samples without sharing. The arguments are those
     of `cut_by_length`.
     """
-    groups = [[ordered[k] for k in group] for group in by_prompt([samples[i] for i in ordered])]
+    groups = [[sorted_indices[k] for k in group] for group in group_by_prompt([samples[i] for i in sorted_indices])]
     totals = [num_shared_tokens([samples[i] for i in group]) for group in groups]
-    num_tokens = sum(len(samples[i].input_ids) for i in ordered)
-    most = min(size * len(samples[ordered[0]].input_ids), max(max(totals), -(-sum(totals) // num_ranks)))
+    num_tokens = sum(len(samples[i].input_ids) for i in sorted_indices)
+    max_tokens = min(size * len(samples[sorted_indices[0]].input_ids), max(max(totals), -(-sum(totals) // num_ranks)))
     batches: list[list[int]] = []
     lengths: list[int] = []
     for number in sorted(range(len(groups)), key=lambda g: -totals[g]):
         prompt = prompt_length(samples[groups[number][0]])
-        if not batches or lengths[-1] + totals[number] > most:
+        if not batches or lengths[-1] + totals[number] > max_tokens:
             batches.append([])
             lengths.append(0)
         lengths[-1] += prompt
         for i in groups[number]:
-            added = len(samples[i].input_ids) - prompt
-            if batches[-1] and lengths[-1] + added > most:
+            num_new_tokens = len(samples[i].input_ids) - prompt
+            if batches[-1] and lengths[-1] + num_new_tokens > max_tokens:
                 batches.append([])
                 lengths.append(prompt)
             batches[-1].append(i)
-            lengths[-1] += added
+            lengths[-1] += num_new_tokens
     order = sorted(range(len(batches)), key=lambda b: -lengths[b])
-    of_ranks = sum(lengths[b] for b in order[::num_ranks])
-    return [batches[b] for b in order] if saves_enough(num_tokens / num_ranks, of_ranks) else None
+    rank_tokens = sum(lengths[b] for b in order[::num_ranks])
+    return [batches[b] for b in order] if is_worth_sharing(num_tokens / num_ranks, rank_tokens) else None

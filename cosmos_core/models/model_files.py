@@ -23,12 +23,12 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from cosmos_core.config.load import printable
+from cosmos_core.config.load import escape_controls
 from cosmos_core.errors import CosmosError, ModelError
-from cosmos_core.run.content import leaves_folder
-from cosmos_core.transient import is_of_machine, is_of_network
+from cosmos_core.run.content import is_outside_folder
+from cosmos_core.transient import is_machine_error, is_network_error
 
-KEY = "policy.model_name_or_path"
+MODEL_KEY = "policy.model_name_or_path"
 
 
 def locate_model(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
@@ -42,7 +42,7 @@ def locate_model(model: str, revision: str | None) -> tuple[Path | str, dict[str
         return path, {}
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or os.path.exists(path):
         problem = "is a file, not a folder" if os.path.exists(path) else "does not exist"
-        raise ModelError(f"{KEY} = {model!r}: {path} {problem}; give a folder in Hugging Face format or a Hub id")
+        raise ModelError(f"{MODEL_KEY} = {model!r}: {path} {problem}; give a folder in Hugging Face format or a Hub id")
     return model, {"revision": revision, "local_files_only": not hub_is_reachable()}
 
 
@@ -60,7 +60,7 @@ def translate_load_errors(component: str, model: str) -> Iterator[None]:
     except CosmosError:
         raise
     except Exception as error:
-        if is_of_machine(error) or (is_of_network(error) and hub_is_reachable()):
+        if is_machine_error(error) or (is_network_error(error) and hub_is_reachable()):
             raise
         raise _load_error(component, model, error) from error
 
@@ -78,9 +78,9 @@ def read_object(file: Path, model: str) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{KEY} = {model!r}: {file} is not valid JSON ({error}); copy it again") from error
+        raise ModelError(f"{MODEL_KEY} = {model!r}: {file} is not valid JSON ({error}); copy it again") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{KEY} = {model!r}: {file} is not a JSON object; copy it again")
+        raise ModelError(f"{MODEL_KEY} = {model!r}: {file} is not a JSON object; copy it again")
     return value
 
 
@@ -95,7 +95,7 @@ def check_weights(model: str) -> None:
         return
     for file in _local_files(folder, model):
         if not file.is_file():
-            raise ModelError(f"{KEY} = {model!r}: {file} is no file, or a link to none; copy it again")
+            raise ModelError(f"{MODEL_KEY} = {model!r}: {file} is no file, or a link to none; copy it again")
         if file.suffix == ".safetensors":
             _check_safetensors(file, model)
         else:
@@ -126,7 +126,7 @@ def _local_files(folder: Path, model: str) -> list[Path]:
         if os.path.lexists(folder / index):
             return _files_in_index(folder / index, model)
     raise ModelError(
-        f"{KEY} = {model!r}: cannot load the weights: the folder has no {SAFE_WEIGHTS_NAME} and no "
+        f"{MODEL_KEY} = {model!r}: cannot load the weights: the folder has no {SAFE_WEIGHTS_NAME} and no "
         f"{SAFE_WEIGHTS_INDEX_NAME}; copy them again"
     )
 
@@ -135,13 +135,13 @@ def _files_in_index(file: Path, model: str) -> list[Path]:
     index = read_object(file, model)
     names = index.get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise ModelError(f"{KEY} = {model!r}: {file} has no weight_map from tensors to files; copy it again")
+        raise ModelError(f"{MODEL_KEY} = {model!r}: {file} has no weight_map from tensors to files; copy it again")
     if not isinstance(index.get("metadata"), dict):  # transformers fails on an index without metadata
-        raise ModelError(f"{KEY} = {model!r}: {file} has no metadata; copy it again")
+        raise ModelError(f"{MODEL_KEY} = {model!r}: {file} has no metadata; copy it again")
     for name in sorted(set(names.values())):
-        if leaves_folder(name):
+        if is_outside_folder(name):
             raise ModelError(
-                f"{KEY} = {model!r}: {file} names {name!r}, which lies outside of its folder; copy it there"
+                f"{MODEL_KEY} = {model!r}: {file} names {name!r}, which lies outside of its folder; copy it there"
             )
     return [file.parent / name for name in sorted(set(names.values()))]
 
@@ -151,26 +151,26 @@ def _check_safetensors(file: Path, model: str) -> None:
         with safe_open(file, framework="pt"):
             pass
     except (SafetensorError, OSError) as error:
-        if is_of_machine(error):
+        if is_machine_error(error):
             raise
-        raise ModelError(f"{KEY} = {model!r}: {file} is damaged ({error}); copy it again") from error
+        raise ModelError(f"{MODEL_KEY} = {model!r}: {file} is damaged ({error}); copy it again") from error
 
 
 def _check_pickled(file: Path, model: str) -> None:
     try:
         state = load_state_dict(file)  # maps the file into memory without reading tensors
     except Exception as error:
-        if is_of_machine(error):
+        if is_machine_error(error):
             raise
         raise ModelError(
-            f"{KEY} = {model!r}: {file} is damaged, or holds more than tensors, which could run any code when read; "
-            "copy it again, or save the model as safetensors"
+            f"{MODEL_KEY} = {model!r}: {file} is damaged, or holds more than tensors, which could run any code when "
+            "read; copy it again, or save the model as safetensors"
         ) from error
     if not isinstance(state, dict):
-        raise ModelError(f"{KEY} = {model!r}: {file} holds no tensors by name; save the model as safetensors")
+        raise ModelError(f"{MODEL_KEY} = {model!r}: {file} holds no tensors by name; save the model as safetensors")
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ModelError(f"{KEY} = {model!r}: {file} holds {name!r}, which is no tensor; remove it")
+            raise ModelError(f"{MODEL_KEY} = {model!r}: {file} holds {name!r}, which is no tensor; remove it")
 
 
 def _load_error(component: str, model: str, error: Exception) -> ModelError:
@@ -178,18 +178,18 @@ def _load_error(component: str, model: str, error: Exception) -> ModelError:
         return merge_error(model)
     if not os.path.exists(os.path.expanduser(model)) and not hub_is_reachable():
         return ModelError(
-            f"{KEY} = {model!r}: no such folder, the Hugging Face Hub cannot be reached from here, and its cache "
+            f"{MODEL_KEY} = {model!r}: no such folder, the Hugging Face Hub cannot be reached from here, and its cache "
             f"has no {component} of that name; give a local folder or download the model first"
         )
     text = repr(error) if isinstance(error, KeyError) else str(error)  # str() of a KeyError contains only the key
-    reason = printable(text)[:300] or type(error).__name__
-    return ModelError(f"{KEY} = {model!r}: cannot load the {component}: {reason}")
+    reason = escape_controls(text)[:300] or type(error).__name__
+    return ModelError(f"{MODEL_KEY} = {model!r}: cannot load the {component}: {reason}")
 
 
 def merge_error(model: str) -> ModelError:
     """Return the error for tensors that transformers cannot merge into one weight, such as experts of a layer."""
     return ModelError(
-        f"{KEY} = {model!r}: of tensors that belong together, like the experts of a layer, some are missing "
+        f"{MODEL_KEY} = {model!r}: of tensors that belong together, like the experts of a layer, some are missing "
         "or of another shape; the weights do not belong to this config.json"
     )
 

@@ -16,13 +16,13 @@ from pebble import ProcessPool
 
 from cosmos_core.errors import StageFailed
 from cosmos_core.observe.logs import configure
-from cosmos_core.parent import die_with_parent
+from cosmos_core.parent import kill_with_parent
 
 T = TypeVar("T")
 _POLL_SECONDS = 2.0
 
 
-def fresh_interpreter() -> ProcessPool:
+def pool_of_one_process() -> ProcessPool:
     """Return a pool with one new Python interpreter, which starts with the first task and shares no state."""
     return ProcessPool(1, initializer=_start, initargs=(os.getpid(),), context=get_context("spawn"))
 
@@ -33,7 +33,7 @@ def call_in_interpreter(
     arguments: tuple[Any, ...],
     seconds: float | None,
     folder: Path,
-    meanwhile: Callable[[], None] = lambda: None,
+    poll: Callable[[], None] = lambda: None,
 ) -> T:
     """Return the result of `function(*arguments)`, which reads the export in `folder`, called in the interpreter of
     `pool`.
@@ -48,7 +48,7 @@ def call_in_interpreter(
     future = pool.schedule(function, arguments, timeout=seconds)
     try:
         while not wait([future], _POLL_SECONDS).done:
-            meanwhile()
+            poll()
     except BaseException:
         pool.stop()
         raise
@@ -64,7 +64,7 @@ def call_in_interpreter(
 
 def _start(parent: int) -> None:
     """Prepare the new interpreter: it ends with its parent process, logs only warnings, and never uses the network."""
-    die_with_parent(parent)
+    kill_with_parent(parent)
     configure("WARNING")
     os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub, which is imported later, reads the variable at import
     gc.disable()  # garbage collection is not needed in a short-lived process

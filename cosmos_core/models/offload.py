@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-SMALLEST = 1 << 10
+MIN_OFFLOADED_ELEMENTS = 1 << 10
 """Minimum number of elements of an offloaded tensor; offloading smaller tensors takes more time than it is worth."""
 
 
@@ -17,14 +17,18 @@ def activations_on_cpu() -> saved_tensors_hooks:
 
     Small tensors and parameters, which FSDP manages, stay on the device.
     """
-    moves = save_on_cpu(pin_memory=torch.cuda.is_available())
+    save_context = save_on_cpu(pin_memory=torch.cuda.is_available())
 
     def pack(tensor: Tensor) -> Any:
         base = tensor._base if tensor._base is not None else tensor
-        return tensor if isinstance(base, nn.Parameter) or tensor.numel() < SMALLEST else moves.pack_hook(tensor)
+        return (
+            tensor
+            if isinstance(base, nn.Parameter) or tensor.numel() < MIN_OFFLOADED_ELEMENTS
+            else save_context.pack_hook(tensor)
+        )
 
     def unpack(packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else moves.unpack_hook(packed)
+        return packed if isinstance(packed, Tensor) else save_context.unpack_hook(packed)
 
     return saved_tensors_hooks(pack, unpack)
 

@@ -5,15 +5,15 @@ import logging
 import torch
 
 from cosmos_core.config.media import media_settings
-from cosmos_core.data.prepared import shows_images
+from cosmos_core.data.prepared import has_images
 from cosmos_core.errors import ConfigError, ModelError
-from cosmos_core.models.balance import balance_of
+from cosmos_core.models.balance import load_balancing_settings
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.compiled import compile_blocks, watch_compiling
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import check_row_length, load_model, load_tokenizer
 from cosmos_core.models.kernels import use_flash_attention, use_fp8, use_liger
-from cosmos_core.models.meta_device import reads_base
+from cosmos_core.models.meta_device import needs_base_weights
 from cosmos_core.models.processor import ImageReader, load_processor, processor_files
 from cosmos_core.models.row_limits import check_rows
 from cosmos_core.models.sharded_load import init_on_meta
@@ -42,7 +42,7 @@ def open_model(stage: Stage) -> CausalLM:
     vision = open_vision(stage)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mesh = open_mesh(policy.parallelism, device.type)
-    load = init_on_meta if mesh and not reads_base(policy.lora) else load_model
+    load = init_on_meta if mesh and not needs_base_weights(policy.lora) else load_model
     if mesh and load is load_model:
         logger.info("every rank loads the whole model before it is split: policy.lora starts from its weights")
     model = load(
@@ -60,11 +60,11 @@ def open_model(stage: Stage) -> CausalLM:
     use_flash_attention(None)
     if policy.enable_liger_kernel:
         use_liger(model)
-    if stage.kind.trains:  # other stages load a model into which the adapter of `policy.lora` is already merged
+    if stage.kind.trains_model:  # other stages load a model into which the adapter of `policy.lora` is already merged
         mark_trained_weights(model, policy)
         if train.fp8.enable_fp8:
             use_fp8(model, train.fp8)
-    train = train.derived(compile=stage.recipe.compiles_on(device.type) and policy.parallelism.tp_size == 1)
+    train = train.derive(compile=stage.recipe.compiles_on(device.type) and policy.parallelism.tp_size == 1)
     if train.compile:
         watch_compiling(stage.progress)
         compile_blocks(model)
@@ -72,7 +72,7 @@ def open_model(stage: Stage) -> CausalLM:
     # The model may have no embedding for the pad token of its tokenizer; any other token can pad.
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id < model.config.get_text_config().vocab_size else 0
     reading = InputProcessing(pad_id, vision, tokenizer, files, num_ids=count_ids(tokenizer))
-    balance = balance_of(model, policy.aux_loss_coeff) if stage.kind.trains else None
+    balance = load_balancing_settings(model, policy.aux_loss_coeff) if stage.kind.trains_model else None
     return CausalLM(model, train, reading, mesh, balance)
 
 
@@ -83,7 +83,7 @@ def open_vision(stage: Stage) -> ImageReader | None:
         ConfigError: the recipe has a parallelism or load balancing that does not support images.
         ModelError: the processor cannot be loaded.
     """
-    if stage.data is None or not shows_images(stage.data):
+    if stage.data is None or not has_images(stage.data):
         return None
     sizes = stage.recipe.policy.parallelism
     for key in ("tp_size", "cp_size", "pp_size", "ep_size"):
@@ -92,7 +92,7 @@ def open_vision(stage: Stage) -> ImageReader | None:
                 f"policy.parallelism.{key} = {getattr(sizes, key)}: this version shards models that are shown images "
                 f"by dp_shard_size and dp_replicate_size alone; set {key} = 1"
             )
-    if stage.recipe.train.train_policy.balances_tokens:
+    if stage.recipe.train.train_policy.fills_by_tokens:
         raise ConfigError(
             "train.train_policy.enable_dp_load_balancing = true: rows with images go apart from rows without, whatever "
             "their length; set it to false"

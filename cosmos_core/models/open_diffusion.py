@@ -41,7 +41,7 @@ def open_model(stage: Stage) -> Denoiser:
     model.to(torch.device("cpu") if train.fsdp_offload else device)
     move_buffers(model, device)
     recompute_blocks(model, policy.model_gradient_checkpointing)
-    if stage.kind.trains:
+    if stage.kind.trains_model:
         mark_trained_weights(model, policy, family.lora_targets)
     if stage.recipe.compiles_on(device.type):
         watch_compiling(stage.progress)

@@ -28,16 +28,18 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from cosmos_core.data.batch import Bounds, rows_of, shared_rows, to_device
 from cosmos_core.models.base import has_dropout
 from cosmos_core.models.length_rounding import round_length
-from cosmos_core.models.scorer import has_no_data
+from cosmos_core.models.scorer import is_without_data
 from cosmos_core.parallel.mesh import any_rank
 
-NAME = "packed_sdpa"
-_NAMES = {"sdpa": NAME, "eager": "packed_eager"}
+PACKED_ATTENTION = "packed_sdpa"
+_NAMES = {"sdpa": PACKED_ATTENTION, "eager": "packed_eager"}
 _PACKABLE = {"full_attention", "sliding_attention"}
-_PROBE, _PROBE_WINDOW = (5, 9), 3
+_PROBE_LENGTHS, _PROBE_WINDOW = (5, 9), 3
 _TOLERANCE = 1e-3
 _VARLEN_DEVICE, _VARLEN_DTYPES, _VARLEN_HEAD, _VARLEN_CAPABILITY = "cuda", {torch.bfloat16, torch.float16}, 256, (8, 0)
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GQA_ARGUMENTS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 """Arguments of `varlen_attn` for grouped-query attention; older versions of torch need none."""
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ def enable_packing(
     roots: Sequence[nn.Module] = (),
     compute_dtype: torch.dtype | None = None,
     *,
-    is_gathered_in_it: bool = False,
+    gathers_inside_block: bool = False,
 ) -> str:
     """Enable packed rows for `model`. Return the reason if the model does not support packed rows, otherwise an empty
     string.
@@ -66,19 +68,19 @@ def enable_packing(
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if not kinds <= _PACKABLE or getattr(text, "attention_chunk_size", None):
         return f"layers of kind {', '.join(sorted(kinds - _PACKABLE) or ['chunked_attention'])} mix what is packed"
-    plain = text._attn_implementation
-    if plain not in _NAMES:
-        return f"attention is computed by {plain!r}"
-    if has_no_data(model):
-        _set_attention(model, _NAMES[plain])
+    attention_name = text._attn_implementation
+    if attention_name not in _NAMES:
+        return f"attention is computed by {attention_name!r}"
+    if is_without_data(model):
+        _set_attention(model, _NAMES[attention_name])
         return ""
     has_kernel = model.device.type == _VARLEN_DEVICE
-    dtypes = [] if is_gathered_in_it else [model.dtype]
+    dtypes = [] if gathers_inside_block else [model.dtype]
     for dtype in dict.fromkeys([*dtypes, *([compute_dtype] if (has_kernel or not dtypes) and compute_dtype else [])]):
-        _set_attention(model, plain)
-        differs = not _is_exact(model, roots, plain, dtype)
+        _set_attention(model, attention_name)
+        differs = not _is_exact(model, roots, attention_name, dtype)
         if any_rank(differs) if roots else differs:  # pipeline ranks test different layers, so combine the results
-            _set_attention(model, plain)
+            _set_attention(model, attention_name)
             return "packed sequences have other logits than separate ones"
     return ""
 
@@ -93,13 +95,15 @@ def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch
     """
     text = model.config.get_text_config()
     is_full = set(getattr(text, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    if text._attn_implementation != NAME or not is_full or getattr(text, "sliding_window", None):
+    if text._attn_implementation != PACKED_ATTENTION or not is_full or getattr(text, "sliding_window", None):
         return False
-    if model.device.type != "cpu" or has_no_data(model) or has_dropout(model):
+    if model.device.type != "cpu" or is_without_data(model) or has_dropout(model):
         return False
     generator, vocabulary = torch.Generator().manual_seed(0), int(text.vocab_size)
-    prompt, *rest = (torch.randint(vocabulary, (length,), generator=generator).numpy() for length in (7, *_PROBE))
-    rows = [np.concatenate([prompt, each]) for each in rest]
+    prompt, *continuations = (
+        torch.randint(vocabulary, (length,), generator=generator).numpy() for length in (7, *_PROBE_LENGTHS)
+    )
+    rows = [np.concatenate([prompt, each]) for each in continuations]
     shared = shared_rows(rows, [((0, 1), len(prompt))], 0, lambda length: length)
     was_training = model.training
     model.eval()
@@ -138,7 +142,7 @@ def packed_attention(
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         length, num_before = query.shape[2], key.shape[2] - query.shape[2]
-        mask = _band(length, window, query.device) if window and window < length else None
+        mask = _sliding_window_mask(length, window, query.device) if window and window < length else None
         if num_before:
             mask = query.new_ones(length, key.shape[2], dtype=torch.bool).tril(num_before)
         attended_BPKD = scaled_dot_product_attention(
@@ -187,7 +191,7 @@ def _varlen_attention(states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tenso
     output_PKD = varlen_attn(
         query_PKD, key_PKD, value_PKD, on_device, on_device, longest, longest, scale=kwargs.get("scaling"),
         window_size=(window - 1 if window else -1, 0),  # number of visible keys before and after a query; -1: all
-        **(_GROUPED if query_PKD.shape[1] != key_PKD.shape[1] else {}),
+        **(_GQA_ARGUMENTS if query_PKD.shape[1] != key_PKD.shape[1] else {}),
     )  # fmt: skip
     assert isinstance(output_PKD, Tensor)
     return output_PKD.unsqueeze(0)
@@ -214,7 +218,9 @@ def packed_eager_attention(
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         length = query.shape[2]
         lowest = torch.finfo(query.dtype).min
-        mask = query.new_zeros(length, length).masked_fill(~_band(length, window or length, query.device), lowest)
+        mask = query.new_zeros(length, length).masked_fill(
+            ~_sliding_window_mask(length, window or length, query.device), lowest
+        )
         attended_BPKD: Tensor = eager(module, query, key, value, mask[None, None], **kwargs)[0]
         return attended_BPKD
 
@@ -223,15 +229,15 @@ def packed_eager_attention(
 
 def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return the mask of the attention `sdpa`, or None if there are neither padding tokens nor cached keys."""
-    return None if _is_whole(kwargs) else sdpa_mask(*args, **kwargs)
+    return None if _has_whole_rows(kwargs) else sdpa_mask(*args, **kwargs)
 
 
 def packed_eager_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return the mask of the attention `eager`, or None if there are neither padding tokens nor cached keys."""
-    return None if _is_whole(kwargs) else eager_mask(*args, **kwargs)
+    return None if _has_whole_rows(kwargs) else eager_mask(*args, **kwargs)
 
 
-def _is_whole(kwargs: dict[str, Any]) -> bool:
+def _has_whole_rows(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("attention_mask") is None and kwargs.get("q_length") == kwargs.get("kv_length")
 
 
@@ -246,22 +252,22 @@ def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *
         return attend(*states)
     lengths, prompts = np.diff(bounds.ends).tolist(), bounds.prompts
     slices = [state.squeeze(0).split(lengths, dim=1) for state in states]  # each slice: (K, sequence length, D)
-    together: dict[tuple[int, int], list[int]] = {}
+    indices_by_length: dict[tuple[int, int], list[int]] = {}
     for index, length in enumerate(lengths):
-        together.setdefault((round_length(length), prompts[index]), []).append(index)
+        indices_by_length.setdefault((round_length(length), prompts[index]), []).append(index)
     outputs: dict[int, Tensor] = {}
-    for (length, prompt), indices in together.items():
+    for (length, prompt), indices in indices_by_length.items():
         batch = [
             torch.stack([pad(each[index], [0, 0, 0, length - lengths[index]]) for index in indices]) for each in slices
         ]
         if prompt >= 0:  # prepend the keys and values of the shared prompt
-            before = (each[prompt].expand(len(indices), -1, -1, -1) for each in slices[1:])
-            batch[1:] = [torch.cat(pair, dim=2) for pair in zip(before, batch[1:], strict=True)]
+            prompt_tensors = (each[prompt].expand(len(indices), -1, -1, -1) for each in slices[1:])
+            batch[1:] = [torch.cat(pair, dim=2) for pair in zip(prompt_tensors, batch[1:], strict=True)]
         outputs |= zip(indices, attend(*batch).unbind(0), strict=True)
     return torch.cat([outputs[index][:length] for index, length in enumerate(lengths)]).unsqueeze(0)
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
+def _sliding_window_mask(length: int, window: int, device: torch.device) -> Tensor:
     """Return the causal mask PP of a sliding window: True where the query (row) attends to the key (column)."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < window)
@@ -274,7 +280,7 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
 
 
 @contextmanager
-def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+def _shorten_windows(model: PreTrainedModel) -> Iterator[None]:
     """Make sliding windows shorter than the rows of the probe during the block.
 
     The probe thus detects model families whose packed attention ignores the window.
@@ -291,7 +297,7 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _is_exact(model: PreTrainedModel, roots: Sequence[Any], plain: str, dtype: torch.dtype) -> bool:
+def _is_exact(model: PreTrainedModel, roots: Sequence[Any], attention_name: str, dtype: torch.dtype) -> bool:
     """Return True if packed rows have the same outputs as separate rows: logits, or last hidden states of each root.
 
     Separate rows use the attention `plain`, and all rows are computed in `dtype`. Afterwards packed attention is
@@ -299,16 +305,16 @@ def _is_exact(model: PreTrainedModel, roots: Sequence[Any], plain: str, dtype: t
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.config.get_text_config().vocab_size)
-    rows = [torch.randint(vocabulary, (length,), generator=generator).numpy() for length in _PROBE]
+    rows = [torch.randint(vocabulary, (length,), generator=generator).numpy() for length in _PROBE_LENGTHS]
 
     def logits(rows: Sequence[Any], *, packed: bool) -> Tensor:
         return _outputs(model, roots, rows_of(rows, 0, packed=packed).inputs)
 
     was_training = model.training
     model.eval()
-    with _short_windows(model), torch.autocast(model.device.type, dtype, enabled=dtype != model.dtype):
+    with _shorten_windows(model), torch.autocast(model.device.type, dtype, enabled=dtype != model.dtype):
         separate = torch.cat([logits([row], packed=False) for row in rows])
-        _set_attention(model, _NAMES[plain])
+        _set_attention(model, _NAMES[attention_name])
         try:
             packed = logits(rows, packed=True)
         except (
@@ -332,13 +338,13 @@ def _outputs(model: PreTrainedModel, roots: Sequence[Any], inputs: dict[str, Any
     return outputs
 
 
-def _is_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+def _is_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     # In half precision, the kernels of packed and separate rows round sums differently.
     tolerance = max(_TOLERANCE, 8 * torch.finfo(dtype).eps)
-    return bool((found - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item()))
+    return bool((actual - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item()))
 
 
-AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, packed_mask)
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, packed_mask)
 AttentionInterface.register(_NAMES["eager"], packed_eager_attention)
 AttentionMaskInterface.register(_NAMES["eager"], packed_eager_mask)

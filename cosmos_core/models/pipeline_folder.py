@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cosmos_core.errors import ModelError
-from cosmos_core.models.model_files import KEY, hub_is_reachable, locate_model, read_object, translate_load_errors
+from cosmos_core.models.model_files import MODEL_KEY, hub_is_reachable, locate_model, read_object, translate_load_errors
 
 INDEX = "model_index.json"
 _LIBRARIES = ("diffusers", "transformers")
@@ -31,7 +31,7 @@ class PipelineFolder:
         self.index = read_object(self.path / INDEX, model)
         if not isinstance(self.index.get("_class_name"), str):
             raise ModelError(
-                f"{KEY} = {model!r}: the folder has no {INDEX} that names a pipeline; give a folder that "
+                f"{MODEL_KEY} = {model!r}: the folder has no {INDEX} that names a pipeline; give a folder that "
                 f"DiffusionPipeline.save_pretrained wrote, or leave policy.is_diffusers out"
             )
 
@@ -49,7 +49,9 @@ class PipelineFolder:
         """
         cls = getattr(importlib.import_module("diffusers"), self.class_name, None)
         if not isinstance(cls, type):
-            raise ModelError(f"{KEY} = {self.model!r}: the installed diffusers has no {self.class_name}; update it")
+            raise ModelError(
+                f"{MODEL_KEY} = {self.model!r}: the installed diffusers has no {self.class_name}; update it"
+            )
         return cls
 
     @property
@@ -69,13 +71,15 @@ class PipelineFolder:
         """
         if name not in self.components:
             raise ModelError(
-                f"{KEY} = {self.model!r}: {INDEX} names no {name!r}; it has {', '.join(self.components) or 'nothing'}"
+                f"{MODEL_KEY} = {self.model!r}: {INDEX} names no {name!r}; it has "
+                f"{', '.join(self.components) or 'nothing'}"
             )
         library, class_name = self.index[name]
         cls = getattr(importlib.import_module(library), class_name, None) if library in _LIBRARIES else None
         if not isinstance(cls, type):
             raise ModelError(
-                f"{KEY} = {self.model!r}: {INDEX} wants {library}.{class_name} for {name!r}, which is not installed"
+                f"{MODEL_KEY} = {self.model!r}: {INDEX} wants {library}.{class_name} for {name!r}, which is not "
+                f"installed"
             )
         return cls
 
@@ -96,11 +100,11 @@ class PipelineFolder:
             loaded = cls.from_pretrained(str(self.path), subfolder=name, local_files_only=True, **options)
         if not is_module:
             return loaded
-        module, about = loaded
-        missing = sorted(map(str, about["missing_keys"]))
+        module, class_entry = loaded
+        missing = sorted(map(str, class_entry["missing_keys"]))
         if missing:
             raise ModelError(
-                f"{KEY} = {self.model!r}: {len(missing)} tensors of {name!r} are missing from the files, first "
+                f"{MODEL_KEY} = {self.model!r}: {len(missing)} tensors of {name!r} are missing from the files, first "
                 f"{missing[0]!r}; copy it again"
             )
         return module.eval()

@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.models.base import Consume
-from cosmos_core.models.scorer import Scorer, Wants
+from cosmos_core.models.base import ChunkConsumer
+from cosmos_core.models.scorer import RequestedOutputs, Scorer
 from cosmos_core.models.sequential import forward_context
 from cosmos_core.parallel.fsdp import reshard
 from cosmos_core.parallel.mesh import Mesh
@@ -30,7 +30,7 @@ class _MicroBatches(NamedTuple):
     """Micro-batches of one call of `PipelineRunner.run`, as input for the pipeline stages of this rank."""
 
     batches: Sequence[Any]
-    wants: Wants
+    request: RequestedOutputs
     num_tokens: int
     """Number of tokens P of the longest micro-batch."""
 
@@ -39,11 +39,11 @@ class StageModule(nn.Module):
     """Pipeline stage as a module; its inputs are the number of a micro-batch and the previous stage's output."""
 
     def __init__(
-        self, model: PreTrainedModel, number: int, is_last: bool, train: TrainConfig, dtype: torch.dtype
+        self, model: PreTrainedModel, number: int, is_last_stage: bool, train: TrainConfig, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.scorer = Scorer(model)
-        self.number, self.is_last, self._train, self._dtype = number, is_last, train, dtype
+        self.number, self.is_last_stage, self._train, self._dtype = number, is_last_stage, train, dtype
         self.hidden_dtype = model.dtype
         """Dtype of hidden states between stages, stored because `model.dtype` changes while FSDP gathers weights."""
         self.micro_batches: _MicroBatches | None = None
@@ -68,9 +68,9 @@ class StageModule(nn.Module):
         if hidden_PH:
             inputs["inputs_embeds"] = hidden_PH[0][: shape.numel()].view(*shape, -1)
         with forward_context(self._train, batch.scored_N.device):
-            if self.is_last:
+            if self.is_last_stage:
                 outputs = self.scorer(
-                    inputs, batch.scored_N, wants=self.micro_batches.wants, dtype=self._dtype,
+                    inputs, batch.scored_N, wants=self.micro_batches.request, dtype=self._dtype,
                     derivative_N=batch.derivative_N, top_ids_NK=batch.top_ids_NK,
                 )  # fmt: skip
                 self.names = list(outputs)
@@ -100,9 +100,15 @@ class PipelineRunner:
         """Return the number of micro-batches to run, including empty ones: torch's schedules require a number of
         micro-batches per pass that is divisible by the number of pipeline ranks."""
         num_passes = self._num_passes(num_batches, size)
-        return num_passes * self._whole_rounds(-(-num_batches // num_passes))
+        return num_passes * self._round_up_to_ranks(-(-num_batches // num_passes))
 
-    def run(self, batches: Sequence[Callable[[], Any]], consume: Consume, wants: Wants, size: int) -> None:
+    def run(
+        self,
+        batches: Sequence[Callable[[], Any]],
+        consume: ChunkConsumer,
+        request: RequestedOutputs,
+        size: int,
+    ) -> None:
         """Run micro-batches through the pipeline, in passes of at most `size` rows."""
         micro_batches = [make() for make in batches]
         num_tokens = max(batch.inputs["input_ids"].numel() for batch in micro_batches)
@@ -113,7 +119,7 @@ class PipelineRunner:
             return consume(micro_batches[int(number)], dict(zip(self.roots[-1].names, values, strict=True)))
 
         for stage in self.roots:
-            stage.micro_batches = _MicroBatches(micro_batches, wants, num_tokens)
+            stage.micro_batches = _MicroBatches(micro_batches, request, num_tokens)
         # All passes use the same schedule, because the first step of a new schedule discards existing gradients.
         schedule = self._schedule(each, num_tokens, loss)
         step = schedule.step if torch.is_grad_enabled() else schedule.eval
@@ -131,9 +137,9 @@ class PipelineRunner:
             reshard(stage)
 
     def _num_passes(self, num_batches: int, size: int) -> int:
-        return -(-num_batches // self._whole_rounds(-(-size // self.rows(size))))
+        return -(-num_batches // self._round_up_to_ranks(-(-size // self.rows(size))))
 
-    def _whole_rounds(self, num_batches: int) -> int:
+    def _round_up_to_ranks(self, num_batches: int) -> int:
         """Return `num_batches` rounded up to the next multiple of the number of pipeline ranks."""
         return num_batches + -num_batches % self._group.size()
 
@@ -145,7 +151,7 @@ class PipelineRunner:
         stages: list[Any] = [
             PipelineStage(
                 stage, stage.number, self._total, model.device, group=self._group,
-                input_args=(like_PH,) if stage.number else (), output_args=(like_PH,) * (1 + stage.is_last),
+                input_args=(like_PH,) if stage.number else (), output_args=(like_PH,) * (1 + stage.is_last_stage),
             )
             for stage in self.roots
         ]  # fmt: skip

@@ -19,7 +19,7 @@ from transformers.utils import cached_file, is_torchvision_available
 from cosmos_core.data.images import open_image
 from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.hf import load_config
-from cosmos_core.models.model_files import KEY, locate_model
+from cosmos_core.models.model_files import MODEL_KEY, locate_model
 from cosmos_core.types import ImageRef
 
 FILES = (
@@ -29,7 +29,7 @@ FILES = (
     "chat_template.json",
 )
 """Names of the files of a processor, except for the files of its tokenizer, such as `chat_template.jinja`."""
-_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+_PIXEL_LIMIT_KEYS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
 def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]:
@@ -76,7 +76,7 @@ def load_processor(
             processor = AutoProcessor.from_pretrained(str(source), **options)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{KEY} = {model!r}: cannot load the processor: {reason}") from error
+        raise ModelError(f"{MODEL_KEY} = {model!r}: cannot load the processor: {reason}") from error
     if getattr(processor, "image_processor", None) is None:
         return None
     if processor.chat_template is None:  # older checkpoints store the template only in tokenizer_config.json
@@ -97,14 +97,14 @@ def _load_without_videos(cls: Any, source: str, options: dict[str, Any]) -> Proc
     def check(self: Any, name: str, argument: Any) -> Any:
         return None if name == "video_processor" else cls.check_argument_for_proper_class(self, name, argument)
 
-    lenient: Any = type(cls.__name__, (cls,), {"check_argument_for_proper_class": check})
+    lenient_class: Any = type(cls.__name__, (cls,), {"check_argument_for_proper_class": check})
     settings, _ = cls.get_processor_dict(source, **options)
     components = {
         "image_processor": AutoImageProcessor.from_pretrained(source, **options),
         "tokenizer": AutoTokenizer.from_pretrained(source, **options),
         "video_processor": None,
     }
-    processor: ProcessorMixin = lenient.from_args_and_dict(
+    processor: ProcessorMixin = lenient_class.from_args_and_dict(
         [components[name] for name in cls.get_attributes()], settings
     )
     return processor
@@ -118,7 +118,7 @@ def _resize(processor: ProcessorMixin, pixels: Mapping[str, int]) -> None:
             f"custom.vision.{key} = {value}: {type(processor).__name__} has no such setting; leave it out"
         )
     for key, value in pixels.items():
-        setattr(processor.image_processor.size, _EDGES[key], value)
+        setattr(processor.image_processor.size, _PIXEL_LIMIT_KEYS[key], value)
 
 
 class RowWithImages(Protocol):

@@ -30,7 +30,7 @@ _ATTENTION = {
     _ATEN._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
 }
-_PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
+_MATRIX_PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
 
 
 def recompute(model: PreTrainedModel, how: Recompute) -> None:
@@ -58,8 +58,8 @@ def selective() -> Any:
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    keeps = operation in _ATTENTION
-    if operation in _PRODUCTS:
-        first, second = args[-2:]
-        keeps = second.shape[-1] <= first.shape[-1]
-    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+    is_saved = operation in _ATTENTION
+    if operation in _MATRIX_PRODUCTS:
+        first, second_argument = args[-2:]
+        is_saved = second_argument.shape[-1] <= first.shape[-1]
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cosmos_core.models.sana import Sana
-from cosmos_core.models.video_context import Shards, SummedLinearAttention, exchange_borders, shard_blocks
+from cosmos_core.models.video_context import ClipSharding, SummedLinearAttention, exchange_borders, shard_blocks
 
 PIPELINES = ("SanaVideoPipeline",)
 
@@ -45,7 +45,7 @@ class SanaVideo(Sana):
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
         """Divide the frames of each clip among the ranks of a mesh; blocks convolve over time, so frames stay whole."""
-        shards, per_frame = Shards(mesh), 1
+        shards, per_frame = ClipSharding(mesh), 1
 
         def adapt(arguments: dict[str, Any]) -> None:
             nonlocal per_frame

@@ -34,7 +34,7 @@ _MIN_CHUNK, _MAX_CHUNK, _MEMORY_SHARE = 64 << 20, 1 << 30, 64
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class RequestedOutputs:
     """Outputs to compute for each selected token in addition to its log-probability."""
 
     temperature: float = 1.0
@@ -47,7 +47,7 @@ class Wants:
     """Whether to return for each token if its label is the most likely token."""
 
 
-LOGPROBS = Wants()
+LOGPROBS = RequestedOutputs()
 """Outputs for a caller that needs only log-probabilities, at temperature 1."""
 
 
@@ -86,7 +86,7 @@ class Scorer(nn.Module):
         inputs: dict[str, Any],
         scored_N: Tensor,
         *,
-        wants: Wants = LOGPROBS,
+        request: RequestedOutputs = LOGPROBS,
         dtype: torch.dtype = torch.float32,
         derivative_N: Tensor | None = None,
         top_ids_NK: Tensor | None = None,
@@ -111,13 +111,13 @@ class Scorer(nn.Module):
         has_labels = "shift_labels" in inputs
         labels_BS = inputs["shift_labels"] if has_labels else inputs["input_ids"][:, 1:]
         labels_N = labels_BS.reshape(-1)[scored_N]
-        hidden_BTH, head, balance = self._body(inputs)
+        hidden_BTH, head, balance = self._run_body(inputs)
         hidden_BSH = hidden_BTH if has_labels else hidden_BTH[:, :-1]
         hidden_NH = hidden_BSH.reshape(-1, hidden_BTH.shape[-1])[scored_N]
         size = self._chunk_bytes or chunk_bytes(hidden_NH.device)
         num_ids = self.num_ids or self.vocabulary
-        num_top = min(wants.top_k, num_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
-        task = _Task(head, wants, num_top, num_ids, dtype, max(1, size // (4 * self.vocabulary)))
+        num_top_ids = min(request.top_k, num_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
+        task = _Task(head, request, num_top_ids, num_ids, dtype, max(1, size // (4 * self.vocabulary)))
         if derivative_N is not None:
             derivative_N = derivative_N.to(dtype)  # the backward pass compares it with a derivative of this dtype
         weights = head.trained_weights if torch.is_grad_enabled() else []
@@ -138,7 +138,7 @@ class Scorer(nn.Module):
         """Return the number of rows of the output head."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
-    def _body(self, inputs: dict[str, Any]) -> tuple[Tensor, _Head, dict[str, Tensor]]:
+    def _run_body(self, inputs: dict[str, Any]) -> tuple[Tensor, _OutputHead, dict[str, Tensor]]:
         """Return the hidden states, the head, and the load-balancing loss by name (empty if disabled). If the model's
         logits are not head(body(x)), return the logits and an identity head."""
         if self._has_plain_head is None:
@@ -151,12 +151,12 @@ class Scorer(nn.Module):
             num_sequences = int(inputs[NUM_SEQUENCES])
             balance = {OUTPUT: balance_loss(self.balance, output.router_logits, inputs[SEQUENCES], num_sequences)}
         if not self._has_plain_head:
-            return output.logits, _Head(None, lambda logits: logits), balance
-        return output.last_hidden_state, self._head, balance
+            return output.logits, _OutputHead(None, lambda logits: logits), balance
+        return output.last_hidden_state, self._make_head, balance
 
     @property
-    def _head(self) -> _Head:
-        return _Head(self.model.get_output_embeddings(), self._scale_logits)
+    def _make_head(self) -> _OutputHead:
+        return _OutputHead(self.model.get_output_embeddings(), self._scale_logits)
 
     def _scale_logits(self, logits_MV: Tensor) -> Tensor:
         """Apply the scaling or soft cap that some model families apply to logits."""
@@ -174,25 +174,25 @@ class Scorer(nn.Module):
         """Return True if head(body(x)) equals the model's own logits for a few tokens."""
         if self.model.get_output_embeddings() is None or self.model.base_model is self.model:
             return False
-        if has_no_data(self.model):
+        if is_without_data(self.model):
             return True
         was_training = self.model.training
         self.model.eval()  # dropout would make the two results differ
         ids = torch.arange(1, PROBE_TOKENS + 1, device=self.model.device).unsqueeze(0) % self.vocabulary
         # The autocast cache is disabled: a recomputation in a later pass would not find casts cached here.
         with _autocast(ids.device, _autocast_dtype(ids.device)):
-            whole = self.model(input_ids=ids, use_cache=False).logits
+            full_logits = self.model(input_ids=ids, use_cache=False).logits
             hidden = getattr(self.model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
             self.model.train(was_training)
             if hidden is None:
                 return False
-            logits = self._head(hidden, {})
-        return whole.shape == logits.shape and torch.allclose(
-            whole, logits, atol=_PROBE_TOLERANCE, rtol=_PROBE_TOLERANCE
+            logits = self._make_head(hidden, {})
+        return full_logits.shape == logits.shape and torch.allclose(
+            full_logits, logits, atol=_PROBE_TOLERANCE, rtol=_PROBE_TOLERANCE
         )
 
 
-def has_no_data(model: nn.Module) -> bool:
+def is_without_data(model: nn.Module) -> bool:
     """Return True if the weights of a model have shapes but no data, as in an estimate of memory."""
     return isinstance(next(model.parameters()), FakeTensor)
 
@@ -204,13 +204,13 @@ def _model_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class _OutputHead:
     """Output head of a language model: converts hidden states MH to logits MV."""
 
     module: nn.Module | None
     """Output embedding of the model; None: the inputs of the head are logits already."""
 
-    after: Callable[[Tensor], Tensor]
+    transform_logits: Callable[[Tensor], Tensor]
 
     @property
     def trained_weights(self) -> list[nn.Parameter]:
@@ -228,18 +228,18 @@ class _Head:
             if parameter.ndim > 1 and parameter.dtype in {torch.float32, torch.float16, torch.bfloat16} - {dtype}
         }
 
-    def leaves(self, cast: dict[str, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    def differentiated_tensors(self, cast_weights: dict[str, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors to differentiate: for each trained weight its cast, or the weight if it has none."""
         names = [name for name, p in self.module.named_parameters() if p.requires_grad] if self.module else []
-        return [cast.get(name, weight) for name, weight in zip(names, weights, strict=True)]
+        return [cast_weights.get(name, weight) for name, weight in zip(names, weights, strict=True)]
 
-    def __call__(self, hidden_MH: Tensor, cast: dict[str, Tensor]) -> Tensor:
+    def __call__(self, hidden_MH: Tensor, cast_weights: dict[str, Tensor]) -> Tensor:
         """Return the logits MV, computed with the matrices in `cast` if there are any."""
         if self.module is None:
-            return self.after(hidden_MH)
-        if not cast:
-            return self.after(self.module(hidden_MH))
-        return self.after(functional_call(self.module, cast, (hidden_MH,)))
+            return self.transform_logits(hidden_MH)
+        if not cast_weights:
+            return self.transform_logits(self.module(hidden_MH))
+        return self.transform_logits(functional_call(self.module, cast_weights, (hidden_MH,)))
 
 
 class _Softmax(NamedTuple):
@@ -254,9 +254,9 @@ class _Softmax(NamedTuple):
 class _Task:
     """Settings and formulas of `_ChunkedScore`: the outputs of a chunk and the derivative of the loss by its logits."""
 
-    head: _Head
-    wants: Wants
-    num_top: int
+    head: _OutputHead
+    request: RequestedOutputs
+    num_top_ids: int
     """Number K of token ids whose log-probabilities are returned for each token; 0: none are returned."""
     num_ids: int
     """Number of token ids among which the K most likely ids are selected."""
@@ -267,30 +267,35 @@ class _Task:
     @property
     def names(self) -> list[str]:
         """Return the names of the outputs in the order of their computation."""
-        top = ["top_logprobs", "top_ids"] if self.num_top else []
-        return ["logprobs", *["entropy"] * bool(self.wants.entropy), *top, *["is_top"] * self.wants.is_top]
+        top = ["top_logprobs", "top_ids"] if self.num_top_ids else []
+        return [
+            "logprobs",
+            *["entropy"] * bool(self.request.entropy),
+            *top,
+            *["is_top"] * self.request.is_top,
+        ]
 
     @property
     def differentiable(self) -> set[str]:
         """Return the names of the outputs through which gradients flow."""
-        return set(self.names) - {"top_ids", "is_top"} - ({"entropy"} if self.wants.entropy != "gradient" else set())
+        return set(self.names) - {"top_ids", "is_top"} - ({"entropy"} if self.request.entropy != "gradient" else set())
 
     def chunks(self, count: int) -> Iterator[slice]:
         """Yield the slices of the `count` selected tokens that form the chunks."""
         for start in range(0, count, self.num_rows):
             yield slice(start, start + self.num_rows)
 
-    def logits(self, hidden_MH: Tensor, cast: dict[str, Tensor]) -> Tensor:
+    def logits(self, hidden_MH: Tensor, cast_weights: dict[str, Tensor]) -> Tensor:
         """Return the logits of a chunk. The head runs on a padded length that is efficient for kernels."""
         count = len(hidden_MH)
-        logits = self.head(pad_to_kernel(hidden_MH, -2), cast)
+        logits = self.head(pad_to_kernel(hidden_MH, -2), cast_weights)
         return logits if len(logits) == count else logits[:count]
 
     def softmax(self, logits_MV: Tensor) -> _Softmax:
         """Divide a chunk's logits by the temperature, and compute their logsumexp."""
         scaled_MV = logits_MV.detach().to(self.dtype)
-        if self.wants.temperature != 1.0:
-            scaled_MV = scaled_MV / self.wants.temperature
+        if self.request.temperature != 1.0:
+            scaled_MV = scaled_MV / self.request.temperature
         return _Softmax(scaled_MV, scaled_MV.logsumexp(-1, keepdim=True))
 
     def outputs(self, softmax: _Softmax, labels_M: Tensor, top_ids_MK: Tensor | None) -> dict[str, Tensor]:
@@ -298,14 +303,14 @@ class _Task:
         scaled_MV, sums_M1 = softmax
         label_M1 = scaled_MV.gather(-1, labels_M.unsqueeze(-1))
         outputs = {"logprobs": (label_M1 - sums_M1).squeeze(-1)}
-        if self.wants.entropy:
+        if self.request.entropy:
             logprobs_MV = scaled_MV.log_softmax(-1)
             outputs["entropy"] = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
-        if self.num_top:
+        if self.num_top_ids:
             if top_ids_MK is None:
-                top_ids_MK = scaled_MV[:, : self.num_ids].topk(self.num_top, dim=-1).indices
+                top_ids_MK = scaled_MV[:, : self.num_ids].topk(self.num_top_ids, dim=-1).indices
             outputs |= {"top_logprobs": scaled_MV.gather(-1, top_ids_MK) - sums_M1, "top_ids": top_ids_MK}
-        if self.wants.is_top:
+        if self.request.is_top:
             outputs["is_top"] = (label_M1.squeeze(-1) == scaled_MV.amax(-1)).to(self.dtype)
         return outputs
 
@@ -331,7 +336,7 @@ class _Task:
         derivative_MV.scatter_add_(-1, labels_M.unsqueeze(-1), upstream_M1["logprobs"])
         if "top_logprobs" in upstream and top_ids_MK is not None:
             derivative_MV.scatter_add_(-1, top_ids_MK, upstream_M1["top_logprobs"].squeeze(-1))
-        return derivative_MV if self.wants.temperature == 1.0 else derivative_MV.div_(self.wants.temperature)
+        return derivative_MV if self.request.temperature == 1.0 else derivative_MV.div_(self.request.temperature)
 
 
 class _ChunkedScore(torch.autograd.Function):
@@ -349,14 +354,18 @@ class _ChunkedScore(torch.autograd.Function):
     ) -> Any:
         ctx.task, ctx.weights = task, weights
         ctx.compute_dtype = _autocast_dtype(hidden_NH.device)
-        is_known = derivative_N is not None and task.differentiable == {"logprobs"} and any(ctx.needs_input_grad)
-        gradients = _Gradients(task, hidden_NH, weights, ctx.compute_dtype) if is_known else None
+        has_known_derivative = (
+            derivative_N is not None and task.differentiable == {"logprobs"} and any(ctx.needs_input_grad)
+        )
+        gradients = _Gradients(task, hidden_NH, weights, ctx.compute_dtype) if has_known_derivative else None
         outputs_of_chunks: list[dict[str, Tensor]] = []
         with _autocast(hidden_NH.device, ctx.compute_dtype):
-            cast = {} if gradients else task.head.cast(ctx.compute_dtype)
+            cast_weights = {} if gradients else task.head.cast(ctx.compute_dtype)
             for chunk in task.chunks(len(labels_N)):
                 top_ids_MK = None if top_ids_NK is None else top_ids_NK[chunk]
-                softmax = task.softmax(gradients.logits(chunk) if gradients else task.logits(hidden_NH[chunk], cast))
+                softmax = task.softmax(
+                    gradients.logits(chunk) if gradients else task.logits(hidden_NH[chunk], cast_weights)
+                )
                 outputs_of_chunks.append(task.outputs(softmax, labels_N[chunk], top_ids_MK))
                 if gradients and derivative_N is not None:
                     gradients.add(task.derivative(softmax, labels_N[chunk], {"logprobs": derivative_N[chunk]}, None))
@@ -386,8 +395,8 @@ class _ChunkedScore(torch.autograd.Function):
             for chunk in task.chunks(len(labels_N)):
                 softmax = task.softmax(gradients.logits(chunk))
                 top_ids_MK = None if top_ids_NK is None else top_ids_NK[chunk]
-                of_chunk = {name: gradient[chunk] for name, gradient in upstream_by_name.items()}
-                gradients.add(task.derivative(softmax, labels_N[chunk], of_chunk, top_ids_MK))
+                chunk_gradients = {name: gradient[chunk] for name, gradient in upstream_by_name.items()}
+                gradients.add(task.derivative(softmax, labels_N[chunk], chunk_gradients, top_ids_MK))
                 del softmax
         totals = gradients.totals()
         return None, totals[0], None, None, None, *totals[1:]
@@ -401,9 +410,9 @@ class _Gradients:
     ) -> None:
         self._task, self._hidden_NH, self._weights = task, hidden_NH, weights
         self._cast = task.head.cast(compute_dtype)
-        self._leaves = task.head.leaves(self._cast, weights)
-        self._of_hidden = torch.empty_like(hidden_NH)
-        self._of_weights: list[Tensor] = []
+        self._differentiated = task.head.differentiated_tensors(self._cast, weights)
+        self._hidden_gradient = torch.empty_like(hidden_NH)
+        self._weight_gradients: list[Tensor] = []
         self._has_many = len(hidden_NH) > task.num_rows
 
     def logits(self, chunk: slice) -> Tensor:
@@ -416,31 +425,31 @@ class _Gradients:
 
     def add(self, derivative_MV: Tensor) -> None:
         """Add the gradients of the newest chunk, given the derivative of the loss with respect to its logits."""
-        self._of_hidden[self._chunk], *of_weights = torch.autograd.grad(
-            self._logits_MV, [self._hidden_MH, *self._leaves], derivative_MV.to(self._logits_MV.dtype)
+        self._hidden_gradient[self._chunk], *weight_gradients = torch.autograd.grad(
+            self._logits_MV, [self._hidden_MH, *self._differentiated], derivative_MV.to(self._logits_MV.dtype)
         )
         del self._logits_MV
-        if not self._of_weights:
-            self._of_weights = [
+        if not self._weight_gradients:
+            self._weight_gradients = [
                 # A sum of many chunks in half precision would lose small summands.
                 gradient.to(torch.promote_types(weight.dtype, torch.float32) if self._has_many else weight.dtype)
-                for gradient, weight in zip(of_weights, self._weights, strict=True)
+                for gradient, weight in zip(weight_gradients, self._weights, strict=True)
             ]
             return
-        for total, gradient in zip(self._of_weights, of_weights, strict=True):
+        for total, gradient in zip(self._weight_gradients, weight_gradients, strict=True):
             total.add_(gradient)
 
     def totals(self) -> tuple[Tensor, ...]:
         """Return the total gradients of the hidden states and of each weight."""
-        totals = self._of_weights or [torch.zeros_like(weight) for weight in self._weights]
-        return (self._of_hidden, *(t.to(w.dtype) for t, w in zip(totals, self._weights, strict=True)))
+        totals = self._weight_gradients or [torch.zeros_like(weight) for weight in self._weights]
+        return (self._hidden_gradient, *(t.to(w.dtype) for t, w in zip(totals, self._weights, strict=True)))
 
 
 def _concatenate(chunks: Sequence[Tensor], name: str, task: _Task, hidden_NH: Tensor) -> Tensor:
     """Concatenate one output of all chunks; if there are no chunks, return an empty tensor."""
     if chunks:
         return torch.cat(list(chunks))
-    shape = (0, task.num_top) if name.startswith("top_") else (0,)
+    shape = (0, task.num_top_ids) if name.startswith("top_") else (0,)
     return hidden_NH.new_zeros(shape, dtype=torch.int64 if name == "top_ids" else task.dtype)
 
 

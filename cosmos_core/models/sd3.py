@@ -15,7 +15,7 @@ from cosmos_core.models.pipeline_folder import PipelineFolder
 
 PIPELINES = ("StableDiffusion3Pipeline",)
 
-_MOST_TOKENS = 512
+_MAX_PROMPT_TOKENS = 512
 
 
 class SD3(DiffusionModel):
@@ -32,10 +32,10 @@ class SD3(DiffusionModel):
         Raises:
             ConfigError: the pipeline does not accept prompts of the configured length.
         """
-        if config.max_prompt_length > _MOST_TOKENS:
+        if config.max_prompt_length > _MAX_PROMPT_TOKENS:
             raise ConfigError(
                 f"policy.diffusers.max_prompt_length = {config.max_prompt_length}: the T5 of a {folder.class_name} "
-                f"takes at most {_MOST_TOKENS} tokens; lower it"
+                f"takes at most {_MAX_PROMPT_TOKENS} tokens; lower it"
             )
         super().__init__(folder, config, device)
 
@@ -43,11 +43,11 @@ class SD3(DiffusionModel):
         """Encode prompts to text inputs of the denoiser. Without a T5, its embeddings are zeros, as in the pipeline."""
         prompt_list = list(prompts)
         with self._working("text_encoder", "text_encoder_2", "text_encoder_3"), self._width_of_tokens():
-            tokens, _, pooled, _ = self.pipeline.encode_prompt(
+            tokens, _, pooled_embedding, _ = self.pipeline.encode_prompt(
                 prompt_list, prompt_list, prompt_list, device=self.device, do_classifier_free_guidance=False,
                 max_sequence_length=self.config.max_prompt_length,
             )  # fmt: skip
-        return {"prompt_embeds": tokens.cpu(), "pooled_prompt_embeds": pooled.cpu()}
+        return {"prompt_embeds": tokens.cpu(), "pooled_prompt_embeds": pooled_embedding.cpu()}
 
     @contextmanager
     def _width_of_tokens(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.models.base import Consume, Wants
+from cosmos_core.models.base import ChunkConsumer, Wants
 from cosmos_core.models.offload import activations_on_cpu
 from cosmos_core.parallel.fsdp import reshard
 
@@ -22,7 +22,7 @@ class SequentialRunner:
     def __init__(self, root: nn.Module, forward: Forward, train: TrainConfig, device: torch.device) -> None:
         """Store the root module of FSDP, `root`, and the function `forward`, which calls this module."""
         self.roots = [root]
-        self._forward, self._train, self._device = forward, train, device
+        self._run_forward, self._train, self._device = forward, train, device
 
     def rows(self, size: int) -> int:
         """Return `size`: all rows that may be in the model at the same time form one micro-batch."""
@@ -32,11 +32,11 @@ class SequentialRunner:
         """Return `num_batches`, because no empty micro-batches are needed."""
         return num_batches
 
-    def run(self, batches: Sequence[Callable[[], Any]], consume: Consume, wants: Wants, size: int) -> None:
+    def run(self, batches: Sequence[Callable[[], Any]], consume: ChunkConsumer, request: Wants, size: int) -> None:
         for make in batches:
             batch = make()
             with forward_context(self._train, self._device):
-                outputs = self._forward(batch, wants)
+                outputs = self._run_forward(batch, request)
             loss = consume(batch, outputs)
             if loss is not None and torch.is_grad_enabled():
                 loss.backward()  # type: ignore[no-untyped-call]

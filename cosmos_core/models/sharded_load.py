@@ -39,19 +39,19 @@ from transformers.modeling_utils import LoadStateDictInfo, str_to_torch_dtype
 
 from cosmos_core.errors import ModelError
 from cosmos_core.models.generation_config import load_generation_config
-from cosmos_core.models.hf import check_loaded_tensors, describe_nonfinite, load_model, model_without_weights
-from cosmos_core.models.model_files import KEY, merge_error, translate_load_errors, weight_files
+from cosmos_core.models.hf import check_loaded_tensors, load_model, model_without_weights, nonfinite_message
+from cosmos_core.models.model_files import MODEL_KEY, merge_error, translate_load_errors, weight_files
 from cosmos_core.models.recompute import Recompute
 from cosmos_core.parallel.fsdp import local_shard, names_of_tied_weights, shard_bounds
 from cosmos_core.parallel.mesh import first_error_of_ranks
-from cosmos_core.transient import is_of_machine
+from cosmos_core.transient import is_machine_error
 
 logger = logging.getLogger(__name__)
 
-_ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
+_ADAPTER_COMPONENTS = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
 """Name components that an adapter inserts into the names of weights, which the names in the files lack."""
 
-_MOST_READ_BYTES = 64 << 30
+_MAX_AUDITED_BYTES = 64 << 30
 """Maximum total size of weight files whose values are checked before a run."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
@@ -100,20 +100,20 @@ def init_on_meta(
     files, reason = weight_files(model, revision)
     if not reason:
         with torch.device("meta"), meta_device_safe_creation_ops():
-            built = model_without_weights(
+            network = model_without_weights(
                 model, revision=revision, dtype=dtype, gradient_checkpointing=gradient_checkpointing
             )
-        reason = _plan_loading(built, model, revision, dtype, device, files)
+        reason = _plan_loading(network, model, revision, dtype, device, files)
     if reason:
         logger.info("every rank loads the whole of %s before it is sharded, because %s", model, reason)
         return load_model(
             model, revision=revision, dtype=dtype, device=device, gradient_checkpointing=gradient_checkpointing
         )
-    return built
+    return network
 
 
 def check_file_tensors(
-    built: PreTrainedModel, model: str, revision: str | None = None, beat: Callable[[], None] = lambda: None
+    network: PreTrainedModel, model: str, revision: str | None = None, beat: Callable[[], None] = lambda: None
 ) -> str:
     """Compare the tensors in a local model folder with those of `built`, a model on the meta device, and check their
     values one group at a time, with a call of `beat` after each. Return a notice if the files are too large to read.
@@ -124,34 +124,40 @@ def check_file_tensors(
     if not Path(model).expanduser().is_dir():
         return ""
     files, reason = weight_files(model, revision)
-    reason = reason or _plan_loading(built, model, revision, built.dtype, torch.device("meta"), files)
+    reason = reason or _plan_loading(network, model, revision, network.dtype, torch.device("meta"), files)
     size = sum(file.stat().st_size for file in Path(model).expanduser().glob("*") if file.suffix in _WEIGHT_SUFFIXES)
-    if size > _MOST_READ_BYTES:
+    if size > _MAX_AUDITED_BYTES:
         return f"the values of {size / 1e9:,.0f} GB of weights are not looked at before the model is loaded"
     if not reason:
-        _audit_values(built, beat)
-    elif not getattr(built.config, "quantization_config", None):
-        load_model(model, revision=revision, dtype=built.dtype)
+        _audit_values(network, beat)
+    elif not getattr(network.config, "quantization_config", None):
+        load_model(model, revision=revision, dtype=network.dtype)
     return ""
 
 
-def _audit_values(built: PreTrainedModel, beat: Callable[[], None]) -> None:
+def _audit_values(network: PreTrainedModel, beat: Callable[[], None]) -> None:
     """Check the values of all weights in a loading plan; tied weights stay in memory until they are compared."""
-    unread, state, tied = _LOADING_PLANS.pop(built), built.state_dict(keep_vars=True), dict[int, Tensor]()
-    num_names = Counter(id(state[name]) for group in unread.groups for name in group.shapes)
-    for group in unread.groups:
-        targets, done = dict[str, list[Tensor]](), set(tied.values())
+    unread_plan, state, tied_names = (
+        _LOADING_PLANS.pop(network),
+        network.state_dict(keep_vars=True),
+        dict[int, Tensor](),
+    )
+    num_names = Counter(id(state[name]) for group in unread_plan.groups for name in group.shapes)
+    for group in unread_plan.groups:
+        targets, loaded_names = dict[str, list[Tensor]](), set(tied_names.values())
         for name in group.shapes:
             key = id(state[name])
-            targets[name] = [tied[key] if key in tied else torch.empty_like(state[name], device="cpu").detach()]
+            targets[name] = [
+                tied_names[key] if key in tied_names else torch.empty_like(state[name], device="cpu").detach()
+            ]
             if num_names[key] > 1:
-                tied[key] = targets[name][0]
+                tied_names[key] = targets[name][0]
         try:
-            _read_group(group, targets, built, done)
+            _read_group(group, targets, network, loaded_names)
         except (ModelError, SafetensorError, OSError) as error:
-            if is_of_machine(error):
+            if is_machine_error(error):
                 raise
-            raise ModelError(f"{KEY} = {unread.model!r}: {error}") from error
+            raise ModelError(f"{MODEL_KEY} = {unread_plan.model!r}: {error}") from error
         beat()
 
 
@@ -169,19 +175,24 @@ def load_sharded(model: PreTrainedModel) -> None:
         return
     problem = None
     try:
-        targets, done = _materialise(model, plan.device), set[Tensor]()
+        targets, loaded_tensors = _materialise(model, plan.device), set[Tensor]()
         for group in plan.groups:
-            _read_group(group, targets, model, done)
+            _read_group(group, targets, model, loaded_tensors)
     except (ModelError, SafetensorError, OSError) as error:
-        if is_of_machine(error):  # errors of memory, disk or network end this rank, and all ranks restart
+        if is_machine_error(error):  # errors of memory, disk or network end this rank, and all ranks restart
             raise
         problem = str(error)
     if problem := first_error_of_ranks(problem):
-        raise ModelError(f"{KEY} = {plan.model!r}: {problem}")
+        raise ModelError(f"{MODEL_KEY} = {plan.model!r}: {problem}")
 
 
 def _plan_loading(
-    built: PreTrainedModel, model: str, revision: str | None, dtype: torch.dtype, device: torch.device, files: list[str]
+    network: PreTrainedModel,
+    model: str,
+    revision: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    files: list[str],
 ) -> str:
     """Plan the reading of weight files in slices, and create the buffers of the model.
 
@@ -190,27 +201,27 @@ def _plan_loading(
     Raises:
         ModelError: a file is damaged, or a tensor is missing, unexpected or of the wrong shape.
     """
-    if getattr(built.config, "quantization_config", None):
+    if getattr(network.config, "quantization_config", None):
         return "its weights are quantized"
-    keeps_float32 = _keeps_float32(built, dtype)
-    for name, tensor in built.state_dict(keep_vars=True).items():
+    keeps_float32 = _keeps_float32(network, dtype)
+    for name, tensor in network.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and keeps_float32(name):
             tensor.data = tensor.data.float()
     with translate_load_errors("weights", model):
         slices = {key: file.get_slice(key) for file in _open_files(files) for key in file.keys()}  # noqa: SIM118
-    groups, info = _plan(built, slices, model)
+    groups, info = _plan(network, slices, model)
     missing = set(info.missing_keys)
-    info.missing_keys -= {name for names in names_of_tied_weights(built) if set(names) - missing for name in names}
-    needed = set(info.missing_keys)
-    built._adjust_missing_and_unexpected_keys(info)
-    check_loaded_tensors(built, info.to_dict(), model)
-    if needed - info.missing_keys:
+    info.missing_keys -= {name for names in names_of_tied_weights(network) if set(names) - missing for name in names}
+    needed_names = set(info.missing_keys)
+    network._adjust_missing_and_unexpected_keys(info)
+    check_loaded_tensors(network, info.to_dict(), model)
+    if needed_names - info.missing_keys:
         return "transformers makes up some of its weights"
-    _make_buffers(built, device)
+    _make_buffers(network, device)
     if generation := load_generation_config(model, revision):  # without this file, config.json determines the config
-        built.generation_config = generation
-    built.config._commit_hash = getattr(built.config, "_commit_hash", None) or revision
-    _LOADING_PLANS[built] = _LoadingPlan(model, device, groups)
+        network.generation_config = generation
+    network.config._commit_hash = getattr(network.config, "_commit_hash", None) or revision
+    _LOADING_PLANS[network] = _LoadingPlan(model, device, groups)
     return ""
 
 
@@ -219,34 +230,34 @@ def _open_files(files: Sequence[str]) -> Iterator[Any]:
         yield safe_open(file, framework="pt")
 
 
-def _plan(built: PreTrainedModel, slices: Mapping[str, Any], model: str) -> tuple[list[_Group], LoadStateDictInfo]:
+def _plan(network: PreTrainedModel, slices: Mapping[str, Any], model: str) -> tuple[list[_Group], LoadStateDictInfo]:
     """Return the groups of tensors in files that become weights, and the loading information of transformers.
 
     The loading information lists missing and unexpected tensors, and tensors of another shape.
     """
-    state = built.state_dict()
-    mapping = get_model_conversion_mapping(built)
+    state = network.state_dict()
+    mapping = get_model_conversion_mapping(network)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    together: dict[str, tuple[_Transform, list[_Source]]] = {}
+    sources_by_target: dict[str, tuple[_Transform, list[_Source]]] = {}
     info = LoadStateDictInfo(set(state), set(), set(), [], {}, set())
     for key in sorted(slices, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, built.base_model_prefix, state)
+        name, pattern = rename_source_key(key, renamings, converters, network.base_model_prefix, state)
         if name not in state and key in state:
-            name, pattern = rename_source_key(key, [], [], built.base_model_prefix, state)
+            name, pattern = rename_source_key(key, [], [], network.base_model_prefix, state)
         if name not in state:
             targets = by_pattern[pattern].target_patterns if pattern else [""]
             info.unexpected_keys |= {name.replace(targets[0], other) for other in targets}
             continue
         transform: _Transform = copy.deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(key, name)
-        together.setdefault(name, (transform, []))[1].append((key, pattern or key, slices[key]))
-    built.__dict__["_weight_conversions"] = [entry for entry in mapping if entry.was_used()]
+        sources_by_target.setdefault(name, (transform, []))[1].append((key, pattern or key, slices[key]))
+    network.__dict__["_weight_conversions"] = [entry for entry in mapping if entry.was_used()]
     groups = []
-    for name, (transform, sources) in together.items():
+    for name, (transform, sources) in sources_by_target.items():
         empty = [_empty(each) for _, _, each in sources]
         try:
-            converted = _convert(name, transform, sources, empty, built, info)
+            converted = _convert(name, transform, sources, empty, network, info)
         except SkipParameters:
             raise merge_error(model) from None
         groups.append(_Group(transform, sources, {key: tensor.shape for key, tensor in converted.items()}))
@@ -282,7 +293,7 @@ def _convert(
 
 
 def _read_group(
-    group: _Group, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, done: set[Tensor]
+    group: _Group, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, loaded_tensors: set[Tensor]
 ) -> None:
     """Fill this rank's shards of the weights of a group; `done` contains the tensors that are already filled."""
     local_targets = {name: [t for t in targets.get(name, ()) if local_shard(t).numel()] for name in group.shapes}
@@ -299,8 +310,8 @@ def _read_group(
         converted = _convert(next(iter(local_targets)), group.transform, sources, readers, model)
     for name, tensors in local_targets.items():
         for tensor in tensors:
-            _copy(name, tensor, converted[name], first, is_check=tensor in done)
-            done.add(tensor)
+            _copy(name, tensor, converted[name], first, is_dry_run=tensor in loaded_tensors)
+            loaded_tensors.add(tensor)
 
 
 def _is_expert_stack(group: _Group) -> bool:
@@ -310,10 +321,10 @@ def _is_expert_stack(group: _Group) -> bool:
         return False
     (shape,) = group.shapes.values()
     patterns = Counter(pattern for _, pattern, _ in group.sources)
-    return all(map(_keeps_rows, operations[1:])) and set(patterns.values()) == {shape[0]}
+    return all(map(_preserves_rows, operations[1:])) and set(patterns.values()) == {shape[0]}
 
 
-def _keeps_rows(operation: Any) -> bool:
+def _preserves_rows(operation: Any) -> bool:
     if isinstance(operation, Concatenate):
         return operation.dim > 0
     return isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0
@@ -327,7 +338,7 @@ def _select_experts(sources: Sequence[_Source], rows: slice) -> list[_Source]:
     return [source for pattern_sources in by_pattern.values() for source in pattern_sources[rows]]
 
 
-def _copy(name: str, tensor: Tensor, source: Any, first: int, is_check: bool) -> None:
+def _copy(name: str, tensor: Tensor, source: Any, first: int, is_dry_run: bool) -> None:
     """Copy this rank's shard of `source`, a tensor or a slice of a file, to `tensor`.
 
     `first` is the row of the whole weight with which `source` begins. If `is_check` is True, `tensor` is already filled
@@ -337,9 +348,9 @@ def _copy(name: str, tensor: Tensor, source: Any, first: int, is_check: bool) ->
     if first:
         where = (slice(where[0].start - first, where[0].stop - first), *where[1:])
     values, local_tensor = source[where or ...], local_shard(tensor).detach()
-    if not is_check:
+    if not is_dry_run:
         local_tensor.copy_(values)
-        if problem := describe_nonfinite(name, local_tensor):
+        if problem := nonfinite_message(name, local_tensor):
             raise ModelError(problem)
     elif not torch.equal(local_tensor, values.to(local_tensor)):
         raise ModelError(
@@ -359,7 +370,7 @@ def _materialise(model: PreTrainedModel, device: torch.device) -> dict[str, list
                 module._parameters[name] = allocated[parameter]
     targets: dict[str, list[Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        targets.setdefault(_ADAPTED.sub("", name), []).append(tensor)
+        targets.setdefault(_ADAPTER_COMPONENTS.sub("", name), []).append(tensor)
     return targets
 
 
@@ -375,18 +386,18 @@ def _allocate(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     return nn.Parameter(local_tensor, requires_grad=parameter.requires_grad)
 
 
-def _keeps_float32(built: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], object]:
-    plan = built._get_dtype_plan(dtype)
+def _keeps_float32(network: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], object]:
+    plan = network._get_dtype_plan(dtype)
     return build_glob_alternation(list(plan))[0].search if plan else lambda name: None
 
 
-def _make_buffers(built: PreTrainedModel, device: torch.device) -> None:
+def _make_buffers(network: PreTrainedModel, device: torch.device) -> None:
     """Move buffers to `device`, and initialise buffers that no file contains, as `from_pretrained` does."""
-    for tensor in built.state_dict(keep_vars=True).values():
+    for tensor in network.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-    built._move_missing_keys_from_meta_to_device([], {"": "cpu"}, None, None)
-    built._initialize_missing_keys(is_quantized=False)
-    for module in built.modules():
+    network._move_missing_keys_from_meta_to_device([], {"": "cpu"}, None, None)
+    network._initialize_missing_keys(is_quantized=False)
+    for module in network.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 real_buffer = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer

@@ -18,7 +18,7 @@ from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.base import ModelAdapter
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.hf import check_row_length, load_config, load_model, load_tokenizer
-from cosmos_core.models.model_files import KEY, check_weights
+from cosmos_core.models.model_files import MODEL_KEY, check_weights
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import move_buffers
 
@@ -77,14 +77,14 @@ def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizer
     with name_teacher_in_errors():
         teacher_ids = load_tokenizer(teacher.model_name_or_path, teacher.model_revision).get_vocab()
     policy_ids = tokenizer.get_vocab()
-    differing = [token for token, number in policy_ids.items() if teacher_ids.get(token) != number]
-    if differing:
-        first = min(differing, key=lambda token: policy_ids[token])
-        is_at = f"is {teacher_ids[first]}" if first in teacher_ids else "does not exist"
+    differing_tokens = [token for token, number in policy_ids.items() if teacher_ids.get(token) != number]
+    if differing_tokens:
+        first = min(differing_tokens, key=lambda token: policy_ids[token])
+        mismatch = f"is {teacher_ids[first]}" if first in teacher_ids else "does not exist"
         raise ModelError(
-            f"{TEACHER_KEY} = {teacher.model_name_or_path!r}: {len(differing)} of {len(policy_ids)} tokens of the "
-            f"policy have another id in its tokenizer or none: {first!r} is {policy_ids[first]} here and {is_at} "
-            f"there; take a teacher of the policy's family"
+            f"{TEACHER_KEY} = {teacher.model_name_or_path!r}: {len(differing_tokens)} of {len(policy_ids)} tokens of "
+            f"the policy have another id in its tokenizer or none: {first!r} is {policy_ids[first]} here and "
+            f"{mismatch} there; take a teacher of the policy's family"
         )
 
 
@@ -95,7 +95,7 @@ def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def teacher_settings(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:
     """Return the settings with which the teacher runs: the training's, with dtypes and sharding of the teacher."""
-    return train.derived(
+    return train.derive(
         master_dtype=teacher.master_dtype,
         param_dtype=teacher.param_dtype,
         logprob_dtype=teacher.logprob_dtype,
@@ -113,5 +113,5 @@ def name_teacher_in_errors() -> Iterator[None]:
     try:
         yield
     except (ModelError, ConfigError) as error:
-        text = str(error).replace(KEY, TEACHER_KEY)
+        text = str(error).replace(MODEL_KEY, TEACHER_KEY)
         raise type(error)(text if TEACHER_KEY in text else f"{TEACHER_KEY}: {text}") from error

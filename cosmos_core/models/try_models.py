@@ -70,11 +70,11 @@ def open_image_generator(model: str, name: str, device: torch.device) -> Respond
     pipeline.set_progress_bar_config(disable=True)
 
     def respond(prompt: str, number: int) -> str:
-        out = pipeline(prompt=prompt, generator=torch.Generator("cpu").manual_seed(number))
-        if not hasattr(out, "images"):
+        output = pipeline(prompt=prompt, generator=torch.Generator("cpu").manual_seed(number))
+        if not hasattr(output, "images"):
             raise CosmosError(f"{model}: this pipeline draws no images; cosmos try shows text and images")
         file = Path(f"{Path(name).name}-{number}.png")
-        out.images[0].save(file)
+        output.images[0].save(file)
         return str(file)
 
     return respond
@@ -99,14 +99,14 @@ def main() -> int:
     console = Console(highlight=False)
     logging.disable(logging.WARNING)
     try:
-        opened = [
+        opened_models = [
             open_image_generator(model, f"{name}-{index}", device)
             if (Path(model) / "model_index.json").is_file()
             else open_chat(model, options["max_tokens"], options["temperature"], device)
             for index, (model, name) in enumerate(zip(models, options["names"], strict=True))
         ]
         for number, prompt in zip(count(), _read_prompts(options["prompt"]), strict=False):
-            responses = [respond(prompt, number) for respond in opened]
+            responses = [respond(prompt, number) for respond in opened_models]
             if len(responses) == 1:
                 console.print(responses[0], markup=False)
                 continue

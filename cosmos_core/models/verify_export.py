@@ -34,12 +34,18 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.errors import ModelError, ProgramError, StageFailed
-from cosmos_core.models.first_layers import FirstLayers, cut_config, fit_layers, is_removed, keep_first_layers
-from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merge_adapter, merged_state_dict
-from cosmos_core.models.model_files import KEY, translate_load_errors
-from cosmos_core.models.new_interpreter import call_in_interpreter, fresh_interpreter
+from cosmos_core.models.first_layers import (
+    FirstLayers,
+    is_removed,
+    keep_first_layers,
+    num_fitting_layers,
+    truncate_config,
+)
+from cosmos_core.models.lora import FOLDER, has_changed_base, is_adapted, merge_adapter, merged_state_dict
+from cosmos_core.models.model_files import MODEL_KEY, translate_load_errors
+from cosmos_core.models.new_interpreter import call_in_interpreter, pool_of_one_process
 
-_INDEX = "model.safetensors.index.json"
+_INDEX_FILE = "model.safetensors.index.json"
 _PROBE_SHAPE_BT = (2, 16)
 _PROBE_TEXT = "Is 12 + 7 = 19?\n  Déjà vu: ½ · 東京 🙂"
 _RELOAD_SECONDS = 3000
@@ -50,7 +56,7 @@ _TOLERANCE = 1e-4
 _MERGE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.1}
 _MEMORY_SHARE = 0.8
 """Fraction of the free memory that copies of the model may use; the page cache of the files needs the rest."""
-_COMPARED = {"reload": "reloaded model", "merge": "merged model", "adapter": "adapter on its base"}
+_COMPARISONS = {"reload": "reloaded model", "merge": "merged model", "adapter": "adapter on its base"}
 
 
 class Probe(NamedTuple):
@@ -86,12 +92,12 @@ def verify_export(
     Raises:
         StageFailed: a check failed; the message names the tensors or the difference.
     """
-    with fresh_interpreter() as pool:
+    with pool_of_one_process() as pool:
         with merge_adapter(model):
             expected = revert_weight_conversion(model, merged_state_dict(model))
             checks = _check_files(expected, target, dtype)
             free = psutil.virtual_memory().available if memory is None else memory
-            first = fit_layers(model, dtype, int(free * _MEMORY_SHARE))
+            first = num_fitting_layers(model, dtype, int(free * _MEMORY_SHARE))
             with keep_first_layers(model, first):
                 merged_BTV, about_reload = _check_reload(model, target, dtype, tokenizer, first, pool)
         checks += about_reload
@@ -111,7 +117,9 @@ def check_export_possible(config: PretrainedConfig, tokenizer: PreTrainedTokeniz
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if _describe_tokenizer(AutoTokenizer.from_pretrained(folder)) != _describe_tokenizer(tokenizer):
-            raise ModelError(f"{KEY} = {model!r}: the tokenizer, saved by transformers, is another when it is loaded")
+            raise ModelError(
+                f"{MODEL_KEY} = {model!r}: the tokenizer, saved by transformers, is another when it is loaded"
+            )
 
 
 def _check_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.dtype | None) -> list[str]:
@@ -121,11 +129,11 @@ def _check_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.d
     bit.
     """
     file_by_key: dict[str, str] = {}
-    wrong: list[str] = []
+    problems: list[str] = []
     for file, key, tensor in tensors_of(target):
         file_by_key[key] = file.name
-        if key in expected and not same_bits(tensor, _cast(expected[key], dtype)):
-            wrong.append(key)
+        if key in expected and not are_bits_equal(tensor, _cast(expected[key], dtype)):
+            problems.append(key)
     aliases: dict[tuple[int, torch.Size], set[str]] = {}
     for key, tensor in expected.items():
         aliases.setdefault((tensor.data_ptr(), tensor.shape), set()).add(key)
@@ -136,15 +144,15 @@ def _check_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.d
             f"export {target} failed the check 'keys': missing {format_names(missing)}, unexpected "
             f"{format_names(unexpected)}; it must not be used, run the stage again"
         )
-    index = target / _INDEX
+    index = target / _INDEX_FILE
     if index.exists() and json.loads(index.read_text(encoding="utf-8"))["weight_map"] != file_by_key:
         raise ProgramError(
-            f"export {target} failed the check 'keys': {_INDEX} does not match the files; run the stage again"
+            f"export {target} failed the check 'keys': {_INDEX_FILE} does not match the files; run the stage again"
         )
-    if wrong:
+    if problems:
         raise ProgramError(
-            f"export {target} failed the check 'bytes': {format_names(sorted(wrong))} on disk is not what was trained; "
-            "it must not be used, check the disk and run the stage again"
+            f"export {target} failed the check 'bytes': {format_names(sorted(problems))} on disk is not what was "
+            "trained; it must not be used, check the disk and run the stage again"
         )
     return ["keys", "bytes"]
 
@@ -195,7 +203,7 @@ def _check_adapter(
     the base model and the exported adapter."""
     rounding = _MERGE_TOLERANCE[model.dtype]
     logits_BTV = _trainer_logits(model, None)
-    folder, tolerance = target / FOLDER, rounding if changes_base(model) else _TOLERANCE
+    folder, tolerance = target / FOLDER, rounding if has_changed_base(model) else _TOLERANCE
     reloaded_BTV, _ = _reload(model, folder, first, pool)
     return [
         _compare_logits("merge", logits_BTV, merged_BTV, target, first, rounding),
@@ -236,8 +244,8 @@ def _compare_logits(
 ) -> str:
     """Return a text about a check that passed; raise an error if the logits differ by more than a fraction of the
     largest logit."""
-    suffix = f" (first {first.num_kept} of {first.num_layers} layers)" if first else ""
-    if same_bits(trainer_BTV, reloaded_BTV):
+    suffix = f" (first {first.num_first_layers} of {first.num_layers} layers)" if first else ""
+    if are_bits_equal(trainer_BTV, reloaded_BTV):
         return f"{check}{suffix}: bit-identical"
     tolerance = fraction * float(trainer_BTV.abs().max())
     difference = float("inf")
@@ -245,8 +253,9 @@ def _compare_logits(
         difference = float((trainer_BTV - reloaded_BTV).abs().max())
     if not difference <= tolerance:  # `not <=` instead of `>`, so that NaN fails too
         raise ProgramError(
-            f"export {target} failed the check {check!r}: logits of the {_COMPARED[check]} differ by {difference:.2g} "
-            f"from the trainer's, more than {tolerance:.2g}; compare its config.json with that of the base model"
+            f"export {target} failed the check {check!r}: logits of the {_COMPARISONS[check]} differ by "
+            f"{difference:.2g} from the trainer's, more than {tolerance:.2g}; compare its config.json with that of "
+            f"the base model"
         )
     return f"{check}{suffix}: max difference {difference:.1g} <= {tolerance:.1g}"
 
@@ -273,7 +282,7 @@ def compute_logits(folder: Path, probe: Probe) -> tuple[np.ndarray, list[object]
     """Load the export in `folder` as a user would; return the probe's logits BTV and a tokenizer description."""
     torch.set_num_threads(probe.num_threads)
     has_adapter = (folder / "adapter_config.json").is_file()
-    model = _load_with_adapter(folder, probe) if has_adapter else _load_whole(folder, probe)
+    model = _load_with_adapter(folder, probe) if has_adapter else _load_exported(folder, probe)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffer.to(probe.buffers.get(name, buffer.dtype)))
     tokenizer = [] if has_adapter else _describe_tokenizer(AutoTokenizer.from_pretrained(folder))
@@ -281,16 +290,16 @@ def compute_logits(folder: Path, probe: Probe) -> tuple[np.ndarray, list[object]
     return logits_BTV.float().numpy(), tokenizer
 
 
-def _load_whole(folder: Path, probe: Probe) -> Any:
-    config = cut_config(AutoConfig.from_pretrained(folder), probe.first)
+def _load_exported(folder: Path, probe: Probe) -> Any:
+    config = truncate_config(AutoConfig.from_pretrained(folder), probe.first)
     loaded: Any = auto_class(config).from_pretrained(
         folder, config=config, dtype=torch.float32, attn_implementation=probe.attention, output_loading_info=True
     )
     model, loading = loaded
     loading["unexpected_keys"] = {key for key in loading["unexpected_keys"] if not is_removed(str(key), probe.first)}
-    wrong = {name: sorted(map(str, keys)) for name, keys in loading.items() if keys}
-    if wrong:
-        raise StageFailed(f"transformers found {wrong}")
+    loading_problems = {name: sorted(map(str, keys)) for name, keys in loading.items() if keys}
+    if loading_problems:
+        raise StageFailed(f"transformers found {loading_problems}")
     return model
 
 
@@ -298,7 +307,7 @@ def _load_with_adapter(folder: Path, probe: Probe) -> Any:
     """Return the base model that an exported adapter names, in the dtype of training, with the adapter."""
     adapter = PeftConfig.from_pretrained(str(folder))
     source, revision = str(adapter.base_model_name_or_path), adapter.revision
-    config = cut_config(AutoConfig.from_pretrained(source, revision=revision), probe.first)
+    config = truncate_config(AutoConfig.from_pretrained(source, revision=revision), probe.first)
     cls: Any = auto_class(config)
     base = cls.from_pretrained(
         source, config=config, revision=revision, dtype=probe.dtype, attn_implementation=probe.attention,
@@ -313,10 +322,10 @@ def auto_class(config: PretrainedConfig) -> Any:
     AutoModelForCausalLM does not support some vision-language models, and loads others without their vision tower.
     """
     name = (config.architectures or [""])[0]
-    of_images: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
-    of_text: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    is_of_images = of_images is not None and of_images.__name__ == name and of_text is not of_images
-    return AutoModelForImageTextToText if is_of_images else AutoModelForCausalLM
+    image_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    is_image_class = image_class is not None and image_class.__name__ == name and text_class is not image_class
+    return AutoModelForImageTextToText if is_image_class else AutoModelForCausalLM
 
 
 def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[object]:
@@ -327,14 +336,14 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def are_bits_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors have the same dtype, shape and bits.
 
     Unlike in torch.equal, NaN equals the same NaN, and 0.0 does not equal -0.0.
     """
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if tensor.dtype != other.dtype or tensor.shape != other.shape:
         return False
-    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
+    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other)))
 
 
 def format_names(names: list[str]) -> str:

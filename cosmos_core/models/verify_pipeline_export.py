@@ -18,11 +18,11 @@ from torch import Tensor
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.export_pipeline import export_state, untrained_files
-from cosmos_core.models.families import family_of
+from cosmos_core.models.families import find_family
 from cosmos_core.models.lora import FOLDER, is_adapted, merge_adapter
-from cosmos_core.models.new_interpreter import call_in_interpreter, fresh_interpreter
+from cosmos_core.models.new_interpreter import call_in_interpreter, pool_of_one_process
 from cosmos_core.models.pipeline_folder import PipelineFolder
-from cosmos_core.models.verify_export import format_names, same_bits, tensors_of
+from cosmos_core.models.verify_export import are_bits_equal, format_names, tensors_of
 
 _PROMPT = "7 red apples on a table, 東京"
 _SECONDS = 3000
@@ -63,21 +63,21 @@ def verify_pipeline(
     family = type(family)(family.folder, family.config)
     try:
         with merge_adapter(model):
-            checks = [_prove_tensors(export_state(model, dtype), target, family.denoiser_name)]
-            checks.append(_prove_copies(family, target))
+            checks = [_check_denoiser_tensors(export_state(model, dtype), target, family.denoiser_name)]
+            checks.append(_check_component_files(family, target))
         checks += _check_images(family, model, target, dtype, model_class)
         return checks
     finally:
         model.train(was_training).to(device)
 
 
-def _prove_tensors(expected: dict[str, Tensor], target: Path, name: str) -> str:
+def _check_denoiser_tensors(expected: dict[str, Tensor], target: Path, name: str) -> str:
     """Check that the weight files of the denoiser contain exactly the tensors `expected`, bit for bit."""
     keys: set[str] = set()
     changed: list[str] = []
     for _, key, tensor in tensors_of(target / name):
         keys.add(key)
-        if key in expected and not same_bits(tensor, expected[key]):
+        if key in expected and not are_bits_equal(tensor, expected[key]):
             changed.append(key)
     missing, unexpected = sorted(expected.keys() - keys), sorted(keys - expected.keys())
     if missing or unexpected or changed:
@@ -89,15 +89,15 @@ def _prove_tensors(expected: dict[str, Tensor], target: Path, name: str) -> str:
     return "tensors"
 
 
-def _prove_copies(family: DiffusionModel, target: Path) -> str:
+def _check_component_files(family: DiffusionModel, target: Path) -> str:
     """Check that the files of components that were not trained equal the files of the base pipeline."""
     folder = family.folder
     files = untrained_files(folder, family.denoiser_name)
-    diffs = [str(file) for file in files if not filecmp.cmp(folder.path / file, target / file, shallow=False)]
-    if diffs:
+    differing_files = [str(file) for file in files if not filecmp.cmp(folder.path / file, target / file, shallow=False)]
+    if differing_files:
         raise StageFailed(
-            f"export {target} failed the check 'copies': {format_names(diffs)} is not what was copied; check the disk, "
-            f"run the stage again"
+            f"export {target} failed the check 'copies': {format_names(differing_files)} is not what was copied; "
+            f"check the disk, run the stage again"
         )
     return "copies"
 
@@ -108,10 +108,10 @@ def _check_images(
     """Check that the exported pipeline, and the adapter on its base, generate the same image as the policy."""
     export_dtype, settings, num_threads = dtype or model.dtype, family.probe(), torch.get_num_threads()
     with merge_adapter(model):
-        policy_images = {"images": _image(family, model, export_dtype)}
+        policy_images = {"images": _generate_rounded(family, model, export_dtype)}
     probes = {"images": Probe(target, None, settings, export_dtype, model_class, num_threads)}
     if is_adapted(model):
-        policy_images["adapter"] = _image(family, model, model.dtype)
+        policy_images["adapter"] = _generate_rounded(family, model, model.dtype)
         base = family.folder.path
         probes["adapter"] = Probe(base, target / FOLDER, settings, model.dtype, model_class, num_threads)
     export_images = _draw_in_interpreter(list(probes.values()))
@@ -122,9 +122,9 @@ def _check_images(
 
 
 @torch.no_grad()
-def _image(family: DiffusionModel, model: Any, dtype: torch.dtype) -> Tensor:
+def _generate_rounded(family: DiffusionModel, model: Any, dtype: torch.dtype) -> Tensor:
     """Return the image that the policy in memory generates in `dtype`, with weights rounded as in the export."""
-    family = type(family)(family.folder, family.config.derived(dtype=str(dtype).removeprefix("torch.")))
+    family = type(family)(family.folder, family.config.derive(dtype=str(dtype).removeprefix("torch.")))
     text = family.text_embedding([_PROMPT])
     family.drop_encoders()
     names = set(family.folder.components) & {"scheduler", "vae"}
@@ -142,15 +142,15 @@ def _round_weights(model: Any, dtype: torch.dtype) -> Iterator[None]:
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     originals = {tensor: tensor.data for _, tensor in tensors}
-    wide = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    is_half = dtype in {torch.float16, torch.bfloat16}
+    float32_modules = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    is_half_precision = dtype in {torch.float16, torch.bfloat16}
     in_files = set(model.state_dict())
     try:
         for name, tensor in tensors:
             if not tensor.is_floating_point() or name not in in_files:
                 continue
-            is_wide = is_half and bool(wide & set(name.split(".")))
-            tensor.data = tensor.data.to(dtype).to(torch.float32 if is_wide else dtype)
+            stays_float32 = is_half_precision and bool(float32_modules & set(name.split(".")))
+            tensor.data = tensor.data.to(dtype).to(torch.float32 if stays_float32 else dtype)
         yield
     finally:
         for tensor, data in originals.items():
@@ -166,13 +166,13 @@ def _generate(pipeline: Any, settings: dict[str, Any], **inputs: Any) -> Tensor:
 
 def _draw_in_interpreter(probes: Sequence[Probe]) -> list[Tensor]:
     """Return the images of the probes, generated in a fresh interpreter."""
-    with fresh_interpreter() as pool:
+    with pool_of_one_process() as pool:
         images = call_in_interpreter(pool, generate_images, (probes,), _SECONDS, probes[0].folder)
     return [torch.from_numpy(image) for image in images]
 
 
 def _compare_images(check: str, policy_image: Tensor, export_image: Tensor, target: Path) -> str:
-    if same_bits(policy_image, export_image):
+    if are_bits_equal(policy_image, export_image):
         return f"{check}: bit-identical"
     difference = (
         float((policy_image - export_image).abs().max()) if policy_image.shape == export_image.shape else float("inf")
@@ -193,7 +193,7 @@ def generate_image(probe: Probe) -> np.ndarray:
     """Load a pipeline, with its adapter if it has one, as a user would, and return the image of the probe."""
     torch.set_num_threads(probe.num_threads)
     folder = PipelineFolder(str(probe.folder))
-    pipeline = family_of(folder, probe.model_class).load_pipeline(folder, probe.dtype)
+    pipeline = find_family(folder, probe.model_class).load_pipeline(folder, probe.dtype)
     if probe.adapter is not None:
         pipeline.load_lora_weights(str(probe.adapter))
         if not pipeline.get_active_adapters():

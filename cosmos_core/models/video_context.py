@@ -29,7 +29,7 @@ Dims = Mapping[str, int]
 """Index of the token dimension of each argument that has an entry per token, by name of the argument."""
 
 
-class Shards:
+class ClipSharding:
     """Distribution of the tokens of the current clip over the ranks.
 
     Each block sets the distribution again, so that a block that is recomputed in the backward pass uses the same one.
@@ -67,7 +67,7 @@ class Shards:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks; gradients are summed too, because a rank uses the sum for its own tokens."""
-        total: Tensor = _Sum.apply(tensor, self.group)
+        total: Tensor = _SumOverRanks.apply(tensor, self.group)
         return total
 
     def add_borders(self, frames_BCFS: Tensor) -> Tensor:
@@ -75,14 +75,14 @@ class Shards:
 
         The frames before the first and after the last frame of the clip are zeros.
         """
-        edges = torch.stack([frames_BCFS[:, :, 0], frames_BCFS[:, :, -1]])
-        of_all = self.all_reduce(
-            functional.pad(edges[None], (0,) * 2 * edges.ndim + (self.rank, self.size - 1 - self.rank))
+        own_borders = torch.stack([frames_BCFS[:, :, 0], frames_BCFS[:, :, -1]])
+        all_borders = self.all_reduce(
+            functional.pad(own_borders[None], (0,) * 2 * own_borders.ndim + (self.rank, self.size - 1 - self.rank))
         )
-        nothing = torch.zeros_like(edges[0])
-        before = of_all[self.rank - 1, 1] if self.rank else nothing
-        after = of_all[self.rank + 1, 0] if self.rank + 1 < self.size else nothing
-        return torch.cat([before[:, :, None], frames_BCFS, after[:, :, None]], dim=2)
+        zero_border = torch.zeros_like(own_borders[0])
+        previous_frame = all_borders[self.rank - 1, 1] if self.rank else zero_border
+        next_frame = all_borders[self.rank + 1, 0] if self.rank + 1 < self.size else zero_border
+        return torch.cat([previous_frame[:, :, None], frames_BCFS, next_frame[:, :, None]], dim=2)
 
     @staticmethod
     def _pad(tensor: Tensor, dim: int, length: int) -> Tensor:
@@ -91,7 +91,11 @@ class Shards:
 
 
 def shard_blocks(
-    denoiser: Any, shards: Shards, dims: Dims, adapt: Callable[[dict[str, Any]], None], ends: Mapping[str, Dims]
+    denoiser: Any,
+    shards: ClipSharding,
+    dims: Dims,
+    adapt: Callable[[dict[str, Any]], None],
+    block_sizes: Mapping[str, Dims],
 ) -> None:
     """Make the blocks of a denoiser process only this rank's tokens.
 
@@ -118,15 +122,15 @@ def shard_blocks(
             shard_in(arguments, {**dims, **({"hidden_states": 1} if is_first else {})})
 
         _change_arguments(block, enter)
-    for name, of_end in ends.items():
-        _change_arguments(denoiser.get_submodule(name), partial(shard_in, dims=of_end))
+    for name, block_size in block_sizes.items():
+        _change_arguments(denoiser.get_submodule(name), partial(shard_in, dims=block_size))
     denoiser.proj_out.register_forward_hook(lambda module, args, output: shards.gather_tokens(output, 1))
 
 
 class UlyssesAttention:
     """Softmax attention over all tokens of a clip, with the formula of `CosmosAttnProcessor2_0` in diffusers."""
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: ClipSharding) -> None:
         self._shards = shards
 
     def __call__(
@@ -140,11 +144,15 @@ class UlyssesAttention:
         """Return the attention output for the tokens of this rank."""
         assert encoder_hidden_states is None and attention_mask is None, "blocks attend to their own tokens so"
 
-        def heads(project: nn.Module) -> Tensor:
+        def split_heads(project: nn.Module) -> Tensor:
             states: Tensor = project(hidden_states)
             return states.unflatten(2, (attn.heads, -1)).transpose(1, 2)
 
-        query, key, value = attn.norm_q(heads(attn.to_q)), attn.norm_k(heads(attn.to_k)), heads(attn.to_v)
+        query, key, value = (
+            attn.norm_q(split_heads(attn.to_q)),
+            attn.norm_k(split_heads(attn.to_k)),
+            split_heads(attn.to_v),
+        )
         if image_rotary_emb is not None:
             query, key = (
                 apply_rotary_emb(each, image_rotary_emb, use_real=True, use_real_unbind_dim=-2) for each in (query, key)
@@ -157,7 +165,7 @@ class UlyssesAttention:
 class SummedLinearAttention:
     """Linear attention over all tokens of a clip, with the formula of `SanaLinearAttnProcessor3_0` in diffusers."""
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: ClipSharding) -> None:
         self._shards = shards
 
     def __call__(
@@ -171,13 +179,13 @@ class SummedLinearAttention:
         """Return the attention output for the tokens of this rank."""
         assert encoder_hidden_states is None, "blocks attend to their own tokens so"
 
-        def heads(states: Tensor) -> Tensor:
+        def split_heads(states: Tensor) -> Tensor:
             return states.unflatten(2, (attn.heads, -1))
 
-        query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), heads(attn.to_v(hidden_states))
+        query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), split_heads(attn.to_v(hidden_states))
         query = query if attn.norm_q is None else attn.norm_q(query)
         key = key if attn.norm_k is None else attn.norm_k(key)
-        query, key = functional.relu(heads(query)), functional.relu(heads(key))
+        query, key = functional.relu(split_heads(query)), functional.relu(split_heads(key))
         key = key * self._shards.token_mask(key)[None, :, None, None]
         query_turned, key_turned = (_rotate(each, *rotary_emb).float() for each in (query, key))
         key_sum_BKD = self._shards.all_reduce(key.sum(1))
@@ -187,27 +195,27 @@ class SummedLinearAttention:
         return _project_output(attn, attended_BNKD.flatten(2).to(hidden_states.dtype))
 
 
-def exchange_borders(convolution: nn.Module, shards: Shards, tokens_per_frame: Callable[[], int]) -> None:
+def exchange_borders(convolution: nn.Module, shards: ClipSharding, tokens_per_frame: Callable[[], int]) -> None:
     """Make a convolution over time (B, C, F, S) use the neighbouring frames of other ranks at both ends.
 
     Otherwise the convolution would pad each rank's frames with zeros. `tokens_per_frame` returns the number of tokens
     of a frame.
     """
 
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+    def extend_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         (frames_BCFS,) = args
         is_real_F = shards.token_mask(frames_BCFS)[:: tokens_per_frame()]
         return (shards.add_borders(frames_BCFS * is_real_F[:, None]),)
 
-    convolution.register_forward_pre_hook(before)
+    convolution.register_forward_pre_hook(extend_input)
     convolution.register_forward_hook(lambda module, args, output: output[:, :, 1:-1])
 
 
 def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding to queries or keys, in pairs of neighbouring elements."""
-    one, other = states.unflatten(-1, (-1, 2)).unbind(-1)
+    even, other = states.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
-    return torch.stack([one * cos - other * sin, one * sin + other * cos], -1).flatten(-2).type_as(states)
+    return torch.stack([even * cos - other * sin, even * sin + other * cos], -1).flatten(-2).type_as(states)
 
 
 def _project_output(attn: Any, states: Tensor) -> Tensor:
@@ -222,9 +230,9 @@ def _change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None
     def hook(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        bound = signature.bind(*args, **kwargs)
-        change(bound.arguments)
-        return bound.args, bound.kwargs
+        bound_arguments = signature.bind(*args, **kwargs)
+        change(bound_arguments.arguments)
+        return bound_arguments.args, bound_arguments.kwargs
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -245,7 +253,7 @@ class _Gather(torch.autograd.Function):
         return gradient, None, None
 
 
-class _Sum(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     """Differentiable sum over ranks. Each rank uses the result for its own tokens, so gradients are summed too."""
 
     @staticmethod

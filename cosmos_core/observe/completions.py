@@ -8,13 +8,13 @@ from typing import Any
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import json_objects
 from cosmos_core.run.progress import has_step
-from cosmos_core.run.tail import Tail
+from cosmos_core.run.tail import FileTail
 
 FOLDER = "completions"
-_ORDERS = {"best": -1.0, "worst": 1.0}
+_SCORE_SIGNS = {"best": -1.0, "worst": 1.0}
 
 
-def iter_completions(run: Path, stage: str, step: int | None, order: str, most: int) -> Iterator[str]:
+def iter_completions(run: Path, stage: str, step: int | None, order: str, max_count: int) -> Iterator[str]:
     """Yield completions of one train step as text, grouped by prompt or, if `order` is set, sorted by reward.
 
     Args:
@@ -31,20 +31,20 @@ def iter_completions(run: Path, stage: str, step: int | None, order: str, most: 
     lines = _lines(path, step)
     if order:
         valid = [line for line in lines if isinstance(line.get("reward"), int | float)]
-        lines = sorted(valid, key=lambda line: _ORDERS[order] * line["reward"])
+        lines = sorted(valid, key=lambda line: _SCORE_SIGNS[order] * line["reward"])
     if not lines:
         raise ConfigError(f"stage {path.name!r} has no completions{'' if step is None else f' of step {step}'} on disk")
     prompt = None
-    for line in lines[:most]:
+    for line in lines[:max_count]:
         if line.get("prompt") != prompt:
             prompt = line.get("prompt")
             yield f"--- {path.name}, step {line['step']}, prompt (reference {line.get('reference', '')!r}):\n{prompt}"
         yield f"--- {_scores(line)}:\n{completion_text(line, path)}"
 
 
-def newest(stage: Path, most: int) -> list[dict[str, Any]]:
+def newest_completions(stage: Path, max_count: int) -> list[dict[str, Any]]:
     """Return the first `most` completions with text from the newest logged step of a stage; empty if none exist."""
-    return [line for line in _lines(stage, None) if not line.get("media") and completion_text(line, stage)][:most]
+    return [line for line in _lines(stage, None) if not line.get("media") and completion_text(line, stage)][:max_count]
 
 
 def _scores(line: dict[str, Any]) -> str:
@@ -89,6 +89,6 @@ def _lines(stage: Path, step: int | None) -> list[dict[str, Any]]:
     files = _files(stage)
     if step is not None and len(files) > 1:
         files = [file for file in files if file.stem == f"step_{step:06d}"]
-    lines = [line for line in json_objects(Tail(files[-1]).lines()) if has_step(line)] if files else []
+    lines = [line for line in json_objects(FileTail(files[-1]).lines()) if has_step(line)] if files else []
     selected = max((line["step"] for line in lines), default=0) if step is None else step
     return [line for line in lines if line["step"] == selected]

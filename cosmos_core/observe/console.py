@@ -22,45 +22,45 @@ from rich.table import Table
 from rich.text import Text
 
 from cosmos_core.observe import formatting
-from cosmos_core.observe.costs import shown_cost
-from cosmos_core.observe.record import RunRecord, StageRecord, loading_line, overhead, read_run
+from cosmos_core.observe.costs import cost_card
+from cosmos_core.observe.record import RunRecord, StageRecord, model_loading_code, read_run, time_overhead
 from cosmos_core.observe.report_server import report_url
 from cosmos_core.observe.resuming import pause_or_death
 from cosmos_core.run.progress import Position
-from cosmos_core.run.state import ACTIVE
+from cosmos_core.run.state import ACTIVE_STATES
 
-LINE_SECONDS = 10.0
+MIN_LINE_SECONDS = 10.0
 """Minimum number of seconds between two printed lines of a running stage if the output is no terminal."""
 
-STYLES = {
+STATE_STYLES = {
     "waiting": "dim", "running": "cyan", "retrying": "yellow", "reused": "blue", "done": "green",
     "failed": "bold red", "stopped": "yellow", "died": "bold red",
 }  # fmt: skip
-_MARKS = {
+_STATE_MARKS = {
     "waiting": "·", "running": "▶", "retrying": "↻", "reused": "≡", "done": "✓", "failed": "✗", "stopped": "■",
     "died": "✗",
 }  # fmt: skip
-_BARS = "▁▂▃▄▅▆▇█"
+_SPARKLINE_LEVELS = "▁▂▃▄▅▆▇█"
 _MEMORY = {"GPU": "memory/gpu_gib", "memory": "memory/host_gib"}
 _SPARKS = 12  # number of characters of a sparkline
 # Phases that are shown only before the first step, because a step number implies them.
-_STEPPING = frozenset({"step", "generate", "score"})
+_PHASES_OF_STEP = frozenset({"step", "generate", "score"})
 _PLAIN_WIDTH = 160
 
 
 @dataclass
-class _Line:
+class _StageLine:
     """Display state of one stage of a run."""
 
     state: str = "waiting"
     progress: Position | None = None
-    began: float | None = None
-    ended: float | None = None
-    printed: float = 0.0
-    said: tuple[Any, ...] = ()
+    start_time: float | None = None
+    end_time: float | None = None
+    printed_at: float = 0.0
+    last_subject: tuple[Any, ...] = ()
     """Phase, number of processed items and step of the last printed line, so that no line is printed twice."""
     phase_began: float = 0.0
-    told_compiling: float = 0.0
+    reported_compile_seconds: float = 0.0
     """Compilation time in seconds that the last printed line about compilation has reported."""
     history: dict[int, float] = field(default_factory=dict)
     """Value of the headline metric (reward, loss or accuracy) by step."""
@@ -91,30 +91,30 @@ class Display:
         self._is_terminal = self._stream.isatty() if terminal is None else terminal
         self._clock = clock
         self._lock = threading.RLock()
-        self._lines = {name: _Line() for name in stages}
+        self._lines = {name: _StageLine() for name in stages}
         self._width = max((len(name) for name in stages), default=0)
         self._console = Console(file=self._stream, force_terminal=self._is_terminal or None, highlight=False)
-        self._live: Live | None = None
+        self._live_display: Live | None = None
 
     def __enter__(self) -> Display:
         if self._is_terminal:
-            self._live = Live(get_renderable=self._table, console=self._console, refresh_per_second=4)
-            self._live.start()
+            self._live_display = Live(get_renderable=self._table, console=self._console, refresh_per_second=4)
+            self._live_display.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        if self._live_display is not None:
+            self._live_display.stop()
+            self._live_display = None
 
     def update(self, stage: str, state: str, progress: Position | None = None) -> None:
         """Update the state of a stage; `progress` is the content of its `progress.json`, None keeps the last one."""
         with self._lock:
-            line = self._lines.setdefault(stage, _Line())
+            line = self._lines.setdefault(stage, _StageLine())
             self._width = max(self._width, len(stage))
             has_changed = state != line.state
             if has_changed:
-                self._change(line, state)
+                self._update_times(line, state)
             now = self._clock()
             if progress is not None:
                 if line.progress is None or line.progress.phase != progress.phase:
@@ -123,81 +123,89 @@ class Display:
                 if (metric := formatting.headline(progress.metrics)) and math.isfinite(metric[1]):
                     line.history[progress.step] = metric[1]
                 _set_anchor(line, progress)
-            is_due = state in ACTIVE and now - line.printed >= LINE_SECONDS and _subject(line) != line.said
-            if self._live is None and (has_changed or is_due):
-                line.printed = now
-                self._write(f"{stage:<{self._width}}  {'  '.join(self._words(line, has_changed=has_changed))}".rstrip())
-                line.said = () if has_changed else _subject(line)
+            is_due = (
+                state in ACTIVE_STATES
+                and now - line.printed_at >= MIN_LINE_SECONDS
+                and _subject(line) != line.last_subject
+            )
+            if self._live_display is None and (has_changed or is_due):
+                line.printed_at = now
+                self._write(
+                    f"{stage:<{self._width}}  {'  '.join(self._status_words(line, has_changed=has_changed))}".rstrip()
+                )
+                line.last_subject = () if has_changed else _subject(line)
 
     def message(self, text: str) -> None:
         """Print one line of text, above the live table if it is shown."""
-        if self._live is not None:  # taking self._lock could deadlock: the display takes it under its own lock
+        if self._live_display is not None:  # taking self._lock could deadlock: the display takes it under its own lock
             self._console.print(Text(text))
             return
         with self._lock:
             self._write(text)
 
-    def _change(self, line: _Line, state: str) -> None:
+    def _update_times(self, line: _StageLine, state: str) -> None:
         line.state = state
-        if state in ACTIVE:
-            line.began, line.ended = line.began if line.began is not None else self._clock(), None
-        elif line.began is not None and line.ended is None:
-            line.ended = self._clock()
+        if state in ACTIVE_STATES:
+            line.start_time, line.end_time = line.start_time if line.start_time is not None else self._clock(), None
+        elif line.start_time is not None and line.end_time is None:
+            line.end_time = self._clock()
 
     def _write(self, text: str) -> None:
         self._stream.write(text + "\n")
         self._stream.flush()
 
-    def _words(self, line: _Line, *, has_changed: bool) -> list[str]:
+    def _status_words(self, line: _StageLine, *, has_changed: bool) -> list[str]:
         words = [line.state] if has_changed else []
-        if line.state in {"waiting", "reused"} or (has_changed and line.state in ACTIVE):
+        if line.state in {"waiting", "reused"} or (has_changed and line.state in ACTIVE_STATES):
             return words
-        words += [part for part in (_phase(line), *self._news(line)) if part]
-        if line.state in ACTIVE:
+        words += [part for part in (_phase(line), *self._line_texts(line)) if part]
+        if line.state in ACTIVE_STATES:
             eta = _eta_seconds(line)
             return [*words, f"eta {formatting.duration(eta)}"] if eta is not None else words
-        return [*words, formatting.duration(self._elapsed(line))] if line.began is not None else words
+        return [*words, formatting.duration(self._elapsed(line))] if line.start_time is not None else words
 
-    def _news(self, line: _Line) -> list[str]:
+    def _line_texts(self, line: _StageLine) -> list[str]:
         """Return the texts of a printed line: the step with its metrics, unless the last line of the running stage
         reported the same step, and the compilation time if it has increased."""
         progress, compiled = line.progress, ""
         if progress is None:
             return []
-        if progress.phase != "compile" and progress.compile_seconds > line.told_compiling:
-            line.told_compiling = progress.compile_seconds
+        if progress.phase != "compile" and progress.compile_seconds > line.reported_compile_seconds:
+            line.reported_compile_seconds = progress.compile_seconds
             compiled = f"compiled in {formatting.duration(progress.compile_seconds)}"
-        is_printed = line.state in ACTIVE and line.said[2:] == (progress.step,)
-        return [compiled] if is_printed else [_steps(line), *_numbers(line), compiled]
+        is_step_printed = line.state in ACTIVE_STATES and line.last_subject[2:] == (progress.step,)
+        return [compiled] if is_step_printed else [_steps(line), *_numbers(line), compiled]
 
-    def _elapsed(self, line: _Line) -> float | None:
-        if line.began is None:
+    def _elapsed(self, line: _StageLine) -> float | None:
+        if line.start_time is None:
             return None
-        return (self._clock() if line.ended is None else line.ended) - line.began
+        return (self._clock() if line.end_time is None else line.end_time) - line.start_time
 
-    def _doing(self, line: _Line) -> str:
+    def _describe_phase(self, line: _StageLine) -> str:
         phase = _phase(line) if line.state == "running" else ""
-        since = f" {formatting.duration(self._clock() - line.phase_began)}" if phase == "compile" else ""
-        return f"{phase}{since}" if phase else line.state
+        elapsed_text = f" {formatting.duration(self._clock() - line.phase_began)}" if phase == "compile" else ""
+        return f"{phase}{elapsed_text}" if phase else line.state
 
     def _table(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
-        wide = self._console.width >= 100
+        is_wide = self._console.width >= 100
         for column in range(7):
             table.add_column(justify="right" if column == 3 else "left", no_wrap=True)
         with self._lock:
             for name, line in self._lines.items():
-                style = STYLES.get(line.state, "")
-                bar: RenderableType = _bar(line, 24 if wide else 10, self._clock()) if line.state != "waiting" else ""
-                elapsed, eta = self._elapsed(line), _eta_seconds(line) if line.state in ACTIVE else None
+                style = STATE_STYLES.get(line.state, "")
+                progress_bar: RenderableType = (
+                    _progress_bar(line, 24 if is_wide else 10, self._clock()) if line.state != "waiting" else ""
+                )
+                elapsed, eta = self._elapsed(line), _eta_seconds(line) if line.state in ACTIVE_STATES else None
                 clock = f"eta {formatting.duration(eta)}" if eta is not None else formatting.duration(elapsed)
                 table.add_row(
-                    Text(f"{_MARKS.get(line.state, ' ')} {name}", style=style),
-                    Text(self._doing(line), style=style),
-                    bar,
+                    Text(f"{_STATE_MARKS.get(line.state, ' ')} {name}", style=style),
+                    Text(self._describe_phase(line), style=style),
+                    progress_bar,
                     _steps(line).removeprefix("step "),
-                    Text("  ".join([*_numbers(line), *_seconds(line), *_memory(line)] if wide else _numbers(line))),
-                    Text(sparkline(list(line.history.values())) if wide else "", style=style),
+                    Text("  ".join([*_numbers(line), *_seconds(line), *_memory(line)] if is_wide else _numbers(line))),
+                    Text(sparkline(list(line.history.values())) if is_wide else "", style=style),
                     Text(clock if elapsed is not None else "", style="dim"),
                 )
         return table
@@ -208,7 +216,7 @@ def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
     run = read_run(run_path)
     title = f"{run.name}  {run.path.name}  {run.outcome}"
     console = _console(stream)
-    console.print(Group(_table(run, _STATUS, title), *_remarks(run)))
+    console.print(Group(_table(run, _STATUS, title), *_list_notices(run)))
     if text := pause_or_death(run):
         # soft_wrap: the text contains a command to copy, which must not be broken into lines
         console.print(Text(text, style="yellow"), soft_wrap=True)
@@ -217,27 +225,29 @@ def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
 def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     """Print the outcome of a run: its stages, the time spent inside and outside of them, and how to load its model."""
     run = read_run(run_path)
-    seconds = overhead(run) or dict.fromkeys(("wall", "inside", "overhead"), 0.0)
+    seconds = time_overhead(run) or dict.fromkeys(("wall", "inside", "overhead"), 0.0)
     facts = {
         "time inside stage workers": formatting.duration(seconds["inside"]),
         "orchestration overhead": formatting.duration(seconds["overhead"]),
     }
-    facts |= shown_cost(run)
+    facts |= cost_card(run)
     if (run.path / "report.html").is_file():
         facts["report"] = report_url(run.path) or str(run.path / "report.html")
     if run.outcome in {"failed", "stopped"}:  # the model of an incomplete run may be its base model
-        facts |= {f"model of stage {stage.name!r}": str(stage.path / stage.info["model"]) for stage in run.trained}
+        facts |= {
+            f"model of stage {stage.name!r}": str(stage.path / stage.info["model"]) for stage in run.trained_models
+        }
     elif run.model is not None:
-        facts |= {"model": str(run.model), "load it with": loading_line(run.model)}
-    if run.published:
-        facts["published"] = ", ".join(run.published)
+        facts |= {"model": str(run.model), "load it with": model_loading_code(run.model)}
+    if run.published_locations:
+        facts["published"] = ", ".join(run.published_locations)
     title = f"{run.name}  {run.path.name}  {run.outcome} after {formatting.duration(seconds['wall'])}"
     width = max(len(key) for key in facts)
     lines = [Text.assemble((f"{key:<{width}}  ", "dim"), value) for key, value in facts.items()]
     console = _console(stream)
     # The title is not passed to the table, which would wrap it at the width of the table.
     console.print(Text(title, style="bold"), soft_wrap=True)
-    console.print(Group(_table(run, _SUMMARY), *_remarks(run)))
+    console.print(Group(_table(run, _SUMMARY_COLUMNS), *_list_notices(run)))
     for line in lines:
         # soft_wrap: lines contain paths and Python code to copy, which must not be broken into lines
         console.print(line, soft_wrap=True)
@@ -248,15 +258,15 @@ def _console(stream: TextIO | None) -> Console:
     return console if console.is_terminal else Console(file=console.file, highlight=False, width=_PLAIN_WIDTH)
 
 
-def _remarks(run: RunRecord) -> list[Text]:
+def _list_notices(run: RunRecord) -> list[Text]:
     """Return a line of text for each stage that failed or ran again although it had a result, and for each notice of a
     stage, for example about skipped rows."""
     lines = []
     for stage in run.stages:
         if stage.status == "failed" and stage.state.error:
             lines.append(Text(f"{stage.name}: {stage.state.error}", style="red"))
-        if stage.remade:
-            lines.append(Text(f"{stage.name}: remade: {stage.remade}", style="yellow"))
+        if stage.reason_for_rerun:
+            lines.append(Text(f"{stage.name}: remade: {stage.reason_for_rerun}", style="yellow"))
         if isinstance(notices := stage.info.get("notices"), list):
             lines += [Text(f"{stage.name}: {notice}", style="yellow") for notice in notices]
     return lines
@@ -273,29 +283,31 @@ def _table(run: RunRecord, columns: dict[str, Callable[[StageRecord], str | Text
 
 
 def _state(stage: StageRecord) -> Text:
-    return Text(f"{_MARKS.get(stage.status, ' ')} {stage.status}", style=STYLES.get(stage.status, ""))
+    return Text(f"{_STATE_MARKS.get(stage.status, ' ')} {stage.status}", style=STATE_STYLES.get(stage.status, ""))
 
 
 def _metrics(stage: StageRecord) -> Text:
     words = [f"{key} {formatting.number(value)}" for key, value in formatting.table_metrics(stage.metrics).items()]
-    if best := stage.best:
-        words.append(f"best {formatting.short(best.metric)} {formatting.number(best.value)} at step {best.step}")
+    if best := stage.best_step:
+        words.append(
+            f"best {formatting.short_metric_name(best.metric)} {formatting.number(best.value)} at step {best.step}"
+        )
     return Text("  ".join(words))
 
 
-_SUMMARY: dict[str, Callable[[StageRecord], str | Text]] = {
+_SUMMARY_COLUMNS: dict[str, Callable[[StageRecord], str | Text]] = {
     "stage": lambda stage: Text(stage.name),
     "state": _state,
     "time": lambda stage: "" if stage.seconds is None else formatting.duration(stage.seconds),
     "metrics": _metrics,
 }
 _STATUS: dict[str, Callable[[StageRecord], str | Text]] = {
-    "stage": _SUMMARY["stage"],
+    "stage": _SUMMARY_COLUMNS["stage"],
     "kind": lambda stage: stage.kind.name,
     "state": _state,
     "attempt": lambda stage: str(stage.state.attempt or ""),
     "step": lambda stage: _ratio(*stage.position),
-    "time": _SUMMARY["time"],
+    "time": _SUMMARY_COLUMNS["time"],
     "metrics": _metrics,
 }
 
@@ -306,43 +318,45 @@ def _ratio(step: Any, total: Any) -> str:
     return f"{step}/{total}" if total else str(step)
 
 
-def _phase(line: _Line) -> str:
-    if line.progress is None or line.state not in ACTIVE:
+def _phase(line: _StageLine) -> str:
+    if line.progress is None or line.state not in ACTIVE_STATES:
         return ""
     progress = line.progress
     extent = f" {progress.done}/{progress.count}" if progress.count else ""
-    return "" if progress.phase in _STEPPING and progress.step and not extent else f"{progress.phase}{extent}"
+    return "" if progress.phase in _PHASES_OF_STEP and progress.step and not extent else f"{progress.phase}{extent}"
 
 
-def _subject(line: _Line) -> tuple[Any, ...]:
+def _subject(line: _StageLine) -> tuple[Any, ...]:
     """Return the phase, number of processed items and step that a printed line of a stage reports."""
     progress = line.progress
     return ("", 0, 0) if progress is None else (progress.phase if _phase(line) else "", progress.done, progress.step)
 
 
-def _steps(line: _Line) -> str:
+def _steps(line: _StageLine) -> str:
     ratio = _ratio(line.progress.step, line.progress.total) if line.progress else ""
     return f"step {ratio}" if ratio else ""
 
 
-def _numbers(line: _Line) -> list[str]:
+def _numbers(line: _StageLine) -> list[str]:
     metrics = line.progress.metrics if line.progress else {}
     headline, speed = formatting.headline(metrics), formatting.tokens_per_second(metrics)
     numbers = [f"{headline[0]} {formatting.number(headline[1])}"] if headline else []
-    return [*numbers, f"{formatting.count(speed)} tok/s"] if speed is not None and line.state in ACTIVE else numbers
+    return (
+        [*numbers, f"{formatting.count(speed)} tok/s"] if speed is not None and line.state in ACTIVE_STATES else numbers
+    )
 
 
-def _seconds(line: _Line) -> list[str]:
+def _seconds(line: _StageLine) -> list[str]:
     """Return the text with the seconds of generation, scoring and training in the newest step; empty if the step
     reports only one of these times."""
-    metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
+    metrics = line.progress.metrics if line.progress and line.state in ACTIVE_STATES else {}
     times = [(name, metrics[f"time/{name}"]) for name in ("generate", "score", "train") if f"time/{name}" in metrics]
     return [" ".join(f"{name} {formatting.duration(seconds)}" for name, seconds in times)] if len(times) > 1 else []
 
 
-def _memory(line: _Line) -> list[str]:
+def _memory(line: _StageLine) -> list[str]:
     """Return the text with the memory that training uses: GPU memory if it is measured, otherwise host memory."""
-    metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
+    metrics = line.progress.metrics if line.progress and line.state in ACTIVE_STATES else {}
     used = [f"{name} {metrics[key]:.1f} GiB" for name, key in _MEMORY.items() if key in metrics]
     return used[:1]
 
@@ -352,32 +366,38 @@ def sparkline(values: Sequence[float]) -> str:
     if len(values) < 2:
         return ""
     count = min(_SPARKS, len(values))
-    shown = [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
-    low, high = min(shown), max(shown)
-    return "".join(_BARS[round((value - low) / (high - low) * 7) if high > low else 0] for value in shown)
-
-
-def _bar(line: _Line, width: int, now: float) -> ProgressBar:
-    step, total = (line.progress.step, line.progress.total) if line.progress else (0, None)
-    if line.state in {"done", "reused"}:
-        return ProgressBar(total=1, completed=1, width=width)
-    is_unknown = not total and line.state == "running"
-    return ProgressBar(
-        total=total or 1, completed=step if total else 0, width=width, pulse=is_unknown, animation_time=now
+    shown_values = [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
+    low, high = min(shown_values), max(shown_values)
+    return "".join(
+        _SPARKLINE_LEVELS[round((value - low) / (high - low) * 7) if high > low else 0] for value in shown_values
     )
 
 
-def _set_anchor(line: _Line, now: Position) -> None:
-    is_stale = line.anchor is not None and (line.anchor.pid != now.pid or line.anchor.step > now.step)
-    if (line.anchor is None or is_stale) and now.step:
-        line.anchor = now
+def _progress_bar(line: _StageLine, width: int, now: float) -> ProgressBar:
+    step, total = (line.progress.step, line.progress.total) if line.progress else (0, None)
+    if line.state in {"done", "reused"}:
+        return ProgressBar(total=1, completed=1, width=width)
+    has_unknown_total = not total and line.state == "running"
+    return ProgressBar(
+        total=total or 1,
+        completed=step if total else 0,
+        width=width,
+        pulse=has_unknown_total,
+        animation_time=now,
+    )
 
 
-def _eta_seconds(line: _Line) -> float | None:
+def _set_anchor(line: _StageLine, position: Position) -> None:
+    is_stale = line.anchor is not None and (line.anchor.pid != position.pid or line.anchor.step > position.step)
+    if (line.anchor is None or is_stale) and position.step:
+        line.anchor = position
+
+
+def _eta_seconds(line: _StageLine) -> float | None:
     """Return the estimated number of seconds until the last step of a stage, from the time per step since its first
     observed step; None if it is unknown."""
-    now, first = line.progress, line.anchor
-    if now is None or first is None or not now.total or not first.step < now.step < now.total:
+    position, first = line.progress, line.anchor
+    if position is None or first is None or not position.total or not first.step < position.step < position.total:
         return None
-    seconds = now.heartbeat - first.heartbeat - (now.compile_seconds - first.compile_seconds)
-    return seconds / (now.step - first.step) * (now.total - now.step)
+    seconds = position.heartbeat - first.heartbeat - (position.compile_seconds - first.compile_seconds)
+    return seconds / (position.step - first.step) * (position.total - position.step)

@@ -11,8 +11,8 @@ from rich.table import Table
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, read_pipeline, read_run
 from cosmos_core.run.directory import read_facts, runs_in
-from cosmos_core.run.held import gpu_seconds, holds_of_run
-from cosmos_core.run.state import Hold
+from cosmos_core.run.held import gpu_seconds, intervals_of_run
+from cosmos_core.run.state import GpuInterval
 
 _SECONDS_PER_HOUR = 3600.0
 
@@ -21,7 +21,7 @@ _SECONDS_PER_HOUR = 3600.0
 class RunCost:
     """GPU hours that a run has held so far, and their cost."""
 
-    holds: dict[str, list[Hold]]
+    holds: dict[str, list[GpuInterval]]
     """Time intervals in which the attempts of each stage held GPUs, by stage name."""
     price: float | None
     """Price of one GPU hour; None: unknown."""
@@ -65,24 +65,24 @@ def cost_of(run_path: Path) -> RunCost:
         for key in ("price_per_gpu_hour", "budget")
     )
     estimates = list(facts.estimate.values()) if facts else []
-    is_known = bool(estimates) and None not in estimates
-    hours = sum(value or 0.0 for value in estimates) / _SECONDS_PER_HOUR if is_known else None
-    return RunCost(holds_of_run(run_path), price, budget, hours)
+    has_estimates = bool(estimates) and None not in estimates
+    hours = sum(value or 0.0 for value in estimates) / _SECONDS_PER_HOUR if has_estimates else None
+    return RunCost(intervals_of_run(run_path), price, budget, hours)
 
 
-def shown_cost(run: RunRecord) -> dict[str, str]:
+def cost_card(run: RunRecord) -> dict[str, str]:
     """Return the cost of a run as a dict with one entry, label and text; empty if no stage held GPUs."""
     cost = cost_of(run.path)
     return {"cost" if cost.price is not None else "GPUs held": str(cost)} if cost.holds else {}
 
 
-def table_of_costs(output_dir: Path, most: int) -> Table:
+def table_of_costs(output_dir: Path, max_runs: int) -> Table:
     """Return a table with GPU hours and costs of the `most` newest runs of a folder, newest last, and their sums."""
     table = Table("run", "pipeline", "outcome")
     for column in ("GPU hours", "cost", "estimate", "budget"):
         table.add_column(column, justify="right")
     hours, total, is_complete = 0.0, 0.0, True
-    for facts in runs_in(output_dir)[-most:]:
+    for facts in runs_in(output_dir)[-max_runs:]:
         run, cost = read_run(output_dir / facts.run_id), cost_of(output_dir / facts.run_id)
         budget = formatting.number(cost.budget) if cost.budget is not None else ""
         amounts = [formatting.number(cost.hours), cost.cost(cost.hours), cost.cost(cost.estimated_hours), budget]
@@ -90,6 +90,6 @@ def table_of_costs(output_dir: Path, most: int) -> Table:
         hours, total = hours + cost.hours, total + cost.hours * (cost.price or 0.0)
         is_complete = is_complete and (cost.price is not None or not cost.hours)
     table.add_section()
-    at_least = "" if is_complete else "> "
-    table.add_row("all", "", "", formatting.number(hours), f"{at_least}{formatting.number(total)}", "", "")
+    bound_prefix = "" if is_complete else "> "
+    table.add_row("all", "", "", formatting.number(hours), f"{bound_prefix}{formatting.number(total)}", "", "")
     return table

@@ -32,12 +32,12 @@ class Graph:
 
 
 @dataclass
-class _Node:
+class _LayoutNode:
     """Node of the layout: a stage, or (`stage` is None) the slot of an edge that spans several columns."""
 
     column: int
     stage: StageRecord | None
-    before: list[_Node] = field(default_factory=list)
+    predecessors: list[_LayoutNode] = field(default_factory=list)
     y: float = 0.0
 
     @property
@@ -45,7 +45,7 @@ class _Node:
         return _BOX_HEIGHT if self.stage else _LANE_HEIGHT
 
     @property
-    def left(self) -> float:
+    def left_edge(self) -> float:
         return _MARGIN + self.column * (_BOX_WIDTH + _GAP_X)
 
 
@@ -54,53 +54,53 @@ def layout(run: RunRecord) -> Graph | None:
     nodes = _nodes(run.stages)
     if not nodes:
         return None
-    columns: list[list[_Node]] = [[] for _ in range(1 + max(node.column for node in nodes))]
+    columns: list[list[_LayoutNode]] = [[] for _ in range(1 + max(node.column for node in nodes))]
     for node in nodes:
         columns[node.column].append(node)
     height = max(sum(node.height + _GAP_Y for node in column) - _GAP_Y for column in columns)
     for column in columns:
-        _arrange(column, height)
+        _arrange_column(column, height)
     return Graph(
         width=2 * _MARGIN + len(columns) * (_BOX_WIDTH + _GAP_X) - _GAP_X,
         height=height + 2 * _MARGIN,
-        boxes=[(node.left, node.y, node.stage) for node in nodes if node.stage],
-        edges=[(_path(other, node), node.stage is not None) for node in nodes for other in node.before],
+        boxes=[(node.left_edge, node.y, node.stage) for node in nodes if node.stage],
+        edges=[(_path(other, node), node.stage is not None) for node in nodes for other in node.predecessors],
     )
 
 
-def _nodes(stages: tuple[StageRecord, ...]) -> list[_Node]:
-    by_name = {stage.name: _Node(stage.depth, stage) for stage in stages}
-    lanes: list[_Node] = []
+def _nodes(stages: tuple[StageRecord, ...]) -> list[_LayoutNode]:
+    by_name = {stage.name: _LayoutNode(stage.depth, stage) for stage in stages}
+    lanes: list[_LayoutNode] = []
     for stage in stages:
         for name in stage.after:
             if name not in by_name:
                 continue
             end = by_name[name]
             for column in range(end.column + 1, stage.depth):
-                lane = _Node(column, None, [end])
+                lane = _LayoutNode(column, None, [end])
                 lanes.append(lane)
                 end = lane
-            by_name[stage.name].before.append(end)
+            by_name[stage.name].predecessors.append(end)
     return [*by_name.values(), *lanes]
 
 
-def _arrange(column: list[_Node], height: float) -> None:
+def _arrange_column(column: list[_LayoutNode], height: float) -> None:
     """Sort the nodes of a column by the mean height of their predecessors, and centre the column."""
 
-    def wish(node: _Node) -> float:
-        middles = [other.y + other.height / 2 for other in node.before]
+    def preferred_height(node: _LayoutNode) -> float:
+        middles = [other.y + other.height / 2 for other in node.predecessors]
         return sum(middles) / len(middles) if middles else height / 2
 
-    column.sort(key=wish)
+    column.sort(key=preferred_height)
     y = _MARGIN + (height - sum(node.height + _GAP_Y for node in column) + _GAP_Y) / 2
     for node in column:
         node.y = y
         y += node.height + _GAP_Y
 
 
-def _path(source: _Node, target: _Node) -> str:
-    x1, y1 = source.left + _BOX_WIDTH, source.y + source.height / 2
-    x2, y2 = target.left, target.y + target.height / 2
-    start = f"M{source.left:g} {y1:g} H{x1:g}" if source.stage is None else f"M{x1:g} {y1:g}"
-    bend = (x1 + x2) / 2
-    return f"{start} C{bend:g} {y1:g} {bend:g} {y2:g} {x2:g} {y2:g}"
+def _path(source: _LayoutNode, target: _LayoutNode) -> str:
+    x1, y1 = source.left_edge + _BOX_WIDTH, source.y + source.height / 2
+    x2, y2 = target.left_edge, target.y + target.height / 2
+    start = f"M{source.left_edge:g} {y1:g} H{x1:g}" if source.stage is None else f"M{x1:g} {y1:g}"
+    middle_x = (x1 + x2) / 2
+    return f"{start} C{middle_x:g} {y1:g} {middle_x:g} {y2:g} {x2:g} {y2:g}"

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 from cosmos_core.config.conditions import LOWER_IS_BETTER, STDERR
 
 _SUFFIXES = ("/mean", "_mean", "/avg", "_avg")
-BOOKKEEPING = ("time/", "throughput/", "memory/")
+RESOURCE_PREFIXES = ("time/", "throughput/", "memory/")
 _HEADLINES = ("reward", "loss", "accuracy")
-_IN_TABLES = {
+_TABLE_METRICS = {
     "accuracy": "accuracy", "reward": "reward", "loss": "loss", "logprob_difference_p95": "log-prob difference p95",
 }  # fmt: skip
-_OF_BOTH = frozenset({"reward", "loss"})
+_SHARED_METRICS = frozenset({"reward", "loss"})
 """Names of metrics that training and validation both report, computed from different rows or completions."""
 
 
@@ -43,22 +43,22 @@ def duration(seconds: float | None) -> str:
         return "–"
     if seconds < 9.95:
         return f"{max(seconds, 0.0):.1f}s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded}s"
+    if rounded < 3600:
+        return f"{rounded // 60}m{rounded % 60:02d}s"
+    if rounded < 86400:
+        return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
+    return f"{rounded // 86400}d{rounded % 86400 // 3600:02d}h"
 
 
 def machines(ranks: Iterable[Rank]) -> str:
     """Return the machines of a stage's ranks as text such as `node-3 (8 ranks, NVIDIA H100, 16 threads)`."""
     count = Counter((rank.host, ", ".join(dict.fromkeys(rank.gpus)) or "cpu", rank.threads) for rank in ranks)
     return "; ".join(
-        f"{host} ({num} rank{'' if num == 1 else 's'}, {device}, {threads} threads)"
-        for (host, device, threads), num in count.items()
+        f"{host} ({num_ranks} rank{'' if num_ranks == 1 else 's'}, {device}, {threads} threads)"
+        for (host, device, threads), num_ranks in count.items()
     )
 
 
@@ -67,7 +67,7 @@ def clock(unix: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix)) if unix else ""
 
 
-def moment(unix: float | None) -> str:
+def format_time(unix: float | None) -> str:
     """Return a unix time as local time such as `20:14`, with the date if it is not today; a dash for None."""
     if unix is None:
         return "–"
@@ -98,8 +98,8 @@ def number(value: Any) -> str:
         return str(value)
     if not math.isfinite(as_float(value)):
         return str(as_float(value))
-    is_whole = float(value).is_integer() and abs(value) >= 10
-    if isinstance(value, int) or (abs(value) < 1e12 and (is_whole or abs(value) >= 1e3)):
+    is_whole_number = float(value).is_integer() and abs(value) >= 10
+    if isinstance(value, int) or (abs(value) < 1e12 and (is_whole_number or abs(value) >= 1e3)):
         return f"{value:,.0f}"
     return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.3g}"
 
@@ -120,7 +120,7 @@ def family(key: str) -> str:
     return key.rpartition("/")[2]
 
 
-def verdict(key: str, change: float | None) -> str:
+def judge_change(key: str, change: float | None) -> str:
     """Return whether a change of a metric is `better` or `worse`; empty for no change, and for metrics without a
     preferred direction, such as a length."""
     lower_is_better = any(word in key.lower() for word in LOWER_IS_BETTER)
@@ -147,33 +147,33 @@ def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
     return None
 
 
-def key_metrics(metrics: Mapping[str, Any], most: int = 4) -> dict[str, float]:
+def key_metrics(metrics: Mapping[str, Any], max_count: int = 4) -> dict[str, float]:
     """Return at most `most` of the metrics, the most important first: metrics of validation, then reward, loss and
     accuracy, then all others."""
 
-    def rank(key: str) -> int:
+    def metric_rank(key: str) -> int:
         if key.startswith("validation/"):
             return 0
         return 1 + _HEADLINES.index(family(key)) if family(key) in _HEADLINES else len(_HEADLINES) + 1
 
-    shown = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(BOOKKEEPING)]
-    return {key: metrics[key] for key in sorted(shown, key=rank)[:most]}
+    shown_keys = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(RESOURCE_PREFIXES)]
+    return {key: metrics[key] for key in sorted(shown_keys, key=metric_rank)[:max_count]}
 
 
-def short(key: str) -> str:
+def short_metric_name(key: str) -> str:
     """Return the short name of a metric for tables: `loss` for training, `held-out loss` for validation."""
-    name = _IN_TABLES.get(family(key), family(key))
-    return f"held-out {name}" if key.startswith("validation/") and name in _OF_BOTH else name
+    name = _TABLE_METRICS.get(family(key), family(key))
+    return f"held-out {name}" if key.startswith("validation/") and name in _SHARED_METRICS else name
 
 
 def table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics for one row of a table by short name: accuracy, reward, loss and log-prob difference, or the
     first three metrics if none of these exists."""
-    ranked = key_metrics(metrics, most=len(metrics))
-    shown: dict[str, float] = {}
-    for name in _IN_TABLES:
+    ranked = key_metrics(metrics, max_count=len(metrics))
+    shown_metrics: dict[str, float] = {}
+    for name in _TABLE_METRICS:
         for key, value in ranked.items():
             if family(key) == name:
-                shown.setdefault(short(key), value)
+                shown_metrics.setdefault(short_metric_name(key), value)
     others = [key for key in ranked if not key.endswith(STDERR)]
-    return shown or {(key.partition("/")[2] or key).replace("_", " "): ranked[key] for key in others[:3]}
+    return shown_metrics or {(key.partition("/")[2] or key).replace("_", " "): ranked[key] for key in others[:3]}

@@ -19,15 +19,15 @@ from cosmos_core.run.files import replaced_folder, step_of
 from cosmos_core.types import ScoredGroup
 
 FOLDER = "visual_output"
-GRID = "grid.png"
+GRID_FILE = "grid.png"
 VIDEO = ".mp4"
 FRAMES_PER_SECOND = 8
-MOST_PROMPTS, _MOST_OF_PROMPT = 12, 8
+MAX_PROMPTS, _MAX_SAMPLES_PER_PROMPT = 12, 8
 _CELL = 96  # minimum width of a cell of the grid, in pixels
-_LARGEST = 256
-_LINE, _MARGIN, _INK, _PAPER = 12, 4, (40, 40, 48), (255, 255, 255)
-_LETTER = 6  # approximate width in pixels of a letter in captions
-_MOST_EMBEDDED_BYTES = 2 << 20
+_MAX_CELL_SIZE = 256
+_LINE_HEIGHT, _MARGIN, _TEXT_COLOR, _BACKGROUND_COLOR = 12, 4, (40, 40, 48), (255, 255, 255)
+_LETTER_WIDTH = 6  # approximate width in pixels of a letter in captions
+_MAX_EMBEDDED_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class GeneratedSample:
         return self.pixels.ndim == 4
 
     @property
-    def still(self) -> np.ndarray:
+    def middle_frame(self) -> np.ndarray:
         """Return the image, or the middle frame of the video."""
         return self.pixels[len(self.pixels) // 2] if self.is_video else self.pixels
 
@@ -72,32 +72,34 @@ def save(stage: Path, step: int, rows: Sequence[Sequence[GeneratedSample]]) -> l
     At most `MOST_PROMPTS` prompts and 8 samples per prompt are saved.
     """
     target = step_folder(stage, step)
-    names = save_rows(target, [row[:_MOST_OF_PROMPT] for row in rows[:MOST_PROMPTS]])
+    names = save_rows(target, [row[:_MAX_SAMPLES_PER_PROMPT] for row in rows[:MAX_PROMPTS]])
     return [[str((target / name).relative_to(stage)) for name in row] for row in names]
 
 
 def save_rows(target: Path, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
     """Write the samples of each prompt and their grid to a new folder `target`; return the file names by prompt."""
     with replaced_folder(target) as folder:
-        names = [[_write(folder, f"{p}-{k}", drawing) for k, drawing in enumerate(row)] for p, row in enumerate(rows)]
-        _image(grid(rows)).save(folder / GRID)
+        names = [[_write(folder, f"{p}-{k}", sample) for k, sample in enumerate(row)] for p, row in enumerate(rows)]
+        _to_image(grid(rows)).save(folder / GRID_FILE)
     return names
 
 
-def samples_of_group(scored: ScoredGroup, at: Iterable[int], *, is_scored: bool = True) -> list[GeneratedSample]:
+def samples_of_group(
+    scored_group: ScoredGroup, indices: Iterable[int], *, is_scored: bool = True
+) -> list[GeneratedSample]:
     """Return the generated images or videos of the completions with the indices `at` in a scored group.
 
     Args:
         is_scored: Whether the scores of the group are rewards to show.
     """
-    samples = [(scored.group.completions[k].diffusion_sample, scored.scores[k].value) for k in at]
-    text = scored.group.prompt.text
+    samples = [(scored_group.group.completions[k].diffusion_sample, scored_group.scores[k].value) for k in indices]
+    text = scored_group.group.prompt.text
     return [GeneratedSample(text, each.pixels.numpy(), value, is_scored) for each, value in samples if each is not None]
 
 
-def newest_grid(stage: Path) -> Path | None:
+def newest_grid_file(stage: Path) -> Path | None:
     """Return the path of the grid image of the newest step; None if no grid was written."""
-    grids = {step_of(path.parent.name): path for path in (stage / FOLDER).glob(f"step_*/{GRID}")}
+    grids = {step_of(path.parent.name): path for path in (stage / FOLDER).glob(f"step_*/{GRID_FILE}")}
     return grids[max(grids)] if grids else None
 
 
@@ -105,22 +107,22 @@ def grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
     """Return one image of all samples, a row per prompt, the prompt above its row, each reward below its sample."""
     from PIL import Image, ImageDraw
 
-    height, width = _cell_size([drawing.still.shape for row in rows for drawing in row])
+    height, width = _cell_size([sample.middle_frame.shape for row in rows for sample in row])
     num_columns = max(len(row) for row in rows)
-    sheet = Image.new(
+    canvas = Image.new(
         "RGB",
-        (_MARGIN + num_columns * (width + _MARGIN), _MARGIN + len(rows) * (height + 2 * _LINE + 2 * _MARGIN)),
-        _PAPER,
+        (_MARGIN + num_columns * (width + _MARGIN), _MARGIN + len(rows) * (height + 2 * _LINE_HEIGHT + 2 * _MARGIN)),
+        _BACKGROUND_COLOR,
     )
-    draw = ImageDraw.Draw(sheet)
+    draw = ImageDraw.Draw(canvas)
     for p, row in enumerate(rows):
-        top = _MARGIN + p * (height + 2 * _LINE + 2 * _MARGIN)
-        draw.text((_MARGIN, top), _truncate(row[0].prompt, sheet.width), fill=_INK)
-        for k, drawing in enumerate(row):
-            left = _MARGIN + k * (width + _MARGIN)
-            sheet.paste(_fit_pixels(drawing.still, height, width), (left, top + _LINE))
-            draw.text((left, top + _LINE + height), _truncate(drawing.caption, width), fill=_INK)
-    return np.asarray(sheet)
+        top = _MARGIN + p * (height + 2 * _LINE_HEIGHT + 2 * _MARGIN)
+        draw.text((_MARGIN, top), _truncate(row[0].prompt, canvas.width), fill=_TEXT_COLOR)
+        for k, sample in enumerate(row):
+            x_offset = _MARGIN + k * (width + _MARGIN)
+            canvas.paste(_fit_pixels(sample.middle_frame, height, width), (x_offset, top + _LINE_HEIGHT))
+            draw.text((x_offset, top + _LINE_HEIGHT + height), _truncate(sample.caption, width), fill=_TEXT_COLOR)
+    return np.asarray(canvas)
 
 
 def data_uri(path: Path) -> str:
@@ -130,7 +132,7 @@ def data_uri(path: Path) -> str:
     try:
         if path.suffix == VIDEO:
             content = path.read_bytes()
-            return "" if len(content) > _MOST_EMBEDDED_BYTES else _uri("video/mp4", content)
+            return "" if len(content) > _MAX_EMBEDDED_BYTES else _uri("video/mp4", content)
         with Image.open(path) as image:
             return _uri(
                 "image/png", _png(_fit_pixels(np.asarray(image.convert("RGB")), *_cell_size([image.size[::-1]])))
@@ -144,11 +146,11 @@ def png_uri(path: Path) -> str:
     return _uri("image/png", path.read_bytes())
 
 
-def _write(folder: Path, name: str, drawing: GeneratedSample) -> str:
-    if not drawing.is_video:
-        _image(drawing.pixels).save(folder / f"{name}.png")
+def _write(folder: Path, name: str, sample: GeneratedSample) -> str:
+    if not sample.is_video:
+        _to_image(sample.pixels).save(folder / f"{name}.png")
         return f"{name}.png"
-    _write_video(folder / f"{name}{VIDEO}", drawing.pixels)
+    _write_video(folder / f"{name}{VIDEO}", sample.pixels)
     return f"{name}{VIDEO}"
 
 
@@ -170,18 +172,20 @@ def _cell_size(shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Return height and width in pixels of the cells of a grid: small images are enlarged by a whole factor, large
     images reduced."""
     height, width = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
-    scale = max(1, -(-_CELL // width)) if width < _CELL else min(1.0, _LARGEST / max(height, width))
+    scale = max(1, -(-_CELL // width)) if width < _CELL else min(1.0, _MAX_CELL_SIZE / max(height, width))
     return round(height * scale), round(width * scale)
 
 
 def _fit_pixels(pixels: np.ndarray, height: int, width: int) -> Any:
     from PIL import Image
 
-    is_larger = pixels.shape[0] > height
-    return _image(pixels).resize((width, height), Image.Resampling.LANCZOS if is_larger else Image.Resampling.NEAREST)
+    is_too_large = pixels.shape[0] > height
+    return _to_image(pixels).resize(
+        (width, height), Image.Resampling.LANCZOS if is_too_large else Image.Resampling.NEAREST
+    )
 
 
-def _image(pixels: np.ndarray) -> Any:
+def _to_image(pixels: np.ndarray) -> Any:
     from PIL import Image
 
     return Image.fromarray(pixels)
@@ -202,5 +206,5 @@ def _uri(kind: str, content: bytes) -> str:
 def _truncate(text: str, width: int) -> str:
     """Return a text in Latin-1, which the font of Pillow supports, truncated to a width in pixels."""
     line = text.replace("\n", " ").encode("latin-1", "replace").decode("latin-1")
-    most = max(1, width // _LETTER)
-    return line if len(line) <= most else f"{line[: most - 2]}.."
+    max_letters = max(1, width // _LETTER_WIDTH)
+    return line if len(line) <= max_letters else f"{line[: max_letters - 2]}.."

@@ -18,7 +18,7 @@ from cosmos_core.run.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-NO_PHONE_HOME: dict[str, str] = {
+NO_TELEMETRY: dict[str, str] = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_CLOUD_ENABLE_ORCHESTRATION_TELEMETRY": "false",
@@ -31,23 +31,23 @@ NO_PHONE_HOME: dict[str, str] = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 """Environment variables that disable the telemetry of all libraries in use."""
-_LESS_NOISE = {"TORCH_LOGS": "-torch.utils._pytree"}
+_WARNING_FILTERS = {"TORCH_LOGS": "-torch.utils._pytree"}
 """Environment variables that suppress repeated warnings: torch logs a warning for each enumeration that torchao
 registers twice, through a separate log handler."""
 
-NOISY = frozenset({
+NOISY_LOGGERS = frozenset({
     "PIL", "accelerate", "asyncio", "datasets", "filelock", "fsspec", "httpcore", "httpx", "huggingface_hub",
     "matplotlib", "numexpr", "prefect", "ray", "tensorboard", "torch", "transformers", "urllib3", "uvicorn",
     "wandb",
 })  # fmt: skip
 """Names of top-level loggers whose records are shown only from level WARNING."""
-_ALARMED = frozenset({"torchao", "vllm"})
+_ERROR_ONLY_LOGGERS = frozenset({"torchao", "vllm"})
 """Names of top-level loggers whose records are shown only from level ERROR: vLLM logs a dozen warnings at each start
 and weight sync, and torchao one for each kernel that it cannot load."""
 
 _STEP_SECONDS = 1.0
 
-_SHORT = {"WARNING": "WARN", "CRITICAL": "FATAL"}
+_LEVEL_NAMES = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 
 
 def configure(level: str | int = "INFO", stream: TextIO | None = None) -> None:
@@ -63,7 +63,7 @@ def configure(level: str | int = "INFO", stream: TextIO | None = None) -> None:
     handler = LineHandler(stream)
     handler.setFormatter(_LineFormatter("%(asctime)s %(levelname)-5s %(name)s  %(message)s", datefmt="%H:%M:%S"))
     # A filter silences libraries, because Prefect and vLLM reset the levels of loggers when they are imported.
-    handler.addFilter(_is_worth_a_line)
+    handler.addFilter(_is_shown)
     root = logging.getLogger()
     for previous in [each for each in root.handlers if isinstance(each, LineHandler)]:
         root.removeHandler(previous)
@@ -71,9 +71,9 @@ def configure(level: str | int = "INFO", stream: TextIO | None = None) -> None:
     root.setLevel(level)
 
 
-def quiet_environment(env: Mapping[str, str]) -> dict[str, str]:
+def add_quiet_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return a copy of `env` with added variables that make libraries quiet; variables in `env` are kept."""
-    return {**NO_PHONE_HOME, **_LESS_NOISE, **env}
+    return {**NO_TELEMETRY, **_WARNING_FILTERS, **env}
 
 
 class StepLog:
@@ -84,7 +84,7 @@ class StepLog:
         self._waiting: dict[str, Any] = {}
         self._logged = -math.inf
 
-    def tell(self, line: dict[str, Any]) -> None:
+    def log_metrics_line(self, line: dict[str, Any]) -> None:
         """Log one line of `metrics.jsonl`, or keep it for `flush` if another line was logged within the last second."""
         self._waiting = line
         if time.monotonic() - self._logged >= _STEP_SECONDS:
@@ -111,12 +111,12 @@ class LineHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
     def __init__(self, stream: TextIO | None) -> None:
         logging.Handler.__init__(self)
-        self._given = stream
+        self._explicit_stream = stream
 
     @property
     def stream(self) -> TextIO:
         """Return the stream to which the next record is written."""
-        return sys.stderr if self._given is None else self._given
+        return sys.stderr if self._explicit_stream is None else self._explicit_stream
 
 
 class _LineFormatter(logging.Formatter):
@@ -124,11 +124,17 @@ class _LineFormatter(logging.Formatter):
         return masked(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        level = _SHORT.get(record.levelname, record.levelname)
+        level = _LEVEL_NAMES.get(record.levelname, record.levelname)
         return self._style._fmt % {**record.__dict__, "levelname": level}
 
 
-def _is_worth_a_line(record: logging.LogRecord) -> bool:
+def _is_shown(record: logging.LogRecord) -> bool:
     library = record.name.partition(".")[0]
-    least = logging.ERROR if library in _ALARMED else logging.WARNING if library in NOISY else logging.NOTSET
-    return record.levelno >= least
+    min_level = (
+        logging.ERROR
+        if library in _ERROR_ONLY_LOGGERS
+        else logging.WARNING
+        if library in NOISY_LOGGERS
+        else logging.NOTSET
+    )
+    return record.levelno >= min_level

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.difference import by_stage
+from cosmos_core.config.difference import group_by_stage
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe import formatting
-from cosmos_core.observe.plots import MOST_LINES, REPORT_PANELS, overlay_svg
-from cosmos_core.observe.previous_run import resolved, shown_setting
+from cosmos_core.observe.plots import MAX_LINES, REPORT_PANELS, overlay_svg
+from cosmos_core.observe.previous_run import format_setting, resolved
 from cosmos_core.observe.record import RunRecord, read_run
 from cosmos_core.observe.report import environment
 
@@ -26,8 +26,8 @@ def build(paths: Sequence[Path]) -> str:
         ConfigError: there is only one run, a run is named twice, or there are more runs than colours and line styles.
     """
     names = [path.name for path in paths]
-    if len(set(names)) < len(names) or not 2 <= len(names) <= MOST_LINES:
-        raise ConfigError(f"cosmos compare --html takes 2 to {MOST_LINES} different runs; these are {', '.join(names)}")
+    if len(set(names)) < len(names) or not 2 <= len(names) <= MAX_LINES:
+        raise ConfigError(f"cosmos compare --html takes 2 to {MAX_LINES} different runs; these are {', '.join(names)}")
     runs = [read_run(path) for path in paths]
     stages = list(dict.fromkeys(stage.name for run in runs for stage in run.stages))
     return (
@@ -50,9 +50,9 @@ def _settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
     for name in dict.fromkeys(name for each in settings for name in each):
         stages = [each.get(name, {}) for each in settings]
         keys = dict.fromkeys(key for stage in stages for key in stage)
-        rows = [(key, *(shown_setting(stage.get(key)) for stage in stages)) for key in keys]
+        rows = [(key, *(format_setting(stage.get(key)) for stage in stages)) for key in keys]
         changes[name] = [row for row in rows if len(set(row[1:])) > 1]
-    return [(f"{name}.{row[0]}" if name else row[0], *row[1:]) for name, row in by_stage(changes)]
+    return [(f"{name}.{row[0]}" if name else row[0], *row[1:]) for name, row in group_by_stage(changes)]
 
 
 def _metrics(runs: Sequence[RunRecord], stages: Sequence[str]) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def _metrics(runs: Sequence[RunRecord], stages: Sequence[str]) -> list[dict[str,
         for key in dict.fromkeys(key for each in metrics for key in formatting.key_metrics(each)):
             values = [each.get(key) for each in metrics]
             numbers = [value for value in (values[0], values[-1]) if isinstance(value, int | float)]
-            verdict = formatting.verdict(key, numbers[1] - numbers[0]) if len(numbers) == 2 else ""
+            verdict = formatting.judge_change(key, numbers[1] - numbers[0]) if len(numbers) == 2 else ""
             rows.append({"stage": name, "key": key, "values": values, "verdict": verdict})
     return rows
 

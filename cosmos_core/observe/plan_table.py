@@ -9,7 +9,7 @@ from cosmos_core.config.mesh import placements
 from cosmos_core.observe.smallest_effects import smallest_effects
 from cosmos_core.run.plan import Decision
 
-_WILL = {"adopt": "be reused", "reuse": "be reused", "run": "run", "depends": "run unless unchanged"}
+_ACTION_TEXTS = {"adopt": "be reused", "reuse": "be reused", "run": "run", "depends": "run unless unchanged"}
 
 
 def plan_table(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Table:
@@ -18,7 +18,7 @@ def plan_table(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Table:
     table = Table("stage", "kind", "after", "will", "why", title=pipeline.config.name)
     for stage in pipeline.stages:
         decision = decisions[stage.name]
-        table.add_row(stage.name, stage.kind, ", ".join(stage.after), _WILL[decision.action], decision.reason)
+        table.add_row(stage.name, stage.kind, ", ".join(stage.after), _ACTION_TEXTS[decision.action], decision.reason)
     choices = [(stage.name, stage.sweep) for stage in pipeline.stages if stage.sweep is not None]
     lines = [f"{name}: {sweep.mode} {sweep.metric} of {len(sweep.branches)} branches" for name, sweep in choices]
     lines += [*placements(pipeline), *smallest_effects(pipeline)]

@@ -27,16 +27,16 @@ REPORT_PANELS = (*PANELS, "reward/", "entropy", "length", "lr", "time/", "memory
 """Families of metrics that the report plots. A name that ends with a slash stands for all metrics with that prefix that
 have no panel otherwise."""
 _TITLES = {"reward/": "parts of the reward"}
-_NO_PARTS = {f"reward/{name}" for name in ("std", "group_std", "invalid", "constant_groups")}
+_METRICS_WITHOUT_PARTS = {f"reward/{name}" for name in ("std", "group_std", "invalid", "constant_groups")}
 
-_INK, _GRID = "#6b7280", "#d4d4d8"
-_LINES = ("#4f6bed", "#e0802f", "#2f9e6e", "#b0569e")
-MOST_LINES = 2 * len(_LINES)
+_TEXT_COLOR, _GRID = "#6b7280", "#d4d4d8"
+_LINE_COLORS = ("#4f6bed", "#e0802f", "#2f9e6e", "#b0569e")
+MAX_LINES = 2 * len(_LINE_COLORS)
 """Maximum number of lines in a panel; lines beyond the number of colours are dashed."""
-_VARIABLES = {_INK: "var(--ink-soft, #6b7280)", _GRID: "var(--grid, #d4d4d8)"} | {
-    colour: f"var(--line-{index}, {colour})" for index, colour in enumerate(_LINES)
+_VARIABLES = {_TEXT_COLOR: "var(--ink-soft, #6b7280)", _GRID: "var(--grid, #d4d4d8)"} | {
+    colour: f"var(--line-{index}, {colour})" for index, colour in enumerate(_LINE_COLORS)
 }
-_LARGEST = 1e300  # largest plotted value: beyond it, matplotlib's margins overflow to infinity
+_MAX_PLOTTED = 1e300  # largest plotted value: beyond it, matplotlib's margins overflow to infinity
 _SIZE = (3.5, 2.1)  # width and height of one panel in inches
 _STYLE: Any = {
     "svg.fonttype": "none",  # text elements are smaller than outlines and use the font of the page
@@ -45,7 +45,7 @@ _STYLE: Any = {
     "font.size": 8.0,
     "text.parse_math": False,
 }
-_drawing = threading.Lock()  # serialises plotting in several threads, because matplotlib's settings are global
+_plot_lock = threading.Lock()  # serialises plotting in several threads, because matplotlib's settings are global
 Series = dict[str, tuple[list[float], list[float]]]
 
 
@@ -61,10 +61,10 @@ def curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> byt
     panels = _panels(lines, keys)
     width = max(1, min(3, len(panels)))
     height = max(1, math.ceil(len(panels) / width))
-    with _drawing, matplotlib.rc_context(_STYLE):
+    with _plot_lock, matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(_SIZE[0] * width, _SIZE[1] * height), layout="constrained")
         if not panels:
-            figure.text(0.5, 0.5, "no metrics yet", ha="center", va="center", color=_INK)
+            figure.text(0.5, 0.5, "no metrics yet", ha="center", va="center", color=_TEXT_COLOR)
         for index, (name, series) in enumerate(panels.items()):
             _draw(figure.add_subplot(height, width, index + 1), name, series)
         buffer = io.BytesIO()
@@ -102,11 +102,11 @@ def _pictures(panels: Mapping[str, Series]) -> str:
     from matplotlib.figure import Figure
 
     pictures = []
-    with _drawing, matplotlib.rc_context(_STYLE):
+    with _plot_lock, matplotlib.rc_context(_STYLE):
         for name, series in panels.items():
             figure = Figure(figsize=_SIZE, layout="constrained")
             _draw(figure.add_subplot(), name, series)
-            pictures.append(_inline(figure, f"{_title(name)} by step"))
+            pictures.append(_figure_to_svg(figure, f"{_title(name)} by step"))
     return "\n".join(pictures)
 
 
@@ -121,7 +121,7 @@ def _panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, S
             panel = name if (name := family(key)) in panels else prefix + slash  # the key `time` is no metric
             if (
                 panel in panels
-                and key not in _NO_PARTS
+                and key not in _METRICS_WITHOUT_PARTS
                 and isinstance(value, int | float)
                 and not isinstance(value, bool)
             ):
@@ -142,15 +142,15 @@ def _title(name: str) -> str:
 def _plot_value(value: float) -> float:
     """Return a value to plot, or NaN, which leaves a gap in the curve, if the value exceeds the range of an axis."""
     number = as_float(value)
-    return number if abs(number) <= _LARGEST else math.nan
+    return number if abs(number) <= _MAX_PLOTTED else math.nan
 
 
 def _draw(axes: Axes, name: str, series: Series) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    plotted = dict(list(series.items())[:MOST_LINES])
+    plotted = dict(list(series.items())[:MAX_LINES])
     for index, (key, (steps, values)) in enumerate(plotted.items()):
-        colour, style = _LINES[index % len(_LINES)], "-" if index < len(_LINES) else "--"
+        colour, style = _LINE_COLORS[index % len(_LINE_COLORS)], "-" if index < len(_LINE_COLORS) else "--"
         marker = "o" if len(steps) <= 12 else ""
         axes.plot(steps, values, style, color=colour, linewidth=1.4, marker=marker, markersize=2.8, label=key)
     plotted_steps = {
@@ -158,8 +158,8 @@ def _draw(axes: Axes, name: str, series: Series) -> None:
     }
     if len(plotted_steps) == 1:
         axes.set_xlim(min(plotted_steps) - 1, max(plotted_steps) + 1)
-    axes.set_title(_title(name), loc="left", fontsize=9, color=_INK)
-    axes.tick_params(colors=_INK, labelsize=7, length=0)
+    axes.set_title(_title(name), loc="left", fontsize=9, color=_TEXT_COLOR)
+    axes.tick_params(colors=_TEXT_COLOR, labelsize=7, length=0)
     axes.grid(axis="y", color=_GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
@@ -167,24 +167,26 @@ def _draw(axes: Axes, name: str, series: Series) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_GRID)
     if len(plotted) > 1:
-        axes.legend(frameon=False, fontsize=7, labelcolor=_INK, handlelength=1.2)
+        axes.legend(frameon=False, fontsize=7, labelcolor=_TEXT_COLOR, handlelength=1.2)
 
 
-def _inline(figure: Figure, label: str) -> str:
+def _figure_to_svg(figure: Figure, label: str) -> str:
     buffer = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
     svg = buffer.getvalue()
-    body = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
+    paths = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
     # Style sheets and ids of an SVG that is embedded in HTML apply to the whole page.
-    body = re.sub(r"<(style|metadata)\b.*?</\1>", "", body, flags=re.DOTALL)
-    body = re.sub(r'<g id="[^"]*"/>', "", body)
-    body = re.sub(r'<g id="[^"]*">', "<g>", body)
-    body = re.sub(r" font-family: [^;\"]*;", "", body)
-    digest = hashlib.sha256(body.encode()).hexdigest()[:8]
-    body = re.sub(r'(id="|href="#|url\(#)([mp][0-9a-f]+)', rf"\g<1>c{digest}-\2", body)
-    body = re.sub(r"\s*\n\s*", " ", body).replace("xlink:href", "href")
+    paths = re.sub(r"<(style|metadata)\b.*?</\1>", "", paths, flags=re.DOTALL)
+    paths = re.sub(r'<g id="[^"]*"/>', "", paths)
+    paths = re.sub(r'<g id="[^"]*">', "<g>", paths)
+    paths = re.sub(r" font-family: [^;\"]*;", "", paths)
+    digest = hashlib.sha256(paths.encode()).hexdigest()[:8]
+    paths = re.sub(r'(id="|href="#|url\(#)([mp][0-9a-f]+)', rf"\g<1>c{digest}-\2", paths)
+    paths = re.sub(r"\s*\n\s*", " ", paths).replace("xlink:href", "href")
     for colour, variable in _VARIABLES.items():
-        body = body.replace(colour, variable)
-    width, height = (72 * inches for inches in _SIZE)
-    return f'<svg class="curve" role="img" aria-label="{escape(label)}" viewBox="0 0 {width:g} {height:g}">{body}</svg>'
+        paths = paths.replace(colour, variable)
+    width, height = (72 * size_in_inches for size_in_inches in _SIZE)
+    return (
+        f'<svg class="curve" role="img" aria-label="{escape(label)}" viewBox="0 0 {width:g} {height:g}">{paths}</svg>'
+    )

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.difference import by_stage, flat
+from cosmos_core.config.difference import flat, group_by_stage
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, read_pipeline, read_run
 from cosmos_core.run.directory import runs_in
 
-_MOST_SETTINGS = 40
-_LETTERS = 60
-_LEFT_OUT = ("recipe", "overrides")
+_MAX_SETTINGS = 40
+_MAX_VALUE_LETTERS = 60
+_EXCLUDED_KEYS = ("recipe", "overrides")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class PreviousRun:
     run: RunRecord
     settings: tuple[tuple[str, str, str], ...]
     """Key, old value and new value of each changed setting; a change that all stages share is listed once."""
-    num_more: int
+    num_omitted: int
     metrics: tuple[tuple[str, str, str, str, str], ...]
     """Stage, metric, old value, new value and verdict (`better`, `worse` or empty) for each metric of both runs."""
 
@@ -35,7 +35,7 @@ def compare_with_previous(run: RunRecord) -> PreviousRun | None:
     previous = read_run(run.path.parent / ids[ids.index(run.path.name) - 1])
     settings = tuple(_settings(resolved(previous.path), resolved(run.path)))
     return PreviousRun(
-        previous, settings[:_MOST_SETTINGS], max(0, len(settings) - _MOST_SETTINGS), tuple(_metrics(previous, run))
+        previous, settings[:_MAX_SETTINGS], max(0, len(settings) - _MAX_SETTINGS), tuple(_metrics(previous, run))
     )  # fmt: skip
 
 
@@ -45,34 +45,40 @@ def resolved(path: Path) -> dict[str, dict[str, Any]]:
     stages, settings = read_pipeline(path).get("stages", []), {}
     for stage in stages if isinstance(stages, list) else []:
         if isinstance(stage, dict) and isinstance(stage.get("name"), str):
-            entry = {key: value for key, value in stage.items() if key not in _LEFT_OUT}
+            entry = {key: value for key, value in stage.items() if key not in _EXCLUDED_KEYS}
             overrides = stage.get("overrides")
             settings[stage["name"]] = flat(entry) | flat(overrides if isinstance(overrides, dict) else {})
     return settings
 
 
-def _settings(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
+def _settings(
+    old_settings: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, str, str]]:
     changes = {}
-    for name in (name for name in new if name in old):
-        keys = [key for key in {**old[name], **new[name]} if old[name].get(key) != new[name].get(key)]
-        changes[name] = [(key, shown_setting(old[name].get(key)), shown_setting(new[name].get(key))) for key in keys]
-    yield from ((f"{name}.{key}" if name else key, was, now) for name, (key, was, now) in by_stage(changes))
-    yield from ((name, "–", "new stage") for name in new if name not in old)
-    yield from ((name, "a stage", "–") for name in old if name not in new)
+    for name in (name for name in new if name in old_settings):
+        keys = [key for key in {**old_settings[name], **new[name]} if old_settings[name].get(key) != new[name].get(key)]
+        changes[name] = [
+            (key, format_setting(old_settings[name].get(key)), format_setting(new[name].get(key))) for key in keys
+        ]
+    yield from (
+        (f"{name}.{key}" if name else key, was, new_value) for name, (key, was, new_value) in group_by_stage(changes)
+    )
+    yield from ((name, "–", "new stage") for name in new if name not in old_settings)
+    yield from ((name, "a stage", "–") for name in old_settings if name not in new)
 
 
-def shown_setting(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Return the value of a setting as text, truncated to fit a cell of a table; a dash for None."""
     text = "–" if value is None else str(value)
-    return text if len(text) <= _LETTERS else f"{text[: _LETTERS - 1]}…"
+    return text if len(text) <= _MAX_VALUE_LETTERS else f"{text[: _MAX_VALUE_LETTERS - 1]}…"
 
 
-def _metrics(old: RunRecord, new: RunRecord) -> Iterator[tuple[str, str, str, str, str]]:
-    old_stages = {stage.name: stage for stage in old.stages}
+def _metrics(old_run: RunRecord, new: RunRecord) -> Iterator[tuple[str, str, str, str, str]]:
+    old_stages = {stage.name: stage for stage in old_run.stages}
     for stage in new.stages:
         was = old_stages[stage.name].metrics if stage.name in old_stages else {}
         for key, value in formatting.key_metrics(stage.metrics).items():
             if not isinstance(was.get(key), int | float):
                 continue
-            verdict = formatting.verdict(key, value - was[key])
+            verdict = formatting.judge_change(key, value - was[key])
             yield stage.name, key, formatting.number(was[key]), formatting.number(value), verdict

@@ -14,19 +14,19 @@ from typing import Any
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import EXIT_REFUSED, ConfigError
 from cosmos_core.launch.service_health import FILE as HEALTH
-from cosmos_core.run.directory import PIPELINE, Facts, read_facts
+from cosmos_core.run.directory import PIPELINE, RunFacts, read_facts
 from cosmos_core.run.files import Document, Seconds, json_objects, parsed, read_document, read_json, read_object
-from cosmos_core.run.liveness import holder_died, is_dead, read_approval, read_holder
+from cosmos_core.run.liveness import is_dead, read_approval, read_holder, start_of_dead_holder
 from cosmos_core.run.loading import pipeline_arguments, pipeline_needs
-from cosmos_core.run.manifest import STORED, Result, read_result
+from cosmos_core.run.manifest import STORE_KEY, Result, read_result
 from cosmos_core.run.progress import Position, read_metrics, read_progress
 from cosmos_core.run.stage import CONDITIONS, read_kind
-from cosmos_core.run.state import ACTIVE, FINISHED, REMADE, State, read_state
-from cosmos_core.run.tail import Tail
+from cosmos_core.run.state import ACTIVE_STATES, FINISHED, RERUN_EVENT, State, read_state
+from cosmos_core.run.tail import FileTail
 from cosmos_core.types import StageKind
 
 
-class Best(Document):
+class BestStep(Document):
     """Best step of a training so far according to validation, with the metric that decides."""
 
     step: int
@@ -83,19 +83,19 @@ class Service(Document):
     """Number of requests that the service refused, by HTTP status."""
 
 
-class Branch(Document):
+class SweepBranch(Document):
     """Branch of a sweep: the names of its stages, and the settings that distinguish it."""
 
     stages: list[str]
     settings: dict[str, Any] = {}
 
 
-class Choice(Document):
+class BranchChoice(Document):
     """Branches of a sweep from which a `select` stage chooses, and the metric that decides."""
 
     metric: str
     mode: str = "max"
-    branches: list[Branch] = []
+    branches: list[SweepBranch] = []
 
 
 class Sample(Document):
@@ -128,25 +128,25 @@ class StageRecord:
     state: State
     progress: Position | None
     result: Result | None
-    sweep: Choice | None = None
+    sweep: BranchChoice | None = None
     """Branches of a sweep from which the stage chooses; None: the stage does not choose."""
 
     @property
     def status(self) -> str:
         """Return the displayed status: the state in `state.json`, or `died` for a stage that was killed."""
-        return "died" if self.died is not None else self.state.state
+        return "died" if self.died_at is not None else self.state.state
 
     @cached_property
-    def died(self) -> float | None:
+    def died_at(self) -> float | None:
         """Return the unix time of the last sign of life of a stage that was killed with its flow; otherwise None."""
         if not is_dead(self.state, time.time()):
             return None
-        begins = [begin for begin, _ in self.state.spans]
-        signs = (self.state.heartbeat, self.state.renewed, self.progress and self.progress.heartbeat, *begins)
+        begin_times = [begin for begin, _ in self.state.spans]
+        signs = (self.state.heartbeat, self.state.renewed, self.progress and self.progress.heartbeat, *begin_times)
         return max((sign for sign in signs if sign), default=0.0)
 
     @property
-    def resumes_after(self) -> int:
+    def resumable_step(self) -> int:
         """Return the step of the newest local checkpoint, from which the stage resumes; 0: there is no checkpoint."""
         steps = (self.state.checkpoint_step, self.progress and self.progress.checkpoint_step)
         return max((step for step in steps if step), default=0)
@@ -154,8 +154,8 @@ class StageRecord:
     @property
     def seconds(self) -> float | None:
         """Return the total run time of all attempts in seconds; None if the stage did not run here."""
-        is_here = self.state.spans and self.status not in {"waiting", "reused"}
-        return self.state.seconds(time.time()) if is_here else None
+        ran_here = self.state.spans and self.status not in {"waiting", "reused"}
+        return self.state.seconds(time.time()) if ran_here else None
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -178,21 +178,21 @@ class StageRecord:
     def conditions(self) -> list[Condition]:
         """Return the conditions of the stage, if it is a gate that has passed or refused; otherwise an empty list."""
         entries = self.info.get("conditions")
-        if self.is_refusal:
+        if self.has_refused:
             entries = read_json(self.path / CONDITIONS)
         return parsed(entries, Condition) if isinstance(entries, list) else []
 
     @property
-    def is_refusal(self) -> bool:
+    def has_refused(self) -> bool:
         """Return True if the stage is a gate that refused."""
         return self.state.state == "failed" and self.state.exit_code == EXIT_REFUSED
 
     @cached_property
-    def best(self) -> Best | None:
+    def best_step(self) -> BestStep | None:
         """Return the best step so far according to validation; None if no step was validated."""
         if (entry := self.info.get("best")) is None:
-            return read_document(self.path / "best.json", Best)
-        return parsed([entry], Best)[0] if parsed([entry], Best) else None
+            return read_document(self.path / "best.json", BestStep)
+        return parsed([entry], BestStep)[0] if parsed([entry], BestStep) else None
 
     @cached_property
     def curves(self) -> list[dict[str, Any]]:
@@ -220,17 +220,17 @@ class StageRecord:
     @cached_property
     def events(self) -> list[Event]:
         """Return the parsed lines of `events.jsonl`."""
-        return parsed(json_objects(Tail(self.path / "events.jsonl").lines()), Event)
+        return parsed(json_objects(FileTail(self.path / "events.jsonl").lines()), Event)
 
     @property
-    def remade(self) -> str:
+    def reason_for_rerun(self) -> str:
         """Return the reason why the stage last ran again although it had a result; empty if it did not run again."""
-        return next((each.detail for each in reversed(self.events) if each.event == REMADE), "")
+        return next((each.detail for each in reversed(self.events) if each.event == RERUN_EVENT), "")
 
     @cached_property
     def samples(self) -> list[Sample]:
         """Return the parsed lines of `samples.jsonl`."""
-        lines = json_objects(Tail(self.path / "samples.jsonl").lines())
+        lines = json_objects(FileTail(self.path / "samples.jsonl").lines())
         return parsed([line | {"folder": str(self.path)} for line in lines], Sample)
 
 
@@ -240,7 +240,7 @@ class RunRecord:
 
     path: Path
     name: str
-    facts: Facts
+    facts: RunFacts
     """Content of `run.json`, which records how the run was started."""
     stages: tuple[StageRecord, ...]
     """Stages of the run in topological order."""
@@ -257,9 +257,9 @@ class RunRecord:
                 return state
         if states <= FINISHED and self.stages:
             return "done"
-        if not states & ACTIVE and (approval := read_approval(self.path)):
+        if not states & ACTIVE_STATES and (approval := read_approval(self.path)):
             return "declined" if approval.is_declined else "waiting"
-        return "running" if states & ACTIVE or holder_died(self.path) is None else "died"
+        return "running" if states & ACTIVE_STATES or start_of_dead_holder(self.path) is None else "died"
 
     @property
     def began(self) -> float:
@@ -268,44 +268,50 @@ class RunRecord:
         return holder.since if holder is not None else self.facts.started
 
     @property
-    def ended(self) -> float:
+    def end_time(self) -> float:
         """Return the unix time at which the last stage ended, or the current time while the run is active."""
-        ends = [end for stage in self.stages if (end := stage.died or stage.state.ended)]
-        return max(ends) if ends and self.outcome != "running" else time.time()
+        end_times = [end for stage in self.stages if (end := stage.died_at or stage.state.ended)]
+        return max(end_times) if end_times and self.outcome != "running" else time.time()
 
     @property
-    def refused(self) -> set[str]:
+    def refused_stages(self) -> set[str]:
         """Return the names of the stages on whose results a gate that refused depends."""
-        after = {stage.name: stage.after for stage in self.stages}
-        refused: set[str] = set()
-        waiting = [name for stage in self.stages if stage.is_refusal for name in stage.after]
+        predecessors = {stage.name: stage.after for stage in self.stages}
+        refused_names: set[str] = set()
+        waiting = [name for stage in self.stages if stage.has_refused for name in stage.after]
         while waiting:
-            refused.add(name := waiting.pop())
-            waiting += [other for other in after.get(name, ()) if other not in refused]
-        return refused
+            refused_names.add(name := waiting.pop())
+            waiting += [other for other in predecessors.get(name, ()) if other not in refused_names]
+        return refused_names
 
     @property
     def model(self) -> Path | None:
         """Return the folder of the run's final model: the last export, or else the last model of any stage. Return None
         if there is no model, if a gate refused it, or if it exists only in an artifact store."""
-        refused = self.refused
-        makers = [stage for stage in self.stages if stage.kind.makes != "publication" and stage.name not in refused]
-        makers = [stage for stage in makers if "://" not in str(stage.info.get("model") or "://")]
-        exports = [stage for stage in makers if stage.kind.makes == "model" and not stage.kind.trains] or makers
+        refused_names = self.refused_stages
+        model_stages = [
+            stage for stage in self.stages if stage.kind.makes != "publication" and stage.name not in refused_names
+        ]
+        model_stages = [stage for stage in model_stages if "://" not in str(stage.info.get("model") or "://")]
+        exports = [
+            stage for stage in model_stages if stage.kind.makes == "model" and not stage.kind.trains_model
+        ] or model_stages
         model = exports[-1].path / exports[-1].info["model"] if exports else None
-        is_elsewhere = model is not None and not model.exists() and exports[-1].result and STORED in exports[-1].result
-        return None if is_elsewhere else model
+        is_only_in_store = (
+            model is not None and not model.exists() and exports[-1].result and STORE_KEY in exports[-1].result
+        )
+        return None if is_only_in_store else model
 
     @property
-    def trained(self) -> list[StageRecord]:
+    def trained_models(self) -> list[StageRecord]:
         """Return the stages that made a model whose files are on this machine, without models that a gate refused."""
-        refused = self.refused
-        makers = [stage for stage in self.stages if stage.kind.makes == "model" and stage.info.get("model")]
-        makers = [stage for stage in makers if stage.name not in refused]
-        return [stage for stage in makers if (stage.path / str(stage.info["model"])).exists()]
+        refused_names = self.refused_stages
+        model_stages = [stage for stage in self.stages if stage.kind.makes == "model" and stage.info.get("model")]
+        model_stages = [stage for stage in model_stages if stage.name not in refused_names]
+        return [stage for stage in model_stages if (stage.path / str(stage.info["model"])).exists()]
 
     @property
-    def published(self) -> list[str]:
+    def published_locations(self) -> list[str]:
         """Return the folders and URLs at which the run has published models."""
         addresses = [stage.info.get("published") for stage in self.stages if stage.kind.makes == "publication"]
         return [where for where in dict.fromkeys(addresses) if isinstance(where, str)]
@@ -317,12 +323,12 @@ def read_run(path: Path) -> RunRecord:
     entries = [entry for entry in pipeline.get("stages", []) if isinstance(entry, dict) and "name" in entry]
     if not entries and (path / "stages").is_dir():
         entries = [{"name": folder.name} for folder in sorted((path / "stages").iterdir()) if folder.is_dir()]
-    after = {}
+    predecessors = {}
     for entry in entries:
         names = entry.get("after", ())
-        after[entry["name"]] = (names,) if isinstance(names, str) else tuple(names)
-    facts = read_facts(path) or Facts()
-    stages = [_read_stage(path / "stages" / entry["name"], entry, after, facts) for entry in entries]
+        predecessors[entry["name"]] = (names,) if isinstance(names, str) else tuple(names)
+    facts = read_facts(path) or RunFacts()
+    stages = [_read_stage(path / "stages" / entry["name"], entry, predecessors, facts) for entry in entries]
     name = str(pipeline.get("name") or facts.pipeline or "pipeline")
     return RunRecord(path, name, facts, tuple(sorted(stages, key=lambda stage: stage.depth)))
 
@@ -339,28 +345,28 @@ def read_pipeline(path: Path) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-def overhead(run: RunRecord) -> dict[str, float]:
+def time_overhead(run: RunRecord) -> dict[str, float]:
     """Return three times of the last command for a run, in seconds: `wall`, `inside` its stages, and their difference
     `overhead`; empty if the start of the command is unknown."""
     if not run.began:
         return {}
-    wall, inside = max(0.0, run.ended - run.began), busy_seconds(run, run.began)
-    return {"wall": wall, "inside": inside, "overhead": max(0.0, wall - inside)}
+    wall_seconds, inside = max(0.0, run.end_time - run.began), busy_seconds(run, run.began)
+    return {"wall": wall_seconds, "inside": inside, "overhead": max(0.0, wall_seconds - inside)}
 
 
-def busy_seconds(run: RunRecord, since: float) -> float:
+def busy_seconds(run: RunRecord, start_time: float) -> float:
     """Return the number of seconds since the unix time `since` in which at least one worker ran."""
     now = time.time()
-    total, reached = 0.0, since
+    total, covered_until = 0.0, start_time
     for begin, end in sorted(
-        span for stage in run.stages if stage.kind.in_worker for span in stage.state.closed_spans(now)
+        span for stage in run.stages if stage.kind.in_worker for span in stage.state.closed_attempts(now)
     ):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
+        total += max(0.0, end - max(begin, covered_until))
+        covered_until = max(covered_until, end)
     return total
 
 
-def loading_line(model: Path) -> str:
+def model_loading_code(model: Path) -> str:
     """Return the line of Python code that loads a model with transformers or diffusers."""
     if (model / "model_index.json").is_file():
         index = read_object(model / "model_index.json")
@@ -370,29 +376,31 @@ def loading_line(model: Path) -> str:
     return f"from transformers import {loader}; model = {loader}.from_pretrained({str(model)!r})"
 
 
-def _read_stage(path: Path, entry: dict[str, Any], after: dict[str, tuple[str, ...]], facts: Facts) -> StageRecord:
+def _read_stage(
+    path: Path, entry: dict[str, Any], predecessors_of: dict[str, tuple[str, ...]], facts: RunFacts
+) -> StageRecord:
     name, result = entry["name"], read_result(path)
     kind = str(entry.get("kind") or (result["kind"] if result else ""))
     return StageRecord(
         path=path,
         name=name,
         kind=_kind(kind, facts.kinds),
-        after=after[name],
-        depth=_depth(name, after),
+        after=predecessors_of[name],
+        depth=_depth(name, predecessors_of),
         state=read_state(path),
         progress=read_progress(path),
         result=result,
-        sweep=next(iter(parsed([entry["sweep"]], Choice)), None) if entry.get("sweep") else None,
+        sweep=next(iter(parsed([entry["sweep"]], BranchChoice)), None) if entry.get("sweep") else None,
     )
 
 
-def _kind(name: str, recorded: dict[str, dict[str, Any]]) -> StageKind:
+def _kind(name: str, recorded_kinds: dict[str, dict[str, Any]]) -> StageKind:
     try:
-        return read_kind(recorded[name])
+        return read_kind(recorded_kinds[name])
     except (KeyError, TypeError):  # a damaged entry, or an entry of a version with other fields
         return StageKind(name=name, entry="", result_version=0)
 
 
-def _depth(name: str, after: dict[str, tuple[str, ...]], seen: tuple[str, ...] = ()) -> int:
-    predecessors = [other for other in after[name] if other in after and other not in seen]
-    return max((1 + _depth(other, after, (*seen, name)) for other in predecessors), default=0)
+def _depth(name: str, predecessors_of: dict[str, tuple[str, ...]], visited: tuple[str, ...] = ()) -> int:
+    predecessors = [other for other in predecessors_of[name] if other in predecessors_of and other not in visited]
+    return max((1 + _depth(other, predecessors_of, (*visited, name)) for other in predecessors), default=0)

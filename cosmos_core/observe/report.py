@@ -17,22 +17,22 @@ from cosmos_core.observe import formatting, sections, usage
 from cosmos_core.observe.costs import cost_of
 from cosmos_core.observe.dag import layout
 from cosmos_core.observe.previous_run import compare_with_previous
-from cosmos_core.observe.record import loading_line, read_run
-from cosmos_core.observe.sweeps import sweeps
-from cosmos_core.observe.trained import sample_rows, trained
+from cosmos_core.observe.record import model_loading_code, read_run
+from cosmos_core.observe.sweeps import sweep_tables
+from cosmos_core.observe.trained import sample_rows, training_properties
 from cosmos_core.run.files import write_text
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
-PAGE = "report.html"
+REPORT_FILE = "report.html"
 _MAX_LETTERS = 1200  # maximum number of characters of a prompt or completion in the report
 
 
 def run(stage: Stage) -> Outcome:
     """Write the report into the folder of the stage, and into the folder of the run, where users look for it."""
     for folder in (stage.path, stage.run_path):
-        write_text(folder / PAGE, build(stage.run_path, folder))
-    return Outcome(outputs=(PAGE,), info={"report": str(stage.run_path / PAGE)})
+        write_text(folder / REPORT_FILE, build(stage.run_path, folder))
+    return Outcome(outputs=(REPORT_FILE,), info={"report": str(stage.run_path / REPORT_FILE)})
 
 
 def build(run_path: Path, folder: Path | None = None) -> str:
@@ -41,22 +41,22 @@ def build(run_path: Path, folder: Path | None = None) -> str:
     record = read_run(run_path)
     return (
         environment()
-        .get_template(PAGE)
+        .get_template(REPORT_FILE)
         .render(
             run=record,
             graph=layout(record),
-            cards=sections.cards(record),
-            trained=trained(record),
+            cards=sections.summary_cards(record),
+            trained=training_properties(record),
             sample_rows=sample_rows(record),
             root="" if folder in {None, run_path} else f"{os.path.relpath(run_path, folder)}/",
             comparison=sections.comparison(record),
-            sweeps=sweeps(record),
+            sweeps=sweep_tables(record),
             before=compare_with_previous(record),
             cost=cost_of(run_path),
             resources=usage.resources(record),
-            gates=sections.gates(record),
+            gates=sections.gate_conditions(record),
             samples=sections.samples(record),
-            loading=loading_line(record.model) if record.model else "",
+            loading=model_loading_code(record.model) if record.model else "",
             lineage=sections.lineage(record),
             setting=sections.setting(record),
         )
@@ -73,8 +73,9 @@ def environment() -> Environment:
         "size": formatting.size, "json": json.dumps, "items_of": dict, "px": lambda length: f"{length:g}",
         "cut": _truncate, "label": sections.label, "headline": sections.headline, "times": sections.times,
         "metrics": sections.metrics, "operators": sections.operators, "reward_bins": usage.reward_bins,
-        "info": sections.info, "curves": sections.curves, "rollouts": sections.rollouts, "drawings": sections.drawings,
-        "services": sections.services, "logs": sections.logs, "outcome_of": sections.outcome_of,
+        "info": sections.info, "curves": sections.curves, "rollouts": sections.rollouts,
+        "drawings": sections.completion_media, "services": sections.services, "logs": sections.logs,
+        "outcome_of": sections.outcome_of,
     }  # fmt: skip
     templates.filters |= filters
     return templates

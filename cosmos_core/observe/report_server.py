@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.observe.report import PAGE
+from cosmos_core.observe.report import REPORT_FILE
 
 URL = "COSMOS_REPORTS_URL"
 """Environment variable with the URL at which other machines reach the report server."""
@@ -21,7 +21,7 @@ TOKEN = "COSMOS_REPORTS_TOKEN"
 _MIN_TOKEN_LENGTH = 16
 _MAX_LOG_BYTES = 16 * 2**20
 _NAME = r"[A-Za-z0-9][\w.-]*"
-_PATH = re.compile(rf"/({_NAME})/({re.escape(PAGE)}|stages/{_NAME}/logs/{_NAME}\.log)", re.ASCII)
+_PATH = re.compile(rf"/({_NAME})/({re.escape(REPORT_FILE)}|stages/{_NAME}/logs/{_NAME}\.log)", re.ASCII)
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:",
     "X-Content-Type-Options": "nosniff",
@@ -33,7 +33,7 @@ def report_url(run_path: Path) -> str:
     """Return the URL of a run's report on the server in COSMOS_REPORTS_URL; empty if the variable is unset or the run
     is private."""
     base = os.environ.get(URL, "").rstrip("/")
-    return f"{base}/{run_path.name}/{PAGE}" if base and not _is_private(run_path) else ""
+    return f"{base}/{run_path.name}/{REPORT_FILE}" if base and not _is_private(run_path) else ""
 
 
 class ReportServer(ThreadingHTTPServer):
@@ -61,7 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, content, headers["WWW-Authenticate"] = 401, b"a token is needed", 'Basic realm="reports"'
         elif (served := self._read()) is not None:
             status, content = 200, served
-        kind = "html" if status == 200 and self.path.endswith(PAGE) else "plain"
+        kind = "html" if status == 200 and self.path.endswith(REPORT_FILE) else "plain"
         headers["Content-Type"] = f"text/{kind}; charset=utf-8"
         self.send_response(status)
         for name, value in (headers | {"Content-Length": str(len(content))}).items():

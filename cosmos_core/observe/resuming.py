@@ -5,9 +5,9 @@ from pathlib import Path
 
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord
-from cosmos_core.run.liveness import has_lost_launcher, holder_died, read_approval
-from cosmos_core.run.process import is_here
-from cosmos_core.run.state import ACTIVE
+from cosmos_core.run.liveness import has_lost_launcher, read_approval, start_of_dead_holder
+from cosmos_core.run.process import ran_on_this_machine
+from cosmos_core.run.state import ACTIVE_STATES
 
 
 def pause_or_death(run: RunRecord) -> str:
@@ -16,15 +16,15 @@ def pause_or_death(run: RunRecord) -> str:
     if run.outcome == "declined":
         return "a person has declined: the model is not published"
     if run.outcome == "waiting" and (approval := read_approval(run.path)):
-        return f"waits for approval in the UI of Prefect until {formatting.moment(approval.until)}"
-    return {"died": _death, "running": _remaining_stages}.get(run.outcome, lambda _: "")(run)
+        return f"waits for approval in the UI of Prefect until {formatting.format_time(approval.until)}"
+    return {"died": _describe_death, "running": _remaining_stages}.get(run.outcome, lambda _: "")(run)
 
 
 def _remaining_stages(run: RunRecord) -> str:
     """Return a message about stages that still run although the flow of the run has ended; empty if no stage runs."""
-    running = [stage for stage in run.stages if stage.status in ACTIVE]
+    running = [stage for stage in run.stages if stage.status in ACTIVE_STATES]
     ending = [stage for stage in running if has_lost_launcher(stage.state)]
-    if not ending and (not running or holder_died(run.path) is None):
+    if not ending and (not running or start_of_dead_holder(run.path) is None):
         return ""
     others = [stage.name for stage in running if stage not in ending]
     messages = [f"{stage.name} saves a checkpoint and ends" for stage in ending]
@@ -34,17 +34,17 @@ def _remaining_stages(run: RunRecord) -> str:
     )
 
 
-def _death(run: RunRecord) -> str:
+def _describe_death(run: RunRecord) -> str:
     how = f"resume with: {resume_command(run.path)}"
-    dead = [stage for stage in run.stages if stage.died is not None]
+    dead = [stage for stage in run.stages if stage.died_at is not None]
     if not dead:  # the run died between two stages or before the first stage
-        ends = [stage.state.ended for stage in run.stages if stage.state.ended]
-        return f"died after {formatting.moment(max(ends, default=holder_died(run.path)))}, {how}"
-    last = max(dead, key=lambda stage: stage.died or 0.0)
+        end_times = [stage.state.ended for stage in run.stages if stage.state.ended]
+        return f"died after {formatting.format_time(max(end_times, default=start_of_dead_holder(run.path)))}, {how}"
+    last = max(dead, key=lambda stage: stage.died_at or 0.0)
     host, step = last.state.launcher_host, _last_step(last)
-    on = f" on {host}" if host and not is_here(last.state.launcher_machine, host) else ""
+    on_host = f" on {host}" if host and not ran_on_this_machine(last.state.launcher_machine, host) else ""
     where = f" after step {step}" if step else f" in {last.name}"
-    return f"died at {formatting.moment(last.died)}{on}{where}, {how}{_describe_steps([last])}"
+    return f"died at {formatting.format_time(last.died_at)}{on_host}{where}, {how}{_describe_steps([last])}"
 
 
 def resume_command(run_path: Path) -> str:
@@ -53,21 +53,21 @@ def resume_command(run_path: Path) -> str:
     return f"cosmos resume {shlex.quote(str(path))}"
 
 
-def how_to_resume(run: RunRecord) -> str:
+def resume_instructions(run: RunRecord) -> str:
     """Return the command that continues a run, followed by the step at which each interrupted training continues."""
-    cut_off = [stage for stage in run.stages if stage.status in {"stopped", "died", "failed"}]
-    return resume_command(run.path) + _describe_steps(cut_off)
+    interrupted = [stage for stage in run.stages if stage.status in {"stopped", "died", "failed"}]
+    return resume_command(run.path) + _describe_steps(interrupted)
 
 
 def _describe_steps(stages: list[StageRecord]) -> str:
     """Return a text with the step at which each training continues; empty if no training has completed a step."""
     messages = []
     for stage in stages:
-        if stage.kind.trains and _last_step(stage):
-            lost = "" if stage.resumes_after else ": nothing was saved"
-            messages.append(f"{stage.name} begins again at step {stage.resumes_after + 1}{lost}")
+        if stage.kind.trains_model and _last_step(stage):
+            lost_note = "" if stage.resumable_step else ": nothing was saved"
+            messages.append(f"{stage.name} begins again at step {stage.resumable_step + 1}{lost_note}")
     return f" ({'; '.join(messages)})" if messages else ""
 
 
 def _last_step(stage: StageRecord) -> int:
-    return stage.position[0] or stage.resumes_after
+    return stage.position[0] or stage.resumable_step

@@ -7,26 +7,26 @@ from pathlib import Path
 from rich.table import Table
 
 from cosmos_core.config.compose import Kinds, load_pipeline
-from cosmos_core.config.difference import difference
+from cosmos_core.config.difference import pipeline_differences
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord, read_run
 from cosmos_core.observe.resuming import pause_or_death
 from cosmos_core.run.directory import PIPELINE, runs_in
-from cosmos_core.run.state import ACTIVE, FINISHED
+from cosmos_core.run.state import ACTIVE_STATES, FINISHED
 
 
-def table_of_runs(output_dir: Path, most: int) -> Table:
+def table_of_runs(output_dir: Path, max_runs: int) -> Table:
     """Return a table of the `most` newest runs of a folder, the newest last, each with its outcome and the metrics of
     its last stage that has metrics."""
     table = Table("run", "pipeline", "began", "took", "stages", "outcome", "metrics", caption_justify="left")
     deaths: list[str] = []
-    for facts in runs_in(output_dir)[-most:]:
+    for facts in runs_in(output_dir)[-max_runs:]:
         run = read_run(output_dir / facts.run_id)
-        done = sum(stage.status in FINISHED for stage in run.stages)
-        took = sum(stage.seconds or 0.0 for stage in run.stages)
+        num_done = sum(stage.status in FINISHED for stage in run.stages)
+        total_seconds = sum(stage.seconds or 0.0 for stage in run.stages)
         table.add_row(
-            facts.run_id, run.name, formatting.clock(facts.started), formatting.duration(took),
-            f"{done}/{len(run.stages)}", run.outcome, _last_metrics(run),
+            facts.run_id, run.name, formatting.clock(facts.started), formatting.duration(total_seconds),
+            f"{num_done}/{len(run.stages)}", run.outcome, _last_metrics(run),
         )  # fmt: skip
         deaths += [f"{facts.run_id}: {message}"] if (message := pause_or_death(run)) else []
     table.caption = "\n".join(deaths) or None
@@ -35,24 +35,24 @@ def table_of_runs(output_dir: Path, most: int) -> Table:
 
 def _last_metrics(run: RunRecord) -> str:
     for stage in reversed(run.stages):
-        if shown := formatting.table_metrics(stage.metrics):
-            return ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        if last_metrics := formatting.table_metrics(stage.metrics):
+            return ", ".join(f"{name} {value:.4g}" for name, value in last_metrics.items())
     return ""
 
 
-def compared(first: Path, second: Path, kinds: Kinds) -> Iterator[str | Table]:
+def run_differences(first: Path, other: Path, kinds: Kinds) -> Iterator[str | Table]:
     """Yield the differences between two runs: the settings as lines of text, then a table of the metrics of stages that
     both runs have.
 
     Raises:
         ConfigError: the pipeline of a run cannot be read.
     """
-    pipelines = [load_pipeline(path / PIPELINE, (), kinds) for path in (first, second)]
-    lines = list(difference(*pipelines))
+    pipelines = [load_pipeline(path / PIPELINE, (), kinds) for path in (first, other)]
+    lines = list(pipeline_differences(*pipelines))
     yield from lines or ["the settings are the same"]
-    runs = [read_run(path) for path in (first, second)]
+    runs = [read_run(path) for path in (first, other)]
     stages = {stage.name: stage for stage in runs[1].stages}
-    table = Table("stage", "metric", first.name, second.name, "change")
+    table = Table("stage", "metric", first.name, other.name, "change")
     for stage in runs[0].stages:
         if stage.name in stages:
             for row in _rows(stage, stages[stage.name]):
@@ -60,32 +60,34 @@ def compared(first: Path, second: Path, kinds: Kinds) -> Iterator[str | Table]:
     yield table
 
 
-def _rows(old: StageRecord, new: StageRecord) -> Iterator[tuple[str, str, str, str]]:
-    times = [stage.seconds for stage in (old, new)]
+def _rows(old_stage: StageRecord, new: StageRecord) -> Iterator[tuple[str, str, str, str]]:
+    times = [stage.seconds for stage in (old_stage, new)]
     if any(times):
         yield "time", formatting.duration(times[0]), formatting.duration(times[1]), ""
-    metrics = [{k: v for k, v in s.metrics.items() if not k.startswith(formatting.BOOKKEEPING)} for s in (old, new)]
+    metrics = [
+        {k: v for k, v in s.metrics.items() if not k.startswith(formatting.RESOURCE_PREFIXES)} for s in (old_stage, new)
+    ]
     for key in sorted(metrics[0].keys() | metrics[1].keys()):
         values = [stage_metrics.get(key) for stage_metrics in metrics]
         numbers = [float(value) for value in values if isinstance(value, int | float)]
         change = numbers[1] - numbers[0] if len(numbers) == 2 else 0.0
-        text = f"{change:+.4g} {formatting.verdict(key, change)}".rstrip() if change else ""
-        yield key, _shown(values[0]), _shown(values[1]), text
+        text = f"{change:+.4g} {formatting.judge_change(key, change)}".rstrip() if change else ""
+        yield key, _format_value(values[0]), _format_value(values[1]), text
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else "–"
 
 
-def is_over(run: RunRecord) -> bool:
+def is_inactive(run: RunRecord) -> bool:
     """Return True if no stage of a run is active or about to start."""
-    active = any(stage.status in ACTIVE for stage in run.stages)
+    active = any(stage.status in ACTIVE_STATES for stage in run.stages)
     ready = any(_is_ready(stage, run) for stage in run.stages if stage.status == "waiting")
     newest = max((stage.state.ended or 0.0 for stage in run.stages), default=0.0)
-    return not active and not (ready and time.time() - newest < _BETWEEN_SECONDS)
+    return not active and not (ready and time.time() - newest < _MAX_GAP_SECONDS)
 
 
-_BETWEEN_SECONDS = 60.0
+_MAX_GAP_SECONDS = 60.0
 """Number of seconds after which a stage with complete inputs is no longer expected to start."""
 
 

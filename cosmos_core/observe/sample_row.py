@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-_MOST_TOKENS = 400
+_MAX_SHOWN_TOKENS = 400
 
 
 def sample_row(data: Path, models: Iterable[str | Path]) -> list[tuple[str, bool]]:
@@ -33,13 +33,13 @@ def sample_row(data: Path, models: Iterable[str | Path]) -> list[tuple[str, bool
         return []
     runs: list[tuple[str, bool]] = []
     for name in [name for name in row if name.endswith("_ids") and row[name]]:
-        side = name.removesuffix("_ids")
-        mask = row.get("loss_mask" if side == "input" else f"{side}_mask") or [0] * len(row[name])
-        runs += [(f"\n{side}: " if runs else f"{side}: ", False)] if side != "input" else []
-        tokens = list(zip(mask, row[name], strict=False))[:_MOST_TOKENS]
+        column = name.removesuffix("_ids")
+        mask = row.get("loss_mask" if column == "input" else f"{column}_mask") or [0] * len(row[name])
+        runs += [(f"\n{column}: " if runs else f"{column}: ", False)] if column != "input" else []
+        tokens = list(zip(mask, row[name], strict=False))[:_MAX_SHOWN_TOKENS]
         for is_learned, run in groupby(tokens, key=itemgetter(0)):
             runs.append((decode([token for _, token in run], skip_special_tokens=False), bool(is_learned)))
-        runs += [("…", False)] if len(row[name]) > _MOST_TOKENS else []
+        runs += [("…", False)] if len(row[name]) > _MAX_SHOWN_TOKENS else []
     return runs
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.observe import formatting, gallery
-from cosmos_core.observe.costs import shown_cost
+from cosmos_core.observe.costs import cost_card
 from cosmos_core.observe.plots import REPORT_PANELS, curves_svg
-from cosmos_core.observe.record import Condition, RunRecord, Sample, StageRecord, overhead
-from cosmos_core.observe.sweeps import in_branches
+from cosmos_core.observe.record import Condition, RunRecord, Sample, StageRecord, time_overhead
+from cosmos_core.observe.sweeps import stages_in_branches
 from cosmos_core.run.files import Document, parsed, read_json
 from cosmos_core.run.stage import PROFILES
 
@@ -22,18 +22,18 @@ NUM_PROMPTS = 12
 """Number of prompts in the report; `samples.jsonl` contains all prompts."""
 _NUM_ROLLOUTS = 4  # number of rollouts shown from the first and from the last logged step of a training
 _NUM_OPERATORS = 10  # number of operators shown from a profiler trace
-_NUM_DRAWINGS = 4  # number of images or videos shown for one prompt
+_MAX_SHOWN_SAMPLES = 4  # number of images or videos shown for one prompt
 _NUM_FILES = 40  # number of output files listed for a stage
-_OF_A_REWARD = ("items", "errors", "ready", "restarts", "retried", "seconds")
+_REWARD_COLUMNS = ("items", "errors", "ready", "restarts", "retried", "seconds")
 _LOGPROB_DIFFERENCE = "rollout/logprob_difference_p95"
-_THIS_PAGE = "this page"
+_REPORT_LABEL = "this page"
 
 
-def measured(run: RunRecord) -> list[StageRecord]:
+def measured_stages(run: RunRecord) -> list[StageRecord]:
     """Return the stages whose validation metrics are compared: stages that only measure or choose or, if there are
     none, all stages with validation metrics. Stages in branches of a sweep are left out, because the sweep has its own
     table."""
-    branches = in_branches(run)
+    branches = stages_in_branches(run)
     candidates = [
         stage
         for stage in run.stages
@@ -42,42 +42,44 @@ def measured(run: RunRecord) -> list[StageRecord]:
     return [stage for stage in candidates if stage.kind.makes == "metrics" or stage.kind.selects_branch] or candidates
 
 
-def cards(run: RunRecord) -> list[tuple[str, str]]:
+def summary_cards(run: RunRecord) -> list[tuple[str, str]]:
     """Return the summary at the top of the report as pairs of name and text: metrics of the first and the last measured
     stage, times, number of finished stages."""
-    shown = []
-    metrics = [formatting.table_metrics(stage.metrics) for stage in measured(run)]
+    shown_cards = []
+    metrics = [formatting.table_metrics(stage.metrics) for stage in measured_stages(run)]
     differences = [stage.metrics[_LOGPROB_DIFFERENCE] for stage in run.stages if _LOGPROB_DIFFERENCE in stage.metrics]
     for name in metrics[-1] if metrics else ():
-        if differences and name == formatting.short(_LOGPROB_DIFFERENCE):
+        if differences and name == formatting.short_metric_name(_LOGPROB_DIFFERENCE):
             continue  # a separate card shows the maximum of this metric over all stages
         values = [formatting.number(each[name]) for each in metrics if name in each]
-        shown.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
-    shown += [("log-prob difference, p95", f"≤ {max(differences):.1e}")] if differences else []
+        shown_cards.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
+    shown_cards += [("log-prob difference, p95", f"≤ {max(differences):.1e}")] if differences else []
     times = {"wall time": "wall", "inside stage workers": "inside", "overhead": "overhead"}
-    if seconds := overhead(run):
-        shown += [(name, formatting.duration(seconds[key])) for name, key in times.items()]
-    shown += shown_cost(run).items()
-    finished = sum(label(stage) in {"done", "reused", _THIS_PAGE} for stage in run.stages)
-    return [*shown, ("stages finished", f"{finished} of {len(run.stages)}")]
+    if seconds := time_overhead(run):
+        shown_cards += [(name, formatting.duration(seconds[key])) for name, key in times.items()]
+    shown_cards += cost_card(run).items()
+    finished = sum(label(stage) in {"done", "reused", _REPORT_LABEL} for stage in run.stages)
+    return [*shown_cards, ("stages finished", f"{finished} of {len(run.stages)}")]
 
 
 def comparison(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the table of validation metrics: the names of its columns, and one row per metric with its values and the
     change from the first to the last column. If training validated before its first step, the first column shows that
     validation."""
-    first = next((stage for stage in run.stages if stage.kind.trains), None)
+    first = next((stage for stage in run.stages if stage.kind.trains_model), None)
     start = next((line for line in first.curves if line.get("step") == 0), {}) if first else {}
     columns = [(f"before {first.name}", start)] if first and any(map(_is_validation, start)) else []
-    columns += [(stage.name, stage.metrics) for stage in measured(run)]
+    columns += [(stage.name, stage.metrics) for stage in measured_stages(run)]
     rows = []
     for key in dict.fromkeys(key for _, metrics in columns[-1:] + columns for key in metrics if _is_validation(key)):
         values = [metrics.get(key) for _, metrics in columns]
         numbers = [formatting.as_float(value) for value in values if isinstance(value, int | float)]
         change = numbers[-1] - numbers[0] if len(numbers) > 1 else None
-        verdict = formatting.verdict(key, change)
-        shown = "" if change is None else f"{change:+.3f}"
-        rows.append({"name": key.removeprefix("validation/"), "values": values, "change": shown, "verdict": verdict})
+        verdict = formatting.judge_change(key, change)
+        change_text = "" if change is None else f"{change:+.3f}"
+        rows.append(
+            {"name": key.removeprefix("validation/"), "values": values, "change": change_text, "verdict": verdict}
+        )
     return [name for name, _ in columns], rows
 
 
@@ -89,8 +91,10 @@ def samples(run: RunRecord) -> dict[str, Any]:
     """Return completions of the same prompts from each stage that logs them, to show in adjacent columns."""
     stages = [stage for stage in run.stages if stage.samples and stage.kind.feed != "rollouts"]
     completions = [_newest_by_prompt(stage) for stage in stages]
-    everywhere = [prompt for prompt in completions[0] if all(prompt in c for c in completions)] if completions else []
-    prompts = everywhere or list(dict.fromkeys(prompt for each in completions for prompt in each))
+    common_prompts = (
+        [prompt for prompt in completions[0] if all(prompt in c for c in completions)] if completions else []
+    )
+    prompts = common_prompts or list(dict.fromkeys(prompt for each in completions for prompt in each))
     rows = []
     for prompt in prompts[:NUM_PROMPTS]:
         lines = [each.get(prompt) for each in completions]
@@ -99,7 +103,7 @@ def samples(run: RunRecord) -> dict[str, Any]:
     return {"stages": stages, "rows": rows, "total": len(prompts)}
 
 
-def gates(run: RunRecord) -> list[tuple[StageRecord, Condition]]:
+def gate_conditions(run: RunRecord) -> list[tuple[StageRecord, Condition]]:
     """Return every condition of every gate with the measured value."""
     return [(stage, condition) for stage in run.stages for condition in stage.conditions]
 
@@ -139,12 +143,12 @@ def setting(run: RunRecord) -> list[tuple[str, Any, bool]]:
 
 def label(stage: StageRecord) -> str:
     """Return the displayed state of a stage; the stage that writes this report is shown as `this page`."""
-    return _THIS_PAGE if stage.kind.makes == "page" and stage.status == "running" else stage.status
+    return _REPORT_LABEL if stage.kind.makes == "page" and stage.status == "running" else stage.status
 
 
 def headline(stage: StageRecord) -> str:
     """Return name and value of the metric that is shown in the title of a stage; empty if the stage has no metrics."""
-    items = formatting.key_metrics(stage.metrics, most=1).items()
+    items = formatting.key_metrics(stage.metrics, max_count=1).items()
     return " ".join(f"{formatting.family(key)} {formatting.number(value)}" for key, value in items)
 
 
@@ -164,7 +168,9 @@ def times(stage: StageRecord) -> list[tuple[str, str]]:
 
 def metrics(stage: StageRecord) -> list[tuple[str, str]]:
     """Return the metrics of a stage, without times, throughput and memory."""
-    return [(key, formatting.number(value)) for key, value in formatting.key_metrics(stage.metrics, most=100).items()]
+    return [
+        (key, formatting.number(value)) for key, value in formatting.key_metrics(stage.metrics, max_count=100).items()
+    ]
 
 
 def info(stage: StageRecord) -> dict[str, Any]:
@@ -176,11 +182,11 @@ def services(stage: StageRecord) -> list[list[Any]]:
     """Return one row per reward of each reward service of a stage, or one row for a service without rewards."""
     rows: list[list[Any]] = []
     for service in stage.services:
-        refused = ", ".join(f"{status}: {count:g}" for status, count in sorted(service.refused.items()))
+        refused_counts = ", ".join(f"{status}: {count:g}" for status, count in sorted(service.refused.items()))
         rewards = service.rewards or {"": {}}
         for name, each in rewards.items():
-            numbers = [f"{each[key]:g}" if key in each else "" for key in _OF_A_REWARD]
-            rows.append([service.url, service.status, name, *numbers, refused])
+            numbers = [f"{each[key]:g}" if key in each else "" for key in _REWARD_COLUMNS]
+            rows.append([service.url, service.status, name, *numbers, refused_counts])
     return rows
 
 
@@ -213,7 +219,7 @@ def rollouts(stage: StageRecord) -> list[Sample]:
     return [line for step in chosen for line in [line for line in stage.samples if line.step == step][:_NUM_ROLLOUTS]]
 
 
-class Operator(Document):
+class ProfiledOperator(Document):
     """Operator in a profiler trace, with its calls, milliseconds and share of the time of the profiled steps."""
 
     operator: str
@@ -222,25 +228,25 @@ class Operator(Document):
     share: float
 
 
-def operators(stage: StageRecord) -> list[Operator]:
+def operators(stage: StageRecord) -> list[ProfiledOperator]:
     """Return the operators that took the most time in the newest trace of a stage."""
     traces = sorted((stage.path / PROFILES).glob("*.operators.json"), key=lambda path: path.stat().st_mtime)
     entries = read_json(traces[-1]) if traces else None
-    return parsed(entries, Operator)[:_NUM_OPERATORS] if isinstance(entries, list) else []
+    return parsed(entries, ProfiledOperator)[:_NUM_OPERATORS] if isinstance(entries, list) else []
 
 
-def drawings(line: Sample) -> list[dict[str, Any]]:
+def completion_media(line: Sample) -> list[dict[str, Any]]:
     """Return the images and videos of a logged completion for the page, each with its reward."""
-    shown = []
-    for index, name in enumerate(line.media[:_NUM_DRAWINGS]):
+    shown_media = []
+    for index, name in enumerate(line.media[:_MAX_SHOWN_SAMPLES]):
         path = Path(line.folder) / name
         rewards = [formatting.number(value) if value is not None else "no valid reward" for value in line.rewards]
         uri = gallery.data_uri(path)
-        shown.append({
+        shown_media.append({
             "path": name, "uri": uri, "is_video": bool(uri) and path.suffix == gallery.VIDEO,
             "caption": rewards[index] if index < len(rewards) else "",
         })  # fmt: skip
-    return shown
+    return shown_media
 
 
 def _newest_by_prompt(stage: StageRecord) -> dict[str, Sample]:

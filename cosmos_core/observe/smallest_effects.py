@@ -10,8 +10,8 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.target import split_target
 from cosmos_core.errors import CosmosError
 from cosmos_core.registry import is_import_path
-from cosmos_core.run.hub import within
-from cosmos_core.run.paired_items import num_needed, published_items, smallest_effect
+from cosmos_core.run.hub import call_with_timeout
+from cosmos_core.run.paired_items import num_required_items, published_item_folders, smallest_effect
 from cosmos_core.upload.base import open_target
 
 _SECONDS = 8.0
@@ -22,27 +22,29 @@ def smallest_effects(pipeline: Pipeline) -> Iterator[str]:
     """Yield a line of text for each benchmark that a gate with `confidence` compares with the published model per item.
     User-defined publication targets are left out, because user code is imported only when a stage runs."""
     for stage in pipeline.stages:
-        conditions = [each for each in map(parse_condition, stage.require) if each.needs_published]
+        conditions = [each for each in map(parse_condition, stage.require) if each.needs_published_model]
         if not (conditions and stage.confidence and stage.target) or is_import_path(split_target(stage.target)[0]):
             continue
         try:
-            record = within(_SECONDS, open_target(stage.target).published)
+            record = call_with_timeout(_SECONDS, open_target(stage.target).published)
         except (CosmosError, TimeoutError) as error:
             yield f"{stage.name}: what is published is not known: {error}"
             continue
         for condition in conditions if record else ():
             for metric in record["metrics"]:
-                if any(condition.matches(name) for name in (metric, *(f"{each}.{metric}" for each in stage.after))):
+                if any(
+                    condition.matches_metric(name) for name in (metric, *(f"{each}.{metric}" for each in stage.after))
+                ):
                     yield from _lines(stage, condition, metric, record)
 
 
 def _lines(stage: StageConfig, condition: Condition, metric: str, record: dict[str, Any]) -> Iterator[str]:
-    folder = next(published_items(record, metric), None)
+    folder = next(published_item_folders(record, metric), None)
     if condition.comparison == "==" or folder is None:
         return
     if (count_and_effect := smallest_effect(metric, record["metrics"][metric], folder, stage.confidence)) is None:
         return
     items, effect = count_and_effect
     margin = abs(condition.offset)
-    needed = f"; {margin:g} needs {num_needed(items, effect, margin):,}" if margin else ""
-    yield f"{stage.name}: {items:,} items of {metric} show a difference of {effect:.2g} in 80 of 100 cases{needed}"
+    more = f"; {margin:g} needs {num_required_items(items, effect, margin):,}" if margin else ""
+    yield f"{stage.name}: {items:,} items of {metric} show a difference of {effect:.2g} in 80 of 100 cases{more}"

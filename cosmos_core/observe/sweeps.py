@@ -5,7 +5,7 @@ from typing import Any
 
 from cosmos_core.observe.record import RunRecord, StageRecord
 
-_BY_URGENCY = ("failed", "died", "stopped", "running", "retrying", "waiting", "done", "reused")
+_STATUS_ORDER = ("failed", "died", "stopped", "running", "retrying", "waiting", "done", "reused")
 
 
 @dataclass(frozen=True)
@@ -34,28 +34,28 @@ class SweepTable:
     """Rows of the branches, the best branch first and branches without a value last."""
 
 
-def sweeps(run: RunRecord) -> list[SweepTable]:
+def sweep_tables(run: RunRecord) -> list[SweepTable]:
     """Return a table of branches for each stage of a run that chooses among branches of a sweep."""
     stages = {stage.name: stage for stage in run.stages}
     tables = []
     for stage in run.stages:
         if stage.sweep is None or not stage.sweep.branches:
             continue
-        keys = tuple(dict.fromkeys(key for branch in stage.sweep.branches for key in branch.settings))
+        keys = tuple(dict.fromkeys(key for sweep_branch in stage.sweep.branches for key in sweep_branch.settings))
         rows = []
-        for branch in stage.sweep.branches:
-            members = [stages[name] for name in branch.stages if name in stages]
+        for sweep_branch in stage.sweep.branches:
+            members = [stages[name] for name in sweep_branch.stages if name in stages]
             metrics = {key: value for member in members for key, value in member.metrics.items()}
             value, times = metrics.get(stage.sweep.metric), [each.seconds for each in members if each.seconds]
-            states = sorted((each.status for each in members), key=_BY_URGENCY.index)
+            states = sorted((each.status for each in members), key=_STATUS_ORDER.index)
             rows.append(
                 Row(
-                    name=branch.stages[0],
-                    settings=tuple(branch.settings.get(key) for key in keys),
+                    name=sweep_branch.stages[0],
+                    settings=tuple(sweep_branch.settings.get(key) for key in keys),
                     state=states[0] if states else "waiting",
                     value=float(value) if isinstance(value, int | float) else None,
                     seconds=sum(times) if times else None,
-                    is_chosen=stage.info.get("chosen") in branch.stages,
+                    is_chosen=stage.info.get("chosen") in sweep_branch.stages,
                 )
             )
         sign = -1.0 if stage.sweep.mode == "max" else 1.0
@@ -64,7 +64,7 @@ def sweeps(run: RunRecord) -> list[SweepTable]:
     return tables
 
 
-def in_branches(run: RunRecord) -> set[str]:
+def stages_in_branches(run: RunRecord) -> set[str]:
     """Return the names of all stages of a run that belong to a branch of a sweep."""
     choices = [stage.sweep for stage in run.stages if stage.sweep is not None]
-    return {name for choice in choices for branch in choice.branches for name in branch.stages}
+    return {name for choice in choices for sweep_branch in choice.branches for name in sweep_branch.stages}

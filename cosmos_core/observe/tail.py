@@ -7,7 +7,7 @@ from pathlib import Path
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.liveness import is_dead
 from cosmos_core.run.state import read_state
-from cosmos_core.run.tail import Tail
+from cosmos_core.run.tail import FileTail
 
 
 def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
@@ -18,11 +18,11 @@ def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
         ConfigError: the stage has no log yet.
     """
     log = _newest_log(run_path, stage)
-    tail = Tail(log)
+    log_tail = FileTail(log)
     is_last = False
     while not is_last:
         is_last = not (follow and _is_running(log.parent.parent))
-        sys.stdout.write(tail.text(is_last=is_last))
+        sys.stdout.write(log_tail.text(is_last=is_last))
         sys.stdout.flush()
         if not is_last:
             time.sleep(0.2)

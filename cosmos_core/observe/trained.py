@@ -16,13 +16,13 @@ _STAGE = "stage:"
 _DIGEST_LETTERS = 12
 
 
-def trained(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, str]]]]:
+def training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, str]]]]:
     """Return each training stage with its properties as pairs of name and text."""
     entries = _entries(run)
     rows = []
     for stage in run.stages:
         entry = entries.get(stage.name)
-        if stage.kind.trains and entry and isinstance(entry.get("overrides"), dict):
+        if stage.kind.trains_model and entry and isinstance(entry.get("overrides"), dict):
             model = str(entry.get("model") or flat(entry["overrides"]).get("policy.model_name_or_path", ""))
             base = f"what stage {model.removeprefix(_STAGE)} made" if model.startswith(_STAGE) else model
             chain = _chain(entries, stage.name)
@@ -40,19 +40,19 @@ def sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]
     set that several stages use is shown once."""
     entries = _entries(run)
     stages = {stage.name: stage for stage in run.stages}
-    shown: dict[str, tuple[StageRecord, list[tuple[str, bool]]]] = {}
+    shown_rows: dict[str, tuple[StageRecord, list[tuple[str, bool]]]] = {}
     for stage in run.stages:
         entry = entries.get(stage.name)
-        if stage.kind.trains and entry:
+        if stage.kind.trains_model and entry:
             chain = _chain(entries, stage.name)
-            prepared = [name for name in chain if name in stages and (stages[name].path / "data").is_dir()]
+            prepare_stages = [name for name in chain if name in stages and (stages[name].path / "data").is_dir()]
             base = str(entry.get("model") or flat(entry.get("overrides") or {}).get("policy.model_name_or_path", ""))
             maker = stages.get(base.removeprefix(_STAGE)) if base.startswith(_STAGE) else None
             models = [each.path / str(each.info["model"]) for each in (stage, maker) if each and each.info.get("model")]
-            for name in prepared[:1]:
-                if name not in shown and (row := sample_row(stages[name].path / "data", [*models, base])):
-                    shown[name] = (stage, row)
-    return list(shown.values())
+            for name in prepare_stages[:1]:
+                if name not in shown_rows and (row := sample_row(stages[name].path / "data", [*models, base])):
+                    shown_rows[name] = (stage, row)
+    return list(shown_rows.values())
 
 
 def _entries(run: RunRecord) -> dict[str, dict[str, Any]]:
@@ -85,8 +85,8 @@ def _data(run: RunRecord, entries: dict[str, dict[str, Any]], chain: list[str]) 
     for name in chain:
         settings = flat(entries[name].get("overrides") or {})
         dataset_names = [settings.get(f"train.train_policy.dataset.{key}") for key in ("name", "local_dir")]
-        mixed = settings.get("train.train_policy.datasets")
-        dataset_names += [_mixture(mixed)] if isinstance(mixed, list) else []
+        mixture = settings.get("train.train_policy.datasets")
+        dataset_names += [_mixture(mixture)] if isinstance(mixture, list) else []
         source = source or next((str(value) for value in dataset_names if value), "")
         reference = str(entries[name].get("data") or "")
         if not reference.startswith(_STAGE):
@@ -95,9 +95,9 @@ def _data(run: RunRecord, entries: dict[str, dict[str, Any]], chain: list[str]) 
     paths = [stage.path / "data" / "statistics.json" for stage in run.stages if stage.name in chain]
     statistics_of_rows = next((statistics for path in paths if (statistics := read_object(path))), {})
     rows = [
-        f"{formatting.number(part['rows'])} rows{' held out' if split == 'validation' else ''}"
-        for split in ("train", "validation")
-        if isinstance(part := statistics_of_rows.get(split), dict) and isinstance(part.get("rows"), int)
+        f"{formatting.number(part['rows'])} rows{' held out' if split_name == 'validation' else ''}"
+        for split_name in ("train", "validation")
+        if isinstance(part := statistics_of_rows.get(split_name), dict) and isinstance(part.get("rows"), int)
     ]
     return ", ".join([source, *rows] if source else rows)
 
@@ -111,7 +111,7 @@ def _mixture(datasets: list[Any]) -> str:
 
 
 def _settings(stage: StageRecord, settings: dict[str, Any]) -> list[tuple[str, str]]:
-    def said(key: str, words: str = "{}") -> str:
+    def setting_text(key: str, words: str = "{}") -> str:
         value = settings.get(f"train.{key}")
         return "" if value in {None, "", 0} else words.format(f"{value:g}" if isinstance(value, float) else value)
 
@@ -125,20 +125,20 @@ def _settings(stage: StageRecord, settings: dict[str, Any]) -> list[tuple[str, s
         *(f"{key.removeprefix(f'{reward}.')} x {weight:g}"
           for key, weight in settings.items() if key.startswith(f"{reward}.")),
     ]  # fmt: skip
-    kind, variant = said(f"{policy}type"), said(f"{policy}variant")
-    named = said(f"{policy}trainer_type") or kind
+    kind, variant = setting_text(f"{policy}type"), setting_text(f"{policy}variant")
+    algorithm_name = setting_text(f"{policy}trainer_type") or kind
     warmup = "warmup of {} steps" if settings.get("train.optm_warmup_steps", 1) >= 1 else "warmup of {} of all steps"
     listed: list[tuple[str, list[Any]]] = [
-        ("algorithm", [named, variant if named == kind != variant else ""]),
-        ("trains", [f"LoRA of rank {rank}" if rank else "all weights", said("param_dtype", "computed in {}")]),
+        ("algorithm", [algorithm_name, variant if algorithm_name == kind != variant else ""]),
+        ("trains", [f"LoRA of rank {rank}" if rank else "all weights", setting_text("param_dtype", "computed in {}")]),
         ("learning rate", [*(f"{rate:g}" for rate in (rates if isinstance(rates, list) else [rates]) if rate),
-                           said("optm_name"), said("optm_decay_type", "{} decay") or "constant",
-                           said("optm_warmup_steps", warmup)]),
-        ("batch", [said("train_batch_per_replica", "{} completions" if is_generated else "{} rows"),
+                           setting_text("optm_name"), setting_text("optm_decay_type", "{} decay") or "constant",
+                           setting_text("optm_warmup_steps", warmup)]),
+        ("batch", [setting_text("train_batch_per_replica", "{} completions" if is_generated else "{} rows"),
                    f"{generations} of each prompt" if is_generated and generations else "",
-                   said(f"{policy}mini_batch", "micro-batch {}")]),
-        ("steps", [f"{step} of {total}" if step and total else "", said("epoch", "at most {} epochs")]),
+                   setting_text(f"{policy}mini_batch", "micro-batch {}")]),
+        ("steps", [f"{step} of {total}" if step and total else "", setting_text("epoch", "at most {} epochs")]),
         ("reward", rewards if is_generated else []),
-        ("seed", [said("seed")]),
+        ("seed", [setting_text("seed")]),
     ]  # fmt: skip
     return [(name, ", ".join(str(value) for value in values if value)) for name, values in listed]

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord
-from cosmos_core.run.held import closed_holds, gpu_seconds
+from cosmos_core.run.held import closed_intervals, gpu_seconds
 
 _BINS = 10
 
 
 @dataclass(frozen=True)
-class Use:
+class ResourceUse:
     """Resources that the worker of one stage used."""
 
     stage: StageRecord
@@ -24,10 +24,10 @@ class Use:
     """Total size of the stage's output files in bytes."""
 
 
-def resources(run: RunRecord) -> list[Use]:
+def resources(run: RunRecord) -> list[ResourceUse]:
     """Return the resources of each stage that ran a worker process in this run."""
     return [
-        Use(
+        ResourceUse(
             stage=stage,
             machines=formatting.machines(stage.ranks),
             gpu_hours=_gpu_hours(stage),
@@ -43,7 +43,7 @@ def _gpu_hours(stage: StageRecord) -> float:
     """Return the GPU hours that a stage held. Runs of earlier versions recorded no holds: estimate them from run time
     and number of GPUs."""
     if stage.state.holds:
-        return gpu_seconds(closed_holds(stage.path)) / 3600
+        return gpu_seconds(closed_intervals(stage.path)) / 3600
     return (stage.seconds or 0.0) * sum(bool(rank.gpus) for rank in stage.ranks) / 3600
 
 
@@ -55,7 +55,7 @@ def _tokens_per_second(stage: StageRecord) -> float | None:
 
 
 @dataclass(frozen=True)
-class Bin:
+class HistogramBin:
     """Bin of two histograms of rewards, one for the first and one for the second half of the logged steps."""
 
     low: float
@@ -64,11 +64,11 @@ class Bin:
     """Fraction of the rewards in the first half of the logged steps that lie in this bin, in percent of the largest
     fraction of any bin."""
     last: float
-    num_first: int
-    num_last: int
+    num_first_half: int
+    num_second_half: int
 
 
-def reward_bins(stage: StageRecord) -> list[Bin]:
+def reward_bins(stage: StageRecord) -> list[HistogramBin]:
     """Return the bins of two histograms of the logged rewards of a training, one for each half of its logged steps;
     empty if fewer than two steps or two different rewards were logged."""
     rewards = [
@@ -83,16 +83,18 @@ def reward_bins(stage: StageRecord) -> list[Bin]:
         return []
     middle, low = steps[len(steps) // 2], min(values)
     width = (max(values) - low) / _BINS
-    halves = [[value for step, value in rewards if (step >= middle) == is_last] for is_last in (False, True)]
+    halves = [
+        [value for step, value in rewards if (step >= middle) == is_second_half] for is_second_half in (False, True)
+    ]
     counts = [[0] * _BINS for _ in halves]
     for half, bin_counts in zip(halves, counts, strict=True):
         for value in half:
             bin_counts[min(_BINS - 1, int((value - low) / width))] += 1
     shares = [[count / len(half) for count in bin_counts] for half, bin_counts in zip(halves, counts, strict=True)]
-    most = max(map(max, shares))
+    top = max(map(max, shares))
     return [
-        Bin(
-            low + i * width, low + (i + 1) * width, 100 * shares[0][i] / most, 100 * shares[1][i] / most,
+        HistogramBin(
+            low + i * width, low + (i + 1) * width, 100 * shares[0][i] / top, 100 * shares[1][i] / top,
             counts[0][i], counts[1][i],
         )
         for i in range(_BINS)

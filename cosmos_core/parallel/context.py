@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from cosmos_core.errors import ModelError
 from cosmos_core.parallel.plan import check_heads
 
-NAME = "ulysses"
+ULYSSES_ATTENTION = "ulysses"
 
 
 class RowShard(NamedTuple):
@@ -60,9 +60,9 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
         attended_BPKD = attend(module, *states, attention_mask, **kwargs)[0]
         return exchange(attended_BPKD, 1, 2, group), None
 
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, AttentionMaskInterface()[packed])
-    model.set_attn_implementation(NAME)
+    AttentionInterface.register(ULYSSES_ATTENTION, attention)
+    AttentionMaskInterface.register(ULYSSES_ATTENTION, AttentionMaskInterface()[packed])
+    model.set_attn_implementation(ULYSSES_ATTENTION)
 
 
 def shard_rows(inputs: dict[str, Any], scored_N: Tensor, mesh: DeviceMesh) -> RowShard:
@@ -71,8 +71,8 @@ def shard_rows(inputs: dict[str, Any], scored_N: Tensor, mesh: DeviceMesh) -> Ro
     `inputs` are the model inputs of the packed rows, `scored_N` the indices of the tokens whose outputs the loss needs.
     """
     ids_1P = inputs["input_ids"]
-    length, rest = divmod(ids_1P.shape[1], mesh.size())
-    assert not rest, "packed rows are as long as `rows_of` was told to fill them"
+    length, remainder = divmod(ids_1P.shape[1], mesh.size())
+    assert not remainder, "packed rows are as long as `rows_of` was told to fill them"
     start = mesh.get_local_rank() * length
     is_local_N = (scored_N >= start) & (scored_N < start + length)
     tensors = {

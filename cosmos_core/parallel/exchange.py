@@ -18,7 +18,7 @@ from cosmos_core import types
 T = TypeVar("T")
 
 _RECORDS: list[Any] = [each for each in vars(types).values() if isinstance(each, type) and is_dataclass(each)]
-_ALLOWED = threading.Lock()
+_ALLOWED_CLASSES_LOCK = threading.Lock()
 """Lock around torch's process-wide list of classes that are safe to unpickle.
 
 Without the lock, a thread that leaves `safe_globals` would remove the classes while another thread still needs them.
@@ -30,9 +30,11 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     local_bytes = _to_bytes(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(local_bytes)]), group=group)
-    most = max(int(size) for size in sizes)
-    received = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(received, torch.cat([local_bytes, local_bytes.new_zeros(most - len(local_bytes))]), group=group)
+    max_bytes = max(int(size) for size in sizes)
+    received = [torch.empty(max_bytes, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(
+        received, torch.cat([local_bytes, local_bytes.new_zeros(max_bytes - len(local_bytes))]), group=group
+    )
     return [_from_bytes(packed[: int(size)]) for packed, size in zip(received, sizes, strict=True)]
 
 
@@ -56,5 +58,5 @@ def _to_bytes(value: Any) -> Tensor:
 
 
 def _from_bytes(packed: Tensor) -> Any:
-    with _ALLOWED, torch.serialization.safe_globals(_RECORDS):
+    with _ALLOWED_CLASSES_LOCK, torch.serialization.safe_globals(_RECORDS):
         return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)

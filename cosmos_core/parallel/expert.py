@@ -22,7 +22,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ModelError
 from cosmos_core.parallel.fsdp import expert_sharding, fsdp_arguments
 from cosmos_core.parallel.mesh import Mesh
-from cosmos_core.parallel.plan import matches
+from cosmos_core.parallel.plan import matches_pattern
 
 _DISPATCHED = "ep_dispatch_experts"
 
@@ -46,7 +46,7 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
     if not plan or not (layers or mesh.pipeline):  # with a pipeline, all layers of this rank may be dense
         raise ModelError(f"{where} has no plan that sends tokens to experts; set it to 1 and raise dp_shard_size")
     for name, experts in layers.items():
-        if not any(matches(pattern, name) for pattern in plan):
+        if not any(matches_pattern(pattern, name) for pattern in plan):
             raise ModelError(
                 f"{where} has experts at {name}, where its plan has none; leave them out of policy.lora, or set it to 1"
             )

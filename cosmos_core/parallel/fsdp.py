@@ -74,9 +74,9 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
         return expert_sharding(shards, parameter) if parameter in tensor_parallel else None
 
     options: dict[str, Any] = {"mesh": mesh.fsdp, "ignored_params": local_experts, "shard_placement_fn": placement}
-    frees = {"always": True, "never": False, "default": mesh.pipeline is None}[train.fsdp_reshard_after_forward]
+    reshards = {"always": True, "never": False, "default": mesh.pipeline is None}[train.fsdp_reshard_after_forward]
     for block in blocks_of(model):
-        fully_shard(block, reshard_after_forward=frees, **options, **fsdp_arguments(train))
+        fully_shard(block, reshard_after_forward=reshards, **options, **fsdp_arguments(train))
     fully_shard(root, reshard_after_forward=False, **options, **fsdp_arguments(train, casts=False))
     register_fsdp_forward_method(root, "probe")
     for module in root.modules():
@@ -136,23 +136,23 @@ def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
     a copy, so the caller must copy it to keep its values.
     """
     local_tensors = tensors.state_dict(keep_vars=True) if isinstance(tensors, nn.Module) else tensors
-    about: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    shape_and_dtype: dict[str, tuple[torch.Size, torch.dtype]] = {}
     holders: dict[str, list[int]] = {}
     for rank, metadata in enumerate(all_gather_object({name: (t.shape, t.dtype) for name, t in local_tensors.items()})):
-        about |= metadata
+        shape_and_dtype |= metadata
         for name in metadata:
             holders.setdefault(name, []).append(rank)
     device = next((local_shard(tensor).device for tensor in local_tensors.values()), torch.device("cpu"))
-    for name, (shape, dtype) in about.items():
+    for name, (shape, dtype) in shape_and_dtype.items():
         tensor = local_tensors.get(name)
-        full = torch.empty(shape, dtype=dtype, device=device) if tensor is None else _full(tensor.detach())
+        full = torch.empty(shape, dtype=dtype, device=device) if tensor is None else _to_full_tensor(tensor.detach())
         if len(holders[name]) < num_ranks():
             full = full.contiguous()
             dist.broadcast(full, src=holders[name][0])
         yield name, full
 
 
-def _full(tensor: Tensor) -> Tensor:
+def _to_full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -180,8 +180,8 @@ def gather_into(skeleton: ModuleT, model: nn.Module) -> ModuleT | None:
 def _load_tensors(skeleton: ModuleT, tensors: dict[str, Tensor]) -> ModuleT:
     names = names_of_tied_weights(skeleton)
     skeleton.load_state_dict(tensors, assign=True)
-    for first, *tied in names:  # tie_weights() does not support a head that an adapter wraps
-        for name in tied:
+    for first, *tied_names in names:  # tie_weights() does not support a head that an adapter wraps
+        for name in tied_names:
             module, _, attribute = name.rpartition(".")
             skeleton.get_submodule(module)._parameters[attribute] = skeleton.get_parameter(first)
     return nn.Module.to(skeleton, "cpu")
@@ -206,9 +206,9 @@ def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Return the 2-norm over all elements of gradients. Sharded gradients are reduced over their meshes, so that each
     element counts once."""
-    norms = [torch.nn.utils.get_total_norm(alike) for alike in group_by_mesh(gradients)]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    return whole[0] if len(whole) == 1 else torch.nn.utils.get_total_norm(whole)
+    norms = [torch.nn.utils.get_total_norm(same_mesh) for same_mesh in group_by_mesh(gradients)]
+    full_norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return full_norms[0] if len(full_norms) == 1 else torch.nn.utils.get_total_norm(full_norms)
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
@@ -217,8 +217,8 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: 
     Gradients stay unchanged if `max_norm` is 0, or if their norm is smaller than `max_norm` or not finite.
     """
     if max_norm > 0 and torch.isfinite(norm):
-        for alike in group_by_mesh(parameters):
-            torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
+        for same_mesh in group_by_mesh(parameters):
+            torch.nn.utils.clip_grads_with_norm_(same_mesh, max_norm, norm)
 
 
 def shard_bounds(tensor: Tensor) -> tuple[slice, ...]:

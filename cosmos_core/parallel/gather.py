@@ -43,12 +43,12 @@ class Gatherer:
     It is collective: all ranks must create a gatherer together and call its methods in the same order.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], most_bytes: int) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], max_bytes: int) -> None:
         """Store this rank's `tensors`, full or sharded, and exchange with all ranks which rank has which tensor.
 
         `most_bytes` is the maximum total size of the full tensors in one call of `full`.
         """
-        self.tensors, self._most_bytes = tensors, most_bytes
+        self.tensors, self._max_bytes = tensors, max_bytes
         self._holders: dict[str, list[int]] = {}
         for rank, names in enumerate(all_gather_object(list(tensors))):
             for name in names:
@@ -58,21 +58,21 @@ class Gatherer:
         # Two buffers: a loop over tensors may still refer to a tensor of the previous call during the next call.
         self._memories: list[_SharedMemory | None] = [None, None]
 
-    def full(self, requested: Mapping[str, FullTensor]) -> dict[str, Tensor]:
+    def gather_full(self, requested: Mapping[str, FullTensor]) -> dict[str, Tensor]:
         """Return the requested full tensors by name; their memory is reused when all references to them are gone."""
-        if self._is_shared and (memory := self._shared_memory(requested)) is not None:
+        if self._is_shared and (memory := self._reusable_memory(requested)) is not None:
             return self._gather_through(memory, requested)
         tensors = dict(full_tensors({name: self.tensors[name] for name in requested if name in self.tensors}))
         return {name: tensors[name] for name in requested}
 
-    def _shared_memory(self, requested: Mapping[str, FullTensor]) -> _SharedMemory | None:
+    def _reusable_memory(self, requested: Mapping[str, FullTensor]) -> _SharedMemory | None:
         """Return unreferenced shared memory that fits the requested tensors; None if a rank cannot map it."""
-        num_bytes = sum(_align(full.num_bytes) for full in requested.values())
+        num_bytes = sum(_round_up_to_alignment(full.num_bytes) for full in requested.values())
         memory = self._memories.pop(0)
         # The collective is also a barrier: a fast rank must not overwrite data that a slow rank still reads.
         if any_rank(memory is None or memory.size < num_bytes or memory.is_in_use):
             memory = None  # free the old memory before allocating
-            memory = _open_memory(max(num_bytes, self._most_bytes))
+            memory = _open_memory(max(num_bytes, self._max_bytes))
             self._is_shared = memory is not None
         self._memories.append(memory)
         return memory
@@ -82,14 +82,14 @@ class Gatherer:
         tensors, start = {}, 0
         for name, full in requested.items():
             tensors[name] = memory.tensor(start, full)
-            start += _align(full.num_bytes)
-            if self._writes(name):
+            start += _round_up_to_alignment(full.num_bytes)
+            if self._is_writer(name):
                 tensor = self.tensors[name].detach()
                 tensors[name][shard_bounds(tensor)].copy_(local_shard(tensor))
         dist.barrier()
         return tensors
 
-    def _writes(self, name: str) -> bool:
+    def _is_writer(self, name: str) -> bool:
         """Return True if this rank writes its shard of a tensor: the first of several ranks with equal shards does."""
         tensor = self.tensors.get(name)
         if isinstance(tensor, DTensor):
@@ -129,26 +129,26 @@ def _open_memory(size: int) -> _SharedMemory | None:
         except OSError:
             descriptor = -1
     pid, number = broadcast_object((os.getpid(), descriptor))
-    opened = descriptor
+    opened_descriptor = descriptor
     if number >= 0 and rank_number() != 0:
         try:
-            opened = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+            opened_descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
         except OSError:
-            opened = -1
+            opened_descriptor = -1
     memory = None
-    if not any_rank(opened < 0):
-        memory = _SharedMemory(opened, size)
+    if not any_rank(opened_descriptor < 0):
+        memory = _SharedMemory(opened_descriptor, size)
     dist.barrier()  # the first rank must not close its descriptor until all ranks have opened it
-    if opened >= 0:
-        os.close(opened)
+    if opened_descriptor >= 0:
+        os.close(opened_descriptor)
     return memory
 
 
 def _is_one_machine() -> bool:
     """Return True if all ranks run on the same machine, according to its boot id and host name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.is_file() and len(set(all_gather_object((boot.read_text(), os.uname().nodename)))) == 1
+    boot_id_file = Path("/proc/sys/kernel/random/boot_id")
+    return boot_id_file.is_file() and len(set(all_gather_object((boot_id_file.read_text(), os.uname().nodename)))) == 1
 
 
-def _align(num_bytes: int) -> int:
+def _round_up_to_alignment(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

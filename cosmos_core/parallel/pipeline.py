@@ -61,20 +61,20 @@ class _EmbeddingPlaceholder(StagePlaceholder):
 class _RecordingPlaceholder(StagePlaceholder):
     """Placeholder for a layer, which records the arguments of each call except the hidden states."""
 
-    def __init__(self, original: nn.Module, recorded: list[dict[str, Any]]) -> None:
+    def __init__(self, original: nn.Module, recorded_inputs: list[dict[str, Any]]) -> None:
         super().__init__(original)
-        self.recorded = recorded
+        self.recorded_inputs = recorded_inputs
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.recorded.append({**kwargs, **{str(i): value for i, value in enumerate(args)}})
+        self.recorded_inputs.append({**kwargs, **{str(i): value for i, value in enumerate(args)}})
         return hidden_BTH
 
 
 def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
     """Return the layer indices of a pipeline stage; if layers are not divisible, first stages have one more."""
-    size, more = divmod(num_layers, num_stages)
-    start = stage * size + min(stage, more)
-    return range(start, start + size + (stage < more))
+    size, remainder = divmod(num_layers, num_stages)
+    start = stage * size + min(stage, remainder)
+    return range(start, start + size + (stage < remainder))
 
 
 def num_stages(model: PreTrainedModel, sizes: ParallelismConfig) -> int:
@@ -106,17 +106,17 @@ def apply_pp(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> Non
     Raises:
         ModelError: the model has no pipeline plan, or computes something outside its plan.
     """
-    _check(model, f"policy.parallelism.pp_size = {sizes.pp_size}: {type(model).__name__}")
+    _check_pipeline_support(model, f"policy.parallelism.pp_size = {sizes.pp_size}: {type(model).__name__}")
     stages, total = stages_of_rank(model, sizes, rank), num_stages(model, sizes)
     _replace_other_stages(model, model.base_model, stages, total, lambda module: module.to("meta"))
 
 
 def stage_of(model: PreTrainedModel, stage: int, sizes: ParallelismConfig) -> PreTrainedModel:
     """Return one pipeline stage of a model after `apply_pp`; it shares modules and weights with the model."""
-    twin, body = _shallow_copy(model), _shallow_copy(model.base_model)
-    twin._modules[model.base_model_prefix] = body
-    _replace_other_stages(twin, body, [stage], num_stages(model, sizes), lambda module: module)
-    return twin
+    stage_model, base_model = _shallow_copy(model), _shallow_copy(model.base_model)
+    stage_model._modules[model.base_model_prefix] = base_model
+    _replace_other_stages(stage_model, base_model, [stage], num_stages(model, sizes), lambda module: module)
+    return stage_model
 
 
 def is_tied(model: PreTrainedModel) -> bool:
@@ -159,19 +159,23 @@ def clip_over_stages(model: PreTrainedModel, pipeline: DeviceMesh, max_norm: flo
 
 def _shallow_copy(module: M) -> M:
     """Return a shallow copy of a module, in which children can be replaced without changing the module."""
-    twin = copy.copy(module)
-    twin._modules = dict(module._modules)
-    return twin
+    module_copy = copy.copy(module)
+    module_copy._modules = dict(module._modules)
+    return module_copy
 
 
-def _ends(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+def _modules_around_layers(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the names of the modules before the layers, and of the modules after the layers, in the pipeline plan."""
     names = list(model.config.base_model_pp_plan or ())
     return names[: names.index(_LAYERS)], names[names.index(_LAYERS) + 1 :]
 
 
 def _replace_other_stages(
-    model: PreTrainedModel, body: nn.Module, stages: Sequence[int], total: int, drop: Callable[[nn.Module], nn.Module]
+    model: PreTrainedModel,
+    base_model: nn.Module,
+    stages: Sequence[int],
+    total: int,
+    drop: Callable[[nn.Module], nn.Module],
 ) -> None:
     """Replace modules that do not belong to the pipeline stages `stages` by placeholders.
 
@@ -184,34 +188,38 @@ def _replace_other_stages(
             which
             the placeholder takes its attributes.
     """
-    before, after = _ends(model)
-    is_first, is_last, tied = 0 in stages, total - 1 in stages, is_tied(model)
-    layers = _layers(body)
+    first_names, last_names = _modules_around_layers(model)
+    is_first, is_last_stage, has_tied_head = 0 in stages, total - 1 in stages, is_tied(model)
+    layers = _layers(base_model)
     kept_layers = {layer for stage in stages for layer in layers_of(stage, total, len(layers))}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    keeps_both = tied and (is_first or is_last)
-    for holder, names, is_kept in ((body, before, is_first), (body, after, is_last), (model, _heads(model), is_last)):
+    keeps_both = has_tied_head and (is_first or is_last_stage)
+    for holder, names, is_on_stage in (
+        (base_model, first_names, is_first),
+        (base_model, last_names, is_last_stage),
+        (model, _head_names(model), is_last_stage),
+    ):
         for name in names:
             module = holder._modules[name]
             assert module is not None
-            if is_kept or (keeps_both and module in {head, embedding}):
+            if is_on_stage or (keeps_both and module in {head, embedding}):
                 continue
             placeholder_class = _EmbeddingPlaceholder if module is embedding else StagePlaceholder
             holder._modules[name] = placeholder_class(drop(module))
-    body._modules[_LAYERS] = nn.ModuleList(
+    base_model._modules[_LAYERS] = nn.ModuleList(
         layer if i in kept_layers else StagePlaceholder(drop(layer)) for i, layer in enumerate(layers)
     )
 
 
-def _layers(body: nn.Module) -> list[nn.Module]:
-    return list(body.get_submodule(_LAYERS).children())
+def _layers(base_model: nn.Module) -> list[nn.Module]:
+    return list(base_model.get_submodule(_LAYERS).children())
 
 
-def _heads(model: PreTrainedModel) -> list[str]:
+def _head_names(model: PreTrainedModel) -> list[str]:
     return [name for name, module in model._modules.items() if module is model.get_output_embeddings()]
 
 
-def _check(model: PreTrainedModel, where: str) -> None:
+def _check_pipeline_support(model: PreTrainedModel, where: str) -> None:
     """Refuse a model that cannot run as a pipeline.
 
     Such a model computes something outside the modules of its plan, or passes values derived from token ids to its
@@ -221,18 +229,21 @@ def _check(model: PreTrainedModel, where: str) -> None:
         ModelError: the model cannot run as a pipeline.
     """
     plan, config = getattr(model.config, "base_model_pp_plan", None), model.config
-    body = model._modules.get(model.base_model_prefix)
+    base_model = model._modules.get(model.base_model_prefix)
     is_planned = plan and _LAYERS in plan and config.get_text_config() is config
-    if not is_planned or body is None or not _heads(model):
+    if not is_planned or base_model is None or not _head_names(model):
         raise ModelError(f"{where} has no plan for a pipeline; set it to 1 and raise dp_shard_size")
-    before, after = _ends(model)
-    planned_names = {*before, _LAYERS, *after}
-    modules = [*(body._modules.get(name) for name in planned_names), *(model._modules[name] for name in _heads(model))]
+    first_names, last_names = _modules_around_layers(model)
+    planned_names = {*first_names, _LAYERS, *last_names}
+    modules = [
+        *(base_model._modules.get(name) for name in planned_names),
+        *(model._modules[name] for name in _head_names(model)),
+    ]
     planned = {p for module in modules if module is not None for p in module.parameters()}
-    if unplanned := [name for name, p in model.named_parameters() if p not in planned]:
-        raise ModelError(f"{where}: its plan does not know {unplanned[0]}; set it to 1 and raise dp_shard_size")
+    if unplanned_names := [name for name, p in model.named_parameters() if p not in planned]:
+        raise ModelError(f"{where}: its plan does not know {unplanned_names[0]}; set it to 1 and raise dp_shard_size")
     try:
-        reason = _difference(model, body, before, after)
+        reason = _computation_outside_plan(model, base_model, first_names, last_names)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
     if reason:
@@ -240,38 +251,47 @@ def _check(model: PreTrainedModel, where: str) -> None:
 
 
 @torch.no_grad()
-def _difference(model: PreTrainedModel, body: nn.Module, before: Sequence[str], after: Sequence[str]) -> str:
+def _computation_outside_plan(
+    model: PreTrainedModel, base_model: nn.Module, first_names: Sequence[str], last_names: Sequence[str]
+) -> str:
     """Return a description of what `body` computes outside the modules of its plan; empty if it computes nothing there.
 
     `before` and `after` are the names of the modules before and after the layers. The body runs with placeholders
     instead of its modules, because weights may be on the meta device.
     """
-    device = next((buffer.device for buffer in body.buffers()), torch.device("cpu"))
+    device = next((buffer.device for buffer in base_model.buffers()), torch.device("cpu"))
     embedding = _EmbeddingPlaceholder(model.get_input_embeddings())
     ids_BT = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0)
     hidden_BTH = embedding(ids_BT)
     inputs = {"position_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "use_cache": False}
     arguments: list[list[dict[str, Any]]] = []
     for start in ({"input_ids": ids_BT}, {"inputs_embeds": hidden_BTH}):
-        bare, layer_arguments = _shallow_copy(body), list[dict[str, Any]]()
-        for name in (*before, *after):
-            module: Any = body._modules[name]
+        bare, layer_arguments = _shallow_copy(base_model), list[dict[str, Any]]()
+        for name in (*first_names, *last_names):
+            module: Any = base_model._modules[name]
             bare._modules[name] = embedding if module is embedding.original else StagePlaceholder(module)
-        bare._modules[_LAYERS] = nn.ModuleList(_RecordingPlaceholder(layer, layer_arguments) for layer in _layers(body))
+        bare._modules[_LAYERS] = nn.ModuleList(
+            _RecordingPlaceholder(layer, layer_arguments) for layer in _layers(base_model)
+        )
         bare.eval()
         output = bare(**inputs, **start)
         if "inputs_embeds" in start and output.last_hidden_state is not hidden_BTH:
             return "hidden states change outside its layers"
         arguments.append(layer_arguments)
-    of_tokens, of_hidden = arguments
-    names = [name for a, b in zip(of_tokens, of_hidden, strict=True) for name in a if not _same(a[name], b.get(name))]
+    from_tokens, from_hidden = arguments
+    names = [
+        name
+        for a, b in zip(from_tokens, from_hidden, strict=True)
+        for name in a
+        if not _are_equal(a[name], b.get(name))
+    ]
     return f"its layers are given {names[0]!r}, which is made of tokens" if names else ""
 
 
-def _same(one: Any, other: Any) -> bool:
+def _are_equal(value: Any, other: Any) -> bool:
     """Return True if two arguments of a layer are equal, including tensors and tuples or lists of tensors."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return type(one) is type(other) and bool(one == other)
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value, other)
+    if isinstance(value, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(value) == len(other) and all(map(_are_equal, value, other))
+    return type(value) is type(other) and bool(value == other)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from cosmos_core.errors import ModelError
 
 
-def matches(pattern: str, name: str) -> bool:
+def matches_pattern(pattern: str, name: str) -> bool:
     """Return True if a pattern of a parallel plan, with `*` for layer indices, matches the name of a module."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name) == pattern
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from cosmos_core.errors import ModelError
 from cosmos_core.parallel.expert import keep_local_experts
 from cosmos_core.parallel.fsdp import local_shard
-from cosmos_core.parallel.plan import check_features, check_heads, matches
+from cosmos_core.parallel.plan import check_features, check_heads, matches_pattern
 
 _EXPERTS = "moe_tp_experts"
 _PROBE_TOKENS = 8
@@ -50,7 +50,7 @@ class _PartialGradient(ParallelStyle):
         return module
 
 
-class _SomeExperts(ParallelStyle):
+class _ExpertSharding(ParallelStyle):
     """Parallel style in which each rank holds some experts of a layer, each expert whole.
 
     All ranks process every token, and their outputs are summed and replicated. The model's own plan would split the
@@ -64,13 +64,13 @@ class _SomeExperts(ParallelStyle):
         module._is_expert_parallel = True  # for transformers: index `num_experts` is an expert of another rank
 
         def forward_local_experts(hidden_NH: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
-            is_other_NK = (chosen_NK < first) | (chosen_NK >= first + count)
+            is_on_other_rank = (chosen_NK < first) | (chosen_NK >= first + count)
             hidden_NH, weights_NK = (_SummedBackward.apply(each, group) for each in (hidden_NH, weights_NK))
             with _weights(module, local_shard):  # expert kernels do not support DTensor
                 outputs_NH = forward(
                     hidden_NH,
-                    (chosen_NK - first).masked_fill(is_other_NK, count),
-                    weights_NK.masked_fill(is_other_NK, 0),
+                    (chosen_NK - first).masked_fill(is_on_other_rank, count),
+                    weights_NK.masked_fill(is_on_other_rank, 0),
                 )
             partial_NH = DTensor.from_local(outputs_NH, device_mesh, [Partial()], run_check=False)
             return partial_NH.redistribute(placements=[Replicate()]).to_local()
@@ -87,7 +87,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "replicated_with_grad_allreduce": _PartialGradient,
-    _EXPERTS: _SomeExperts,
+    _EXPERTS: _ExpertSharding,
 }
 
 
@@ -107,11 +107,11 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) ->
         raise ModelError(f"{where} has no plan; set it to 1")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     check_heads(model, "tp_size", mesh.size())
-    tied = {head, embedding} if head is not None and head.weight is embedding.weight else set()
+    tied_modules = {head, embedding} if head is not None and head.weight is embedding.weight else set()
     for name, module in list(model.named_modules()):
-        style = next((plan[pattern] for pattern in plan if matches(pattern, name)), None)
+        style = next((plan[pattern] for pattern in plan if matches_pattern(pattern, name)), None)
         # A module without parameters is a placeholder for a module of another pipeline stage.
-        if style is None or module in tied or next(module.parameters(), None) is None:
+        if style is None or module in tied_modules or next(module.parameters(), None) is None:
             continue
         if style not in _STYLES or (style == _EXPERTS and not hasattr(module, "_is_expert_parallel")):
             raise ModelError(
@@ -120,9 +120,9 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) ->
             )
         if style == _EXPERTS:
             keep_local_experts(module, mesh, where)
-        for inner in _split_modules(module, style):
-            check_features(model, name, inner, style, mesh.size())
-            parallelize_module(inner, mesh, _STYLES[style]())
+        for submodule in _split_modules(module, style):
+            check_features(model, name, submodule, style, mesh.size())
+            parallelize_module(submodule, mesh, _STYLES[style]())
 
 
 def check_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) -> None:
@@ -152,15 +152,17 @@ def check_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) 
         raise ModelError(f"{where} ({' '.join(str(error).split())[:200]}); set it to 1") from error
     finally:
         model.train(was_training)
-    wrong = [name for name, parameter in model.named_parameters() if _differs(parameter, mesh)]
+    differing_names = [
+        name for name, parameter in model.named_parameters() if _has_different_gradients(parameter, mesh)
+    ]
     model.zero_grad(set_to_none=True)
-    if wrong:
+    if differing_names:
         raise ModelError(
-            f"{where}: ranks disagree about the gradient of {wrong[0]}; set it to 1 and raise dp_shard_size"
+            f"{where}: ranks disagree about the gradient of {differing_names[0]}; set it to 1 and raise dp_shard_size"
         )
 
 
-def _differs(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
+def _has_different_gradients(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     """Return True if the gradient of an unsplit weight differs between the ranks of `mesh`."""
     gradient = parameter.grad
     if gradient is None:
@@ -171,12 +173,12 @@ def _differs(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     gradient = local_shard(gradient)
     if not gradient.numel():
         return False
-    ends = torch.stack([gradient.amax(), -gradient.amin()])
+    extremes = torch.stack([gradient.amax(), -gradient.amin()])
     low, high = gradient.clone(), gradient.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN, mesh.get_group())
     dist.all_reduce(high, dist.ReduceOp.MAX, mesh.get_group())
-    dist.all_reduce(ends, dist.ReduceOp.MAX, mesh.get_group())
-    return bool((high - low).amax() > _PROBE_TOLERANCE * ends.abs().amax())
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, mesh.get_group())
+    return bool((high - low).amax() > _PROBE_TOLERANCE * extremes.abs().amax())
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.clip_model import ClipModel
-from cosmos_core.rewards.images import image_of
+from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import Columns, Item, Settings, score_one
 
 _MODEL = "openai/clip-vit-large-patch14"
@@ -28,7 +28,7 @@ class AestheticReward:
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the score of each image, or of the middle frame of each video."""
-        values = self._clip.images([image_of(item.media) for item in items]).float()
+        values = self._clip.images([middle_image(item.media) for item in items]).float()
         # The predictor has only dropout between its linear layers, and no activations.
         for weight, bias in self._layers:
             values = values @ weight.T + bias

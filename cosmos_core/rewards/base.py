@@ -23,7 +23,7 @@ from cosmos_core.config.schema.rewards import weights_of
 from cosmos_core.errors import ConfigError, CosmosError, RewardError, StageFailed
 from cosmos_core.registry import import_user_code, is_import_path, location_of, offered_names, suggestion
 from cosmos_core.rewards.binding import KEYWORDS as KEYWORDS
-from cosmos_core.rewards.binding import Binding, bind
+from cosmos_core.rewards.binding import ParameterBinding, bind
 from cosmos_core.types import Group, Score
 
 PENALTIES = frozenset({"overlong"})
@@ -44,7 +44,7 @@ class Reward:
 
     name: str
     function: Callable[..., Any]
-    binding: Binding
+    binding: ParameterBinding
 
     @property
     def keywords(self) -> tuple[str, ...]:
@@ -60,14 +60,14 @@ class Reward:
             TypeError: a parameter cannot be bound.
             Exception: any error that the function raises.
         """
-        if not self.binding.takes_lists:
+        if not self.binding.takes_group:
             return _parse_score(self._call(self.binding.arguments(fields)))
-        [scored] = self.of_group([fields])
-        if not isinstance(scored, tuple):
-            raise scored or ValueError("returned None: it does not apply to this row")
-        return scored
+        [result] = self.score_group([fields])
+        if not isinstance(result, tuple):
+            raise result or ValueError("returned None: it does not apply to this row")
+        return result
 
-    def of_group(self, fields: Sequence[Mapping[str, Any]]) -> list[Scored | ValueError | None]:
+    def score_group(self, fields: Sequence[Mapping[str, Any]]) -> list[Scored | ValueError | None]:
         """Score all completions of a prompt in one call. The result of a completion is a `ValueError` if its value is
         not a finite number, and None if the function does not apply to the row, as in TRL.
 
@@ -82,16 +82,16 @@ class Reward:
         if not isinstance(results, list | tuple) or len(results) != len(fields):
             returned = f"{len(results)} values" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
             raise ValueError(f"returned {returned} for {len(fields)} completions; the rule is a list with one for each")
-        scored: list[Scored | ValueError | None] = []
+        group_results: list[Scored | ValueError | None] = []
         for result in results:
-            if isinstance(result, ValueError) or (result is None and self.binding.takes_lists):
-                scored.append(result)
+            if isinstance(result, ValueError) or (result is None and self.binding.takes_group):
+                group_results.append(result)
                 continue
             try:
-                scored.append(_parse_score(result))
+                group_results.append(_parse_score(result))
             except ValueError as error:
-                scored.append(error)
-        return scored
+                group_results.append(error)
+        return group_results
 
     def _call(self, arguments: tuple[list[Any], dict[str, Any]]) -> Any:
         positional, keywords = arguments
@@ -184,29 +184,29 @@ def _function(name: str) -> Callable[..., Any]:
     return function
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Return a value as JSON types: numpy and torch numbers become Python numbers, numbers that are not finite become
     None."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
+        return {key: to_json_value(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [to_json_value(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def one_line(error: BaseException, location: str = "") -> str:
+def error_on_one_line(error: BaseException, location: str = "") -> str:
     """Return the class and message of an error on one line of at most 500 characters, with its location."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return (text if len(text) <= 500 else text[:497] + "...") + f" ({location})" * bool(location)
 
 
-def all_invalid(what: str, scores: Iterable[Score]) -> CosmosError:
+def all_invalid(description: str, scores: Iterable[Score]) -> CosmosError:
     """Return the error to raise if no score is valid: a permanent `RewardError` if a function raised, otherwise
     `StageFailed`."""
     first = next((score for score in scores if score.value is None), None)
-    message = f"{what}; the first: {first.error if first else 'none is learned from'}"
+    message = f"{description}; the first: {first.error if first else 'none is learned from'}"
     return RewardError(message) if first is not None and first.is_raised else StageFailed(message)
 
 
@@ -224,15 +224,15 @@ def _parse_score(result: Any) -> Scored:
     }
 
 
-def _finite(value: Any, what: str) -> float:
+def _finite(value: Any, description: str) -> float:
     if hasattr(value, "item"):  # a scalar of numpy or torch
         value = value.item()
     if value is None:
-        raise ValueError(f"{what} nothing; the rule is a number, or (number, dict of numbers)")
+        raise ValueError(f"{description} nothing; the rule is a number, or (number, dict of numbers)")
     if not isinstance(value, int | float):
-        raise ValueError(f"{what} a {type(value).__name__}; the rule is a number, or (number, dict of numbers)")
+        raise ValueError(f"{description} a {type(value).__name__}; the rule is a number, or (number, dict of numbers)")
     if not math.isfinite(value):
-        raise ValueError(f"{what} {value}; the rule is a finite number")
+        raise ValueError(f"{description} {value}; the rule is a finite number")
     return float(value)
 
 
@@ -242,7 +242,7 @@ def full_value(rewards: Rewards, source: str = "") -> float | None:
     None: no reward function distinguishes completions.
     """
     if not isinstance(rewards, dict):
-        return rewards.full
+        return rewards.max_total
     weights = [weight for name, weight in weights_of(rewards, source).items() if name not in PENALTIES]
     return sum(weights) if any(weights) else None
 

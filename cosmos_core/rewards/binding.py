@@ -28,53 +28,53 @@ KEYWORDS = {
 }
 """Parameters, with a description, that a reward may declare besides the completion, the reference and row columns."""
 
-WANTED = (
+SIGNATURE = (
     "def f(completion, reference, **others), def f(prompts, completions, **columns) as in TRL, or "
     "def compute_score(data_source, solution_str, ground_truth, extra_info=None) as in verl"
 )
 
 _COMPLETION = ("to_be_evaluated", "completion", "solution_str")
-_OF_A_COMPLETION = (*_COMPLETION, "media", "turns", "num_tokens", "completion_ids", "finish_reason")
+_PER_COMPLETION_PARAMETERS = (*_COMPLETION, "media", "turns", "num_tokens", "completion_ids", "finish_reason")
 """Parameters that differ between the completions of a prompt; a function needs at least one of them."""
-_OF_THE_RECIPE = ("max_tokens", "overlong", "judge_config", "custom", "metadata")
+_SINGLE_VALUE_PARAMETERS = ("max_tokens", "overlong", "judge_config", "custom", "metadata")
 """Parameters that stay single values even if the reward function takes lists for the completions of a prompt."""
-_PLURALS = {
+_PLURAL_PARAMETERS = {
     "completions": "completion", "prompts": "prompt", "references": "reference", "solution_strs": "solution_str",
     "ground_truths": "ground_truth", "data_sources": "data_source", "extra_infos": "extra_info",
 }  # fmt: skip
-_MEANS_LISTS = {*_PLURALS, "completion_ids"}
-_NOT_OFFERED = {
+_GROUP_PARAMETERS = {*_PLURAL_PARAMETERS, "completion_ids"}
+_UNAVAILABLE_PARAMETERS = {
     **dict.fromkeys(("tokenizer", "config", "data_packer"), "rewards run in child processes without torch"),
     **dict.fromkeys(
         ("trainer_state", "log_extra", "log_metric"), "return (number, {'name': number}) to report metrics"
     ),
     "environments": "completions of several turns are `turns`",
 }
-_ANY = inspect.Parameter.empty
+_NO_DEFAULT = inspect.Parameter.empty
 
 Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
+class ParameterBinding:
     """Parameters of a reward function and the rules that bind arguments to them."""
 
     parameters: tuple[inspect.Parameter, ...]
 
     @property
-    def takes_lists(self) -> bool:
+    def takes_group(self) -> bool:
         """Return True if a parameter name implies that the function takes all completions of a prompt at once."""
         names = {each.name for each in self.parameters if each.kind is not each.VAR_KEYWORD}
-        return bool(names & _MEANS_LISTS) and not names & {*_COMPLETION}
+        return bool(names & _GROUP_PARAMETERS) and not names & {*_COMPLETION}
 
     @property
     def keywords(self) -> tuple[str, ...]:
         """Return the names of `KEYWORDS` that the function receives."""
         names = {each.name for each in self.parameters}
-        return tuple(name for name in KEYWORDS if self._takes_others or name in names)
+        return tuple(name for name in KEYWORDS if self._takes_any_keyword or name in names)
 
     @property
-    def _takes_others(self) -> bool:
+    def _takes_any_keyword(self) -> bool:
         return any(each.kind is each.VAR_KEYWORD for each in self.parameters)
 
     def arguments(self, fields: Fields) -> tuple[list[Any], dict[str, Any]]:
@@ -101,8 +101,8 @@ class Binding:
             try:
                 value = value_of(each.name)
             except KeyError:
-                if each.default is _ANY:
-                    raise TypeError(_unbound(each.name, group[0])) from None
+                if each.default is _NO_DEFAULT:
+                    raise TypeError(_unknown_parameter_message(each.name, group[0])) from None
                 if each.kind is not each.POSITIONAL_ONLY:
                     continue
                 value = each.default
@@ -110,41 +110,47 @@ class Binding:
                 positional.append(value)
             else:
                 keywords[each.name] = value
-        if self._takes_others:
-            declared = {each.name for each in self.parameters}
-            texts = ("prompts", "completions") if self.takes_lists else ("to_be_evaluated", "reference")
+        if self._takes_any_keyword:
+            parameter_names = {each.name for each in self.parameters}
+            texts = ("prompts", "completions") if self.takes_group else ("to_be_evaluated", "reference")
             other_names = [*texts, *KEYWORDS, *_columns(group[0])]
-            keywords |= {name: value_of(name) for name in other_names if name not in declared}
+            keywords |= {name: value_of(name) for name in other_names if name not in parameter_names}
         return positional, keywords
 
 
-def bind(name: str, function: Callable[..., Any]) -> Binding:
+def bind(name: str, function: Callable[..., Any]) -> ParameterBinding:
     """Return the binding of a reward function; `name` is its name in the recipe.
 
     Raises:
         RewardError: the signature is not readable, takes no completion, or has an unsupported parameter.
     """
     try:
-        binding = Binding(tuple(inspect.signature(function).parameters.values()))
+        binding = ParameterBinding(tuple(inspect.signature(function).parameters.values()))
     except (TypeError, ValueError):
-        raise RewardError(f"{name!r} has no signature to bind by name; write {WANTED}") from None
+        raise RewardError(f"{name!r} has no signature to bind by name; write {SIGNATURE}") from None
     for each in binding.parameters:
-        if each.default is _ANY and each.name in _NOT_OFFERED and each.kind is not each.VAR_KEYWORD:
-            raise RewardError(f"{name!r} wants {each.name!r}, which is not offered: {_NOT_OFFERED[each.name]}")
+        if each.default is _NO_DEFAULT and each.name in _UNAVAILABLE_PARAMETERS and each.kind is not each.VAR_KEYWORD:
+            raise RewardError(
+                f"{name!r} wants {each.name!r}, which is not offered: {_UNAVAILABLE_PARAMETERS[each.name]}"
+            )
     accepted = {
-        _PLURALS.get(each.name, each.name) for each in binding.parameters if each.kind is not each.VAR_POSITIONAL
+        _PLURAL_PARAMETERS.get(each.name, each.name)
+        for each in binding.parameters
+        if each.kind is not each.VAR_POSITIONAL
     }
     # A required parameter with an unknown name, such as `answer`, may be meant as the completion.
-    is_all_known = accepted <= {*KEYWORDS, *_PLURALS.values(), *_others_of(binding)}
-    if not accepted & {*_OF_A_COMPLETION} and not (binding._takes_others and is_all_known):
+    are_all_known = accepted <= {*KEYWORDS, *_PLURAL_PARAMETERS.values(), *_optional_parameters(binding)}
+    if not accepted & {*_PER_COMPLETION_PARAMETERS} and not (binding._takes_any_keyword and are_all_known):
         names = ", ".join(each.name for each in binding.parameters) or "nothing"
         raise RewardError(f"{name!r} takes {names}: no parameter is the completion; arguments are bound by name, "
-                          f"so write {WANTED}")  # fmt: skip
+                          f"so write {SIGNATURE}")  # fmt: skip
     return binding
 
 
-def _others_of(binding: Binding) -> list[str]:
-    return [each.name for each in binding.parameters if each.kind is each.VAR_KEYWORD or each.default is not _ANY]
+def _optional_parameters(binding: ParameterBinding) -> list[str]:
+    return [
+        each.name for each in binding.parameters if each.kind is each.VAR_KEYWORD or each.default is not _NO_DEFAULT
+    ]
 
 
 def _value(name: str, fields: Fields) -> Any:
@@ -171,15 +177,15 @@ def _value(name: str, fields: Fields) -> Any:
 def _values(name: str, group: Sequence[Fields]) -> Any:
     """Return the argument for a parameter name and all completions of a prompt."""
     columns = _columns(group[0])
-    if name in _OF_THE_RECIPE:
+    if name in _SINGLE_VALUE_PARAMETERS:
         return _value(name, group[0])
-    if name in _PLURALS and name not in columns:
+    if name in _PLURAL_PARAMETERS and name not in columns:
         if name == "completions":  # as in TRL, a completion is a list of messages if the prompt is a list
             return [fields["turns"] if isinstance(columns.get("prompt"), list) else fields["to_be_evaluated"]
                     for fields in group]  # fmt: skip
         if name == "prompts":
             return [columns.get("prompt", fields.get("prompt")) for fields in group]
-        name = _PLURALS[name]
+        name = _PLURAL_PARAMETERS[name]
     return [_value(name, fields) for fields in group]
 
 
@@ -188,6 +194,8 @@ def _columns(fields: Fields) -> Mapping[str, Any]:
     return columns
 
 
-def _unbound(name: str, fields: Fields) -> str:
+def _unknown_parameter_message(name: str, fields: Fields) -> str:
     columns = ", ".join(_columns(fields)) or "none"
-    return f"nothing is called {name!r} (columns of the row: {columns}); arguments are bound by name, so write {WANTED}"
+    return (
+        f"nothing is called {name!r} (columns of the row: {columns}); arguments are bound by name, so write {SIGNATURE}"
+    )

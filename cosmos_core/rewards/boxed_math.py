@@ -18,11 +18,11 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 _INTEGER = r"\s*(-?\d{1,300}|-?\d{1,3}(?:,\d{3}){1,99})\s*"
 _BOX = re.compile(r"\\(?:boxed|fbox)\b(?:\s*(?=\{))?")
 _SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!;: ]|~|\{,\}|\\thinspace\s)\s*(?=\d{3}(?!\d))")
-_WITH_EXPONENT = re.compile(
+_NUMBER_WITH_EXPONENT = re.compile(
     r"(?<![\w.\\])(\d+(?:\.\d+)?)(?:[eE]([-+]?\d{1,3})(?!\w)|\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{([-+]?\d{1,3})\}|(\d)))"
 )
-_REPEATING = re.compile(r"(?<![\d,.])(\d*)\.(\d*)\{?\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))(?:(?<=\})\})?")
-_LAST_MARKS = re.compile(r"(?:\\[,;:! ]|[.,;:\s])+(\$*)$")
+_REPEATING_DECIMAL = re.compile(r"(?<![\d,.])(\d*)\.(\d*)\{?\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))(?:(?<=\})\})?")
+_TRAILING_PUNCTUATION = re.compile(r"(?:\\[,;:! ]|[.,;:\s])+(\$*)$")
 _BOXED_INTEGER = re.compile(rf"\\boxed\{{{_INTEGER}\}}[\s$.]*")
 
 
@@ -33,37 +33,37 @@ def boxed_math(to_be_evaluated: str, reference: str) -> float:
     (`#### 72`), only the text after `####` counts. A reference that cannot be parsed is invalid. `\\fbox`, a trailing
     full stop or comma, thin spaces between digits, `6.02e23` and `0.\\overline{3}` are supported in both texts.
     """
-    reference = _tidy(require_reference(require_reference(reference).rpartition("####")[2]))
-    end = _tidy(to_be_evaluated)
+    reference = _keep_last_box(require_reference(require_reference(reference).rpartition("####")[2]))
+    end = _keep_last_box(to_be_evaluated)
     if (completion_match := _BOXED_INTEGER.fullmatch(end)) and (reference_match := re.fullmatch(_INTEGER, reference)):
         # Compare boxed integers, with which most completions end, without the slow parser.
         return float(int(completion_match[1].replace(",", "")) == int(reference_match[1].replace(",", "")))
     return _grade(end, reference)
 
 
-def _tidy(text: str) -> str:
+def _keep_last_box(text: str) -> str:
     """Return the text from its last box on, because math-verify would join several boxes to one answer, with the box
     and the numbers normalised for math-verify's parser."""
     boxes = list(_BOX.finditer(text))
     text = "\\boxed" + text[boxes[-1].end() :] if boxes else text
     text = _SPACE_IN_NUMBER.sub("", text)
-    text = _WITH_EXPONENT.sub(lambda n: format(Decimal(f"{n[1]}e{n[2] or n[3] or n[4]}"), "f"), text)
-    text = _REPEATING.sub(_fraction, text)
+    text = _NUMBER_WITH_EXPONENT.sub(lambda n: format(Decimal(f"{n[1]}e{n[2] or n[3] or n[4]}"), "f"), text)
+    text = _REPEATING_DECIMAL.sub(_fraction, text)
     if not boxes:
         return text
     content, depth = text[len("\\boxed") :], 0
     for end, character in enumerate(content):
         depth += (character == "{") - (character == "}")
         if depth == 0:
-            return "\\boxed" + content[:1] + _LAST_MARKS.sub(r"\1", content[1:end]) + content[end:]
+            return "\\boxed" + content[:1] + _TRAILING_PUNCTUATION.sub(r"\1", content[1:end]) + content[end:]
     return text
 
 
 def _fraction(match: re.Match[str]) -> str:
     """Return a repeating decimal as a fraction: 0.1666... becomes (16 - 1) / 90."""
-    whole, once, repeated = match[1] or "0", match[2], match[3] or match[4]
-    over = int(whole + once + repeated) - int(whole + once)
-    return f"\\frac{{{over}}}{{{(10 ** len(repeated) - 1) * 10 ** len(once)}}}"
+    integer_part, fixed_part, repeated = match[1] or "0", match[2], match[3] or match[4]
+    numerator = int(integer_part + fixed_part + repeated) - int(integer_part + fixed_part)
+    return f"\\frac{{{numerator}}}{{{(10 ** len(repeated) - 1) * 10 ** len(fixed_part)}}}"
 
 
 @lru_cache(maxsize=1024)  # many completions of a prompt give the same answer
@@ -77,7 +77,7 @@ def _grade(end: str, reference: str) -> float:
 
 @lru_cache(maxsize=1024)
 def _parse_reference(reference: str) -> list[Any]:
-    text = reference if reference.startswith("\\boxed") else _LAST_MARKS.sub(r"\1", reference)
+    text = reference if reference.startswith("\\boxed") else _TRAILING_PUNCTUATION.sub(r"\1", reference)
     return _parse(text, LatexExtractionConfig()) or _parse(f"\\boxed{{{text}}}", LatexExtractionConfig())
 
 

@@ -6,9 +6,9 @@ from typing import Any
 from PIL import Image
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.reward_model import Settings, require
+from cosmos_core.rewards.reward_model import Settings, require_packages
 
-_MOST_TOKENS = 77
+_MAX_TEXT_TOKENS = 77
 
 
 class ClipModel:
@@ -21,7 +21,7 @@ class ClipModel:
         Raises:
             RewardError: the model cannot be loaded, or a package is not installed.
         """
-        require(name, "install torch and transformers", "torch", "transformers")
+        require_packages(name, "install torch and transformers", "torch", "transformers")
         import torch
         from transformers import AutoModel, AutoProcessor
 
@@ -34,7 +34,7 @@ class ClipModel:
             self.model = AutoModel.from_pretrained(path, dtype=self.dtype).to(self.device).eval().requires_grad_(False)
             self._processor = AutoProcessor.from_pretrained(processor)
         except (OSError, ValueError) as error:
-            raise not_loaded(name, path, error) from error
+            raise model_loading_error(name, path, error) from error
         self.scale = float(self.model.logit_scale.detach().exp())
 
     def images(self, images: Sequence[Image.Image]) -> Any:
@@ -47,7 +47,7 @@ class ClipModel:
     def texts(self, texts: Sequence[str]) -> Any:
         """Return the embeddings of texts, one unit vector each; texts are truncated to the context length of CLIP."""
         inputs = self._processor(
-            text=list(texts), padding=True, truncation=True, max_length=_MOST_TOKENS, return_tensors="pt"
+            text=list(texts), padding=True, truncation=True, max_length=_MAX_TEXT_TOKENS, return_tensors="pt"
         ).to(self.device)
         with self._torch.inference_mode():
             return _unit(self.model.get_text_features(**inputs))
@@ -65,7 +65,7 @@ def device_of(settings: Settings) -> str:
     return "cpu" if settings.device.startswith("cuda") and not torch.cuda.is_available() else settings.device
 
 
-def not_loaded(name: str, path: str, error: Exception) -> RewardError:
+def model_loading_error(name: str, path: str, error: Exception) -> RewardError:
     """Return the error to raise if the files of a model cannot be loaded."""
     reason = " ".join(str(error).split())[:200]
     return RewardError(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cosmos_core.rewards.clip_model import ClipModel
-from cosmos_core.rewards.images import image_of
+from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import Columns, Item, Settings, score_one
 
 _MODEL = "openai/clip-vit-large-patch14"
@@ -19,7 +19,7 @@ class ClipScoreReward:
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the score of each image, or of the middle frame of each video."""
-        cosines = self._clip.similarities([item.prompt for item in items], [image_of(item.media) for item in items])
+        cosines = self._clip.similarities([item.prompt for item in items], [middle_image(item.media) for item in items])
         return {"clip_score": [_WEIGHT * max(cosine, 0.0) for cosine in cosines]}
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from cosmos_core.rewards.clip_model import device_of, not_loaded
-from cosmos_core.rewards.images import frames_of
-from cosmos_core.rewards.reward_model import Columns, Item, Settings, require
+from cosmos_core.rewards.clip_model import device_of, model_loading_error
+from cosmos_core.rewards.images import to_frames
+from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
 
 _MODEL = "nvidia/Cosmos-Reason1-7B-Reward"
 _SYSTEM = (
@@ -25,12 +25,12 @@ _SYSTEM = (
     "vanish or change, bodies that move as no body can. Style, sound, light and blur do not count. Begin with a single "
     'word: "Yes" or "No".'
 )
-_QUESTION = "Does the video contain any anomalies or artifacts?"
-_MOST_FRAMES = 160
+_JUDGE_QUESTION = "Does the video contain any anomalies or artifacts?"
+_MAX_FRAMES = 160
 _TOKENS = 9216
 _FPS = 16.0
 _PAD = "<|video_pad|>"
-_IS_VIDEO = 2
+_VIDEO_TOKEN_TYPE = 2
 """Value of `mm_token_type_ids` for tokens that are placeholders of video patches."""
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class CosmosReason1Reward:
     `system_prompt`, `question` and `tokens`, the maximum number of tokens of a video (9216)."""
 
     def __init__(self, settings: Settings) -> None:
-        require("cosmos_reason1", "install torch and transformers", "torch", "transformers")
+        require_packages("cosmos_reason1", "install torch and transformers", "torch", "transformers")
         import torch
         from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
@@ -53,7 +53,7 @@ class CosmosReason1Reward:
             self._tokenizer = AutoTokenizer.from_pretrained(path)
             images: Any = AutoImageProcessor.from_pretrained(path)
         except (OSError, ValueError) as error:
-            raise not_loaded("cosmos_reason1", path, error) from error
+            raise model_loading_error("cosmos_reason1", path, error) from error
         self._mean, self._std = (
             np.array(each, np.float32)[:, None, None] for each in (images.image_mean, images.image_std)
         )
@@ -61,25 +61,27 @@ class CosmosReason1Reward:
         self._system = _text(system_prompt) if system_prompt else _SYSTEM
         if not system_prompt:
             log.warning("options.system_prompt is empty: the model is asked in other words than those of its card")
-        self._question = settings.options.get("question", _QUESTION)
+        self._question = settings.options.get("question", _JUDGE_QUESTION)
         self._tokens = int(settings.options.get("tokens", _TOKENS))
-        self._yes, self._no = (self._tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No"))
+        self._yes_token, self._no_token = (
+            self._tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No")
+        )
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the scores of each video; an image counts as a video of one frame."""
         columns: Columns = {"prediction": [], "no_score": [], "yes_logit": [], "no_logit": []}
         for item in items:
-            yes, no = self._logits(frames_of(item.media), float(item.info.get("video_fps") or _FPS))
-            columns["prediction"].append("Bad" if yes > no else "Good")
-            columns["no_score"].append(1 / (1 + math.exp(min(yes - no, 700.0))))
+            yes, no_logit = self._logits(to_frames(item.media), float(item.info.get("video_fps") or _FPS))
+            columns["prediction"].append("Bad" if yes > no_logit else "Good")
+            columns["no_score"].append(1 / (1 + math.exp(min(yes - no_logit, 700.0))))
             columns["yes_logit"].append(yes)
-            columns["no_logit"].append(no)
+            columns["no_logit"].append(no_logit)
         return columns
 
     def _logits(self, frames: Sequence[Image.Image], fps: float) -> tuple[float, float]:
         import torch
 
-        interval = max(1, (len(frames) - 1) // _MOST_FRAMES + 1)
+        interval = max(1, (len(frames) - 1) // _MAX_FRAMES + 1)
         chosen = frames[::interval]
         vision = self._model.config.vision_config
         patches, grid = self.patches(chosen)
@@ -92,13 +94,13 @@ class CosmosReason1Reward:
             "pixel_values_videos": torch.from_numpy(patches).to(self._model.dtype),
             "video_grid_thw": torch.tensor([grid]),
             "second_per_grid_ts": torch.tensor([vision.temporal_patch_size * interval / fps]),
-            "mm_token_type_ids": (ids == pad).int() * _IS_VIDEO,
+            "mm_token_type_ids": (ids == pad).int() * _VIDEO_TOKEN_TYPE,
         }
         parameters = inspect.signature(self._model.forward).parameters
         inputs = {name: value.to(self._model.device) for name, value in inputs.items() if name in parameters}
         with torch.inference_mode():
             logits = self._model(**inputs).logits[0, -1].float()
-        return float(logits[self._yes]), float(logits[self._no])
+        return float(logits[self._yes_token]), float(logits[self._no_token])
 
     def _prompt(self) -> str:
         placeholder = f"<|vision_start|>{_PAD}<|vision_end|>"
@@ -129,16 +131,16 @@ class CosmosReason1Reward:
         return patches.reshape(math.prod(grid), 3 * depth * size * size), grid
 
 
-def fit_size(size: tuple[int, int], factor: int, most_pixels: int) -> tuple[int, int]:
+def fit_size(size: tuple[int, int], factor: int, max_pixels: int) -> tuple[int, int]:
     """Return the height and width nearest to a size that are multiples of a factor and have at most `most_pixels`
     pixels."""
     height, width = (max(factor, round(length / factor) * factor) for length in size)
-    if height * width > most_pixels:
-        shrink = math.sqrt(size[0] * size[1] / most_pixels)
+    if height * width > max_pixels:
+        shrink = math.sqrt(size[0] * size[1] / max_pixels)
         height, width = (max(factor, math.floor(length / shrink / factor) * factor) for length in size)
     return height, width
 
 
-def _text(given: str) -> str:
-    is_file = len(given) < 1000 and "\n" not in given and Path(given).is_file()
-    return Path(given).read_text(encoding="utf-8").strip() if is_file else given
+def _text(explicit_prompt: str) -> str:
+    is_file = len(explicit_prompt) < 1000 and "\n" not in explicit_prompt and Path(explicit_prompt).is_file()
+    return Path(explicit_prompt).read_text(encoding="utf-8").strip() if is_file else explicit_prompt

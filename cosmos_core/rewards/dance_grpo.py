@@ -17,10 +17,10 @@ import numpy as np
 
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.clip_model import device_of
-from cosmos_core.rewards.images import frames_of
-from cosmos_core.rewards.reward_model import Columns, Item, Settings, require
+from cosmos_core.rewards.images import to_frames
+from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
 
-_INSTALL = "install av and DanceGRPO's fastvideo in their own environment and name that in venv_python"
+_INSTALL_HINT = "install av and DanceGRPO's fastvideo in their own environment and name that in venv_python"
 _KEYS = {"VQ": "vq_reward", "MQ": "mq_reward", "TA": "ta_reward", "Overall": "overall_reward"}
 _FPS = 16.0
 
@@ -30,7 +30,7 @@ class DanceGrpoReward:
     folder of VideoReward."""
 
     def __init__(self, settings: Settings) -> None:
-        require("dance_grpo", _INSTALL, "torch", "av", "fastvideo")
+        require_packages("dance_grpo", _INSTALL_HINT, "torch", "av", "fastvideo")
         import torch
 
         if not Path(settings.model_path).is_dir():
@@ -60,7 +60,7 @@ def write_video(file: Path, media: Any, fps: float) -> None:
     """Write a video as H.264 with lossless luma and subsampled chroma."""
     import av
 
-    frames = frames_of(media)
+    frames = to_frames(media)
     with av.open(str(file), "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
         width, height = frames[0].size

@@ -5,15 +5,15 @@ import re
 
 from cosmos_core.rewards.base import require_reference
 
-_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_ANSWER_PATTERN = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 _ARTICLE = re.compile(r"\b(an|a) (?=[a-z]{2})(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|mod|max|min|pi)\b)")
 """Pattern of a lower-case article before a word: `A B` are two choices, and `a b` is a product."""
 
-_DOLLAR = re.compile(r"(?<!\\)\$")
+_DOLLAR_SIGN = re.compile(r"(?<!\\)\$")
 
 # Entries of the three tables of replacements below apply in order: longer strings come before their substrings.
-_REPLACED = (
+_REPLACEMENTS = (
     ("\\$", ""), ("\\ ", ""), (" ", ""), (".$", "$"), ("mbox", "text"),
     (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
 )  # fmt: skip
@@ -23,7 +23,7 @@ _DELETED = (
     "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}",
     "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
 )  # fmt: skip
-_REWRITTEN = (
+_PATTERN_REPLACEMENTS = (
     (re.compile(r"^.*?\$(.*?)\$.*$"), r"\1"),
     (re.compile(r"\\text\{(.*?)\}"), r"\1"),
     (re.compile(r"\\textbf\{(.*?)\}"), r"\1"),
@@ -43,24 +43,24 @@ def direct_math(to_be_evaluated: str, reference: str) -> float:
     expected = _normalise(require_reference(reference))
     if not expected:
         raise ValueError(f"the reference {reference[-80:]!r} is empty after normalisation")
-    answers = _ANSWER.findall(to_be_evaluated)
+    answers = _ANSWER_PATTERN.findall(to_be_evaluated)
     return 1.0 if answers and _normalise(answers[-1]) == expected else -1.0
 
 
 def _remove_articles(answer: str) -> str:
     """Return the answer without articles; between dollar signs `a` is a variable, as in `$a sin x$`."""
-    parts = _DOLLAR.split(answer)
-    is_opened_before = len(parts) % 2 == 0  # removing the text before `=` may have removed a dollar sign
-    return "$".join(part if i % 2 != is_opened_before else _ARTICLE.sub("", part) for i, part in enumerate(parts))
+    parts = _DOLLAR_SIGN.split(answer)
+    was_in_formula = len(parts) % 2 == 0  # removing the text before `=` may have removed a dollar sign
+    return "$".join(part if i % 2 != was_in_formula else _ARTICLE.sub("", part) for i, part in enumerate(parts))
 
 
 def _normalise(answer: str) -> str:
     answer = _remove_articles(answer.rpartition("=")[2].strip())
-    for old, new in _REPLACED:
-        answer = answer.replace(old, new)
-    for debris in _DELETED:
-        answer = answer.replace(debris, "")
-    for pattern, rewritten in _REWRITTEN:
+    for old_text, new in _REPLACEMENTS:
+        answer = answer.replace(old_text, new)
+    for deleted_text in _DELETED:
+        answer = answer.replace(deleted_text, "")
+    for pattern, rewritten in _PATTERN_REPLACEMENTS:
         answer = pattern.sub(rewritten, answer)
     answer = answer.replace("$", "")
     if answer.replace(",", "").isdigit():

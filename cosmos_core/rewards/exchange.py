@@ -19,21 +19,21 @@ import httpx
 
 from cosmos_core.environment import tls_trust
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.protocol import IDEMPOTENCY_KEY, PIN, PING, STATE
+from cosmos_core.rewards.protocol import IDEMPOTENCY_KEY, PIN, PING, STATE_HEADER
 
 ENQUEUE_URL = "REMOTE_REWARD_ENQUEUE_URL"
 FETCH_URL = "REMOTE_REWARD_FETCH_URL"
 TOKEN = "REMOTE_REWARD_TOKEN"
 NO_PINNING = "COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA"
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
-_MOST_MISSES = 5
+_MIN_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+_MAX_FAILED_FETCHES = 5
 """Maximum number of consecutive fetches without a response, after which a request moves to another replica."""
-_LEAST_SECONDS, _SECONDS_PER_MIB, _BOUNDS = 30.0, 3.0, (60.0, 600.0)
+_MIN_SECONDS, _SECONDS_PER_MIB, _BOUNDS = 30.0, 3.0, (60.0, 600.0)
 _FETCH_SECONDS = 30.0
-_REFUSED = {400, 401, 403, 404, 405, 411, 413, 415, 422}
+_ENQUEUE_REFUSALS = {400, 401, 403, 404, 405, 411, 413, 415, 422}
 """HTTP status codes with which a service refuses an enqueue permanently, so that a retry cannot help."""
-_REFUSED_FETCH = _REFUSED - {400}
+_FETCH_REFUSALS = _ENQUEUE_REFUSALS - {400}
 """HTTP status codes with which a service refuses a fetch permanently; 400 means that scores are not ready yet."""
 _AVOID_SECONDS = 5.0
 """Seconds for which a failed replica is avoided, unless its response has a `Retry-After` header."""
@@ -122,20 +122,20 @@ def ping(service: Service, names: Sequence[str]) -> None:
 class ReplicaState:
     """State of the replicas of a reward service, shared by the concurrent requests of one client."""
 
-    busy: list[int]
+    num_pending: list[int]
     """Number of pending requests at each replica."""
     counts: dict[str, int]
     """Numbers of events of the client, by name, such as `throttled`."""
-    avoided: dict[int, float] = field(default_factory=dict)
+    avoided_until: dict[int, float] = field(default_factory=dict)
     """Monotonic time in seconds until which a failed replica is avoided, by the index of the replica."""
 
     def seconds_avoided(self, replica: int) -> float:
         """Return the number of seconds for which other replicas are preferred; 0 if the replica is not avoided."""
-        return max(0.0, self.avoided.get(replica, 0.0) - time.monotonic())
+        return max(0.0, self.avoided_until.get(replica, 0.0) - time.monotonic())
 
-    def has_others(self) -> bool:
+    def has_available_replica(self) -> bool:
         """Return True if at least one replica did not fail recently."""
-        return not all(self.seconds_avoided(replica) for replica in range(len(self.busy)))
+        return not all(self.seconds_avoided(replica) for replica in range(len(self.num_pending)))
 
 
 class MissingScores(Exception):
@@ -151,9 +151,9 @@ class ServiceRequest:
         self._deadline = time.monotonic() + seconds
         self._replica = -1
         self._pin = ""
-        self._pause = _FIRST_PAUSE
+        self._pause = _MIN_PAUSE
 
-    async def results(self, body: bytes, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    async def results(self, request_body: bytes, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return the response of the service for each reward function in `names`.
 
         Raises:
@@ -161,10 +161,10 @@ class ServiceRequest:
             RewardError: the service refuses the request.
         """
         key, results = str(uuid.uuid4()), dict[str, dict[str, Any]]()
-        pause = _FIRST_PAUSE
+        pause = _MIN_PAUSE
         try:
             while True:
-                request_id = await self._enqueue(body, key)
+                request_id = await self._enqueue(request_body, key)
                 for name in (name for name in names if name not in results):
                     if (response := await self._fetch(request_id, name)) is None:
                         break  # the service lost the request: enqueue it again
@@ -176,26 +176,26 @@ class ServiceRequest:
         finally:
             self._release_replica()
 
-    async def _enqueue(self, body: bytes, key: str) -> str:
-        seconds = min(max(_LEAST_SECONDS + _SECONDS_PER_MIB * len(body) / 2**20, _BOUNDS[0]), _BOUNDS[1])
+    async def _enqueue(self, request_body: bytes, key: str) -> str:
+        seconds = min(max(_MIN_SECONDS + _SECONDS_PER_MIB * len(request_body) / 2**20, _BOUNDS[0]), _BOUNDS[1])
         headers = {"Content-Type": "application/octet-stream", IDEMPOTENCY_KEY: key}
         while True:
             url = self._choose()
-            response = await self._post(url, seconds, content=body, headers=headers)
+            response = await self._post(url, seconds, content=request_body, headers=headers)
             if response is None:
                 continue
             if response.status_code == 200:
-                content = _object(response)
+                content = _json_object(response)
                 pin = str(content.get("replica_id") or "")
                 self._pin = pin if pin.isascii() and pin.isprintable() else ""
                 if isinstance(content.get("uuid"), str):
                     return str(content["uuid"])
-            if response.status_code in _REFUSED or response.is_redirect:
+            if response.status_code in _ENQUEUE_REFUSALS or response.is_redirect:
                 raise RewardError(f"the reward service at {url} refuses a request: {_reason(response)}")
             if response.status_code == 429:
                 self._replica_state.counts["throttled"] += 1
             self._mark_failed(_seconds_to_wait(response))
-            if not self._replica_state.has_others():
+            if not self._replica_state.has_available_replica():
                 reason = f"the reward service at {url} does not take the request: {_reason(response)}"
                 await self._wait(response, reason)
 
@@ -203,23 +203,23 @@ class ServiceRequest:
         """Return the response of the service for one reward function; None if the service has lost the request."""
         headers = {PIN: self._pin} if self._pin and self._service.pins else {}
         url = self._service.replicas[self._replica][1]
-        self._pause, misses = _FIRST_PAUSE, 0
+        self._pause, misses = _MIN_PAUSE, 0
         while True:
             response = await self._post(url, _FETCH_SECONDS, data={"uuid": request_id, "type": name}, headers=headers)
             if response is None:
                 misses += 1
-                if misses >= _MOST_MISSES and len(self._service.replicas) > 1:
+                if misses >= _MAX_FAILED_FETCHES and len(self._service.replicas) > 1:
                     self._mark_failed()
                     return None
                 continue
             if response.status_code == 200:
-                self._replica_state.avoided.pop(self._replica, None)
-                return _object(response)
+                self._replica_state.avoided_until.pop(self._replica, None)
+                return _json_object(response)
             if response.status_code in {401, 403}:
                 raise RewardError(f"the reward service at {url} refuses us: {_reason(response)}; set {TOKEN}")
-            if response.status_code in _REFUSED_FETCH or response.is_redirect:
+            if response.status_code in _FETCH_REFUSALS or response.is_redirect:
                 raise RewardError(f"{url} is no URL to fetch scores from: {_reason(response)}; set {FETCH_URL}")
-            if response.headers.get(STATE) == "unknown":
+            if response.headers.get(STATE_HEADER) == "unknown":
                 self._release_replica()
                 return None
             last = "" if response.status_code == 400 else f"; the last response: {_reason(response)}"
@@ -246,20 +246,22 @@ class ServiceRequest:
         fewest pending requests that did not fail recently."""
         state = self._replica_state
         if self._replica < 0:
-            replicas = range(len(state.busy))
-            self._replica = min(replicas, key=lambda i: (state.seconds_avoided(i), state.busy[i], random.random()))
-            state.busy[self._replica] += 1
+            replicas = range(len(state.num_pending))
+            self._replica = min(
+                replicas, key=lambda i: (state.seconds_avoided(i), state.num_pending[i], random.random())
+            )
+            state.num_pending[self._replica] += 1
         return self._service.replicas[self._replica][0]
 
     def _mark_failed(self, seconds: float = 0.0) -> None:
         """Leave a failed replica and mark it as avoided for some seconds."""
-        self._replica_state.avoided[self._replica] = time.monotonic() + (seconds or _AVOID_SECONDS)
+        self._replica_state.avoided_until[self._replica] = time.monotonic() + (seconds or _AVOID_SECONDS)
         self._release_replica()
 
     def _release_replica(self) -> None:
         """Release the replica, so that the next enqueue may choose another one."""
         if self._replica >= 0 and len(self._service.replicas) > 1:
-            self._replica_state.busy[self._replica] -= 1
+            self._replica_state.num_pending[self._replica] -= 1
             self._replica = -1
 
     def _remaining_seconds(self) -> float:
@@ -282,11 +284,11 @@ class ServiceRequest:
 
 def _seconds_to_wait(response: httpx.Response) -> float:
     """Return the seconds in the `Retry-After` header of a response, at most 30; 0 without the header."""
-    after = response.headers.get("Retry-After", "")
-    return min(float(after), 30.0) if after.isascii() and after.isdigit() else 0.0
+    retry_after = response.headers.get("Retry-After", "")
+    return min(float(retry_after), 30.0) if retry_after.isascii() and retry_after.isdigit() else 0.0
 
 
-def _object(response: httpx.Response) -> dict[str, Any]:
+def _json_object(response: httpx.Response) -> dict[str, Any]:
     try:
         content = response.json()
     except (ValueError, RecursionError):
@@ -295,7 +297,7 @@ def _object(response: httpx.Response) -> dict[str, Any]:
 
 
 def _reason(response: httpx.Response) -> str:
-    content = _object(response)
+    content = _json_object(response)
     text = str(content.get("message") or content.get("detail") or response.text)
     if response.is_redirect:
         text = f"it redirects to {response.headers.get('Location', 'nowhere')}, where no token is sent"

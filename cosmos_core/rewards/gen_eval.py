@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from cosmos_core.rewards.clip_model import ClipModel, device_of, not_loaded
-from cosmos_core.rewards.images import image_of
-from cosmos_core.rewards.reward_model import Columns, Item, Settings, require
+from cosmos_core.rewards.clip_model import ClipModel, device_of, model_loading_error
+from cosmos_core.rewards.images import middle_image
+from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
 
 _DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 _CLIP = "openai/clip-vit-large-patch14"
-_TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+_TASK_TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 _COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 _TEMPLATES = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
-_ALIASES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
+_COCO_CLASS_NAMES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
 """Class names of GenEval that differ from COCO's, with the names in COCO."""
-_THRESHOLD, _COUNTING_THRESHOLD, _MOST_OBJECTS = 0.3, 0.9, 16
+_THRESHOLD, _COUNTING_THRESHOLD, _MAX_OBJECTS = 0.3, 0.9, 16
 _POSITION_THRESHOLD = 0.1
-_NOT_OF_THE_TAG = -10.0
+_OTHER_TAG_SCORE = -10.0
 """Score in `gen_eval_group` for each tag that is not the tag of the item, as in Cosmos-RL."""
 
 
@@ -44,7 +44,7 @@ class GenEvalReward:
     `options` has `clip`, the CLIP model for colours."""
 
     def __init__(self, settings: Settings) -> None:
-        require(
+        require_packages(
             "gen_eval",
             "pip install 'cosmos-posttrain[gen-eval]' (see pyproject.toml)",
             "torch",
@@ -60,7 +60,7 @@ class GenEvalReward:
             self._detector = AutoModelForUniversalSegmentation.from_pretrained(path).to(self._device).eval()
             self._processor = AutoImageProcessor.from_pretrained(path)
         except (OSError, ValueError) as error:
-            raise not_loaded("gen_eval", path, error) from error
+            raise model_loading_error("gen_eval", path, error) from error
         clip = settings.options.get("clip", _CLIP)
         self._clip = ClipModel("gen_eval", Settings(clip, dtype=settings.dtype, device=settings.device), clip)
 
@@ -68,10 +68,10 @@ class GenEvalReward:
         """Return the scores of each image; an item whose row lacks `tag` or `include` has no scores."""
         self.errors = [""] * len(items)
         columns: Columns = {f"gen_eval_{name}": [] for name in ("score", "reward", "strict")}
-        groups: dict[str, list[float]] = {tag: [] for tag in _TAGS}
+        groups: dict[str, list[float]] = {tag: [] for tag in _TASK_TAGS}
         for i, item in enumerate(items):
             try:
-                scores: Sequence[float | None] = self._judge(image_of(item.media), item.info)
+                scores: Sequence[float | None] = self._judge(middle_image(item.media), item.info)
             except (KeyError, TypeError, ValueError) as error:
                 scores = (None, None, None)
                 self.errors[i] = f"the row of the prompt needs tag and include, as GenEval has them: {error!r}"
@@ -79,20 +79,20 @@ class GenEvalReward:
                 column.append(value)
             for tag, values in groups.items():
                 has_tag = tag == item.info.get("tag") and scores[1] is not None
-                values.append(float(scores[1] or 0.0) if has_tag else _NOT_OF_THE_TAG)
+                values.append(float(scores[1] or 0.0) if has_tag else _OTHER_TAG_SCORE)
         return {**columns, "gen_eval_group": groups}
 
     def _judge(self, image: Image.Image, row: Mapping[str, Any]) -> tuple[float, float, float]:
-        include, exclude = row["include"], row.get("exclude") or []
+        include, excluded = row["include"], row.get("exclude") or []
         threshold = _COUNTING_THRESHOLD if row["tag"] == "counting" else _THRESHOLD
-        names = {entry["class"] for entry in (*include, *exclude)}
+        names = {entry["class"] for entry in (*include, *excluded)}
         objects = self.detect(image, names, threshold)
         colors = {name: [self.color(image, each, name) for each in objects[name]] for name in names}
-        is_right = meets_request(include, exclude, objects, colors)
+        is_correct = satisfies_request(include, excluded, objects, colors)
         if row.get("geneval_only_strict"):
-            is_right = False
+            is_correct = False
         score, is_strict = strict_score(include, objects, colors)
-        return score, float(is_right), float(is_strict)
+        return score, float(is_correct), float(is_strict)
 
     def detect(self, image: Image.Image, names: set[str], threshold: float) -> dict[str, list[Detection]]:
         """Return the objects of the classes `names` in an image, by class and in descending order of confidence."""
@@ -111,42 +111,45 @@ class GenEvalReward:
             label = labels[segment["label_id"]]
             mask = np.asarray(masks[i].cpu(), bool)
             for name in names:
-                if label in {name, _ALIASES.get(name)} and mask.any():
+                if label in {name, _COCO_CLASS_NAMES.get(name)} and mask.any():
                     ys, xs = np.nonzero(mask)
                     box = (float(xs.min()), float(ys.min()), float(xs.max() + 1), float(ys.max() + 1))
                     objects[name].append(Detection(box, mask, segment["score"]))
-        return {name: sorted(each, key=lambda f: -f.confidence)[:_MOST_OBJECTS] for name, each in objects.items()}
+        return {name: sorted(each, key=lambda f: -f.confidence)[:_MAX_OBJECTS] for name, each in objects.items()}
 
-    def color(self, image: Image.Image, found: Detection, name: str) -> str:
+    def color(self, image: Image.Image, detection: Detection, name: str) -> str:
         """Return the colour whose mean CLIP embedding of three prompt templates is most similar to the object, cropped
         and on a grey background."""
         grey = Image.new("RGB", image.size, "#999")
-        crop = Image.composite(image, grey, Image.fromarray(found.mask)).crop(found.box)  # type: ignore[arg-type]
+        crop = Image.composite(image, grey, Image.fromarray(detection.mask)).crop(detection.box)  # type: ignore[arg-type]
         texts = [template.format(color=color, name=name) for color in _COLORS for template in _TEMPLATES]
-        embedded = self._clip.texts(texts).reshape(len(_COLORS), len(_TEMPLATES), -1).mean(1)
-        embedded = embedded / embedded.norm(dim=-1, keepdim=True)
-        return _COLORS[int((embedded @ self._clip.images([crop])[0]).argmax())]
+        text_embeddings = self._clip.texts(texts).reshape(len(_COLORS), len(_TEMPLATES), -1).mean(1)
+        text_embeddings = text_embeddings / text_embeddings.norm(dim=-1, keepdim=True)
+        return _COLORS[int((text_embeddings @ self._clip.images([crop])[0]).argmax())]
 
 
 Objects = Mapping[str, Sequence[Detection]]
 Colors = Mapping[str, Sequence[str]]
 
 
-def meets_request(
-    include: Sequence[Mapping[str, Any]], exclude: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors
+def satisfies_request(
+    include: Sequence[Mapping[str, Any]],
+    excluded: Sequence[Mapping[str, Any]],
+    objects: Objects,
+    colors: Colors,
 ) -> bool:
     """Return True if all requested objects are present, and fewer excluded objects than the request forbids."""
     groups: list[Sequence[Detection] | None] = []
     for request in include:
         name, count = request["class"], request["count"]
         matches = objects[name][:count]
-        is_present = len(matches) >= count
-        if is_present and "color" in request:
-            is_present = list(colors[name][:count]).count(request["color"]) >= count
-        if is_present and "position" in request:
-            is_present = _has_relations(matches, request["position"], groups)
-        groups.append(matches if is_present else None)
-    return None not in groups and all(len(objects[each["class"]]) < each["count"] for each in exclude)
+        has_enough = len(matches) >= count
+        if has_enough and "color" in request:
+            has_enough = list(colors[name][:count]).count(request["color"]) >= count
+        if has_enough and "position" in request:
+            has_enough = _has_relations(matches, request["position"], groups)
+        groups.append(matches if has_enough else None)
+    return None not in groups and all(len(objects[each["class"]]) < each["count"] for each in excluded)
 
 
 def strict_score(include: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors) -> tuple[float, bool]:
@@ -157,18 +160,18 @@ def strict_score(include: Sequence[Mapping[str, Any]], objects: Objects, colors:
     for request in include:
         name, count = request["class"], request["count"]
         matches = objects[name]
-        is_present = len(matches) == count
+        has_exact_count = len(matches) == count
         scores.append(1 - abs(count - len(matches)) / count)
-        if not is_present and ("color" in request or "position" in request):
+        if not has_exact_count and ("color" in request or "position" in request):
             scores.append(0.0)
-        if is_present and "color" in request:
+        if has_exact_count and "color" in request:
             num_colored = list(colors[name]).count(request["color"])
             scores.append(1 - abs(count - num_colored) / count)
-            is_present = num_colored == count
-        if is_present and "position" in request:
-            is_present = _has_relations(matches, request["position"], groups)
-            scores.append(float(is_present))
-        groups.append(matches if is_present else None)
+            has_exact_count = num_colored == count
+        if has_exact_count and "position" in request:
+            has_exact_count = _has_relations(matches, request["position"], groups)
+            scores.append(float(has_exact_count))
+        groups.append(matches if has_exact_count else None)
     return sum(scores) / len(scores) if scores else 0.0, None not in groups
 
 
@@ -178,17 +181,17 @@ def _has_relations(
     """Return True if each object has the requested relation to each object of an earlier group."""
     relation, target = position
     group = groups[target]
-    return group is not None and all(relation in relations(one, other) for one in objects for other in group)
+    return group is not None and all(relation in relations(first, other) for first in objects for other in group)
 
 
-def relations(one: Detection, other: Detection) -> set[str]:
+def relations(first: Detection, other: Detection) -> set[str]:
     """Return the relations of one object to another (left of, right of, above, below); empty if they overlap much."""
-    a, b = (np.array(each.box).reshape(2, 2) for each in (one, other))
+    a, b = (np.array(each.box).reshape(2, 2) for each in (first, other))
     offset = a.mean(0) - b.mean(0)
     margin = _POSITION_THRESHOLD * (np.ptp(a, axis=0) + np.ptp(b, axis=0))
-    beyond = np.maximum(np.abs(offset) - margin, 0) * np.sign(offset)
-    if np.all(np.abs(beyond) < 1e-3):
+    offset_beyond_margin = np.maximum(np.abs(offset) - margin, 0) * np.sign(offset)
+    if np.all(np.abs(offset_beyond_margin) < 1e-3):
         return set()
-    x, y = beyond / np.linalg.norm(offset)
+    x, y = offset_beyond_margin / np.linalg.norm(offset)
     holds_by_name = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
-    return {name for name, is_so in holds_by_name.items() if is_so}
+    return {name for name, does_hold in holds_by_name.items() if does_hold}

@@ -9,11 +9,11 @@ from typing import Any
 
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.clip_model import ClipModel, device_of
-from cosmos_core.rewards.images import image_of
-from cosmos_core.rewards.reward_model import Columns, Item, Settings, require
+from cosmos_core.rewards.images import middle_image
+from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
 
 _CHECKPOINT = "hpsv2/ckpts/HPS_v2.1_compressed.pt"
-_INSTALL = "install hpsv2 in its own environment (venv_python), or set model_path to a CLIP folder of transformers"
+_INSTALL_HINT = "install hpsv2 in its own environment (venv_python), or set model_path to a CLIP folder of transformers"
 
 
 class Hpsv2Reward:
@@ -25,11 +25,11 @@ class Hpsv2Reward:
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the score of each image, or of the middle frame of each video."""
-        return {"hpsv2": self._cosines([item.prompt for item in items], [image_of(item.media) for item in items])}
+        return {"hpsv2": self._cosines([item.prompt for item in items], [middle_image(item.media) for item in items])}
 
 
 def _open_clip(settings: Settings) -> Any:
-    require("hpsv2", _INSTALL, "torch", "hpsv2")
+    require_packages("hpsv2", _INSTALL_HINT, "torch", "hpsv2")
     import torch
     from hpsv2.src.open_clip import create_model_and_transforms, get_tokenizer
 
@@ -45,10 +45,10 @@ def _open_clip(settings: Settings) -> Any:
     tokenize = get_tokenizer("ViT-H-14")
 
     @torch.inference_mode()
-    def cosines(texts: Sequence[str], images: Sequence[Any]) -> list[float]:
+    def cosine_similarities(texts: Sequence[str], images: Sequence[Any]) -> list[float]:
         pixels = torch.stack([preprocess(image) for image in images]).to(device)
         features = model(pixels, tokenize(list(texts)).to(device))
         similarities: list[float] = (features["image_features"] * features["text_features"]).sum(-1).float().tolist()
         return similarities
 
-    return cosines
+    return cosine_similarities

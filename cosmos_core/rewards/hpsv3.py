@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.rewards.clip_model import device_of
-from cosmos_core.rewards.images import image_of
-from cosmos_core.rewards.reward_model import Columns, Item, Settings, require
+from cosmos_core.rewards.images import middle_image
+from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
 
 _WEIGHTS = "hpsv3/HPSv3.safetensors"
-_INSTALL = "install hpsv3 in its own environment and name that in venv_python"
+_INSTALL_HINT = "install hpsv3 in its own environment and name that in venv_python"
 
 
 class Hpsv3Reward:
@@ -17,7 +17,7 @@ class Hpsv3Reward:
     `config_path`, a config in the format of the package."""
 
     def __init__(self, settings: Settings) -> None:
-        require("hpsv3", _INSTALL, "torch", "hpsv3")
+        require_packages("hpsv3", _INSTALL_HINT, "torch", "hpsv3")
         from hpsv3 import HPSv3RewardInferencer
 
         weights = Path(settings.model_path or Path(settings.download_path) / _WEIGHTS)
@@ -29,7 +29,7 @@ class Hpsv3Reward:
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the mean and the spread of the score of each image, or of the middle frame of each video."""
-        images = [image_of(item.media) for item in items]
+        images = [middle_image(item.media) for item in items]
         rewards = self._inferencer.reward(prompts=[item.prompt for item in items], image_paths=images)
         rows = rewards.float().reshape(len(items), -1).tolist()
         columns: Columns = {"hpsv3": [row[0] for row in rows]}

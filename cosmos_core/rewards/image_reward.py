@@ -14,17 +14,17 @@ import numpy as np
 from PIL import Image
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.clip_model import device_of, not_loaded
-from cosmos_core.rewards.images import image_of
-from cosmos_core.rewards.reward_model import Columns, Item, Settings, require
+from cosmos_core.rewards.clip_model import device_of, model_loading_error
+from cosmos_core.rewards.images import middle_image
+from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
 
 _REPOSITORY, _FILE = "THUDM/ImageReward", "ImageReward.pt"
 _TOKENIZER = "bert-base-uncased"
 _MEAN, _STD = 0.16717362830052426, 1.0333394966054072
 _PIXEL_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 _PIXEL_STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
-_MOST_TOKENS = 35
-_HEAD = 64
+_MAX_TEXT_TOKENS = 35
+_HEAD_DIM = 64
 """Dimension of each attention head, in BERT and in the ViT."""
 _VISION = {
     "cls_token": "embeddings.class_embedding", "pos_embed": "embeddings.position_embedding",
@@ -39,7 +39,7 @@ class ImageRewardReward:
     has `tokenizer`, a BERT tokenizer."""
 
     def __init__(self, settings: Settings) -> None:
-        require("image_reward", "install torch and transformers", "torch", "transformers")
+        require_packages("image_reward", "install torch and transformers", "torch", "transformers")
         import torch
         from transformers import AutoTokenizer
 
@@ -49,7 +49,7 @@ class ImageRewardReward:
             state = torch.load(_file(settings), "cpu", weights_only=True)
             self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         except (OSError, ValueError) as error:
-            raise not_loaded("image_reward", settings.model_path or f"{_REPOSITORY}/{_FILE}", error) from error
+            raise model_loading_error("image_reward", settings.model_path or f"{_REPOSITORY}/{_FILE}", error) from error
         try:
             self._vision, self._text, self._layers = _modules(state)
         except (KeyError, RuntimeError, ValueError) as error:
@@ -62,9 +62,9 @@ class ImageRewardReward:
         """Return the score of each image, or of the middle frame of each video."""
         import torch
 
-        pixels = np.stack([_pixels(image_of(item.media), self._size) for item in items])
+        pixels = np.stack([_pixels(middle_image(item.media), self._size) for item in items])
         texts = self._tokenizer(
-            [item.prompt for item in items], padding="max_length", truncation=True, max_length=_MOST_TOKENS,
+            [item.prompt for item in items], padding="max_length", truncation=True, max_length=_MAX_TEXT_TOKENS,
             return_tensors="pt",
         ).to(self._device)  # fmt: skip
         with torch.inference_mode():
@@ -94,15 +94,17 @@ def _modules(state: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     import torch
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
-    vision, text, linear = (_below(state, prefix) for prefix in ("blip.visual_encoder.", "blip.text_encoder.", "mlp."))
+    vision, text, linear = (
+        _select_prefix(state, prefix) for prefix in ("blip.visual_encoder.", "blip.text_encoder.", "mlp.")
+    )
     patch = vision["patch_embed.proj.weight"]
-    sides = round((vision["pos_embed"].shape[1] - 1) ** 0.5)
+    num_side_patches = round((vision["pos_embed"].shape[1] - 1) ** 0.5)
     width = patch.shape[0]
     image_encoder = BlipVisionModel(
         BlipVisionConfig(
             hidden_size=width, intermediate_size=len(vision["blocks.0.mlp.fc1.weight"]),
-            num_hidden_layers=_count(vision, r"blocks\.(\d+)"), num_attention_heads=width // _HEAD,
-            image_size=sides * patch.shape[-1], patch_size=patch.shape[-1], layer_norm_eps=1e-6,
+            num_hidden_layers=_count(vision, r"blocks\.(\d+)"), num_attention_heads=width // _HEAD_DIM,
+            image_size=num_side_patches * patch.shape[-1], patch_size=patch.shape[-1], layer_norm_eps=1e-6,
         )
     )  # fmt: skip
     image_encoder.load_state_dict({_rename_key(name): value for name, value in vision.items()})
@@ -111,7 +113,7 @@ def _modules(state: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         BlipTextConfig(
             vocab_size=words, hidden_size=hidden, encoder_hidden_size=width,
             intermediate_size=len(text["encoder.layer.0.intermediate.dense.weight"]),
-            num_hidden_layers=_count(text, r"encoder\.layer\.(\d+)"), num_attention_heads=hidden // _HEAD,
+            num_hidden_layers=_count(text, r"encoder\.layer\.(\d+)"), num_attention_heads=hidden // _HEAD_DIM,
             max_position_embeddings=len(text["embeddings.position_embeddings.weight"]),
         ),
         add_pooling_layer=False,
@@ -126,7 +128,7 @@ def _modules(state: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     return image_encoder, text_encoder, torch.nn.Sequential(*layers)
 
 
-def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _select_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
@@ -136,8 +138,8 @@ def _count(state: Mapping[str, Any], pattern: str) -> int:
 
 def _rename_key(name: str) -> str:
     name = re.sub(r"^norm\.", "post_layernorm.", name)
-    for old, new in _VISION.items():
-        name = re.sub(rf"(^|\.){re.escape(old)}(?=\.|$)", rf"\g<1>{new}", name)
+    for old_name, new in _VISION.items():
+        name = re.sub(rf"(^|\.){re.escape(old_name)}(?=\.|$)", rf"\g<1>{new}", name)
     return name
 
 
@@ -145,7 +147,7 @@ def _pixels(image: Image.Image, size: int) -> np.ndarray:
     """Return an image as encoder input of shape C, H, W: the shorter side resized, the centre cropped, normalised."""
     scale = size / min(image.size)
     width, height = (max(size, int(length * scale)) for length in image.size)
-    left, top = round((width - size) / 2), round((height - size) / 2)
-    resized = image.resize((width, height), Image.Resampling.BICUBIC).crop((left, top, left + size, top + size))
+    x_offset, top = round((width - size) / 2), round((height - size) / 2)
+    resized = image.resize((width, height), Image.Resampling.BICUBIC).crop((x_offset, top, x_offset + size, top + size))
     pixels = np.asarray(resized, np.float32) / 255
     return ((pixels - _PIXEL_MEAN) / _PIXEL_STD).transpose(2, 0, 1)

@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image
 
 
-def frames_of(media: Any, most: int = 0) -> list[Image.Image]:
+def to_frames(media: Any, max_frames: int = 0) -> list[Image.Image]:
     """Return an image as a list of one frame, or the frames of a video: all, or `most` frames at even distances.
 
     Raises:
@@ -15,18 +15,18 @@ def frames_of(media: Any, most: int = 0) -> list[Image.Image]:
     if isinstance(media, Image.Image):
         return [media.convert("RGB")]
     if isinstance(media, np.ndarray) and media.ndim == 4 and media.shape[-1] == 3 and len(media):
-        count = min(most, len(media)) if most else len(media)
+        count = min(max_frames, len(media)) if max_frames else len(media)
         chosen = np.linspace(0, len(media) - 1, count).round().astype(int)
         return [Image.fromarray(np.ascontiguousarray(media[i], dtype=np.uint8)) for i in chosen]
     raise ValueError("it scores images (PIL.Image) and videos (uint8 array of frames, height, width and 3)")
 
 
-def image_of(media: Any) -> Image.Image:
+def middle_image(media: Any) -> Image.Image:
     """Return an image, or the middle frame of a video."""
-    frames = frames_of(media, 3)
+    frames = to_frames(media, 3)
     return frames[len(frames) // 2]
 
 
-def array_of(image: Image.Image) -> np.ndarray:
+def to_rgb_array(image: Image.Image) -> np.ndarray:
     """Return the pixels of an image as uint8 of shape height, width, 3."""
     return np.asarray(image.convert("RGB"))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
-from cosmos_core.rewards.images import frames_of
+from cosmos_core.rewards.images import to_frames
 from cosmos_core.rewards.reward_model import Columns, Item, Settings
 
 _QUALITY = 95
@@ -29,7 +29,7 @@ def jpeg_size(to_be_evaluated: str, reference: str, *, media: Any) -> float:
 
 def _score(media: Any, quality: int) -> float:
     sizes = []
-    for image in frames_of(media):
+    for image in to_frames(media):
         stream = BytesIO()
         image.save(stream, format="JPEG", quality=quality)
         sizes.append(stream.tell())

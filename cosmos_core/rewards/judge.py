@@ -11,8 +11,8 @@ from openai import AsyncOpenAI
 
 from cosmos_core.run.files import read_object, user_cache, write_text
 
-_MOST_RETRIES = 3
-_FORM = '\n\nReply with JSON: {{"reason": one sentence, "score": a whole number from 0 to {highest}}}.'
+_MAX_RETRIES = 3
+_REPLY_FORMAT = '\n\nReply with JSON: {{"reason": one sentence, "score": a whole number from 0 to {highest}}}.'
 
 
 async def judge(
@@ -25,9 +25,9 @@ async def judge(
         openai.OpenAIError: the server refuses the request, or cannot be reached after several attempts.
     """
     key = os.environ.get(judge_config["key_env"]) or "none"
-    async with AsyncOpenAI(base_url=judge_config["endpoint"], api_key=key, max_retries=_MOST_RETRIES) as client:
+    async with AsyncOpenAI(base_url=judge_config["endpoint"], api_key=key, max_retries=_MAX_RETRIES) as client:
         requests = [
-            _ask(
+            _request_score(
                 client, judge_config, {"prompt": _text(prompt), "completion": _text(completion), "reference": reference}
             )
             for prompt, completion, reference in zip(prompts, completions, references, strict=True)
@@ -35,7 +35,7 @@ async def judge(
         return list(await asyncio.gather(*requests))
 
 
-async def _ask(
+async def _request_score(
     client: AsyncOpenAI, config: Mapping[str, Any], texts: Mapping[str, str]
 ) -> tuple[float, dict[str, float]] | ValueError:
     request = _request(config, texts)
@@ -68,7 +68,7 @@ def _request(config: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, A
     return {
         "model": config["model"],
         "messages": [
-            {"role": "system", "content": config["rubric"] + _FORM.format(highest=config["highest_score"])},
+            {"role": "system", "content": config["rubric"] + _REPLY_FORMAT.format(highest=config["highest_score"])},
             {"role": "user", "content": message},
         ],
         "temperature": config["temperature"],

@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from cosmos_core.rewards.images import array_of, frames_of
-from cosmos_core.rewards.reward_model import Columns, Item, Settings, require
+from cosmos_core.rewards.images import to_frames, to_rgb_array
+from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
 
-_QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
+_QUOTED_TEXT = re.compile(r'"([^"]+)"|“([^”]+)”')
 _SINGLE_QUOTED = re.compile(r"(?<!\w)'(.+?)'(?!\w)")
-_MOST_FRAMES = 4
+_MAX_FRAMES = 4
 
 
 class OcrReward:
     """Reward with the key `ocr_reward`; the reward of a video is the mean over four frames."""
 
     def __init__(self, settings: Settings) -> None:
-        require("ocr", "pip install 'cosmos-posttrain[ocr]' (see pyproject.toml)", "rapidocr_onnxruntime")
+        require_packages("ocr", "pip install 'cosmos-posttrain[ocr]' (see pyproject.toml)", "rapidocr_onnxruntime")
         _engine()
 
     def score(self, items: Sequence[Item]) -> Columns:
@@ -41,28 +41,28 @@ class OcrReward:
 def ocr(to_be_evaluated: str, reference: str, *, prompt: str, media: Any) -> float:
     """Return the fraction of the expected text that the image shows; the text is the reference, or the text in quotes
     in the prompt."""
-    require("ocr", "pip install 'cosmos-posttrain[ocr]' (see pyproject.toml)", "rapidocr_onnxruntime")
+    require_packages("ocr", "pip install 'cosmos-posttrain[ocr]' (see pyproject.toml)", "rapidocr_onnxruntime")
     return _score(Item(prompt, media, reference=reference))
 
 
-def similarity(read: str, expected: str) -> float:
+def similarity(recognised_text: str, expected: str) -> float:
     """Return 1 - edits / length of the expected text, which may be anywhere in the recognised text; never below 0."""
-    recognised, plain = _plain(read), _plain(expected)
-    edits = 0 if plain in recognised else min(_distance(recognised, plain), len(plain))
+    recognised, expected_text = _normalise_text(recognised_text), _normalise_text(expected)
+    edits = 0 if expected_text in recognised else min(_edit_distance(recognised, expected_text), len(expected_text))
     return 1.0 - edits / max(1, len(expected))
 
 
 def _score(item: Item) -> float:
-    quoted = _QUOTED.search(item.prompt) or _SINGLE_QUOTED.search(item.prompt)
+    quoted = _QUOTED_TEXT.search(item.prompt) or _SINGLE_QUOTED.search(item.prompt)
     expected = item.reference or next(filter(None, quoted.groups() if quoted else ()), "")
     if not expected:
         raise ValueError("the prompt has no text in quotes, and there is no reference: nothing to look for")
-    scores = [similarity(_recognise_text(image), expected) for image in frames_of(item.media, _MOST_FRAMES)]
+    scores = [similarity(_recognise_text(image), expected) for image in to_frames(item.media, _MAX_FRAMES)]
     return sum(scores) / len(scores)
 
 
 def _recognise_text(image: Any) -> str:
-    lines, _ = _engine()(array_of(image)[..., ::-1])  # the engine takes BGR, like OpenCV
+    lines, _ = _engine()(to_rgb_array(image)[..., ::-1])  # the engine takes BGR, like OpenCV
     return "".join(text for _, text, confidence in lines or [] if float(confidence) > 0)
 
 
@@ -73,14 +73,14 @@ def _engine() -> Any:
     return RapidOCR(intra_op_num_threads=1, inter_op_num_threads=1)
 
 
-def _plain(text: str) -> str:
+def _normalise_text(text: str) -> str:
     return "".join(text.split()).lower()
 
 
-def _distance(one: str, other: str) -> int:
+def _edit_distance(text: str, other: str) -> int:
     """Return the Levenshtein distance of two texts."""
     row = list(range(len(other) + 1))
-    for i, a in enumerate(one, 1):
+    for i, a in enumerate(text, 1):
         last, row[0] = row[0], i
         for j, b in enumerate(other, 1):
             last, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, last + (a != b))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cosmos_core.rewards.clip_model import ClipModel
-from cosmos_core.rewards.images import image_of
+from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import Columns, Item, Settings, score_one
 
 _MODEL = "yuvalkirstain/PickScore_v1"
@@ -20,7 +20,7 @@ class PickscoreReward:
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the score of each image, or of the middle frame of each video."""
-        cosines = self._clip.similarities([item.prompt for item in items], [image_of(item.media) for item in items])
+        cosines = self._clip.similarities([item.prompt for item in items], [middle_image(item.media) for item in items])
         return {"pickscore": [self._clip.scale * cosine / _SCALE for cosine in cosines]}
 
 

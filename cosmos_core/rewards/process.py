@@ -18,20 +18,20 @@ from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessPool
 
-from cosmos_core.environment import environment_for_user_code, hide
+from cosmos_core.environment import environment_for_user_code, mask_secrets
 from cosmos_core.observe.logs import configure
-from cosmos_core.parent import die_with_parent
+from cosmos_core.parent import kill_with_parent
 
 START_SECONDS = 120.0
 """Timeout in seconds for the start of a process, including imports; a user module may import a large package."""
 _BEAT_SECONDS = 1.0
 
-_ACKNOWLEDGED_SECONDS = 0.1
+_EXIT_PAUSE_SECONDS = 0.1
 """Pause in seconds after a process has ended, so that pebble can read which request the process had taken; otherwise
 the request would wait for its deadline."""
 
 
-class Workers(ABC):
+class WorkerPool(ABC):
     """Context manager that owns a pool of worker processes and replaces a broken pool."""
 
     _pool: ProcessPool | None = None
@@ -54,14 +54,14 @@ class Workers(ABC):
             self._pool.join()
         self._pool = None
 
-    def _new(self, start: Callable[..., None], *arguments: Any, env: Sequence[str], count: int) -> ProcessPool:
+    def _replace_pool(self, start: Callable[..., None], *arguments: Any, env: Sequence[str], count: int) -> ProcessPool:
         """Replace the pool by a new one, whose processes begin with `start`, and return it."""
         self.close()
         initargs = (*arguments, env, os.getpid())
         self._pool = ProcessPool(count, initializer=start, initargs=initargs, context=_RewardContext(env))
         return self._pool
 
-    def _whole(self) -> ProcessPool:
+    def _working_pool(self) -> ProcessPool:
         """Return the pool, or a new pool if it is broken."""
         return self._pool if self._pool is not None and self._pool.active else self._open()
 
@@ -104,7 +104,7 @@ class _Process(SpawnProcess):
                 is_alive = False
         if not is_alive and not self._is_terminated:
             self._kill_group()
-            time.sleep(_ACKNOWLEDGED_SECONDS)
+            time.sleep(_EXIT_PAUSE_SECONDS)
         return is_alive
 
     def _kill_group(self) -> None:
@@ -149,14 +149,14 @@ class _Popen(popen_spawn_posix.Popen):
 def begin(env: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process: it leads a process group, ends with its parent, and sees no secrets."""
     os.setpgid(0, 0)
-    die_with_parent(parent_pid)
+    kill_with_parent(parent_pid)
     os.dup2(2, 1)  # standard output of user code goes to the log
     configure()
-    _take_no_memory_of_others()
-    hide(env)
+    _lower_oom_priority()
+    mask_secrets(env)
 
 
-def _take_no_memory_of_others() -> None:
+def _lower_oom_priority() -> None:
     """Limit this process to the memory of the machine, and let the OOM killer choose it first."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
@@ -166,19 +166,19 @@ def _take_no_memory_of_others() -> None:
         file.write("1000")
 
 
-def wait_for(futures: Iterable[Future[Any]], patience: float, beat: Callable[[], None]) -> bool:
+def wait_for_futures(futures: Iterable[Future[Any]], patience: float, beat: Callable[[], None]) -> bool:
     """Wait for the futures while calling `beat`; return False if none finishes within `patience` seconds."""
     waiting, last = set(futures), time.monotonic()
     while waiting:
-        done, waiting = wait(waiting, _BEAT_SECONDS)
+        done_futures, waiting = wait(waiting, _BEAT_SECONDS)
         beat()
-        last = time.monotonic() if done else last
+        last = time.monotonic() if done_futures else last
         if time.monotonic() - last > patience:
             return False
     return True
 
 
-def ending(error: BrokenProcessPool | ProcessExpired) -> str:
+def describe_exit(error: BrokenProcessPool | ProcessExpired) -> str:
     """Return a description of how a process has ended."""
     if isinstance(error, BrokenProcessPool):
         return "its process ended"

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from cosmos_core.rewards.torch_file import SIGNATURE, NoTensor, read_tensor
+from cosmos_core.rewards.torch_file import SIGNATURE, NotATensorError, read_tensor
 
 ENQUEUE = "/api/reward/enqueue"
-PULL = "/api/reward/pull"
+PULL_PATH = "/api/reward/pull"
 PING = "/api/reward/ping"
 LATENT_ATTR = "/api/reward/latent_attr"
 
@@ -24,7 +24,7 @@ PIN = "X-Lepton-Replica-Target"
 """HTTP header of a pull (request for scores), which names the replica that holds the scores."""
 IDEMPOTENCY_KEY = "Idempotency-Key"
 """HTTP header of an enqueue with the uuid of the request, so that a request that is sent twice is scored once."""
-STATE = "X-Reward-State"
+STATE_HEADER = "X-Reward-State"
 """HTTP header of the response to a pull without scores: `pending`, or `unknown` if the service lacks the request."""
 
 MAX_JSON_BYTES = 16 * 2**20
@@ -40,25 +40,25 @@ class ProtocolError(ValueError):
 
 def encode_request(fields: Mapping[str, Any], array: np.ndarray) -> bytes:
     """Return the HTTP body that enqueues items at a reward service, byte for byte as Cosmos-RL's client writes it."""
-    body = io.BytesIO()
-    body.write(json.dumps(fields).encode("utf-8") + b"\n")
-    np.save(body, array, allow_pickle=False)
-    return body.getvalue()
+    buffer = io.BytesIO()
+    buffer.write(json.dumps(fields).encode("utf-8") + b"\n")
+    np.save(buffer, array, allow_pickle=False)
+    return buffer.getvalue()
 
 
-def decode_request(body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], np.ndarray]:
+def decode_request(request_body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], np.ndarray]:
     """Return the JSON fields and the array in the HTTP body of an enqueue; the array is a read-only view of the body.
 
     Raises:
         ProtocolError: the body does not have the format of the protocol.
     """
-    view = memoryview(body)
+    view = memoryview(request_body)
     head = bytes(view[: MAX_JSON_BYTES + 1])
     end = head.find(b"\n")
     if end < 0:
         raise ProtocolError(f"no newline within {MAX_JSON_BYTES} bytes; the body is one line of JSON, then an array")
     fields, content = _fields(head[:end]), view[end + 1 :]
-    return fields, _saved_by_torch(content) if bytes(content[:4]) == SIGNATURE else decode_array(content)
+    return fields, _parse_torch_file(content) if bytes(content[:4]) == SIGNATURE else decode_array(content)
 
 
 def decode_array(content: memoryview) -> np.ndarray:
@@ -72,8 +72,8 @@ def decode_array(content: memoryview) -> np.ndarray:
         version = np.lib.format.read_magic(stream)
         if version not in {(1, 0), (2, 0)}:
             raise ProtocolError(f"the array has format version {version}; 1.0 and 2.0 are read")
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read(stream, max_header_size=_MAX_NPY_HEADER)  # type: ignore[call-arg]
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read_header(stream, max_header_size=_MAX_NPY_HEADER)  # type: ignore[call-arg]
     except ProtocolError:
         raise
     except Exception as error:  # parsing a header from an untrusted client may raise anything
@@ -92,10 +92,10 @@ def decode_array(content: memoryview) -> np.ndarray:
         raise ProtocolError(f"the array has the shape {str(shape)[:100]}, which none can have") from error
 
 
-def _saved_by_torch(content: memoryview) -> np.ndarray:
+def _parse_torch_file(content: memoryview) -> np.ndarray:
     try:
         array = read_tensor(content)
-    except NoTensor as error:
+    except NotATensorError as error:
         raise ProtocolError(f"the array was saved by torch, and {error}") from error
     if not 1 <= array.ndim <= _MAX_AXES:
         raise ProtocolError(f"the tensor has {array.ndim} axes; from one to {_MAX_AXES} are read")
@@ -106,7 +106,7 @@ def _fields(line: bytes) -> dict[str, Any]:
     if _depth(line) > _MAX_DEPTH:
         raise ProtocolError(f"the JSON is nested more than {_MAX_DEPTH} deep")
     try:
-        fields = json.loads(line, parse_constant=_no_constant, parse_float=_finite)
+        fields = json.loads(line, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the first line is no JSON: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(fields, dict):
@@ -116,10 +116,10 @@ def _fields(line: bytes) -> dict[str, Any]:
 
 def _depth(line: bytes) -> int:
     """Return an upper bound of the nesting depth of JSON text; if there are few brackets, their number."""
-    opened = line.count(b"[") + line.count(b"{")
-    if opened <= _MAX_DEPTH:
-        return opened
-    deepest = depth = 0
+    num_opened = line.count(b"[") + line.count(b"{")
+    if num_opened <= _MAX_DEPTH:
+        return num_opened
+    max_depth = depth = 0
     is_text = is_escaped = False
     for byte in line:
         if is_text:
@@ -128,16 +128,16 @@ def _depth(line: bytes) -> int:
             is_text = True
         elif byte in b"[{":
             depth += 1
-            deepest = max(deepest, depth)
+            max_depth = max(max_depth, depth)
         elif byte in b"]}":
             depth -= 1
-    return deepest
+    return max_depth
 
 
 def _finite(text: str) -> float:
     number = float(text)
-    return number if math.isfinite(number) else _no_constant(text[:40])
+    return number if math.isfinite(number) else _refuse_constant(text[:40])
 
 
-def _no_constant(name: str) -> Any:
+def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")

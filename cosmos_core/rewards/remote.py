@@ -25,9 +25,9 @@ import numpy as np
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig, RewardFunctionConfig
 from cosmos_core.environment import tls_trust
 from cosmos_core.errors import RewardError, StageFailed
-from cosmos_core.rewards.base import plain, request_of
+from cosmos_core.rewards.base import request_of, to_json_value
 from cosmos_core.rewards.exchange import MissingScores, ReplicaState, Service, ServiceRequest
-from cosmos_core.rewards.process import wait_for
+from cosmos_core.rewards.process import wait_for_futures
 from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.wan_latents import WanLatents
 from cosmos_core.types import Group, Score, ScoredGroup
@@ -78,7 +78,7 @@ class RemoteRewards:
         requests = [request_of(group, k) for group in groups for k in range(len(group.completions))]
         scores = iter(self.score(requests))
         by_group = [tuple(itertools.islice(scores, len(group.completions))) for group in groups]
-        return [ScoredGroup(group, _all_or_none(each)) for group, each in zip(groups, by_group, strict=True)]
+        return [ScoredGroup(group, _invalidate_incomplete(each)) for group, each in zip(groups, by_group, strict=True)]
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Return one score per request, in order; a request has `prompt` and `media`, or `to_be_evaluated`.
@@ -112,7 +112,7 @@ class RemoteRewards:
         thread.start()
         future = asyncio.run_coroutine_threadsafe(coroutine, loop)
         try:
-            wait_for([future], math.inf, self._beat)
+            wait_for_futures([future], math.inf, self._beat)
             future.result()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group
@@ -122,12 +122,12 @@ class RemoteRewards:
             thread.join()
             loop.close()
 
-    def _total(self, found: _Scores) -> Score:
-        if found.error:
-            return Score(None, found.metrics, found.error, found.is_told)
-        total = sum(each.weight * score for each, score in found.scores.items())
+    def _total(self, scores: _Scores) -> Score:
+        if scores.error:
+            return Score(None, scores.metrics, scores.error, scores.is_told)
+        total = sum(each.weight * score for each, score in scores.scores.items())
         total = min(max(total, self._config.reward_clip_min), self._config.reward_clip_max)
-        return Score(self._config.scale * total, found.metrics)
+        return Score(self._config.scale * total, scores.metrics)
 
     async def _score_all(self, items: Sequence[tuple[Mapping[str, Any], _Scores]]) -> None:
         slots = asyncio.Semaphore(self._config.max_in_flight)
@@ -148,8 +148,10 @@ class RemoteRewards:
             call = ServiceRequest(self._service, client, self._config.timeout_seconds, self._replica_state)
             scores = [scores for _, scores in batch]
             try:
-                body = await asyncio.to_thread(self._body, [request for request, _ in batch])
-                results = await call.results(body, list(dict.fromkeys(each.name for each in self._config.reward_fns)))
+                request_body = await asyncio.to_thread(self._encode_body, [request for request, _ in batch])
+                results = await call.results(
+                    request_body, list(dict.fromkeys(each.name for each in self._config.reward_fns))
+                )
             except MissingScores as error:
                 for each in scores:
                     each.error = str(error)
@@ -159,13 +161,13 @@ class RemoteRewards:
             for function, metric in self._config.metric_names.items():
                 _record_scores(function, metric, results[function.name], scores)
 
-    def _body(self, requests: Sequence[Mapping[str, Any]]) -> bytes:
+    def _encode_body(self, requests: Sequence[Mapping[str, Any]]) -> bytes:
         latents, videos = None, [request.get("media") for request in requests]
         if self._config.video_vae and isinstance(videos[0], np.ndarray):
             with self._vae_lock:
                 self._vae = self._vae or WanLatents("remote_reward.video_vae", self._config.video_vae, "cuda")
                 latents = self._vae.encode(videos)  # type: ignore[arg-type]
-        return _body(requests, self._config.reward_fns, latents)
+        return _encode_batch(requests, self._config.reward_fns, latents)
 
 
 async def _cancel_tasks() -> None:
@@ -178,16 +180,18 @@ async def _cancel_tasks() -> None:
 
 def _batches(items: Sequence[Any], size: int) -> list[list[Any]]:
     """Return the items in batches of at most `size`, each with media of one shape."""
-    by_shape: dict[Any, list[Any]] = {}
+    batches_by_shape: dict[Any, list[Any]] = {}
     for item in items:
         media = item[0].get("media")
         is_video = isinstance(media, np.ndarray)
         shape = None if media is None else ("video", media.shape) if is_video else ("image", media.size)
-        by_shape.setdefault(shape, []).append(item)
-    return [same[i : i + size] for same in by_shape.values() for i in range(0, len(same), size)]
+        batches_by_shape.setdefault(shape, []).append(item)
+    return [
+        same_shape[i : i + size] for same_shape in batches_by_shape.values() for i in range(0, len(same_shape), size)
+    ]
 
 
-def _body(
+def _encode_batch(
     requests: Sequence[Mapping[str, Any]], functions: Sequence[RewardFunctionConfig], latents: np.ndarray | None
 ) -> bytes:
     """Return the HTTP body that enqueues one batch: images as uint8 of B, H, W, C; videos or their latents as B, C, T,
@@ -213,7 +217,7 @@ def _body(
         fields["media_type"] = "image"
     if any(request.get("reference") for request in requests):
         fields["references"] = [request.get("reference") or "" for request in requests]
-    return encode_request(plain(fields | _geneval(requests)), array)
+    return encode_request(to_json_value(fields | _geneval(requests)), array)
 
 
 def _geneval(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -227,18 +231,18 @@ def _geneval(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _note_metrics(function: RewardFunctionConfig, response: Mapping[str, Any], found: Sequence[_Scores]) -> None:
+def _note_metrics(function: RewardFunctionConfig, response: Mapping[str, Any], group_scores: Sequence[_Scores]) -> None:
     """Record all numbers in a response as metrics, without clipping."""
     scores = response.get("scores")
     for name, column in scores.items() if isinstance(scores, dict) else ():
-        for i, each in enumerate(found):
-            value = _number(column, i, len(found))
+        for i, each in enumerate(group_scores):
+            value = _number(column, i, len(group_scores))
             if value is not None and name != function.name:
                 each.metrics[f"{function.name}/{name}"] = value
 
 
 def _record_scores(
-    function: RewardFunctionConfig, metric: str, response: Mapping[str, Any], found: Sequence[_Scores]
+    function: RewardFunctionConfig, metric: str, response: Mapping[str, Any], group_scores: Sequence[_Scores]
 ) -> None:
     """Record the score, or the error, in a response for each completion.
 
@@ -248,7 +252,7 @@ def _record_scores(
     scores, errors = response.get("scores"), response.get("errors")
     if not isinstance(scores, dict) or not scores:
         error = response.get("error")
-        for each in found:  # the death of a process is transient, an exception of a reward function is not
+        for each in group_scores:  # the death of a process is transient, an exception of a reward function is not
             is_told = bool(error) and not response.get("is_lost")
             each.record_missing(function, error or "the response has no scores", is_told=is_told)
         return
@@ -259,10 +263,10 @@ def _record_scores(
             f"remote_reward.reward_fns: {function.name!r} returns no {', '.join(map(repr, unknown or [key]))}; set "
             f"score_key to one of {', '.join(sorted(scores))}, or to several with +"
         )
-    for i, each in enumerate(found):
-        values = [None if _has_failed(scores, i) else _number(scores[part], i, len(found)) for part in keys]
+    for i, each in enumerate(group_scores):
+        values = [None if _has_failed(scores, i) else _number(scores[part], i, len(group_scores)) for part in keys]
         if None in values:
-            reason = errors[i] if isinstance(errors, list) and len(errors) == len(found) and errors[i] else ""
+            reason = errors[i] if isinstance(errors, list) and len(errors) == len(group_scores) and errors[i] else ""
             each.record_missing(function, reason or "the response has no number for it", is_told=True)
             continue
         score = math.fsum(v for v in values if v is not None)
@@ -293,7 +297,7 @@ def _number(column: Any, i: int, count: int) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _all_or_none(scores: tuple[Score, ...]) -> tuple[Score, ...]:
+def _invalidate_incomplete(scores: tuple[Score, ...]) -> tuple[Score, ...]:
     """Return the scores of a group, all marked invalid if one is invalid, because only whole groups are compared."""
     first = next((score for score in scores if score.value is None), None)
     if first is None:

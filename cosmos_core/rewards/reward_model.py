@@ -19,10 +19,10 @@ from typing import Any, Protocol, cast
 
 from cosmos_core.errors import RewardError
 from cosmos_core.registry import class_name, import_object, import_user_code, offered_names, suggestion
-from cosmos_core.rewards.base import Reward, load_reward, one_line, plain
+from cosmos_core.rewards.base import Reward, error_on_one_line, load_reward, to_json_value
 
 FOLDER = "cosmos_core.rewards"
-_OF_OPTIONS = ("max_tokens", "overlong")
+_OPTION_PARAMETERS = ("max_tokens", "overlong")
 """Parameters of reward functions whose values come from the recipe in training, and from `options` in the service."""
 Columns = dict[str, Any]
 """Scores by key; each value is a list with one number or text per item, or a dict of such lists."""
@@ -68,7 +68,9 @@ class FunctionReward:
 
     def __init__(self, name: str, reward: Reward, settings: Settings) -> None:
         self._name, self._reward, self._custom = name, reward, dict(settings.options)
-        self._given = {keyword: self._custom[keyword] for keyword in _OF_OPTIONS if keyword in self._custom}
+        self._options = {
+            keyword: self._custom[keyword] for keyword in _OPTION_PARAMETERS if keyword in self._custom
+        }
         self.errors: list[str] = []
 
     def score(self, items: Sequence[Item]) -> Columns:
@@ -77,13 +79,13 @@ class FunctionReward:
         self.errors = [""] * len(items)
         for i, item in enumerate(items):
             fields = {
-                **item.info, **self._given, "to_be_evaluated": item.to_be_evaluated, "reference": item.reference,
+                **item.info, **self._options, "to_be_evaluated": item.to_be_evaluated, "reference": item.reference,
                 "prompt": item.prompt, "media": item.media, "metadata": item.info, "custom": self._custom,
             }  # fmt: skip
             try:
                 value, metrics = self._reward(fields)
             except Exception as error:  # noqa: BLE001 - user code may raise any error; the client receives its text
-                self.errors[i] = one_line(error, self._reward.location_of(error))
+                self.errors[i] = error_on_one_line(error, self._reward.location_of(error))
                 continue
             columns[self._name][i] = value
             for key, metric in metrics.items():
@@ -114,7 +116,7 @@ def load_served(name: str, entry: str, settings: Settings) -> Scorer:
         )
     reward = load_reward(name)
     if missing_options := [
-        f"options.{each}" for each in _OF_OPTIONS if each in reward.keywords and each not in settings.options
+        f"options.{each}" for each in _OPTION_PARAMETERS if each in reward.keywords and each not in settings.options
     ]:
         raise RewardError(
             f"the reward {name!r} needs {' and '.join(missing_options)}, which no request has; for example options = "
@@ -123,7 +125,7 @@ def load_served(name: str, entry: str, settings: Settings) -> Scorer:
     return FunctionReward(name, reward, settings)
 
 
-def checked(columns: Columns, count: int) -> tuple[Columns, list[str]]:
+def replace_nonfinite(columns: Columns, count: int) -> tuple[Columns, list[str]]:
     """Return the columns with None for numbers that are not finite, and the reason for each item without a score.
 
     Raises:
@@ -135,22 +137,25 @@ def checked(columns: Columns, count: int) -> tuple[Columns, list[str]]:
 
 def _column(key: str, column: Any, count: int, errors: list[str]) -> Any:
     if isinstance(column, dict):
-        return {inner: _column(f"{key}.{inner}", values, count, [""] * count) for inner, values in column.items()}
+        return {
+            nested_key: _column(f"{key}.{nested_key}", values, count, [""] * count)
+            for nested_key, values in column.items()
+        }
     if hasattr(column, "tolist"):
         column = column.tolist()
     if not isinstance(column, list) or len(column) != count:
         raise ValueError(f"returned no list of {count} values as {key!r}")
-    plain_values: list[Any] = []
+    json_numbers: list[Any] = []
     for i, value in enumerate(column):
         number = value.item() if hasattr(value, "item") else value
         if isinstance(number, float) and not math.isfinite(number):
             errors[i] = errors[i] or f"{key} is {number}"
             number = None
-        plain_values.append(plain(number))
-    return plain_values
+        json_numbers.append(to_json_value(number))
+    return json_numbers
 
 
-def require(name: str, extra: str, *modules: str) -> None:
+def require_packages(name: str, extra: str, *modules: str) -> None:
     """Check that the packages of a reward are installed.
 
     Raises:
@@ -175,7 +180,7 @@ def score_one(
     if key not in _loaded:
         fields = {k: settings.pop(k) for k in list(settings) if k in Settings.__dataclass_fields__}
         _loaded[key] = reward(Settings(**fields, options=settings | dict(fields.pop("options", {}))))
-    columns, errors = checked(_loaded[key].score([item]), 1)
+    columns, errors = replace_nonfinite(_loaded[key].score([item]), 1)
     numbers = {k: v[0] for k, v in columns.items() if isinstance(v, list) and isinstance(v[0], int | float)}
     value = numbers.pop(next(iter(columns)), None)
     if value is None:

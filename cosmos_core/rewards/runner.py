@@ -26,8 +26,8 @@ from cosmos_core.config.schema.rewards import weights_of
 from cosmos_core.environment import masked
 from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.registry import is_import_path
-from cosmos_core.rewards.base import Reward, load_reward, metric_names, one_line, request_of
-from cosmos_core.rewards.process import START_SECONDS, Workers, begin, ending, wait_for
+from cosmos_core.rewards.base import Reward, error_on_one_line, load_reward, metric_names, request_of
+from cosmos_core.rewards.process import START_SECONDS, WorkerPool, begin, describe_exit, wait_for_futures
 from cosmos_core.transient import is_transient
 from cosmos_core.types import Group, Score, ScoredGroup
 
@@ -65,25 +65,27 @@ class _TimeoutMonitor:
 
     def __init__(self, calls: Sequence[tuple[str, Future[Any]]], max_timeouts: int, beat: Callable[[], None]) -> None:
         self._max_timeouts, self._beat = max_timeouts, beat
-        self._of_rewards: dict[str, list[Future[Any]]] = {}
+        self._futures_by_reward: dict[str, list[Future[Any]]] = {}
         for reward, future in calls:
-            self._of_rewards.setdefault(reward, []).append(future)
+            self._futures_by_reward.setdefault(reward, []).append(future)
         self.cancelled: set[str] = set()
         """Names of rewards whose remaining calls were cancelled after timeouts."""
 
     def check(self) -> None:
         """Call `beat`, and cancel rewards whose calls have all timed out so far."""
         self._beat()
-        for reward in self._of_rewards.keys() - self.cancelled:
-            futures = self._of_rewards[reward]
-            ended = [future for future in futures if future.done()]
-            if len(ended) >= self._max_timeouts and all(isinstance(each.exception(), TimeoutError) for each in ended):
+        for reward in self._futures_by_reward.keys() - self.cancelled:
+            futures = self._futures_by_reward[reward]
+            done_futures = [future for future in futures if future.done()]
+            if len(done_futures) >= self._max_timeouts and all(
+                isinstance(each.exception(), TimeoutError) for each in done_futures
+            ):
                 self.cancelled.add(reward)
                 for future in futures:
                     future.cancel()
 
 
-class RewardRunner(Workers):
+class RewardRunner(WorkerPool):
     """Runner that scores completions by a weighted sum of rewards in worker processes.
 
     `timeout_seconds` is the deadline of each call of a reward function; a call that ends its process is retried up to
@@ -111,7 +113,7 @@ class RewardRunner(Workers):
     ) -> None:
         """Set up the runner; `num_workers` None starts one process per core."""
         self._weights = weights
-        self._take_lists = {name for name in weights if by_group and is_import_path(name)}
+        self._group_functions = {name for name in weights if by_group and is_import_path(name)}
         self._names = metric_names(weights)
         self._timeout = timeout_seconds
         self._num_workers = num_workers or len(os.sched_getaffinity(0))
@@ -144,8 +146,8 @@ class RewardRunner(Workers):
         weights_of_groups = [weights_of(self._weights, source) for source in sources or [""] * len(groups)]
         for group, weights in zip(groups, weights_of_groups, strict=True):
             for name in weights:
-                units = [group] if name in self._take_lists else [[request] for request in group]
-                calls += [_Call(name, unit, name in self._take_lists) for unit in units if unit]
+                units = [group] if name in self._group_functions else [[request] for request in group]
+                calls += [_Call(name, unit, name in self._group_functions) for unit in units if unit]
         try:
             with self._lock:
                 results_of_calls = iter(self._results(calls))
@@ -167,16 +169,16 @@ class RewardRunner(Workers):
             StageFailed: loading timed out, succeeded before, or ended because its process was killed; a retry may help.
         """
         names = list(self._weights)
-        pool = self._new(_start, names, self._constants, env=self._env, count=self._num_workers)
+        pool = self._replace_pool(_start, names, self._constants, env=self._env, count=self._num_workers)
         try:
             loaded = pool.schedule(_load, args=(names,))
-            if not wait_for([loaded], START_SECONDS, self._beat):
+            if not wait_for_futures([loaded], START_SECONDS, self._beat):
                 raise StageFailed(f"loading the rewards {', '.join(names)} failed: not done in {START_SECONDS:g} s")
-            self._take_lists |= loaded.result()
+            self._group_functions |= loaded.result()
         except (BrokenProcessPool, ProcessExpired) as error:
             self.close()
-            may_pass = self._has_loaded or getattr(error, "exitcode", 0) < 0
-            raise (StageFailed if may_pass else RewardError)(
+            is_transient = self._has_loaded or getattr(error, "exitcode", 0) < 0
+            raise (StageFailed if is_transient else RewardError)(
                 f"loading the rewards {', '.join(names)} failed: a process ended while it loaded"
             ) from error
         except BaseException:
@@ -190,13 +192,13 @@ class RewardRunner(Workers):
         all other calls are done, unless the remaining calls of that reward function were cancelled."""
         results: list[list[_Result]] = [[]] * len(calls)
         waiting = list(range(len(calls)))
-        attempt, num_breaks = 1, 0
-        while waiting and attempt <= self._retries + 1 and num_breaks <= _MAX_BROKEN_POOLS:
-            pool = self._whole()
+        attempt, num_broken_pools = 1, 0
+        while waiting and attempt <= self._retries + 1 and num_broken_pools <= _MAX_BROKEN_POOLS:
+            pool = self._working_pool()
             futures = {i: pool.schedule(_score, args=calls[i], timeout=self._timeout) for i in waiting}
             named_futures = [(calls[i].reward, future) for i, future in futures.items()]
-            patience = _TimeoutMonitor(named_futures, self._max_timeouts, self._beat)
-            if not wait_for(futures.values(), self._timeout + START_SECONDS, patience.check):
+            timeout_monitor = _TimeoutMonitor(named_futures, self._max_timeouts, self._beat)
+            if not wait_for_futures(futures.values(), self._timeout + START_SECONDS, timeout_monitor.check):
                 self.close()  # the pool is unusable: a request was lost with its process, or no process started
             waiting, is_broken = [], False
             for i, future in futures.items():
@@ -207,26 +209,26 @@ class RewardRunner(Workers):
                     is_broken |= isinstance(error, BrokenProcessPool)
                     reason = self._reason(error)
                     results[i] = [_Result(error=reason)] * len(calls[i].requests)
-                    if reward not in patience.cancelled:
+                    if reward not in timeout_monitor.cancelled:
                         waiting.append(i)
                         log.warning("reward %s: %s (attempt %d of %d)", reward, reason, attempt, self._retries + 1)
-            for reward in patience.cancelled:
+            for reward in timeout_monitor.cancelled:
                 log.warning("reward %s: its first %d calls were not done in %g s; the rest is given up",
                             reward, self._max_timeouts, self._timeout)  # fmt: skip
-            attempt, num_breaks = attempt + (not is_broken), num_breaks + is_broken
+            attempt, num_broken_pools = attempt + (not is_broken), num_broken_pools + is_broken
         return results
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, CancelledError):
             return f"given up, because the {self._max_timeouts} calls before were not done in {self._timeout:g} s"
         if isinstance(error, BrokenProcessPool | ProcessExpired):
-            return ending(error)
+            return describe_exit(error)
         return f"not done in {self._timeout:g} s"
 
     def _total(self, results: Sequence[_Result], weights: Mapping[str, float]) -> Score:
         total, metrics, errors, is_raised = 0.0, {}, [], False
-        weighted = [result for result, weight in zip(results, weights.values(), strict=True) if weight]
-        if weighted and not any(result.value is not None or result.error for result in weighted):
+        weighted_results = [result for result, weight in zip(results, weights.values(), strict=True) if weight]
+        if weighted_results and not any(result.value is not None or result.error for result in weighted_results):
             return Score(None, error="no reward applies to it: each returned None", is_raised=True)
         for (reward, weight), result in zip(weights.items(), results, strict=True):
             name = self._names[reward]
@@ -246,7 +248,7 @@ class RewardRunner(Workers):
 # The code below runs in the worker processes.
 
 _constants: dict[str, Any] = {}
-_told: set[tuple[str, type]] = set()
+_logged_errors: set[tuple[str, type]] = set()
 """Reward and error class pairs that were already logged, so that the log shows one traceback for each."""
 
 
@@ -260,7 +262,7 @@ def _start(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str
 
 def _load(names: Sequence[str]) -> set[str]:
     """Load the rewards, and return the names of rewards whose parameters require lists."""
-    return {name for name in names if _reward(name).binding.takes_lists}
+    return {name for name in names if _reward(name).binding.takes_group}
 
 
 @cache
@@ -272,19 +274,19 @@ def _score(name: str, requests: Sequence[Mapping[str, Any]], takes_lists: bool) 
     reward = _reward(name)
     fields = [{**request, **_constants} for request in requests]
     try:
-        scored = reward.of_group(fields) if takes_lists else [reward(each) for each in fields]
+        results = reward.score_group(fields) if takes_lists else [reward(each) for each in fields]
         return [
-            _error_score(reward, each, is_told=True) if isinstance(each, ValueError) else _Result(*(each or ()))
-            for each in scored
+            _error_score(reward, each, was_logged=True) if isinstance(each, ValueError) else _Result(*(each or ()))
+            for each in results
         ]
     except BaseException as error:  # noqa: BLE001 - user code may raise any error, and the parent needs a result
-        is_told = (name, type(error)) in _told
-        _told.add((name, type(error)))
-        return [_error_score(reward, error, is_told=is_told)] * len(requests)
+        was_logged = (name, type(error)) in _logged_errors
+        _logged_errors.add((name, type(error)))
+        return [_error_score(reward, error, was_logged=was_logged)] * len(requests)
 
 
-def _error_score(reward: Reward, error: BaseException, *, is_told: bool) -> _Result:
-    if not is_told:
+def _error_score(reward: Reward, error: BaseException, *, was_logged: bool) -> _Result:
+    if not was_logged:
         print_exception(error)
     is_permanent = not is_transient(error)
-    return _Result(error=masked(one_line(error, reward.location_of(error))), is_raised=is_permanent)
+    return _Result(error=masked(error_on_one_line(error, reward.location_of(error))), is_raised=is_permanent)

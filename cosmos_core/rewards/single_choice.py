@@ -4,7 +4,7 @@ import re
 
 from cosmos_core.rewards.base import require_reference
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ANSWER_PATTERN = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def single_choice(to_be_evaluated: str, reference: str) -> float:
@@ -13,9 +13,9 @@ def single_choice(to_be_evaluated: str, reference: str) -> float:
     A text without the tags is compared as a whole. Unlike in Cosmos-RL, an empty reference is invalid and does not
     match an empty answer.
     """
-    return float(_choice(to_be_evaluated) == require_reference(_choice(reference)))
+    return float(_extract_choice(to_be_evaluated) == require_reference(_extract_choice(reference)))
 
 
-def _choice(text: str) -> str:
-    match = _ANSWER.search(text)
+def _extract_choice(text: str) -> str:
+    match = _ANSWER_PATTERN.search(text)
     return (match.group(1) if match else text).strip().lower()

@@ -14,30 +14,30 @@ from typing import Any
 import numpy as np
 
 SIGNATURE = b"PK\x03\x04"
-_TAIL_BYTES = 16 * 2**10
+_DIRECTORY_SEARCH_BYTES = 16 * 2**10
 """Number of bytes at the end of the archive that contain its directory."""
-_MOST_PICKLE_BYTES = 4096
+_MAX_PICKLE_BYTES = 4096
 _DTYPES: dict[str, np.dtype[Any]] = {
     "ByteStorage": np.dtype("|u1"), "HalfStorage": np.dtype("<f2"), "BFloat16Storage": np.dtype("<u2"),
     "FloatStorage": np.dtype("<f4"), "DoubleStorage": np.dtype("<f8"),
 }  # fmt: skip
-_REBUILD = ("torch._utils", "_rebuild_tensor_v2")
+_REBUILD_TENSOR = ("torch._utils", "_rebuild_tensor_v2")
 _NO_HOOKS = ("collections", "OrderedDict")
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_MARK = object()
+_STACK_MARK = object()
 
 
-class NoTensor(ValueError):
+class NotATensorError(ValueError):
     """Error for a file that is not one tensor; the message describes the content on one line."""
 
 
 @dataclass(frozen=True)
-class _Global:
+class _GlobalName:
     name: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class _Storage:
+class _StorageReference:
     type_name: str
     key: str
     count: int
@@ -45,7 +45,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Call:
-    function: _Global
+    function: _GlobalName
     arguments: tuple[Any, ...]
 
 
@@ -55,85 +55,85 @@ def read_tensor(content: memoryview) -> np.ndarray:
     Raises:
         NoTensor: the file is not one tensor of numbers.
     """
-    members = _members(content)
+    members = _read_zip_files(content)
     [root] = {name.partition("/")[0] for name in members}
-    if (script := members.get(f"{root}/data.pkl")) is None or len(script) > _MOST_PICKLE_BYTES:
-        raise NoTensor("it has no description of a tensor")
+    if (script := members.get(f"{root}/data.pkl")) is None or len(script) > _MAX_PICKLE_BYTES:
+        raise NotATensorError("it has no description of a tensor")
     if bytes(members.get(f"{root}/byteorder", b"little")) != b"little":
-        raise NoTensor("its numbers are not little-endian")
+        raise NotATensorError("its numbers are not little-endian")
     try:
         storage, offset, shape, strides = _tensor(bytes(script))
-    except NoTensor:
+    except NotATensorError:
         raise
     except Exception as error:  # parsing a file from an untrusted client may raise anything
-        raise NoTensor(f"its description is none of a tensor: {type(error).__name__}") from error
+        raise NotATensorError(f"its description is none of a tensor: {type(error).__name__}") from error
     dtype = _DTYPES[storage.type_name]
     data = members.get(f"{root}/data/{storage.key}")
     if data is None or len(data) != storage.count * dtype.itemsize:
-        raise NoTensor("its numbers are not there, or not as many as it says")
+        raise NotATensorError("its numbers are not there, or not as many as it says")
     steps = [step if n > 1 else 0 for n, step in zip(shape, strides, strict=True)]
     last = offset + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
     if not 0 < math.prod(shape) <= storage.count or last >= storage.count:
-        raise NoTensor("it is empty, or its shape goes beyond its numbers")
+        raise NotATensorError("it is empty, or its shape goes beyond its numbers")
     flat = np.frombuffer(data, dtype)[offset:]
     array = np.lib.stride_tricks.as_strided(flat, shape, [step * dtype.itemsize for step in steps], writeable=False)
     return np.ascontiguousarray(array).view(np.uint8) if storage.type_name == "BFloat16Storage" else array
 
 
-def _members(content: memoryview) -> dict[str, memoryview]:
+def _read_zip_files(content: memoryview) -> dict[str, memoryview]:
     """Return the files in an uncompressed zip archive by name, from the directory at its end."""
-    tail = bytes(content[-_TAIL_BYTES:])
-    at = tail.rfind(b"PK\x05\x06")
-    if at < 0 or len(tail) - at < 22:
-        raise NoTensor("it has no directory")
-    count, size, start = struct.unpack_from("<H2L", tail, at + 10)
-    zip64_at = tail.rfind(b"PK\x06\x06", 0, at)
+    archive_end = bytes(content[-_DIRECTORY_SEARCH_BYTES:])
+    directory_offset = archive_end.rfind(b"PK\x05\x06")
+    if directory_offset < 0 or len(archive_end) - directory_offset < 22:
+        raise NotATensorError("it has no directory")
+    count, size, start = struct.unpack_from("<H2L", archive_end, directory_offset + 10)
+    zip64_at = archive_end.rfind(b"PK\x06\x06", 0, directory_offset)
     if 0xFFFF in (count,) or 0xFFFFFFFF in (size, start):
-        if zip64_at < 0 or at - zip64_at < 56:
-            raise NoTensor("it has no directory")
-        count, size, start = struct.unpack_from("<3Q", tail, zip64_at + 32)
-    if start + size > len(content) or start < len(content) - len(tail):
-        raise NoTensor("its directory is too long")
+        if zip64_at < 0 or directory_offset - zip64_at < 56:
+            raise NotATensorError("it has no directory")
+        count, size, start = struct.unpack_from("<3Q", archive_end, zip64_at + 32)
+    if start + size > len(content) or start < len(content) - len(archive_end):
+        raise NotATensorError("its directory is too long")
     members: dict[str, memoryview] = {}
     directory, position = bytes(content[start : start + size]), 0
     for _ in range(count):
         if directory[position : position + 4] != b"PK\x01\x02" or len(directory) - position < 46:
-            raise NoTensor("its directory is damaged")
+            raise NotATensorError("its directory is damaged")
         method, packed, length, name_bytes, extra, comment = struct.unpack_from("<10x1H8x2L3H", directory, position)
         [header] = struct.unpack_from("<L", directory, position + 42)
         name = directory[position + 46 : position + 46 + name_bytes].decode("utf-8", "replace")
         position += 46 + name_bytes + extra + comment
         if method or packed != length:
-            raise NoTensor("it is packed")
+            raise NotATensorError("it is packed")
         members[name] = _member(content, header, length)
     if len({name.partition("/")[0] for name in members}) != 1:
-        raise NoTensor("it is an archive of something else")
+        raise NotATensorError("it is an archive of something else")
     return members
 
 
 def _member(content: memoryview, header: int, size: int) -> memoryview:
     if bytes(content[header : header + 4]) != SIGNATURE or header + 30 > len(content):
-        raise NoTensor("its directory is wrong")
+        raise NotATensorError("its directory is wrong")
     name_bytes, extra = struct.unpack_from("<2H", content, header + 26)
     start = header + 30 + name_bytes + extra
     if start + size > len(content):
-        raise NoTensor("it is cut off")
+        raise NotATensorError("it is cut off")
     return content[start : start + size]
 
 
-def _tensor(script: bytes) -> tuple[_Storage, int, tuple[int, ...], tuple[int, ...]]:
+def _tensor(script: bytes) -> tuple[_StorageReference, int, tuple[int, ...], tuple[int, ...]]:
     """Return storage, offset, shape and strides in the pickled description of a tensor."""
     result = _run(script)
-    if not isinstance(result, _Call) or result.function.name != _REBUILD:
-        raise NoTensor("it holds something else than one tensor")
+    if not isinstance(result, _Call) or result.function.name != _REBUILD_TENSOR:
+        raise NotATensorError("it holds something else than one tensor")
     storage, offset, shape, strides, _, hooks = result.arguments[:6]
     if not isinstance(hooks, _Call) or hooks.function.name != _NO_HOOKS or hooks.arguments:
-        raise NoTensor("its tensor has hooks")
+        raise NotATensorError("its tensor has hooks")
     if storage.type_name not in _DTYPES:
-        raise NoTensor(f"its tensor is of {storage.type_name!r}; uint8 and floating-point numbers are read")
+        raise NotATensorError(f"its tensor is of {storage.type_name!r}; uint8 and floating-point numbers are read")
     numbers = (offset, storage.count, *shape, *strides)
     if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in numbers):
-        raise NoTensor("its shape is none")
+        raise NotATensorError("its shape is none")
     return storage, offset, tuple(shape), tuple(strides)
 
 
@@ -158,17 +158,17 @@ def _run(script: bytes) -> Any:
             stack.append(argument)
         else:
             _apply(name, argument, stack)
-    raise NoTensor("its description has no end")
+    raise NotATensorError("its description has no end")
 
 
 def _apply(name: str, argument: Any, stack: list[Any]) -> None:
     """Execute an opcode that takes values from the stack or pushes something other than a constant."""
     if name == "GLOBAL":
-        stack.append(_Global(tuple(argument.split(" "))))
+        stack.append(_GlobalName(tuple(argument.split(" "))))
     elif name == "MARK":
-        stack.append(_MARK)
+        stack.append(_STACK_MARK)
     elif name == "TUPLE":
-        start = len(stack) - 1 - next(i for i, each in enumerate(reversed(stack)) if each is _MARK)
+        start = len(stack) - 1 - next(i for i, each in enumerate(reversed(stack)) if each is _STACK_MARK)
         stack[start:] = [tuple(stack[start + 1 :])]
     elif name in {"TUPLE1", "TUPLE2", "TUPLE3"}:
         count = int(name[-1])
@@ -176,10 +176,10 @@ def _apply(name: str, argument: Any, stack: list[Any]) -> None:
     elif name == "BINPERSID":
         tag, storage, key, _, count = stack.pop()
         if tag != "storage" or storage.name[0] != "torch":
-            raise NoTensor("its numbers are kept elsewhere")
-        stack.append(_Storage(storage.name[1], key, count))
+            raise NotATensorError("its numbers are kept elsewhere")
+        stack.append(_StorageReference(storage.name[1], key, count))
     elif name == "REDUCE":
         arguments = stack.pop()
         stack[-1] = _Call(stack[-1], arguments)
     else:
-        raise NoTensor(f"its description does more than to describe a tensor ({name})")
+        raise NotATensorError(f"its description does more than to describe a tensor ({name})")

@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.base import one_line
-from cosmos_core.rewards.images import image_of
+from cosmos_core.rewards.base import error_on_one_line
+from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import Columns, Item, Settings
 
 _MODEL = "UnifiedReward-7b-v1.5"
-_QUESTION = (
+_JUDGE_QUESTION = (
     "You see an image that was generated for a caption. Judge how well it shows what the caption says (its objects, "
     "their attributes and relations), and its visual quality (clear, detailed, true in colour, pleasing). Give one "
     "score from 1 to 5 after 'Final Score:'.\nText Caption: [{prompt}]"
@@ -38,7 +38,7 @@ class UnifiedRewardReward:
                 "such as vllm serve CodeGoat24/UnifiedReward-7b-v1.5"
             )
         self._model = settings.options.get("model") or settings.model_path or _MODEL
-        self._question = settings.options.get("question", _QUESTION)
+        self._question = settings.options.get("question", _JUDGE_QUESTION)
         self._concurrent = int(settings.options.get("concurrent", 8))
         headers = {"Authorization": f"Bearer {settings.endpoint_api_key}"} if settings.endpoint_api_key else {}
         self._client = httpx.Client(base_url=settings.endpoint_url, headers=headers, timeout=_SECONDS)
@@ -46,13 +46,13 @@ class UnifiedRewardReward:
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the score of each image; an image for which the judge returns no number has no score."""
         with ThreadPoolExecutor(self._concurrent) as executor:
-            results = list(executor.map(self._ask, items))
+            results = list(executor.map(self._request_score, items))
         self.errors = [error for _, error in results]
         return {"unified_reward": [score for score, _ in results]}
 
-    def _ask(self, item: Item) -> tuple[float | None, str]:
+    def _request_score(self, item: Item) -> tuple[float | None, str]:
         stream = BytesIO()
-        image_of(item.media).save(stream, format="PNG")
+        middle_image(item.media).save(stream, format="PNG")
         url = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
         content: list[dict[str, Any]] = [
             {"type": "image_url", "image_url": {"url": url}},
@@ -63,6 +63,6 @@ class UnifiedRewardReward:
             response = self._client.post("chat/completions", json=request).raise_for_status()
             text = response.json()["choices"][0]["message"]["content"]
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            return None, one_line(error)
+            return None, error_on_one_line(error)
         match = _SCORE.search(text or "")
         return (float(match[1]) / 5, "") if match else (None, f"the judge gives no score: {text[-100:]!r}")

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.reward_model import require
+from cosmos_core.rewards.reward_model import require_packages
 
-_IN_A_REPOSITORY = re.compile(r"(?:https://huggingface\.co/)?([\w.-]+/[\w.-]+)/(?:resolve/[\w.-]+/)?([\w.-]+\.pth)")
+_FILE_IN_REPOSITORY = re.compile(r"(?:https://huggingface\.co/)?([\w.-]+/[\w.-]+)/(?:resolve/[\w.-]+/)?([\w.-]+\.pth)")
 
 
 class WanLatents:
@@ -26,7 +26,7 @@ class WanLatents:
         Raises:
             RewardError: the VAE cannot be loaded; `key` is the setting that names it.
         """
-        require(key, f"pip install diffusers torch, or leave {key} empty", "torch", "diffusers")
+        require_packages(key, f"pip install diffusers torch, or leave {key} empty", "torch", "diffusers")
         import torch
         from diffusers import AutoencoderKLWan
 
@@ -81,7 +81,7 @@ class WanLatents:
         return torch.cat(videos).numpy()
 
 
-def look_at(key: str, path: str) -> str:
+def inspect_vae(key: str, path: str) -> str:
     """Check that a path holds a Wan VAE without loading it; return a description.
 
     Raises:
@@ -90,7 +90,7 @@ def look_at(key: str, path: str) -> str:
     from diffusers import AutoencoderKLWan
 
     if path.endswith(".pth"):
-        if not Path(path).is_file() and not _IN_A_REPOSITORY.fullmatch(path):
+        if not Path(path).is_file() and not _FILE_IN_REPOSITORY.fullmatch(path):
             raise RewardError(f"{key} = {path!r}: no such file")
         return f"{key}: {path}"
     try:
@@ -111,7 +111,7 @@ def _published_vae(path: str) -> Any:
     from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 
     file = Path(path)
-    if not file.is_file() and (location := _IN_A_REPOSITORY.fullmatch(path)):
+    if not file.is_file() and (location := _FILE_IN_REPOSITORY.fullmatch(path)):
         from huggingface_hub import hf_hub_download
 
         file = Path(hf_hub_download(*location.groups()))

@@ -53,7 +53,7 @@ class AsyncGroupSource:
     Groups that turn out too old are generated again. With a filter, the number is limited to the groups that the filter
     is expected to drop, estimated from recent steps.
     """
-    most_steps: int | None = None
+    max_steps_ahead: int | None = None
     """Maximum number of train steps whose prompts are in flight or waiting; None: unbounded."""
     filter: Filter | None = None
     """Filter of groups without a learning signal, which are replaced by new groups; None: all groups are kept."""
@@ -74,7 +74,7 @@ class AsyncGroupSource:
     _problem: BaseException | None = None
     _thread: threading.Thread | None = None
     _is_closed: bool = False
-    _is_awaited: bool = False
+    _is_training_waiting: bool = False
     """Whether the training currently waits for groups."""
     _num_outdated: int = 0
     _reported_counts: tuple[int, int] = (0, 0)
@@ -83,11 +83,11 @@ class AsyncGroupSource:
     """Moving average over recent steps of sampled groups per kept group."""
 
     @property
-    def is_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Return whether all prompts of all epochs were used."""
         return self.filter is not None and not self.take(self._position, 1)
 
-    def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
+    def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Wait until the groups of train step `step` are generated and scored; return the groups and their metrics."""
         start = time.perf_counter()
         with self._ready:
@@ -98,7 +98,7 @@ class AsyncGroupSource:
         self._start()
         self.progress.phase("generate")
         self.fleet.wake()
-        self._is_awaited = True
+        self._is_training_waiting = True
         status: Status = "waiting"
         kept_groups: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
@@ -110,7 +110,7 @@ class AsyncGroupSource:
                 self.progress.beat()
                 self.on_wait(step)
         with self._ready:
-            self._is_awaited = False
+            self._is_training_waiting = False
         self.fleet.sleep()
         with self._ready:
             for position in range(self._position, self._position + len(sampled)):
@@ -120,14 +120,14 @@ class AsyncGroupSource:
         if not sampled:
             return [], {}
         self._sampled_per_kept = (self._sampled_per_kept + len(sampled) / max(1, len(kept_groups))) / 2
-        before, self._reported_counts = self._reported_counts, (self._num_outdated, self.fleet.num_restarts)
+        previous_counts, self._reported_counts = self._reported_counts, (self._num_outdated, self.fleet.num_restarts)
         return kept_groups, {
             **group_metrics(sampled),
             **(filtered_metrics(self.filter, sampled) if self.filter else {}),
             "time/wait": time.perf_counter() - start,
             **lag_metrics(kept_groups or sampled, step),
-            "rollout/outdated": float(self._reported_counts[0] - before[0]),
-            "rollout/restarts": float(self._reported_counts[1] - before[1]),
+            "rollout/outdated": float(self._reported_counts[0] - previous_counts[0]),
+            "rollout/restarts": float(self._reported_counts[1] - previous_counts[1]),
         }
 
     def state_dict(self) -> dict[str, JsonValue]:
@@ -156,37 +156,39 @@ class AsyncGroupSource:
         """Return whether the groups of `step` are complete, with the groups to train on and all groups that were
         sampled."""
         with self._ready:
-            self._ready.wait_for(lambda: self._groups_of(step) or self._problem or self.fleet.is_stale, _POLL_SECONDS)
+            self._ready.wait_for(
+                lambda: self._groups_of(step) or self._problem or self.fleet.needs_weights, _POLL_SECONDS
+            )
             if self._problem is not None:
                 raise self._problem
             groups = self._groups_of(step)
         self.fleet.check()
         if groups is None:
-            return "stale" if self.fleet.is_stale else "waiting", [], []
+            return "stale" if self.fleet.needs_weights else "waiting", [], []
         return "whole", *groups
 
     def _groups_of(self, step: int) -> tuple[list[ScoredGroup], list[ScoredGroup]] | None:
         """Return the kept and the sampled groups of train step `step`; None if groups are missing."""
         kept_groups: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
-        num_needed = self.steps.count(step) if self._num_groups_needed is None else self._num_groups_needed
-        most = self.filter.max_sampled_groups(num_needed) if self.filter else num_needed
-        while len(kept_groups) < num_needed and len(sampled) < most:
+        num_required = self.steps.count(step) if self._num_groups_needed is None else self._num_groups_needed
+        max_groups = self.filter.max_sampled_groups(num_required) if self.filter else num_required
+        while len(kept_groups) < num_required and len(sampled) < max_groups:
             position = self._position + len(sampled)
-            scored = self._scored.get(position)
-            if scored is None:
+            scored_group = self._scored.get(position)
+            if scored_group is None:
                 return None if position in self._pending or self.take(position, 1) else (kept_groups, sampled)
-            if step - scored.group.version > self.max_lag:
-                self._request_again(step, range(position, position + num_needed - len(kept_groups)))
+            if step - scored_group.group.version > self.max_lag:
+                self._request_outdated_groups(step, range(position, position + num_required - len(kept_groups)))
                 return None
-            sampled.append(scored)
-            if self.filter is None or self.filter.has_learning_signal(scored):
-                kept_groups.append(scored)
-            if self.filter is not None and len(sampled) == num_needed:
+            sampled.append(scored_group)
+            if self.filter is None or self.filter.has_learning_signal(scored_group):
+                kept_groups.append(scored_group)
+            if self.filter is not None and len(sampled) == num_required:
                 check_scores(step, sampled, self.filter.metrics)
         return kept_groups, sampled
 
-    def _request_again(self, step: int, positions: Sequence[int]) -> None:
+    def _request_outdated_groups(self, step: int, positions: Sequence[int]) -> None:
         """Request the groups at `positions` again if their weights are too old for train step `step`.
 
         Nothing is requested until the engines have weights that are new enough.
@@ -195,11 +197,11 @@ class AsyncGroupSource:
             return
         # Each urgent request goes to the front of the queue, so the group that is needed first is requested last.
         for position in reversed(positions):
-            scored = self._scored.get(position)
-            if scored is not None and step - scored.group.version > self.max_lag:
+            scored_group = self._scored.get(position)
+            if scored_group is not None and step - scored_group.group.version > self.max_lag:
                 del self._scored[position]
                 self._num_outdated += 1
-                self._pending[position] = self._request_group(position, scored.group.prompt, is_urgent=True)
+                self._pending[position] = self._request_group(position, scored_group.group.prompt, is_urgent=True)
 
     def _request_group(self, position: int, prompt: Prompt, *, is_urgent: bool = False) -> Future[Group]:
         """Request the group at `position`, and return its future.
@@ -225,7 +227,7 @@ class AsyncGroupSource:
     def _send_prompts(self) -> None:
         """Send the engines the prompts of all train steps for which the engines' weights are new enough."""
         with self._ready:
-            if self.sleeps_in_training and not self._is_awaited:
+            if self.sleeps_in_training and not self._is_training_waiting:
                 return
             end = self._position + self._max_prompts_ahead()
             for prompt in self.take(self._next, max(0, end - self._next)):
@@ -235,19 +237,19 @@ class AsyncGroupSource:
     def _max_prompts_ahead(self) -> int:
         """Return how many prompts, counted from `_position`, may have been sent to the engines."""
         newest_step = self.fleet.version + self.max_lag  # the last step that may train on groups of the current weights
-        num_kept = self._num_groups(newest_step - self._step + 1)
-        most = math.inf if self.most_steps is None else self._num_groups(self.most_steps)
+        num_reserved = self._num_groups(newest_step - self._step + 1)
+        max_ahead = math.inf if self.max_steps_ahead is None else self._num_groups(self.max_steps_ahead)
         if self.filter is None:
-            return int(min(num_kept + self.num_extra_prompts, most))
-        if num_kept <= 0:
+            return int(min(num_reserved + self.num_extra_prompts, max_ahead))
+        if num_reserved <= 0:
             return 0
         # Engines may sample another prompt for each dropped group; otherwise the train step would never be complete.
-        num_dropped = sum(not self.filter.has_learning_signal(scored) for scored in self._scored.values())
-        num_expected = min(self.num_extra_prompts, num_kept * (self._sampled_per_kept - 1))
-        most_sampled = (
-            self.filter.max_sampled_groups(self._num_groups(self.most_steps)) if self.most_steps else math.inf
+        num_dropped = sum(not self.filter.has_learning_signal(scored_group) for scored_group in self._scored.values())
+        num_expected = min(self.num_extra_prompts, num_reserved * (self._sampled_per_kept - 1))
+        max_sampled = (
+            self.filter.max_sampled_groups(self._num_groups(self.max_steps_ahead)) if self.max_steps_ahead else math.inf
         )
-        return int(min(min(num_kept, most) + max(num_dropped, num_expected), most_sampled))
+        return int(min(min(num_reserved, max_ahead) + max(num_dropped, num_expected), max_sampled))
 
     def _num_groups(self, num_steps: int) -> int:
         """Return the number of groups that the next `num_steps` steps need."""
@@ -261,12 +263,12 @@ class AsyncGroupSource:
             time.sleep(0.02)
             return
         wait(pending.values(), timeout=0.05, return_when=FIRST_COMPLETED)
-        done = {position: reply.result() for position, reply in pending.items() if reply.done()}
-        if not done:
+        generated = {position: reply.result() for position, reply in pending.items() if reply.done()}
+        if not generated:
             return
-        scored = self.score(list(done.values()))
+        scored_groups = self.score(list(generated.values()))
         with self._ready:
-            for position, group in zip(done, scored, strict=True):
+            for position, group in zip(generated, scored_groups, strict=True):
                 del self._pending[position]
                 self._scored[position] = group
             self._ready.notify_all()
@@ -276,11 +278,11 @@ def steps_of(order: Callable[[int], Sequence[Any]], num_groups: int, num_steps: 
     """Return a function `(position, count)` that returns prompts in the order of the data, from `order`, which returns
     the prompts of a train step."""
 
-    def take(start: int, count: int) -> list[Any]:
+    def take_prompts(start: int, count: int) -> list[Any]:
         end = min(start + count, num_steps * num_groups)
         steps = range(start // num_groups, -(-end // num_groups)) if end > start else range(0)
         prompts = [prompt for step in steps for prompt in order(step)]
         first = start // num_groups * num_groups
         return prompts[start - first : end - first]
 
-    return take
+    return take_prompts

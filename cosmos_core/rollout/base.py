@@ -152,9 +152,9 @@ class EngineWrapper:
         self._inner.wake()
 
     @property
-    def slept(self) -> int:
+    def sleep_level(self) -> int:
         """Return the level of the deepest sleep since the last weight load; 0: no sleep, or none recorded."""
-        return getattr(self._inner, "slept", 0)
+        return getattr(self._inner, "sleep_level", 0)
 
     def close(self) -> None:
         """Free the resources of the wrapped engine; see `Engine.close`."""
@@ -211,7 +211,7 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
     logprobs: Sequence[float],
     *,
     version: int,
-    is_stopped: bool,
+    ends_with_stop: bool,
     earlier: Sequence[tuple[int, int]] = (),
     vision: ImageReader | None = None,
 ) -> Completion:
@@ -221,7 +221,7 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
     version. With `vision`, the completion is truncated before the first image placeholder token.
     """
     if vision is not None and (count := vision.num_before_images(token_ids)) < len(token_ids):
-        token_ids, logprobs, is_stopped = token_ids[:count], logprobs[:count], False
+        token_ids, logprobs, ends_with_stop = token_ids[:count], logprobs[:count], False
     segments, start = [], 0
     for end, segment_version in (*earlier, (len(token_ids), version)):
         end = min(end, len(token_ids))
@@ -232,7 +232,7 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
         segments = [Segment((), True, (), version)]
     return Completion(
         segments=tuple(segments),
-        finish_reason="stop" if is_stopped else "length",
+        finish_reason="stop" if ends_with_stop else "length",
         text=str(tokenizer.decode(list(token_ids), skip_special_tokens=True)),
     )
 
@@ -249,7 +249,7 @@ class Receiver:
     """
 
     def __init__(self) -> None:
-        self._expected: frozenset[str] = frozenset()
+        self._expected_names: frozenset[str] = frozenset()
         self._names: set[str] = set()
 
     def tensors(self, buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
@@ -270,9 +270,9 @@ class Receiver:
         Raises:
             StageFailed: the tensor names differ from those of the first load.
         """
-        self._expected = self._expected or frozenset(self._names)
-        if missing := self._expected - self._names:
+        self._expected_names = self._expected_names or frozenset(self._names)
+        if missing := self._expected_names - self._names:
             raise StageFailed(f"weight sync: {len(missing)} tensors did not come, such as {min(missing)}")
-        if unknown := self._names - self._expected:
+        if unknown := self._names - self._expected_names:
             raise StageFailed(f"weight sync: {len(unknown)} tensors came for the first time, such as {min(unknown)}")
         return LoadReceipt(version, len(self._names))

@@ -29,15 +29,15 @@ _OPEN_SECONDS = 1200.0
 """Time limit for opening an engine, which may read a large model from a slow disk, and for restarting the only
 engine."""
 _RETRY_SECONDS = 0.5
-_MOST_DEATHS = 3
+_MAX_DEATHS = 3
 """Maximum number of times that an engine may die without returning a group; one more time fails the stage."""
 
 
-class LostWeights(StageFailed):
+class WeightsUnavailable(StageFailed):
     """Error raised if no engine holds the version of the weights that a request needs any more."""
 
 
-class Handle(Protocol):
+class EngineHandle(Protocol):
     """Remote handle of a `replica.Replica`, a rollout engine in a separate process."""
 
     def call(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
@@ -79,7 +79,7 @@ class _Request:
 class PooledEngine:
     """State of one rollout engine, as the first rank keeps it."""
 
-    handle: Handle
+    handle: EngineHandle
     description: Description | None = None
     """Description of the engine; None until it is open."""
     version: int | None = None
@@ -90,11 +90,11 @@ class PooledEngine:
     """Requests that the engine is generating, by key; a second request with the same key waits in the queue."""
     reply: Future[Any] | None = None
     """Pending reply to `begin` or `completed`; None: the engine was unreachable and is contacted again later."""
-    died_at: float = -math.inf
+    last_death: float = -math.inf
     """Monotonic time in seconds when the engine was last seen dead; -inf: never."""
     error: ConnectionError | None = None
     """Error of a call in another thread, because the engine is dead; None: no error since the engine was opened."""
-    passes: int = 0
+    num_passes: int = 0
     last_progress: float = 0.0
     """Monotonic time in seconds of the last observed progress of the engine."""
 
@@ -108,13 +108,13 @@ class EnginePool:
 
     def __init__(
         self,
-        handles: Callable[[], Sequence[Handle]],
-        most_groups: int,
-        patience: float,
+        handles: Callable[[], Sequence[EngineHandle]],
+        max_groups: int,
+        timeout_seconds: float,
         beat: Callable[[], None],
     ) -> None:
-        self._handles, self._most_groups, self._beat = handles, most_groups, beat
-        self.patience = patience
+        self._handles, self._max_groups, self._beat = handles, max_groups, beat
+        self.timeout_seconds = timeout_seconds
         self._session = uuid.uuid4().hex
         self._waiting: deque[_Request] = deque()
         self._versioned: deque[_Request] = deque()
@@ -123,7 +123,7 @@ class EnginePool:
         """Queue of engines that did not receive a submission, each with its description at that time and the error."""
         self._problem: Exception | None = None
         self.lock = threading.RLock()
-        self.engines: dict[Handle, PooledEngine] = {}
+        self.engines: dict[EngineHandle, PooledEngine] = {}
         self.is_loading = False
         """Whether engines are loading weights and therefore make no forward passes."""
         self.is_closed = False
@@ -167,7 +167,7 @@ class EnginePool:
         with self.lock:
             return [member for member in self.engines.values() if member.version is not None and not member.error]
 
-    def mark_lost(self, member: PooledEngine, description: Description | None, error: ConnectionError) -> None:
+    def mark_dead(self, member: PooledEngine, description: Description | None, error: ConnectionError) -> None:
         """Stop using the engine `member`, because a call in another thread showed by `error` that its process is dead.
 
         `description` identifies the process that was called, because a new process may have replaced it.
@@ -182,28 +182,30 @@ class EnginePool:
         An engine that neither replies nor makes a forward pass for `patience` seconds is killed.
         """
         start = time.monotonic()
-        progress = {id(member): (start, member.passes) for member, _ in replies}
+        progress = {id(member): (start, member.num_passes) for member, _ in replies}
         while waiting := [(member, reply) for member, reply in replies if not reply.done()]:
             self.check()
             wait([reply for _, reply in waiting], timeout=POLL_SECONDS)
             self._beat()
             now = time.monotonic()
             for member, reply in waiting:
-                since, passes = progress[id(member)]
-                if member.passes != passes:
-                    progress[id(member)] = now, member.passes
-                elif now - since > self.patience and not reply.done():
-                    logger.warning("an engine did not reply for %.0f s; it is ended and started again", self.patience)
+                last_change, num_passes = progress[id(member)]
+                if member.num_passes != num_passes:
+                    progress[id(member)] = now, member.num_passes
+                elif now - last_change > self.timeout_seconds and not reply.done():
+                    logger.warning(
+                        "an engine did not reply for %.0f s; it is ended and started again", self.timeout_seconds
+                    )
                     member.handle.kill()
-                    progress[id(member)] = now, passes
+                    progress[id(member)] = now, num_passes
 
     def _run(self) -> None:
         try:
             while not self.is_closed:
                 with self.lock:
                     while not self._failed_submissions.empty():
-                        self.mark_lost(*self._failed_submissions.get())
-                    self._adopt()
+                        self.mark_dead(*self._failed_submissions.get())
+                    self._update_members()
                     for member in list(self.engines.values()):
                         self._listen(member)
                     self._send_requests()
@@ -217,18 +219,18 @@ class EnginePool:
                     if not request.group.done():
                         request.group.set_exception(error)
 
-    def _adopt(self) -> None:
+    def _update_members(self) -> None:
         """Add engines with new handles to the pool, and remove engines whose handles were removed."""
-        present = list(self._handles())
-        for handle in present:
+        current_handles = list(self._handles())
+        for handle in current_handles:
             if handle not in self.engines:
                 member = self.engines[handle] = PooledEngine(handle, last_progress=time.monotonic())
                 self._open(member)
-        for handle in [handle for handle in self.engines if handle not in present]:
+        for handle in [handle for handle in self.engines if handle not in current_handles]:
             self._requeue(self.engines.pop(handle))
 
     def _open(self, member: PooledEngine) -> None:
-        member.description, member.version, member.passes, member.error = None, None, 0, None
+        member.description, member.version, member.num_passes, member.error = None, None, 0, None
         member.last_progress = time.monotonic()
         member.reply = member.handle.call("begin", self._session)
 
@@ -246,18 +248,20 @@ class EnginePool:
                 self._open(member)
             return
         if not member.reply.done():
-            is_working = member.in_flight and not self.is_loading
-            patience = _OPEN_SECONDS if member.description is None else self.patience if is_working else None
-            if patience is not None and now - member.last_progress > patience:
-                logger.warning("an engine did nothing for %.0f s; it is ended and started again", patience)
+            is_generating = member.in_flight and not self.is_loading
+            timeout_seconds = (
+                _OPEN_SECONDS if member.description is None else self.timeout_seconds if is_generating else None
+            )
+            if timeout_seconds is not None and now - member.last_progress > timeout_seconds:
+                logger.warning("an engine did nothing for %.0f s; it is ended and started again", timeout_seconds)
                 member.handle.kill()
                 member.last_progress = now
             return
         try:
             result = member.reply.result()
         except ConnectionError as error:
-            is_on_its_way = isinstance(error, ConnectionRefusedError) and member.description is None
-            if is_on_its_way and (now - member.died_at < _OPEN_SECONDS or self.open_engines()):
+            is_starting = isinstance(error, ConnectionRefusedError) and member.description is None
+            if is_starting and (now - member.last_death < _OPEN_SECONDS or self.open_engines()):
                 member.reply, member.last_progress = None, now
                 return
             self._replace(member, error)
@@ -266,13 +270,13 @@ class EnginePool:
             member.description, member.last_progress = result, now
             logger.info("rollout engine %s, process %d, is open", result.name, result.pid)
         else:
-            groups, passes = result
-            if passes != member.passes or groups or not member.in_flight:
-                member.passes, member.last_progress = passes, now
-            elif not self.is_loading and now - member.last_progress > self.patience:
+            groups, num_passes = result
+            if num_passes != member.num_passes or groups or not member.in_flight:
+                member.num_passes, member.last_progress = num_passes, now
+            elif not self.is_loading and now - member.last_progress > self.timeout_seconds:
                 member.handle.kill()
             for group in groups:
-                self._deliver(member, group)
+                self._deliver_group(member, group)
             if member.error is not None:
                 self._replace(member, member.error)
                 return
@@ -284,9 +288,9 @@ class EnginePool:
         Raises:
             StageFailed: the engine died too often without returning a group.
         """
-        member.died_at = time.monotonic()
+        member.last_death = time.monotonic()
         self.num_restarts, member.num_deaths = self.num_restarts + 1, member.num_deaths + 1
-        if member.num_deaths > _MOST_DEATHS:
+        if member.num_deaths > _MAX_DEATHS:
             raise StageFailed(
                 f"an engine died {member.num_deaths} times and gave nothing: {first_line(error)}"
             ) from error
@@ -294,7 +298,7 @@ class EnginePool:
         self._requeue(member)
         self._open(member)
 
-    def _deliver(self, member: PooledEngine, group: Group) -> None:
+    def _deliver_group(self, member: PooledEngine, group: Group) -> None:
         request = member.in_flight.pop((group.step, group.prompt.id, len(group.completions)), None)
         if request is not None:
             member.num_deaths = 0
@@ -303,27 +307,29 @@ class EnginePool:
     def _send_requests(self) -> None:
         """Send waiting requests to the least loaded engines."""
         ready = self.loaded_engines()
-        self._send_to(ready, self._waiting)
+        self._send_to_engines(ready, self._waiting)
         if not self._versioned or self.is_loading:
             return
         matching = [member for member in ready if member.version == self._versioned[0].version]
-        self._send_to(matching, self._versioned)
+        self._send_to_engines(matching, self._versioned)
         # Without an engine with newer weights the requests wait, because the next engine loads the requested version.
         if not matching and any((member.version or 0) > (self._versioned[0].version or 0) for member in ready):
             while self._versioned:
-                lost = self._versioned.popleft()
-                lost.group.set_exception(LostWeights(f"the engines with the weights of step {lost.version} have died"))
+                lost_request = self._versioned.popleft()
+                lost_request.group.set_exception(
+                    WeightsUnavailable(f"the engines with the weights of step {lost_request.version} have died")
+                )
 
-    def _send_to(self, ready: Sequence[PooledEngine], queue: deque[_Request]) -> None:
+    def _send_to_engines(self, ready: Sequence[PooledEngine], queue: deque[_Request]) -> None:
         while queue and ready:
             candidates = [member for member in ready if queue[0].key not in member.in_flight]
             member = min(candidates, key=lambda member: len(member.in_flight), default=None)
-            if member is None or len(member.in_flight) >= self._most_groups:
+            if member is None or len(member.in_flight) >= self._max_groups:
                 return
-            most = min(self._most_groups - len(member.in_flight), -(-len(queue) // len(ready)))
+            max_groups = min(self._max_groups - len(member.in_flight), -(-len(queue) // len(ready)))
             if not member.in_flight:
                 member.last_progress = time.monotonic()
-            batch = _take_batch(queue, most, member.in_flight)
+            batch = _take_batch(queue, max_groups, member.in_flight)
             prompts, sampling, step = [request.prompt for request in batch], batch[0].sampling, batch[0].step
             submission = member.handle.call("submit", self._session, prompts, sampling, step)
             submission.add_done_callback(partial(self._refuse, member, member.description, batch))
@@ -345,18 +351,20 @@ class EnginePool:
                     request.group.set_exception(error)
 
 
-def _take_batch(queue: deque[_Request], most: int, in_flight: dict[tuple[int, int, int], _Request]) -> list[_Request]:
+def _take_batch(
+    queue: deque[_Request], max_groups: int, in_flight: dict[tuple[int, int, int], _Request]
+) -> list[_Request]:
     """Move requests that can be submitted together from the queue into `in_flight`, and return them.
 
     All moved requests have the same step and sampling, because some engines generate a submission as one batch.
     """
     first = queue[0]
     batch: list[_Request] = []
-    while queue and len(batch) < most:
-        following = queue[0]
-        is_other = (following.step, following.sampling) != (first.step, first.sampling)
-        if is_other or following.key in in_flight:
+    while queue and len(batch) < max_groups:
+        next_request = queue[0]
+        needs_other_batch = (next_request.step, next_request.sampling) != (first.step, first.sampling)
+        if needs_other_batch or next_request.key in in_flight:
             break
         batch.append(queue.popleft())
-        in_flight[following.key] = following
+        in_flight[next_request.key] = next_request
     return batch

@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from cosmos_core.errors import BY_NAME, CosmosError, StageFailed, by_name
+from cosmos_core.errors import BY_NAME, CosmosError, StageFailed, serialise_error
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rollout.base import Bucket, LoadReceipt, WeightFormat
-from cosmos_core.rollout.engine_pool import POLL_SECONDS, EnginePool, Handle, PooledEngine
+from cosmos_core.rollout.engine_pool import POLL_SECONDS, EngineHandle, EnginePool, PooledEngine
 from cosmos_core.rollout.replica import Description, pack
 from cosmos_core.types import Group, Prompt, Sampling
 
@@ -53,10 +53,10 @@ class Fleet:
 
     def __init__(
         self,
-        handles: Callable[[], Sequence[Handle]],
+        handles: Callable[[], Sequence[EngineHandle]],
         *,
-        most_groups: int,
-        patience: float,
+        max_groups: int,
+        timeout_seconds: float,
         swap: Literal["disabled", "generation", "inference"] = "disabled",
         sleeps_in_training: bool = False,
         beat: Callable[[], None] = lambda: None,
@@ -70,12 +70,12 @@ class Fleet:
             CosmosError: an engine cannot be opened.
         """
         self._swap, self._sleeps_in_training, self._beat = swap, sleeps_in_training, beat
-        self._pool = EnginePool(handles, most_groups, patience, beat)
+        self._pool = EnginePool(handles, max_groups, timeout_seconds, beat)
         self._submissions: list[tuple[Prompt, Future[Group]]] = []
         self._loads_only_new = False
-        self.has_new = False
+        self.has_new_engine = False
         """Whether the last weight load was the first load of at least one engine."""
-        self.slept = 0
+        self.sleep_level = 0
         """1 if the engines share the trainer's GPUs and have slept since the last weight load; else 0."""
         self.version = -1
         """The lowest version of weights among the engines that have weights."""
@@ -97,7 +97,7 @@ class Fleet:
         return self._pool.request(prompt, sampling, step, is_urgent=is_urgent, version=version)
 
     @property
-    def is_stale(self) -> bool:
+    def needs_weights(self) -> bool:
         """Return whether an engine has no weights yet and so cannot be sent prompts."""
         return any(member.version is None for member in self._pool.open_engines())
 
@@ -130,7 +130,7 @@ class Fleet:
         An engine that is restarted during the wait gets the weights again.
         """
         while True:  # each poll broadcasts, so that no rank exceeds a collective's timeout
-            groups, failed, is_stale = broadcast_object(self._collect_submitted() if is_first() else None)  # type: ignore[misc]
+            groups, failed, is_stale = broadcast_object(self._poll_submissions() if is_first() else None)  # type: ignore[misc]
             self._raise(failed)
             if groups is not None:
                 return groups
@@ -141,7 +141,7 @@ class Fleet:
         """Load weights into every open engine, see `Engine.load_weights`; engines that die in the load are skipped."""
         self._release_cached_memory()
         num_sent, loads = 0, self._begin_load(version) if is_first() else []
-        has_new = any(process.member.version is None for process in loads)
+        has_new_engine = any(process.member.version is None for process in loads)
         for bucket in buckets:
             num_sent += len(bucket)
             if loads:
@@ -150,8 +150,8 @@ class Fleet:
         if is_first():
             self._end_load(version, loads, num_sent)
         versions = [member.version for member in self._pool.loaded_engines() if member.version is not None]
-        self.version, self.has_new = broadcast_object((min(versions, default=version), has_new))
-        self.slept = 0
+        self.version, self.has_new_engine = broadcast_object((min(versions, default=version), has_new_engine))
+        self.sleep_level = 0
         return LoadReceipt(version, num_sent)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
@@ -172,7 +172,7 @@ class Fleet:
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
         """Let engines that share the trainer's GPUs sleep, see `Engine.sleep`; other engines stay awake."""
-        self.slept = max(self.slept, int(self._sleeps_in_training))
+        self.sleep_level = max(self.sleep_level, int(self._sleeps_in_training))
         self._call_all("sleep")
 
     def wake(self) -> None:
@@ -197,22 +197,22 @@ class Fleet:
 
     # Only the first rank runs the methods below, because it alone communicates with the engines.
 
-    def _collect_submitted(self) -> tuple[list[Group] | None, tuple[str, str] | None, bool]:
+    def _poll_submissions(self) -> tuple[list[Group] | None, tuple[str, str] | None, bool]:
         """Return the submitted groups (None while some are missing), an error or None, and whether an engine needs
         weights."""
         try:
             wait([reply for _, reply in self._submissions], POLL_SECONDS, FIRST_EXCEPTION)
             self._pool.check()
             self._beat()
-            done = [reply for _, reply in self._submissions if reply.done()]
-            groups = [reply.result() for reply in done]
-            if len(done) < len(self._submissions):
-                return None, None, self.is_stale
+            finished = [reply for _, reply in self._submissions if reply.done()]
+            groups = [reply.result() for reply in finished]
+            if len(finished) < len(self._submissions):
+                return None, None, self.needs_weights
         except Exception as error:
             if not isinstance(error, CosmosError):
                 logger.exception("an engine refused what it was asked")
             self._submissions = []
-            return [], by_name(error), False
+            return [], serialise_error(error), False
         self._submissions = []
         return groups, None, False
 
@@ -229,7 +229,7 @@ class Fleet:
                 self.check()
                 time.sleep(0.05)
         except Exception as error:  # noqa: BLE001 - the error is raised on all ranks
-            return "", "checkpoint", by_name(error)
+            return "", "checkpoint", serialise_error(error)
         assert members[0].description is not None
         return members[0].description.name, members[0].description.weight_format, None
 
@@ -242,14 +242,14 @@ class Fleet:
             try:
                 replies.append(_Reply(process, reply.result()))
             except ConnectionError as error:
-                self._pool.mark_lost(*process, error)
+                self._pool.mark_dead(*process, error)
         return replies
 
     def _begin_load(self, version: int) -> list[_Process]:
         self._pool.is_loading = True
         members = [m for m in self._pool.open_engines() if m.version is None or not self._loads_only_new]
         processes = [_Process(member, member.description) for member in members]
-        keywords = {"background": self._swap != "disabled", "patience": self._pool.patience}
+        keywords = {"background": self._swap != "disabled", "patience": self._pool.timeout_seconds}
         return [reply.process for reply in self._call_each(processes, "begin_load", version, **keywords)]
 
     def _end_load(self, version: int, processes: Sequence[_Process], num_sent: int) -> None:

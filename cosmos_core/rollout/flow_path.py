@@ -17,8 +17,8 @@ from torch import Tensor
 
 from cosmos_core.data.order import shuffled
 from cosmos_core.models import flow
-from cosmos_core.models.flow_steps import DpmSolver2M, Levels, euler_step, log_prob, transition
-from cosmos_core.types import DiffusionSample, FlowSampling, Window
+from cosmos_core.models.flow_steps import DpmSolver2M, NoiseLevels, euler_step, log_prob, transition
+from cosmos_core.types import DiffusionSample, FlowSampling, StepWindow
 
 if TYPE_CHECKING:
     from cosmos_core.models.diffusion import DiffusionModel
@@ -28,7 +28,7 @@ Velocity = Callable[[Tensor, Tensor], Tensor]
 
 SHARED_NOISE = -1
 """Value that replaces the completion number in the seed of the initial noise that all completions of a group share."""
-_WINDOWS, _GIVEN = 0x77696E, 0x676976
+_WINDOWS, _CONDITIONING_SEED = 0x77696E, 0x676976
 """Seed offsets of the random numbers that choose step windows and numbers of conditioning frames."""
 
 
@@ -40,9 +40,9 @@ class Path:
     """Clean latents at the end of the sampling path."""
     steps: tuple[int, ...]
     """Numbers of the recorded stochastic steps; each list of tensors of the path has one entry per recorded step."""
-    before: list[Tensor]
-    after: list[Tensor]
-    means: list[Tensor]
+    latents_before: list[Tensor]
+    latents_after: list[Tensor]
+    transition_means: list[Tensor]
     """Means of the transitions of recorded steps; empty if means were not requested."""
     log_probs: list[Tensor]
     """Log-probability of each transition, shape B."""
@@ -61,9 +61,9 @@ class Path:
             tuple(sigmas_N.tolist()),
             version,
             self.steps,
-            stack_steps(self.before),
-            stack_steps(self.after),
-            stack_steps(self.means),
+            stack_steps(self.latents_before),
+            stack_steps(self.latents_after),
+            stack_steps(self.transition_means),
             tuple(each[b].item() for each in self.log_probs),
             0 if self.num_conditioning_B is None else int(self.num_conditioning_B[b]),
         )
@@ -74,7 +74,7 @@ def table_of(model: DiffusionModel, settings: FlowSampling) -> Tensor:
     shift."""
     if not settings.schedule:
         return model.set_scheduler_timestep(settings.num_steps)
-    return flow.SCHEDULES[settings.schedule](settings.num_steps, model.shift)
+    return flow.SCHEDULES[settings.schedule](settings.num_steps, model.timestep_shift)
 
 
 def stochastic_steps(sampling: FlowSampling, seed: int, step: int) -> range:
@@ -85,14 +85,14 @@ def stochastic_steps(sampling: FlowSampling, seed: int, step: int) -> range:
         return range(0)
     if sampling.window is None:
         return range(last)
-    first = _first(sampling.window, seed, step)
+    first = _window_start(sampling.window, seed, step)
     return range(first, min(first + sampling.window.size, last))
 
 
-def _first(window: Window, seed: int, step: int) -> int:
+def _window_start(window: StepWindow, seed: int, step: int) -> int:
     count = max(1, window.end - window.first - window.size + 1)
-    if window.moves_every:
-        return window.first + step // window.moves_every % count
+    if window.steps_per_move:
+        return window.first + step // window.steps_per_move % count
     return window.first + int(shuffled(count, seed, step, _WINDOWS)[0])
 
 
@@ -103,20 +103,20 @@ class ConditioningFrames:
     latents: Tensor
     num_B: Tensor
 
-    def insert(self, x: Tensor) -> Tensor:
+    def insert_frames(self, x: Tensor) -> Tensor:
         """Return the latents `x` with the conditioning frames inserted."""
-        return torch.where(self.is_learned(x), x, self.latents.to(x))
+        return torch.where(self.trained_frames_mask(x), x, self.latents.to(x))
 
-    def is_learned(self, x: Tensor) -> Tensor:
+    def trained_frames_mask(self, x: Tensor) -> Tensor:
         """Return a mask of the frames that are not conditioning frames, (B, 1, F, 1, 1)."""
         frames_F = torch.arange(x.shape[2], device=x.device)
         return (frames_F[None] >= self.num_B.to(x.device)[:, None])[:, None, :, None, None]
 
 
-def num_conditioning_frames(bounds: tuple[int, int], most: int, seed: int, step: int, prompt_id: int) -> int:
+def num_conditioning_frames(bounds: tuple[int, int], max_frames: int, seed: int, step: int, prompt_id: int) -> int:
     """Return the number of conditioning frames for rollouts of a prompt in a train step, at most `most`."""
-    low, high = (min(bound, most) for bound in bounds)
-    return low + int(shuffled(high - low + 1, seed, step, prompt_id, _GIVEN)[0])
+    low, high = (min(frame_bound, max_frames) for frame_bound in bounds)
+    return low + int(shuffled(high - low + 1, seed, step, prompt_id, _CONDITIONING_SEED)[0])
 
 
 def denoise(  # noqa: PLR0913 - a sampler has this many parameters
@@ -139,8 +139,8 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
         stochastic: numbers of the stochastic steps.
         conditioning: clean first frames that are inserted at each step; None: no conditioning frames.
     """
-    put = conditioning.insert if conditioning else lambda x: x
-    x, solver = put(noise.float()), DpmSolver2M(sigmas_N)
+    insert_conditioning = conditioning.insert_frames if conditioning else lambda x: x
+    x, solver = insert_conditioning(noise.float()), DpmSolver2M(sigmas_N)
     path = Path(x, tuple(i for i in stochastic if i in sampling.trained_on), [], [], [], [])
     for i in range(len(sigmas_N) - 1):
         v = velocity(x, sigmas_N[i].expand(len(x))).float()
@@ -148,19 +148,21 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
             x = solver.step(x, v, i) if sampling.solver == "dpm2" else euler_step(x, v, sigmas_N[i], sigmas_N[i + 1])
             continue
         solver.restart()
-        levels = Levels(sigmas_N[i], sigmas_N[i + 1], sigmas_N[1])
+        levels = NoiseLevels(sigmas_N[i], sigmas_N[i + 1], sigmas_N[1])
         step = transition(sampling.kernel, x, v, levels, sampling.eta)
         step_noise = torch.stack([torch.randn(x.shape[1:], generator=generator) for generator in generators])
-        next_x = put(step.mean + step.std.to(x) * step_noise.to(x))
+        next_x = insert_conditioning(step.mean + step.std.to(x) * step_noise.to(x))
         if i in path.steps:
-            path.before.append(x.cpu())
-            path.after.append(next_x.cpu())
-            path.log_probs.append(log_prob(step, next_x, conditioning.is_learned(x) if conditioning else None).cpu())
+            path.latents_before.append(x.cpu())
+            path.latents_after.append(next_x.cpu())
+            path.log_probs.append(
+                log_prob(step, next_x, conditioning.trained_frames_mask(x) if conditioning else None).cpu()
+            )
             if sampling.keeps_means:
-                path.means.append(step.mean.cpu())
+                path.transition_means.append(step.mean.cpu())
         x = next_x
-    kept_steps = (path.before, path.after, path.means, path.log_probs)
-    return Path(put(x).cpu(), path.steps, *kept_steps, conditioning.num_B if conditioning else None)
+    kept_steps = (path.latents_before, path.latents_after, path.transition_means, path.log_probs)
+    return Path(insert_conditioning(x).cpu(), path.steps, *kept_steps, conditioning.num_B if conditioning else None)
 
 
 def apply_guidance(velocity: Velocity, unconditional: Velocity, rule: Callable[..., Any], scale: float) -> Velocity:

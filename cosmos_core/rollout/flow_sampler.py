@@ -50,7 +50,7 @@ class FlowSamplerEngine:
         if settings.flow is None:
             raise ConfigError("rollout.backend = 'flow_sampler' draws images and videos; take 'vllm' for text")
         self._source: FlowSource = settings.flow
-        self._most_of_group = settings.rollout.n_generation_mini_batch
+        self._max_samples_per_pass = settings.rollout.n_generation_mini_batch
         self._version = 0
         self._waiting: deque[tuple[Sequence[Prompt], Sampling, int]] = deque()
 
@@ -72,7 +72,9 @@ class FlowSamplerEngine:
             return []
         prompts, sampling, step = self._waiting.popleft()
         rows = [_Row(prompt, k) for prompt in prompts for k in range(sampling.num_completions)]
-        rows_per_rank = len(prompts) * min(self._most_of_group or sampling.num_completions, sampling.num_completions)
+        rows_per_rank = len(prompts) * min(
+            self._max_samples_per_pass or sampling.num_completions, sampling.num_completions
+        )
         samples: list[DiffusionSample] = []
         for start in range(0, len(rows), rows_per_rank * self._num_ranks):
             samples += self._sample_by_form(rows[start : start + rows_per_rank * self._num_ranks], sampling, step)
@@ -113,7 +115,7 @@ class FlowSamplerEngine:
         """
         forms: dict[tuple[Any, ...], list[int]] = {}
         for i, row in enumerate(rows):
-            forms.setdefault(_form(row.prompt.embedding), []).append(i)
+            forms.setdefault(_embedding_shapes(row.prompt.embedding), []).append(i)
         samples: dict[int, DiffusionSample] = {}
         for indices in forms.values():
             samples |= zip(indices, self._sample_on_ranks([rows[i] for i in indices], sampling, step), strict=True)
@@ -142,18 +144,18 @@ class FlowSamplerEngine:
             DataError: the size of a conditioning clip differs from the size of the samples.
         """
         assert sampling.flow is not None
-        most_frames = min(self._source.model.max_conditioning_frames, shape[1] - 1) if len(shape) == 4 else 0
+        max_frames = min(self._source.model.max_conditioning_frames, shape[1] - 1) if len(shape) == 4 else 0
         clips = [row.prompt.conditioning_clip for row in rows]
-        if not most_frames or not sampling.flow.given_frames[1] or any(clip is None for clip in clips):
+        if not max_frames or not sampling.flow.given_frame_range[1] or any(clip is None for clip in clips):
             return None
-        if wrong := next((clip for clip in clips if tuple(clip.shape) != tuple(shape)), None):
+        if mismatched_clip := next((clip for clip in clips if tuple(clip.shape) != tuple(shape)), None):
             raise DataError(
-                f"a clip has latents of shape {tuple(wrong.shape)} and what is drawn {tuple(shape)}: frames can be "
-                f"given of clips of one size alone; set policy.diffusers.train_frames to inference_frames, or "
+                f"a clip has latents of shape {tuple(mismatched_clip.shape)} and what is drawn {tuple(shape)}: frames "
+                f"can be given of clips of one size alone; set policy.diffusers.train_frames to inference_frames, or "
                 f"policy.diffusers.flow_rl.max_conditional_frames to 0"
             )
-        bounds = sampling.flow.given_frames
-        counts = [num_conditioning_frames(bounds, most_frames, sampling.seed, step, row.prompt.id) for row in rows]
+        bounds = sampling.flow.given_frame_range
+        counts = [num_conditioning_frames(bounds, max_frames, sampling.seed, step, row.prompt.id) for row in rows]
         device = self._source.device
         return ConditioningFrames(torch.stack(clips).to(device), torch.tensor(counts, device=device))
 
@@ -170,7 +172,7 @@ class FlowSamplerEngine:
             starts = [_generator(sampling.seed, step, row.prompt.id, SHARED_NOISE) for row in rows]
             noise = torch.stack([torch.randn(shape, generator=generator) for generator in starts])
         text = _stack_embeddings([row.prompt.embedding for row in rows], self._source.device)
-        null = _stack_embeddings([self._source.null_text or {}] * len(rows), self._source.device)
+        null_embedding = _stack_embeddings([self._source.null_text or {}] * len(rows), self._source.device)
         steps = stochastic_steps(settings, sampling.seed, step)
         frames = self._conditioning_frames(rows, sampling, step, shape)
         num_conditioning_B = frames.num_B if frames else None
@@ -178,7 +180,7 @@ class FlowSamplerEngine:
         def sample(predict: Callable[..., Tensor]) -> Path:
             velocity = apply_guidance(
                 lambda x, sigma_B: predict(x, sigma_B, text, num_conditioning_B),
-                lambda x, sigma_B: predict(x, sigma_B, null, num_conditioning_B),
+                lambda x, sigma_B: predict(x, sigma_B, null_embedding, num_conditioning_B),
                 model.apply_guidance,
                 settings.guidance_scale,
             )
@@ -209,7 +211,7 @@ def _generator(seed: int, step: int, prompt_id: int, k: int) -> torch.Generator:
     return torch.Generator().manual_seed(request_seed(seed, step, prompt_id, k))
 
 
-def _form(text: Mapping[str, Tensor]) -> tuple[Any, ...]:
+def _embedding_shapes(text: Mapping[str, Tensor]) -> tuple[Any, ...]:
     return tuple((name, tuple(text[name].shape)) for name in sorted(text))
 
 

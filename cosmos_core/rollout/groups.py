@@ -31,11 +31,11 @@ class GroupSource(Protocol):
     """Groups that were sampled for the last train step, including groups that a filter dropped."""
 
     @property
-    def is_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Return whether the source has no more groups."""
         ...
 
-    def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
+    def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Return the groups of train step `step`, counted from 0, and metrics about the groups.
 
         `num_groups` is the number of groups to return; None: the number that one train step needs.
@@ -92,21 +92,21 @@ class SyncGroupSource:
     """Function called with the train step after each generated batch; it may raise an error to stop the training."""
     publish_every: int = 1
     """Number of train steps between two weight loads into the engine."""
-    is_over: ClassVar[bool] = False
+    is_exhausted: ClassVar[bool] = False
     """Whether the source has no more groups: always False, because the caller plans a fixed number of steps."""
     sampled: Sequence[ScoredGroup] = ()
 
-    def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
+    def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Generate and score the groups of train step `step`, or only the first `num_groups` groups."""
         start = time.perf_counter()
         self.engine.wake()
         groups = self.generate_repeated(self.prompts(step)[:num_groups], step, Counter())
         self.sleep_until_next_step(step)
         seconds = time.perf_counter() - start
-        scored = self.score_groups(groups)
-        self.sampled = scored
-        times = _times(scored, seconds, time.perf_counter() - start)
-        return scored, group_metrics(scored) | times | lag_metrics(scored, step)
+        scored_groups = self.score_groups(groups)
+        self.sampled = scored_groups
+        times = _times(scored_groups, seconds, time.perf_counter() - start)
+        return scored_groups, group_metrics(scored_groups) | times | lag_metrics(scored_groups, step)
 
     def generate_groups(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> list[Group]:
         """Generate the groups of `prompts`, and return the groups in the order of the prompts."""
@@ -192,29 +192,29 @@ class FilteredGroupSource:
     filter: Filter | None = Filter()
     """Filter that selects groups; None: every group is kept."""
     sampled: Sequence[ScoredGroup] = ()
-    _drawn: int = 0
+    _num_taken: int = 0
 
     @property
-    def is_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Return whether all prompts of all epochs were taken."""
-        return not self.take(self._drawn, 1)
+        return not self.take(self._num_taken, 1)
 
-    def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
+    def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Return the groups of train step `step`, and metrics about the groups.
 
         Fewer groups than requested are returned if prompts or rounds of generation are exhausted, and none if the
         filter dropped all groups.
         """
         num_requested = self.num_groups if num_groups is None else num_groups
-        most_rounds = self.filter.max_retries if self.filter else 0
+        max_rounds = self.filter.max_retries if self.filter else 0
         kept_groups: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
         num_rounds, seconds, start = 0, 0.0, time.perf_counter()
         times = Counter[int]()
         # `_drawn` is set only at the end of the step, so that a run that stops earlier resumes with the same prompts.
-        num_taken = self._drawn
+        num_taken = self._num_taken
         self.sync.engine.wake()
-        while len(kept_groups) < num_requested and not 0 < most_rounds < num_rounds:
+        while len(kept_groups) < num_requested and not 0 < max_rounds < num_rounds:
             prompts = self.take(num_taken, num_requested - len(kept_groups))
             if not prompts:
                 break
@@ -222,10 +222,12 @@ class FilteredGroupSource:
             round_start = time.perf_counter()
             groups = self.sync.generate_repeated(prompts, step, times)
             seconds += time.perf_counter() - round_start
-            scored = self.sync.score_groups(groups)
-            sampled += scored
+            scored_groups = self.sync.score_groups(groups)
+            sampled += scored_groups
             check_scores(step, sampled, self.filter.metrics if self.filter else ())
-            kept_groups += [group for group in scored if self.filter is None or self.filter.has_learning_signal(group)]
+            kept_groups += [
+                group for group in scored_groups if self.filter is None or self.filter.has_learning_signal(group)
+            ]
             num_rounds += 1
         if self.filter and len(kept_groups) < num_requested and not self.take(num_taken, 1):
             logger.warning(
@@ -234,7 +236,7 @@ class FilteredGroupSource:
                 len(kept_groups),
                 num_requested,
             )
-        self._drawn, self.sampled = num_taken, sampled
+        self._num_taken, self.sampled = num_taken, sampled
         self.sync.sleep_until_next_step(step)
         if not sampled:
             return [], {}
@@ -247,11 +249,11 @@ class FilteredGroupSource:
 
     def state_dict(self) -> dict[str, JsonValue]:
         """Return the number of prompts that were taken, as the source's state."""
-        return {"drawn": self._drawn}
+        return {"drawn": self._num_taken}
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
         """Continue after the prompts that the saved state counts as taken."""
-        self._drawn = int(str(state["drawn"]))
+        self._num_taken = int(str(state["drawn"]))
 
 
 def check_scores(step: int, groups: Sequence[ScoredGroup], metrics: Sequence[str] = ()) -> None:
@@ -306,7 +308,7 @@ def _valid(group: ScoredGroup) -> list[float]:
 def lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
     """Return metrics of how many train steps older than `step` the weights are that sampled the groups: maximum, mean,
     and number of groups by age."""
-    lags = [step - scored.group.version for scored in groups]
+    lags = [step - scored_group.group.version for scored_group in groups]
     return {
         "rollout/version_lag": float(max(lags)),
         "rollout/version_lag_mean": float(np.mean(lags)),
@@ -315,9 +317,9 @@ def lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
 
 
 def _times(groups: Sequence[ScoredGroup], generating: float, all_seconds: float) -> dict[str, float]:
-    completions = [completion for scored in groups for completion in scored.group.completions]
-    is_drawn = completions[0].diffusion_sample is not None
-    name, count = ("samples", len(completions)) if is_drawn else ("tokens", sum(c.num_sampled for c in completions))
+    completions = [completion for scored_group in groups for completion in scored_group.group.completions]
+    has_images = completions[0].diffusion_sample is not None
+    name, count = ("samples", len(completions)) if has_images else ("tokens", sum(c.num_sampled for c in completions))
     return {
         "time/generate": generating,
         "time/score": all_seconds - generating,

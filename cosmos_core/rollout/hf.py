@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.hf import load_model
-from cosmos_core.models.lora import add_adapter_like, is_adapter_alone
+from cosmos_core.models.lora import add_adapter_like, trains_only_linear_factors
 from cosmos_core.models.scorer import Scorer
 from cosmos_core.parallel.mesh import is_single_rank
 from cosmos_core.rollout.base import (
@@ -52,16 +52,16 @@ class HfEngine:
     ranks_per_engine = 1
 
     def __init__(self, settings: EngineSettings) -> None:
-        is_same = is_single_rank() and not settings.is_separate
-        is_adapter = is_adapter_alone(settings.model)
-        self.weight_format: WeightFormat = "shared" if is_same else "adapter" if is_adapter else "module"
-        self._model = settings.model if is_same else _replica(settings)
+        shares_model = is_single_rank() and not settings.is_separate
+        is_adapter = trains_only_linear_factors(settings.model)
+        self.weight_format: WeightFormat = "shared" if shares_model else "adapter" if is_adapter else "module"
+        self._model = settings.model if shares_model else _replica(settings)
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
         self._dtype = settings.dtype
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
         self._vision = settings.vision
-        self._most_of_group = settings.rollout.n_generation_mini_batch
+        self._max_samples_per_pass = settings.rollout.n_generation_mini_batch
         self._version = 0
         self._receiver = Receiver()
         self._waiting: deque[tuple[Sequence[Prompt], Sampling, int]] = deque()
@@ -86,7 +86,7 @@ class HfEngine:
     def _generate_batch(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
         """Generate the groups of `prompts` as one batch, or in several batches that each have a limited number of
         completions per group."""
-        count, chunk_size = sampling.num_completions, self._most_of_group or sampling.num_completions
+        count, chunk_size = sampling.num_completions, self._max_samples_per_pass or sampling.num_completions
         chunks = [
             self._rows(prompts, sampling, step, range(k, min(k + chunk_size, count)))
             for k in range(0, count, chunk_size)
@@ -99,14 +99,14 @@ class HfEngine:
             tokens_RT, logprobs_RT, lengths_R = self._sample(prompts, sampling, step, ks)
         rows = []
         for tokens, logprobs, length in zip(tokens_RT.tolist(), logprobs_RT.tolist(), lengths_R.tolist(), strict=True):
-            is_stopped = tokens[length - 1] in self._stop_ids
+            ends_with_stop = tokens[length - 1] in self._stop_ids
             rows.append(
                 completion(
                     self._tokenizer,
                     tokens[:length],
                     logprobs[:length],
                     version=self._version,
-                    is_stopped=is_stopped,
+                    ends_with_stop=ends_with_stop,
                     vision=self._vision,
                 )
             )
@@ -181,7 +181,7 @@ class HfEngine:
         logprobs_RT, lengths_R = torch.zeros_like(tokens_RT, dtype=torch.float32), budget_B.clone()
         alive_B = torch.ones_like(budget_B, dtype=torch.bool)
         # Finished rows stay in a batch with images, because the model keeps image positions for each row.
-        may_shrink = not image_inputs and all(type(layer) is _PreallocatedLayer for layer in cache.layers)
+        can_drop_rows = not image_inputs and all(type(layer) is _PreallocatedLayer for layer in cache.layers)
         for t in range(tokens_RT.shape[1]):
             logprobs_BV = process_logits(logits_BV, seen_BV, sampling)
             is_greedy = sampling.temperature == 0
@@ -197,7 +197,7 @@ class HfEngine:
             mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(mask_BT), 1)], dim=-1)
             # The position of a finished row no longer grows, because it must not exceed the model's position table.
             positions_B = positions_B + alive_B
-            if may_shrink and 2 * alive_B.sum() <= len(alive_B):
+            if can_drop_rows and 2 * alive_B.sum() <= len(alive_B):
                 kept_B = alive_B.nonzero().squeeze(-1)
                 cache.batch_select_indices(kept_B)
                 tokens_B, seen_BV, mask_BT, positions_B = (
@@ -246,13 +246,13 @@ class _PreallocatedLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Append keys and values, and return all keys and values of the layer; see `DynamicLayer.update`."""
-        length, more = self.get_seq_length(), key_states.shape[-2]
+        length, num_new = self.get_seq_length(), key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self._buffers is None or self._buffers[0].shape[-2] < length + more:
-            size = length + more + max(_MIN_CACHE_GROWTH, length // 4)
+        if self._buffers is None or self._buffers[0].shape[-2] < length + num_new:
+            size = length + num_new + max(_MIN_CACHE_GROWTH, length // 4)
             self._buffers = _allocate(self.keys, key_states, size), _allocate(self.values, value_states, size)
-        keys, values = (buffer[..., : length + more, :] for buffer in self._buffers)
+        keys, values = (buffer[..., : length + num_new, :] for buffer in self._buffers)
         keys[..., length:, :], values[..., length:, :] = key_states, value_states
         self.keys, self.values = keys, values
         return keys, values
@@ -268,11 +268,11 @@ class _PreallocatedLayer(DynamicLayer):
         self._buffers = None
 
 
-def _allocate(before: Tensor | None, states: Tensor, size: int) -> Tensor:
+def _allocate(old_states: Tensor | None, states: Tensor, size: int) -> Tensor:
     """Return a cache tensor with memory for `size` tokens, which begins with a copy of `before` unless that is None."""
     buffer = states.new_empty(*states.shape[:-2], size, states.shape[-1])
-    if before is not None and before.numel():
-        buffer[..., : before.shape[-2], :] = before
+    if old_states is not None and old_states.numel():
+        buffer[..., : old_states.shape[-2], :] = old_states
     return buffer
 
 
@@ -302,7 +302,7 @@ def _replica(settings: EngineSettings) -> PreTrainedModel:
     """
     trained = settings.model
     replica = load_model(settings.folder, revision=getattr(trained.config, "_commit_hash", None), dtype=trained.dtype)
-    if is_adapter_alone(trained):
+    if trains_only_linear_factors(trained):
         add_adapter_like(replica, trained)
     nn.Module.to(replica, "cuda" if torch.cuda.is_available() else "cpu")
     return replica.requires_grad_(False)

@@ -12,13 +12,13 @@ from transformers import PretrainedConfig
 
 from cosmos_core.rollout.base import Bucket
 
-FORMAT = "mxfp4"
+QUANTIZATION_FORMAT = "mxfp4"
 _BLOCK = 32
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 _LARGEST_EXPONENT = 2
 """Exponent of the largest 4-bit (E2M1) values, 4 and 6."""
 _BIAS = 127
-_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_ROUNDING_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Midpoints between the 4-bit values 0, 0.5, 1, 1.5, 2, 3, 4 and 6; a midpoint is rounded to the even neighbour."""
 
 
@@ -26,7 +26,7 @@ def has_mxfp4(config: PretrainedConfig) -> bool:
     """Return whether a checkpoint with this config.json stores its experts in MXFP4."""
     quantization = getattr(config, "quantization_config", None) or {}
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-    return str(getattr(method, "value", method)) == FORMAT
+    return str(getattr(method, "value", method)) == QUANTIZATION_FORMAT
 
 
 def quantize_bucket(bucket: Bucket) -> Bucket:
@@ -58,7 +58,7 @@ def _quantize_expert(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     exponents_ON = torch.frexp(largest_ON).exponent - 1 - _LARGEST_EXPONENT
     exponents_ON = torch.where(largest_ON > 0, exponents_ON, -_BIAS).clamp(-_BIAS, _BIAS)
     scaled = torch.ldexp(values, -exponents_ON.unsqueeze(-1))
-    middles = torch.tensor(_MIDDLES, device=scaled.device)
+    middles = torch.tensor(_ROUNDING_MIDPOINTS, device=scaled.device)
     # A midpoint is rounded to the neighbour with the even code, which is the upper one for every second midpoint.
     middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))
     codes = torch.bucketize(scaled.abs().contiguous(), middles, out_int32=True) + 8 * torch.signbit(scaled)

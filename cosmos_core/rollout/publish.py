@@ -61,7 +61,7 @@ class WeightPublisher:
     transfer_dtype: torch.dtype | None = None
     """Dtype that weights are cast to before they are sent; None: no cast."""
     bucket_bytes: int = BUCKET_BYTES
-    _proven: set[int] = field(default_factory=set)
+    _probed_levels: set[int] = field(default_factory=set)
     """Levels of engine sleep after which a weight load was probed; 0: a load without sleep."""
     _weights: _Weights | None = None
 
@@ -78,10 +78,12 @@ class WeightPublisher:
             nonlocal num_sent, num_bytes
             assert self._weights is not None
             for bucket in self._weights.buckets():
-                cast = {storage_of(tensor): self._cast(tensor) for _, tensor in bucket}  # tied weights are cast once
+                cast_tensors = {
+                    storage_of(tensor): self._cast(tensor) for _, tensor in bucket
+                }  # tied weights are cast once
                 num_sent += len(bucket)
-                num_bytes += sum(tensor.nbytes for tensor in cast.values())
-                yield [(name, cast[storage_of(tensor)]) for name, tensor in bucket]
+                num_bytes += sum(tensor.nbytes for tensor in cast_tensors.values())
+                yield [(name, cast_tensors[storage_of(tensor)]) for name, tensor in bucket]
 
         if self.engine.weight_format == "shared":
             self.engine.load_weights(version, ())
@@ -89,19 +91,19 @@ class WeightPublisher:
             return {"sync/version": float(version), "sync/bytes": 0.0, "time/sync": seconds}
         if self._weights is None:
             self._weights = _Weights(self.model, self.meta_copy, self.engine.weight_format, self.bucket_bytes)
-        slept = getattr(self.engine, "slept", 0)
+        sleep_level = getattr(self.engine, "sleep_level", 0)
         loaded = self.engine.load_weights(version, count_buckets())
         if (loaded.version, loaded.num_tensors) != (version, num_sent):
             raise StageFailed(
                 f"weight sync: the engine acknowledges {loaded.num_tensors} tensors of version {loaded.version}, not "
                 f"{num_sent} of version {version}"
             )
-        has_new = isinstance(self.engine, Fleet) and self.engine.has_new
+        has_new_engine = isinstance(self.engine, Fleet) and self.engine.has_new_engine
         # The version number determines the probes, not a counter, so that a resumed run probes the same versions.
-        is_due = version % self.probe_interval == 0
-        if slept not in self._proven or has_new or is_due:
+        is_probe_due = version % self.probe_interval == 0
+        if sleep_level not in self._probed_levels or has_new_engine or is_probe_due:
             self._probe(version)
-        self._proven.add(slept)
+        self._probed_levels.add(sleep_level)
         seconds = time.perf_counter() - start
         return {"sync/version": float(version), "sync/bytes": float(num_bytes), "time/sync": seconds}
 
@@ -111,7 +113,7 @@ class WeightPublisher:
 
     @property
     def _tolerance(self) -> float:
-        return tolerance_of(self.dtype, self.transfer_dtype)
+        return logprob_tolerance(self.dtype, self.transfer_dtype)
 
     def _probe(self, version: int) -> None:
         """Compare the trainer's log-probabilities with those of each engine that has weights of `version`."""
@@ -134,7 +136,7 @@ class WeightPublisher:
         logger.info("weights of version %d: engine and trainer differ by %.3g nats per token", version, difference)
 
 
-def tolerance_of(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> float:
+def logprob_tolerance(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> float:
     """Return the mean absolute difference of log-probabilities that rounding can cause."""
     return max(_TOLERANCE[each] for each in (dtype, transfer_dtype) if each is not None)
 
@@ -145,7 +147,7 @@ def probe_tokens(vocab_size: int) -> list[int]:
 
 
 @dataclass
-class _Unit:
+class _WeightUnit:
     """Weights of a module and its neighbours, which must be sent in one bucket.
 
     Engines fuse the weights of neighbours (query, key and value), and keep the first until the last arrives. Merging
@@ -154,7 +156,7 @@ class _Unit:
 
     tensors: dict[str, FullTensor] = field(default_factory=dict)
     """Tensors to gather, by key in the state dict."""
-    plain: dict[str, str] = field(default_factory=dict)
+    plain_names: dict[str, str] = field(default_factory=dict)
     """State-dict key of each weight, by name in a model without adapters; tied weights have two names and one key."""
     adapted: dict[str, Any] = field(default_factory=dict)
     """Layers whose adapter is merged before sending, by module name."""
@@ -168,14 +170,14 @@ class _Weights:
     """Weights of a model, divided into buckets, under the names that engines use."""
 
     def __init__(
-        self, model: PreTrainedModel, whole: PreTrainedModel | None, form: WeightFormat, bucket_bytes: int
+        self, model: PreTrainedModel, full_model: PreTrainedModel | None, form: WeightFormat, bucket_bytes: int
     ) -> None:
         self._model, self._form = model, form
-        units = _factors(whole or model) if form == "adapter" else _units(whole or model)
+        units = _factors(full_model or model) if form == "adapter" else _units(full_model or model)
         # On a mesh a bucket has half the size, because one bucket is read while the next is gathered.
-        self._units = _pack_buckets(units, bucket_bytes if whole is None else bucket_bytes // 2)
-        most_bytes = max(sum(unit.num_bytes for unit in units) for units in self._units)
-        self._gatherer = Gatherer(model.state_dict(keep_vars=True), most_bytes) if whole is not None else None
+        self._bucket_units = _pack_buckets(units, bucket_bytes if full_model is None else bucket_bytes // 2)
+        max_bytes = max(sum(unit.num_bytes for unit in units) for units in self._bucket_units)
+        self._gatherer = Gatherer(model.state_dict(keep_vars=True), max_bytes) if full_model is not None else None
 
     def buckets(self) -> Iterator[Bucket]:
         """Yield all weights that the engine loads.
@@ -185,49 +187,53 @@ class _Weights:
         state = self._model.state_dict(keep_vars=True)
         if self._gatherer is not None:
             self._gatherer.tensors = state
-        for units in self._units:
+        for units in self._bucket_units:
             yield self._bucket(units, state)
 
     @torch.no_grad()
-    def _bucket(self, units: Sequence[_Unit], state: dict[str, Tensor]) -> Bucket:
+    def _bucket(self, units: Sequence[_WeightUnit], state: dict[str, Tensor]) -> Bucket:
         tensors = {key: full for unit in units for key, full in unit.tensors.items()}
-        full = {key: state[key].detach() for key in tensors} if self._gatherer is None else self._gatherer.full(tensors)
+        full = (
+            {key: state[key].detach() for key in tensors}
+            if self._gatherer is None
+            else self._gatherer.gather_full(tensors)
+        )
         weights: dict[str, Tensor] = {}
         for unit in units:
             for name, layer in unit.adapted.items():
                 full |= _merge_layer(name, layer, None if self._gatherer is None else full)
-            weights |= {name: full[key] for name, key in unit.plain.items()}
+            weights |= {name: full[key] for name, key in unit.plain_names.items()}
         return list((revert_weight_conversion(self._model, weights) if self._form == "checkpoint" else weights).items())
 
 
-def _units(whole: PreTrainedModel) -> list[_Unit]:
-    state, layers = whole.state_dict(keep_vars=True), adapted_layers(whole)
-    units: dict[str, _Unit] = {}
+def _units(full_model: PreTrainedModel) -> list[_WeightUnit]:
+    state, layers = full_model.state_dict(keep_vars=True), adapted_layers(full_model)
+    units: dict[str, _WeightUnit] = {}
     first_keys: dict[Tensor, str] = {}
-    unit_of: dict[str, _Unit] = {}
-    names = names_without_adapter(whole)
+    unit_by_name: dict[str, _WeightUnit] = {}
+    names = names_without_adapter(full_model)
     for key in state:
         name = names.get(key, "")
         layer = next((layer for layer in layers if key.startswith(f"{layer}.")), "")
         first = first_keys.setdefault(state[key], key)
         if first != key:  # a tied weight belongs to the unit of its first name
-            unit = unit_of[first]
+            unit = unit_by_name[first]
         else:
-            unit = units.setdefault(layer.rpartition(".")[0] if layer else _parent(name or key), _Unit())
+            unit = units.setdefault(layer.rpartition(".")[0] if layer else _parent(name or key), _WeightUnit())
             unit.tensors[key] = FullTensor(state[key].shape, state[key].dtype)
-        unit_of[key] = unit
+        unit_by_name[key] = unit
         if layer:
             unit.adapted[layer] = layers[layer]
         if name:
-            unit.plain[name] = first
+            unit.plain_names[name] = first
     return list(units.values())
 
 
-def _factors(whole: PreTrainedModel) -> list[_Unit]:
+def _factors(full_model: PreTrainedModel) -> list[_WeightUnit]:
     """Return a unit for each factor of the LoRA adapter, which has the name of its key in the state dict."""
-    state, names = whole.state_dict(keep_vars=True), names_without_adapter(whole)
+    state, names = full_model.state_dict(keep_vars=True), names_without_adapter(full_model)
     factors = [key for key, name in names.items() if not name]
-    return [_Unit({key: FullTensor(state[key].shape, state[key].dtype)}, {key: key}) for key in factors]
+    return [_WeightUnit({key: FullTensor(state[key].shape, state[key].dtype)}, {key: key}) for key in factors]
 
 
 def _parent(name: str) -> str:
@@ -235,9 +241,9 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0].rpartition(".")[0]
 
 
-def _pack_buckets(units: Sequence[_Unit], bucket_bytes: int) -> list[list[_Unit]]:
+def _pack_buckets(units: Sequence[_WeightUnit], bucket_bytes: int) -> list[list[_WeightUnit]]:
     """Group units into buckets of at most `bucket_bytes`, in their order."""
-    buckets: list[list[_Unit]] = []
+    buckets: list[list[_WeightUnit]] = []
     free_bytes = 0
     for unit in units:
         if not buckets or unit.num_bytes > free_bytes:

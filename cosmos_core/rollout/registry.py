@@ -28,7 +28,7 @@ def make_engine(settings: EngineSettings) -> Engine:
     """
     if settings.flow is not None:  # a diffusion engine distributes samples over ranks itself
         name = settings.rollout.backend
-        return _make(name if is_import_path(name) else _path(name), settings)
+        return _make_engine(name if is_import_path(name) else _path(name), settings)
     text_config = settings.model.config.get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None) or settings.max_model_len
     if positions < settings.max_model_len:
@@ -45,21 +45,21 @@ def make_engine(settings: EngineSettings) -> Engine:
 def _make_local_engine(settings: EngineSettings) -> Engine:
     name = settings.rollout.backend
     if is_import_path(name):
-        return _make(name, settings)
+        return _make_engine(name, settings)
     try:
-        return _make(_path(name), settings)
+        return _make_engine(_path(name), settings)
     except ImportError as error:
         if name == _FALLBACK:
             raise
         reason = " ".join(str(error).split())
         logger.warning("rollout.backend = %r cannot be imported (%s); using %r in its place", name, reason, _FALLBACK)
-    return _make(_path(_FALLBACK), settings)
+    return _make_engine(_path(_FALLBACK), settings)
 
 
 def _path(name: str) -> str:
     return f"cosmos_core.rollout.{name}:{name.title().replace('_', '')}Engine"
 
 
-def _make(path: str, settings: EngineSettings) -> Engine:
+def _make_engine(path: str, settings: EngineSettings) -> Engine:
     engine: Engine = import_object(path)(settings)
     return engine

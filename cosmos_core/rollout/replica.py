@@ -46,7 +46,7 @@ class PackedBucket(NamedTuple):
     """Name, dtype, shape, first byte and end byte of each tensor in the array."""
 
 
-_ABANDONED = PackedBucket(np.empty(0, np.uint8), [])
+_LOAD_ABANDONED = PackedBucket(np.empty(0, np.uint8), [])
 """Placeholder that ends the queue of buckets of an abandoned weight load."""
 _ALIGNMENT = 16  # bytes of alignment of each tensor, since a view as a wider dtype needs an aligned offset
 
@@ -57,7 +57,7 @@ class _Load:
 
     buckets: queue.Queue[PackedBucket | None]
     """Queue of the buckets to load; an entry of None marks the end of the load."""
-    done: Future[LoadReceipt]
+    result: Future[LoadReceipt]
     seconds: float
     """Time limit for the next bucket to arrive or to be loaded."""
     is_scheduled: bool = False
@@ -69,14 +69,14 @@ class Replica:
 
     def __init__(self, open_engine: Callable[[], Engine]) -> None:
         self._commands: queue.Queue[Callable[[Engine], None]] = queue.Queue()
-        self._ended = threading.Condition()
+        self._has_ended = threading.Condition()
         self._groups: list[Group] = []
         self._session = ""
-        self._passes = 0
+        self._num_passes = 0
         self._in_flight = 0
         self._load: _Load | None = None
         self._version: int | None = None
-        self._opened: Future[Description] = Future()
+        self._description: Future[Description] = Future()
         threading.Thread(target=self._run, args=(open_engine,), daemon=True).start()
 
     def begin(self, session: str) -> Description:
@@ -85,22 +85,22 @@ class Replica:
         Raises:
             CosmosError: the engine cannot be opened.
         """
-        description = self._opened.result()
+        description = self._description.result()
 
-        def forget(engine: Engine) -> None:
+        def reset_session(engine: Engine) -> None:
             if hasattr(engine, "abort"):
                 engine.abort()
                 self._in_flight = 0
             while self._in_flight:
                 self._generate(engine.completed)
-            with self._ended:
+            with self._has_ended:
                 self._session, self._groups = session, []
 
-        if self._load is not None and not self._load.done.done():  # the trainer died during the weight load
+        if self._load is not None and not self._load.result.done():  # the trainer died during the weight load
             if self._load.is_scheduled:
-                self._load.buckets.put(_ABANDONED, timeout=self._load.seconds)
+                self._load.buckets.put(_LOAD_ABANDONED, timeout=self._load.seconds)
             self._load = None
-        self._run_on_engine_thread(forget)
+        self._run_on_engine_thread(reset_session)
         return description
 
     def submit(self, session: str, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
@@ -114,7 +114,7 @@ class Replica:
             engine.submit(prompts, sampling, step)
             self._in_flight += len(prompts)
 
-        self._check(session)
+        self._check_session(session)
         self._run_on_engine_thread(submit)
 
     def completed(self, session: str, seconds: float) -> tuple[list[Group], int]:
@@ -125,24 +125,24 @@ class Replica:
         Raises:
             ConnectionError: the session is over, or it began in an earlier process that has died.
         """
-        with self._ended:
-            self._ended.wait_for(lambda: self._groups or session != self._session, seconds)
-            self._check(session)
+        with self._has_ended:
+            self._has_ended.wait_for(lambda: self._groups or session != self._session, seconds)
+            self._check_session(session)
             groups, self._groups = self._groups, []
-        return groups, self._passes
+        return groups, self._num_passes
 
-    def _check(self, session: str) -> None:
+    def _check_session(self, session: str) -> None:
         if session != self._session:
             raise ConnectionError("the process in which the session began has died")
 
-    def begin_load(self, version: int, *, background: bool, patience: float) -> None:
+    def begin_load(self, version: int, *, background: bool, timeout_seconds: float) -> None:
         """Prepare to receive the buckets of a version.
 
         With `background`, the engine generates until the last bucket has arrived, and then loads all buckets.
         `patience` is the number of seconds after which the trainer kills an engine that does not reply.
         """
-        assert self._load is None or self._load.done.done(), "one load at a time"
-        seconds = max(_LOAD_SECONDS, _TIMEOUT_FACTOR * patience)
+        assert self._load is None or self._load.result.done(), "one load at a time"
+        seconds = max(_LOAD_SECONDS, _TIMEOUT_FACTOR * timeout_seconds)
         self._load = load = _Load(queue.Queue(0 if background else 1), Future(), seconds, is_scheduled=not background)
         if not background:
             self._commands.put(lambda engine: self._load_buckets(engine, load, version))
@@ -164,8 +164,8 @@ class Replica:
         load.buckets.put(None, timeout=load.seconds)
         if background:
             load.is_scheduled = True
-            self._commands.put(lambda engine: self._load_buckets(engine, load, version, drained=waits))
-        return load.done.result()
+            self._commands.put(lambda engine: self._load_buckets(engine, load, version, is_queue_drained=waits))
+        return load.result.result()
 
     def _current_load(self) -> _Load:
         """Return the weight load in progress.
@@ -197,28 +197,28 @@ class Replica:
 
     def _run_on_engine_thread(self, call: Callable[[Engine], Any]) -> Any:
         """Call a function with the engine between two of its passes, and return the result."""
-        done: Future[Any] = Future()
+        result: Future[Any] = Future()
 
         def run(engine: Engine) -> None:
             try:
-                done.set_result(call(engine))
+                result.set_result(call(engine))
             except Exception as error:  # noqa: BLE001 - raised again in the caller
-                done.set_exception(error)
+                result.set_exception(error)
 
         self._commands.put(run)
-        return done.result()
+        return result.result()
 
     def _run(self, open_engine: Callable[[], Engine]) -> None:
         try:
             engine = open_engine()
         except Exception as error:  # noqa: BLE001 - raised again in `begin`
-            self._opened.set_exception(error)
+            self._description.set_exception(error)
             return
-        self._opened.set_result(Description(engine.name, engine.weight_format, os.getpid()))
+        self._description.set_result(Description(engine.name, engine.weight_format, os.getpid()))
         while True:
             while self._in_flight == 0 or not self._commands.empty():
                 self._commands.get()(engine)
-            self._generate(_step_of(engine))
+            self._generate(_find_step_method(engine))
 
     def _generate(self, step: Callable[[], list[Group]]) -> None:
         """Call `step`, which runs the engine; if it fails, the process exits and its requests are lost."""
@@ -227,23 +227,25 @@ class Replica:
         except Exception:
             logger.exception("the engine failed")
             os._exit(1)
-        self._passes += 1
+        self._num_passes += 1
         self._in_flight -= len(groups)
         if groups:
-            with self._ended:
+            with self._has_ended:
                 self._groups += groups
-                self._ended.notify_all()
+                self._has_ended.notify_all()
 
-    def _load_buckets(self, engine: Engine, load: _Load, version: int, *, drained: bool = False) -> None:
+    def _load_buckets(self, engine: Engine, load: _Load, version: int, *, is_queue_drained: bool = False) -> None:
         """Load the buckets of `load`; with `drained`, first generate until no request is in flight."""
-        while drained and self._in_flight:  # each forward pass is progress, so the trainer does not kill the engine
-            self._generate(_step_of(engine))
+        while (
+            is_queue_drained and self._in_flight
+        ):  # each forward pass is progress, so the trainer does not kill the engine
+            self._generate(_find_step_method(engine))
         try:
             loaded = engine.load_weights(version, _buckets(load))
             self._version = version
-            load.done.set_result(loaded)
+            load.result.set_result(loaded)
         except Exception as error:  # noqa: BLE001 - raised again in `end_load`
-            load.done.set_exception(error)
+            load.result.set_exception(error)
 
 
 def pack(bucket: Bucket) -> PackedBucket:
@@ -273,7 +275,7 @@ def unpack(bucket: PackedBucket) -> Bucket:
     ]
 
 
-def _step_of(engine: Engine) -> Callable[[], list[Group]]:
+def _find_step_method(engine: Engine) -> Callable[[], list[Group]]:
     """Return an engine's method `step`, which makes one forward pass, or `completed` if the engine has no `step`."""
     step: Callable[[], list[Group]] = getattr(engine, "step", engine.completed)
     return step
@@ -281,6 +283,6 @@ def _step_of(engine: Engine) -> Callable[[], list[Group]]:
 
 def _buckets(load: _Load) -> Iterator[Bucket]:
     while (bucket := load.buckets.get(timeout=load.seconds)) is not None:
-        if bucket.data is _ABANDONED.data:
+        if bucket.data is _LOAD_ABANDONED.data:
             raise StageFailed("weight sync: the trainer has gone")
         yield unpack(bucket)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from cosmos_core.data.chat import ToolText, chat_of, open_tools
+from cosmos_core.data.chat import ToolText, open_tools, prompt_rendering
 from cosmos_core.parallel.mesh import num_ranks
 from cosmos_core.rollout.base import EngineSettings, EngineWrapper, stop_token_ids
 from cosmos_core.tools.base import ToolCall, ToolResult, parse_calls
@@ -23,26 +23,26 @@ from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment, Turn
 
 
 @dataclass
-class _Unfinished:
+class _UnfinishedGroup:
     """A group in which some conversations have not ended."""
 
     prompt: Prompt
     sampling: Sampling
     step: int
-    done: dict[int, Completion] = field(default_factory=dict)
+    completions: dict[int, Completion] = field(default_factory=dict)
 
-    def whole(self) -> Group | None:
+    def complete_group(self) -> Group | None:
         """Return the group if all its conversations have ended, else None."""
-        if len(self.done) < self.sampling.num_completions:
+        if len(self.completions) < self.sampling.num_completions:
             return None
-        return Group(self.prompt, tuple(self.done[k] for k in range(self.sampling.num_completions)), self.step)
+        return Group(self.prompt, tuple(self.completions[k] for k in range(self.sampling.num_completions)), self.step)
 
 
 @dataclass
 class _Conversation:
     """Conversation of one completion of a group, up to its newest turn."""
 
-    group: _Unfinished
+    group: _UnfinishedGroup
     k: int
     segments: list[Segment] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -64,7 +64,7 @@ class _Conversation:
     def end(self, reason: Literal["stop", "length"]) -> None:
         """End the conversation, and add its completion with the finish reason `reason` to the group."""
         text = next(turn.text for turn in reversed(self.turns) if turn.role == "assistant")
-        self.group.done[self.k] = Completion(tuple(self.segments), reason, text, tuple(self.turns))
+        self.group.completions[self.k] = Completion(tuple(self.segments), reason, text, tuple(self.turns))
 
 
 class Turns(EngineWrapper):
@@ -80,14 +80,14 @@ class Turns(EngineWrapper):
         self._max_turns, self._has_tools = config.max_assistant_turns, config.enable_tools
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
         self._first: dict[tuple[int, int], list[Sampling]] = defaultdict(list)
-        self._continued: dict[int, _Conversation] = {}
+        self._conversations: dict[int, _Conversation] = {}
         if hasattr(inner, "step"):
             self.step: Callable[[], list[Group]] = lambda: self._continue_groups(inner.step())
         if hasattr(inner, "abort"):
             self.abort = self._abort
         self._runner = open_tools(config, num_workers=max(1, len(os.sched_getaffinity(0)) // num_ranks()))
         if self._has_tools:
-            chat = chat_of(config, self._runner.schemas())
+            chat = prompt_rendering(config, self._runner.schemas())
             self._text = ToolText(settings.tokenizer, chat, self._stop_ids)
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
@@ -98,8 +98,8 @@ class Turns(EngineWrapper):
 
     def completed(self) -> list[Group]:
         while groups := self._inner.completed():
-            if done := self._continue_groups(groups):
-                return done
+            if complete_groups := self._continue_groups(groups):
+                return complete_groups
         return []
 
     def close(self) -> None:
@@ -108,25 +108,27 @@ class Turns(EngineWrapper):
 
     def _continue_groups(self, groups: Sequence[Group]) -> list[Group]:
         """Continue the conversations whose turns have ended; return the groups that are done."""
-        ended = [pair for group in groups for pair in self._add_turns(group)]
-        unfinished = {id(conversation.group): conversation.group for conversation, _ in ended}
-        self._submit_next_turns([conversation for conversation, is_over in ended if not is_over])
-        return [complete_group for group in unfinished.values() if (complete_group := group.whole()) is not None]
+        updated = [pair for group in groups for pair in self._add_turns(group)]
+        unfinished = {id(conversation.group): conversation.group for conversation, _ in updated}
+        self._submit_next_turns([conversation for conversation, is_finished in updated if not is_finished])
+        return [
+            complete_group for group in unfinished.values() if (complete_group := group.complete_group()) is not None
+        ]
 
     def _abort(self) -> None:
         """Discard all requests in flight."""
-        inner: Any = self._inner
-        inner.abort()
+        inner_engine: Any = self._inner
+        inner_engine.abort()
         self._first.clear()
-        self._continued.clear()
+        self._conversations.clear()
 
     def _add_turns(self, group: Group) -> list[tuple[_Conversation, bool]]:
         """Add the turns in `group` to their conversations; return each conversation and whether it has ended."""
-        conversation = self._continued.pop(group.prompt.id, None)
+        conversation = self._conversations.pop(group.prompt.id, None)
         if conversation is not None:
             return [(conversation, self._add_turn(conversation, group.completions[0]))]
         samplings = self._first[group.prompt.id, group.step]
-        unfinished = _Unfinished(group.prompt, samplings.pop(0), group.step)
+        unfinished = _UnfinishedGroup(group.prompt, samplings.pop(0), group.step)
         if not samplings:
             del self._first[group.prompt.id, group.step]
         conversations = [_Conversation(unfinished, k) for k in range(len(group.completions))]
@@ -134,20 +136,22 @@ class Turns(EngineWrapper):
 
     def _add_turn(self, conversation: _Conversation, turn: Completion) -> bool:
         """Add a turn of the policy; return whether the conversation has ended."""
-        num_left = conversation.num_tokens_left
-        is_cut = turn.finish_reason == "length" or turn.num_sampled > num_left
-        segments = _first_tokens(turn.segments, num_left)
+        num_tokens_left = conversation.num_tokens_left
+        is_truncated = turn.finish_reason == "length" or turn.num_sampled > num_tokens_left
+        segments = _first_tokens(turn.segments, num_tokens_left)
         text = turn.text
-        if turn.num_sampled > num_left:  # possible, because all prompts of a submission get the largest token limit
+        if (
+            turn.num_sampled > num_tokens_left
+        ):  # possible, because all prompts of a submission get the largest token limit
             ids = [token for segment in segments for token in segment.token_ids]
             text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
         conversation.segments += segments
         conversation.turns.append(Turn("assistant", text))
         conversation.num_turns += 1
-        conversation.calls = self._calls(segments) if self._has_tools and not is_cut else []
+        conversation.calls = self._calls(segments) if self._has_tools and not is_truncated else []
         if conversation.calls and conversation.num_turns < self._max_turns:
             return False
-        conversation.end("length" if is_cut or conversation.calls else "stop")
+        conversation.end("length" if is_truncated or conversation.calls else "stop")
         return True
 
     def _calls(self, turn: Sequence[Segment]) -> list[ToolCall]:
@@ -164,13 +168,13 @@ class Turns(EngineWrapper):
             if (prompt := self._next_prompt(conversation, named_results)) is None:
                 conversation.end("length")
                 continue
-            self._continued[prompt.id] = conversation
+            self._conversations[prompt.id] = conversation
             prompts_by_settings[conversation.group.sampling, conversation.group.step].append(
                 (prompt, conversation.num_tokens_left)
             )
         for (sampling, step), prompts in prompts_by_settings.items():
             # All prompts of a submission get the largest of their token limits; longer turns are truncated afterwards.
-            longest = max(num_left for _, num_left in prompts)
+            longest = max(num_tokens for _, num_tokens in prompts)
             each = replace(sampling, num_completions=1, max_tokens=longest)
             self._inner.submit([prompt for prompt, _ in prompts], each, step)
 
@@ -185,12 +189,14 @@ class Turns(EngineWrapper):
         version = conversation.segments[-1].version
         conversation.segments.append(Segment(ids, False, (), version))
         number, attempt = conversation.num_turns, 0
-        while (id_ := turn_id(group.prompt.id, group.step, conversation.k, number, attempt)) in self._continued:
+        while (
+            id_ := later_turn_id(group.prompt.id, group.step, conversation.k, number, attempt)
+        ) in self._conversations:
             attempt += 1
         return replace(group.prompt, id=id_, token_ids=all_ids)
 
 
-def turn_id(prompt_id: int, step: int, k: int, turn: int, attempt: int = 0) -> int:
+def later_turn_id(prompt_id: int, step: int, k: int, turn: int, attempt: int = 0) -> int:
     """Return the id under which the prompt of a later turn is submitted to the inner engine.
 
     Seeds are derived from the id (`request_seed`), so they are a function of run seed, step, prompt, completion and

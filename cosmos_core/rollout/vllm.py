@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from cosmos_core.config.schema.rollout import VLLM_TEMPERATURES
 from cosmos_core.data.images import open_image
 from cosmos_core.errors import ConfigError, StageFailed
-from cosmos_core.imports import without_collection
+from cosmos_core.imports import without_garbage_collection
 from cosmos_core.models.hf import load_config
 from cosmos_core.parallel.mesh import is_single_rank
 from cosmos_core.rollout.base import (
@@ -34,12 +34,18 @@ from cosmos_core.rollout.base import (
     request_seed,
     stop_token_ids,
 )
-from cosmos_core.rollout.mxfp4 import FORMAT, has_mxfp4, quantize_bucket
+from cosmos_core.rollout.mxfp4 import QUANTIZATION_FORMAT, has_mxfp4, quantize_bucket
 from cosmos_core.rollout.sample_tokens import use_uniform_sampling
 from cosmos_core.rollout.vllm_adapter import adapter_of
 from cosmos_core.rollout.vllm_memory import unique_names, unlink_shared_memory
-from cosmos_core.rollout.vllm_process import keep_process_group, restore_process
-from cosmos_core.rollout.vllm_ranks import couple_lifetimes, discard_load, has_ranks, load_on_ranks, ranks_arguments
+from cosmos_core.rollout.vllm_process import keep_process_group, restore_process_state
+from cosmos_core.rollout.vllm_ranks import (
+    discard_load,
+    end_ranks_together,
+    engine_rank_arguments,
+    has_ranks,
+    load_on_ranks,
+)
 from cosmos_core.types import Completion, Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -62,7 +68,7 @@ _CPU_PASS_TOKENS = 4096
 
 
 @dataclass
-class _Unfinished:
+class _UnfinishedGroup:
     """Group of which some completions are not finished yet."""
 
     prompt: Prompt
@@ -85,20 +91,20 @@ class VllmEngine:
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
-        self._vision, self._is_apart = settings.vision, settings.is_separate
+        self._vision, self._is_separate = settings.vision, settings.is_separate
         self._version = 0
-        self._asleep: list[str] = []
+        self._sleeping_parts: list[str] = []
         """Names of vLLM's allocations that are released until `wake`."""
-        self.slept: Literal[0, 1, 2] = 0
+        self.sleep_level: Literal[0, 1, 2] = 0
         """Level of the deepest sleep since the last weight load; 0: no sleep."""
         self._receiver = Receiver()
-        self._as_held: Callable[[Bucket], Bucket] = quantize_bucket if _holds_mxfp4(settings) else list
-        self._in_flight: dict[str, tuple[_Unfinished, int]] = {}
-        self._ended_aside: list[Group] = []
+        self._convert_bucket: Callable[[Bucket], Bucket] = quantize_bucket if _holds_mxfp4(settings) else list
+        self._in_flight: dict[str, tuple[_UnfinishedGroup, int]] = {}
+        self._finished_elsewhere: list[Group] = []
         self.weight_format: WeightFormat = "checkpoint"
         self._owns_process_group = not torch.distributed.is_initialized()
         set_environment()
-        with restore_process():
+        with restore_process_state():
             self._vllm = import_vllm()
             _check_head_size(settings.model, settings.folder)
             self._adapter = adapter_of(settings)
@@ -116,20 +122,20 @@ class VllmEngine:
             if not torch.cuda.is_available():
                 self._llm.collective_rpc(use_uniform_sampling)
             if self._has_ranks:
-                couple_lifetimes(self._llm)
+                end_ranks_together(self._llm)
             elif not is_single_rank():
                 unlink_shared_memory()
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         check_prompts(prompts, self._max_model_len)
-        groups = [_Unfinished(prompt, sampling.num_completions, step) for prompt in prompts]
+        groups = [_UnfinishedGroup(prompt, sampling.num_completions, step) for prompt in prompts]
         requests = [(group, k) for group in groups for k in range(sampling.num_completions)]
         inputs = {id(prompt): self._tokens_prompt(prompt) for prompt in prompts}
         tokens = [inputs[id(group.prompt)] for group, _ in requests]
         parameters = [
             self._parameters(sampling, request_seed(sampling.seed, step, g.prompt.id, k)) for g, k in requests
         ]
-        with restore_process():
+        with restore_process_state():
             if not self._in_flight:
                 self._llm.reset_prefix_cache()  # with cached prefixes, rounding would depend on earlier requests
             ids = self._llm.enqueue(tokens, parameters, lora_request=self._request, use_tqdm=False)
@@ -137,25 +143,25 @@ class VllmEngine:
         self._in_flight |= {id_.partition("-")[0]: request for id_, request in zip(ids, requests, strict=True)}
 
     def completed(self) -> list[Group]:
-        done = self.step()
-        while self._in_flight and not done:
-            done = self.step()
-        return done
+        finished = self.step()
+        while self._in_flight and not finished:
+            finished = self.step()
+        return finished
 
     def step(self) -> list[Group]:
         """Run one forward pass if a request is in flight, and return the groups that are complete."""
-        done, self._ended_aside = self._ended_aside, []
-        if self._in_flight and not done:
+        finished, self._finished_elsewhere = self._finished_elsewhere, []
+        if self._in_flight and not finished:
             # A separate process has no trainer state to restore, and restoring costs time for every token.
-            with nullcontext() if self._is_apart else restore_process():
-                done = [group for output in self._llm.llm_engine.step() for group in self._add_completion(output)]
-        return done
+            with nullcontext() if self._is_separate else restore_process_state():
+                finished = [group for output in self._llm.llm_engine.step() for group in self._add_completion(output)]
+        return finished
 
     def abort(self) -> None:
         """Discard all requests in flight."""
-        with restore_process():
+        with restore_process_state():
             self._llm.llm_engine.abort_request(list(self._in_flight))
-        self._in_flight, self._ended_aside = {}, []
+        self._in_flight, self._finished_elsewhere = {}, []
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights, see `Engine.load_weights`; tied weights must be sent under both names.
@@ -164,25 +170,25 @@ class VllmEngine:
         again, so that each token is sampled from the distribution of one version.
         """
         self._wake(_WEIGHTS)
-        with restore_process():
+        with restore_process_state():
             if self._adapter is None:
                 self._reload(buckets)
             else:
                 self._adapter.load(self._llm, self._receiver.tensors(buckets))
         # The KV cache is reallocated after the load, because a load needs more memory than the weights alone.
         self._wake(_KV_CACHE)
-        with restore_process():
+        with restore_process_state():
             self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight))
             for state in self._llm.llm_engine.output_processor.request_states.values():
                 group, k = self._in_flight[state.external_req_id]
                 group.earlier.setdefault(k, []).append((state.detokenizer.num_output_tokens(), self._version))
-        self._version, self.slept = version, 0
+        self._version, self.sleep_level = version, 0
         return self._receiver.receipt(version)
 
     def _reload(self, buckets: Iterable[Bucket]) -> None:
         """Replace all weights, and discard a failed load, which vLLM would continue with the next load's tensors."""
         try:
-            received = map(self._as_held, self._receiver.buckets(buckets))
+            received = map(self._convert_bucket, self._receiver.buckets(buckets))
             if self._has_ranks:
                 load_on_ranks(self._llm, received)
             else:
@@ -196,7 +202,7 @@ class VllmEngine:
         """Return the log-probabilities of tokens while requests in flight continue; see `Engine.logprobs`."""
         parameters = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(token_ids))
-        with restore_process():
+        with restore_process_state():
             [probe] = self._llm.enqueue([prompt], parameters, lora_request=self._request, use_tqdm=False)
             request: Any = None
             while request is None:
@@ -204,9 +210,9 @@ class VllmEngine:
                     if output.request_id == probe.partition("-")[0]:
                         request = output
                     else:
-                        self._ended_aside += self._add_completion(output)
-        scored = zip(token_ids[1:], request.prompt_logprobs[1:], strict=True)
-        return [logprobs[token].logprob for token, logprobs in scored]
+                        self._finished_elsewhere += self._add_completion(output)
+        token_logprobs = zip(token_ids[1:], request.prompt_logprobs[1:], strict=True)
+        return [logprobs[token].logprob for token, logprobs in token_logprobs]
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
         """Release GPU memory, see `Engine.sleep`; level 1 moves the weights to the host, and on CPU nothing is
@@ -214,11 +220,11 @@ class VllmEngine:
 
         With an adapter, level 2 is reduced to 1, because the base weights are not sent again.
         """
-        if torch.cuda.is_available() and not self._asleep:
+        if torch.cuda.is_available() and not self._sleeping_parts:
             level = level if self._adapter is None else 1
             self._llm.sleep(level=level)
-            self._asleep = [_WEIGHTS, _KV_CACHE]
-            self.slept = max(self.slept, level)
+            self._sleeping_parts = [_WEIGHTS, _KV_CACHE]
+            self.sleep_level = max(self.sleep_level, level)
 
     def wake(self) -> None:
         self._wake(_WEIGHTS)
@@ -226,10 +232,10 @@ class VllmEngine:
 
     def _wake(self, name: str) -> None:
         """Reallocate vLLM's allocation `name` after emptying torch's cache, because vLLM allocates from the device."""
-        if name in self._asleep:
+        if name in self._sleeping_parts:
             torch.cuda.empty_cache()
             self._llm.wake_up(tags=[name])
-            self._asleep.remove(name)
+            self._sleeping_parts.remove(name)
 
     def close(self) -> None:
         with nullcontext() if self._owns_process_group else keep_process_group():
@@ -254,12 +260,12 @@ class VllmEngine:
         [output] = request.outputs
         group.completions[k] = completion(
             self._tokenizer, output.token_ids, output.logprobs.logprobs,
-            version=self._version, is_stopped=output.finish_reason == "stop", earlier=group.earlier.get(k, ()),
+            version=self._version, ends_with_stop=output.finish_reason == "stop", earlier=group.earlier.get(k, ()),
             vision=self._vision,
         )  # fmt: skip
         if len(group.completions) == group.num_completions:
-            ordered = tuple(group.completions[i] for i in range(group.num_completions))
-            yield Group(group.prompt, ordered, group.step)
+            completions = tuple(group.completions[i] for i in range(group.num_completions))
+            yield Group(group.prompt, completions, group.step)
 
     def _tokens_prompt(self, prompt: Prompt) -> Any:
         """Return a prompt in vLLM's format, with the token ids before image expansion, which vLLM does itself."""
@@ -291,7 +297,7 @@ def set_environment() -> None:
 
 def import_vllm() -> Any:
     """Import vLLM, after `set_environment`."""
-    with without_collection():
+    with without_garbage_collection():
         import vllm
         from vllm.platforms import current_platform
 
@@ -344,7 +350,7 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     if has_ranks(settings):
-        arguments |= ranks_arguments(is_cpu=not has_gpu)
+        arguments |= engine_rank_arguments(is_cpu=not has_gpu)
     if rollout.n_generation_mini_batch:
         arguments["max_num_seqs"] = rollout.batch_size * rollout.n_generation_mini_batch
     if rollout.quantization != "none" and not has_gpu:
@@ -352,10 +358,10 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
             "rollout.quantization = %r needs a GPU: engines compute with the trainer's weights here",
             rollout.quantization,
         )
-    elif rollout.quantization == FORMAT and not _holds_mxfp4(settings):
+    elif rollout.quantization == QUANTIZATION_FORMAT and not _holds_mxfp4(settings):
         raise ConfigError(
-            f"rollout.quantization = {FORMAT!r} is a format of checkpoints, which {settings.folder!r} has not; set it "
-            f"to 'fp8' or 'none'"
+            f"rollout.quantization = {QUANTIZATION_FORMAT!r} is a format of checkpoints, which {settings.folder!r} "
+            f"has not; set it to 'fp8' or 'none'"
         )
     elif rollout.quantization == "fp8":
         arguments["quantization"] = rollout.quantization

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cosmos_core.models.lora import factor_of, is_adapter_alone, scales_of
+from cosmos_core.models.lora import factor_of, scales_of, trains_only_linear_factors
 from cosmos_core.rollout.base import EngineSettings
 
 _NAME, _ID = "policy", 1
@@ -58,7 +58,7 @@ class VllmAdapter:
 
 def adapter_of(settings: EngineSettings) -> VllmAdapter | None:
     """Return the adapter of an engine that loads only LoRA factors; None: the engine loads complete weights."""
-    if not is_adapter_alone(settings.model) or settings.vision is not None:
+    if not trains_only_linear_factors(settings.model) or settings.vision is not None:
         return None
     if settings.rollout.parallelism.tp_size > 1 or settings.rollout.quantization != "none":
         return None

@@ -20,11 +20,11 @@ from torch import Tensor
 from cosmos_core.errors import StageFailed
 from cosmos_core.rollout.vllm import import_vllm, set_environment
 
-_CAPABILITY = 75
+_MIN_CAPABILITY = 75
 """Lowest compute capability, times ten, of vLLM's kernels for quantised weights on CUDA."""
-_SAME = 1e-3
+_MAX_LOGPROB_DIFFERENCE = 1e-3
 """Maximum difference between a log-probability that vLLM returns and that of the captured logits."""
-_UNEXPECTED = "vLLM computes log-probabilities of prompts in an unexpected way"
+_UNEXPECTED_PROMPT_LOGPROBS = "vLLM computes log-probabilities of prompts in an unexpected way"
 
 
 def vllm_version() -> str:
@@ -40,8 +40,8 @@ def vllm_problem(name: str) -> str:
         return "vLLM is not installed"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        requirement = f"needs compute capability {_CAPABILITY / 10}, and this GPU has {major}.{minor}"
-        return "" if major * 10 + minor >= _CAPABILITY else f"vLLM's kernel of {name} {requirement}"
+        requirement = f"needs compute capability {_MIN_CAPABILITY / 10}, and this GPU has {major}.{minor}"
+        return "" if major * 10 + minor >= _MIN_CAPABILITY else f"vLLM's kernel of {name} {requirement}"
     if name == "w4a16" and not torch.cpu._is_avx512_supported():
         return "vLLM's kernel of w4a16 on CPU needs AVX-512, which this processor does not have"
     return ""
@@ -73,10 +73,14 @@ def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
         # vLLM computes logits first for the sampled token, and last for the tokens of the prompt.
         logits_TV = captured[-1].float().cpu()
         if len(logits_TV) != len(returned_T):
-            raise StageFailed(f"{_UNEXPECTED}: {len(logits_TV)} positions for a prompt of {len(row)} tokens")
+            raise StageFailed(
+                f"{_UNEXPECTED_PROMPT_LOGPROBS}: {len(logits_TV)} positions for a prompt of {len(row)} tokens"
+            )
         captured_T = logits_TV.log_softmax(-1)[torch.arange(len(returned_T)), row[1:]]
-        if not (difference := (captured_T - returned_T).abs().max()) < _SAME:
-            raise StageFailed(f"{_UNEXPECTED}: those of its logits differ from what it returns by {difference:.2g}")
+        if not (difference := (captured_T - returned_T).abs().max()) < _MAX_LOGPROB_DIFFERENCE:
+            raise StageFailed(
+                f"{_UNEXPECTED_PROMPT_LOGPROBS}: those of its logits differ from what it returns by {difference:.2g}"
+            )
         yield logits_TV
 
 

@@ -22,7 +22,7 @@ def keep_process_group() -> Iterator[None]:
 
 
 @contextmanager
-def restore_process() -> Iterator[None]:
+def restore_process_state() -> Iterator[None]:
     """Undo what vLLM changes in its process: random states, threads, signal handlers, environment.
 
     vLLM seeds every generator at the start and advances torch's global generator in each step. vLLM also replaces

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cosmos_core.parallel.mesh import is_single_rank
-from cosmos_core.parent import die_with_parent
+from cosmos_core.parent import kill_with_parent
 from cosmos_core.rollout.base import Bucket, EngineSettings
 from cosmos_core.rollout.replica import PackedBucket, pack, unpack
 from cosmos_core.rollout.vllm_memory import unlink_shared_memory
@@ -28,14 +28,14 @@ def has_ranks(settings: EngineSettings) -> bool:
     return settings.is_separate and settings.rollout.parallelism.tp_size > 1 and is_single_rank()
 
 
-def ranks_arguments(*, is_cpu: bool) -> dict[str, Any]:
+def engine_rank_arguments(*, is_cpu: bool) -> dict[str, Any]:
     """Return vLLM's arguments for an engine with ranks, and set the environment that the ranks inherit."""
     for name, value in (_ENVIRONMENT | _CPU_ENVIRONMENT if is_cpu else _ENVIRONMENT).items():
         os.environ.setdefault(name, value)
     return {"distributed_executor_backend": "mp", "worker_extension_cls": f"{__name__}.{RankExtension.__name__}"}
 
 
-def couple_lifetimes(llm: Any) -> None:
+def end_ranks_together(llm: Any) -> None:
     """Make this process exit when a rank dies, and the ranks exit when this process does."""
     llm.llm_engine.model_executor.register_failure_callback(lambda: os._exit(1))
     llm.collective_rpc("end_with", args=(os.getpid(),))
@@ -64,9 +64,9 @@ class RankExtension:
     vllm_config: Any
     model_runner: Any
 
-    def end_with(self, pid: int) -> None:
+    def exit_with_parent(self, pid: int) -> None:
         """Let the kernel end this process with its parent `pid`, and unlink the name of its shared memory."""
-        die_with_parent(pid)
+        kill_with_parent(pid)
         unlink_shared_memory()
 
     def begin_weights(self) -> None:

@@ -25,12 +25,12 @@ SCHEME = "s3://"
 CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or PROD_S3_CHECKPOINT_*"
 _PREFIX = "PROD_S3_CHECKPOINT_"
 _ENDPOINTS = (f"{_PREFIX}ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-_REFUSED = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
-_ABSENT = {"404", "NoSuchKey", "NotFound"}
+_ACCESS_ERRORS = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
+_MISSING_ERRORS = {"404", "NoSuchKey", "NotFound"}
 _BLOCK = 1 << 20
 _CONNECT_SECONDS = 10.0
 _ATTEMPTS = 6
-_ALTERED = 3  # maximum number of transfers of an object whose digest is wrong
+_MAX_TRANSFERS = 3  # maximum number of transfers of an object whose digest is wrong
 _SHA256, _MD5 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
 
 
@@ -170,7 +170,7 @@ class Bucket:
         headers = self.client.head_bucket(Bucket=self.name)["ResponseMetadata"]["HTTPHeaders"]
         return parsedate_to_datetime(headers["date"]).timestamp()
 
-    def objects(self, prefix: str) -> Iterator[Object]:
+    def list_objects(self, prefix: str) -> Iterator[Object]:
         """Yield the objects whose key begins with a prefix, sorted by key."""
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
         for page in pages:
@@ -184,7 +184,7 @@ class Bucket:
         try:
             response = self.client.head_object(Bucket=self.name, Key=key)
         except ClientError as error:
-            if _code(error) in _ABSENT:
+            if _code(error) in _MISSING_ERRORS:
                 return None
             raise
         return {
@@ -204,37 +204,37 @@ class Bucket:
 
         def read() -> tuple[bytes, str]:
             response = self.client.get_object(Bucket=self.name, Key=key)
-            arrived = _TransferDigest(response)
+            digest = _TransferDigest(response)
             content = response["Body"].read()
-            arrived.update(content)
-            arrived.check(key)
+            digest.update(content)
+            digest.check(key)
             return content, response["ETag"].strip('"')
 
         try:
             content, etag = self._retry_read(read)
         except ClientError as error:
-            if _code(error) in _ABSENT:
+            if _code(error) in _MISSING_ERRORS:
                 return None, ""
             raise
         return content, etag
 
-    def write(self, key: str, data: bytes, **only: str) -> str:
+    def write(self, key: str, data: bytes, **condition: str) -> str:
         """Replace a small object in one request and return its new ETag; retry if the store received altered bytes.
 
         Args:
             only: the condition of the write: `IfMatch` with an ETag, or `IfNoneMatch` with "*".
         """
         digest = hashlib.md5(data, usedforsecurity=False)
-        for _ in range(_ALTERED):
+        for _ in range(_MAX_TRANSFERS):
             response = self.client.put_object(
-                Bucket=self.name, Key=key, Body=data, ContentMD5=base64.b64encode(digest.digest()).decode(), **only
+                Bucket=self.name, Key=key, Body=data, ContentMD5=base64.b64encode(digest.digest()).decode(), **condition
             )
             etag: str = response["ETag"].strip('"')
             # With server-side encryption, the ETag may not be an MD5.
             if etag == digest.hexdigest() or "ServerSideEncryption" in response:
                 return etag
-            only = {}
-        raise UploadError(f"{SCHEME}{self.name}/{key} arrived altered {_ALTERED} times")
+            condition = {}
+        raise UploadError(f"{SCHEME}{self.name}/{key} arrived altered {_MAX_TRANSFERS} times")
 
     def remove(self, key: str) -> None:
         """Remove an object if it exists."""
@@ -259,17 +259,17 @@ class Bucket:
         Args:
             etag: the only version of the object to accept; empty: any version.
         """
-        only = {"IfMatch": f'"{etag}"'} if etag else {}
+        condition = {"IfMatch": f'"{etag}"'} if etag else {}
         partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
 
         def fetch() -> None:
-            response = self.client.get_object(Bucket=self.name, Key=key, **only)
-            arrived = _TransferDigest(response)
+            response = self.client.get_object(Bucket=self.name, Key=key, **condition)
+            digest = _TransferDigest(response)
             with open(partial, "wb") as file:
                 for block in self._blocks(key, response):
                     file.write(block)
-                    arrived.update(block)
-                arrived.check(key)
+                    digest.update(block)
+                digest.check(key)
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -280,15 +280,15 @@ class Bucket:
         finally:
             partial.unlink(missing_ok=True)
 
-    def _blocks(self, key: str, found: dict[str, Any]) -> Iterator[bytes]:
-        num_read = 0
-        for block in found["Body"].iter_chunks(_BLOCK):
-            num_read += len(block)
+    def _blocks(self, key: str, object_info: dict[str, Any]) -> Iterator[bytes]:
+        num_bytes_read = 0
+        for block in object_info["Body"].iter_chunks(_BLOCK):
+            num_bytes_read += len(block)
             yield block
-        if num_read != found["ContentLength"]:
-            raise ConnectionError(f"{key} ended after {num_read} of {found['ContentLength']} bytes")
+        if num_bytes_read != object_info["ContentLength"]:
+            raise ConnectionError(f"{key} ended after {num_bytes_read} of {object_info['ContentLength']} bytes")
 
-    def _retry_read(self, read: Any) -> Any:
+    def _retry_read(self, read_chunk: Any) -> Any:
         """Retry a read that was cut off or altered in transit: boto3 retries requests, but not the reading of a
         response."""
         from botocore.exceptions import HTTPClientError, IncompleteReadError, ResponseStreamingError
@@ -296,10 +296,10 @@ class Bucket:
         num_altered = 0
         for attempt in range(_ATTEMPTS):
             try:
-                return read()
+                return read_chunk()
             except (HTTPClientError, IncompleteReadError, ResponseStreamingError, ConnectionError) as error:
                 num_altered += isinstance(error, _AlteredError)
-                if attempt == _ATTEMPTS - 1 or num_altered == _ALTERED:
+                if attempt == _ATTEMPTS - 1 or num_altered == _MAX_TRANSFERS:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
@@ -309,17 +309,19 @@ class _TransferDigest:
     metadata of objects that this package uploaded, or an ETag that is an MD5. Without either (a multi-part upload of
     another program, or encryption with a customer's key), nothing is compared."""
 
-    def __init__(self, found: dict[str, Any]) -> None:
-        etag = found["ETag"].strip('"')
-        noted = found.get("Metadata", {}).get("sha256", "")
-        has_own_keys = found.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in found
+    def __init__(self, object_info: dict[str, Any]) -> None:
+        etag = object_info["ETag"].strip('"')
+        stored_sha256 = object_info.get("Metadata", {}).get("sha256", "")
+        has_own_keys = (
+            object_info.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in object_info
+        )
         self._digest: hashlib._Hash | None
-        if _SHA256.fullmatch(noted):
-            self._digest, self._wanted = hashlib.sha256(), noted
+        if _SHA256.fullmatch(stored_sha256):
+            self._digest, self._expected_digest = hashlib.sha256(), stored_sha256
         elif _MD5.fullmatch(etag) and not has_own_keys:
-            self._digest, self._wanted = hashlib.md5(usedforsecurity=False), etag
+            self._digest, self._expected_digest = hashlib.md5(usedforsecurity=False), etag
         else:
-            self._digest, self._wanted = None, ""
+            self._digest, self._expected_digest = None, ""
 
     def update(self, block: bytes) -> None:
         """Add the next block of the object to the digest."""
@@ -332,8 +334,8 @@ class _TransferDigest:
         Raises:
             _AlteredError: the digests differ.
         """
-        if self._digest is not None and self._digest.hexdigest() != self._wanted:
-            raise _AlteredError(f"{key} arrived altered {_ALTERED} times")
+        if self._digest is not None and self._digest.hexdigest() != self._expected_digest:
+            raise _AlteredError(f"{key} arrived altered {_MAX_TRANSFERS} times")
 
 
 @contextmanager
@@ -352,20 +354,20 @@ def translate_errors(where: str, error_class: type[CosmosError] = UploadError, n
         yield
     except ClientError as error:
         code = _code(error)
-        if code in _REFUSED:
+        if code in _ACCESS_ERRORS:
             raise ConfigError(f"{where}: the store refuses the credentials ({code}); set {CREDENTIALS}{end}") from error
         if code in {"PreconditionFailed", "412"}:
             raise error_class(f"{where}: what lies there was changed meanwhile{end}") from error
         if code == "NoSuchKey":
             raise error_class(f"{where}: an object of it is gone{end}") from error
-        if code in {*_ABSENT, "NoSuchBucket"}:
+        if code in {*_MISSING_ERRORS, "NoSuchBucket"}:
             raise ConfigError(f"{where}: there is no such bucket; make it, or name another{end}") from error
         raise error_class(f"{where}: the store responds with {code}{end}") from error
     except (BotoCoreError, ConnectionError) as error:
         raise error_class(f"{where}: {' '.join(str(error).split())}{end}") from error
 
 
-def is_refused_condition(error: Exception) -> bool:
+def is_failed_precondition(error: Exception) -> bool:
     """Return True if a store refused a write because the condition of the write does not hold for the stored object."""
     return _code(error) in {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey"}
 

@@ -16,7 +16,7 @@ from cosmos_core.config.inputs import WEIGHTS_SUFFIXES, Input
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.run.files import read_json
 
-_INDEX = ".index.json"
+_INDEX_SUFFIX = ".index.json"
 _WEIGHTS = (".safetensors", ".bin")
 
 
@@ -28,11 +28,11 @@ def files_of(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
         ConfigError: links lead in a circle.
     """
     files = []
-    for below, names in _walk(folder, ()):
+    for subfolder, names in _walk_visible(folder, ()):
         for name in names:
-            is_left_out = name.startswith(".") or name.lower().endswith(".md")
-            if not is_left_out and matches(Path(name), patterns) and (below / name).is_file():
-                files.append(below / name)
+            is_ignored = name.startswith(".") or name.lower().endswith(".md")
+            if not is_ignored and matches_patterns(Path(name), patterns) and (subfolder / name).is_file():
+                files.append(subfolder / name)
     return files
 
 
@@ -45,41 +45,41 @@ def files_of_model(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]
         ModelError: an index names a file outside of its folder.
     """
     files = files_of(folder)
-    indexes = [file for file in files if file.name.endswith(_INDEX)]
-    indexed_files = {file for index in indexes for file in _named_by(index)}
+    indexes = [file for file in files if file.name.endswith(_INDEX_SUFFIX)]
+    indexed_files = {file for index in indexes for file in _files_in_index(index)}
     # If a single file has all weights, transformers reads that file and ignores the index.
-    indexed_files |= {index.with_name(index.name.removesuffix(_INDEX)) for index in indexes}
+    indexed_files |= {index.with_name(index.name.removesuffix(_INDEX_SUFFIX)) for index in indexes}
     folders = {index.parent for index in indexes}
     model_files = {file for file in files if not (file.parent in folders and is_weights(file)) or file in indexed_files}
     model_files |= {file for file in indexed_files if file.is_file()}
-    return sorted(file for file in model_files if matches(file.relative_to(folder), patterns))
+    return sorted(file for file in model_files if matches_patterns(file.relative_to(folder), patterns))
 
 
-def matches(file: Path, patterns: Sequence[str]) -> bool:
+def matches_patterns(file: Path, patterns: Sequence[str]) -> bool:
     """Return True if a file matches one of the patterns and none of the patterns that begin with `!`. Patterns are
     compared with the name of the file; `!` patterns with a slash are compared with its path relative to its folder. If
     all patterns begin with `!`, every other file matches."""
     excluded = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
-    included = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
+    positive_patterns = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
     is_excluded = any(fnmatch(file.as_posix() if "/" in pattern else file.name, pattern) for pattern in excluded)
-    return not is_excluded and any(fnmatch(file.name, pattern) for pattern in included)
+    return not is_excluded and any(fnmatch(file.name, pattern) for pattern in positive_patterns)
 
 
-def _named_by(index: Path) -> list[Path]:
+def _files_in_index(index: Path) -> list[Path]:
     """Return the files that an index of weights names; a damaged index names none, since the worker reports the
     damage."""
     content = read_json(index)
     tensors = content.get("weight_map") if isinstance(content, dict) else None
     names = {name for name in tensors.values() if isinstance(name, str)} if isinstance(tensors, dict) else set()
     for name in sorted(names):
-        if leaves_folder(name):
+        if is_outside_folder(name):
             raise ModelError(
                 f"{index} names {name!r}, which lies outside of its folder; a model is one folder: copy the file there"
             )
     return [index.parent / name for name in names]
 
 
-def leaves_folder(name: str) -> bool:
+def is_outside_folder(name: str) -> bool:
     """Return True if a relative file name in an index refers to a file outside the folder of the index."""
     return PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts
 
@@ -111,14 +111,14 @@ def link_weights_over_model(inputs: Sequence[Input], folder: Path) -> str:
     return str(folder)
 
 
-def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[Path, list[str]]]:
+def _walk_visible(folder: Path, parent_ids: tuple[tuple[int, int], ...]) -> Iterator[tuple[Path, list[str]]]:
     """Yield each folder at or below `folder` that is not hidden, with the names of its entries that are not folders."""
     status = folder.stat()
     identity = (status.st_dev, status.st_ino)
-    if identity in above:
+    if identity in parent_ids:
         raise ConfigError(f"{folder}: links lead in a circle; remove the one that leads back")
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     yield folder, [entry.name for entry in entries if not entry.is_dir()]
     for entry in entries:
         if entry.is_dir() and not entry.name.startswith("."):
-            yield from _walk(Path(entry.path), (*above, identity))
+            yield from _walk_visible(Path(entry.path), (*parent_ids, identity))

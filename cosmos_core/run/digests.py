@@ -11,9 +11,9 @@ from pathlib import Path
 from stat import S_ISREG
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.files import SHARED, sha256, write_text
+from cosmos_core.run.files import SHARED_FOLDER, sha256, write_text
 
-_UNSETTLED_NS = 100_000_000
+_MIN_AGE_NS = 100_000_000
 """Minimum age in nanoseconds of the last change of a file whose digest is cached: a younger file may change again
 without a new timestamp, because the clock of the file system is coarse."""
 
@@ -27,12 +27,12 @@ class Digests:
         thorough: ignore the digests that other processes computed.
     """
 
-    def __init__(self, path: Path, *, thorough: bool = False) -> None:
+    def __init__(self, path: Path, *, ignores_cache: bool = False) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._known: dict[str, tuple[Key, str]] = {} if thorough else _remembered(path)
+        self._cached_digests: dict[str, tuple[Key, str]] = {} if ignores_cache else _read_cache(path)
 
-    def of_file(self, file: Path) -> str:
+    def digest_file(self, file: Path) -> str:
         """Return the SHA-256 of the content of a file.
 
         Raises:
@@ -47,30 +47,30 @@ class Digests:
         # A program can set the modification time back, but not the change time of the inode.
         key = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         with self._lock:
-            cached = self._known.get(str(file))
+            cached = self._cached_digests.get(str(file))
         if cached is not None and cached[0] == key:
             return cached[1]
         digest = sha256(file)
-        if time.time_ns() - status.st_ctime_ns > _UNSETTLED_NS:
+        if time.time_ns() - status.st_ctime_ns > _MIN_AGE_NS:
             with self._lock:
-                self._known[str(file)] = (key, digest)
+                self._cached_digests[str(file)] = (key, digest)
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with open(self._path, "a", encoding="utf-8") as cache:
                     cache.write(_line(str(file), key, digest))
         return digest
 
-    def of_files(self, folder: Path, files: Iterable[Path]) -> str:
+    def digest_files(self, folder: Path, files: Iterable[Path]) -> str:
         """Return one digest over the contents of files and their names relative to `folder`."""
-        lines = [f"{os.path.relpath(file, folder)}\0{self.of_file(file)}\n" for file in sorted(files)]
+        lines = [f"{os.path.relpath(file, folder)}\0{self.digest_file(file)}\n" for file in sorted(files)]
         return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
-def shared_digests(output_dir: Path, *, thorough: bool = False) -> Digests:
+def shared_digests(output_dir: Path, *, ignores_cache: bool = False) -> Digests:
     """Return the cache of digests that all runs in an output folder share."""
-    return Digests(output_dir / SHARED / "digests.jsonl", thorough=thorough)
+    return Digests(output_dir / SHARED_FOLDER / "digests.jsonl", ignores_cache=ignores_cache)
 
 
-def _remembered(path: Path) -> dict[str, tuple[Key, str]]:
+def _read_cache(path: Path) -> dict[str, tuple[Key, str]]:
     """Return the newest entry per file from the complete lines of the cache; rewrite the cache if most of its lines are
     outdated."""
     entries: dict[str, tuple[Key, str]] = {}

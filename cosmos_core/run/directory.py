@@ -22,14 +22,14 @@ import tomli_w
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import Kinds, Pipeline, load_pipeline
 from cosmos_core.config.load import parse, read_toml, without_none
-from cosmos_core.config.schema.pipeline import MONEY, PipelineConfig
+from cosmos_core.config.schema.pipeline import BUDGET_KEYS, PipelineConfig
 from cosmos_core.environment import masked
 from cosmos_core.errors import ConfigError
 from cosmos_core.machine_properties import git_commit
 from cosmos_core.run.digests import Digests, shared_digests
 from cosmos_core.run.estimated import saved_estimate
 from cosmos_core.run.files import (
-    SHARED,
+    SHARED_FOLDER,
     Document,
     Seconds,
     read_document,
@@ -52,7 +52,7 @@ _ABANDONED_SECONDS = 3600.0
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-class Facts(Document):
+class RunFacts(Document):
     """Content of `run.json`, which describes how a run was started."""
 
     run_id: str = ""
@@ -102,7 +102,7 @@ class Run:
     @cached_property
     def digests(self) -> Digests:
         """Return the cache of content digests that all runs share."""
-        return shared_digests(self.output_dir, thorough=self.verify)
+        return shared_digests(self.output_dir, ignores_cache=self.verify)
 
     def stage_path(self, name: str) -> Path:
         """Return the directory of the stage `name` in the run."""
@@ -127,13 +127,13 @@ def create_run(
     private = pipeline.config.private
     if private is None and umask() & 0o077 == 0o077:  # umask: new files are readable only for their owner
         private = True
-    fixed = {"threads": threads(pipeline), "private": private}
-    pipeline = replace(pipeline, config=pipeline.config.model_copy(update=fixed))
+    resolved_settings = {"threads": threads(pipeline), "private": private}
+    pipeline = replace(pipeline, config=pipeline.config.model_copy(update=resolved_settings))
     pipeline = pin_urls(pin_hub_revisions(pipeline))
     versions = stage_facts(pipeline).versions
-    output_dir = writable(pipeline.output_dir)
+    output_dir = create_writable(pipeline.output_dir)
     seeds = {stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages}
-    facts = Facts(
+    facts = RunFacts(
         pipeline=pipeline.config.name,
         started=time.time(),
         command=list(map(masked, sys.argv)),
@@ -143,12 +143,12 @@ def create_run(
         versions=versions,
         seeds=seeds,
         kinds={stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages},
-        fixed={key: old for key, (old, _) in _changes(original, pipeline.as_toml()).items()},
+        fixed={key: resolved for key, (resolved, _) in _changed_values(original, pipeline.as_toml()).items()},
         entrypoint=entrypoint,
         parameters=parameters or {},
         estimate=saved_estimate(original, output_dir),
     )
-    path = _made(output_dir, run_id or _timestamp(pipeline), tomli_w.dumps(pipeline.as_toml()), facts)
+    path = _create_folder(output_dir, run_id or _timestamp(pipeline), tomli_w.dumps(pipeline.as_toml()), facts)
     list_runs(output_dir)
     return open_run(path, pipeline.kinds)
 
@@ -162,7 +162,7 @@ def extend_run(run: Run, pipeline: Pipeline) -> Run:
     check_capabilities(pipeline)
     check_inputs(pipeline)
     pipeline = pin_urls(pin_hub_revisions(pipeline))
-    facts = read_facts(run.path) or Facts(run_id=run.id)
+    facts = read_facts(run.path) or RunFacts(run_id=run.id)
     facts.kinds |= {stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages}
     facts.seeds |= {stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages}
     write_json(run.path / "run.json", facts.model_dump())
@@ -179,26 +179,26 @@ def open_or_create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
     existing = pipeline.output_dir.expanduser().absolute() / run_id
     if not run_id or not (existing / PIPELINE).is_file():
         return create_run(pipeline, run_id=run_id)
-    money = {f"pipeline.{key}" for key in MONEY}
-    if different := [key for key in differences(existing, pipeline) if key not in money]:
+    money = {f"pipeline.{key}" for key in BUDGET_KEYS}
+    if different := [key for key in differing_keys(existing, pipeline) if key not in money]:
         raise ConfigError(
             f"run {run_id} exists and was made with other settings ({', '.join(different[:3])}); leave the run id out, "
             f"or resume it as it is"
         )
-    return with_money(open_run(existing, pipeline.kinds), pipeline.config)
+    return with_budget(open_run(existing, pipeline.kinds), pipeline.config)
 
 
-def with_money(run: Run, config: PipelineConfig) -> Run:
+def with_budget(run: Run, config: PipelineConfig) -> Run:
     """Return the run with the price of GPUs and the budget of `config`, which `claim` saves.
 
     Raises:
         ConfigError: a value is not positive, or there is a budget without a price.
     """
-    money, old = {key: getattr(config, key) for key in MONEY}, run.pipeline.config
-    if all(getattr(old, key) == value for key, value in money.items()):
+    money, old_config = {key: getattr(config, key) for key in BUDGET_KEYS}, run.pipeline.config
+    if all(getattr(old_config, key) == value for key, value in money.items()):
         return run
     parse(PipelineConfig, without_none(money), source=str(run.path / PIPELINE), prefix="pipeline")
-    return replace(run, pipeline=replace(run.pipeline, config=old.model_copy(update=money)), has_new_money=True)
+    return replace(run, pipeline=replace(run.pipeline, config=old_config.model_copy(update=money)), has_new_money=True)
 
 
 def open_run(path: Path, kinds: Kinds) -> Run:
@@ -210,11 +210,11 @@ def open_run(path: Path, kinds: Kinds) -> Run:
     if not (path / PIPELINE).is_file():
         raise ConfigError(f"{path} is not a run directory: it has no {PIPELINE}")
     run = Run(path.resolve(), load_pipeline(path / PIPELINE, (), kinds))
-    _protect(run.path, run.pipeline)  # a copy from another machine may have other permissions
+    _make_private(run.path, run.pipeline)  # a copy from another machine may have other permissions
     return run
 
 
-def _protect(path: Path, pipeline: Pipeline) -> None:
+def _make_private(path: Path, pipeline: Pipeline) -> None:
     """Remove the permissions of group and others from the folder of a private run."""
     if pipeline.config.private and path.stat().st_mode & 0o077:
         with suppress(PermissionError):  # only the owner may change permissions
@@ -223,7 +223,7 @@ def _protect(path: Path, pipeline: Pipeline) -> None:
 
 def flow_run_notes(output_dir: Path) -> Path:
     """Return the folder with one file per flow run, which contains the id of the run that the flow run worked on."""
-    return output_dir / SHARED / "flow_runs"
+    return output_dir / SHARED_FOLDER / "flow_runs"
 
 
 def note_flow_run(run: Run, flow_run: str) -> None:
@@ -234,7 +234,7 @@ def note_flow_run(run: Run, flow_run: str) -> None:
     write_text(notes / flow_run, run.id)
 
 
-def claim(run: Run, since: float | None = None) -> Lock:
+def claim(run: Run, start_time: float | None = None) -> Lock:
     """Acquire the lock that a process must hold to run the stages of `run`, and save a changed price or budget.
 
     Args:
@@ -246,9 +246,9 @@ def claim(run: Run, since: float | None = None) -> Lock:
     lock = Lock(run.path / "locks" / ".run")
     if lock.try_acquire():
         remove_leftovers(run.path)
-        note_holder(run.path, time.time() if since is None else since)
+        note_holder(run.path, time.time() if start_time is None else start_time)
         if run.has_new_money:  # another process may have added stages since the run was opened
-            saved = with_money(open_run(run.path, run.pipeline.kinds), run.pipeline.config)
+            saved = with_budget(open_run(run.path, run.pipeline.kinds), run.pipeline.config)
             write_text(run.path / PIPELINE, tomli_w.dumps(saved.pipeline.as_toml()))
         return lock
     lock.release()
@@ -278,7 +278,7 @@ def find_run(name: str, output_dir: Path) -> Path:
     )
 
 
-def supersede(stage_path: Path) -> None:
+def supersede_stage(stage_path: Path) -> None:
     """Move a stage directory to `superseded`, because its fingerprint is outdated or the user wants the stage to run
     again."""
     if not stage_path.exists():
@@ -290,7 +290,7 @@ def supersede(stage_path: Path) -> None:
     os.rename(stage_path, folder / f"{stage_path.name}.{number}")
 
 
-def writable(folder: Path) -> Path:
+def create_writable(folder: Path) -> Path:
     """Return the folder as an absolute path; create the folder if it does not exist.
 
     Raises:
@@ -314,18 +314,20 @@ def _timestamp(pipeline: Pipeline) -> str:
     return timestamps[0] if timestamps else time.strftime("%Y%m%d%H%M%S")
 
 
-def _made(output_dir: Path, run_id: str, pipeline: str, facts: Facts) -> Path:
+def _create_folder(output_dir: Path, run_id: str, pipeline: str, facts: RunFacts) -> Path:
     """Create the folder of a run atomically; append a number to the name if a run of this name exists."""
     if not _RUN_ID.fullmatch(run_id):
         raise ConfigError(
             f"run_id = {run_id!r} must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
         )
-    (output_dir / SHARED).mkdir(exist_ok=True)
-    for old in (output_dir / SHARED).glob("new-*"):
+    (output_dir / SHARED_FOLDER).mkdir(exist_ok=True)
+    for leftover in (output_dir / SHARED_FOLDER).glob("new-*"):
         with suppress(FileNotFoundError):  # another command may have removed the folder
-            if time.time() - old.stat().st_mtime > _ABANDONED_SECONDS:
-                shutil.rmtree(old, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix="new-", dir=output_dir / SHARED, ignore_cleanup_errors=True) as folder:
+            if time.time() - leftover.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(
+        prefix="new-", dir=output_dir / SHARED_FOLDER, ignore_cleanup_errors=True
+    ) as folder:
         new = Path(folder) / "run"
         (new / "stages").mkdir(parents=True)
         write_text(new / PIPELINE, pipeline)
@@ -344,27 +346,27 @@ def _made(output_dir: Path, run_id: str, pipeline: str, facts: Facts) -> Path:
     raise ConfigError(f"run_id = {run_id!r}: every suffix of it is taken in {output_dir}")
 
 
-def read_facts(run_path: Path) -> Facts | None:
+def read_facts(run_path: Path) -> RunFacts | None:
     """Return the content of `run.json`, which describes how a run was started; None if it is missing or damaged."""
-    return read_document(run_path / "run.json", Facts)
+    return read_document(run_path / "run.json", RunFacts)
 
 
-def runs_in(output_dir: Path) -> list[Facts]:
+def runs_in(output_dir: Path) -> list[RunFacts]:
     """Return the content of `run.json` of each run in a folder, the oldest run first."""
     paths = [file.parent for file in output_dir.glob(f"*/{PIPELINE}")]
-    runs = [(read_facts(path) or Facts()).model_copy(update={"run_id": path.name}) for path in paths]
+    runs = [(read_facts(path) or RunFacts()).model_copy(update={"run_id": path.name}) for path in paths]
     return sorted(runs, key=lambda facts: (facts.started, facts.run_id))
 
 
 def list_runs(output_dir: Path) -> None:
     """Write `runs.json` for other programs; this package reads the run directories instead."""
-    with Lock(output_dir / SHARED / "runs.lock") as lock:
+    with Lock(output_dir / SHARED_FOLDER / "runs.lock") as lock:
         lock.acquire()
         keys = {"run_id", "pipeline", "started"}
         write_json(output_dir / RUNS, [facts.model_dump(include=keys) for facts in runs_in(output_dir)])
 
 
-def differences(run_path: Path, pipeline: Pipeline) -> list[str]:
+def differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
     """Return the keys in which this pipeline differs from the pipeline of an existing run; empty if there is no
     difference.
 
@@ -374,19 +376,23 @@ def differences(run_path: Path, pipeline: Pipeline) -> list[str]:
     facts = read_facts(run_path)
     if facts is None:
         raise ConfigError(f"{run_path / 'run.json'} is damaged; continue the run as it is: cosmos resume {run_path}")
-    changes = _changes(pipeline, read_toml(run_path / PIPELINE))
-    return [key for key, (old, _) in changes.items() if key not in facts.fixed or facts.fixed[key] != old]
+    changes = _changed_values(pipeline, read_toml(run_path / PIPELINE))
+    return [key for key, (resolved, _) in changes.items() if key not in facts.fixed or facts.fixed[key] != resolved]
 
 
-def _changes(pipeline: Pipeline, saved: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _changed_values(pipeline: Pipeline, saved: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the keys whose values differ, each with its value in the pipeline and its value in the saved settings."""
-    old, new = _flat(pipeline.as_toml()), _flat(saved)
-    return {key: (old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)}
+    old_values, new = _flatten_value(pipeline.as_toml()), _flatten_value(saved)
+    return {
+        key: (old_values.get(key), new.get(key))
+        for key in sorted({*old_values, *new})
+        if old_values.get(key) != new.get(key)
+    }
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten_value(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
-        return {k: v for key, item in value.items() for k, v in _flat(item, f"{prefix}{key}.").items()}
+        return {k: v for key, item in value.items() for k, v in _flatten_value(item, f"{prefix}{key}.").items()}
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return {k: v for item in value for k, v in _flat(item, f"{prefix}{item.get('name', '')}.").items()}
+        return {k: v for item in value for k, v in _flatten_value(item, f"{prefix}{item.get('name', '')}.").items()}
     return {prefix.rstrip("."): value}

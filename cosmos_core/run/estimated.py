@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.schema.pipeline import MONEY
-from cosmos_core.run.files import SHARED, Document, read_document, write_json
+from cosmos_core.config.schema.pipeline import BUDGET_KEYS
+from cosmos_core.run.files import SHARED_FOLDER, Document, read_document, write_json
 
 
 class Estimate(Document):
@@ -32,6 +32,6 @@ def saved_estimate(pipeline: Pipeline, output_dir: Path) -> dict[str, float | No
 
 def _file(pipeline: Pipeline, output_dir: Path) -> Path:
     tables = pipeline.as_toml()
-    tables["pipeline"] = {key: value for key, value in tables["pipeline"].items() if key not in MONEY}
+    tables["pipeline"] = {key: value for key, value in tables["pipeline"].items() if key not in BUDGET_KEYS}
     digest = hashlib.sha256(json.dumps(tables, sort_keys=True, default=str).encode()).hexdigest()
-    return output_dir / SHARED / "estimates" / f"{digest}.json"
+    return output_dir / SHARED_FOLDER / "estimates" / f"{digest}.json"

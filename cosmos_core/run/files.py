@@ -20,19 +20,19 @@ from cosmos_core.errors import DiskFull
 
 logger = logging.getLogger(__name__)
 
-SHARED = ".cosmos"
+SHARED_FOLDER = ".cosmos"
 """Name of the folder in the output folder with the data that all runs share, such as digests."""
 _BLOCK = 1 << 20
 _WRITER = re.compile(r"\.(\d+)(?:-\d+)?\.tmp$")
 
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def disk_full(error: BaseException | None, where: Path) -> DiskFull | None:
     """Return a `DiskFull` error with a message for the user if an error, or one of its causes, means that a disk is
     full or read-only; otherwise None."""
-    while error is not None and not (isinstance(error, OSError) and error.errno in {*_NO_ROOM, errno.EROFS}):
+    while error is not None and not (isinstance(error, OSError) and error.errno in {*_DISK_FULL_ERRORS, errno.EROFS}):
         error = error.__cause__ or error.__context__
     if error is None:
         return None
@@ -53,15 +53,15 @@ def raise_disk_full(where: Path) -> Iterator[None]:
 
 
 @contextmanager
-def warn_if_disk_full(what: str) -> Iterator[None]:
+def warn_if_disk_full(description: str) -> Iterator[None]:
     """Context manager that logs a warning and continues if its block cannot write because the disk is full; use it only
     for information that other files contain too. `what` names the information."""
     try:
         yield
     except OSError as error:
-        if disk_full(error, Path(what)) is None:
+        if disk_full(error, Path(description)) is None:
             raise
-        logger.warning("%s was not noted, the disk is full or read-only: %s", what, error)
+        logger.warning("%s was not noted, the disk is full or read-only: %s", description, error)
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
@@ -177,17 +177,17 @@ def replaced_folder(target: Path) -> Iterator[Path]:
                 with open(os.path.join(folder, name), "rb") as file:
                     os.fsync(file.fileno())
             sync_folder(Path(folder))
-        old = target.with_name(f".{target.name}.{os.getpid()}.old")
+        old_folder = target.with_name(f".{target.name}.{os.getpid()}.old")
         if is_replaced := target.exists():
-            os.rename(target, old)
+            os.rename(target, old_folder)
         try:
             os.rename(building, target)
         except OSError:
             if is_replaced:
-                os.rename(old, target)
+                os.rename(old_folder, target)
             raise
         sync_folder(target.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(old_folder, ignore_errors=True)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
@@ -228,15 +228,15 @@ def remove_leftovers(folder: Path) -> None:
 
 def copy_file(source: str | Path, target: str | Path) -> None:
     """Copy a file with its modification time; share the blocks if the file system supports copy-on-write."""
-    with open(source, "rb") as old, open(target, "wb") as new:
+    with open(source, "rb") as source_file, open(target, "wb") as new:
         try:
-            while os.copy_file_range(old.fileno(), new.fileno(), 1 << 30):
+            while os.copy_file_range(source_file.fileno(), new.fileno(), 1 << 30):
                 pass
         except OSError as error:
-            if error.errno in _NO_ROOM:
+            if error.errno in _DISK_FULL_ERRORS:
                 raise
             # The kernel cannot copy between these file systems; copyfileobj continues at the current offsets.
-            shutil.copyfileobj(old, new)
+            shutil.copyfileobj(source_file, new)
     shutil.copystat(source, target)
 
 
@@ -263,8 +263,8 @@ def _remove_leftovers(target: Path) -> None:
     """Remove the temporary folders for `target` of killed writers on this machine and of this process."""
     for folder in target.parent.iterdir():
         name, _, pid = folder.stem.rpartition(".")
-        is_ours = pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{int(pid)}").exists())
-        if name == f".{target.name}" and _is_temporary(folder.name) and is_ours:
+        is_own_leftover = pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{int(pid)}").exists())
+        if name == f".{target.name}" and _is_temporary(folder.name) and is_own_leftover:
             shutil.rmtree(folder, ignore_errors=True)
 
 

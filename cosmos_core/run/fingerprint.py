@@ -19,18 +19,18 @@ from cosmos_core.config.media import MEDIA_PATHS
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.rl import GENERATED_REWARD
 from cosmos_core.config.schema.table import flat_keys, result_values
-from cosmos_core.machine_properties import MachineProperties, facts_of_workers
+from cosmos_core.machine_properties import MachineProperties, measure_workers
 from cosmos_core.registry import code_digest
 from cosmos_core.run.content import files_of, files_of_model
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.files import read_object
 from cosmos_core.run.inputs import GENERATORS, check_located, clean_packages, kernel_packages
 from cosmos_core.run.libraries import LIBRARIES, QUANTIZATION
-from cosmos_core.types import StageKind, is_below
+from cosmos_core.types import StageKind, is_at_or_below
 
-CARRIED = "carried"
+CARRIED_FILES = "carried"
 """Name of the fingerprint ingredient for those files of a model that training does not read and exports copy."""
-_CUSTOM_OF_OURS = ("dataset", "vision")  # tables of `[custom]` that this package reads
+_PACKAGE_CUSTOM_TABLES = ("dataset", "vision")  # tables of `[custom]` that this package reads
 _INPUTS = frozenset(get_args(Role)) - {"end_tokens"}
 _END_TOKENS = "eos_token_id"
 _ENCODING = ("rollout.multi_turn_config.tools", "policy.model_class")
@@ -52,33 +52,36 @@ class Fingerprint:
     inputs: tuple[Read, ...] = ()
 
     @property
-    def of_training(self) -> str:
+    def training_hash(self) -> str:
         """Return the hash of the ingredients that a training depends on; stages with the same hash share
         checkpoints."""
-        return _hashed({name: value for name, value in self.ingredients.items() if name != CARRIED})
+        return _hash_ingredients({name: value for name, value in self.ingredients.items() if name != CARRIED_FILES})
 
-    def difference(self, older: Fingerprint) -> list[str]:
+    def describe_difference(self, older: Fingerprint) -> list[str]:
         """Return what differs from an older fingerprint: settings as `key old -> new`, inputs as `NAME changed`."""
         has_inputs = bool(self.inputs and older.inputs)
-        old, new = flat_keys(older.ingredients), flat_keys(self.ingredients)
-        keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+        old_values, new = flat_keys(older.ingredients), flat_keys(self.ingredients)
+        keys = [key for key in sorted({*old_values, *new}) if old_values.get(key) != new.get(key)]
         lines = [
             f"result of stage {key.removeprefix('inputs.')} changed"
             if key.startswith("inputs.")
-            else f"{key.removeprefix('config.')} {_short(old.get(key))} -> {_short(new.get(key))}"
+            else f"{key.removeprefix('config.')} {_shorten(old_values.get(key))} -> {_shorten(new.get(key))}"
             for key in keys
-            if not (has_inputs and key.partition(".")[0] in _INPUTS and not is_below(key, ("entry.arguments",)))
+            if not (has_inputs and key.partition(".")[0] in _INPUTS and not is_at_or_below(key, ("entry.arguments",)))
         ]
         return list(dict.fromkeys([*lines, *(_changed_inputs(older.inputs, self.inputs) if has_inputs else ())]))
 
 
-def _changed_inputs(old: Sequence[Read], new: Sequence[Read]) -> Iterator[str]:
-    for head in dict.fromkeys(read[:2] for read in (*old, *new)):
-        before, after = ({name: digest for *start, name, digest in side if (*start,) == head} for side in (old, new))
-        if before.keys() == after.keys():
-            yield from (f"{name} changed" for name in after if before[name] != after[name])
-        elif sorted(before.values()) != sorted(after.values()):
-            names = (", ".join(side) or "nothing" for side in (before, after))
+def _changed_inputs(old_inputs: Sequence[Read], new: Sequence[Read]) -> Iterator[str]:
+    for head in dict.fromkeys(input_entry[:2] for input_entry in (*old_inputs, *new)):
+        old_digests, new_digests = (
+            {name: digest for *start, name, digest in input_entries if (*start,) == head}
+            for input_entries in (old_inputs, new)
+        )
+        if old_digests.keys() == new_digests.keys():
+            yield from (f"{name} changed" for name in new_digests if old_digests[name] != new_digests[name])
+        elif sorted(old_digests.values()) != sorted(new_digests.values()):
+            names = (", ".join(input_entries) or "nothing" for input_entries in (old_digests, new_digests))
             yield f"{head[1]} {' -> '.join(names)}"
 
 
@@ -91,21 +94,25 @@ def fingerprint(
         ModelError, DataError: a local model or data folder is missing.
         ConfigError: user code is missing.
     """
-    recipe, inputs, reads = pipeline.recipes[stage.name], pipeline.inputs(stage), reads_of(pipeline, stage)
+    recipe, inputs, is_read = pipeline.recipes[stage.name], pipeline.inputs(stage), read_key_predicate(pipeline, stage)
     check_located(inputs)
-    digested = [(each, _digest(each, digests)) for each in inputs if _counts(each, kind, reads)]
-    labels = _labels(inputs, reads)
+    inputs_and_digests = [(each, _digest(each, digests)) for each in inputs if _counts(each, kind, is_read)]
+    labels = _labels(inputs, is_read)
     values = result_values(recipe) if stage.entry else _without_paths(result_values(recipe))
     for name in {"judge", *(other.table for other in pipeline.kinds.values() if other.table)} - {kind.table}:
         # Recipe tables of other kinds are left out if they have only default values, even if user code reads them.
         if (table := getattr(recipe, name)) == type(table)():
             values.pop(name)
     # User functions and classes receive the whole config, so each setting may change their result.
-    is_whole = any(each.role in {"entry", "data_code"} for each in inputs)
-    settings = values if is_whole else {k: v for k, v in flat_keys(_renamed(values, labels)).items() if reads(k)}
+    includes_all_settings = any(each.role in {"entry", "data_code"} for each in inputs)
+    settings = (
+        values
+        if includes_all_settings
+        else {k: v for k, v in flat_keys(_replace_import_paths(values, labels)).items() if is_read(k)}
+    )
     world_size = recipe.policy.parallelism.world_size if kind.has_mesh else None
     libraries = (*kind.libraries, *(clean_packages(recipe) if kind.reads_data == "source" else ()))
-    libraries += QUANTIZATION if reads("export.formats") else ()
+    libraries += QUANTIZATION if is_read("export.formats") else ()
     facts = stage_facts(pipeline, is_group=(world_size or 1) > 1)
     ingredients: dict[str, Any] = {
         "kind": kind.name,
@@ -116,33 +123,33 @@ def fingerprint(
         "device": facts.device if kind.in_worker and kind.is_numeric else None,
         "world_size": world_size,
         "versions": {name: facts.versions[name] for name in libraries if name in facts.versions},
-        **({"code": {}} if kind.scores or kind.trains else {}),
-        **_by_role(digested, labels),
+        **({"code": {}} if kind.scores or kind.trains_model else {}),
+        **_digests_by_role(inputs_and_digests, labels),
         **_keys_of(stage, kind),
     }
     if stage.entry:
         ingredients["entry"]["arguments"] = stage.arguments
-    calls = ("data", "reward") if kind.scores or kind.trains else ("data",)
-    if any(each.role in calls and _is_generated(each) for each in inputs):
-        ingredients["generators"] = facts_of_workers((GENERATORS,), pipeline.config.python).versions
-    if kind.trains and (packages := kernel_packages(recipe)):
-        ingredients["kernels"] = facts_of_workers(tuple(packages), pipeline.config.python).versions
+    calls = ("data", "reward") if kind.scores or kind.trains_model else ("data",)
+    if any(each.role in calls and _uses_reasoning_gym(each) for each in inputs):
+        ingredients["generators"] = measure_workers((GENERATORS,), pipeline.config.python).versions
+    if kind.trains_model and (packages := kernel_packages(recipe)):
+        ingredients["kernels"] = measure_workers(tuple(packages), pipeline.config.python).versions
     ingredients = json.loads(json.dumps(ingredients, sort_keys=True, default=str))
-    return Fingerprint(_hashed(ingredients), ingredients, tuple(_read(*each) for each in digested))
+    return Fingerprint(_hash_ingredients(ingredients), ingredients, tuple(_read(*each) for each in inputs_and_digests))
 
 
-def _is_generated(each: Input) -> bool:
+def _uses_reasoning_gym(each: Input) -> bool:
     """Return True if the package `reasoning-gym` generates the rows of an input or scores them."""
     return (each.role, each.form) == ("data", "literal") or (each.role, each.location) == ("reward", GENERATED_REWARD)
 
 
-def _counts(each: Input, kind: StageKind, reads: Callable[[str], bool]) -> bool:
+def _counts(each: Input, kind: StageKind, is_read: Callable[[str], bool]) -> bool:
     """Return True if an input can change the result of a stage."""
     if each.role in {"code", "reward"}:
-        is_called = kind.scores or kind.trains or each.key in _ENCODING
-        return each.form == "code" and is_called and reads(each.key)
+        runs_rewards = kind.scores or kind.trains_model or each.key in _ENCODING
+        return each.form == "code" and runs_rewards and is_read(each.key)
     if each.role in {"chat_template", "template"}:
-        return reads(each.key)
+        return is_read(each.key)
     if each.role == "end_tokens":
         return _END_TOKENS in read_object(Path(each.location))
     if each.role == "media":
@@ -164,9 +171,9 @@ def _digest(each: Input, digests: Digests) -> Any:
     if each.role == "end_tokens":
         return read_object(path)[_END_TOKENS]
     if not path.is_dir():
-        return digests.of_file(path)
+        return digests.digest_file(path)
     files = files_of_model if each.role in {"model", "teacher", "carried"} else files_of
-    digest = digests.of_files(path, files(path, each.patterns))
+    digest = digests.digest_files(path, files(path, each.patterns))
     return [each.location, digest] if each.role == "media" else digest  # prepared rows contain the paths of images
 
 
@@ -175,11 +182,11 @@ def _read(each: Input, digest: Any) -> Read:
     return each.role, each.key, name, str(digest)
 
 
-def _by_role(digested: Sequence[tuple[Input, Any]], labels: Mapping[str, str]) -> dict[str, Any]:
+def _digests_by_role(inputs_and_digests: Sequence[tuple[Input, Any]], labels: Mapping[str, str]) -> dict[str, Any]:
     """Return the digests of inputs by role: a list for `data`, a dict for roles that several inputs may have, otherwise
     one digest."""
     ingredients: dict[str, Any] = {"model": None, "data": []}
-    for each, digest in digested:
+    for each, digest in inputs_and_digests:
         if each.role == "data":
             ingredients["data"].append(digest)
         elif each.role in {"code", "reward"}:
@@ -192,7 +199,7 @@ def _by_role(digested: Sequence[tuple[Input, Any]], labels: Mapping[str, str]) -
     return ingredients
 
 
-def _hashed(ingredients: Mapping[str, Any]) -> str:
+def _hash_ingredients(ingredients: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
 
 
@@ -205,33 +212,33 @@ def _keys_of(stage: StageConfig, kind: StageKind) -> dict[str, Any]:
         if value := getattr(stage, key):
             values[key] = list(value) if isinstance(value, tuple) else value
     if stage.sweep is not None:
-        branches = [list(branch.stages) for branch in stage.sweep.branches]
+        branches = [list(sweep_branch.stages) for sweep_branch in stage.sweep.branches]
         values["sweep"] = {"metric": stage.sweep.metric, "mode": stage.sweep.mode, "branches": branches}
     return values
 
 
-def reads_of(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
+def read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
     """Return a function that returns True for a recipe key that a stage reads: its kind reads the key, and no other
     setting disables the key."""
     kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
-    unread: list[str] = []
-    if kind.trains and not recipe.validation.enable:
-        unread += [f"validation.{name}" for name in type(recipe.validation).model_fields if name != "enable"]
+    ignored_keys: list[str] = []
+    if kind.trains_model and not recipe.validation.enable:
+        ignored_keys += [f"validation.{name}" for name in type(recipe.validation).model_fields if name != "enable"]
     if recipe.teacher_of(kind) is None:
-        unread += [f"distillation.{name}" for name in type(recipe.distillation).model_fields if name != "enable"]
+        ignored_keys += [f"distillation.{name}" for name in type(recipe.distillation).model_fields if name != "enable"]
     if not _completes_prompts(pipeline, stage):
-        unread.append("rollout")
-    if not recipe.asks_judge:
-        unread.append("judge")
+        ignored_keys.append("rollout")
+    if not recipe.uses_judge:
+        ignored_keys.append("judge")
     if not recipe.export.quantized:
-        unread += ["export.formats", "export.unproven"]
+        ignored_keys += ["export.formats", "export.unproven"]
 
-    def is_read(key: str) -> bool:
-        return kind.reads(key) and not is_below(key, unread)
+    def is_key_read(key: str) -> bool:
+        return kind.reads_key(key) and not is_at_or_below(key, ignored_keys)
 
-    if "custom" in kind.recipe_tables and not stage.entry and not _labels(pipeline.inputs(stage), is_read):
-        unread += [f"custom.{name}" for name in recipe.custom if name not in _CUSTOM_OF_OURS]
-    return is_read
+    if "custom" in kind.recipe_tables and not stage.entry and not _labels(pipeline.inputs(stage), is_key_read):
+        ignored_keys += [f"custom.{name}" for name in recipe.custom if name not in _PACKAGE_CUSTOM_TABLES]
+    return is_key_read
 
 
 def _completes_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
@@ -239,7 +246,7 @@ def _completes_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
     kind, source = pipeline.kind_of(stage), source_of(stage.data)
     if kind.feed == "rollouts" or kind.has_engine:
         return True
-    if kind.trains and not pipeline.recipes[stage.name].validation.enable:
+    if kind.trains_model and not pipeline.recipes[stage.name].validation.enable:
         return False
     if kind.reads_data == "prepared":
         if source is None or pipeline.kind_of(pipeline.stage(source)).makes != "data":
@@ -261,7 +268,7 @@ def stage_facts(pipeline: Pipeline, *, is_group: bool = False) -> MachinePropert
     Raises:
         ConfigError, StageFailed: as `facts_of_workers`.
     """
-    return facts_of_workers(LIBRARIES, pipeline.config.python, is_group=is_group)
+    return measure_workers(LIBRARIES, pipeline.config.python, is_group=is_group)
 
 
 def _without_paths(values: dict[str, Any]) -> dict[str, Any]:
@@ -273,26 +280,26 @@ def _without_paths(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"custom": custom | {"dataset": dataset}}
 
 
-def _labels(inputs: Sequence[Input], reads: Callable[[str], bool]) -> dict[str, str]:
+def _labels(inputs: Sequence[Input], is_read: Callable[[str], bool]) -> dict[str, str]:
     """Return a label for each user reward, algorithm and engine that the stage reads: the name without the folder of
     its file, because the location does not change the result."""
     code = [each for each in inputs if each.role in {"code", "reward"} and each.form == "code"]
-    names = sorted({each.location for each in code if reads(each.key)})
+    names = sorted({each.location for each in code if is_read(each.key)})
     labels = {name: name.rpartition("/")[2] for name in names}
     return labels if len(set(labels.values())) == len(labels) else {name: name for name in names}
 
 
-def _renamed(values: Any, labels: Mapping[str, str]) -> Any:
+def _replace_import_paths(values: Any, labels: Mapping[str, str]) -> Any:
     """Return the values with each import path of user code replaced by its label, in keys and values."""
     if isinstance(values, str):
         return labels.get(values, values)
     if isinstance(values, list):
-        return [_renamed(value, labels) for value in values]
+        return [_replace_import_paths(value, labels) for value in values]
     if not isinstance(values, dict):
         return values
-    return {labels.get(key, key): _renamed(value, labels) for key, value in values.items()}
+    return {labels.get(key, key): _replace_import_paths(value, labels) for key, value in values.items()}
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = "nothing" if value is None else str(value)
     return text if len(text) <= 40 else text[:12] + "..."

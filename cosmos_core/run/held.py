@@ -15,17 +15,17 @@ from pathlib import Path
 from cosmos_core.run.files import warn_if_disk_full, write_json
 from cosmos_core.run.manifest import RESULT, Result, read_result
 from cosmos_core.run.progress import read_progress
-from cosmos_core.run.state import Hold, read_state, update_state
+from cosmos_core.run.state import GpuInterval, read_state, update_state
 
 
 @contextmanager
-def holding(stage_path: Path, gpus: int) -> Iterator[None]:
+def record_gpu_time(stage_path: Path, gpus: int) -> Iterator[None]:
     """Record that the next attempt of a stage holds `gpus` GPUs during the block; 0: nothing is recorded."""
     if not gpus:
         yield
         return
-    earlier = closed_holds(stage_path)
-    hold = Hold(attempt=read_state(stage_path).attempt + 1, gpus=gpus, begin=time.time())
+    earlier = closed_intervals(stage_path)
+    hold = GpuInterval(attempt=read_state(stage_path).attempt + 1, gpus=gpus, begin=time.time())
     update_state(stage_path, holds=[*earlier, hold])
     try:
         yield
@@ -34,7 +34,7 @@ def holding(stage_path: Path, gpus: int) -> Iterator[None]:
             update_state(stage_path, holds=[*earlier, hold.model_copy(update={"end": time.time()})])
 
 
-def closed_holds(stage_path: Path) -> list[Hold]:
+def closed_intervals(stage_path: Path) -> list[GpuInterval]:
     """Return the intervals in which a stage held GPUs; an interval without an end lasts until the last heartbeat."""
     state, progress = read_state(stage_path), read_progress(stage_path)
     signs = (state.renewed, state.heartbeat, progress.heartbeat if progress else None)
@@ -44,24 +44,24 @@ def closed_holds(stage_path: Path) -> list[Hold]:
     ]
 
 
-def gpu_seconds(holds: list[Hold]) -> float:
+def gpu_seconds(intervals: list[GpuInterval]) -> float:
     """Return the GPU seconds of closed intervals: durations times numbers of GPUs."""
-    return sum(max(0.0, (hold.end or hold.begin) - hold.begin) * hold.gpus for hold in holds)
+    return sum(max(0.0, (interval.end or interval.begin) - interval.begin) * interval.gpus for interval in intervals)
 
 
-def holds_of_run(run_path: Path) -> dict[str, list[Hold]]:
+def intervals_of_run(run_path: Path) -> dict[str, list[GpuInterval]]:
     """Return the intervals in which each stage of a run held GPUs, including intervals of superseded attempts."""
-    holds: dict[str, list[Hold]] = {}
+    intervals_by_stage: dict[str, list[GpuInterval]] = {}
     for folder in sorted((run_path / "superseded").glob("*")):
-        holds.setdefault(folder.name.rpartition(".")[0], []).extend(closed_holds(folder))
+        intervals_by_stage.setdefault(folder.name.rpartition(".")[0], []).extend(closed_intervals(folder))
     for folder in sorted((run_path / "stages").glob("*")):
-        holds.setdefault(folder.name, []).extend(closed_holds(folder))
-    return {name: intervals for name, intervals in holds.items() if intervals}
+        intervals_by_stage.setdefault(folder.name, []).extend(closed_intervals(folder))
+    return {name: intervals for name, intervals in intervals_by_stage.items() if intervals}
 
 
 def gpu_seconds_of_run(run_path: Path) -> float:
     """Return the GPU seconds of all attempts of all stages of a run."""
-    return sum(map(gpu_seconds, holds_of_run(run_path).values()))
+    return sum(map(gpu_seconds, intervals_of_run(run_path).values()))
 
 
 def note_in_result(stage_path: Path) -> Result:
@@ -70,12 +70,16 @@ def note_in_result(stage_path: Path) -> Result:
     the write."""
     result, path = read_result(stage_path), stage_path / RESULT
     assert result is not None
-    by_attempt: dict[int, list[Hold]] = {}
-    for hold in closed_holds(stage_path):
-        by_attempt.setdefault(hold.attempt, []).append(hold)
+    intervals_by_attempt: dict[int, list[GpuInterval]] = {}
+    for interval in closed_intervals(stage_path):
+        intervals_by_attempt.setdefault(interval.attempt, []).append(interval)
     result["attempts"] = [
-        {"attempt": attempt, "gpus": max(hold.gpus for hold in holds), "gpu_seconds": gpu_seconds(holds)}
-        for attempt, holds in by_attempt.items()
+        {
+            "attempt": attempt,
+            "gpus": max(interval.gpus for interval in intervals),
+            "gpu_seconds": gpu_seconds(intervals),
+        }
+        for attempt, intervals in intervals_by_attempt.items()
     ]
     result["gpu_seconds"] = sum(entry["gpu_seconds"] for entry in result["attempts"])
     with warn_if_disk_full(f"the GPU seconds of {stage_path.name}"):

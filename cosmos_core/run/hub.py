@@ -22,8 +22,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NEWEST = "main"
 _REVISIONS = {"model": "policy.model_revision", "teacher": "distillation.model_revision"}
 _SECONDS = 8.0
-_AWAY_SECONDS = 60.0
-_away: dict[str, tuple[float, str]] = {}
+_RETRY_HUB_SECONDS = 60.0
+_failed_requests: dict[str, tuple[float, str]] = {}
 """Time (monotonic) and reason of the last failed request to each Hub, so that the next repository does not wait for an
 unreachable Hub again."""
 Repository = tuple[Literal["model", "dataset"], str, str]
@@ -40,13 +40,13 @@ def pin_hub_revisions(pipeline: Pipeline) -> Pipeline:
     recipes = {}
     for stage in pipeline.stages:
         try:
-            recipes[stage.name] = _pinned(pipeline, stage, commits)
+            recipes[stage.name] = _pin_recipe(pipeline, stage, commits)
         except CosmosError as error:
             raise type(error)(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
     return replace(pipeline, recipes=recipes)
 
 
-def _pinned(pipeline: Pipeline, stage: StageConfig, commits: dict[Repository, str]) -> Recipe:
+def _pin_recipe(pipeline: Pipeline, stage: StageConfig, commits: dict[Repository, str]) -> Recipe:
     recipe = pipeline.recipes[stage.name]
     for each in pipeline.inputs(stage):
         if each.form == "hub":
@@ -73,26 +73,26 @@ def commit_of(repository: Repository, seconds: float = _SECONDS) -> str:
     from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     hub = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-    since, reason = _away.get(hub, (-_AWAY_SECONDS, ""))
+    failed_at, reason = _failed_requests.get(hub, (-_RETRY_HUB_SECONDS, ""))
     if constants.HF_HUB_OFFLINE:
         reason = "HF_HUB_OFFLINE is set"
-    elif time.monotonic() - since >= _AWAY_SECONDS:
+    elif time.monotonic() - failed_at >= _RETRY_HUB_SECONDS:
         api = HfApi(endpoint=hub)
         try:
-            info = within(seconds, partial(api.repo_info, name, revision=revision, repo_type=repo_type))
+            info = call_with_timeout(seconds, partial(api.repo_info, name, revision=revision, repo_type=repo_type))
             return str(info.sha)
         except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
-            raise _unknown(repository, str(error)) from error
+            raise _unknown_commit_error(repository, str(error)) from error
         except (HTTPError, OSError) as error:
             reason = str(error)
-            _away[hub] = (time.monotonic(), reason)
+            _failed_requests[hub] = (time.monotonic(), reason)
     folder = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{name.replace('/', '--')}"
     if commit := _cached(folder, revision):
         return commit
-    raise _unknown(repository, f"the Hub {hub} cannot be asked ({reason}), and {folder} does not say")
+    raise _unknown_commit_error(repository, f"the Hub {hub} cannot be asked ({reason}), and {folder} does not say")
 
 
-def within(seconds: float, call: Callable[[], Any]) -> Any:
+def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
     """Return the result of a call that runs in a thread for at most `seconds`. The timeout of an HTTP client is not
     enough: it does not limit the resolution of names, and starts again for each address of a host.
 
@@ -124,7 +124,7 @@ def _cached(folder: Path, revision: str) -> str | None:
     return commits[0] if len(commits) == 1 and revision == _NEWEST else None
 
 
-def _unknown(repository: Repository, reason: str) -> CosmosError:
+def _unknown_commit_error(repository: Repository, reason: str) -> CosmosError:
     repo_type, name, revision = repository
     error, noun = (ModelError, "model") if repo_type == "model" else (DataError, "data set")
     return error(
@@ -135,7 +135,7 @@ def _unknown(repository: Repository, reason: str) -> CosmosError:
 
 def with_value(table: Any, key: str, value: Any) -> Any:
     """Return a copy of a table with another value at a dotted key; a number is an index of a list of tables."""
-    name, _, rest = key.partition(".")
+    name, _, key_rest = key.partition(".")
     if isinstance(table, tuple):
-        return tuple(with_value(each, rest, value) if i == int(name) else each for i, each in enumerate(table))
-    return table.model_copy(update={name: with_value(getattr(table, name), rest, value) if rest else value})
+        return tuple(with_value(each, key_rest, value) if i == int(name) else each for i, each in enumerate(table))
+    return table.model_copy(update={name: with_value(getattr(table, name), key_rest, value) if key_rest else value})

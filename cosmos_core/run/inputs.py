@@ -12,21 +12,21 @@ from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.inputs import WEIGHTS_SUFFIXES, Input
-from cosmos_core.config.prompt_sets import named_set
+from cosmos_core.config.prompt_sets import find_prompt_set
 from cosmos_core.config.schema.dataset import generator_of
 from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import GENERATED_REWARD
 from cosmos_core.errors import ConfigError, CosmosError, DataError, ModelError, RewardError
-from cosmos_core.machine_properties import facts_of_workers
+from cosmos_core.machine_properties import measure_workers
 from cosmos_core.registry import code_file, is_import_path, load_named, offered_names, suggestion
 from cosmos_core.run.content import files_of_model
 
 _REWARDS = "cosmos_core.rewards"
 GENERATORS = "reasoning-gym"
 """Package that generates rows of reasoning tasks and computes their reward."""
-_NEAR_DUPLICATES = "train.train_policy.clean.near_duplicates"
-_OF_KINDS = ("sample.endpoint", _NEAR_DUPLICATES)
+_NEAR_DUPLICATES_KEY = "train.train_policy.clean.near_duplicates"
+_KEYS_BY_KIND = ("sample.endpoint", _NEAR_DUPLICATES_KEY)
 """Keys whose package is needed only by stages of the kinds that read the key."""
 _EXTRAS = {"datasketch": "clean", "mlflow-skinny": "mlflow"}
 """Name of the extra that installs a package, if it differs from the name of the package."""
@@ -41,7 +41,7 @@ def check_inputs(pipeline: Pipeline) -> None:
     missing = {package for recipe in pipeline.recipes.values() for package in _packages(recipe)}
     missing |= {package for stage in pipeline.stages for package in pipeline.kind_of(stage).extras}
     if missing:
-        missing -= facts_of_workers(sorted(missing), pipeline.config.python).versions.keys()
+        missing -= measure_workers(sorted(missing), pipeline.config.python).versions.keys()
     for stage in pipeline.stages:
         recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
         try:
@@ -54,7 +54,7 @@ def check_inputs(pipeline: Pipeline) -> None:
                     _check_code(each)
                 if each.role == "reward" and kind.scores:
                     _check_reward(each)
-            if kind.trains:
+            if kind.trains_model:
                 _check_gpu(recipe)
                 if not stage.work_pool:  # a stage of a work pool is checked by the machine that runs it
                     _check_compiler(recipe, pipeline.config.python)
@@ -63,9 +63,9 @@ def check_inputs(pipeline: Pipeline) -> None:
                     f"kind {kind.name!r} needs the package {package}, which is not installed; pip install "
                     f"'cosmos-posttrain[{kind.extras[package]}]'"
                 )
-            unused = {} if kind.trains else kernel_packages(recipe)
+            unused = {} if kind.trains_model else kernel_packages(recipe)
             for package, key in _packages(recipe).items():
-                if package in missing and package not in unused and (key not in _OF_KINDS or kind.reads(key)):
+                if package in missing and package not in unused and (key not in _KEYS_BY_KIND or kind.reads_key(key)):
                     extra = _EXTRAS.get(package, package)
                     raise ConfigError(
                         f"{key}: the package {package} is not installed; pip install 'cosmos-posttrain[{extra}]' or "
@@ -121,8 +121,8 @@ def _check_checkpoint(key: str, policy: Path) -> None:
             f"{key} = {str(policy)!r}: a pickled checkpoint of Cosmos-RL, which could run any code when read; start "
             f"from the safetensors folder of that run: policy.model_name_or_path = '.../safetensors/step_N'"
         )
-    is_named = policy.name == "policy" and re.fullmatch(r"step_\d+", policy.parent.name)
-    if not is_named or not os.path.isfile(policy / "manifest.json"):
+    is_policy_folder = policy.name == "policy" and re.fullmatch(r"step_\d+", policy.parent.name)
+    if not is_policy_folder or not os.path.isfile(policy / "manifest.json"):
         raise ModelError(
             f"{key} = {str(policy)!r}: no checkpoint; give the folder .../checkpoints/step_N/policy of a run"
         )
@@ -137,7 +137,7 @@ def _check_rows(each: Input, path: Path) -> None:
         raise DataError(
             f"{each.key} = {each.location!r} is neither a file nor a folder; rows cannot be read twice from it"
         )
-    named_set(each.location, each.key)
+    find_prompt_set(each.location, each.key)
     raise DataError(f"{each.key} = {each.location!r}: no such file or folder")
 
 
@@ -185,8 +185,8 @@ def _packages(recipe: Recipe) -> dict[str, str]:
     if recipe.sample.endpoint:
         packages["openai"] = "sample.endpoint"
     if clean_packages(recipe):
-        packages["datasketch"] = _NEAR_DUPLICATES
-    if recipe.asks_judge:
+        packages["datasketch"] = _NEAR_DUPLICATES_KEY
+    if recipe.uses_judge:
         packages["openai"] = "the reward judge"
     for key, dataset in recipe.datasets.items():
         if generator_of(dataset.name):
@@ -197,7 +197,7 @@ def _packages(recipe: Recipe) -> dict[str, str]:
 
 
 def _check_gpu(recipe: Recipe) -> None:
-    if recipe.policy.enable_liger_kernel and facts_of_workers(is_group=True).device == "cpu":
+    if recipe.policy.enable_liger_kernel and measure_workers(is_group=True).device == "cpu":
         raise ConfigError(
             "policy.enable_liger_kernel = true: these kernels need an NVIDIA GPU, and this machine has none; leave it "
             "out"
@@ -205,7 +205,7 @@ def _check_gpu(recipe: Recipe) -> None:
 
 
 def _check_compiler(recipe: Recipe, python: str) -> None:
-    facts = facts_of_workers(python=python, is_group=True)
+    facts = measure_workers(python=python, is_group=True)
     optimizer = recipe.train.optm_name
     if optimizer.endswith("8bit"):
         key, remedy = f"train.optm_name = {optimizer!r}", "take another optimizer"

@@ -16,10 +16,10 @@ from cosmos_core.config.schema.clean import BENCHMARKS
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import parsed, read_object, sha256
-from cosmos_core.run.manifest import Result, Source, problem, read_result
+from cosmos_core.run.manifest import Result, Source, find_damage, read_result
 from cosmos_core.run.stage import Stage
 
-_RECORD = "published.json"
+RECORD_FILE = "published.json"
 """Name of the file in a published version that records where the version comes from."""
 
 
@@ -52,16 +52,16 @@ def lineage_of(path: Path) -> list[Link]:
     Raises:
         ConfigError: the path belongs to no run, or the stage has not finished.
     """
-    record = read_object(path.resolve() / _RECORD)
+    record = read_object(path.resolve() / RECORD_FILE)
     if not isinstance(record.get("files"), dict):
         return lineage(stage_of(path))
     digest = hashlib.sha256(json.dumps(record["files"], sort_keys=True).encode()).hexdigest()
-    note = _damage(path, record["files"]) or "verified"
-    delivered = Link(0, path.resolve().name, "published", digest, str(path), note)
-    return [delivered, *(replace(link, depth=link.depth + 1) for link in lineage(stage_of(path)))]
+    note = _find_changed_file(path, record["files"]) or "verified"
+    published_link = Link(0, path.resolve().name, "published", digest, str(path), note)
+    return [published_link, *(replace(link, depth=link.depth + 1) for link in lineage(stage_of(path)))]
 
 
-def _damage(folder: Path, files: dict[str, str]) -> str:
+def _find_changed_file(folder: Path, files: dict[str, str]) -> str:
     """Return a description of the first changed file of a published model; empty if no file changed. The model card is
     not compared, because the card on the Hub also has the metrics."""
     for name, digest in files.items():
@@ -80,25 +80,25 @@ def lineage(stage_path: Path) -> list[Link]:
     result = read_result(stage_path)
     if result is None:
         raise ConfigError(f"{stage_path} has no result.json: the stage did not finish")
-    return list(_walk(stage_path, result, 0, set()))
+    return list(_walk_upstream(stage_path, result, 0, set()))
 
 
-def _walk(stage_path: Path, result: Result, depth: int, seen: set[Path]) -> Iterator[Link]:
-    seen.add(stage_path)
+def _walk_upstream(stage_path: Path, result: Result, depth: int, visited: set[Path]) -> Iterator[Link]:
+    visited.add(stage_path)
     run = f"run {stage_path.parent.parent.name}"
-    note = problem(stage_path, result) or "verified"
+    note = find_damage(stage_path, result) or "verified"
     gpu_seconds = float(result.get("gpu_seconds", 0.0))
     yield Link(depth, result["name"], result["kind"], result["digest"], run, note, gpu_seconds)
     for source in parsed(result.get("sources", ()), Source):
         yield Link(depth + 1, Path(source.name).name, source.kind, source.digest, source.name, _source_status(source))
-    for name, recorded in result["inputs"].items():
+    for name, recorded_input in result["inputs"].items():
         upstream = stage_path.parent / name
         upstream_result = read_result(upstream)
-        if upstream_result is None or upstream_result["digest"] != recorded["digest"]:
+        if upstream_result is None or upstream_result["digest"] != recorded_input["digest"]:
             note = "gone" if upstream_result is None else "made again since: its content is another"
-            yield Link(depth + 1, name, "", recorded["digest"], run, note)
-        elif upstream not in seen:
-            yield from _walk(upstream, upstream_result, depth + 1, seen)
+            yield Link(depth + 1, name, "", recorded_input["digest"], run, note)
+        elif upstream not in visited:
+            yield from _walk_upstream(upstream, upstream_result, depth + 1, visited)
 
 
 def _source_status(source: Source) -> str:
@@ -110,7 +110,7 @@ def _source_status(source: Source) -> str:
     return "gone" if path.is_absolute() and not path.exists() else "recorded"
 
 
-def origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
+def model_origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
     """Return the external model and data that a stage descends from, for the text of a model card.
 
     The keys are `base_model` and `revision` of the model, or `made_by`, the function whose stage created the model;
@@ -121,7 +121,7 @@ def origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
     while waiting:
         current = waiting.pop(0)
         visited.add(current.name)
-        data |= dict.fromkeys(_named_data(pipeline, current))
+        data |= dict.fromkeys(_dataset_names(pipeline, current))
         upstream = [
             name
             for name in map(source_of, (pipeline.starts_from(current), current.data))
@@ -159,11 +159,13 @@ def base_of(stage: Stage) -> str:
     return name if name in {source_name, ""} or not digest or "/" in name else f"{name} (sha256 {digest[:12]})"
 
 
-def _named_data(pipeline: Pipeline, stage: StageConfig) -> list[str]:
+def _dataset_names(pipeline: Pipeline, stage: StageConfig) -> list[str]:
     """Return the names of the data sets that a stage reads from outside the run, or `made by FUNCTION` if user code
     creates its rows."""
-    read = [each for each in pipeline.inputs(stage) if each.role == "data" and each.form != "stage"]
-    rows = [each for each in read if not (each.key.startswith(BENCHMARKS) or each.key.endswith(".pass_rates"))]
+    outside_inputs = [each for each in pipeline.inputs(stage) if each.role == "data" and each.form != "stage"]
+    rows = [
+        each for each in outside_inputs if not (each.key.startswith(BENCHMARKS) or each.key.endswith(".pass_rates"))
+    ]
     names = [f"{each.location}@{each.revision}" if each.revision else each.location for each in rows]
     names = [os.path.relpath(name) if Path(name).is_relative_to(Path.cwd()) else name for name in names]
     return names or ([f"made by {stage.entry}"] if stage.entry else [])
@@ -177,18 +179,18 @@ def stage_of(path: Path) -> Path:
         ConfigError: the path belongs to no run.
     """
     path = path.resolve()
-    published = read_object(path / _RECORD)
+    published = read_object(path / RECORD_FILE)
     if "stage" in published:
         return Path(published["stage"])
     for folder in (path, *path.parents):
         if folder.parent.name == "stages" and (folder.parent.parent / "pipeline.toml").is_file():
             return folder
     if (path / "pipeline.toml").is_file():
-        return path / "stages" / _last_with_model(path)
+        return path / "stages" / _last_model_stage(path)
     raise ConfigError(f"{path} belongs to no run; give a run, a stage, an exported or a published model")
 
 
-def _last_with_model(run_path: Path) -> str:
+def _last_model_stage(run_path: Path) -> str:
     stages: list[dict[str, Any]] = read_toml(run_path / "pipeline.toml")["pipeline"]["stages"]
     for stage in reversed(stages):
         result: Result | None = read_result(run_path / "stages" / stage["name"])

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from cosmos_core.run.files import Document, Seconds, read_document, write_json
-from cosmos_core.run.process import is_alive, is_here, this_process
-from cosmos_core.run.state import ACTIVE, State
+from cosmos_core.run.process import identify_process, is_alive, ran_on_this_machine
+from cosmos_core.run.state import ACTIVE_STATES, State
 
 LEASE_SECONDS = 120.0
 """Seconds without a renewal after which a launcher on another machine counts as dead; longer than clock skew and delays
@@ -54,10 +54,10 @@ def read_approval(run_path: Path) -> Approval | None:
 def note_holder(run_path: Path, since: float) -> None:
     """Record that this process has claimed a run for a command that began at `since` (unix time); a repeated claim by
     the same process keeps the earliest time."""
-    previous, me = read_holder(run_path), this_process()
-    if previous is not None and previous.model_dump(exclude={"since"}) == me:
+    previous, current_process = read_holder(run_path), identify_process()
+    if previous is not None and previous.model_dump(exclude={"since"}) == current_process:
         since = min(since, previous.since)
-    write_json(run_path / "locks" / _HOLDER, {**me, "since": since}, durable=False)
+    write_json(run_path / "locks" / _HOLDER, {**current_process, "since": since}, durable=False)
     (run_path / "locks" / _APPROVAL).unlink(missing_ok=True)
 
 
@@ -66,11 +66,11 @@ def read_holder(run_path: Path) -> Holder | None:
     return read_document(run_path / "locks" / _HOLDER, Holder)
 
 
-def holder_died(run_path: Path) -> float | None:
+def start_of_dead_holder(run_path: Path) -> float | None:
     """Return the start time of the command whose process last claimed a run, if that process has ended; None if the
     process is alive or runs on another machine."""
     holder = read_holder(run_path)
-    if holder is None or not is_here(holder.launcher_machine, holder.launcher_host):
+    if holder is None or not ran_on_this_machine(holder.launcher_machine, holder.launcher_host):
         return None
     return None if is_alive(holder.launcher_pid, holder.launcher_started) else holder.since
 
@@ -78,15 +78,17 @@ def holder_died(run_path: Path) -> float | None:
 def has_lost_launcher(state: State) -> bool:
     """Return True if the launcher of a stage ran on this machine and has ended; its worker may still save a
     checkpoint."""
-    is_known = state.launcher_pid is not None and is_here(state.launcher_machine, state.launcher_host)
-    return is_known and not is_alive(state.launcher_pid, state.launcher_started)
+    is_on_this_machine = state.launcher_pid is not None and ran_on_this_machine(
+        state.launcher_machine, state.launcher_host
+    )
+    return is_on_this_machine and not is_alive(state.launcher_pid, state.launcher_started)
 
 
 def is_dead(state: State, now: float) -> bool:
     """Return True if a stage is marked as running although its launcher and its worker have ended."""
-    if state.state not in ACTIVE:
+    if state.state not in ACTIVE_STATES:
         return False
-    if state.launcher_pid is not None and is_here(state.launcher_machine, state.launcher_host):
+    if state.launcher_pid is not None and ran_on_this_machine(state.launcher_machine, state.launcher_host):
         return has_lost_launcher(state) and not is_alive(state.pid, state.pid_started)
     is_attempt_open = bool(state.spans) and state.spans[-1][1] is None
     return is_attempt_open and state.renewed is not None and now - state.renewed > LEASE_SECONDS

@@ -13,8 +13,8 @@ def pipeline_arguments(index: Mapping[str, Any]) -> str:
     """Return the arguments after the folder in a call of `DiffusionPipeline.from_pretrained`, for a pipeline with the
     content `index` of model_index.json. An encoder that the pipeline lacks is set to None, since diffusers looks for
     its files otherwise."""
-    absent = [name for name, entry in index.items() if name.startswith(_ENCODERS) and entry == [None, None]]
-    return "".join(f", {name}=None" for name in absent)
+    absent_encoders = [name for name, entry in index.items() if name.startswith(_ENCODERS) and entry == [None, None]]
+    return "".join(f", {name}=None" for name in absent_encoders)
 
 
 def pipeline_needs(index: Mapping[str, Any]) -> str:

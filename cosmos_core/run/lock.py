@@ -31,10 +31,10 @@ class Lock:
             return False
         return True
 
-    def acquire(self, *, while_waiting: Callable[[], None] = lambda: None) -> None:
+    def acquire(self, *, poll: Callable[[], None] = lambda: None) -> None:
         """Wait for the lock; call `while_waiting` between attempts, which may raise an error to stop waiting."""
         while not self.try_acquire():
-            while_waiting()
+            poll()
             time.sleep(_POLL_SECONDS)
 
     def release(self) -> None:

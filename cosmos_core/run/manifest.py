@@ -28,7 +28,7 @@ from cosmos_core.run.files import (
 from cosmos_core.types import Outcome
 
 RESULT = "result.json"
-STORED = "stored"
+STORE_KEY = "stored"
 """Key of a manifest for the URL of the artifact store with its outputs, of which local copies may be missing."""
 Result = dict[str, Any]
 
@@ -56,7 +56,7 @@ class Source(Document):
     """Digest of the content that the stage read, or the commit on the Hub."""
 
 
-class _Shape(Document):
+class _ManifestSchema(Document):
     """Schema of the required keys of `result.json`, the manifest of a stage."""
 
     name: str
@@ -133,38 +133,38 @@ def _check_outcome(outcome: Outcome, name: str) -> None:
 
 def read_result(stage_path: Path) -> Result | None:
     """Return the manifest of a stage; None if the stage has not finished or its manifest is damaged."""
-    return read_object(stage_path / RESULT) if read_document(stage_path / RESULT, _Shape) else None
+    return read_object(stage_path / RESULT) if read_document(stage_path / RESULT, _ManifestSchema) else None
 
 
-def problem(stage_path: Path, result: Result, *, thorough: bool = False) -> str | None:
+def find_damage(stage_path: Path, result: Result, *, ignores_cache: bool = False) -> str | None:
     """Return a description of the first damaged output of a finished stage, or None if all outputs are as committed;
     outputs in an artifact store may be missing on this machine.
 
     A file whose size, modification time and inode are as recorded is trusted. If one differs, or with `thorough`, the
     content is hashed again, and the record of a file with the same content is updated.
     """
-    renewed = False
+    has_new_times = False
     for record in result["outputs"]:
         file = stage_path / record["path"]
         try:
             status = file.stat()
         except (FileNotFoundError, NotADirectoryError):
-            if result.get(STORED):
+            if result.get(STORE_KEY):
                 continue
             return f"{record['path']} is gone"
         if status.st_size != record["size"]:
             return f"{record['path']} has {status.st_size} bytes instead of {record['size']}"
-        is_as_recorded = status.st_mtime_ns == record["mtime_ns"] and status.st_ino == record["inode"]
-        if is_as_recorded and not thorough:
+        is_unmodified = status.st_mtime_ns == record["mtime_ns"] and status.st_ino == record["inode"]
+        if is_unmodified and not ignores_cache:
             continue
         if sha256(file) != record["sha256"]:
             return f"{record['path']} was altered"
-        if not is_as_recorded:
+        if not is_unmodified:
             record.update(mtime_ns=status.st_mtime_ns, inode=status.st_ino)
-            renewed = True
+            has_new_times = True
     if digest_of(result) != result["digest"]:
         return "result.json itself was altered"
-    if renewed:
+    if has_new_times:
         write_json(stage_path / RESULT, result)
     return None
 
@@ -176,7 +176,7 @@ def adopt(source: Path, target: Path, result: Result) -> Result:
     """
     for record in result["outputs"]:
         file = target / record["path"]
-        if result.get(STORED) and not (source / record["path"]).is_file():
+        if result.get(STORE_KEY) and not (source / record["path"]).is_file():
             continue
         file.parent.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)

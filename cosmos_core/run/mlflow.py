@@ -10,10 +10,10 @@ from typing import Any
 
 from cosmos_core.errors import ConfigError
 
-KEY = "cosmos.key"
+RUN_KEY_TAG = "cosmos.key"
 """Name of the tag with the key of an MLflow run or model version."""
-_ADDED = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
-_REFUSED = re.compile(r"[^\w/. :-]")
+_ENVIRONMENT_DEFAULTS = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
+_INVALID_CHARACTERS = re.compile(r"[^\w/. :-]")
 
 
 def open_client() -> Any:
@@ -22,7 +22,7 @@ def open_client() -> Any:
     Raises:
         ConfigError: MLflow is not installed.
     """
-    for name, value in _ADDED.items():
+    for name, value in _ENVIRONMENT_DEFAULTS.items():
         os.environ.setdefault(name, value)
     try:
         from mlflow import MlflowClient
@@ -42,13 +42,16 @@ def keyed_run(client: Any, experiment: str, key: str, name: str, tags: Mapping[s
             if client.get_experiment_by_name(experiment) is None:
                 raise
         existing = client.get_experiment_by_name(experiment)
-    search = (([existing.experiment_id], f"tags.`{KEY}` = '{key}'"), {"order_by": ["attributes.start_time ASC"]})
+    search = (
+        ([existing.experiment_id], f"tags.`{RUN_KEY_TAG}` = '{key}'"),
+        {"order_by": ["attributes.start_time ASC"]},
+    )
     if not client.search_runs(*search[0], **search[1]):
-        client.create_run(existing.experiment_id, tags={**tags, KEY: key}, run_name=name)
+        client.create_run(existing.experiment_id, tags={**tags, RUN_KEY_TAG: key}, run_name=name)
     # The second search returns the first run if the client repeated a request whose response was lost.
     return client.search_runs(*search[0], **search[1])[0]
 
 
 def metric_name(name: str) -> str:
     """Return the name of a metric without the letters that MLflow refuses, such as the `@` of `pass@4`."""
-    return _REFUSED.sub("_", name)
+    return _INVALID_CHARACTERS.sub("_", name)

@@ -16,11 +16,11 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.run.manifest import read_result
 
 ITEMS = "items.parquet"
-_POWER = 0.8
+_TEST_POWER = 0.8
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedDifferences:
     """Differences of a metric between a new and an old model, one per item of a benchmark."""
 
     differences: tuple[float, ...]
@@ -33,9 +33,9 @@ class Paired:
         return math.fsum(self.differences) / len(self.differences)
 
     @property
-    def reversed(self) -> Paired:
+    def negate(self) -> PairedDifferences:
         """Return the comparison with all differences negated, for a metric whose lower values are better."""
-        return Paired(tuple(-difference for difference in self.differences), self.is_binary)
+        return PairedDifferences(tuple(-difference for difference in self.differences), self.is_binary)
 
     def p_value(self, margin: float = 0.0) -> float:
         """Return the probability (p-value) of a mean difference as high as this one or higher if the true mean
@@ -77,23 +77,23 @@ class Paired:
         return (*self.differences, size, -size)
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
+def correct_p_values(p_values: Sequence[float]) -> list[float]:
     """Return the p-values of several tests after Holm's correction: if all tests with a corrected value of at most 0.05
     are rejected, the probability of any false rejection is at most 5 %."""
-    adjusted, highest = [1.0] * len(p_values), 0.0
+    corrected, highest = [1.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = highest
-    return adjusted
+        corrected[index] = highest
+    return corrected
 
 
-def num_needed(items: int, detectable: float, distance: float) -> int | None:
+def num_required_items(items: int, detectable: float, distance: float) -> int | None:
     """Return the number of items that detects a difference of `distance` in 80 of 100 cases, if `items` items detect a
     difference of `detectable`; None if `distance` is not positive."""
     return math.ceil(items * (detectable / distance) ** 2 - 1e-9) if distance > 0 else None
 
 
-def published_items(record: Mapping[str, Any], metric: str) -> Iterator[Path]:
+def published_item_folders(record: Mapping[str, Any], metric: str) -> Iterator[Path]:
     """Yield the stage directories on this machine with the items of the evaluation that measured `metric` of the
     published model; `record` is the record of the published model."""
     for file in sorted(Path(record.get("stage") or "-").parent.glob(f"*/{ITEMS}")):
@@ -113,20 +113,20 @@ def smallest_effect(metric: str, value: float, folder: Path, confidence: float) 
     return len(values), _quantiles(confidence) * deviation * math.sqrt(2 / len(values))
 
 
-def compare_items(metric: str, new: Path, old: Path) -> Paired | None:
+def compare_items(metric: str, new: Path, old_folder: Path) -> PairedDifferences | None:
     """Return the differences per item of the metric `evaluation/TASK/METRIC` between the evaluations in two stage
     directories; None if an evaluation kept no items, or if the items differ."""
-    values = [_values(metric, folder / ITEMS) for folder in (new, old)]
+    values = [_values(metric, folder / ITEMS) for folder in (new, old_folder)]
     if len(values[0]) < 2 or values[0].keys() != values[1].keys():
         return None
     differences = tuple(values[0][item] - values[1][item] for item in values[0])
-    return Paired(differences, {*values[0].values(), *values[1].values()} <= {0.0, 1.0})
+    return PairedDifferences(differences, {*values[0].values(), *values[1].values()} <= {0.0, 1.0})
 
 
 def _values(metric: str, file: Path) -> dict[tuple[int, str], float]:
     """Return the value of a metric for each item of a benchmark, by the item's position and the hash of its content."""
-    _, _, rest = metric.partition("/")
-    task, _, column = rest.rpartition("/")
+    _, _, item_metric = metric.partition("/")
+    task, _, column = item_metric.rpartition("/")
     if not task or not file.is_file():
         return {}
     import pyarrow.parquet as pq
@@ -141,7 +141,7 @@ def _values(metric: str, file: Path) -> dict[tuple[int, str], float]:
 
 def _quantiles(confidence: float) -> float:
     """Return the number of standard errors that a difference must have to be detected in 80 of 100 cases."""
-    return NormalDist().inv_cdf(confidence) + NormalDist().inv_cdf(_POWER)
+    return NormalDist().inv_cdf(confidence) + NormalDist().inv_cdf(_TEST_POWER)
 
 
 def _scipy_stats() -> Any:

@@ -9,15 +9,15 @@ from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.run.digests import shared_digests
 from cosmos_core.run.directory import RUNS, Run
-from cosmos_core.run.files import SHARED, read_json, read_object, write_json
+from cosmos_core.run.files import SHARED_FOLDER, read_json, read_object, write_json
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint
-from cosmos_core.run.manifest import STORED, Result, problem, read_result
+from cosmos_core.run.manifest import STORE_KEY, Result, find_damage, read_result
 from cosmos_core.run.state import read_state
 from cosmos_core.types import StageKind
 
 FINGERPRINT = "fingerprint.json"
-_MOST_COMPARED = 50  # maximum number of earlier runs with which a plan compares a fingerprint
-_FACTS = frozenset({"device", "versions", "kernels"})
+_MAX_COMPARED_RUNS = 50  # maximum number of earlier runs with which a plan compares a fingerprint
+_MACHINE_PROPERTIES = frozenset({"device", "versions", "kernels"})
 """Names of the fingerprint ingredients that are properties of the machine that runs the stage."""
 
 
@@ -36,10 +36,10 @@ class Decision:
 def fingerprint_folder(output_dir: Path, value: str) -> Path:
     """Return the folder that lists the finished stages with a fingerprint, and that is locked while a stage with it
     runs."""
-    return output_dir / SHARED / "fingerprints" / value
+    return output_dir / SHARED_FOLDER / "fingerprints" / value
 
 
-def register(output_dir: Path, stage_path: Path, value: str) -> None:
+def register_result(output_dir: Path, stage_path: Path, value: str) -> None:
     """List a finished stage under its fingerprint so that other runs find it; losing an entry costs time only."""
     folder = fingerprint_folder(output_dir, value)
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,8 +47,8 @@ def register(output_dir: Path, stage_path: Path, value: str) -> None:
     write_json(folder / f"{relative.parts[0]}.{stage_path.name}.json", {"stage": str(relative)}, durable=False)
 
 
-def decide(
-    output_dir: Path, stage_path: Path | None, expected: Fingerprint, *, thorough: bool = False
+def decide_from_results(
+    output_dir: Path, stage_path: Path | None, expected: Fingerprint, *, ignores_cache: bool = False
 ) -> Decision | None:
     """Return the decision about a stage from the finished stages with its fingerprint; None if there are none.
 
@@ -58,25 +58,25 @@ def decide(
     if stage_path is not None:
         result = read_result(stage_path)
         if result is not None and result["fingerprint"] == expected.value:
-            damage = problem(stage_path, result, thorough=thorough) or ""
+            damage = find_damage(stage_path, result, ignores_cache=ignores_cache) or ""
             if not damage:
                 return Decision("reuse", "done in this run", stage_path, result)
-    for other in _finished(output_dir, expected.value):
+    for other in _finished_stages(output_dir, expected.value):
         result = read_result(other)
         if other != stage_path and result is not None and result["fingerprint"] == expected.value:
-            damage_of_other = problem(other, result, thorough=thorough)
-            if not damage_of_other:
+            other_damage = find_damage(other, result, ignores_cache=ignores_cache)
+            if not other_damage:
                 return Decision("adopt", f"same fingerprint as {_run_of(other)}", other, result)
-            damage = damage or f"{_run_of(other)}: {damage_of_other}"
+            damage = damage or f"{_run_of(other)}: {other_damage}"
     return Decision("run", f"made before, but {damage}") if damage else None
 
 
-def plan(
+def plan_stages(
     pipeline: Pipeline,
     kinds: Mapping[str, StageKind],
     output_dir: Path,
     *,
-    thorough: bool = False,
+    ignores_cache: bool = False,
     stored: Callable[[str], Result | None] = lambda fingerprint: None,
 ) -> dict[str, Decision]:
     """Return a decision for every stage, in topological order, without changing anything; `stored` returns the result
@@ -85,7 +85,7 @@ def plan(
     Raises:
         ConfigError, ModelError, DataError: an input of a stage is missing.
     """
-    digests = shared_digests(output_dir, thorough=thorough)
+    digests = shared_digests(output_dir, ignores_cache=ignores_cache)
     decisions: dict[str, Decision] = {}
     for stage in pipeline.stages:
         kind = kinds[stage.kind]
@@ -100,13 +100,16 @@ def plan(
             continue
         current = fingerprint(pipeline, stage, kind, upstream, digests)
         decision: Decision | None = None
-        for candidate in [*(pool_results(output_dir, pipeline, stage, current) if stage.work_pool else []), current]:
+        for candidate in [
+            *(pool_fingerprints(output_dir, pipeline, stage, current) if stage.work_pool else []),
+            current,
+        ]:
             if decision is None or decision.action == "run":
-                decision = decide(output_dir, None, candidate, thorough=thorough)
+                decision = decide_from_results(output_dir, None, candidate, ignores_cache=ignores_cache)
             if (decision is None or decision.action == "run") and (result := stored(candidate.value)):
-                decision = Decision("adopt", f"same fingerprint in {result[STORED]}", result=result)
+                decision = Decision("adopt", f"same fingerprint in {result[STORE_KEY]}", result=result)
         decisions[stage.name] = decision or Decision(
-            "run", _why_new(output_dir, pipeline.config.name, stage.name, current)
+            "run", _explain_new_fingerprint(output_dir, pipeline.config.name, stage.name, current)
         )
     return decisions
 
@@ -114,7 +117,7 @@ def plan(
 def save_fingerprint(stage_path: Path, value: Fingerprint, work_pool: str = "") -> None:
     """Save the ingredients of a fingerprint, so that a later run can report what changed, and the work pool of the
     stage."""
-    content = asdict(value) | {"of_training": value.of_training}
+    content = asdict(value) | {"of_training": value.training_hash}
     write_json(stage_path / FINGERPRINT, content | ({"work_pool": work_pool} if work_pool else {}))
 
 
@@ -132,27 +135,31 @@ def reason_to_rerun(run: Run, stage: StageConfig, current: Fingerprint) -> str:
     if saved := read_fingerprint(path):
         # An attempt with the same fingerprint and no result is a retry.
         if saved.value != current.value or read_result(path) is None:
-            return "; ".join(current.difference(saved))
+            return "; ".join(current.describe_difference(saved))
     elif read_state(path).forced:
         return "requested by the user"
-    decision = decide(run.output_dir, path, current, thorough=run.verify)
+    decision = decide_from_results(run.output_dir, path, current, ignores_cache=run.verify)
     if decision is not None and decision.action == "run":
         return decision.reason
     run_id, changes = _nearest(run.output_dir, run.pipeline.config.name, stage.name, current)
     return f"{'; '.join(changes)} (since run {run_id})" if changes and saved is None else ""
 
 
-def pool_results(output_dir: Path, pipeline: Pipeline, stage: StageConfig, here: Fingerprint) -> list[Fingerprint]:
+def pool_fingerprints(
+    output_dir: Path, pipeline: Pipeline, stage: StageConfig, local_fingerprint: Fingerprint
+) -> list[Fingerprint]:
     """Return the fingerprints, newest first, that machines of the stage's work pool computed in runs of this pipeline
     and that differ from the fingerprint on this machine, `here`, only in properties of the machine."""
 
-    def without_facts(ingredients: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in ingredients.items() if name not in _FACTS}
+    def without_machine_properties(ingredients: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in ingredients.items() if name not in _MACHINE_PROPERTIES}
 
     fingerprints = [
         fingerprint
-        for fingerprint, work_pool in _saved(output_dir, pipeline.config.name, stage.name).values()
-        if work_pool == stage.work_pool and without_facts(fingerprint.ingredients) == without_facts(here.ingredients)
+        for fingerprint, work_pool in _saved_fingerprints(output_dir, pipeline.config.name, stage.name).values()
+        if work_pool == stage.work_pool
+        and without_machine_properties(fingerprint.ingredients)
+        == without_machine_properties(local_fingerprint.ingredients)
     ]
     return list({each.value: each for each in fingerprints}.values())
 
@@ -162,17 +169,17 @@ def _parsed(saved: Any) -> Fingerprint | None:
         return None
     inputs = saved.get("inputs")  # runs of earlier versions have no list of inputs
     lines = [each for each in inputs if isinstance(each, list) and len(each) == 4] if isinstance(inputs, list) else []
-    reads = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in lines)
-    return Fingerprint(str(saved.get("value")), saved["ingredients"], reads)
+    read_inputs = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in lines)
+    return Fingerprint(str(saved.get("value")), saved["ingredients"], read_inputs)
 
 
-def _saved(output_dir: Path, pipeline: str, stage: str) -> dict[str, tuple[Fingerprint, str]]:
+def _saved_fingerprints(output_dir: Path, pipeline: str, stage: str) -> dict[str, tuple[Fingerprint, str]]:
     """Return the fingerprints of a stage that the newest runs of a pipeline saved, with the work pool that computed
     them, by run id, newest first."""
     runs = read_json(output_dir / RUNS)
     fingerprints: dict[str, tuple[Fingerprint, str]] = {}
     for run in reversed(runs if isinstance(runs, list) else []):
-        if not isinstance(run, dict) or run.get("pipeline") != pipeline or len(fingerprints) == _MOST_COMPARED:
+        if not isinstance(run, dict) or run.get("pipeline") != pipeline or len(fingerprints) == _MAX_COMPARED_RUNS:
             continue
         saved = read_object(output_dir / str(run.get("run_id")) / "stages" / stage / FINGERPRINT)
         if fingerprint := _parsed(saved):
@@ -180,7 +187,7 @@ def _saved(output_dir: Path, pipeline: str, stage: str) -> dict[str, tuple[Finge
     return fingerprints
 
 
-def _finished(output_dir: Path, value: str) -> list[Path]:
+def _finished_stages(output_dir: Path, value: str) -> list[Path]:
     entries = sorted(fingerprint_folder(output_dir, value).glob("*.json"), reverse=True)
     documents = [read_json(entry) for entry in entries]
     return [
@@ -194,18 +201,18 @@ def _run_of(stage_path: Path) -> str:
     return f"run {stage_path.parent.parent.name}"
 
 
-def _why_new(output_dir: Path, pipeline: str, stage: str, current: Fingerprint) -> str:
+def _explain_new_fingerprint(output_dir: Path, pipeline: str, stage: str, current: Fingerprint) -> str:
     """Return a text with the differences from the most similar earlier run of the stage, or that there is none."""
     run_id, changes = _nearest(output_dir, pipeline, stage, current)
     if not changes:
         return f"unfinished in run {run_id}" if run_id else "never made before"
-    more = f" and {len(changes) - 2} more" if len(changes) > 2 else ""
-    return f"changed since run {run_id}: {'; '.join(changes[:2])}{more}"
+    remainder = f" and {len(changes) - 2} more" if len(changes) > 2 else ""
+    return f"changed since run {run_id}: {'; '.join(changes[:2])}{remainder}"
 
 
 def _nearest(output_dir: Path, pipeline: str, stage: str, current: Fingerprint) -> tuple[str, list[str]]:
     """Return the id of the earlier run whose stage is most similar, and the differences; an empty id if there is no
     earlier run."""
-    saved = _saved(output_dir, pipeline, stage)
-    changes = [(run_id, current.difference(earlier)) for run_id, (earlier, _) in saved.items()]
+    saved = _saved_fingerprints(output_dir, pipeline, stage)
+    changes = [(run_id, current.describe_difference(earlier)) for run_id, (earlier, _) in saved.items()]
     return min(changes, key=lambda item: len(item[1]), default=("", []))

@@ -22,30 +22,33 @@ def start_time(pid: int) -> float | None:
         return None
 
 
-def this_process() -> dict[str, Any]:
+def identify_process() -> dict[str, Any]:
     """Return pid, start time, host and machine of this process, as the launcher fields of `State`."""
     pid = os.getpid()
     return {
         "launcher_pid": pid,
         "launcher_started": start_time(pid),
         "launcher_host": socket.gethostname(),
-        "launcher_machine": this_machine(),
+        "launcher_machine": identify_machine(),
     }
 
 
 @cache
-def this_machine() -> str:
+def identify_machine() -> str:
     """Return an identifier of this machine since its last boot; containers with the same host name differ, because each
     has its own pids."""
-    boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    identifiers = (boot.read_text().strip() if boot.is_file() else "", os.readlink(pids) if pids.is_symlink() else "")
+    boot_id_file, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    identifiers = (
+        boot_id_file.read_text().strip() if boot_id_file.is_file() else "",
+        os.readlink(pids) if pids.is_symlink() else "",
+    )
     return "/".join((socket.gethostname(), *identifiers))
 
 
-def is_here(machine: str, host: str) -> bool:
+def ran_on_this_machine(machine: str, host: str) -> bool:
     """Return True if a process ran on this machine since its last boot; `machine` is empty if only the host name is
     known."""
-    return machine == this_machine() if machine else host == socket.gethostname()
+    return machine == identify_machine() if machine else host == socket.gethostname()
 
 
 def is_alive(pid: int | None, started: float | None) -> bool:

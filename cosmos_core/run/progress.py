@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.run.files import Document, json_objects, read_document, write_json, write_text
-from cosmos_core.run.tail import Tail
+from cosmos_core.run.tail import FileTail
 
 # Seconds without a heartbeat after which a phase counts as hung, by phase; all other phases have 600 seconds.
 PHASE_SECONDS: dict[str, float] = {
     "start": 300, "load": 3600, "compile": 3600, "prepare": 3600, "generate": 1800,
     "score": 1800, "step": 1800, "save": 3600, "validate": 3600, "export": 3600,
 }  # fmt: skip
-_LEAST_SECONDS = 0.2
+_MIN_HEARTBEAT_SECONDS = 0.2
 """Minimum number of seconds between two heartbeats that are written to disk."""
 
 
@@ -58,7 +58,7 @@ class Progress:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._last_write = 0.0
-        self._stepped: float | None = None
+        self._step_time: float | None = None
         self._compiling = ("start", 0.0)
         self._lock = threading.Lock()  # `saved` is called by the thread that writes checkpoints
         self._position = Position(pid=os.getpid(), started=time.time())
@@ -80,21 +80,21 @@ class Progress:
     def step(self, step: int, total: int | None = None, **metrics: float) -> None:
         """Report that step `step` of `total` steps is done; the progress line shows `metrics`."""
         now, position = time.monotonic(), self._position
-        if self._stepped is not None and step > position.step:
-            seconds = (now - self._stepped) / (step - position.step)
+        if self._step_time is not None and step > position.step:
+            seconds = (now - self._step_time) / (step - position.step)
             position.longest_step_seconds = max(position.longest_step_seconds, seconds)
-        self._stepped = now
+        self._step_time = now
         position.step, position.total, position.metrics = step, total, metrics
         self._write(force=step == total)
 
-    def saved(self, step: int) -> None:
+    def report_checkpoint(self, step: int) -> None:
         """Report that the checkpoint of `step` is complete, which counts as progress of the attempt."""
         self._position.checkpoint_step = step
         self._write(force=True)
 
-    def advance(self, done: int, count: int) -> None:
+    def advance(self, num_done: int, count: int) -> None:
         """Report that `done` of `count` rows, prompts or pairs of the current phase are processed."""
-        self._position.done, self._position.count = done, count
+        self._position.done, self._position.count = num_done, count
         self._write(force=False)
 
     @property
@@ -109,8 +109,8 @@ class Progress:
 
     def end_compiling(self) -> None:
         """End the phase `compile`, and return to the phase before it."""
-        phase, began = self._compiling
-        self._position.compile_seconds += time.monotonic() - began
+        phase, start_time = self._compiling
+        self._position.compile_seconds += time.monotonic() - start_time
         self.phase(phase)
 
     def beat(self) -> None:
@@ -122,7 +122,7 @@ class Progress:
         with self._lock:
             self._position.heartbeat = time.time()
             self._position.beats += 1
-            if force or now - self._last_write >= _LEAST_SECONDS:
+            if force or now - self._last_write >= _MIN_HEARTBEAT_SECONDS:
                 self._last_write = now
                 write_json(self._path, self._position.model_dump(warnings=False), durable=False)
 
@@ -157,14 +157,16 @@ class Metrics:
             with open(self.path, "rb") as file:
                 os.fsync(file.fileno())
 
-    def cut_back(self, step: int, again: str = "") -> None:
+    def remove_later_lines(self, step: int, repeated_phase: str = "") -> None:
         """Remove the lines after `step`, or all lines if `step` is 0, because these steps run again. With `again`, also
         remove those lines of `step` that have a metric whose name begins with `again`."""
         if not self.path.exists():
             return
         kept_lines = [line for line in read_metrics(self.path) if step > 0 and line["step"] <= step]
-        if again:
-            kept_lines = [e for e in kept_lines if e["step"] < step or not any(name.startswith(again) for name in e)]
+        if repeated_phase:
+            kept_lines = [
+                e for e in kept_lines if e["step"] < step or not any(name.startswith(repeated_phase) for name in e)
+            ]
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept_lines))
 
 
@@ -177,13 +179,13 @@ class MetricsReader:
     """Incremental reader of a growing `metrics.jsonl`."""
 
     def __init__(self, path: Path) -> None:
-        self._tail = Tail(path)
+        self._file_tail = FileTail(path)
         self.lines: list[dict[str, Any]] = []
 
     def update(self) -> list[dict[str, Any]]:
         """Return all lines of metrics that were written so far; skip truncated lines and lines without a step."""
-        new = self._tail.lines()
-        if self._tail.was_replaced:  # `cut_back` replaces the file when training resumes
+        new = self._file_tail.lines()
+        if self._file_tail.was_replaced:  # `cut_back` replaces the file when training resumes
             self.lines = []
         self.lines += [line for line in json_objects(new) if has_step(line)]
         return self.lines

@@ -18,21 +18,21 @@ from typing import Any
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.inputs import is_remote
-from cosmos_core.config.schema.marks import Where
+from cosmos_core.config.schema.marks import NamedThing
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import with_located
+from cosmos_core.config.schema.table import convert_named_things
 from cosmos_core.errors import DataError
 from cosmos_core.run.bucket import Bucket, Object, run_threads, split_url, translate_errors
-from cosmos_core.run.content import leaves_folder
-from cosmos_core.run.files import SHARED
+from cosmos_core.run.content import is_outside_folder
+from cosmos_core.run.files import SHARED_FOLDER
 from cosmos_core.run.lock import Lock
 
 FETCHED = "fetched"
 """Name of the folder, shared by all runs, with the downloads from stores."""
-PARTIAL = ".partial"
-_FILES_AT_ONCE = 8
-_LATEST = "latest"
+PARTIAL_SUFFIX = ".partial"
+_MAX_PARALLEL_FILES = 8
+_LATEST_FOLDER = "latest"
 
 
 def pin_urls(pipeline: Pipeline) -> Pipeline:
@@ -44,15 +44,15 @@ def pin_urls(pipeline: Pipeline) -> Pipeline:
     """
     urls: dict[str, str] = {}
 
-    def pin(where: Where, text: str) -> str:
-        if where is not Where.PATH or not is_remote(text) or "#" in text:
+    def pin_url(where: NamedThing, text: str) -> str:
+        if where is not NamedThing.PATH or not is_remote(text) or "#" in text:
             return text
         if text not in urls:
             urls[text] = pinned_url(text)
         return urls[text]
 
-    stages = [with_located(stage, pin) for stage in pipeline.stages]
-    recipes = {name: with_located(recipe, pin) for name, recipe in pipeline.recipes.items()}
+    stages = [convert_named_things(stage, pin_url) for stage in pipeline.stages]
+    recipes = {name: convert_named_things(recipe, pin_url) for name, recipe in pipeline.recipes.items()}
     return pipeline.with_stages(stages, recipes) if urls else pipeline
 
 
@@ -60,7 +60,7 @@ def pinned_url(url: str) -> str:
     """Return the URL of an object or prefix in a store with a digest of its present content appended, `URL#DIGEST`."""
     with translate_errors(url, DataError):
         url = _without_pointer(url)
-        return f"{url}#{_digest(url, _listed(url))}"
+        return f"{url}#{_digest(url, _list_objects(url))}"
 
 
 def download_inputs(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], None]) -> tuple[StageConfig, Recipe]:
@@ -77,13 +77,13 @@ def download_inputs(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], 
     urls = {each.location for each in pipeline.inputs(stage) if each.form == "store"}
     if not urls:
         return stage, recipe
-    folder = pipeline.output_dir.expanduser().absolute() / SHARED / FETCHED
+    folder = pipeline.output_dir.expanduser().absolute() / SHARED_FOLDER / FETCHED
     paths = {url: str(fetch(url, folder, pause)) for url in sorted(urls)}
 
-    def local(where: Where, text: str) -> str:
+    def to_local_path(where: NamedThing, text: str) -> str:
         return paths.get(text, text)
 
-    return with_located(stage, local), with_located(recipe, local)
+    return convert_named_things(stage, to_local_path), convert_named_things(recipe, to_local_path)
 
 
 def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> Path:
@@ -94,18 +94,18 @@ def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> P
     Raises:
         DataError, ConfigError: as `download_inputs`.
     """
-    plain, _, digest = url.partition("#")
+    plain_url, _, digest = url.partition("#")
     local_folder = folder / (digest or pinned_url(url).rpartition("#")[2])
-    name = split_url(plain)[1].rpartition("/")[2]
+    name = split_url(plain_url)[1].rpartition("/")[2]
     with Lock(folder / f"{local_folder.name}.lock") as lock:
-        lock.acquire(while_waiting=pause)
+        lock.acquire(poll=pause)
         if not local_folder.is_dir():
-            with translate_errors(plain, DataError):
-                objects = _listed(plain)
-                if _digest(plain, objects) != local_folder.name:
-                    raise DataError(f"{plain} was changed since the run began; start a new run")
-                _download(plain, objects, local_folder.with_name(local_folder.name + PARTIAL), pause)
-            os.rename(local_folder.with_name(local_folder.name + PARTIAL), local_folder)
+            with translate_errors(plain_url, DataError):
+                objects = _list_objects(plain_url)
+                if _digest(plain_url, objects) != local_folder.name:
+                    raise DataError(f"{plain_url} was changed since the run began; start a new run")
+                _download(plain_url, objects, local_folder.with_name(local_folder.name + PARTIAL_SUFFIX), pause)
+            os.rename(local_folder.with_name(local_folder.name + PARTIAL_SUFFIX), local_folder)
     file = local_folder / name
     return file if [path.name for path in local_folder.iterdir()] == [name] and file.is_file() else local_folder
 
@@ -113,10 +113,10 @@ def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> P
 def _without_pointer(url: str) -> str:
     """Return the URL of the version that a `latest` pointer names; return any other URL unchanged."""
     parent, _, last = url.rstrip("/").rpartition("/")
-    if last != _LATEST:
+    if last != _LATEST_FOLDER:
         return url.rstrip("/")
     name, prefix = split_url(parent)
-    data = Bucket(name).read(f"{prefix}/{_LATEST}.json".lstrip("/"))
+    data = Bucket(name).read(f"{prefix}/{_LATEST_FOLDER}.json".lstrip("/"))
     if data is None:
         return url.rstrip("/")
     pointer: Any = None
@@ -124,14 +124,16 @@ def _without_pointer(url: str) -> str:
         pointer = json.loads(data)
     version = pointer.get("version") if isinstance(pointer, dict) else None
     if not version or not isinstance(version, str):
-        raise DataError(f"{parent}/{_LATEST}.json is damaged; publish again, or name a version")
+        raise DataError(f"{parent}/{_LATEST_FOLDER}.json is damaged; publish again, or name a version")
     return f"{parent}/{version}"
 
 
-def _listed(url: str) -> list[Object]:
+def _list_objects(url: str) -> list[Object]:
     name, prefix = split_url(url)
-    below = f"{prefix}/".lstrip("/")  # an empty prefix selects the whole bucket
-    objects = [each for each in Bucket(name).objects(prefix) if each.key == prefix or each.key.startswith(below)]
+    folder_prefix = f"{prefix}/".lstrip("/")  # an empty prefix selects the whole bucket
+    objects = [
+        each for each in Bucket(name).list_objects(prefix) if each.key == prefix or each.key.startswith(folder_prefix)
+    ]
     # Some tools create an empty object for each folder.
     objects = [each for each in objects if not each.key.endswith("/")]
     if not objects:
@@ -150,7 +152,7 @@ def _relative(url: str, each: Object) -> str:
 
 
 def _download(url: str, objects: list[Object], folder: Path, pause: Callable[[], None]) -> None:
-    if outside := next((each.key for each in objects if leaves_folder(_relative(url, each))), None):
+    if outside := next((each.key for each in objects if is_outside_folder(_relative(url, each))), None):
         raise DataError(f"{url}: the object {outside!r} would lie outside of its folder; name it otherwise there")
     bucket = Bucket(split_url(url)[0])
     folder.mkdir(parents=True, exist_ok=True)
@@ -164,4 +166,4 @@ def _download(url: str, objects: list[Object], folder: Path, pause: Callable[[],
         if not (path.is_file() and path.stat().st_size == each.size):
             bucket.download(each.key, path, each.etag)
 
-    run_threads(get, ((each,) for each in objects), _FILES_AT_ONCE, "fetch")
+    run_threads(get, ((each,) for each in objects), _MAX_PARALLEL_FILES, "fetch")

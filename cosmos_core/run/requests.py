@@ -3,7 +3,7 @@
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import write_json
-from cosmos_core.run.stage import ENGINES, PROFILE_ASKED
+from cosmos_core.run.stage import ENGINES, PROFILE_REQUEST_FILE
 from cosmos_core.types import JsonValue
 
 
@@ -13,21 +13,21 @@ def ask_profile(run: Run) -> list[str]:
     Raises:
         ConfigError: no training has the profiler enabled, or none has begun.
     """
-    trainings = [stage.name for stage in run.pipeline.stages if run.pipeline.kind_of(stage).trains]
+    trainings = [stage.name for stage in run.pipeline.stages if run.pipeline.kind_of(stage).trains_model]
     names = [name for name in trainings if run.pipeline.recipes[name].profiler.enable_profiler]
     if not names:
         raise ConfigError(f"run {run.id} has no training with profiler.enable_profiler = true")
-    return _request(run, names, PROFILE_ASKED, True)
+    return _request(run, names, PROFILE_REQUEST_FILE, True)
 
 
 def _request(run: Run, names: list[str], file: str, value: JsonValue) -> list[str]:
     """Write a request file for the stages that have begun; return the names of these stages."""
-    begun = [name for name in names if (run.stage_path(name) / "stage.toml").is_file()]
-    if not begun:
+    begun_stages = [name for name in names if (run.stage_path(name) / "stage.toml").is_file()]
+    if not begun_stages:
         raise ConfigError(f"run {run.id}: {', '.join(names)} has not begun; try again when it has")
-    for name in begun:
+    for name in begun_stages:
         write_json(run.stage_path(name) / file, value)
-    return begun
+    return begun_stages
 
 
 def scale_engines(run: Run, count: int) -> list[str]:

@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.run.digests import shared_digests
-from cosmos_core.run.files import SHARED, Document, read_document, write_json
+from cosmos_core.run.files import SHARED_FOLDER, Document, read_document, write_json
 from cosmos_core.run.fingerprint import fingerprint
 from cosmos_core.run.lock import Lock
 
-_OF_A_MODEL = "policy.model_revision"
-_OF_PUBLISHING = {"kind", "after", "model", "require", "confidence", "target"}
-_COUNTS = (
+_MODEL_REVISION_KEY = "policy.model_revision"
+_PUBLICATION_KEYS = {"kind", "after", "model", "require", "confidence", "target"}
+_CONTENT_KEYS = (
     "kind", "result_version", "config", "after", "data", "media", "code", "entry", "chat_template", "template",
 )  # fmt: skip
 
@@ -32,7 +32,7 @@ class RetrainState(Document):
     """Outcome of the retraining; empty if it has not ended yet or has failed."""
 
 
-def content_of(pipeline: Pipeline) -> str:
+def content_digest(pipeline: Pipeline) -> str:
     """Return the digest of the training inputs and publication settings of a pinned pipeline.
 
     Raises:
@@ -42,11 +42,11 @@ def content_of(pipeline: Pipeline) -> str:
     content: dict[str, Any] = {}
     for stage in pipeline.stages:
         if not pipeline.kind_of(stage).is_reusable:  # the inputs of gates and uploads are outputs of other stages
-            content[stage.name] = stage.model_dump(mode="json", include=_OF_PUBLISHING)
+            content[stage.name] = stage.model_dump(mode="json", include=_PUBLICATION_KEYS)
             continue
         ingredients = fingerprint(pipeline, stage, pipeline.kind_of(stage), {}, digests).ingredients
-        ingredients["config"].pop(_OF_A_MODEL, None)
-        content[stage.name] = {name: ingredients[name] for name in _COUNTS if name in ingredients}
+        ingredients["config"].pop(_MODEL_REVISION_KEY, None)
+        content[stage.name] = {name: ingredients[name] for name in _CONTENT_KEYS if name in ingredients}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -59,7 +59,7 @@ def note_of(pipeline: Pipeline, overrides: Sequence[str], start: str) -> Path:
     """
     key = json.dumps([pipeline.config.name, str(pipeline.source), list(overrides), start])
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return pipeline.output_dir.expanduser().absolute() / SHARED / "retraining" / f"{name}.json"
+    return pipeline.output_dir.expanduser().absolute() / SHARED_FOLDER / "retraining" / f"{name}.json"
 
 
 def note_of_flow_run(note: Path, flow_run: str) -> Path:
@@ -72,10 +72,10 @@ def read_seen(note: Path) -> RetrainState | None:
     return read_document(note, RetrainState)
 
 
-def write_seen(note: Path, seen: RetrainState) -> None:
+def write_seen(note: Path, state: RetrainState) -> None:
     """Write the state of the newest retraining to the state file `note`."""
     note.parent.mkdir(parents=True, exist_ok=True)
-    write_json(note, seen.model_dump())
+    write_json(note, state.model_dump())
 
 
 def retraining_lock(note: Path) -> Lock:

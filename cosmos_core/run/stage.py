@@ -20,7 +20,7 @@ from cosmos_core.types import StageKind
 
 PROFILES = "profile"
 """Name of the folder in a stage's directory with profiler traces."""
-PROFILE_ASKED = "profile_asked"
+PROFILE_REQUEST_FILE = "profile_asked"
 """Name of the file that `cosmos profile` writes to request a trace."""
 ENGINES = "engines.json"
 """Name of the file with the requested number of rollout engines, which `cosmos scale` writes."""
@@ -30,7 +30,7 @@ stage."""
 CONDITIONS = "conditions.json"
 """Name of the file, in the folder of a gate, with its conditions and measured values; it exists also after a
 refusal."""
-_OF_AN_INPUT = ("path", "kind", "fingerprint", "digest", "metrics", "info", "inputs")
+_INPUT_KEYS = ("path", "kind", "fingerprint", "digest", "metrics", "info", "inputs")
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Stage:
             "recipe": self.recipe.model_dump(),
             "sources": [source.model_dump() for source in self.sources],
             "origin": self.origin,
-            "inputs": {name: {key: result[key] for key in _OF_AN_INPUT} for name, result in self.inputs.items()},
+            "inputs": {name: {key: result[key] for key in _INPUT_KEYS} for name, result in self.inputs.items()},
         }
         write_text(self.path / "stage.toml", tomli_w.dumps(without_none(spec)))
 
@@ -139,7 +139,7 @@ def load_stage(path: Path) -> Stage:
     )
 
 
-def wanted_engines(path: Path, configured: int) -> int:
+def num_requested_engines(path: Path, configured: int) -> int:
     """Return the number of rollout engines that a training should have now: the request of `cosmos scale`, otherwise
     the configured number."""
     requested = read_json(path / ENGINES)

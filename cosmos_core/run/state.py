@@ -13,17 +13,17 @@ from cosmos_core.run.files import Document, Seconds, read_document, warn_if_disk
 from cosmos_core.run.manifest import read_result
 
 FINISHED = frozenset({"done", "reused"})
-_ADDRESS = re.compile(r"\brank \d+: |\b0x[0-9a-fA-F]+\b")
+_RANK_OR_ADDRESS = re.compile(r"\brank \d+: |\b0x[0-9a-fA-F]+\b")
 """Pattern of ranks and memory addresses, which may differ between two messages of the same error."""
-REMADE = "remade"
+RERUN_EVENT = "remade"
 """Name of the event that a stage runs again although it was made before; its detail is the reason."""
-ACTIVE = frozenset({"running", "retrying"})
+ACTIVE_STATES = frozenset({"running", "retrying"})
 
 
 logger = logging.getLogger(__name__)
 
 
-class Hold(Document):
+class GpuInterval(Document):
     """Time interval in which an attempt of a stage held GPUs, to compute costs and budgets."""
 
     attempt: int
@@ -41,7 +41,7 @@ class State(Document):
     attempt: int = 0
     spans: list[tuple[Seconds, Seconds | None]] = []
     """Start and end of each attempt; the end is None if the attempt is running or its launcher was killed."""
-    holds: list[Hold] = []
+    holds: list[GpuInterval] = []
     """Intervals in which the attempts held GPUs; see `run.held`."""
     ended: Seconds | None = None
     """Time at which the stage entered its current state; None while the stage is active."""
@@ -90,9 +90,9 @@ class State(Document):
 
     def seconds(self, now: float) -> float:
         """Return the total duration of all attempts in seconds, without the pauses between attempts."""
-        return sum(max(0.0, end - begin) for begin, end in self.closed_spans(now))
+        return sum(max(0.0, end - begin) for begin, end in self.closed_attempts(now))
 
-    def closed_spans(self, now: float) -> list[tuple[float, float]]:
+    def closed_attempts(self, now: float) -> list[tuple[float, float]]:
         """Return start and end of all attempts; an attempt without an end lasts until its last heartbeat or renewal."""
         last = min(max(self.heartbeat or 0.0, self.renewed or 0.0) or now, now)
         return [(begin, max(begin, last) if end is None else end) for begin, end in self.spans]
@@ -135,7 +135,9 @@ def record_failure(stage_path: Path, error: CosmosError) -> None:
     state, is_preempted = read_state(stage_path), isinstance(error, Preempted)
     has_progressed = (state.checkpoint_step or 0) > (state.failed_at or 0)
     failures = state.failures if is_preempted else 1 if has_progressed else state.failures + 1
-    failed_with = f"step {state.step}: {_ADDRESS.sub('', str(error))}" if isinstance(error, ProgramError) else ""
+    failed_with = (
+        f"step {state.step}: {_RANK_OR_ADDRESS.sub('', str(error))}" if isinstance(error, ProgramError) else ""
+    )
     is_repeated = bool(failed_with) and failed_with == state.failed_with
     if is_repeated:
         logger.warning("stage %s: the same error at the same step twice; it is not tried again", stage_path.name)

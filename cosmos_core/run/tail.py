@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 
-class Tail:
+class FileTail:
     """Reader of the text that was appended to a file since the last read; a missing file counts as empty."""
 
     def __init__(self, path: Path) -> None:
@@ -14,7 +14,7 @@ class Tail:
         """True if the last call read from the start of the file because the file was replaced or truncated."""
         self._inode: int | None = None
         self._offset = 0
-        self._rest = ""
+        self._incomplete_line = ""
         self._decoder = _decoder()
 
     def text(self, *, is_last: bool = False) -> str:
@@ -24,7 +24,7 @@ class Tail:
                 status = os.fstat(file.fileno())
                 self.was_replaced = self._inode not in {None, status.st_ino} or status.st_size < self._offset
                 if self.was_replaced:
-                    self._offset, self._rest, self._decoder = 0, "", _decoder()
+                    self._offset, self._incomplete_line, self._decoder = 0, "", _decoder()
                 self._inode = status.st_ino
                 file.seek(self._offset)
                 data = file.read()
@@ -36,10 +36,10 @@ class Tail:
     def lines(self, *, is_last: bool = False) -> list[str]:
         """Return the complete lines since the last call; with `is_last`, also a last line without a line break."""
         text = self.text(is_last=is_last)
-        *lines, self._rest = (self._rest + text).split("\n")
-        if is_last and self._rest:
-            lines.append(self._rest)
-            self._rest = ""
+        *lines, self._incomplete_line = (self._incomplete_line + text).split("\n")
+        if is_last and self._incomplete_line:
+            lines.append(self._incomplete_line)
+            self._incomplete_line = ""
         return lines
 
 

@@ -8,17 +8,17 @@ from typing import Any
 
 from openai import OpenAI, OpenAIError
 
-from cosmos_core.environment import hide
+from cosmos_core.environment import mask_secrets
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.models.hf import load_tokenizer
-from cosmos_core.rewards.process import wait_for
+from cosmos_core.rewards.process import wait_for_futures
 from cosmos_core.rollout.base import request_seed
 from cosmos_core.run.stage import Stage
 from cosmos_core.transient import is_transient
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
 
 _TIMEOUT_SECONDS = 600.0
-_MOST_RETRIES = 6
+_MAX_RETRIES = 6
 
 
 class Endpoint:
@@ -26,10 +26,10 @@ class Endpoint:
 
     def __init__(self, stage: Stage, sampling: Sampling) -> None:
         self._config, self._sampling, self._beat = stage.recipe.sample, sampling, stage.progress.beat
-        hide((self._config.endpoint_key_env,))
+        mask_secrets((self._config.endpoint_key_env,))
         key = os.environ.get(self._config.endpoint_key_env) or "none"
         self._client = OpenAI(
-            base_url=self._config.endpoint, api_key=key, timeout=_TIMEOUT_SECONDS, max_retries=_MOST_RETRIES
+            base_url=self._config.endpoint, api_key=key, timeout=_TIMEOUT_SECONDS, max_retries=_MAX_RETRIES
         )
         policy = stage.recipe.policy
         self._tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
@@ -56,7 +56,7 @@ class Endpoint:
         completions = []
         try:
             for request in requests:
-                wait_for([request], math.inf, self._beat)  # the HTTP client has its own time limit
+                wait_for_futures([request], math.inf, self._beat)  # the HTTP client has its own time limit
                 completions.append(request.result())
         except OpenAIError as error:
             for request in requests:

@@ -17,7 +17,7 @@ from typing import Any
 from cosmos_core.config.inputs import source_of
 from cosmos_core.config.schema.dataset import PASS_RATES
 from cosmos_core.data.kinds.prompts import Prompts, open_prompts
-from cosmos_core.data.messages import system_of, with_system
+from cosmos_core.data.messages import read_system_prompt, with_system
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.errors import DataError, Preempted, RewardError
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
@@ -25,7 +25,7 @@ from cosmos_core.rewards.base import all_invalid, full_value
 from cosmos_core.rollout.base import generate
 from cosmos_core.run.files import raise_disk_full, replaced_folder, write_text
 from cosmos_core.run.stage import Stage
-from cosmos_core.sample.records import FILE, Sampled, append_records, read_records, sampled_of
+from cosmos_core.sample.records import FILE, SampledPrompt, append_records, read_records, record_prompt
 from cosmos_core.sample.selection import metrics_of, pass_rate, rows_of, select_completions
 from cosmos_core.train.generation import open_engine
 from cosmos_core.train.measure import open_rewards, prepared_folder, shared, trained_rewards
@@ -47,23 +47,23 @@ def run(stage: Stage) -> Outcome:
         Preempted: a stop was requested; finished batches are kept.
     """
     prompts = open_prompts(prepared_folder(stage), "train")
-    records = _complete(stage, prompts, training_sampling(stage.recipe))
+    records = _complete_prompts(stage, prompts, training_sampling(stage.recipe))
     _require_rewards(stage.path / FILE, records)
     config, rewards = stage.recipe.sample, trained_rewards(stage.recipe)
     rates = [pass_rate(record, full_value(rewards, prompts[record.id].source)) for record in records]
-    passing = [
+    completions_to_keep = [
         select_completions(record, config.keep, rate, stage.seed) for record, rate in zip(records, rates, strict=True)
     ]
-    origin, policy = _origin_columns(stage), stage.recipe.train.train_policy
+    origin, policy = _model_columns(stage), stage.recipe.train.train_policy
     rows: list[dict[str, Any]] = []
-    for record, rate, candidates in zip(records, rates, passing, strict=True):
+    for record, rate, candidates in zip(records, rates, completions_to_keep, strict=True):
         prompt = prompts[record.id]
         columns = {"prompt_id": record.id, "pass_rate": rate, **tools_of(prompt), **origin}
         turns = messages_of(prompt, policy.system_prompt_of(prompt.source))
         rows += rows_of(record, turns, config, candidates, columns)
-    metrics = metrics_of(records, passing, rates, len(rows))
+    metrics = metrics_of(records, completions_to_keep, rates, len(rows))
     if not rows:
-        raise DataError(_nothing_kept(records, metrics))
+        raise DataError(_nothing_kept_message(records, metrics))
     if is_first():
         with raise_disk_full(stage.path):
             with replaced_folder(stage.path / _ROWS) as folder:
@@ -77,7 +77,7 @@ def run(stage: Stage) -> Outcome:
     return Outcome(outputs=(_ROWS, PASS_RATES, FILE), metrics=metrics, info={"data": _ROWS})
 
 
-def _complete(stage: Stage, prompts: Prompts, sampling: Sampling) -> list[Sampled]:
+def _complete_prompts(stage: Stage, prompts: Prompts, sampling: Sampling) -> list[SampledPrompt]:
     """Return the records of all prompts: records of an earlier attempt, then records of newly sampled prompts."""
     if (with_images := next((each.id for each in prompts if each.images), None)) is not None:
         raise DataError(f"prompt {with_images} has images, and kind sample writes rows of text only")
@@ -86,15 +86,15 @@ def _complete(stage: Stage, prompts: Prompts, sampling: Sampling) -> list[Sample
     if len(records) == len(prompts):
         return records
     with ExitStack() as stack:
-        complete = _completer(stage, sampling, stack)
+        complete = _make_completer(stage, sampling, stack)
         score = shared(stack.enter_context(open_rewards(stage, trained_rewards(stage.recipe))))
         stage.progress.phase("generate")
         for start in range(len(records), len(prompts), size):
-            scored = score(complete(prompts[start : start + size]))
-            scores = [each for group in scored for each in group.scores]
+            scored_groups = score(complete(prompts[start : start + size]))
+            scores = [each for group in scored_groups for each in group.scores]
             if not records and all(each.value is None and each.is_raised for each in scores):
                 raise all_invalid(f"all {len(scores)} rewards of the first batch are invalid", scores)
-            batch = [sampled_of(group, sampling) for group in scored]
+            batch = [record_prompt(group, sampling) for group in scored_groups]
             if is_first():
                 append_records(stage.path, batch)
             records += batch
@@ -104,7 +104,7 @@ def _complete(stage: Stage, prompts: Prompts, sampling: Sampling) -> list[Sample
     return records
 
 
-def _completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Callable[[Sequence[Prompt]], list[Group]]:
+def _make_completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Callable[[Sequence[Prompt]], list[Group]]:
     """Return a function that completes prompts with the model of the stage, or with an OpenAI-compatible server."""
     if stage.recipe.sample.endpoint:
         from cosmos_core.sample.endpoint import Endpoint  # imported here, since the package openai is optional
@@ -130,7 +130,7 @@ def messages_of(prompt: Prompt, system_prompt: str) -> list[dict[str, Any]]:
     """Return the turns of a prompt's conversation; `system_prompt` is inserted if the prompt has no system turn."""
     content = prompt.metadata.get("prompt", prompt.text)
     turns = [{"role": "user", "content": content}] if isinstance(content, str) else [*content]
-    return with_system(turns, system_of(prompt.metadata) or system_prompt)
+    return with_system(turns, read_system_prompt(prompt.metadata) or system_prompt)
 
 
 def tools_of(prompt: Prompt) -> dict[str, str]:
@@ -139,14 +139,14 @@ def tools_of(prompt: Prompt) -> dict[str, str]:
     return {"tools": json.dumps(tools, ensure_ascii=False)} if tools else {}
 
 
-def _stop_if_requested(stage: Stage, done: int) -> None:
+def _stop_if_requested(stage: Stage, num_done: int) -> None:
     try:
         check_stop(stage)
     except StopRequested:
-        raise Preempted(f"stopped; the completions of {done} prompts are kept") from None
+        raise Preempted(f"stopped; the completions of {num_done} prompts are kept") from None
 
 
-def _origin_columns(stage: Stage) -> dict[str, str]:
+def _model_columns(stage: Stage) -> dict[str, str]:
     """Return the columns of each row that name the model which generated the completions, and its digest."""
     if stage.recipe.sample.endpoint:
         return {"model": stage.recipe.sample.endpoint_model, "model_digest": ""}
@@ -158,7 +158,7 @@ def _origin_columns(stage: Stage) -> dict[str, str]:
     return {"model": model, "model_digest": digests.get("model", "")}
 
 
-def _require_rewards(file: Path, records: Sequence[Sampled]) -> None:
+def _require_rewards(file: Path, records: Sequence[SampledPrompt]) -> None:
     """Check that at least one completion has a valid reward; otherwise remove the file of the records, so that a
     repeated stage generates and scores the completions again.
 
@@ -173,7 +173,7 @@ def _require_rewards(file: Path, records: Sequence[Sampled]) -> None:
     raise RewardError(f"all {len(candidates)} rewards are invalid; the first: {candidates[0].error}")
 
 
-def _nothing_kept(records: Sequence[Sampled], metrics: dict[str, float]) -> str:
+def _nothing_kept_message(records: Sequence[SampledPrompt], metrics: dict[str, float]) -> str:
     """Return the error message for a selection that kept no completion."""
     best = max(each.reward for record in records for each in record.candidates if each.reward is not None)
     return (

@@ -15,7 +15,7 @@ FILE = "completions.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ScoredCompletion:
     """A scored completion of a prompt."""
 
     text: str
@@ -35,21 +35,21 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledPrompt:
     """A prompt with its scored completions."""
 
     id: int
     """Row number of the prompt in the prepared rows."""
-    candidates: list[Candidate]
+    candidates: list[ScoredCompletion]
 
 
-def sampled_of(scored: ScoredGroup, sampling: Sampling) -> Sampled:
+def record_prompt(scored_group: ScoredGroup, sampling: Sampling) -> SampledPrompt:
     """Return the record of a prompt with its scored completions."""
-    prompt, candidates = scored.group.prompt, []
-    for k, (completion, score) in enumerate(zip(scored.group.completions, scored.scores, strict=True)):
+    prompt, candidates = scored_group.group.prompt, []
+    for k, (completion, score) in enumerate(zip(scored_group.group.completions, scored_group.scores, strict=True)):
         turns = [{"role": turn.role, "content": turn.text} for turn in completion.turns]
         candidates.append(
-            Candidate(
+            ScoredCompletion(
                 completion.text,
                 turns or [{"role": "assistant", "content": completion.text}],
                 score.value,
@@ -60,10 +60,10 @@ def sampled_of(scored: ScoredGroup, sampling: Sampling) -> Sampled:
                 completion.finish_reason == "stop",
             )
         )
-    return Sampled(prompt.id, candidates)
+    return SampledPrompt(prompt.id, candidates)
 
 
-def read_records(folder: Path, batch: int, total: int) -> list[Sampled]:
+def read_records(folder: Path, batch: int, total: int) -> list[SampledPrompt]:
     """Return the records of the complete batches in a folder, and remove the records of an incomplete batch.
 
     A resumed stage then generates the same batches as an uninterrupted stage. `batch` is the number of prompts per
@@ -76,10 +76,10 @@ def read_records(folder: Path, batch: int, total: int) -> list[Sampled]:
     values = values[: total if len(values) >= total else len(values) // batch * batch]
     with raise_disk_full(folder):
         write_text(path, "".join(json.dumps(value) + "\n" for value in values))
-    return [Sampled(value["id"], [Candidate(**each) for each in value["candidates"]]) for value in values]
+    return [SampledPrompt(value["id"], [ScoredCompletion(**each) for each in value["candidates"]]) for value in values]
 
 
-def append_records(folder: Path, records: Sequence[Sampled]) -> None:
+def append_records(folder: Path, records: Sequence[SampledPrompt]) -> None:
     """Append the records of a batch to `completions.jsonl`, and wait until the records are on the disk."""
     lines: list[dict[str, Any]] = [asdict(record) for record in records]
     with raise_disk_full(folder), (folder / FILE).open("a", encoding="utf-8") as file:

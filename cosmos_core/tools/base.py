@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import import_user_code
 
-KEY = "rollout.multi_turn_config.tools"
-_MARK = "is_tool_of_a_policy"
-_BEGIN, _END = "<tool_call>", "</tool_call>"
-_THOUGHT = "</think>"
+TOOLS_KEY = "rollout.multi_turn_config.tools"
+_TOOL_MARK = "is_tool_of_a_policy"
+_CALL_BEGIN, _CALL_END = "<tool_call>", "</tool_call>"
+_END_OF_THOUGHT = "</think>"
 _LONGEST_NAME = 60
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -34,7 +34,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 def tool(function: FunctionT) -> FunctionT:
     """Mark a function, which may be `async def`, as a tool that a policy may call."""
-    setattr(function, _MARK, True)
+    setattr(function, _TOOL_MARK, True)
     return function
 
 
@@ -66,9 +66,9 @@ def load_tool(path: str) -> Callable[..., Any]:
     try:
         function = import_user_code(path)
     except ConfigError as error:
-        raise ConfigError(f"{KEY}: {error}") from error
-    if not callable(function) or not getattr(function, _MARK, False):
-        raise ConfigError(f"{KEY}: {path!r} is no tool; decorate it: from cosmos_core.tools.base import tool")
+        raise ConfigError(f"{TOOLS_KEY}: {error}") from error
+    if not callable(function) or not getattr(function, _TOOL_MARK, False):
+        raise ConfigError(f"{TOOLS_KEY}: {path!r} is no tool; decorate it: from cosmos_core.tools.base import tool")
     return function  # type: ignore[no-any-return]
 
 
@@ -82,7 +82,7 @@ def tool_names(paths: Iterable[str]) -> dict[str, str]:
     for path in paths:
         name = path.rpartition(":")[2]
         if name in paths_by_name:
-            raise ConfigError(f"{KEY}: {paths_by_name[name]!r} and {path!r} have one name; rename a function")
+            raise ConfigError(f"{TOOLS_KEY}: {paths_by_name[name]!r} and {path!r} have one name; rename a function")
         paths_by_name[name] = path
     return paths_by_name
 
@@ -93,9 +93,9 @@ def parse_calls(text: str) -> list[ToolCall]:
     A call that cannot be parsed is in the list with its error, so that the policy receives the error as a result.
     """
     calls = []
-    position = max(0, text.rfind(_THOUGHT))
-    while (begin := text.find(_BEGIN, position)) >= 0:
-        begin += len(_BEGIN)
+    position = max(0, text.rfind(_END_OF_THOUGHT))
+    while (begin := text.find(_CALL_BEGIN, position)) >= 0:
+        begin += len(_CALL_BEGIN)
         call, position = _read_call(text, begin)
         calls.append(call)
     return calls
@@ -109,14 +109,16 @@ def _read_call(text: str, begin: int) -> tuple[ToolCall, int]:
     start = begin + len(text[begin:]) - len(text[begin:].lstrip())
     try:
         value, end = _DECODER.raw_decode(text, start)
-        after = end + len(text[end:]) - len(text[end:].lstrip())
-        if not text.startswith(_END, after):
-            raise ValueError(f"no {_END} behind it" if _END not in text[after:] else "more than one JSON value")
-        return _call(value), after + len(_END)
+        next_position = end + len(text[end:]) - len(text[end:].lstrip())
+        if not text.startswith(_CALL_END, next_position):
+            raise ValueError(
+                f"no {_CALL_END} behind it" if _CALL_END not in text[next_position:] else "more than one JSON value"
+            )
+        return _call(value), next_position + len(_CALL_END)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        end = text.find(_END, begin)
-        position = len(text) if end < 0 else end + len(_END)
+        end = text.find(_CALL_END, begin)
+        position = len(text) if end < 0 else end + len(_CALL_END)
         return ToolCall("", error=f"the tool call cannot be read: {reason}"), position
 
 

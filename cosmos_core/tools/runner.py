@@ -22,20 +22,20 @@ from pebble import ProcessExpired, ProcessPool
 
 from cosmos_core.environment import masked
 from cosmos_core.errors import ConfigError, StageFailed
-from cosmos_core.rewards.base import one_line
-from cosmos_core.rewards.process import START_SECONDS, Workers, begin, ending, wait_for
-from cosmos_core.tools.base import KEY, ToolCall, ToolResult, load_tool, tool_names
+from cosmos_core.rewards.base import error_on_one_line
+from cosmos_core.rewards.process import START_SECONDS, WorkerPool, begin, describe_exit, wait_for_futures
+from cosmos_core.tools.base import TOOLS_KEY, ToolCall, ToolResult, load_tool, tool_names
 
 log = logging.getLogger(__name__)
 
 _LONGEST_RESULT = 1 << 16
 """Maximum number of characters of a tool's result that the policy receives."""
 _LONGEST_SECRET = 4096  # characters after the maximum that are masked too, so that truncation cuts no secret in two
-_MOST_PROCESSES = 16
-_MOST_BREAKS = 3  # maximum number of process pools in one call of `results`; a pool breaks if an idle process dies
+_MAX_PROCESSES = 16
+_MAX_BROKEN_POOLS = 3  # maximum number of process pools in one call of `results`; a pool breaks if an idle process dies
 
 
-class ToolRunner(Workers):
+class ToolRunner(WorkerPool):
     """Pool of worker processes that call tools by the names of their functions.
 
     `timeout_seconds` is the deadline of each call. The processes see standard environment variables and the variables
@@ -58,7 +58,7 @@ class ToolRunner(Workers):
         """Set up the runner; `num_workers` None: one process per core, at most 16; `beat`: heartbeat during waits."""
         self._paths = tool_names(paths)
         self._timeout, self._env, self._beat = timeout_seconds, tuple(env), beat
-        self._num_workers = min(num_workers or len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+        self._num_workers = min(num_workers or len(os.sched_getaffinity(0)), _MAX_PROCESSES)
 
     def schemas(self) -> list[dict[str, Any]]:
         """Return the JSON schema of each tool, which the chat template renders into the prompt.
@@ -75,13 +75,13 @@ class ToolRunner(Workers):
         """Make tool calls concurrently, and return the results in the order of the calls."""
         results = [self._refusal(call) for call in calls]
         waiting = [i for i, result in enumerate(results) if result is None]
-        for _ in range(_MOST_BREAKS if waiting else 0):
-            pool = self._whole()
+        for _ in range(_MAX_BROKEN_POOLS if waiting else 0):
+            pool = self._working_pool()
             futures = [
                 pool.schedule(_result, args=(self._paths[calls[i].name], calls[i].arguments), timeout=self._timeout)
                 for i in waiting
             ]
-            if not wait_for(futures, self._timeout + START_SECONDS, self._beat):
+            if not wait_for_futures(futures, self._timeout + START_SECONDS, self._beat):
                 self.close()  # the pool is unusable: a call was lost with its process, or no process started
             for i, future in zip(waiting, futures, strict=True):
                 results[i] = self._finished_result(calls[i].name, future)
@@ -105,14 +105,14 @@ class ToolRunner(Workers):
         except BrokenProcessPool:
             return None
         except (ProcessExpired, TimeoutError) as error:
-            reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else ending(error)
+            reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else describe_exit(error)
             log.warning("tool %s: %s", name, reason)
             return _error(reason)
         except Exception as error:  # noqa: BLE001 - any error, such as of unpicklable arguments, goes to the policy
-            return _error(one_line(error))
+            return _error(error_on_one_line(error))
 
     def _open(self) -> ProcessPool:
-        pool = self._new(_start, list(self._paths.values()), env=self._env, count=self._num_workers)
+        pool = self._replace_pool(_start, list(self._paths.values()), env=self._env, count=self._num_workers)
         self._call_in_pool(_load)
         return pool
 
@@ -120,12 +120,12 @@ class ToolRunner(Workers):
         pool = self._pool or self._open()
         try:
             future = pool.schedule(function, args=(list(self._paths.values()),))
-            if not wait_for([future], START_SECONDS, self._beat):
-                raise StageFailed(f"{KEY}: the tools were not loaded in {START_SECONDS:g} s")
+            if not wait_for_futures([future], START_SECONDS, self._beat):
+                raise StageFailed(f"{TOOLS_KEY}: the tools were not loaded in {START_SECONDS:g} s")
             return future.result()
         except (BrokenProcessPool, ProcessExpired) as error:
             self.close()
-            raise StageFailed(f"{KEY}: a process ended while it loaded the tools") from error
+            raise StageFailed(f"{TOOLS_KEY}: a process ended while it loaded the tools") from error
         except BaseException:
             self.close()
             raise
@@ -166,7 +166,7 @@ def _schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
         try:
             schemas.append(chat_template_utils.get_json_schema(_tool(path)))
         except Exception as error:  # transformers raises it for a missing type hint or description
-            raise ConfigError(f"{KEY}: {path!r} cannot be described: {one_line(error)}") from error
+            raise ConfigError(f"{TOOLS_KEY}: {path!r} cannot be described: {error_on_one_line(error)}") from error
     return schemas
 
 
@@ -178,8 +178,8 @@ def _result(path: str, arguments: dict[str, Any]) -> ToolResult:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         is_error = False
     except BaseException as error:  # noqa: BLE001 - the user's tool may raise any error; the policy receives its text
-        text, is_error = f"Error: {one_line(error)}", True
-    is_cut = len(text) > _LONGEST_RESULT
-    text = masked(text[: _LONGEST_RESULT + _LONGEST_SECRET]) if is_cut else masked(text)
+        text, is_error = f"Error: {error_on_one_line(error)}", True
+    is_truncated = len(text) > _LONGEST_RESULT
+    text = masked(text[: _LONGEST_RESULT + _LONGEST_SECRET]) if is_truncated else masked(text)
     text = text.encode(errors="replace").decode()  # tokenizers refuse a lone surrogate, half of a UTF-16 pair
-    return ToolResult(text[:_LONGEST_RESULT] + "..." * is_cut, is_error)
+    return ToolResult(text[:_LONGEST_RESULT] + "..." * is_truncated, is_error)

@@ -14,9 +14,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, NamedTuple
 
 from cosmos_core.cluster.group import RanksMustRestart
-from cosmos_core.errors import BY_NAME, CosmosError, by_name
+from cosmos_core.errors import BY_NAME, CosmosError, serialise_error
 from cosmos_core.parallel.mesh import broadcast_object, is_first
-from cosmos_core.rollout.engine_pool import LostWeights
+from cosmos_core.rollout.engine_pool import WeightsUnavailable
 from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.train.measure import Completions
 from cosmos_core.types import Group, ScoredGroup
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.5
 
 
-class Ended(NamedTuple):
+class FinishedValidation(NamedTuple):
     """Result of a finished validation: the validated step and its metrics."""
 
     step: int
@@ -50,7 +50,7 @@ class AsyncValidation:
         self._completions, self._fleet, self._resync, self._beat = completions, fleet, resync, beat
         self.step: int | None = None
         """Number of the step that is being validated; None: no validation is running."""
-        self.on_end: Callable[[Ended], None] = lambda ended: None
+        self.on_end: Callable[[FinishedValidation], None] = lambda ended: None
         """Function called on every rank with the result when a validation has ended."""
         self._done = threading.Event()
         self._metrics: dict[str, float] = {}
@@ -80,18 +80,18 @@ class AsyncValidation:
         if self.step is None:
             return
         local_state = (self._done.is_set(), self._metrics, self._problem) if is_first() else None
-        is_done, metrics, problem = broadcast_object(local_state)  # type: ignore[misc]
-        if not is_done:
+        is_finished, metrics, problem = broadcast_object(local_state)  # type: ignore[misc]
+        if not is_finished:
             return
         step, self.step = self.step, None
         if problem is not None:
             name, message = problem
-            if name == LostWeights.__name__:
+            if name == WeightsUnavailable.__name__:
                 raise RanksMustRestart(f"validation of step {step}: {message}")
             raise BY_NAME[name](message)
-        self.on_end(Ended(step, metrics))
+        self.on_end(FinishedValidation(step, metrics))
 
-    def wait(self, present: int, on_wait: Callable[[], None]) -> None:
+    def wait(self, step: int, on_wait: Callable[[], None]) -> None:
         """Wait until no validation is running.
 
         `on_wait` is called repeatedly during the wait and may raise. `present`: the step of the current weights, which
@@ -103,34 +103,34 @@ class AsyncValidation:
             self._beat()
             self.check()
             on_wait()
-            if self.step is not None and broadcast_object(self._fleet.is_stale if is_first() else None):
-                self._resync(present)
+            if self.step is not None and broadcast_object(self._fleet.needs_weights if is_first() else None):
+                self._resync(step)
 
     def _run(self, step: int, asked: Sequence[Future[Group]]) -> None:
         """Score each requested group of held-out completions when it is complete, in a thread of the first rank."""
         start = time.perf_counter()
         try:
-            scored: dict[Future[Group], ScoredGroup] = {}
+            scored_groups: dict[Future[Group], ScoredGroup] = {}
             waiting = set(asked)
             while waiting:
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                ordered = [each for each in asked if each in done]
-                groups = self._completions.score([each.result() for each in ordered])
-                scored |= dict(zip(ordered, groups, strict=True))
-            metrics = self._completions.log_metrics(step, [scored[each] for each in asked])
+                done_futures, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                ordered_futures = [each for each in asked if each in done_futures]
+                groups = self._completions.score([each.result() for each in ordered_futures])
+                scored_groups |= dict(zip(ordered_futures, groups, strict=True))
+            metrics = self._completions.log_metrics(step, [scored_groups[each] for each in asked])
             self._metrics = {**metrics, "time/validate": time.perf_counter() - start}
-        except LostWeights as error:
-            self._problem = LostWeights.__name__, str(error)
+        except WeightsUnavailable as error:
+            self._problem = WeightsUnavailable.__name__, str(error)
         except CosmosError as error:
-            self._problem = by_name(error)
+            self._problem = serialise_error(error)
         except Exception as error:
             logger.exception("validation of step %d", step)
-            name, message = by_name(error)
+            name, message = serialise_error(error)
             self._problem = name, f"validation of step {step}: {message}"
         self._done.set()
 
 
-def is_possible(recipe: Any) -> bool:
+def supports_async_validation(recipe: Any) -> bool:
     """Return whether validation can run while the training continues.
 
     It needs disaggregated engines, checkpoints to resume from if the engines die, and no moving average to validate.

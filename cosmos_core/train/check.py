@@ -16,16 +16,16 @@ from cosmos_core.config.inputs import source_of
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.pipeline import BLOCK
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
-from cosmos_core.config.schema.table import InStage
+from cosmos_core.config.schema.table import StageContext
 from cosmos_core.data import prepare
-from cosmos_core.data.chat import ToolText, chat_of
-from cosmos_core.data.prepare import end_ids
+from cosmos_core.data.chat import ToolText, prompt_rendering
+from cosmos_core.data.prepare import read_stop_tokens
 from cosmos_core.data.prepared import HELD_OUT_REMEDY
 from cosmos_core.data.row_preview import preview_rows
 from cosmos_core.errors import DataError, ModelError, RewardError
-from cosmos_core.models.balance import balance_of
+from cosmos_core.models.balance import load_balancing_settings
 from cosmos_core.models.freeze import mark_trained_weights
-from cosmos_core.models.generation_config import FILE, refused_settings
+from cosmos_core.models.generation_config import FILE, find_refused_settings
 from cosmos_core.models.hf import check_row_length, load_config, load_tokenizer, model_without_weights
 from cosmos_core.models.lora import is_adapted
 from cosmos_core.models.lora_targets import describe_adapter
@@ -37,16 +37,16 @@ from cosmos_core.parallel.pipeline import apply_pp
 from cosmos_core.registry import suggestion
 from cosmos_core.rewards.exchange import ping, service_of
 from cosmos_core.rewards.service.config import read_config
-from cosmos_core.rewards.wan_latents import look_at
+from cosmos_core.rewards.wan_latents import inspect_vae
 from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool_names
 from cosmos_core.train.check_rewards import call_rewards, first_prompts
-from cosmos_core.train.feeds import unused_rows
+from cosmos_core.train.feeds import unused_rows_message
 from cosmos_core.train.measure import Rewards, reward_weights, trained_rewards
 from cosmos_core.types import JsonValue, Outcome
 
-_MOST_SHOWN = 5  # maximum number of rows that the report shows as examples
-_MOST_COLUMNS = 20  # maximum number of unused dataset columns that the report lists by name
+_MAX_EXAMPLES = 5  # maximum number of rows that the report shows as examples
+_MAX_COLUMNS = 20  # maximum number of unused dataset columns that the report lists by name
 
 
 def run(stage: Stage) -> Outcome:
@@ -61,8 +61,8 @@ def run(stage: Stage) -> Outcome:
     config = load_config(stage.model, revision)
     check_row_length(config, stage.recipe.policy.model_max_length)
     tokenizer = load_tokenizer(stage.model, revision, stage.recipe.policy.chat_template)
-    named = config.architectures
-    architecture = named[0] if isinstance(named, list) and named else type(config).__name__
+    architectures = config.architectures
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else type(config).__name__
     lines = [f"{architecture}, vocabulary of {len(tokenizer)}"]
     info: dict[str, JsonValue] = {}
     if stage.kind.makes == "data":
@@ -72,16 +72,16 @@ def run(stage: Stage) -> Outcome:
         lines += [*_rows(stage), *cast(list[str], outcome.info.get("notices", []))]
         lines += filter(None, [check_rows(config, stage.path / "data", lambda: _empty_model(stage))])
         statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
-        info |= _batches(stage, statistics["train"]["rows"], lines) | _held_out(statistics)
+        info |= _batches(stage, statistics["train"]["rows"], lines) | _warn_of_no_validation(statistics)
         info["prompts"] = first_prompts(stage.path / "data")
-        info["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MOST_SHOWN))
+        info["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MAX_EXAMPLES))
     else:
         lines += filter(None, [check_file_tensors(_empty_model(stage), stage.model, revision, stage.progress.beat)])
         lines += _check_model(stage)
-        invalid = refused_settings(stage.model, revision)
+        invalid = find_refused_settings(stage.model, revision)
         if invalid and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
             raise ModelError(f"{stage.model}/{FILE}: vLLM refuses to load {', '.join(invalid)}; remove it there")
-        if stage.kind.trains:
+        if stage.kind.trains_model:
             check_export_possible(config, tokenizer, stage.model)
             lines += _precision_line(config, stage.recipe.train.param_dtype)
         teacher = stage.recipe.teacher_of(stage.kind)
@@ -101,17 +101,17 @@ def _empty_model(stage: Stage) -> PreTrainedModel:
         return model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
 
 
-def _batches(stage: Stage, num_rows: int, found: list[str]) -> dict[str, JsonValue]:
+def _batches(stage: Stage, num_rows: int, warnings: list[str]) -> dict[str, JsonValue]:
     """Append a message about rows that do not fill a batch to the report lines `found`; return an error under the key
     `too_few` if there are fewer rows than one batch has."""
     try:
-        found += filter(None, [unused_rows(stage.recipe, num_rows)])
+        warnings += filter(None, [unused_rows_message(stage.recipe, num_rows)])
     except DataError as error:
         return {"too_few": str(error)}
     return {}
 
 
-def _held_out(splits: Container[str]) -> dict[str, JsonValue]:
+def _warn_of_no_validation(splits: Container[str]) -> dict[str, JsonValue]:
     """Return a warning under the key `no_held_out` if the data has no validation split, else an empty dict."""
     return {} if "validation" in splits else {"no_held_out": f"no row is held out; {HELD_OUT_REMEDY}"}
 
@@ -130,9 +130,9 @@ def _check_model(stage: Stage) -> list[str]:
             model = init_on_meta(stage.model, revision=policy.model_revision, dtype=dtype, device=cpu)
         else:
             model = model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
-        if stage.kind.trains:
+        if stage.kind.trains_model:
             mark_trained_weights(model, policy)
-            balance_of(model, policy.aux_loss_coeff)
+            load_balancing_settings(model, policy.aux_loss_coeff)
     lines = _adapter(model, policy.lora)
     if is_pipelined:
         apply_pp(model, sizes, 0)
@@ -163,11 +163,11 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
         splits = importlib.import_module("cosmos_core.data.prepare_media").preview(stage)
         lines += [line for line, *_ in splits.values()]
         prompts: JsonValue = {name: first for name, (*_, first) in splits.items()}
-        info = _batches(stage, splits["train"][1], lines) | _held_out(splits)
+        info = _batches(stage, splits["train"][1], lines) | _warn_of_no_validation(splits)
         return info | {"found": "; ".join(lines), "prompts": prompts}
     if stage.kind.has_mesh and policy.parallelism.cp_size > 1:
         family.check_context(policy.parallelism.cp_size)
-    if stage.kind.trains:
+    if stage.kind.trains_model:
         with torch.device("meta"):
             denoiser = family.folder.build(family.denoiser_name)
             mark_trained_weights(denoiser, policy, family.lora_targets)
@@ -188,15 +188,15 @@ def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
     for weights, splits in _rewards(stage):
         if isinstance(weights, RemoteRewardConfig):
             names = [each.name for each in weights.reward_fns]
-            lines.append(_look_at_service(stage, names))
+            lines.append(_check_reward_service(stage, names))
             if weights.video_vae:
-                lines.append(look_at("remote_reward.video_vae", weights.video_vae))
+                lines.append(inspect_vae("remote_reward.video_vae", weights.video_vae))
             continue
         lines.append(call_rewards(stage, weights, splits, num_frames))
     return lines
 
 
-def _look_at_service(stage: Stage, names: list[str]) -> str:
+def _check_reward_service(stage: Stage, names: list[str]) -> str:
     """Check that the stage's reward service provides the rewards `names`.
 
     A running service is queried. For a service that the run will start, only the configuration file is read.
@@ -215,7 +215,7 @@ def _look_at_service(stage: Stage, names: list[str]) -> str:
 
 def _rewards(stage: Stage) -> list[tuple[Rewards, list[str]]]:
     """Return each local or remote reward of a stage with the splits whose completions it scores."""
-    is_measured = InStage(stage.recipe, stage.kind).measures
+    is_measured = StageContext(stage.recipe, stage.kind).measures_held_out
     uses = [(trained_rewards(stage.recipe), "train")] if stage.kind.completes_prompts else []
     uses += [(reward_weights(stage.recipe), "validation")] if is_measured else []
     splits: dict[str, list[str]] = {}
@@ -229,16 +229,16 @@ def _tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     config = stage.recipe.rollout.multi_turn_config
     if not config.enable or not config.enable_tools:
         return []
-    chat = chat_of(config)
-    ToolText(tokenizer, chat, end_ids(stage.model, stage.recipe.policy.model_revision, tokenizer))
-    return [f"tools {', '.join(tool_names(config.called_tools))}"]
+    chat = prompt_rendering(config)
+    ToolText(tokenizer, chat, read_stop_tokens(stage.model, stage.recipe.policy.model_revision, tokenizer))
+    return [f"tools {', '.join(tool_names(config.enabled_tools))}"]
 
 
 def _rows(stage: Stage) -> list[str]:
     statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
     lines = []
-    for split, numbers in statistics.items():
-        text = f"{split}: {numbers['rows']:,} rows, {numbers['tokens']:,} tokens"
+    for split_name, numbers in statistics.items():
+        text = f"{split_name}: {numbers['rows']:,} rows, {numbers['tokens']:,} tokens"
         if numbers["label_tokens"]:
             text += f", {numbers['label_tokens'] / max(1, numbers['tokens']):.0%} of them learned"
         if numbers.get("images"):
@@ -247,10 +247,10 @@ def _rows(stage: Stage) -> list[str]:
             text += f", {numbers['truncated_rows']:,} rows cut at {stage.recipe.policy.model_max_length}"
         if continued := numbers.get("continued_rows"):
             text += f", {continued:,} rows of plain text whose prompt is masked, as the model has no chat template"
-        if plain := numbers.get("plain_rows"):
-            text += f", {plain:,} rows of plain text in which no token is masked"
-        if unread := numbers.get("unread_columns"):
-            text += f", columns that nothing reads: {', '.join(unread[:_MOST_COLUMNS])}"
-            text += f" and {len(unread) - _MOST_COLUMNS} more" if len(unread) > _MOST_COLUMNS else ""
+        if plain_rows := numbers.get("plain_rows"):
+            text += f", {plain_rows:,} rows of plain text in which no token is masked"
+        if unread_columns := numbers.get("unread_columns"):
+            text += f", columns that nothing reads: {', '.join(unread_columns[:_MAX_COLUMNS])}"
+            text += f" and {len(unread_columns) - _MAX_COLUMNS} more" if len(unread_columns) > _MAX_COLUMNS else ""
         lines.append(text)
     return lines

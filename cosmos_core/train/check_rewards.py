@@ -23,7 +23,7 @@ from cosmos_core.types import Completion, DiffusionSample, Group, JsonValue, Pro
 
 SPLITS = ("train", "validation")
 _NUM_PROMPTS = 2
-_MADE_UP = "2 + 2 = 4, so it is \\boxed{4}."
+_EXAMPLE_COMPLETION = "2 + 2 = 4, so it is \\boxed{4}."
 
 
 def first_prompts(folder: Path) -> dict[str, JsonValue]:
@@ -53,19 +53,19 @@ def call_rewards(stage: Stage, weights: Mapping[str, float], splits: Sequence[st
     """
     summary = f"rewards {', '.join(weights)}"
     groups = _groups(stage, splits, num_frames)
-    ones: dict[str, float] = dict.fromkeys(weights, 1.0)
+    unit_weights: dict[str, float] = dict.fromkeys(weights, 1.0)
     if isinstance(weights, SourceWeights):
-        ones = SourceWeights({source: dict.fromkeys(each, 1.0) for source, each in weights.by_source.items()})
-    with open_rewards(stage, ones) as score:
-        scored = score(groups) if groups else []
+        unit_weights = SourceWeights({source: dict.fromkeys(each, 1.0) for source, each in weights.by_source.items()})
+    with open_rewards(stage, unit_weights) as score:
+        scored_groups = score(groups) if groups else []
     notices = []
     for reward, name in metric_names(weights).items():
-        if groups_of := [each for each in scored if reward in weights_of(weights, each.group.prompt.source)]:
-            notices.append(_judged(reward, name, groups_of))
+        if groups_of := [each for each in scored_groups if reward in weights_of(weights, each.group.prompt.source)]:
+            notices.append(_unscored_message(reward, name, groups_of))
     return "; ".join([summary, *filter(None, notices)])
 
 
-def _judged(reward: str, name: str, groups: Sequence[ScoredGroup]) -> str:
+def _unscored_message(reward: str, name: str, groups: Sequence[ScoredGroup]) -> str:
     """Return a message if a reward did not score all made-up completions, else an empty string."""
     scores = [score for group in groups for score in group.scores]
     missing = [score for score in scores if name not in score.metrics]
@@ -92,10 +92,10 @@ def _groups(stage: Stage, splits: Sequence[str], num_frames: int | None) -> list
             columns, reference = row["metadata"], row["reference"]
             prompt_fields = {"metadata": columns, "source": row.get("source", "")}
             if num_frames is None:
-                completions = (_text(_MADE_UP), _text(reference))
+                completions = (_text(_EXAMPLE_COMPLETION), _text(reference))
             else:
                 reference = find_reference(columns, column)
-                completions = (_drawing((*((num_frames,) if num_frames > 1 else ()), *size, 3)),) * 2
+                completions = (_make_image_completion((*((num_frames,) if num_frames > 1 else ()), *size, 3)),) * 2
             groups.append(Group(Prompt(i, (0,), row["text"], reference, **prompt_fields), completions, 0))
     return groups
 
@@ -112,6 +112,6 @@ def _text(text: str) -> Completion:
     return Completion((Segment((0,) * length, True, (-1.0,) * length, 0),), "stop", text)
 
 
-def _drawing(shape: tuple[int, ...]) -> Completion:
+def _make_image_completion(shape: tuple[int, ...]) -> Completion:
     pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return Completion((), "stop", "", diffusion_sample=DiffusionSample(pixels, None, (), 0))

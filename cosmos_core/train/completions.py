@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 FOLDER = "completions"
 _NUM_GROUPS, _NUM_COMPLETIONS = 4, 8
 """Number of groups logged per train step, and number of text completions logged per group."""
-_NUM_DRAWN_GROUPS, _NUM_DRAWN = 2, 4
+_NUM_LOGGED_GROUPS, _NUM_LOGGED_IMAGES = 2, 4
 """Number of groups logged per train step, and number of images or videos logged per group."""
-_MOST_CHARACTERS = 20_000
-_MOST_STEPS = 1_000
+_MAX_CHARACTERS = 20_000
+_MAX_STEPS = 1_000
 _MAX_IMAGE_BYTES = 1 << 30
 """Maximum size in bytes of the image and video files of all steps; files of the newest step are always kept."""
 _WINDOW = 8  # steps that are compared; without a trend, the last 4 values all exceed the first 4 with probability 1/70
@@ -43,13 +43,13 @@ class CompletionLog:
     """Logger that writes completions of each train step on the first rank and warns of signs of reward hacking or
     collapse."""
 
-    def __init__(self, folder: Path, *, writes: bool, most_drawn_bytes: int = _MAX_IMAGE_BYTES) -> None:
+    def __init__(self, folder: Path, *, writes: bool, max_image_bytes: int = _MAX_IMAGE_BYTES) -> None:
         """Log completions to `folder`; if `writes` is False, only log warnings."""
-        self._folder, self._writes, self._most_drawn_bytes = folder, writes, most_drawn_bytes
+        self._folder, self._writes, self._max_image_bytes = folder, writes, max_image_bytes
         self._rewards: deque[Mapping[str, float]] = deque(maxlen=_WINDOW)
         self._shapes: deque[Mapping[str, float]] = deque(maxlen=_WINDOW // 2)
         self._first: list[Mapping[str, float]] = []
-        self._told: set[str] = set()
+        self._given_warnings: set[str] = set()
 
     def __call__(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         """Log the scored groups that train step `step`, counted from 1, uses."""
@@ -62,14 +62,17 @@ class CompletionLog:
 
     def _write(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        is_drawn = groups[0].group.completions[0].diffusion_sample is not None
-        num_groups, count = (_NUM_DRAWN_GROUPS, _NUM_DRAWN) if is_drawn else (_NUM_GROUPS, _NUM_COMPLETIONS)
-        chosen = [(scored, _spread(scored, count)) for scored in _chosen(groups)[:num_groups]]
-        lines = [_line(step, scored, k) for scored, indices in chosen for k in indices]
+        has_images = groups[0].group.completions[0].diffusion_sample is not None
+        num_groups, count = (_NUM_LOGGED_GROUPS, _NUM_LOGGED_IMAGES) if has_images else (_NUM_GROUPS, _NUM_COMPLETIONS)
+        chosen = [
+            (scored_group, _spread_by_reward(scored_group, count))
+            for scored_group in _groups_to_log(groups)[:num_groups]
+        ]
+        lines = [_line(step, scored_group, k) for scored_group, indices in chosen for k in indices]
         file = self._folder / f"step_{step:06d}.jsonl"
-        if is_drawn:
-            drawings = [gallery.samples_of_group(scored, indices) for scored, indices in chosen]
-            names = gallery.save_rows(file.with_suffix(""), drawings)
+        if has_images:
+            image_samples = [gallery.samples_of_group(scored_group, indices) for scored_group, indices in chosen]
+            names = gallery.save_rows(file.with_suffix(""), image_samples)
             for line, name in zip(lines, (name for row in names for name in row), strict=True):
                 line["media"] = f"{self._folder.name}/{file.stem}/{name}"
         text = "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines)
@@ -81,21 +84,21 @@ class CompletionLog:
         files beyond the limits on number and size."""
         num_bytes = 0
         steps = sorted(self._folder.glob("step_*.jsonl"), reverse=True)
-        before = [file for file in steps if int(file.stem[5:]) <= step]
-        for i, file in enumerate(before):
+        old_files = [file for file in steps if int(file.stem[5:]) <= step]
+        for i, file in enumerate(old_files):
             num_bytes += sum(each.stat().st_size for each in file.with_suffix("").glob("*"))
-            if i == _MOST_STEPS or (i and num_bytes > self._most_drawn_bytes):
-                before = before[:i]
+            if i == _MAX_STEPS or (i and num_bytes > self._max_image_bytes):
+                old_files = old_files[:i]
                 break
-        for file in set(steps) - set(before):
+        for file in set(steps) - set(old_files):
             file.unlink()
             shutil.rmtree(file.with_suffix(""), ignore_errors=True)
 
     def _watch(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        values = [[score.value for score in scored.scores if score.value is not None] for scored in groups]
+        values = [[score.value for score in scored_group.scores if score.value is not None] for scored_group in groups]
         # Without reward functions every score is 0, so equal rewards are no sign of a problem.
-        is_scored = any(score.metrics for scored in groups for score in scored.scores)
-        is_constant = is_scored and max(map(len, values)) > 1 and all(len(set(each)) <= 1 for each in values)
+        has_rewards = any(score.metrics for scored_group in groups for score in scored_group.scores)
+        is_constant = has_rewards and max(map(len, values)) > 1 and all(len(set(each)) <= 1 for each in values)
         self._warn_once(
             "constant", is_constant,
             f"step {step}: the completions of each of {len(groups)} groups have equal rewards, of which nothing is "
@@ -105,7 +108,7 @@ class CompletionLog:
         opposed = _opposed_message(self._rewards)
         self._warn_once("opposed", bool(opposed), f"steps {step - _WINDOW + 1} to {step}: {opposed}; a reward may be "
                    f"exploited: cosmos samples --step {step} --best")  # fmt: skip
-        shape = _text_statistics([each for scored in groups for each in scored.group.completions])
+        shape = _text_statistics([each for scored_group in groups for each in scored_group.group.completions])
         if not shape:
             return
         self._shapes.append(shape)
@@ -115,14 +118,14 @@ class CompletionLog:
         for name, problem in _collapse_messages(_mean(self._first), _mean(self._shapes)).items():
             self._warn_once(name, bool(problem), f"step {step}: {problem}; look at them: cosmos samples --step {step}")
 
-    def _warn_once(self, name: str, is_wrong: bool, message: str) -> None:
+    def _warn_once(self, name: str, is_problem: bool, message: str) -> None:
         """Log a warning when a condition becomes true, and not again before the condition has been false."""
-        if is_wrong and name not in self._told:
+        if is_problem and name not in self._given_warnings:
             logger.warning("%s", message)
-        (self._told.add if is_wrong else self._told.discard)(name)
+        (self._given_warnings.add if is_problem else self._given_warnings.discard)(name)
 
 
-def _chosen(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+def _groups_to_log(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
     """Return the few groups to log: those with the best and the worst completion, then the first groups of the step."""
     ranked = sorted(range(len(groups)), key=lambda i: max(map(_rank, groups[i].scores)))
     lowest = min(
@@ -131,10 +134,10 @@ def _chosen(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
     return [groups[i] for i in list(dict.fromkeys([ranked[-1], lowest, *range(len(groups))]))[:_NUM_GROUPS]]
 
 
-def _spread(scored: ScoredGroup, most: int) -> list[int]:
+def _spread_by_reward(scored_group: ScoredGroup, max_indices: int) -> list[int]:
     """Return the indices of at most `most` completions of a group, evenly spaced from the best to the worst reward."""
-    ranked = sorted(range(len(scored.scores)), key=lambda k: -_rank(scored.scores[k]))
-    indices = np.linspace(0, len(ranked) - 1, min(len(ranked), most)).round().astype(int)
+    ranked = sorted(range(len(scored_group.scores)), key=lambda k: -_rank(scored_group.scores[k]))
+    indices = np.linspace(0, len(ranked) - 1, min(len(ranked), max_indices)).round().astype(int)
     return [ranked[i] for i in indices]
 
 
@@ -142,14 +145,14 @@ def _rank(score: Any) -> float:
     return -np.inf if score.value is None else float(score.value)
 
 
-def _line(step: int, scored: ScoredGroup, k: int) -> dict[str, Any]:
-    completion, score = scored.group.completions[k], scored.scores[k]
-    turns = [{"role": turn.role, "text": turn.text[:_MOST_CHARACTERS]} for turn in completion.turns]
+def _line(step: int, scored_group: ScoredGroup, k: int) -> dict[str, Any]:
+    completion, score = scored_group.group.completions[k], scored_group.scores[k]
+    turns = [{"role": turn.role, "text": turn.text[:_MAX_CHARACTERS]} for turn in completion.turns]
     return {
         "step": step,
-        "prompt": scored.group.prompt.text[-_MOST_CHARACTERS:],
-        "reference": scored.group.prompt.reference[:_MOST_CHARACTERS],
-        "completion": completion.text[:_MOST_CHARACTERS],
+        "prompt": scored_group.group.prompt.text[-_MAX_CHARACTERS:],
+        "reference": scored_group.group.prompt.reference[:_MAX_CHARACTERS],
+        "completion": completion.text[:_MAX_CHARACTERS],
         "reward": score.value,
         "metrics": score.metrics,
         "tokens": completion.num_sampled,
@@ -159,26 +162,26 @@ def _line(step: int, scored: ScoredGroup, k: int) -> dict[str, Any]:
     }
 
 
-def _opposed_message(means: Sequence[Mapping[str, float]]) -> str:
+def _opposed_message(step_means: Sequence[Mapping[str, float]]) -> str:
     """Return a message if exactly one reward rose while others fell, else an empty string.
 
     A reward rose or fell if all values of the later half of the window lie beyond all values of the earlier half.
     """
-    if len(means) < _WINDOW:
+    if len(step_means) < _WINDOW:
         return ""
     half, changes = _WINDOW // 2, {}
-    for name in set.intersection(*(set(each) for each in means)):
-        values = [each[name] for each in means]
-        before, after = values[:half], values[half:]
-        if min(after) > max(before) or max(after) < min(before):
-            changes[name] = (float(np.mean(before)), float(np.mean(after)))
+    for name in set.intersection(*(set(each) for each in step_means)):
+        values = [each[name] for each in step_means]
+        first_half, second_half = values[:half], values[half:]
+        if min(second_half) > max(first_half) or max(second_half) < min(first_half):
+            changes[name] = (float(np.mean(first_half)), float(np.mean(second_half)))
     up = {name: (low, high) for name, (low, high) in changes.items() if high > low}
     down = {name: each for name, each in changes.items() if name not in up}
     if len(up) != 1 or not down:
         return ""
-    falls = [f"{name!r} fell from {high:.3g} to {low:.3g}" for name, (high, low) in sorted(down.items())]
+    fallen = [f"{name!r} fell from {high:.3g} to {low:.3g}" for name, (high, low) in sorted(down.items())]
     [(name, (low, high))] = up.items()
-    return f"reward {name!r} rose from {low:.3g} to {high:.3g} while {' and '.join(falls)}"
+    return f"reward {name!r} rose from {low:.3g} to {high:.3g} while {' and '.join(fallen)}"
 
 
 def _text_statistics(completions: Sequence[Completion]) -> dict[str, float]:
@@ -207,14 +210,14 @@ def _mean(shapes: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([shape[name] for shape in shapes])) for name in shapes[0]}
 
 
-def _collapse_messages(first: Mapping[str, float], now: Mapping[str, float]) -> dict[str, str]:
+def _collapse_messages(first: Mapping[str, float], current: Mapping[str, float]) -> dict[str, str]:
     """Return messages about length, repetition and entropy; a message is empty if the value has not collapsed."""
-    is_short = now["length"] < first["length"] / 4
-    is_repetitive = now["repetition"] > max(0.5, first["repetition"] + 0.25)
-    is_certain = now["entropy"] < first["entropy"] / 10
+    is_short = current["length"] < first["length"] / 4
+    is_repetitive = current["repetition"] > max(0.5, first["repetition"] + 0.25)
+    is_nearly_certain = current["entropy"] < first["entropy"] / 10
     return {
-        "length": f"completions have {now['length']:.3g} tokens, {first['length']:.3g} at first" if is_short else "",
-        "repetition": f"{now['repetition']:.0%} of what completions say is repeated" if is_repetitive else "",
-        "entropy": f"the entropy per token is {now['entropy']:.2g}, {first['entropy']:.2g} at first: completions of a "
-        f"prompt are nearly the same" if is_certain else "",
+        "length": f"completions have {current['length']:.3g} tokens, {first['length']:.3g} at first" if is_short else "",
+        "repetition": f"{current['repetition']:.0%} of what completions say is repeated" if is_repetitive else "",
+        "entropy": f"the entropy per token is {current['entropy']:.2g}, {first['entropy']:.2g} at first: completions "
+        f"of a prompt are nearly the same" if is_nearly_certain else "",
     }  # fmt: skip

@@ -84,14 +84,14 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
     size, seed = min(len(rows), rows_per_step(recipe)), recipe.train.order_seed
     shuffles = recipe.train.train_policy.dataloader_shuffle
 
-    def samples_of(step: int, number: int) -> list[FlowSample]:
+    def make_data_samples(step: int, number: int) -> list[FlowSample]:
         if not flow_rl.use_rl_sigma_and_noise:
             positions = batch_positions(seed + _DATA, number, size, len(rows), True).tolist()
             return [draws.sample(rows[i], seed_of(seed, number, i, _DATA)) for i in positions]
         sampling = training_sampling(recipe)
         assert sampling.flow is not None
         start = SHARED_NOISE if sampling.flow.same_noise else 0
-        levels = _learned_levels(trainer, sampling, step)[: 1 if flow_rl.data_on_first_only else None]
+        levels = _trained_noise_levels(trainer, sampling, step)[: 1 if flow_rl.data_on_first_only else None]
         result = []
         for i in batch_positions(seed, step, size, len(rows), shuffles).tolist():
             sample = draws.sample(rows[i], seed_of(seed, step, i, _DATA))
@@ -100,7 +100,7 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
         return result
 
     def update(step: int, number: int) -> Update:
-        samples = samples_of(step, number)
+        samples = make_data_samples(step, number)
 
         def loss(micro: MicroBatch) -> Loss:
             result = flow_loss(micro, len(samples))
@@ -112,7 +112,7 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
     return update
 
 
-def _learned_levels(trainer: Trainer, sampling: Sampling, step: int) -> list[float]:
+def _trained_noise_levels(trainer: Trainer, sampling: Sampling, step: int) -> list[float]:
     """Return the noise levels at which the rollouts of a train step are trained; all levels except 0 if the recipe
     selects none."""
     assert sampling.flow is not None

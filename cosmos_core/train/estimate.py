@@ -32,8 +32,8 @@ from cosmos_core.models.hf import model_without_weights
 from cosmos_core.models.recompute import Recompute
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import balanced_steps, micro_batch_tokens, total_steps
-from cosmos_core.train.memory import Memory, eight_bit_moments, held_memory, step_memory
+from cosmos_core.train.feeds import micro_batch_tokens, plan_balanced_steps, total_steps
+from cosmos_core.train.memory import Memory, eight_bit_moments, step_memory, untraced_memory
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Outcome
 
@@ -78,7 +78,7 @@ class _TrainingLength(NamedTuple):
 
     steps: int | None
     tokens: int | None
-    is_bound: bool
+    is_upper_bound: bool
     """Whether the number of train steps is an upper bound."""
 
 
@@ -88,7 +88,7 @@ class _Rows(NamedTuple):
     number: int | None
     longest: int | None = None
     mean: float | None = None
-    of_a_row: int = 1
+    sequences_per_row: int = 1
     """Number of sequences in a dataset row: 2 for a preference pair, else 1."""
 
 
@@ -99,11 +99,11 @@ def run(stage: Stage) -> Outcome:
         ModelError, DataError: config.json or the rows are missing or wrong.
     """
     stage.progress.phase("load")
-    result = estimate(stage.recipe, stage.model, stage.progress, prepared=stage.data)
+    result = estimate(stage.recipe, stage.model, stage.progress, prepared_folder=stage.data)
     return Outcome(info={"estimate": asdict(result)})
 
 
-def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path | None = None) -> Estimate:
+def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared_folder: Path | None = None) -> Estimate:
     """Estimate the needs of one training stage.
 
     Args:
@@ -115,31 +115,33 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
     Raises:
         ModelError, DataError: config.json or the rows are missing or wrong.
     """
-    if prepared:
-        rows = _prepared_rows(recipe, prepared)
+    if prepared_folder:
+        rows = _prepared_rows(recipe, prepared_folder)
     else:
-        rows = _Rows(_count_rows(recipe), of_a_row=_sequences_per_row(recipe))
+        rows = _Rows(_count_rows(recipe), sequences_per_row=_sequences_per_row(recipe))
     length = int(_row_length(recipe, rows.longest))
     limit = recipe.train.max_num_steps
     notes = []
     if rows.number is None:
-        bound = f"at most max_num_steps = {limit} and what they read" if limit else "unknown"
-        notes.append(f"steps and tokens: {bound}, because the rows are not on this machine yet")
-    course = _course(recipe, rows, prepared)
-    if course.is_bound and rows.number is not None:
+        length_limit = f"at most max_num_steps = {limit} and what they read" if limit else "unknown"
+        notes.append(f"steps and tokens: {length_limit}, because the rows are not on this machine yet")
+    training_length = _estimate_training_length(recipe, rows, prepared_folder)
+    if training_length.is_upper_bound and rows.number is not None:
         notes.append(f"steps: at most max_num_steps = {limit}, because batches are filled by tokens, yet to be counted")
-    built, memory, trace_notes = _trace(recipe, model, length, progress)
+    empty_model, memory, trace_notes = _trace(recipe, model, length, progress)
     rank_memory = sharded(memory, recipe)
     if recipe.train.activation_offload:
         notes.append("activations: as if they stayed, yet activation_offload moves them to host memory")
     notes += trace_notes
     kv_cache: int | None = 0
     if recipe.train.train_policy.has_rollouts:
-        kv_cache = kv_cache_bytes(built.config, recipe, length)
+        kv_cache = kv_cache_bytes(empty_model.config, recipe, length)
         if kv_cache is None:
-            notes.append(f"KV cache: unknown, because {built.config.model_type} has layers without keys and values")
-    parameters = sum(p.numel() for p in built.parameters())
-    trainable = sum(p.numel() for p in built.parameters() if p.requires_grad)
+            notes.append(
+                f"KV cache: unknown, because {empty_model.config.model_type} has layers without keys and values"
+            )
+    parameters = sum(p.numel() for p in empty_model.parameters())
+    trainable = sum(p.numel() for p in empty_model.parameters() if p.requires_grad)
     return Estimate(
         parameters=parameters,
         trainable=trainable,
@@ -149,11 +151,11 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
         kv_cache=kv_cache,
         sequence_length=length,
         rows=rows.number,
-        steps=course.steps,
-        is_steps_bound=course.is_bound,
-        tokens=course.tokens,
+        steps=training_length.steps,
+        is_steps_bound=training_length.is_upper_bound,
+        tokens=training_length.tokens,
         is_tokens_bound=rows.mean is None or recipe.train.train_policy.has_rollouts,
-        disk=_disk(recipe, memory, parameters, trainable, course.steps),
+        disk=_checkpoint_bytes(recipe, memory, parameters, trainable, training_length.steps),
         machine=_machine(recipe),
         notes=tuple(notes),
     )
@@ -172,13 +174,13 @@ def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, length: int) -> int
     tokens_of = {"full_attention": length, "sliding_attention": window or length, "chunked_attention": chunk or length}
     if getattr(text, "kv_lora_rank", None) or not set(kinds) <= set(tokens_of):
         return None
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    num_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     mesh = rollout.parallelism
     prompts = min(rollout.batch_size, max(1, recipe.train.train_batch_per_replica // rollout.n_generation))
     tokens = sum(min(length, tokens_of[kind]) for kind in kinds)
-    of_a_token = 2 * -(-heads // mesh.tp_size) * head_dim * _itemsize(recipe.train.param_dtype)
-    return tokens * of_a_token * prompts * rollout.n_generation // mesh.pp_size
+    bytes_per_token = 2 * -(-num_heads // mesh.tp_size) * head_dim * _itemsize(recipe.train.param_dtype)
+    return tokens * bytes_per_token * prompts * rollout.n_generation // mesh.pp_size
 
 
 def sharded(memory: Memory, recipe: Recipe) -> Memory:
@@ -192,14 +194,14 @@ def sharded(memory: Memory, recipe: Recipe) -> Memory:
     rows = min(mini_batch, in_flight[mesh.pp_schedule] * mesh.pp_micro_batch_size) if mesh.pp_size > 1 else mini_batch
     ranks = prod((abs(mesh.dp_shard_size), mesh.cp_size, mesh.tp_size, mesh.pp_size))
     on_device = 0 if recipe.train.fsdp_offload else 1
-    activations, ways = memory.activations, mesh.cp_size * mesh.tp_size * mesh.pp_size * mini_batch
+    activations, num_ways = memory.activations, mesh.cp_size * mesh.tp_size * mesh.pp_size * mini_batch
     return Memory(
         weights=on_device * -(-memory.weights // ranks),
         gradients=on_device * -(-memory.gradients // ranks),
         optimizer=on_device * -(-memory.optimizer // ranks),
         reference=-(-memory.reference // ranks),
         casts=None if memory.casts is None else -(-memory.casts // ranks),
-        activations=None if activations is None else -(-activations * rows // ways),
+        activations=None if activations is None else -(-activations * rows // num_ways),
         average=on_device * -(-memory.average // ranks),
     )
 
@@ -207,7 +209,7 @@ def sharded(memory: Memory, recipe: Recipe) -> Memory:
 def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple[PreTrainedModel, Memory, list[str]]:
     """Return the model with fake tensors, its memory before sharding, and notes about memory that is unknown."""
     train, policy = recipe.train, recipe.policy
-    named = () if train.train_policy.scores_rows_once else train.train_policy.named_weights
+    weight_names = () if train.train_policy.scores_rows_once else train.train_policy.named_weights
 
     def build(checkpointing: Recompute) -> PreTrainedModel:
         return model_without_weights(
@@ -218,24 +220,28 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
         )
 
     with torch.device("meta"):  # not yet fake tensors, to which PEFT cannot add adapters
-        built = build(policy.model_gradient_checkpointing)
-        mark_trained_weights(built, policy)
+        empty_model = build(policy.model_gradient_checkpointing)
+        mark_trained_weights(empty_model, policy)
     with FakeTensorMode():
-        _use_fake_tensors(built)
+        _use_fake_tensors(empty_model)
         try:
             # torchao's compiled 8-bit optimizers cannot be traced; `_add_untraced_memory` counts their moments.
-            wide = train.derived(optm_name=train.optm_name.removesuffix("8bit"))
-            trainer = Trainer(CausalLM(built, wide, InputProcessing(0)), wide, progress)
-            for name in named:
-                trainer.named.add(name)
-            memory = step_memory(trainer, make_algorithm(recipe), wide, length)
+            full_precision = train.derive(optm_name=train.optm_name.removesuffix("8bit"))
+            trainer = Trainer(CausalLM(empty_model, full_precision, InputProcessing(0)), full_precision, progress)
+            for name in weight_names:
+                trainer.named_weights.add(name)
+            memory = step_memory(trainer, make_algorithm(recipe), full_precision, length)
         except Exception as error:
             # A model's code may fail on fake tensors; the estimate then lacks only the memory of activations.
             logger.info("the step cannot be traced", exc_info=True)
             reason = first_line(error)
             unknown = f"activations: unknown, because the model cannot be traced without data ({reason})"
-            return built, _add_untraced_memory(held_memory(built, len(named)), built, train), [unknown]
-    return built, _add_untraced_memory(memory, built, train), []
+            return (
+                empty_model,
+                _add_untraced_memory(untraced_memory(empty_model, len(weight_names)), empty_model, train),
+                [unknown],
+            )
+    return empty_model, _add_untraced_memory(memory, empty_model, train), []
 
 
 def _add_untraced_memory(memory: Memory, model: PreTrainedModel, train: TrainConfig) -> Memory:
@@ -265,11 +271,11 @@ def _use_fake_tensors(model: PreTrainedModel) -> None:
 
 def _prepared_rows(recipe: Recipe, folder: Path) -> _Rows:
     statistics = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))["train"]
-    longest, of_a_row = statistics["length"]["max"], _sequences_per_row(recipe)
-    if of_a_row > 1:
+    longest, sequences_per_row = statistics["length"]["max"], _sequences_per_row(recipe)
+    if sequences_per_row > 1:
         rows = row_kind(recipe.train.train_policy.rows).open(folder, TRAIN, recipe.policy)
-        longest = int(rows.token_counts(is_packed=False).max()) // of_a_row
-    return _Rows(statistics["rows"], longest, statistics["length"]["mean"] / of_a_row, of_a_row)
+        longest = int(rows.token_counts(is_packed=False).max()) // sequences_per_row
+    return _Rows(statistics["rows"], longest, statistics["length"]["mean"] / sequences_per_row, sequences_per_row)
 
 
 def _sequences_per_row(recipe: Recipe) -> int:
@@ -278,13 +284,15 @@ def _sequences_per_row(recipe: Recipe) -> int:
 
 def _count_rows(recipe: Recipe) -> int | None:
     """Return the number of training rows of a local dataset; None if it must be downloaded or does not exist yet."""
-    counts = [_count_of(recipe, key, source.dataset) for key, source in recipe.train.train_policy.sources.items()]
+    counts = [
+        _count_dataset_rows(recipe, key, source.dataset) for key, source in recipe.train.train_policy.sources.items()
+    ]
     return None if None in counts else sum(filter(None, counts))
 
 
-def _count_of(recipe: Recipe, key: str, dataset: RowsConfig) -> int | None:
+def _count_dataset_rows(recipe: Recipe, key: str, dataset: RowsConfig) -> int | None:
     if annotations := media_settings(recipe).annotation_path:
-        dataset = dataset.derived(name=annotations, split=("train",))
+        dataset = dataset.derive(name=annotations, split=("train",))
     if not (generator_of(dataset.name) or (dataset.name and Path(dataset.name).expanduser().exists())):
         return None
     rows = load_rows(dataset, key)
@@ -302,49 +310,49 @@ def _row_length(recipe: Recipe, tokens: float | None) -> float:
     return longest if tokens is None else min(longest, tokens + completion)
 
 
-def _course(recipe: Recipe, rows: _Rows, prepared: Path | None) -> _TrainingLength:
+def _estimate_training_length(recipe: Recipe, rows: _Rows, prepared_folder: Path | None) -> _TrainingLength:
     """Return the number of train steps and of tokens of the whole training."""
     train, policy = recipe.train, recipe.train.train_policy
-    if policy.balances_tokens:
-        return _balanced_course(recipe, prepared)
+    if policy.fills_by_tokens:
+        return _balanced_training_length(recipe, prepared_folder)
     steps = train.max_num_steps
     if rows.number is not None:
         steps = total_steps(recipe, rows.number)
-    of_a_step = train.train_batch_per_replica * rows.of_a_row * _row_length(recipe, rows.mean)
-    return _TrainingLength(steps, None if steps is None else round(steps * of_a_step), rows.number is None)
+    tokens_per_step = train.train_batch_per_replica * rows.sequences_per_row * _row_length(recipe, rows.mean)
+    return _TrainingLength(steps, None if steps is None else round(steps * tokens_per_step), rows.number is None)
 
 
-def _balanced_course(recipe: Recipe, prepared: Path | None) -> _TrainingLength:
+def _balanced_training_length(recipe: Recipe, prepared_folder: Path | None) -> _TrainingLength:
     """Return the number of steps and tokens of a training whose batches are filled by tokens.
 
     The numbers equal those of the feed; without prepared rows they are the maximum that the token budget allows.
     """
     assert recipe.train.max_num_steps is not None  # the schema requires max_num_steps for batches filled by tokens
-    if prepared is None:
+    if prepared_folder is None:
         steps, policy = recipe.train.max_num_steps, recipe.train.train_policy
         assert isinstance(policy, SupervisedConfig)
-        of_a_step = policy.load_balanced_batches_per_optimizer_step * micro_batch_tokens(recipe)
-        return _TrainingLength(steps, steps * of_a_step, True)
-    rows = row_kind(recipe.train.train_policy.rows).open(prepared, TRAIN, recipe.policy)
+        tokens_per_step = policy.load_balanced_batches_per_optimizer_step * micro_batch_tokens(recipe)
+        return _TrainingLength(steps, steps * tokens_per_step, True)
+    rows = row_kind(recipe.train.train_policy.rows).open(prepared_folder, TRAIN, recipe.policy)
     lengths = rows.token_counts(is_packed=True)
-    plan = balanced_steps(rows, recipe)
+    plan = plan_balanced_steps(rows, recipe)
     assert plan is not None
     indices = [i for step in range(plan.total_steps) for batch in plan.micro_batches(step) for i in batch]
     return _TrainingLength(plan.total_steps, int(lengths[indices].sum()), False)
 
 
-def _disk(recipe: Recipe, memory: Memory, parameters: int, trainable: int, steps: int | None) -> int:
+def _checkpoint_bytes(recipe: Recipe, memory: Memory, parameters: int, trainable: int, steps: int | None) -> int:
     """Return the bytes of the checkpoints that are kept, with optimizer state, and of the exported model."""
     ckpt = recipe.train.ckpt
-    num_kept = 1  # the checkpoint after the last step is always saved
+    num_checkpoints = 1  # the checkpoint after the last step is always saved
     if ckpt.enable_checkpoint:
-        of_an_epoch = max(1, (steps or 0) // recipe.train.epoch)
-        freq = max(0, ckpt.save_freq_in_epoch) * of_an_epoch or ckpt.save_freq
-        saves = ckpt.max_keep if steps is None else -(-steps // freq)
-        num_kept = max(1, saves if ckpt.max_keep == -1 else min(saves, ckpt.max_keep))
+        steps_per_epoch = max(1, (steps or 0) // recipe.train.epoch)
+        freq = max(0, ckpt.save_freq_in_epoch) * steps_per_epoch or ckpt.save_freq
+        num_saved = ckpt.max_keep if steps is None else -(-steps // freq)
+        num_checkpoints = max(1, num_saved if ckpt.max_keep == -1 else min(num_saved, ckpt.max_keep))
     weights = trainable * _itemsize(recipe.train.master_dtype)  # checkpoints do not have frozen parameters
     checkpoint = weights + memory.optimizer + memory.reference + memory.average
-    return num_kept * checkpoint + parameters * _itemsize(recipe.train.param_dtype)
+    return num_checkpoints * checkpoint + parameters * _itemsize(recipe.train.param_dtype)
 
 
 def _machine(recipe: Recipe) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from cosmos_core.algorithms.data_term import sft_term
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.balance import BalancedSteps, Budget
-from cosmos_core.data.kinds.base import LearnedRows
-from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order, left_over, rows_of
-from cosmos_core.data.sample import within_budget
+from cosmos_core.data.kinds.base import HeldOutRows
+from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order, left_over_notice, rows_of
+from cosmos_core.data.sample import batch_within_token_limit
 from cosmos_core.errors import DataError
 
 _DATA_TERM = 0x64617461
@@ -31,12 +31,12 @@ class Feed:
     total_steps: int | None
     """Number of train steps until the data ends; None if it is not known in advance."""
     steps_per_epoch: int
-    notice = ""
+    unused_rows_notice = ""
     """Message about rows that no step of an epoch trains on; empty if all rows are used."""
     step = 0
     """Number of the next train step, counted from 0."""
 
-    def next(self) -> tuple[list[Any], dict[str, float]] | None:
+    def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
         """Return the samples of the next train step, and metrics about the samples; None if the data has ended."""
         if self.total_steps is not None and self.step >= self.total_steps:
             return None
@@ -70,7 +70,7 @@ def total_steps(recipe: Recipe, num_rows: int) -> int:
     if recipe.may_split_groups:  # a step may span two epochs, so round up the sum over all epochs
         steps = -(-train.epoch * num_rows * recipe.rollout.n_generation // train.train_batch_per_replica)
     else:
-        steps = train.epoch * batches_per_epoch(rows_per_step(recipe), num_rows, train.train_policy.drops_last)
+        steps = train.epoch * batches_per_epoch(rows_per_step(recipe), num_rows, train.train_policy.drops_last_rows)
     return min(steps, train.max_num_steps or steps)
 
 
@@ -83,20 +83,20 @@ def rows_per_step(recipe: Recipe) -> int:
     return -(-size // recipe.rollout.n_generation) if recipe.train.train_policy.has_rollouts else size
 
 
-def unused_rows(recipe: Recipe, num_rows: int) -> str:
+def unused_rows_message(recipe: Recipe, num_rows: int) -> str:
     """Return a message about the rows at the end of an epoch that fill no train step; empty if all rows are used.
 
     Raises:
         DataError: the rows do not fill one step.
     """
-    return left_over(recipe.train, 1 if recipe.may_split_groups else rows_per_step(recipe), num_rows)
+    return left_over_notice(recipe.train, 1 if recipe.may_split_groups else rows_per_step(recipe), num_rows)
 
 
-def balanced_steps(rows: LearnedRows, recipe: Recipe) -> BalancedSteps | None:
+def plan_balanced_steps(rows: HeldOutRows, recipe: Recipe) -> BalancedSteps | None:
     """Return the plan of train steps whose micro-batches are filled up to a token budget; None if the recipe sets the
     number of rows of a batch instead."""
     train, policy = recipe.train, recipe.train.train_policy
-    if not policy.balances_tokens:
+    if not policy.fills_by_tokens:
         return None
     # The schema requires `max_num_steps` if batches are filled by tokens.
     assert isinstance(policy, SupervisedConfig) and train.max_num_steps is not None
@@ -131,21 +131,21 @@ class RowFeed(Feed):
     Rows that take long to read are read in a thread one step in advance, while the current step is trained.
     """
 
-    def __init__(self, rows: LearnedRows, recipe: Recipe) -> None:
+    def __init__(self, rows: HeldOutRows, recipe: Recipe) -> None:
         self._rows, self._recipe = rows, recipe
         self._batch = recipe.train.train_batch_per_replica
         self._thread = ThreadPoolExecutor(1, "row-feed") if rows.is_prefetched else None
         self._prefetched: tuple[int, Future[list[Any]]] | None = None
-        self._balanced = balanced_steps(rows, recipe)
+        self._balanced = plan_balanced_steps(rows, recipe)
         if self._balanced:
             self.steps_per_epoch, self.total_steps = self._balanced.steps_per_epoch, self._balanced.total_steps
             return
-        self.notice = unused_rows(recipe, len(rows))
-        self.steps_per_epoch = batches_per_epoch(self._batch, len(rows), recipe.train.train_policy.drops_last)
+        self.unused_rows_notice = unused_rows_message(recipe, len(rows))
+        self.steps_per_epoch = batches_per_epoch(self._batch, len(rows), recipe.train.train_policy.drops_last_rows)
         self.total_steps = total_steps(recipe, len(rows))
 
     @property
-    def trained(self) -> np.ndarray:
+    def trained_row_numbers(self) -> np.ndarray:
         """Return the sorted numbers of the rows that at least one train step uses."""
         steps = range(self.total_steps or 0)
         return np.unique([i for step in steps for batch in self.micro_batches(step).values() for i in batch])
@@ -171,7 +171,7 @@ class RowFeed(Feed):
         train, mesh = self._recipe.train, self._recipe.policy.parallelism
         positions = batch_positions(
             train.order_seed, step, self._batch, rows_of(self._rows),
-            train.train_policy.dataloader_shuffle, train.train_policy.drops_last,
+            train.train_policy.dataloader_shuffle, train.train_policy.drops_last_rows,
         )  # fmt: skip
         # Limit the micro-batch size so that every data-parallel rank gets a micro-batch.
         num_ranks = mesh.dp_replicate_size * abs(mesh.dp_shard_size)
@@ -181,7 +181,7 @@ class RowFeed(Feed):
         return {None: positions.tolist()} if batches is None else dict(enumerate(batches))
 
 
-def sft_rows(rows: LearnedRows, recipe: Recipe) -> Callable[[int], Update]:
+def sft_rows(rows: HeldOutRows, recipe: Recipe) -> Callable[[int], Update]:
     """Return a function that builds the supervised loss of an optimizer step, on rows shuffled with a separate seed.
 
     Raises:
@@ -194,11 +194,11 @@ def sft_rows(rows: LearnedRows, recipe: Recipe) -> Callable[[int], Update]:
             f"train.train_policy.data_term has {len(rows)} rows, fewer than batch_size = {term.batch_size}; lower it, "
             f"or give more rows"
         )
-    most_tokens = getattr(train.train_policy, "max_token_len_per_mini_batch", None)
+    max_tokens = getattr(train.train_policy, "max_token_len_per_mini_batch", None)
 
     def update(number: int) -> Update:
         positions = batch_positions(train.order_seed + _DATA_TERM, number, term.batch_size, len(rows), shuffle=True)
         samples = rows.samples(positions.tolist())
-        return sft_term(within_budget(samples, most_tokens), term.weight)
+        return sft_term(batch_within_token_limit(samples, max_tokens), term.weight)
 
     return update

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
-from cosmos_core.environment import hide
+from cosmos_core.environment import mask_secrets
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.hf import load_tokenizer, model_without_weights
@@ -46,7 +46,7 @@ class Generation:
     def __init__(self, stage: Stage, trainer: Trainer, stack: ExitStack) -> None:
         self._stage, self._trainer, self._stack = stage, trainer, stack
         self._scores: dict[Hashable, ScoreGroups] = {}
-        self._newest = 0
+        self._newest_step = 0
         """Version number of the newest weights that were published to the engine."""
 
     @cached_property
@@ -58,7 +58,7 @@ class Generation:
         engine: Engine
         if stage.kind.feed == "rollouts" and stage.recipe.num_engines:
             engine = _fleet(stage)
-            engine.resync = lambda: self.resync(self._newest)
+            engine.resync = lambda: self.resync(self._newest_step)
         else:
             settings = _settings(stage, adapter.model, adapter.tokenizer, adapter.vision)
             if stage.recipe.policy.is_diffusers:
@@ -74,7 +74,7 @@ class Generation:
         return engine
 
     @property
-    def fleet(self) -> Fleet:
+    def engine_fleet(self) -> Fleet:
         """Return the engine as a `Fleet`; only valid if the engines are disaggregated."""
         assert isinstance(self.engine, Fleet)
         return self.engine
@@ -107,14 +107,14 @@ class Generation:
 
     def publish(self, version: int) -> dict[str, float]:
         """Send the current weights to the engine as version `version`, and return metrics."""
-        self._newest = version
+        self._newest_step = version
         return self._publisher.publish(version)
 
     def score(self, weights: Rewards, max_tokens: int | None = None) -> ScoreGroups:
         """Return a function that scores groups by the rewards `weights` and that all ranks call together."""
-        return shared(self.score_here(weights, max_tokens))
+        return shared(self.make_local_scorer(weights, max_tokens))
 
-    def score_here(self, weights: Rewards, max_tokens: int | None = None) -> ScoreGroups:
+    def make_local_scorer(self, weights: Rewards, max_tokens: int | None = None) -> ScoreGroups:
         """Return a function that scores groups by the rewards `weights` on the first rank.
 
         `max_tokens`: maximum number of tokens of a completion; None: as in training.
@@ -125,13 +125,13 @@ class Generation:
             self._scores[key] = self._stack.enter_context(open_rewards(self._stage, weights, token_limit))
         return self._scores[key]
 
-    def close_with(self, close: Callable[[], None]) -> None:
+    def call_before_close(self, close: Callable[[], None]) -> None:
         """Register a function that runs before the engine and the rewards are closed."""
         self._stack.callback(close)
 
     def resync(self, version: int) -> dict[str, float]:
         """Send the current weights, as version `version`, to engines without weights, and probe these engines."""
-        with self.fleet.loading_new_engines():
+        with self.engine_fleet.loading_new_engines():
             return self._publisher.publish(version)
 
     def _probe_logprobs(self, token_ids: Sequence[int]) -> Tensor:
@@ -165,8 +165,8 @@ def _fleet(stage: Stage) -> Fleet:
     rollout = stage.recipe.rollout
     return Fleet(
         lambda: stage.engines,
-        most_groups=rollout.groups_in_flight,
-        patience=rollout.engine_timeout_seconds,
+        max_groups=rollout.groups_in_flight,
+        timeout_seconds=rollout.engine_timeout_seconds,
         swap=rollout.async_r2r_sync,
         sleeps_in_training=stage.recipe.mode == "colocated_separated",
         beat=stage.progress.beat,
@@ -180,7 +180,7 @@ def open_replica(path: Path) -> Replica:
 
 def _open_separate_engine(path: Path) -> Engine:
     configure("WARNING")
-    hide()
+    mask_secrets()
     return open_engine(load_stage(path))
 
 
@@ -192,7 +192,7 @@ def open_engine(stage: Stage) -> Engine:
         model = model_without_weights(
             stage.model, revision=policy.model_revision, dtype=getattr(torch, stage.recipe.train.master_dtype)
         )
-    if stage.kind.trains:
+    if stage.kind.trains_model:
         # The engine must know the shapes of the adapter, so that later only the adapter's weights are sent.
         mark_trained_weights(model, policy)
     if generation := load_generation_config(stage.model, policy.model_revision):

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 import torch
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.rollout.publish import tolerance_of
+from cosmos_core.rollout.publish import logprob_tolerance
 from cosmos_core.types import Sampling
 
 logger = logging.getLogger(__name__)
 
-_DIFFERENCE, _LAG = "rollout/logprob_difference_mean", "rollout/version_lag"
+_DIFFERENCE_METRIC, _LAG_METRIC = "rollout/logprob_difference_mean", "rollout/version_lag"
 _NOT_FINITE = "rollout/tokens_not_finite"
-_OUTDATED = 1.0
+_OUTDATED_TOLERANCE = 1.0
 """Tolerance in nats per token between log-probabilities under weights of different steps; a wrong tensor exceeds it."""
 
 
@@ -41,9 +41,11 @@ class LogprobDrift:
             sampling: the sampling settings of completions; None: unmodified samples of the policy.
             stops: whether a difference above the tolerance (an alarm) ends the stage.
         """
-        self._stops = stops
-        self._tolerance = tolerance_of(dtype, transfer_dtype) + (_by_sampling(sampling) if sampling else 0.0)
-        self._is_told = False
+        self._stops_training = stops
+        self._tolerance = logprob_tolerance(dtype, transfer_dtype) + (
+            _max_sampling_difference(sampling) if sampling else 0.0
+        )
+        self._has_warned = False
 
     def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metric `watch/alarm`: 1 if the log-probabilities differ by more than the tolerance, else 0; no
@@ -52,27 +54,27 @@ class LogprobDrift:
         Raises:
             StageFailed: the log-probabilities differ and an alarm ends the stage.
         """
-        difference = math.nan if metrics.get(_NOT_FINITE) else metrics.get(_DIFFERENCE)
+        difference = math.nan if metrics.get(_NOT_FINITE) else metrics.get(_DIFFERENCE_METRIC)
         if difference is None:
             return {}
-        tolerance = self._tolerance if metrics.get(_LAG, 0.0) == 0 else max(self._tolerance, _OUTDATED)
-        is_wrong = not difference <= tolerance  # unlike `>`, `not <=` is also True for NaN
-        if is_wrong and not self._is_told:
+        tolerance = self._tolerance if metrics.get(_LAG_METRIC, 0.0) == 0 else max(self._tolerance, _OUTDATED_TOLERANCE)
+        exceeds_tolerance = not difference <= tolerance  # unlike `>`, `not <=` is also True for NaN
+        if exceeds_tolerance and not self._has_warned:
             logger.warning(
                 "step %d: engines and trainer differ by %.3g nats per token, their weights by %g steps, which explains "
                 "%g; see rollout/logprob_difference in metrics.jsonl",
-                step, difference, metrics.get(_LAG, 0.0), tolerance,
+                step, difference, metrics.get(_LAG_METRIC, 0.0), tolerance,
             )  # fmt: skip
-        self._is_told = is_wrong
-        if is_wrong and self._stops:
+        self._has_warned = exceeds_tolerance
+        if exceeds_tolerance and self._stops_training:
             raise StageFailed(
                 f"step {step}: engines and trainer differ by {difference:.3g} nats per token, of which rounding and "
                 f"sampling explain {tolerance:.3g}; rollout.stop_on_alarm = false goes on"
             )
-        return {"watch/alarm": float(is_wrong)}
+        return {"watch/alarm": float(exceeds_tolerance)}
 
 
-def _by_sampling(sampling: Sampling) -> float:
+def _max_sampling_difference(sampling: Sampling) -> float:
     """Return the most nats by which sampling settings raise an engine's log-probability of a token above the policy's.
 
     Renormalizing the tokens that remain raises the log-probability by -log of their total probability, which is at

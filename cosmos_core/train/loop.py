@@ -15,13 +15,13 @@ import psutil
 import torch
 
 from cosmos_core.algorithms.base import Algorithm
-from cosmos_core.checkpoint.best import Best
+from cosmos_core.checkpoint.best import BestStep
 from cosmos_core.checkpoint.resume import load_from
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng, seed_rng
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.ema import NAME as EMA
+from cosmos_core.train.ema import EMA_WEIGHTS as EMA
 from cosmos_core.train.ema import MovingAverage
 from cosmos_core.train.feeds import Feed
 from cosmos_core.train.hooks import Hooks
@@ -60,7 +60,7 @@ class Loop:
     _num_updates: int = 0
     """Number of optimizer steps taken; a train step may have several."""
     _hooks: Hooks = field(init=False)
-    _last: dict[str, float] = field(default_factory=dict)
+    _last_metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the newest step, and maxima over all steps for names that end in `_max`.
 
     Every checkpoint has these metrics, so that a run that is killed after its last step reports the same metrics.
@@ -68,10 +68,10 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._hooks = Hooks(self.stage)
-        self.validation.attach(self._hooks, self._record, lambda: check_stop(self.stage))
+        self.validation.set_callbacks(self._hooks, self._record, lambda: check_stop(self.stage))
 
     @property
-    def best(self) -> Best | None:
+    def best_step(self) -> BestStep | None:
         """Return the train step with the best validation metrics; None if no step was validated yet."""
         return self.validation.best
 
@@ -87,7 +87,7 @@ class Loop:
         self.validation.publish(start)
         if is_unmeasured:
             self.validation.begin(start)
-        elif self.validation.was_cut_off(start) and self._measure_last():
+        elif self.validation.was_interrupted(start) and self._measure_last():
             self._save()
         if self.validation.measure and self.validation.config.val_before_train and start == 0:
             self._log(0, self._validation_metrics())
@@ -100,9 +100,9 @@ class Loop:
             self._save()
             self.checkpointer.wait()
         if self.average:
-            self.trainer.named.copy_to_policy(EMA)
-        hooks("post_training_hook", final_step=self.step, total_steps=self.feed.total_steps, **self._last)
-        return self._last
+            self.trainer.named_weights.copy_to_policy(EMA)
+        hooks("post_training_hook", final_step=self.step, total_steps=self.feed.total_steps, **self._last_metrics)
+        return self._last_metrics
 
     def _train(self, profiler: StepProfiler) -> None:
         """Take the remaining train steps; validate and save at the steps that the recipe sets."""
@@ -110,22 +110,22 @@ class Loop:
         save_freq = max(0, train.ckpt.save_freq_in_epoch) * self.feed.steps_per_epoch or train.ckpt.save_freq
         while (metrics := self._next()) is not None:
             profiler.step(self.step)
-            is_last, best_before = self.step == self.feed.total_steps, self.best
-            is_due = validation.is_due(self.step, is_last=is_last)
-            is_async = is_due and validation.async_validation is not None and not is_last
-            saves = self.step % save_freq == 0
-            if (is_due or saves) and self._wait_for_validation():
+            is_last_step, best_before = self.step == self.feed.total_steps, self.best_step
+            is_validation_due = validation.is_due(self.step, is_last_step=is_last_step)
+            is_async = is_validation_due and validation.async_validation is not None and not is_last_step
+            saves_checkpoint = self.step % save_freq == 0
+            if (is_validation_due or saves_checkpoint) and self._wait_for_validation():
                 # A step that the ended validation made the best one was saved already, when this validation began.
-                best_before = self.best
+                best_before = self.best_step
             if is_async:
                 # Save before the validation ends: the step may prove best when later steps have changed the weights.
-                saves = True
-            elif is_due:
+                saves_checkpoint = True
+            elif is_validation_due:
                 metrics |= self._validation_metrics(metrics)
             self._log(self.step, metrics)
             if is_async:
                 validation.begin(self.step)
-            if train.ckpt.enable_checkpoint and (saves or self.best != best_before):
+            if train.ckpt.enable_checkpoint and (saves_checkpoint or self.best_step != best_before):
                 self._save()
 
     def _next(self) -> dict[str, float] | None:
@@ -135,7 +135,7 @@ class Loop:
             check_stop(self.stage)
             metrics = self._step()
         except StopRequested:
-            raise self._preempted() from None
+            raise self._save_and_make_error() from None
         if metrics is None:
             return None
         self.step += 1
@@ -149,7 +149,7 @@ class Loop:
         try:
             return self.validation.wait(self.step)
         except StopRequested:
-            raise self._preempted() from None
+            raise self._save_and_make_error() from None
 
     def _measure_last(self) -> bool:
         """Validate the last step if its validation is missing because the data ended unexpectedly, and return whether
@@ -171,16 +171,16 @@ class Loop:
         except StopRequested:
             if metrics is not None:
                 self._log(self.step, metrics)
-            raise self._preempted() from None
+            raise self._save_and_make_error() from None
 
     def _record(self, step: int, metrics: dict[str, float]) -> None:
         """Log the validation metrics of a step after its training metrics were logged."""
-        self._last |= metrics
+        self._last_metrics |= metrics
         self.stage.metrics.log(step, metrics)
 
     def _step(self) -> dict[str, float] | None:
         learning_rates = self.trainer.set_learning_rate(self.step, self.feed.total_steps)
-        batch = self.feed.next()
+        batch = self.feed.next_samples()
         if batch is None:
             return None
         samples, metrics = batch
@@ -201,7 +201,7 @@ class Loop:
         compiling = self.stage.progress.compile_seconds - compiled
         seconds = time.perf_counter() - start - compiling
         if self.utilization:
-            metrics["throughput/mfu"] = self.utilization.reached(seconds)
+            metrics["throughput/mfu"] = self.utilization.utilization_since_last(seconds)
         num_tokens = sum(self.trainer.adapter.num_tokens(sample) for sample in samples)
         return metrics | {
             **learning_rates,
@@ -212,22 +212,22 @@ class Loop:
             **_memory(),
         }
 
-    def _preempted(self) -> Preempted:
+    def _save_and_make_error(self) -> Preempted:
         """Save a checkpoint if the recipe sets `save_ckpt_at_exit`, and return the error to raise.
 
         Call this function only if no weight has changed since the last completed step.
         """
-        done = f"stopped after step {self.step} of {self.feed.total_steps or 'an unknown number'}"
+        progress_text = f"stopped after step {self.step} of {self.feed.total_steps or 'an unknown number'}"
         if not (self.stage.recipe.train.save_ckpt_at_exit and self.step > 0):
-            return Preempted(f"{done}; nothing saved")
+            return Preempted(f"{progress_text}; nothing saved")
         self.checkpointer.wait()
-        if (running := self.validation.running) not in (None, self.step):
+        if (running := self.validation.running_step) not in (None, self.step):
             saved = self.checkpointer.latest()  # a resumed run repeats the validation of this checkpoint's step
-            return Preempted(f"{done}, while step {running} was validated; the checkpoint is of step {saved}")
+            return Preempted(f"{progress_text}, while step {running} was validated; the checkpoint is of step {saved}")
         if self.checkpointer.latest() != self.step:
             self._save()
             self.checkpointer.wait()
-        return Preempted(f"{done}; checkpoint saved")
+        return Preempted(f"{progress_text}; checkpoint saved")
 
     def _restore(self) -> tuple[int, bool]:
         """Resume from the newest complete checkpoint; return its step, and whether the step must be validated again.
@@ -256,13 +256,13 @@ class Loop:
             seed_rng(self.stage.seed, 0, self._seed_rank, keeps_torch=True)
         self.validation.load_state_dict(start, state.extra if own_step else {})
         if own_step:
-            self._last = {str(key): float(value) for key, value in _table(state.extra["metrics"]).items()}
-            self.stage.progress.saved(own_step)
+            self._last_metrics = {str(key): float(value) for key, value in _table(state.extra["metrics"]).items()}
+            self.stage.progress.report_checkpoint(own_step)
         if start:
             self._hooks("load_checkpoint_hook", step=start)
-        self.checkpointer.name_best(self._best_if_saved)
+        self.checkpointer.name_best(self._best_to_save)
         is_unmeasured = bool(own_step and state.extra.get("is_unmeasured"))
-        self.stage.metrics.cut_back(start, again=PREFIX if is_unmeasured else "")
+        self.stage.metrics.remove_later_lines(start, repeated_phase=PREFIX if is_unmeasured else "")
         self.stage.progress.step(start, total)
         self.step = start
         return start, is_unmeasured and self.validation.async_validation is not None
@@ -277,34 +277,34 @@ class Loop:
         self.stage.progress.phase("save")
         self._hooks("save_checkpoint_hook", step=self.step)
         state = self._state()
-        metrics: dict[str, JsonValue] = {**self._last}
+        metrics: dict[str, JsonValue] = {**self._last_metrics}
         state.extra = {
             "step": self.step, "total_steps": self.feed.total_steps, "rng": capture_rng(), "metrics": metrics,
             "num_updates": self._num_updates, **self.validation.state_dict(self.step),
         }  # fmt: skip
         self.stage.metrics.sync()
-        self.checkpointer.save(self.step, state, self._best_if_saved)
+        self.checkpointer.save(self.step, state, self._best_to_save)
 
     @property
-    def _best_if_saved(self) -> Best | None:
+    def _best_to_save(self) -> BestStep | None:
         """Return the best step if checkpoints of best steps are saved, else None."""
-        return self.best if self.stage.recipe.train.ckpt.enable_checkpoint else None
+        return self.best_step if self.stage.recipe.train.ckpt.enable_checkpoint else None
 
     def _state(self) -> TrainState:
         return TrainState(
             self.trainer.adapter.model,
             self.trainer.optimizer,
-            named_weights=self.trainer.named.tensors,
+            named_weights=self.trainer.named_weights.tensors,
             feed=self.feed.state_dict(),
             algorithm=self.algorithm.state_dict(),
         )
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        largest = {name: value for name, value in self._last.items() if name.endswith("_max")}
-        self._last = metrics | {name: max(value, metrics.get(name, value)) for name, value in largest.items()}
+        largest = {name: value for name, value in self._last_metrics.items() if name.endswith("_max")}
+        self._last_metrics = metrics | {name: max(value, metrics.get(name, value)) for name, value in largest.items()}
         self.stage.metrics.log(step, metrics)
-        shown = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
-        progress = {name: metrics[key] for key, name in shown.items() if key in metrics}
+        shown_metrics = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
+        progress = {name: metrics[key] for key, name in shown_metrics.items() if key in metrics}
         progress |= {key: value for key, value in metrics.items() if key.startswith(("time/", "memory/"))}
         self.stage.progress.step(step, self.feed.total_steps, **progress)
 

@@ -18,8 +18,8 @@ from cosmos_core.algorithms.flow_credit import diversity
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import SourceWeights
-from cosmos_core.data.kinds.base import COMPARED_ROWS, LearnedRows
-from cosmos_core.environment import hide
+from cosmos_core.data.kinds.base import COMPARED_ROWS, HeldOutRows
+from cosmos_core.environment import mask_secrets
 from cosmos_core.errors import DataError
 from cosmos_core.observe import gallery
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
@@ -48,10 +48,10 @@ All validations use the same seeds, so that the results of two validations diffe
 
 
 def row_metrics(
-    trainer: Trainer, algorithm: Algorithm, rows: LearnedRows, size: int, progress: Progress
+    trainer: Trainer, algorithm: Algorithm, rows: HeldOutRows, size: int, progress: Progress
 ) -> dict[str, float]:
     """Return the algorithm's metrics over all held-out rows; `size` is the number of rows in a forward pass."""
-    rows_per_chunk = COMPARED_ROWS if rows.is_compared else size
+    rows_per_chunk = COMPARED_ROWS if rows.has_reference_pair else size
 
     def chunks() -> Iterator[list[Any]]:
         for start in range(0, len(rows), rows_per_chunk):
@@ -85,10 +85,13 @@ def completion_metrics(
     valid = [
         ([s.value for s in group.scores if s.value is not None], full)
         for group in groups
-        if (full := _full_of(group, full_reward)) is not None
+        if (full := _full_reward_of_group(group, full_reward)) is not None
     ]
-    if valid and (rights := [[has_full_reward(reward, full) for reward in rewards] for rewards, full in valid]):
-        correctness = {"validation/accuracy": float(np.concatenate(rights).mean()), **_pass_at_each(rights)}
+    if valid and (correct_flags := [[has_full_reward(reward, full) for reward in rewards] for rewards, full in valid]):
+        correctness = {
+            "validation/accuracy": float(np.concatenate(correct_flags).mean()),
+            **_estimate_pass_at_k(correct_flags),
+        }
     return {
         **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
         "validation/reward": float(values.mean()),
@@ -104,34 +107,34 @@ def completion_metrics(
 
 def _standard_error(groups: Sequence[ScoredGroup]) -> float:
     """Return the standard error of the mean reward over prompts; completions of one prompt are not independent."""
-    means = [np.mean(values) for g in groups if (values := [s.value for s in g.scores if s.value is not None])]
-    return float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else 0.0
+    group_means = [np.mean(values) for g in groups if (values := [s.value for s in g.scores if s.value is not None])]
+    return float(np.std(group_means, ddof=1) / math.sqrt(len(group_means))) if len(group_means) > 1 else 0.0
 
 
-def _full_of(group: ScoredGroup, full_reward: float | dict[str, float | None] | None) -> float | None:
+def _full_reward_of_group(group: ScoredGroup, full_reward: float | dict[str, float | None] | None) -> float | None:
     if not isinstance(full_reward, dict):
         return full_reward
     return full_reward.get(group.group.prompt.source, full_reward[""])
 
 
-def _pass_at_each(rights: Sequence[Sequence[bool]]) -> dict[str, float]:
+def _estimate_pass_at_k(correct_flags: Sequence[Sequence[bool]]) -> dict[str, float]:
     """Return pass@k for k = 2, 4, 8, ... over the prompts with at least k valid completions; `rights` has for each
     prompt one boolean per valid completion: whether the completion has the full reward."""
-    counts = [(len(right), sum(right)) for right in rights]
+    counts = [(len(prompt_flags), sum(prompt_flags)) for prompt_flags in correct_flags]
     largest = max(count for count, _ in counts)
     metrics = {}
     for k in (2**i for i in range(1, largest.bit_length())):
-        estimates = [pass_at(k, count, right) for count, right in counts if count >= k]
+        estimates = [pass_at_k(k, count, prompt_flags) for count, prompt_flags in counts if count >= k]
         metrics[f"validation/pass@{k}"] = float(np.mean(estimates))
     return metrics
 
 
-def pass_at(k: int, count: int, right: int) -> float:
+def pass_at_k(k: int, count: int, num_correct: int) -> float:
     """Return the probability that `k` random completions of `count` include one of the `right` correct completions.
 
     It is 1 - C(count - right, k) / C(count, k) (Chen et al., arXiv 2107.03374, section 2.1).
     """
-    return 1.0 - math.comb(count - right, k) / math.comb(count, k)
+    return 1.0 - math.comb(count - num_correct, k) / math.comb(count, k)
 
 
 class Completions:
@@ -142,7 +145,7 @@ class Completions:
         self._engine, self._score, self._stage = engine, score, stage
         self._sampling = validation_sampling(stage.recipe)
         self._full = full_reward(stage.recipe)
-        self._is_scored = bool(reward_weights(stage.recipe)) or self._sampling.flow is None
+        self._has_rewards = bool(reward_weights(stage.recipe)) or self._sampling.flow is None
 
     def measure(self, step: int) -> dict[str, float]:
         """Return the validation metrics after `step` train steps, and add some completions to `samples.jsonl`.
@@ -152,8 +155,8 @@ class Completions:
         Raises:
             StopRequested: a signal requested a stop.
         """
-        if not self._is_scored:
-            self._prompts = self._prompts[: gallery.MOST_PROMPTS]
+        if not self._has_rewards:
+            self._prompts = self._prompts[: gallery.MAX_PROMPTS]
         size = num_ranks() * (self._stage.recipe.validation.batch_size or self._stage.recipe.rollout.batch_size)
         groups: list[ScoredGroup] = []
         self._engine.wake()
@@ -178,14 +181,14 @@ class Completions:
         """Return the metrics of scored groups; the first rank adds some of the groups to `samples.jsonl`."""
         if is_first():
             with raise_disk_full(self._stage.path):
-                add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES], is_scored=self._is_scored)
+                add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES], has_rewards=self._has_rewards)
         if self._sampling.flow is None:
             return completion_metrics(groups, self._full)
         diversity_metrics = {f"{PREFIX}diversity": diversity(groups)} if self._sampling.num_completions > 1 else {}
-        return (completion_metrics(groups, self._full) if self._is_scored else {}) | diversity_metrics
+        return (completion_metrics(groups, self._full) if self._has_rewards else {}) | diversity_metrics
 
 
-def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool = True) -> None:
+def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, has_rewards: bool = True) -> None:
     """Add the first completion of each group to the file of samples, and remove its lines of `step` and later steps."""
     lines_to_write = []
     if path.exists():
@@ -193,7 +196,7 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scor
         lines_to_write = [
             json.dumps(line, ensure_ascii=False) for line in lines if has_step(line) and line["step"] < step
         ]
-    media_files = add_drawings(path.parent, step, groups, is_scored=is_scored)
+    media_files = add_drawings(path.parent, step, groups, has_rewards=has_rewards)
     for index, group in enumerate(groups):
         completion, score = group.group.completions[0], group.scores[0]
         prompt = group.group.prompt
@@ -202,21 +205,24 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scor
             "prompt": prompt.text,
             "reference": prompt.reference,
             "completion": completion.text,
-            "reward": score.value if is_scored else None,
+            "reward": score.value if has_rewards else None,
         }
         if index < len(media_files):
             record["media"] = media_files[index]
-            record |= {"rewards": [score.value for score in group.scores]} if is_scored else {}
+            record |= {"rewards": [score.value for score in group.scores]} if has_rewards else {}
         if completion.turns:
             record["turns"] = [asdict(turn) for turn in completion.turns]
         lines_to_write.append(json.dumps(record, ensure_ascii=False))
     write_text(path, "".join(line + "\n" for line in lines_to_write))
 
 
-def add_drawings(stage: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool) -> list[list[str]]:
+def add_drawings(stage: Path, step: int, groups: Sequence[ScoredGroup], *, has_rewards: bool) -> list[list[str]]:
     """Write the images or videos of each prompt to a folder of train step `step`; return the file names by prompt, or
     an empty list if completions are text."""
-    rows = [gallery.samples_of_group(scored, range(len(scored.scores)), is_scored=is_scored) for scored in groups]
+    rows = [
+        gallery.samples_of_group(scored_group, range(len(scored_group.scores)), is_scored=has_rewards)
+        for scored_group in groups
+    ]
     rows = [row for row in rows if row]
     return gallery.save(stage, step, rows) if rows else []
 
@@ -265,7 +271,7 @@ def full_reward(recipe: Recipe) -> float | dict[str, float | None] | None:
     mixture have separate rewards."""
     weights = reward_weights(recipe)
     if isinstance(weights, SourceWeights):
-        return {source: full_value(dict(of_source)) for source, of_source in weights.by_source.items()}
+        return {source: full_value(dict(source_weights)) for source, source_weights in weights.by_source.items()}
     return full_value(weights)
 
 
@@ -282,16 +288,16 @@ def open_rewards(stage: Stage, weights: Rewards, max_tokens: int | None = None) 
     """
     if isinstance(weights, RemoteRewardConfig):
         remote = RemoteRewards(weights, service_of(), beat=stage.progress.beat)
-        yield remote.score_groups if is_first() else _no_groups
+        yield remote.score_groups if is_first() else _score_nothing
         return
     if not weights:  # the recipe sets `train.train_policy.bypass_reward`
         yield lambda groups: [ScoredGroup(group, (Score(0.0),) * len(group.completions)) for group in groups]
         return
     if not is_first():
-        yield _no_groups
+        yield _score_nothing
         return
     env = (*stage.recipe.reward_env, *((stage.recipe.judge.key_env,) if "judge" in weights else ()))
-    hide(env)
+    mask_secrets(env)
     with RewardRunner(
         weights,
         timeout_seconds=stage.recipe.train.train_policy.reward_seconds,
@@ -303,7 +309,7 @@ def open_rewards(stage: Stage, weights: Rewards, max_tokens: int | None = None) 
         yield runner.score_groups
 
 
-def _no_groups(groups: Sequence[Group]) -> list[ScoredGroup]:
+def _score_nothing(groups: Sequence[Group]) -> list[ScoredGroup]:
     return []
 
 

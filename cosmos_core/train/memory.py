@@ -60,7 +60,7 @@ class Memory:
         )
 
 
-def held_memory(model: PreTrainedModel, num_named: int) -> Memory:
+def untraced_memory(model: PreTrainedModel, num_weight_sets: int) -> Memory:
     """Return the memory of a train step that could not be traced; its activations are unknown.
 
     The memory includes both moments of Adam and `num_named` copies of the trained parameters.
@@ -70,7 +70,7 @@ def held_memory(model: PreTrainedModel, num_named: int) -> Memory:
         weights=sum(tensor.nbytes for tensor in _state(model)),
         gradients=gradients,
         optimizer=2 * gradients,
-        reference=num_named * gradients,
+        reference=num_weight_sets * gradients,
         casts=None,
         activations=None,
     )
@@ -86,8 +86,8 @@ def eight_bit_moments(model: PreTrainedModel) -> int:
     for parameter in model.parameters():
         if parameter.requires_grad:
             count = parameter.numel()
-            is_small = count < 4096 or count % 256
-            total += 2 * (parameter.nbytes if is_small else count + 4 * (count // 256) + 4 * 256)
+            is_unquantized = count < 4096 or count % 256
+            total += 2 * (parameter.nbytes if is_unquantized else count + 4 * (count // 256) + 4 * 256)
     return total
 
 
@@ -103,54 +103,60 @@ def step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, leng
     samples = [Sample(ids, mask, advantage=1.0, reward=1.0) for _ in range(count)]
     if each > 1:
         samples = [
-            replace(one, micro_batch=i // policy.mini_batch) for i, one in enumerate(samples) for _ in range(each)
+            replace(sample, micro_batch=i // policy.mini_batch) for i, sample in enumerate(samples) for _ in range(each)
         ]
-    live = _LiveBytes()
-    with live, live.refusing_values_in(model):
-        live.hold("weights", _state(model))
-        live.hold("reference", [tensor for named in trainer.named.tensors.values() for tensor in named.values()])
+    live = _LiveByteCounter()
+    with live, live.refuse_value_reads(model):
+        live.attribute_storages("weights", _state(model))
+        live.attribute_storages(
+            "reference",
+            [tensor for weight_tensors in trainer.named_weights.tensors.values() for tensor in weight_tensors.values()],
+        )
         # In every step but the first, gradients of the previous step exist until the update frees them.
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        live.hold("gradients", _gradients(model))
+        live.attribute_storages("gradients", _gradients(model))
         for update in algorithm.updates(samples, trainer):
             trainer.update(update)
-            live.hold("gradients", _gradients(model))
+            live.attribute_storages("gradients", _gradients(model))
         state = [value for entry in trainer.optimizer.state.values() for value in entry.values()]
-        live.hold("optimizer", [value for value in state if isinstance(value, Tensor)])
+        live.attribute_storages("optimizer", [value for value in state if isinstance(value, Tensor)])
     return live.peak()
 
 
-class _LiveBytes(TorchDispatchMode):
+class _LiveByteCounter(TorchDispatchMode):
     """Dispatch mode that records when each storage that an operation returns is allocated and released."""
 
     def __init__(self) -> None:
         super().__init__()
         self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._sizes: list[int] = []
-        self._uses: list[str] = []
+        self._use_by_storage: list[str] = []
         self._events: list[tuple[int, int]] = []
         """Allocations and releases in order of time: number of the storage, and 1 for allocated or -1 for released."""
         self._is_inside_model = False
 
-    def hold(self, use: str, tensors: Iterable[Tensor]) -> None:
+    def attribute_storages(self, use: str, tensors: Iterable[Tensor]) -> None:
         """Attribute the storages of `tensors` to the field `use` of `Memory`, for past and future events."""
         for tensor in tensors:
-            self._uses[self._follow(tensor)] = use
+            self._use_by_storage[self._track_storage(tensor)] = use
 
     @contextmanager
-    def refusing_values_in(self, model: PreTrainedModel) -> Iterator[None]:
+    def refuse_value_reads(self, model: PreTrainedModel) -> Iterator[None]:
         """Return a context manager in which a forward pass of `model` fails if it reads a tensor's value: fake tensors
         have no values, and the memory use may depend on the value."""
 
         def enter(*_: Any) -> None:
             self._is_inside_model = True
 
-        def leave(*_: Any) -> None:
+        def leave_model(*_: Any) -> None:
             self._is_inside_model = False
 
-        body = model.base_model
-        hooks = [body.register_forward_pre_hook(enter), body.register_forward_hook(leave, always_call=True)]
+        base_model = model.base_model
+        hooks = [
+            base_model.register_forward_pre_hook(enter),
+            base_model.register_forward_hook(leave_model, always_call=True),
+        ]
         try:
             yield
         finally:
@@ -162,8 +168,8 @@ class _LiveBytes(TorchDispatchMode):
 
         The optimizer's state counts from the start, as in every step but the first.
         """
-        optimizer = sum(size for size, use in zip(self._sizes, self._uses, strict=True) if use == "optimizer")
-        events = [(self._uses[number], sign * self._sizes[number]) for number, sign in self._events]
+        optimizer = sum(size for size, use in zip(self._sizes, self._use_by_storage, strict=True) if use == "optimizer")
+        events = [(self._use_by_storage[number], sign * self._sizes[number]) for number, sign in self._events]
         events = [event for event in events if event[0] != "optimizer"]
         sums = np.cumsum([size for _, size in events])
         totals = dict.fromkeys(("weights", "gradients", "reference", "casts", "activations"), 0)
@@ -178,25 +184,25 @@ class _LiveBytes(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and not self._is_inside_model:
             # The values of the loss, the norm and the metrics do not affect memory: return a finite 1 for each.
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
-        result = _grouped(*args) if func is aten._grouped_mm.default else func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._follow, result)
-        if func is aten._to_copy.default and self._uses[self._follow(args[0])] == "weights":
-            self.hold("casts", [result])
+        result = _empty_grouped_product(*args) if func is aten._grouped_mm.default else func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._track_storage, result)
+        if func is aten._to_copy.default and self._use_by_storage[self._track_storage(args[0])] == "weights":
+            self.attribute_storages("casts", [result])
         return result
 
-    def _follow(self, tensor: Tensor) -> int:
+    def _track_storage(self, tensor: Tensor) -> int:
         """Return the index of a tensor's storage, and track the storage if it is new."""
         storage = tensor.untyped_storage()
         if storage not in self._numbers:
             self._numbers[storage] = number = len(self._sizes)
             self._sizes.append(storage.nbytes())
-            self._uses.append("activations")
+            self._use_by_storage.append("activations")
             self._events.append((number, 1))
             weakref.finalize(storage, self._events.append, (number, -1)).atexit = False
         return int(self._numbers[storage])
 
 
-def _grouped(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
+def _empty_grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
     """Return an empty tensor with the shape of the experts' grouped matrix product, because PyTorch's meta kernel of
     `_grouped_mm` requires bfloat16."""
     shape = (left.shape[-2], right.shape[-1])

@@ -20,15 +20,15 @@ class Utilization:
         self._cost = adapter.num_tokens
         self._flops = TrainFlops(adapter.meta_copy if adapter.meta_copy is not None else adapter.model)
         self._rate = measure_matmul_flops(adapter.device, getattr(torch, dtype)) * num_ranks()
-        self._counted = 0.0
+        self._counted_flops = 0.0
 
     def add(self, update: Update) -> None:
         """Count the FLOPs of an update, including the supervised loss on data rows that it may have."""
         for each in (update, update.data):
             if each is not None:
-                self._counted += self._flops.total([self._cost(sample) for sample in each.samples])
+                self._counted_flops += self._flops.total([self._cost(sample) for sample in each.samples])
 
-    def reached(self, seconds: float) -> float:
+    def utilization_since_last(self, seconds: float) -> float:
         """Return the utilization of the last `seconds`, which began with the previous call, as a fraction."""
-        counted, self._counted = self._counted, 0.0
+        counted, self._counted_flops = self._counted_flops, 0.0
         return counted / max(1e-9, seconds) / self._rate

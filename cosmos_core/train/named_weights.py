@@ -37,7 +37,7 @@ class NamedWeights:
 
     def equals_policy(self, name: str) -> bool:
         """Return whether the set `name` equals the policy bit by bit; for sharded weights, on this rank's shards."""
-        return all(_is_same(weight, self.tensors[name][n]) for n, weight in self.policy.items())
+        return all(_is_same_weight(weight, self.tensors[name][n]) for n, weight in self.policy.items())
 
     @torch.no_grad()
     def lerp(self, name: str, weight: float) -> None:
@@ -85,12 +85,12 @@ class NamedWeights:
             weight.copy_(self.tensors[name][n])
 
 
-def _exchange(one: Tensor, other: Tensor) -> None:
-    copy = one.clone()
-    one.copy_(other)
+def _exchange(tensor: Tensor, other: Tensor) -> None:
+    copy = tensor.clone()
+    tensor.copy_(other)
     other.copy_(copy)
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    one, other = local_shard(one), local_shard(other)
-    return torch.equal(one.to(other.dtype), other)
+def _is_same_weight(tensor: Tensor, other: Tensor) -> bool:
+    tensor, other = local_shard(tensor), local_shard(other)
+    return torch.equal(tensor.to(other.dtype), other)

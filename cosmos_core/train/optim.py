@@ -22,7 +22,7 @@ GLOBAL = "global"
 
 
 def build_optimizer(
-    model: torch.nn.Module, train: TrainConfig, *, whole: torch.nn.Module | None = None
+    model: torch.nn.Module, train: TrainConfig, *, full_model: torch.nn.Module | None = None
 ) -> torch.optim.Optimizer:
     """Build the optimizer of `[train]` over the parameters that require a gradient, at the peak learning rates.
 
@@ -33,9 +33,9 @@ def build_optimizer(
         ConfigError: a module path or the model has no trained parameters.
     """
     rates = _rates(train)
-    _check_paths(whole or model, rates)
+    _check_paths(full_model or model, rates)
     groups: list[dict[str, Any]] = []
-    matrices = hidden_matrices(whole or model) if train.optm_name == "Muon" else None
+    matrices = hidden_matrices(full_model or model) if train.optm_name == "Muon" else None
     for path, trained in _parameters_by_path(model, rates).items():
         common = {"lr": rates[path], "initial_lr": rates[path], "path": path}
         for same_mesh in group_by_mesh(trained):
@@ -51,7 +51,7 @@ def build_optimizer(
         ]
     if not any(group["params"] for group in groups):
         raise ConfigError(f"nothing is trained of {type(model).__name__} on this rank; train more, or on one rank")
-    return _class(train.optm_name)(
+    return _optimizer_class(train.optm_name)(
         [group for group in groups if group["params"]],
         lr=rates[GLOBAL],
         betas=train.optm_betas,
@@ -125,7 +125,7 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
     return float(norm)
 
 
-def _class(name: str) -> Callable[..., torch.optim.Optimizer]:
+def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     """Return the optimizer class: from torch, from torchao for 8-bit moments, or `MuonWithAdamW`."""
     if name == "Muon":
         return MuonWithAdamW
@@ -141,7 +141,7 @@ def _implementation(train: TrainConfig) -> dict[str, bool]:
     return {"fused": train.optm_impl == "fused", "foreach": train.optm_impl == "foreach"}
 
 
-def forget_moments(optimizer: torch.optim.Optimizer) -> None:
+def reset_moments(optimizer: torch.optim.Optimizer) -> None:
     """Reset the optimizer's moments and step counts to 0."""
     for state in optimizer.state.values():
         for value in state.values():
@@ -165,8 +165,8 @@ def _parameters_by_path(model: torch.nn.Module, paths: Mapping[str, float]) -> d
             names.setdefault(parameter, []).append(name)
     groups: dict[str, list[torch.nn.Parameter]] = {GLOBAL: []}
     for parameter, names_of_parameter in names.items():
-        leading = [path for path in paths if any(f"{name}.".startswith(f"{path}.") for name in names_of_parameter)]
-        path = max(leading, key=lambda path: path.count("."), default=GLOBAL)
+        top_paths = [path for path in paths if any(f"{name}.".startswith(f"{path}.") for name in names_of_parameter)]
+        path = max(top_paths, key=lambda path: path.count("."), default=GLOBAL)
         groups.setdefault(path, []).append(parameter)
     return groups
 

@@ -29,13 +29,15 @@ class PassRates:
         """Count groups; completions without a valid reward are left out."""
         for group in groups:
             rewards = [score.value for score in group.scores if score.value is not None]
-            full_reward = self._full_of(group.group.prompt)
+            full_reward = self._full_reward_of_prompt(group.group.prompt)
             full = [full_reward is not None and has_full_reward(reward, full_reward) for reward in rewards]
             new = (1, len(rewards), sum(rewards), sum(full))
             counts = self._counts.get(str(group.group.prompt.id), [0.0] * len(new))
-            self._counts[str(group.group.prompt.id)] = [old + more for old, more in zip(counts, new, strict=True)]
+            self._counts[str(group.group.prompt.id)] = [
+                old_count + new_count for old_count, new_count in zip(counts, new, strict=True)
+            ]
 
-    def _full_of(self, prompt: Prompt) -> float | None:
+    def _full_reward_of_prompt(self, prompt: Prompt) -> float | None:
         return self._full(prompt.source) if callable(self._full) else self._full
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,8 +52,8 @@ class PassRates:
         """Write `pass_rates.jsonl` with a line per prompt; an unknown pass rate or mean reward is null."""
         lines = []
         for prompt in prompts:
-            num_sampled, valid, total, passed = self._counts.get(str(prompt.id), [0.0] * 4)
-            rate = passed / valid if valid and self._full_of(prompt) is not None else None
+            num_sampled, valid, total, num_passed = self._counts.get(str(prompt.id), [0.0] * 4)
+            rate = num_passed / valid if valid and self._full_reward_of_prompt(prompt) is not None else None
             line = {"prompt": prompt.text, "pass_rate": rate, "mean_reward": total / valid if valid else None}
             lines.append(
                 json.dumps({**line, "drawn": int(num_sampled), "completions": int(valid)}, ensure_ascii=False) + "\n"

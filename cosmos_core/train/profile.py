@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from cosmos_core.parallel.mesh import rank_number
 from cosmos_core.run.files import write_json
-from cosmos_core.run.stage import PROFILE_ASKED, PROFILES, Stage
+from cosmos_core.run.stage import PROFILE_REQUEST_FILE, PROFILES, Stage
 
 _NUM_OPERATORS = 20
 
@@ -26,14 +26,14 @@ class StepProfiler:
         """Prepare the profiler; `start` is the number of completed train steps."""
         self._stage, self._config = stage, stage.recipe.profiler.sub_profiler_config
         self._rank = rank_number()
-        self._is_on = stage.recipe.profiler.enable_profiler and self._rank in (self._config.rank_filter or (0,))
-        self._asked = self._asked_at()
+        self._is_enabled = stage.recipe.profiler.enable_profiler and self._rank in (self._config.rank_filter or (0,))
+        self._request_time = self._read_request_time()
         self._profile: profile | None = None
-        self._step = self._begun = start
+        self._step = self._first_step = start
 
     def __enter__(self) -> StepProfiler:
-        if self._is_on and self._config.do_profile:
-            self._begin()
+        if self._is_enabled and self._config.do_profile:
+            self._begin_profile()
         return self
 
     def __exit__(
@@ -47,24 +47,24 @@ class StepProfiler:
         self._step = step
         if self._profile is not None:
             self._profile.step()
-            if step == self._last:
+            if step == self._last_step:
                 self._profile.stop()
                 self._profile = None
-        elif self._is_on and (request_time := self._asked_at()) != self._asked:
-            self._asked = request_time
-            self._begin()
+        elif self._is_enabled and (request_time := self._read_request_time()) != self._request_time:
+            self._request_time = request_time
+            self._begin_profile()
 
-    def _asked_at(self) -> float:
-        path = self._stage.path / PROFILE_ASKED
+    def _read_request_time(self) -> float:
+        path = self._stage.path / PROFILE_REQUEST_FILE
         return path.stat().st_mtime if path.exists() else 0.0
 
-    def _begin(self) -> None:
-        config, activities = self._config, [ProfilerActivity.CPU]
+    def _begin_profile(self) -> None:
+        config, profiler_activities = self._config, [ProfilerActivity.CPU]
         if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._begun = self._step
+            profiler_activities.append(ProfilerActivity.CUDA)
+        self._first_step = self._step
         self._profile = profile(
-            activities=activities,
+            activities=profiler_activities,
             schedule=schedule(wait=config.wait_steps, warmup=config.warmup_steps, active=config.active_steps, repeat=1),
             on_trace_ready=self._write,
             record_shapes=config.record_shape,
@@ -74,28 +74,33 @@ class StepProfiler:
         self._profile.start()
 
     @property
-    def _last(self) -> int:
+    def _last_step(self) -> int:
         config = self._config
-        return self._begun + config.wait_steps + config.warmup_steps + config.active_steps
+        return self._first_step + config.wait_steps + config.warmup_steps + config.active_steps
 
-    def _write(self, found: profile) -> None:
-        if (first := self._last - self._config.active_steps + 1) > self._step:
+    def _write(self, profile: profile) -> None:
+        if (first := self._last_step - self._config.active_steps + 1) > self._step:
             return  # the training ended before the first step to trace, so there is no trace
         folder = self._stage.path / PROFILES
         folder.mkdir(exist_ok=True)
         name = f"steps_{first}-{self._step}_rank_{self._rank}"
-        found.export_chrome_trace(str(folder / f"{name}.json.gz"))
-        write_json(folder / f"{name}.operators.json", _longest(found))
+        profile.export_chrome_trace(str(folder / f"{name}.json.gz"))
+        write_json(folder / f"{name}.operators.json", _longest(profile))
 
 
-def _longest(found: profile) -> list[dict[str, Any]]:
+def _longest(profile: profile) -> list[dict[str, Any]]:
     """Return the operators with the longest self time, in milliseconds on the device that computes."""
     on_device = torch.cuda.is_available()
-    events = found.key_averages()
+    events = profile.key_averages()
     rows = [(each.self_device_time_total if on_device else each.self_cpu_time_total, each) for each in events]
-    total = sum(micros for micros, _ in rows) or 1.0
+    total = sum(microseconds for microseconds, _ in rows) or 1.0
     rows.sort(key=lambda row: -row[0])
     return [
-        {"operator": event.key, "calls": event.count, "ms": round(micros / 1000, 3), "share": round(micros / total, 4)}
-        for micros, event in rows[:_NUM_OPERATORS]
+        {
+            "operator": event.key,
+            "calls": event.count,
+            "ms": round(microseconds / 1000, 3),
+            "share": round(microseconds / total, 4),
+        }
+        for microseconds, event in rows[:_NUM_OPERATORS]
     ]

@@ -23,7 +23,7 @@ from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.methods import METHODS, Method
 from cosmos_core.data.kinds.registry import row_kind, tokenised_kind
 from cosmos_core.data.media_source import open_items
-from cosmos_core.data.messages import Row, SkippedRow, columns_of, texts_of
+from cosmos_core.data.messages import Row, SkippedRow, column_list, texts_of
 from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import CosmosError, DataError, ModelError
 from cosmos_core.models.hf import load_config, load_tokenizer, model_without_weights
@@ -103,8 +103,8 @@ def _text_settings(options: Options, method: Method, machine: Machine) -> Iterat
     if has_turns and not tokenizer.chat_template:  # plain text needs no chat template
         template = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
         yield "policy.chat_template", template, "the model has none, and the rows have turns"
-    text, is_drawn = config.get_text_config(), kind.is_completed
-    completion_tokens = (1024 if machine.num_gpus else 256) * is_drawn
+    text, samples_completions = config.get_text_config(), kind.is_completed
+    completion_tokens = (1024 if machine.num_gpus else 256) * samples_completions
     context_length = getattr(text, "max_position_embeddings", None) or 1 << 20
     length = min(context_length, 64 * ceil((longest * 1.1 + completion_tokens) / 64))
     reason_for_length = f"the longest of the first {len(sample):,} rows has {longest:,} tokens"
@@ -113,25 +113,25 @@ def _text_settings(options: Options, method: Method, machine: Machine) -> Iterat
         length,
         f"{reason_for_length}, a completion {completion_tokens:,}" if completion_tokens else reason_for_length,
     )
-    if is_drawn:
+    if samples_completions:
         yield "rollout.max_response_length", min(completion_tokens, length // 2), "raise it for longer reasoning"
         yield "train.train_policy.reward_function", options.reward, "--reward"
     with torch.device("meta"):
         model = model_without_weights(options.model, dtype=torch.float32)
-    num = sum(weight.numel() for weight in model.parameters())
-    yield from _size_settings(method, num, machine)
+    num_params = sum(weight.numel() for weight in model.parameters())
+    yield from _size_settings(method, num_params, machine)
     # Bytes of activations per token with recomputation: the inputs of all layers, and the intermediates of one layer.
     per_token = (text.num_hidden_layers + 40) * text.hidden_size * 4
-    free = machine.memory * 0.9 - min(num * _STATE_BYTES, int(machine.memory * _STATE_FRACTION))
-    yield from _of_batch(is_drawn, len(rows), max(1, int(free / (per_token * length))))
+    free = machine.memory * 0.9 - min(num_params * _STATE_BYTES, int(machine.memory * _STATE_FRACTION))
+    yield from _batch_settings(samples_completions, len(rows), max(1, int(free / (per_token * length))))
     if len(rows) >= 10:
         num_held_out = max(1, min(200, len(rows) // 20))
         yield "train.train_policy.dataset.test_size", num_held_out, f"held out of {len(rows):,} rows"
-        yield from _validation(f"the {'rewards' if is_drawn else 'loss'} of held-out rows")
+        yield from _validation_settings(f"the {'rewards' if samples_completions else 'loss'} of held-out rows")
 
 
-def _validation(what: str) -> Iterator[Setting]:
-    yield "validation.enable", True, what
+def _validation_settings(value: str) -> Iterator[Setting]:
+    yield "validation.enable", True, value
     yield "validation.val_before_train", True, "so that the report has before and after"
     yield "validation.freq", 50, "steps"
 
@@ -163,17 +163,17 @@ def _columns(options: Options, method: Method, row: Row) -> tuple[dict[str, str]
             raise DataError(f"--data {options.data}: {error}") from error
         if len(text_columns) != 2:
             flags = "--prompt COLUMN and --response COLUMN"
-            raise DataError(f"--data {options.data}: the columns are {columns_of(row)}; name them: {flags}") from error
+            raise DataError(f"--data {options.data}: the columns are {column_list(row)}; name them: {flags}") from error
         return dict(zip(option_columns, text_columns, strict=True)), "the only two columns of text, in their order"
     return {}, ""
 
 
-def _longest(tokenizer: Any, read: Callable[[Row, str], Any], sample: list[tuple[str, Row]]) -> int:
+def _longest(tokenizer: Any, read_column: Callable[[Row, str], Any], sample: list[tuple[str, Row]]) -> int:
     """Return the number of tokens in the longest row, with an allowance for the chat template around each turn."""
     longest, error_of_row = 0, None
     for where, row in sample:
         try:
-            texts = list(_texts(read(row, where)))
+            texts = list(_texts(read_column(row, where)))
         except SkippedRow:
             continue
         except DataError as error:
@@ -185,37 +185,41 @@ def _longest(tokenizer: Any, read: Callable[[Row, str], Any], sample: list[tuple
     return longest
 
 
-def _texts(read: Any) -> Iterator[str]:
+def _texts(read_column: Any) -> Iterator[str]:
     """Yield all texts of a row: plain text, a list of turns, or a pair, whose common prompt is yielded twice."""
-    if isinstance(read, str):
-        yield read
-    elif isinstance(read, dict):
-        yield from texts_of(read)
+    if isinstance(read_column, str):
+        yield read_column
+    elif isinstance(read_column, dict):
+        yield from texts_of(read_column)
     else:
-        for each in read:
+        for each in read_column:
             yield from _texts(each)
 
 
-def _size_settings(method: Method, num: int, machine: Machine) -> Iterator[Setting]:
+def _size_settings(method: Method, num_params: int, machine: Machine) -> Iterator[Setting]:
     """Yield the settings that depend on memory and on the number of weights `num`: adapter, learning rate, dtype,
     sharding."""
     if not machine.num_gpus:
         yield "train.param_dtype", "float32", "no GPU here; a CPU is seldom faster in bfloat16"
-    shown = f"{num / 1e9:.2f} billion" if num >= 1e9 else f"{num / 1e6:.3g} million"
-    has_room = num * _STATE_BYTES / max(1, machine.num_gpus) <= machine.memory * _STATE_FRACTION
-    if not has_room:
-        yield "policy.lora.r", 16, f"{shown} weights x {_STATE_BYTES} bytes do not fit {machine.name}: an adapter"
+    size_text = f"{num_params / 1e9:.2f} billion" if num_params >= 1e9 else f"{num_params / 1e6:.3g} million"
+    fits_in_memory = num_params * _STATE_BYTES / max(1, machine.num_gpus) <= machine.memory * _STATE_FRACTION
+    if not fits_in_memory:
+        yield "policy.lora.r", 16, f"{size_text} weights x {_STATE_BYTES} bytes do not fit {machine.name}: an adapter"
         yield "policy.lora.lora_alpha", 32.0, "twice the rank"
-    small, medium, large, adapter = method.rates
-    rate = adapter if not has_room else small if num < 1e8 else medium if num < 1e9 else large
-    yield "train.optm_lr", rate, f"{'an adapter' if not has_room else 'all weights'} of a model of {shown} weights"
+    small_rate, medium, large, adapter = method.rates
+    rate = adapter if not fits_in_memory else small_rate if num_params < 1e8 else medium if num_params < 1e9 else large
+    yield (
+        "train.optm_lr",
+        rate,
+        f"{'an adapter' if not fits_in_memory else 'all weights'} of a model of {size_text} weights",
+    )
     if machine.num_gpus > 1:
         yield "policy.parallelism.dp_shard_size", -1, f"all {machine.num_gpus} GPUs"
 
 
-def _of_batch(is_drawn: bool, num_rows: int, fits: int) -> Iterator[Setting]:
+def _batch_settings(samples_completions: bool, num_rows: int, max_rows: int) -> Iterator[Setting]:
     """Yield batch sizes, epochs and learning-rate schedule; `fits` is the number of longest rows that fit in memory."""
-    if is_drawn:
+    if samples_completions:
         prompts = min(8, num_rows)
         batch = 8 * prompts
         yield "rollout.n_generation", 8, "completions of a prompt, which are compared with each other"
@@ -225,9 +229,9 @@ def _of_batch(is_drawn: bool, num_rows: int, fits: int) -> Iterator[Setting]:
         batch = min(32, 2 ** max(0, int(log2(max(1, num_rows // 8)))))
         yield "train.train_batch_per_replica", batch, f"rows of an optimizer step; there are {num_rows:,}"
         yield "train.train_policy.dataloader_drop_last", False, "so that each row is learned in each epoch"
-    micro = 2 ** int(log2(min(fits, batch, 8)))
-    yield "train.train_policy.mini_batch", micro, f"rows of one pass; about {fits:,} of the longest fit"
-    if is_drawn or num_rows >= 10_000:
+    micro = 2 ** int(log2(min(max_rows, batch, 8)))
+    yield "train.train_policy.mini_batch", micro, f"rows of one pass; about {max_rows:,} of the longest fit"
+    if samples_completions or num_rows >= 10_000:
         yield "train.epoch", 1, f"{num_rows:,} rows"
     else:
         yield "train.epoch", 3, f"{num_rows:,} rows are few"
@@ -256,22 +260,22 @@ def _image_settings(options: Options, method: Method, machine: Machine) -> Itera
     )
     files = list((Path(options.model) / "transformer").glob("*.safetensors"))
     # Assume 10 billion weights for a model on the Hub, which has no local files to measure.
-    num = sum(file.stat().st_size for file in files) // 4 if files else 10**10
-    if side := _side(Path(options.model)):
-        yield "policy.diffusers.inference_size", [side, side], "what the model was made for"
+    num_params = sum(file.stat().st_size for file in files) // 4 if files else 10**10
+    if image_size := _training_image_size(Path(options.model)):
+        yield "policy.diffusers.inference_size", [image_size, image_size], "what the model was made for"
     if length := _prompt_length(Path(options.model)):
         yield "policy.diffusers.max_prompt_length", length, "tokens that the tokenizer takes"
-    yield from _size_settings(method, num, machine)
+    yield from _size_settings(method, num_params, machine)
     batch = min(16, 2 ** max(0, int(log2(max(1, count // 8)))))
     yield "train.train_batch_per_replica", batch, f"images of an optimizer step; there are {count:,}"
     yield "train.train_policy.mini_batch", min(batch, 4), "images of one pass"
     yield "train.epoch", max(3, min(100, 2000 // max(1, count))), "about 2,000 images seen in all, or three epochs"
     if count >= 10:
         yield "train.train_policy.dataset.test_size", max(1, min(8, count // 20)), f"held out of {count:,}, and drawn"
-        yield from _validation("the loss of held-out images, and drawings of their captions")
+        yield from _validation_settings("the loss of held-out images, and drawings of their captions")
 
 
-def _side(model: Path) -> int | None:
+def _training_image_size(model: Path) -> int | None:
     """Return the side length in pixels of the images that a model was trained on; None if the model's files lack it."""
     try:
         latents = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))["sample_size"]

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.kinds.base import COMPARED_ROWS, LearnedRows
+from cosmos_core.data.kinds.base import COMPARED_ROWS, HeldOutRows
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.parallel.mesh import any_rank, broadcast_object, is_first
 from cosmos_core.run.files import read_json, sha256, write_json
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.trainer import Trainer
 
-NAME = "reference"
+REFERENCE_WEIGHTS = "reference"
 """Name of the weights of the reference policy, and of the stage's folder with the reference log-probabilities."""
 _SAVE_SECONDS = 60.0
 _COLUMNS = ("chosen", "rejected")
@@ -32,7 +32,7 @@ mismatched sample under the same names."""
 logger = logging.getLogger(__name__)
 
 
-def compared_logprobs(trainer: Trainer, rows: LearnedRows, positions: Sequence[int], recipe: Recipe) -> np.ndarray:
+def compared_logprobs(trainer: Trainer, rows: HeldOutRows, positions: Sequence[int], recipe: Recipe) -> np.ndarray:
     """Return the log-probabilities of both samples of the rows at `positions` under the current policy.
 
     The result has shape (N, 2), float64, summed over the trained tokens.
@@ -44,7 +44,7 @@ def compared_logprobs(trainer: Trainer, rows: LearnedRows, positions: Sequence[i
 
 
 def reference_logprobs(
-    stage: Stage, trainer: Trainer, rows: LearnedRows, split: str, positions: np.ndarray
+    stage: Stage, trainer: Trainer, rows: HeldOutRows, split_name: str, positions: np.ndarray
 ) -> np.ndarray | None:
     """Return the log-probabilities of all rows under the reference policy, shape (rows, 2), NaN outside `positions`.
 
@@ -53,12 +53,12 @@ def reference_logprobs(
     Raises:
         Preempted: a signal requested a stop; computed values are saved.
     """
-    if not stage.recipe.train.train_policy.saves_reference:
+    if not stage.recipe.train.train_policy.saves_reference_logprobs:
         return None
-    stage.progress.phase(NAME)
-    file = stage.path / NAME / f"{split}.json"
+    stage.progress.phase(REFERENCE_WEIGHTS)
+    file = stage.path / REFERENCE_WEIGHTS / f"{split_name}.json"
     key = {"fingerprint": stage.checkpoint_fingerprint, "rows": sha256(rows.path)}
-    saved_before = torch.from_numpy(_saved(file, key, len(rows))) if is_first() else torch.empty(0)
+    saved_before = torch.from_numpy(_read_saved_logprobs(file, key, len(rows))) if is_first() else torch.empty(0)
     logprobs = broadcast_object(saved_before).numpy()
     saved = time.monotonic()
     for start in range(0, len(positions), COMPARED_ROWS):
@@ -77,18 +77,18 @@ def reference_logprobs(
     return logprobs
 
 
-def load_earlier_reference(stage: Stage, rows: LearnedRows, split: str) -> np.ndarray | None:
+def load_earlier_reference(stage: Stage, rows: HeldOutRows, split_name: str) -> np.ndarray | None:
     """Return the reference log-probabilities that an earlier stage's training saved for the same rows; None if the
     algorithm needs none.
 
     Raises:
         ConfigError: no input stage has saved reference log-probabilities.
     """
-    if not stage.recipe.train.train_policy.saves_reference:
+    if not stage.recipe.train.train_policy.saves_reference_logprobs:
         return None
     key = {"rows": sha256(rows.path)}
     for result in stage.inputs.values():
-        logprobs = _saved(Path(result["path"]) / NAME / f"{split}.json", key, len(rows))
+        logprobs = _read_saved_logprobs(Path(result["path"]) / REFERENCE_WEIGHTS / f"{split_name}.json", key, len(rows))
         if not np.isnan(logprobs).any():
             return logprobs
     raise ConfigError(
@@ -98,19 +98,19 @@ def load_earlier_reference(stage: Stage, rows: LearnedRows, split: str) -> np.nd
     )
 
 
-def _saved(file: Path, key: dict[str, str], count: int) -> np.ndarray:
+def _read_saved_logprobs(file: Path, key: dict[str, str], count: int) -> np.ndarray:
     content = read_json(file)
     if not isinstance(content, dict) or any(content.get(name) != value for name, value in key.items()):
         return np.full((count, 2), np.nan)
     return np.array([content[name] for name in _COLUMNS], dtype=np.float64).T
 
 
-def _save(file: Path, key: dict[str, str], found: np.ndarray) -> None:
+def _save(file: Path, key: dict[str, str], values: np.ndarray) -> None:
     if not is_first():
         return
     file.parent.mkdir(exist_ok=True)
     columns: dict[str, Any] = {
-        name: [None if np.isnan(value) else value for value in found[:, i].tolist()] for i, name in enumerate(_COLUMNS)
+        name: [None if np.isnan(value) else value for value in values[:, i].tolist()] for i, name in enumerate(_COLUMNS)
     }
     write_json(file, key | columns)
-    logger.info("reference log-probabilities of %d rows in %s", int((~np.isnan(found[:, 0])).sum()), file)
+    logger.info("reference log-probabilities of %d rows in %s", int((~np.isnan(values[:, 0])).sum()), file)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.checkpoint.rank_files import EXTRA
+from cosmos_core.checkpoint.rank_files import EXTRA_FILE
 from cosmos_core.checkpoint.resume import (
     MANIFEST,
     OTHER_CONFIGURATION,
@@ -26,15 +26,15 @@ from cosmos_core.config.inputs import source_of
 from cosmos_core.config.schema.table import flat_keys
 from cosmos_core.errors import ModelError
 from cosmos_core.run.files import link_or_copy, read_json, replaced_folder, write_json
-from cosmos_core.run.fingerprint import CARRIED
+from cosmos_core.run.fingerprint import CARRIED_FILES
 from cosmos_core.run.plan import FINGERPRINT
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.measure import SAMPLES
-from cosmos_core.types import is_below
+from cosmos_core.types import is_at_or_below
 
 logger = logging.getLogger(__name__)
 
-_MESH = (CARRIED, "world_size", "config.policy.parallelism", "config.rollout.parallelism")
+_MESH = (CARRIED_FILES, "world_size", "config.policy.parallelism", "config.rollout.parallelism")
 """Fingerprint ingredients that change the trained weights only through the order of floating-point sums."""
 
 
@@ -49,18 +49,18 @@ def adopt_checkpoint(stage: Stage) -> None:
     folders = [folder for folder in stage.run_path.parent.glob("*/stages/*/checkpoints") if folder != own_folder]
     checkpoints = sorted(((step, folder) for folder in folders for step in saved_steps(folder)), reverse=True)
     same_mesh = [(step, folder, stage.checkpoint_fingerprint) for step, folder in checkpoints]
-    passed_over = set()
+    skipped_steps = set()
     for step, folder, fingerprint in (*same_mesh, *_other_mesh_checkpoints(stage, checkpoints)):
         checkpoint, reason = step_folder(folder, step), resume_obstacle(folder, step, fingerprint)
         if reason is None:
             _link(folder, step, fingerprint, stage)
             logger.info("going on from %s", checkpoint)
             return
-        if reason != OTHER_CONFIGURATION and folder.parent.name == stage.name and checkpoint not in passed_over:
+        if reason != OTHER_CONFIGURATION and folder.parent.name == stage.name and checkpoint not in skipped_steps:
             logger.warning("checkpoint %s is passed over: %s", checkpoint, reason)
-            passed_over.add(checkpoint)
+            skipped_steps.add(checkpoint)
     paths = [step_folder(folder, step) / "policy" for step, folder in checkpoints if folder.parent.name == stage.name]
-    complete = [policy for policy in paths if policy.parent not in passed_over and read_manifest(policy)]
+    complete = [policy for policy in paths if policy.parent not in skipped_steps and read_manifest(policy)]
     newest = max(complete, key=lambda policy: (policy / MANIFEST).stat().st_mtime, default=None)
     hint = f"; to go on from other settings: train.resume = '{newest}'" if newest else ""
     logger.warning(
@@ -96,10 +96,10 @@ def _base_fingerprints(fingerprint: Any, stage: Stage) -> tuple[Any, ...]:
     return ingredients["model"], ingredients["inputs"].get(source_of(stage.config.model))
 
 
-def _other_mesh_checkpoints(stage: Stage, found: list[tuple[int, Path]]) -> Iterator[tuple[int, Path, Any]]:
+def _other_mesh_checkpoints(stage: Stage, checkpoints: list[tuple[int, Path]]) -> Iterator[tuple[int, Path, Any]]:
     """Yield the checkpoints, with their fingerprints, of stages that differ from this stage only in the mesh."""
     stage_ingredients = _drop_mesh(read_json(stage.path / FINGERPRINT))
-    for step, folder in found:
+    for step, folder in checkpoints:
         fingerprint = read_json(folder.parent / FINGERPRINT)
         if isinstance(fingerprint, dict) and stage_ingredients and _drop_mesh(fingerprint) == stage_ingredients:
             yield step, folder, fingerprint.get("of_training", fingerprint["value"])
@@ -109,13 +109,15 @@ def _drop_mesh(fingerprint: Any) -> dict[str, Any]:
     """Return the ingredients of a fingerprint, by dotted key, without the mesh; empty if the fingerprint is unknown."""
     if not isinstance(fingerprint, dict):
         return {}
-    return {key: value for key, value in flat_keys(fingerprint["ingredients"]).items() if not is_below(key, _MESH)}
+    return {
+        key: value for key, value in flat_keys(fingerprint["ingredients"]).items() if not is_at_or_below(key, _MESH)
+    }
 
 
 def _link(folder: Path, step: int, fingerprint: str, stage: Stage) -> None:
     """Link the checkpoint of one step, and the best checkpoint that it names, into the stage, with the stage's
     fingerprint in the manifests."""
-    extra = read_json(step_folder(folder, step) / "policy" / EXTRA)
+    extra = read_json(step_folder(folder, step) / "policy" / EXTRA_FILE)
     assert isinstance(extra, dict)  # `resume_obstacle` has verified the file's digest
     best = (extra.get("best") or {}).get("step", step)
     steps = [best, step] if resume_obstacle(folder, best, fingerprint) is None else [step]

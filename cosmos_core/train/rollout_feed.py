@@ -20,7 +20,7 @@ from cosmos_core.rollout.groups import (
     SyncGroupSource,
     check_scores,
 )
-from cosmos_core.train.feeds import Feed, rows_per_step, total_steps, unused_rows
+from cosmos_core.train.feeds import Feed, rows_per_step, total_steps, unused_rows_message
 from cosmos_core.train.pass_rates import PassRates
 from cosmos_core.types import Prompt, Sampling, ScoredGroup
 
@@ -42,9 +42,9 @@ class RolloutFeed(Feed):
         self._rates = PassRates(partial(full_value, self._policy.remote_rewards or self._policy.rewards))
         self.steps_per_epoch = max(1, len(prompts) * self._steps.size // self._steps.batch)
         self.total_steps = total_steps(recipe, len(prompts))
-        self.notice = unused_rows(recipe, len(prompts))
+        self.unused_rows_notice = unused_rows_message(recipe, len(prompts))
 
-    def next(self) -> tuple[list[Any], dict[str, float]] | None:
+    def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
         """Return the samples of the next train step, and metrics about the samples; None if the data has ended.
 
         A source that drops groups may end before the last planned step.
@@ -53,20 +53,20 @@ class RolloutFeed(Feed):
             RewardError: no completion has a valid reward because a reward function raises.
             ProgramError: no completion has a valid reward for another reason, or all groups of a step were dropped.
         """
-        if self._source.is_over or self.step == self.total_steps:
+        if self._source.is_exhausted or self.step == self.total_steps:
             return None
         groups, metrics = self._next_groups()
-        if self._source.is_over and (groups or self.step > 0):
+        if self._source.is_exhausted and (groups or self.step > 0):
             if not groups:
                 return None
             self.total_steps = self.step + 1
-        samples, credited = self._credited(groups, metrics)
+        samples, credit_metrics = self._credit_groups(groups, metrics)
         self.step += 1
-        return samples, metrics | credited
+        return samples, metrics | credit_metrics
 
     def _next_groups(self, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Return the groups of the next train step and metrics, and add all sampled groups to the pass rates."""
-        groups_and_metrics = self._source.next(self.step, num_groups)
+        groups_and_metrics = self._source.next_groups(self.step, num_groups)
         self._rates.add(self._source.sampled)
         return groups_and_metrics
 
@@ -75,7 +75,9 @@ class RolloutFeed(Feed):
         if is_first():
             self._rates.write(folder, self._prompts)
 
-    def _credited(self, groups: Sequence[ScoredGroup], metrics: dict[str, float]) -> tuple[list[Any], dict[str, float]]:
+    def _credit_groups(
+        self, groups: Sequence[ScoredGroup], metrics: dict[str, float]
+    ) -> tuple[list[Any], dict[str, float]]:
         """Return the samples that the algorithm makes of the scored groups of a train step, and its metrics."""
         if not groups:
             raise ProgramError(
@@ -112,7 +114,7 @@ class PromptOrder:
         positions = batch_positions(self._train.order_seed, step, self._batch, rows_of(self._prompts), shuffle)
         return [self._prompts[int(i)] for i in positions]
 
-    def take(self, start: int, count: int, end: int | None = None) -> list[Prompt]:
+    def take_prompts(self, start: int, count: int, end: int | None = None) -> list[Prompt]:
         """Return `count` prompts from position `start` on, counted over all epochs; fewer if the last epoch ends or
         position `end` is reached."""
         num_prompts, shuffle = len(self._prompts), self._train.train_policy.dataloader_shuffle
@@ -136,7 +138,7 @@ def sync_source(sync: SyncGroupSource, order: PromptOrder, recipe: Recipe) -> Gr
     filtered = group_filter(recipe)
     if filtered is None and not recipe.may_split_groups:
         return sync
-    return FilteredGroupSource(sync, order.take, rows_per_step(recipe), filtered)
+    return FilteredGroupSource(sync, order.take_prompts, rows_per_step(recipe), filtered)
 
 
 def step_groups(recipe: Recipe) -> StepGroups:

@@ -18,7 +18,7 @@ import torch
 from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.data_term import WithDataTerm
 from cosmos_core.algorithms.registry import make_algorithm
-from cosmos_core.checkpoint.best import Best
+from cosmos_core.checkpoint.best import BestStep
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.config.schema.dataset import PASS_RATES
 from cosmos_core.data.kinds.base import TRAIN, VALIDATION
@@ -33,11 +33,11 @@ from cosmos_core.rollout.async_groups import AsyncGroupSource, steps_of
 from cosmos_core.rollout.groups import GroupSource, SyncGroupSource
 from cosmos_core.run.lineage import base_of
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.async_validation import AsyncValidation, is_possible
+from cosmos_core.train.async_validation import AsyncValidation, supports_async_validation
 from cosmos_core.train.completions import FOLDER as COMPLETIONS
 from cosmos_core.train.completions import CompletionLog
 from cosmos_core.train.diffusion_setup import prepare_algorithm
-from cosmos_core.train.ema import NAME as EMA
+from cosmos_core.train.ema import EMA_WEIGHTS as EMA
 from cosmos_core.train.ema import MovingAverage
 from cosmos_core.train.feeds import Feed, RowFeed, rows_per_step, sft_rows, total_steps
 from cosmos_core.train.generation import Generation, transfer_dtype_of
@@ -54,7 +54,7 @@ from cosmos_core.train.measure import (
     trained_rewards,
 )
 from cosmos_core.train.mfu import Utilization
-from cosmos_core.train.reference import NAME as REFERENCE
+from cosmos_core.train.reference import REFERENCE_WEIGHTS as REFERENCE
 from cosmos_core.train.reference import reference_logprobs
 from cosmos_core.train.resume_from import adopt_checkpoint, named_checkpoint
 from cosmos_core.train.rollout_feed import (
@@ -80,7 +80,7 @@ class TrainingResult(NamedTuple):
     adapter: ModelAdapter
     step: int
     metrics: dict[str, float]
-    best: Best | None = None
+    best: BestStep | None = None
     """Train step with the best validation metrics; None if no step was validated."""
     notices: tuple[str, ...] = ()
     """Messages about the training rows, such as rows that no train step uses."""
@@ -98,12 +98,12 @@ def train(stage: Stage) -> TrainingResult:
     algorithm = make_algorithm(recipe, training_sampling(recipe) if has_rollouts else None)
     trainer = open_trainer(stage)
     algorithm.has_separate_gradients = trainer.has_separate_gradients
-    algorithm = _with_data_term(algorithm, stage)
+    algorithm = _add_data_term(algorithm, stage)
     with ExitStack() as stack:
         generation = Generation(stage, trainer, stack)
         async_validation = _async_validation(stage, generation)
         feed = _feed(stage, trainer, algorithm, generation, async_validation)
-        notices = (feed.notice,) if feed.notice else ()
+        notices = (feed.unused_rows_notice,) if feed.unused_rows_notice else ()
         for notice in notices:
             logger.warning("%s", notice)
         validation = Validation(
@@ -116,16 +116,16 @@ def train(stage: Stage) -> TrainingResult:
         loop = Loop(
             stage, trainer, feed, algorithm, _checkpointer(stage, stack), validation,
             watch=_drift_check(stage),
-            average=MovingAverage(trainer.named, recipe.train) if recipe.train.ema_enable else None,
+            average=MovingAverage(trainer.named_weights, recipe.train) if recipe.train.ema_enable else None,
             utilization=Utilization(trainer, recipe.train.param_dtype) if recipe.logging.report_mfu else None,
             begin_from=named_checkpoint(stage),
         )  # fmt: skip
         metrics = loop.run()
         feed.write_records(stage.path)
-    return TrainingResult(trainer.adapter, loop.step, metrics, loop.best, notices)
+    return TrainingResult(trainer.adapter, loop.step, metrics, loop.best_step, notices)
 
 
-def _with_data_term(algorithm: Algorithm, stage: Stage) -> Algorithm:
+def _add_data_term(algorithm: Algorithm, stage: Stage) -> Algorithm:
     """Return the algorithm, combined with a supervised loss on SFT rows (data term) if the recipe has one."""
     if stage.recipe.train.train_policy.supervised_rows is None:
         return algorithm
@@ -145,10 +145,10 @@ def open_trainer(stage: Stage) -> Trainer:
     trainer = Trainer(open_model(stage), stage.recipe.train, stage.progress)
     policy = stage.recipe.train.train_policy
     if (
-        stage.kind.trains and not policy.scores_rows_once
+        stage.kind.trains_model and not policy.scores_rows_once
     ):  # no reference weights if rows are scored before step 1, while the policy equals the reference policy
         for name in policy.named_weights:
-            trainer.named.add(name)
+            trainer.named_weights.add(name)
     if teacher := stage.recipe.teacher_of(stage.kind):
         trainer.add_model(TEACHER, open_teacher(teacher, stage.recipe, trainer.adapter))
     return trainer
@@ -188,7 +188,7 @@ def _feed(
         rows = kind.open(folder, TRAIN, recipe.policy, trainer.adapter)
         feed = RowFeed(rows, recipe)
         if policy.scores_rows_once:
-            rows.reference = reference_logprobs(stage, trainer, rows, TRAIN, feed.trained)
+            rows.reference = reference_logprobs(stage, trainer, rows, TRAIN, feed.trained_row_numbers)
         return feed
     prompts = kind.prompts(folder, TRAIN, policy, recipe.policy)
     if recipe.policy.is_diffusers:
@@ -224,36 +224,36 @@ def _async_source(
 ) -> GroupSource:
     """Return a source whose groups are generated by disaggregated engines while the ranks train."""
 
-    def on_wait(step: int) -> None:
+    def check_validation(step: int) -> None:
         check_stop(stage)
         if async_validation is not None:
             async_validation.check()
 
     recipe, policy, steps = stage.recipe, stage.recipe.train.train_policy, step_groups(stage.recipe)
     filtered, sleeps_in_training = group_filter(recipe), recipe.mode == "colocated_separated"
-    max_lag, num_extra_prompts, most_steps = policy.lookahead
+    max_lag, num_extra_prompts, max_steps_ahead = policy.lookahead
     if sleeps_in_training:  # engines that sleep during training would lose requests in flight
-        max_lag, num_extra_prompts, most_steps = recipe.train.sync_weight_interval - 1, 0, 1
+        max_lag, num_extra_prompts, max_steps_ahead = recipe.train.sync_weight_interval - 1, 0, 1
     num_steps = total_steps(recipe, len(prompts))
     take = steps_of(order, rows_per_step(recipe), num_steps)
     if recipe.may_split_groups or filtered:
-        take = partial(order.take, end=None if filtered else steps.first(num_steps))
+        take = partial(order.take_prompts, end=None if filtered else steps.first(num_steps))
     source = AsyncGroupSource(
-        generation.fleet,
+        generation.engine_fleet,
         take,
-        generation.score_here(trained_rewards(recipe)),
+        generation.make_local_scorer(trained_rewards(recipe)),
         training_sampling(recipe),
         stage.progress,
         steps=steps,
         max_lag=max_lag,
         resync=generation.resync,
-        on_wait=on_wait,
+        on_wait=check_validation,
         num_extra_prompts=num_extra_prompts,
-        most_steps=most_steps,
+        max_steps_ahead=max_steps_ahead,
         filter=filtered,
         sleeps_in_training=sleeps_in_training,
     )
-    generation.close_with(source.close)
+    generation.call_before_close(source.close)
     return source
 
 
@@ -266,7 +266,7 @@ def _measure(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: G
     completion_metrics = _no_metrics if prompts is None else _completions(prompts, generation, stage)
     if rows is None:
         return completion_metrics
-    if rows.is_compared:
+    if rows.has_reference_pair:
         rows.reference = reference_logprobs(stage, trainer, rows, VALIDATION, np.arange(len(rows)))
     size = held_out_batch(recipe)
     return lambda step: {
@@ -276,14 +276,14 @@ def _measure(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: G
 
 def _async_validation(stage: Stage, generation: Generation) -> AsyncValidation | None:
     """Return the validation that runs while the training continues; None: the training waits for each validation."""
-    if not (stage.recipe.validation.enable and is_possible(stage.recipe)):
+    if not (stage.recipe.validation.enable and supports_async_validation(stage.recipe)):
         return None
     recipe = stage.recipe
     prompts = open_held_out(prepared_folder(stage), recipe.train.train_policy, recipe.policy).prompts
     assert prompts is not None
-    score = generation.score_here(reward_weights(recipe), max_held_out_tokens(recipe))
-    completions = Completions(prompts, generation.fleet, score, stage)
-    return AsyncValidation(completions, generation.fleet, generation.resync, stage.progress.beat)
+    score = generation.make_local_scorer(reward_weights(recipe), max_held_out_tokens(recipe))
+    completions = Completions(prompts, generation.engine_fleet, score, stage)
+    return AsyncValidation(completions, generation.engine_fleet, generation.resync, stage.progress.beat)
 
 
 def _completions(prompts: Sequence[Prompt], generation: Generation, stage: Stage) -> Measure:
@@ -323,7 +323,7 @@ def _checkpointer(stage: Stage, stack: ExitStack) -> Checkpointer:
         fingerprint=stage.checkpoint_fingerprint,
         max_keep=ckpt.max_keep,
         asynchronous=ckpt.save_mode == "async",
-        on_saved=stage.progress.saved,
+        on_saved=stage.progress.report_checkpoint,
         beat=stage.progress.beat,
     )
     stack.callback(checkpointer.close)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cosmos_core.data.sample import Sample, within_budget
+from cosmos_core.data.sample import Sample, batch_within_token_limit
 from cosmos_core.errors import ConfigError
 from cosmos_core.train.rollout_feed import RolloutFeed
 from cosmos_core.types import ImageRef, ScoredGroup
@@ -37,29 +37,33 @@ class CarriedSamples:
         Raises:
             ConfigError: the algorithm does not make one sample of each completion.
         """
-        scores = [(scored.group.version, score.value) for scored in groups for score in scored.scores]
-        is_used = [value is not None or len(samples) == len(scores) for _, value in scores]
-        if len(samples) != sum(is_used) or not all(isinstance(sample, Sample) for sample in samples):
+        scores = [
+            (_return_no_metrics.group.version, score.value)
+            for _return_no_metrics in groups
+            for score in _return_no_metrics.scores
+        ]
+        is_trained = [value is not None or len(samples) == len(scores) for _, value in scores]
+        if len(samples) != sum(is_trained) or not all(isinstance(sample, Sample) for sample in samples):
             raise ConfigError(
-                f"the algorithm makes {len(samples)} samples of {sum(is_used)} completions with valid rewards, so that "
-                f"a group cannot be spread over train steps; make train.train_batch_per_replica a multiple of "
+                f"the algorithm makes {len(samples)} samples of {sum(is_trained)} completions with valid rewards, so "
+                f"that a group cannot be spread over train steps; make train.train_batch_per_replica a multiple of "
                 f"rollout.n_generation"
             )
         remaining = iter(samples)
         self._entries += [
-            (version, next(remaining) if used else None) for (version, _), used in zip(scores, is_used, strict=True)
+            (version, next(remaining) if used else None) for (version, _), used in zip(scores, is_trained, strict=True)
         ]
         self._metrics = metrics
 
-    def take(self, count: int, step: int) -> tuple[list[Sample], dict[str, float]]:
+    def take_samples(self, count: int, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Remove and return the samples of the next `count` completions, with the metrics of the newest groups.
 
         The metrics include the age of the sampling weights at train step `step`.
         """
-        taken, self._entries = self._entries[:count], self._entries[count:]
-        lags = [step - version for version, _ in taken]
+        entries, self._entries = self._entries[:count], self._entries[count:]
+        lags = [step - version for version, _ in entries]
         lag_metrics = {"rollout/version_lag": float(max(lags)), "rollout/version_lag_mean": float(np.mean(lags))}
-        return [sample for _, sample in taken if sample is not None], self._metrics | lag_metrics
+        return [sample for _, sample in entries if sample is not None], self._metrics | lag_metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the queued completions and metrics as JSON values and tensors."""
@@ -76,38 +80,38 @@ class SpreadRolloutFeed(RolloutFeed):
     """`RolloutFeed` that spreads the completions of a group over train steps."""
 
     @cached_property
-    def _carried(self) -> CarriedSamples:
+    def _carried_samples(self) -> CarriedSamples:
         return CarriedSamples()
 
-    def next(self) -> tuple[list[Any], dict[str, float]] | None:
+    def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
         """Return the samples and metrics of a train step; the last step may be smaller; None: the data has ended."""
-        if self.step == self.total_steps or (self._source.is_over and not self._carried):
+        if self.step == self.total_steps or (self._source.is_exhausted and not self._carried_samples):
             return None
-        missing = max(0, self._steps.batch - len(self._carried))
+        missing = max(0, self._steps.batch - len(self._carried_samples))
         groups, metrics = self._next_groups(-(-missing // self._steps.size))
-        if not (groups or self._carried) and (not metrics or (self._source.is_over and self.step > 0)):
+        if not (groups or self._carried_samples) and (not metrics or (self._source.is_exhausted and self.step > 0)):
             return None
-        if groups or not self._carried:
-            samples, credited = self._credited(groups, metrics)
+        if groups or not self._carried_samples:
+            samples, credit_metrics = self._credit_groups(groups, metrics)
             sample_metrics = {
                 name: value for name, value in metrics.items() if name.startswith(("reward/", "completion/"))
             }
-            self._carried.add(groups, samples, sample_metrics | credited)
-        samples, sample_metrics = self._carried.take(self._steps.batch, self.step)
+            self._carried_samples.add(groups, samples, sample_metrics | credit_metrics)
+        samples, sample_metrics = self._carried_samples.take_samples(self._steps.batch, self.step)
         self.step += 1
-        if self._source.is_over and not self._carried:
+        if self._source.is_exhausted and not self._carried_samples:
             self.total_steps = self.step
-        return within_budget(
+        return batch_within_token_limit(
             samples, getattr(self._policy, "max_token_len_per_mini_batch", None)
         ), metrics | sample_metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"carried": self._carried.state_dict()}
+        return super().state_dict() | {"carried": self._carried_samples.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if "carried" in state:
-            self._carried.load_state_dict(state["carried"])
+            self._carried_samples.load_state_dict(state["carried"])
 
 
 def _state_of(sample: Sample) -> dict[str, Any]:

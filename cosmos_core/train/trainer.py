@@ -22,11 +22,11 @@ from cosmos_core.parallel.mesh import all_gather_object
 from cosmos_core.parallel.pipeline import clip_over_stages, sum_tied_gradients
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.named_weights import NamedWeights
-from cosmos_core.train.optim import build_optimizer, clip_gradients, forget_moments, set_learning_rate
+from cosmos_core.train.optim import build_optimizer, clip_gradients, reset_moments, set_learning_rate
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "max": 1.0}
 
-Consume = Callable[[MicroBatch], Tensor | None]
+ConsumeBatch = Callable[[MicroBatch], Tensor | None]
 
 
 class Plan(NamedTuple):
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
 
     indices: Sequence[int]
     """Positions of the micro-batch in the list of samples; empty: the rank only takes part in collective operations."""
-    filler: int
+    padding_position: int
     """Position in the list of samples of the sample that an empty micro-batch computes as a placeholder."""
 
 
@@ -44,8 +44,8 @@ class Trainer:
 
     def __init__(self, adapter: ModelAdapter, train: TrainConfig, progress: Progress) -> None:
         self.adapter = adapter
-        self.named = NamedWeights(adapter.model)
-        self.optimizer = build_optimizer(adapter.model, train, whole=adapter.meta_copy)
+        self.named_weights = NamedWeights(adapter.model)
+        self.optimizer = build_optimizer(adapter.model, train, full_model=adapter.meta_copy)
         self._models: dict[str, ModelAdapter] = {}
         self._train, self._progress = train, progress
 
@@ -66,7 +66,7 @@ class Trainer:
 
         Parameters that FSDP has gathered from the previous weights are freed on entry and on exit.
         """
-        with self.named.use(name):
+        with self.named_weights.use(name):
             self.adapter.runner.reshard()
             try:
                 yield
@@ -107,7 +107,12 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(
-        self, samples: Sequence[Any], wants: Wants = None, *, weights: str = "policy", size: int | None = None
+        self,
+        samples: Sequence[Any],
+        request: Wants = None,
+        *,
+        weights: str = "policy",
+        size: int | None = None,
     ) -> list[dict[str, Tensor]]:
         """Return the outputs that `wants` selects for each sample, under named weights or another model, no dropout.
 
@@ -116,29 +121,31 @@ class Trainer:
         adapter = self._models.get(weights, self.adapter)
         outputs: dict[int, dict[str, Tensor]] = {}
 
-        def keep(micro: MicroBatch) -> None:
+        def keep_rows(micro: MicroBatch) -> None:
             outputs.update(zip(micro.indices, adapter.rows(micro), strict=True))
 
         adapter.runner.train(False)
         with self.weights("policy" if weights in self._models else weights):
-            self._run(adapter, samples, keep, wants, size=size)
+            self._run(adapter, samples, keep_rows, request, size=size)
         if adapter.mesh:
             on_cpu = {i: {name: row.cpu() for name, row in rows.items()} for i, rows in outputs.items()}
-            outputs = {i: rows for of_rank in adapter.mesh.all_gather_object(on_cpu) for i, rows in of_rank.items()}
+            outputs = {
+                i: rows for rank_outputs in adapter.mesh.all_gather_object(on_cpu) for i, rows in rank_outputs.items()
+            }
             outputs = {i: {name: row.to(adapter.device) for name, row in rows.items()} for i, rows in outputs.items()}
         return [outputs[i] for i in range(len(samples))]
 
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
         """Set named weights to the policy's current weights; with `optimizer`, also reset the optimizer's moments."""
-        self.named.reset(weights)
+        self.named_weights.reset(weights)
         if optimizer:
-            forget_moments(self.optimizer)
+            reset_moments(self.optimizer)
 
-    def follow(self, weights: str, fraction: float) -> None:
+    def move_towards_policy(self, weights: str, fraction: float) -> None:
         """Move named weights towards the policy: weights + fraction * (policy - weights)."""
-        self.named.lerp(weights, fraction)
+        self.named_weights.lerp(weights, fraction)
 
-    def _names_equal_to_policy(self, names: Sequence[str]) -> list[str]:
+    def _weights_equal_to_policy(self, names: Sequence[str]) -> list[str]:
         """Return the names of the weights that equal the policy's on all ranks, so that their outputs equal the
         policy's.
 
@@ -146,9 +153,9 @@ class Trainer:
         """
         if not names or has_dropout(self.adapter.model):
             return []
-        equal = [name for name in names if self.named.equals_policy(name)]
-        of_ranks = all_gather_object(equal)
-        return [name for name in equal if all(name in each for each in of_ranks)]
+        equal = [name for name in names if self.named_weights.equals_policy(name)]
+        equal_on_ranks = all_gather_object(equal)
+        return [name for name in equal if all(name in each for each in equal_on_ranks)]
 
     @torch.no_grad()
     def _reference_outputs(self, update: Update, names: Sequence[str]) -> dict[int, dict[str, Tensor]]:
@@ -160,12 +167,12 @@ class Trainer:
         self.adapter.runner.train(False)
         for weights in names:
 
-            def keep(micro: MicroBatch, weights: str = weights) -> None:
+            def keep_rows(micro: MicroBatch, weights: str = weights) -> None:
                 for i, row in zip(micro.indices, self.adapter.rows(micro), strict=True):
                     outputs.setdefault(i, {}).update({f"{weights}/{name}": value for name, value in row.items()})
 
             with self.weights(weights):
-                self._run(self.adapter, update.samples, keep, update.wants)
+                self._run(self.adapter, update.samples, keep_rows, update.request)
         self.adapter.runner.train(True)
         return outputs
 
@@ -176,10 +183,10 @@ class Trainer:
         including the tokens of a supervised loss on data rows.
         """
         losses: list[Loss] = []
-        equal = self._names_equal_to_policy(update.extra_weights)
+        equal = self._weights_equal_to_policy(update.extra_weights)
         compared = self._reference_outputs(update, [name for name in update.extra_weights if name not in equal])
 
-        def learn(micro: MicroBatch) -> Tensor:
+        def compute_loss(micro: MicroBatch) -> Tensor:
             if update.extra_weights:
                 reference_rows = [
                     compared.get(i, {}) | {f"{name}/{key}": v.detach() for name in equal for key, v in row.items()}
@@ -188,25 +195,25 @@ class Trainer:
                 stacked = {name: torch.stack([other[name] for other in reference_rows]) for name in reference_rows[0]}
                 micro = replace(micro, outputs=micro.outputs | stacked)
             loss = update.loss(micro)
-            metrics, added = loss.metrics, torch.zeros_like(loss.value)
+            metrics, added_loss = loss.metrics, torch.zeros_like(loss.value)
             if micro.model_loss is not None:
-                added = micro.model_loss / num_tokens
+                added_loss = micro.model_loss / num_tokens
                 model_loss = torch.tensor([micro.model_loss.item(), sum(map(self.adapter.num_tokens, micro.samples))])
                 metrics = metrics | {"model_loss": model_loss.double()}
             # Detach the loss, because the autograd graph must not outlive its backward pass.
             losses.append(replace(loss, value=loss.value.detach(), metrics=metrics))
-            return loss.value + added
+            return loss.value + added_loss
 
         expected_loss = (lambda micro: update.loss(micro).value) if update.has_constant_gradient else None
-        self._run(self.adapter, update.samples, learn, update.wants, loss_fn=expected_loss)
+        self._run(self.adapter, update.samples, compute_loss, update.request, loss_fn=expected_loss)
         return losses
 
     def _run(
         self,
         adapter: ModelAdapter,
         samples: Sequence[Any],
-        consume: Consume,
-        wants: Wants,
+        consume: ConsumeBatch,
+        request: Wants,
         *,
         size: int | None = None,
         loss_fn: Callable[[MicroBatch], Tensor] | None = None,
@@ -217,7 +224,7 @@ class Trainer:
         already use the derivative; else None.
         """
 
-        def on_outputs(batch: Any, outputs: dict[str, Tensor]) -> Tensor | None:
+        def connect_outputs(batch: Any, outputs: dict[str, Tensor]) -> Tensor | None:
             outputs = adapter.gather_outputs(batch, outputs)
             if batch.samples:
                 return consume(adapter.micro_batch(batch, outputs))
@@ -226,15 +233,15 @@ class Trainer:
 
         def collate(plan: Plan) -> Any:
             self._progress.beat()
-            batch = adapter.collate([samples[i] for i in plan.indices], plan.indices, samples[plan.filler])
+            batch = adapter.collate([samples[i] for i in plan.indices], plan.indices, samples[plan.padding_position])
             return adapter.attach_loss_derivative(batch, loss_fn) if loss_fn and batch.samples else batch
 
-        wants = adapter.default_wants if wants is None else wants
+        request = adapter.default_outputs if request is None else request
         rows_at_once = size or self._train.train_policy.mini_batch
         plans = self._plans(adapter, samples, adapter.runner.rows(rows_at_once), is_planned=size is None)
-        empty = Plan((), _cheapest(adapter, samples, range(len(samples))))
+        empty = Plan((), _shortest_sample(adapter, samples, range(len(samples))))
         plans += [empty] * (adapter.runner.count(len(plans), rows_at_once) - len(plans))
-        adapter.runner.run([partial(collate, plan) for plan in plans], on_outputs, wants, rows_at_once)
+        adapter.runner.run([partial(collate, plan) for plan in plans], connect_outputs, request, rows_at_once)
         if not torch.is_grad_enabled():
             adapter.runner.reshard()
 
@@ -244,35 +251,37 @@ class Trainer:
         This order needs the least padding and reaches peak memory early. All ranks get the same number of
         micro-batches, of which some may be empty.
         """
-        ordered = sorted(range(len(samples)), key=lambda i: -adapter.num_tokens(samples[i]))
+        by_descending_length = sorted(range(len(samples)), key=lambda i: -adapter.num_tokens(samples[i]))
         planned = [adapter.assigned_batch(sample) for sample in samples]
-        may_arrange = is_planned and None in planned
+        can_rearrange = is_planned and None in planned
         if is_planned and None not in planned:
             batches_by_key: dict[Any, list[int]] = {}
-            for i in ordered:
+            for i in by_descending_length:
                 batches_by_key.setdefault(planned[i], []).append(i)
             batches = list(batches_by_key.values())
         else:
-            is_planned, batches = False, [[i] for i in ordered]
+            is_planned, batches = False, [[i] for i in by_descending_length]
         groups: dict[Any, list[list[int]]] = {}
         for batch in batches:
             groups.setdefault(adapter.batching_key(samples[batch[0]]), []).append(batch)
         plans: list[Plan] = []
         for group in sorted(groups):
-            filler = _cheapest(adapter, samples, [i for batch in groups[group] for i in batch])
+            padding_position = _shortest_sample(adapter, samples, [i for batch in groups[group] for i in batch])
             num_ranks = adapter.mesh.data.size() if adapter.mesh else 1
             positions = [i for batch in groups[group] for i in batch]
-            arranged = adapter.arrange(samples, positions, size, num_ranks) if may_arrange else None
-            own_batches = _chunks_of_rank(adapter, arranged or groups[group], 1 if is_planned or arranged else size)
-            plans += [Plan([i for batch in each for i in batch], filler) for each in own_batches]
+            arranged_batches = adapter.arrange(samples, positions, size, num_ranks) if can_rearrange else None
+            own_batches = _chunks_of_rank(
+                adapter, arranged_batches or groups[group], 1 if is_planned or arranged_batches else size
+            )
+            plans += [Plan([i for batch in each for i in batch], padding_position) for each in own_batches]
         return plans
 
     def _reduce_losses(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:
         """Return the loss, metrics and values over the micro-batches of all ranks, the same result on each rank."""
         mesh = self.adapter.mesh
         if mesh:
-            of_ranks = mesh.all_gather_object([_on_cpu(loss) for loss in losses])
-            losses = [Loss(*fields) for each in of_ranks for fields in each]
+            rank_losses = mesh.all_gather_object([_loss_on_cpu(loss) for loss in losses])
+            losses = [Loss(*fields) for each in rank_losses for fields in each]
         total: Metrics = {}
         values: dict[str, list[Tensor]] = {}
         for loss in losses:
@@ -290,21 +299,21 @@ class Trainer:
         return clip_over_stages(model, mesh.pipeline, max_norm)
 
 
-def _chunks_of_rank(adapter: ModelAdapter, ordered: Sequence[Any], size: int) -> list[Sequence[Any]]:
+def _chunks_of_rank(adapter: ModelAdapter, items: Sequence[Any], size: int) -> list[Sequence[Any]]:
     """Return this data-parallel rank's part of `ordered` in chunks of `size`; all ranks get the same number of
     chunks."""
-    num_items = len(ordered)
+    num_items = len(items)
     if adapter.mesh:
-        num_items = -(-len(ordered) // adapter.mesh.data.size())
-        ordered = adapter.mesh.select_local_items(ordered)
-    return [ordered[start : start + size] for start in range(0, num_items, size)]
+        num_items = -(-len(items) // adapter.mesh.data.size())
+        items = adapter.mesh.select_local_items(items)
+    return [items[start : start + size] for start in range(0, num_items, size)]
 
 
-def _cheapest(adapter: ModelAdapter, samples: Sequence[Any], indices: Sequence[int]) -> int:
+def _shortest_sample(adapter: ModelAdapter, samples: Sequence[Any], indices: Sequence[int]) -> int:
     return min(indices, key=lambda i: adapter.num_tokens(samples[i]))
 
 
-def _on_cpu(loss: Loss) -> tuple[Tensor, Metrics, dict[str, Tensor]]:
+def _loss_on_cpu(loss: Loss) -> tuple[Tensor, Metrics, dict[str, Tensor]]:
     metrics, values = ({name: t.cpu() for name, t in each.items()} for each in (loss.metrics, loss.values))
     return loss.value.cpu(), metrics, values
 
@@ -314,9 +323,9 @@ def _quantiles(values: dict[str, list[Tensor]]) -> dict[str, float]:
     for name, tensors in values.items():
         flat = torch.cat(tensors).float()
         if flat.numel():
-            ordered = flat.sort().values
+            sorted_values = flat.sort().values
             quantiles |= {
-                f"{name}_{key}": ordered[min(len(ordered) - 1, int(q * len(ordered)))].item()
+                f"{name}_{key}": sorted_values[min(len(sorted_values) - 1, int(q * len(sorted_values)))].item()
                 for key, q in QUANTILES.items()
             }
     return quantiles

@@ -51,7 +51,7 @@ def run(stage: Stage) -> Outcome:
                 raise Preempted("stopped while it measured; nothing saved") from None
         outputs += [name for name in (SAMPLES, DRAWINGS) if (stage.path / name).exists()]
     if rows is not None:
-        rows.reference = load_earlier_reference(stage, rows, VALIDATION) if rows.is_compared else None
+        rows.reference = load_earlier_reference(stage, rows, VALIDATION) if rows.has_reference_pair else None
         metrics |= row_metrics(trainer, make_algorithm(recipe), rows, held_out_batch(recipe), stage.progress)
     stage.metrics.log(0, metrics)
     if is_first():

@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cosmos_core.checkpoint.best import Best, best_of
+from cosmos_core.checkpoint.best import BestStep, select_best
 from cosmos_core.config.schema.validation import ValidationConfig
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.async_validation import AsyncValidation, Ended
+from cosmos_core.train.async_validation import AsyncValidation, FinishedValidation
 from cosmos_core.types import JsonValue
 
 Measure = Callable[[int], dict[str, float]]
@@ -32,20 +32,20 @@ class Validation:
     """Number of train steps between two calls of `publish`, which is also called when a training starts or resumes."""
     average: Callable[[], AbstractContextManager[None]] | None = None
     """Function that returns a context manager in which the model has its averaged weights; None: no averaging."""
-    best: Best | None = None
+    best: BestStep | None = None
     """Train step with the best validation metrics; None if no step was validated yet."""
     _measured_at: int = -1
     """Number of the newest validated step, or of an adopted checkpoint's step; -1 if no step was validated."""
     _step: int = 0
     """Number of completed train steps."""
-    _is_held: bool = False
+    _is_publish_postponed: bool = False
     """Whether publishing was postponed because engines still validate the weights of another step."""
 
     def __post_init__(self) -> None:
         if self.async_validation is not None:
             self.async_validation.on_end = self._finish_async
 
-    def attach(
+    def set_callbacks(
         self,
         hooks: Callable[..., None],
         record: Callable[[int, dict[str, float]], None],
@@ -55,19 +55,19 @@ class Validation:
         self._hooks, self._record, self._check_stop = hooks, record, check_stop
 
     @property
-    def running(self) -> int | None:
+    def running_step(self) -> int | None:
         """Return the step that is being validated while the training continues; None: no step."""
         return None if self.async_validation is None else self.async_validation.step
 
-    def is_due(self, step: int, *, is_last: bool) -> bool:
+    def is_due(self, step: int, *, is_last_step: bool) -> bool:
         """Return whether the recipe sets a validation after train step `step`; the last step is always validated."""
-        return self.measure is not None and (step % self.config.freq == 0 or is_last)
+        return self.measure is not None and (step % self.config.freq == 0 or is_last_step)
 
     def is_missing(self, step: int) -> bool:
         """Return whether the last step `step` was not validated because the data ended unexpectedly."""
         return self.measure is not None and step != 0 and self._measured_at != step
 
-    def was_cut_off(self, step: int) -> bool:
+    def was_interrupted(self, step: int) -> bool:
         """Return True if a stop was requested while the step to resume from was being validated."""
         return self.async_validation is None and self._measured_at < step and step % self.config.freq == 0
 
@@ -77,11 +77,11 @@ class Validation:
         self._step = step
         if step % self.publish_every:
             return {}
-        self._is_held = False
+        self._is_publish_postponed = False
         if self.async_validation is not None:
             self.async_validation.check()
-            self._is_held = self.async_validation.step is not None
-        return {} if self._is_held else self.publish(step)
+            self._is_publish_postponed = self.async_validation.step is not None
+        return {} if self._is_publish_postponed else self.publish(step)
 
     def run(self, step: int) -> dict[str, float]:
         """Validate the weights of train step `step`, which may become the best step, and return the metrics.
@@ -92,7 +92,7 @@ class Validation:
         assert self.measure is not None
         self.progress.phase("validate")
         start = time.perf_counter()
-        self._begin(step)
+        self._begin_validation(step)
         if self.average is None:
             metrics = self.measure(step)
         else:
@@ -100,13 +100,13 @@ class Validation:
                 self.publish(step)
                 metrics = self.measure(step)
             self.publish(step)
-        self._finish(step, metrics)
+        self._finish_validation(step, metrics)
         return {**metrics, "time/validate": time.perf_counter() - start}
 
     def begin(self, step: int) -> None:
         """Start a validation of the current weights that runs while the training continues."""
         assert self.async_validation is not None
-        self._begin(step)
+        self._begin_validation(step)
         self.async_validation.begin(step)
 
     def wait(self, step: int) -> bool:
@@ -131,25 +131,25 @@ class Validation:
 
     def load_state_dict(self, step: int, state: dict[str, Any]) -> None:
         """Restore the state in a checkpoint of train step `step`; `state` is empty for a checkpoint of another run."""
-        self.best = Best(**state["best"]) if state.get("best") else None
+        self.best = BestStep(**state["best"]) if state.get("best") else None
         self._step, self._measured_at = step, int(state.get("measured_at", step))
 
-    def _begin(self, step: int) -> None:
+    def _begin_validation(self, step: int) -> None:
         """Call the validation hook, and publish the weights to validate unless the engines have them already."""
         self._hooks("pre_validation_hook", current_step=step)
         if step % self.publish_every:
             self.publish(step)
 
-    def _finish(self, step: int, metrics: dict[str, float]) -> None:
+    def _finish_validation(self, step: int, metrics: dict[str, float]) -> None:
         self._hooks("post_validation_hook", current_step=step, **metrics)
         self._measured_at = step
         if step:  # untrained weights (step 0) never count as the best step
-            self.best = best_of(self.best, step, metrics)
+            self.best = select_best(self.best, step, metrics)
 
-    def _finish_async(self, ended: Ended) -> None:
+    def _finish_async(self, finished: FinishedValidation) -> None:
         """Record the metrics of a finished validation, and publish the current weights if publishing was postponed."""
-        self._finish(ended.step, ended.metrics)
-        self._record(ended.step, ended.metrics)
-        if self._is_held:
-            self._is_held = False
+        self._finish_validation(finished.step, finished.metrics)
+        self._record(finished.step, finished.metrics)
+        if self._is_publish_postponed:
+            self._is_publish_postponed = False
             self.publish(self._step)

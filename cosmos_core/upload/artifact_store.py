@@ -28,16 +28,16 @@ from cosmos_core.run.bucket import SCHEME, Bucket, split_url, translate_errors
 from cosmos_core.run.directory import read_facts
 from cosmos_core.run.files import write_text
 from cosmos_core.run.liveness import read_holder
-from cosmos_core.run.manifest import RESULT, STORED, Result
-from cosmos_core.upload.bundle import Contents, Entry, exchange_document, read_document, write_document
+from cosmos_core.run.manifest import RESULT, STORE_KEY, Result
+from cosmos_core.upload.bundle import ContentStore, Entry, exchange_document, read_document, write_document
 from cosmos_core.upload.checkpoint_upload import FOLDER
-from cosmos_core.upload.lease import Holder, Lease
+from cosmos_core.upload.lease import Lease, LeaseHolder
 from cosmos_core.upload.stored_checkpoints import JOURNAL, StoredCheckpoints
 from cosmos_core.upload.stored_record import StoredRecord
 
 logger = logging.getLogger(__name__)
 
-_PIPELINE, _FACTS = RUN_FILES = ("pipeline.toml", "run.json")
+_PIPELINE, _FACTS_FILE = RUN_FILES = ("pipeline.toml", "run.json")
 _RUNS = "/runs/"
 
 
@@ -51,7 +51,7 @@ class ArtifactStore:
         name, self._prefix = split_url(url)
         self.url = f"{SCHEME}{name}/{self._prefix}".rstrip("/")
         self._bucket = Bucket(name)
-        self._objects = Contents(self._bucket, self._key("objects"), pause)
+        self._objects = ContentStore(self._bucket, self._key("objects"), pause)
 
     def check(self) -> None:
         """Check that the bucket can be reached, without changing anything."""
@@ -68,7 +68,7 @@ class ArtifactStore:
         run_id = facts.run_id if facts and facts.run_id else run_path.name
         names = (f"{run_id}{suffix}" for suffix in _suffixes())
         with translate_errors(self.url):
-            return f"{self.url}{_RUNS}{next(name for name in names if self._has_run(name, files, has_grown))}"
+            return f"{self.url}{_RUNS}{next(name for name in names if self._claim_run_name(name, files, has_grown))}"
 
     def run(self, run_id: str) -> dict[str, str]:
         """Return the files that define a run, `pipeline.toml` and `run.json`, as text by name."""
@@ -87,37 +87,39 @@ class ArtifactStore:
         """Store the manifest of a stage, which marks the stage as complete; its outputs must be stored before."""
         self._write(f"runs/{run_id}/stages/{stage}/{RESULT}", result)
 
-    def put_made(self, result: Result) -> None:
+    def store_result(self, result: Result) -> None:
         """Store a result under its fingerprint, for reuse by other runs; its outputs must be stored before."""
         self._write(f"made/{result['fingerprint']}/{RESULT}", result)
 
     def result(self, run_id: str, stage: str) -> Result | None:
         """Return the stored manifest of a stage; None if the stage of this run is not complete."""
-        return self._stored(f"runs/{run_id}/stages/{stage}/{RESULT}")
+        return self._read_result(f"runs/{run_id}/stages/{stage}/{RESULT}")
 
-    def made(self, fingerprint: str) -> Result | None:
+    def find_stored_result(self, fingerprint: str) -> Result | None:
         """Return the stored result of a fingerprint; None if there is none, or an output is missing or truncated."""
-        result = self._stored(f"made/{fingerprint}/{RESULT}")
+        result = self._read_result(f"made/{fingerprint}/{RESULT}")
         if result is None:
             return None
         with translate_errors(self.url):
-            if missing := self._objects.missing(map(_entry, result["outputs"])):
+            if missing := self._objects.missing(map(_file_entry, result["outputs"])):
                 logger.warning("%s/objects/%s is gone: its stage is made again", self.url, missing)
                 return None
         return result
 
-    def fetch_outputs(self, result: Result, stage_path: Path, here: Mapping[str, Path]) -> None:
+    def fetch_outputs(self, result: Result, stage_path: Path, local_files: Mapping[str, Path]) -> None:
         """Download the outputs of a result to `stage_path`. `here` maps SHA-256 digests to local files, which are
         copied instead of downloaded."""
         with translate_errors(self.url):
-            self._objects.fetch({stage_path / record["path"]: _entry(record) for record in result["outputs"]}, here)
+            self._objects.fetch(
+                {stage_path / record["path"]: _file_entry(record) for record in result["outputs"]}, local_files
+            )
         for record in result["outputs"]:
             status = (stage_path / record["path"]).stat()
             record.update(mtime_ns=status.st_mtime_ns, inode=status.st_ino)
 
-    def lease(self, fingerprint: str, holder: Holder, is_gone: Callable[[Holder], bool]) -> Lease:
+    def lease_result(self, fingerprint: str, holder: LeaseHolder, has_died: Callable[[LeaseHolder], bool]) -> Lease:
         """Return the lease that a process must hold while it makes the result of a fingerprint; see `Lease`."""
-        return Lease(self._bucket, self._key(f"made/{fingerprint}/lease.json"), holder, is_gone)
+        return Lease(self._bucket, self._key(f"made/{fingerprint}/lease.json"), holder, has_died)
 
     def checkpoints(self, fingerprint: str, stage_path: Path) -> StoredCheckpoints:
         """Return the checkpoints in the store that belong to the training with this fingerprint."""
@@ -127,7 +129,7 @@ class ArtifactStore:
         """Return the stored copies of a stage's small files, which other machines display."""
         return StoredRecord(self._bucket, self._key(f"runs/{run_id}/stages/{stage_path.name}"), stage_path, machine)
 
-    def _has_run(self, name: str, files: dict[str, str], has_grown: bool) -> bool:
+    def _claim_run_name(self, name: str, files: dict[str, str], has_grown: bool) -> bool:
         """Return True if the name in the store belongs to the run with these files; a free name is assigned to the
         run."""
         key = self._key(f"runs/{name}/run.json")
@@ -137,15 +139,15 @@ class ArtifactStore:
                 return True
             # Another machine has stored the document first, or the response to a successful request was lost.
             stored, _ = read_document(self._bucket, key)
-        if stored is None or _identity(stored[_FACTS]) != _identity(files[_FACTS]):
+        if stored is None or _identity(stored[_FACTS_FILE]) != _identity(files[_FACTS_FILE]):
             return False
         if has_grown and stored[_PIPELINE] != files[_PIPELINE]:
             write_document(self._bucket, key, files)
         return True
 
-    def _stored(self, key: str) -> Result | None:
+    def _read_result(self, key: str) -> Result | None:
         result = self._read(key)
-        return result | {STORED: self.url} if result is not None else None
+        return result | {STORE_KEY: self.url} if result is not None else None
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
@@ -174,12 +176,12 @@ def open_stored_run(url: str, folder: str, pause: Callable[[], None]) -> Path:
     definition = tomli_w.dumps(pipeline)
     for suffix in _suffixes():
         path = runs / f"{run_id}{suffix}"
-        present = _text(path / _PIPELINE)
-        if present and _identity(_text(path / _FACTS)) != _identity(files[_FACTS]):
+        existing_text = _text(path / _PIPELINE)
+        if existing_text and _identity(_text(path / _FACTS_FILE)) != _identity(files[_FACTS_FILE]):
             continue  # another run has a directory of this name
-        if not present or (present != definition and read_holder(path) is None):
+        if not existing_text or (existing_text != definition and read_holder(path) is None):
             (path / "stages").mkdir(parents=True, exist_ok=True)
-            write_text(path / _FACTS, files[_FACTS])
+            write_text(path / _FACTS_FILE, files[_FACTS_FILE])
             write_text(path / _PIPELINE, definition)
         return path
     raise AssertionError("there are more suffixes than runs")
@@ -208,7 +210,7 @@ def result_lookup(pipeline: Pipeline) -> Callable[[str], Result | None]:
     """Return a function that looks up the result of a fingerprint in the artifact store of a pipeline; without a store
     it always returns None."""
     url = pipeline.config.artifact_store
-    return ArtifactStore(url).made if url else lambda fingerprint: None
+    return ArtifactStore(url).find_stored_result if url else lambda fingerprint: None
 
 
 def check_store(pipeline: Pipeline) -> None:
@@ -225,5 +227,5 @@ def check_store(pipeline: Pipeline) -> None:
         raise ConfigError(f"{pipeline.source}: pipeline.artifact_store = {url!r}: {error}") from error
 
 
-def _entry(record: dict[str, Any]) -> Entry:
+def _file_entry(record: dict[str, Any]) -> Entry:
     return Entry(record["size"], record["sha256"])

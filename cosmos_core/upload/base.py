@@ -10,12 +10,12 @@ from cosmos_core.config.target import TARGETS_FOLDER, split_target
 from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.registry import is_import_path, load_named
 
-RECORD = "published.json"
+RECORD_FILE = "published.json"
 """File name of the record of a published version, which is stored next to the files of the model."""
 JOURNAL = "upload.jsonl"
 """File name of the journal of an upload, which is kept in the folder of the stage so that an interrupted upload
 continues."""
-_MOST_KEPT = 100
+_MAX_HISTORY = 100
 
 
 class Target(Protocol):
@@ -54,14 +54,14 @@ class Target(Protocol):
         """
 
 
-def is_record(value: Any) -> bool:
+def is_publication_record(value: Any) -> bool:
     """Return True if a value is a record of a published version: a dict with the dicts `metrics` and `files`."""
     return isinstance(value, dict) and isinstance(value.get("metrics"), dict) and isinstance(value.get("files"), dict)
 
 
 def with_version(history: list[str], version: str) -> list[str]:
     """Return the history of a pointer (at most 100 versions) after it has moved to `version`."""
-    return history[-_MOST_KEPT:] if history[-1:] == [version] else [*history[-_MOST_KEPT + 1 :], version]
+    return history[-_MAX_HISTORY:] if history[-1:] == [version] else [*history[-_MAX_HISTORY + 1 :], version]
 
 
 def check_targets(pipeline: Pipeline) -> None:
@@ -72,8 +72,8 @@ def check_targets(pipeline: Pipeline) -> None:
     """
     for stage in pipeline.stages:
         # User code of a publication target is imported only when its stage runs.
-        is_own = is_import_path(split_target(stage.target)[0])
-        if is_own or pipeline.kind_of(stage).makes != "publication":
+        is_user_target = is_import_path(split_target(stage.target)[0])
+        if is_user_target or pipeline.kind_of(stage).makes != "publication":
             continue
         check: Callable[[], None] | None = getattr(open_target(stage.target), "check", None)
         try:

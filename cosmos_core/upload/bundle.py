@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import UploadError
-from cosmos_core.run.bucket import SCHEME, Bucket, is_refused_condition, run_threads
+from cosmos_core.run.bucket import SCHEME, Bucket, is_failed_precondition, run_threads
 from cosmos_core.run.files import copy_file, sha256
 from cosmos_core.upload.transfer import Journal, Transfer
 
 _ATTEMPTS = 3  # maximum number of downloads of an object whose digest is wrong
-_AT_ONCE = 4
+_MAX_PARALLEL_FILES = 4
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def bundle_of(value: dict[str, Any]) -> Bundle:
     return Bundle({path: Entry(*each) for path, each in value["files"].items()}, value["info"])
 
 
-class Contents:
+class ContentStore:
     """Storage of files below one prefix of a bucket; the key of each file is the SHA-256 of its content."""
 
     def __init__(self, bucket: Bucket, prefix: str, pause: Callable[[], None] = lambda: None) -> None:
@@ -103,7 +103,7 @@ class Contents:
                 return digest
         return ""
 
-    def fetch(self, files: Mapping[Path, Entry], here: Mapping[str, Path] | None = None) -> None:
+    def fetch(self, files: Mapping[Path, Entry], local_files: Mapping[str, Path] | None = None) -> None:
         """Download contents to local files, except to files that already have their content. `here` maps digests to
         other local files, which are copied instead of downloaded.
 
@@ -112,25 +112,25 @@ class Contents:
         """
         files_of: dict[Entry, list[Path]] = defaultdict(list)
         for file, entry in files.items():
-            if not _has(file, entry):
+            if not _has_entry_content(file, entry):
                 files_of[entry].append(file)
-        calls = ((entry, paths, here or {}) for entry, paths in files_of.items())
-        run_threads(self._fetch_one, calls, _AT_ONCE, "fetch")
+        calls = ((entry, paths, local_files or {}) for entry, paths in files_of.items())
+        run_threads(self._fetch_one, calls, _MAX_PARALLEL_FILES, "fetch")
 
-    def keep_only(self, digests: set[str]) -> None:
+    def remove_all_except(self, digests: set[str]) -> None:
         """Remove every object below the prefix whose digest is not in `digests`."""
-        for each in list(self._bucket.objects(f"{self._prefix}/")):
+        for each in list(self._bucket.list_objects(f"{self._prefix}/")):
             if each.key.rpartition("/")[2] not in digests:
                 self._bucket.remove(each.key)
 
-    def _fetch_one(self, entry: Entry, paths: list[Path], here: Mapping[str, Path]) -> None:
+    def _fetch_one(self, entry: Entry, paths: list[Path], local_files: Mapping[str, Path]) -> None:
         self._pause()
         first, *other_paths = paths
         first.parent.mkdir(parents=True, exist_ok=True)
-        local_file = here.get(entry.sha256)
-        if local_file is not None and local_file not in paths and _has(local_file, entry):
+        local_file = local_files.get(entry.sha256)
+        if local_file is not None and local_file not in paths and _has_entry_content(local_file, entry):
             copy_file(local_file, first)
-        if not _has(first, entry):
+        if not _has_entry_content(first, entry):
             self._download(entry, first)
         for other in other_paths:
             other.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ class Contents:
             raise UploadError(f"{where} has {entry.size} bytes, more than are free in {file.parent}; make room")
         for _ in range(_ATTEMPTS):
             self._bucket.download(key, file)
-            if _has(file, entry):
+            if _has_entry_content(file, entry):
                 return
             file.unlink()
         raise UploadError(f"{where} arrived altered {_ATTEMPTS} times")
@@ -170,11 +170,11 @@ def exchange_document(bucket: Bucket, key: str, value: dict[str, Any], etag: str
     an empty string if the stored document has another ETag."""
     from botocore.exceptions import ClientError
 
-    only = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
+    condition = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
     try:
-        return write_document(bucket, key, value, **only)
+        return write_document(bucket, key, value, **condition)
     except ClientError as error:
-        if not is_refused_condition(error):
+        if not is_failed_precondition(error):
             raise
     return ""
 
@@ -198,5 +198,5 @@ def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]
     raise UploadError(f"{SCHEME}{bucket.name}/{key} is damaged, or arrived altered {_ATTEMPTS} times")
 
 
-def _has(file: Path, entry: Entry) -> bool:
+def _has_entry_content(file: Path, entry: Entry) -> bool:
     return file.is_file() and file.stat().st_size == entry.size and sha256(file) == entry.sha256

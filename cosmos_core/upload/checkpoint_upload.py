@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 _JOURNAL = "saves.jsonl"
-_LOWEST = 19
+_LOWEST_PRIORITY = 19
 _POLL_SECONDS = 1.0
 _PAUSE_SECONDS = 30.0
 
 
-def saves_url(parent: str, training: str, run_id: str) -> str:
+def checkpoint_url(parent: str, training: str, run_id: str) -> str:
     """Return the URL for the checkpoints of a training below `parent`, the URL of the pipeline's publication target; an
     empty string if `parent` is empty."""
     return f"{parent}/{training}/saves/{run_id}" if parent else ""
@@ -43,7 +43,7 @@ class CheckpointUploader:
         self._url = f"{SCHEME}{name}/{self._prefix}"
         self._stage_path = stage_path
         self._bucket = Bucket(name)
-        self._there: set[str] = set()
+        self._uploaded_names: set[str] = set()
 
     def push(self, stop: threading.Event | None = None) -> list[str]:
         """Upload every complete checkpoint that is not stored yet; return the names of these checkpoints, `step_N`.
@@ -51,23 +51,23 @@ class CheckpointUploader:
         Raises:
             ConfigError, UploadError: the store refuses a request or cannot be reached; files already sent remain.
         """
-        sent = []
+        num_sent = []
         for name, manifest in saved_manifests(self._stage_path).items():
-            if name in self._there or (stop is not None and stop.is_set()):
+            if name in self._uploaded_names or (stop is not None and stop.is_set()):
                 continue
             with translate_errors(self._url), linked(manifest.parent, self._stage_path / "sending" / name) as folder:
                 if folder is None:
                     continue
                 if self._bucket.head(self._key(name, MANIFEST)) is None:
                     self._send(name, folder, stop)
-                    sent.append(name)
-            self._there.add(name)
-        return sent
+                    num_sent.append(name)
+            self._uploaded_names.add(name)
+        return num_sent
 
     def _send(self, name: str, folder: Path, stop: threading.Event | None) -> None:
         def pause() -> None:
             if stop is not None and stop.is_set():
-                raise _Stopped
+                raise _UploadStopped
 
         transfer = Transfer(self._bucket, Journal(self._stage_path / _JOURNAL), pause)
         files: dict[str, Any] = read_object(folder / MANIFEST).get("files", {})
@@ -78,13 +78,13 @@ class CheckpointUploader:
         return f"{self._prefix}/{name}/policy/{file}"
 
 
-class _Stopped(Exception):
+class _UploadStopped(Exception):
     """Exception that ends an upload because the training has ended; the stage that publishes the model sends the
     remaining files."""
 
 
 @contextmanager
-def upload_during(stage_path: Path, url: str) -> Iterator[None]:
+def upload_checkpoints_during(stage_path: Path, url: str) -> Iterator[None]:
     """Upload each checkpoint of a training as soon as it is saved, while the `with` block runs; an empty `url` uploads
     none.
 
@@ -95,7 +95,7 @@ def upload_during(stage_path: Path, url: str) -> Iterator[None]:
         yield
         return
     stop = threading.Event()
-    thread = threading.Thread(target=_follow, args=(stage_path, url, stop), name="saves", daemon=True)
+    thread = threading.Thread(target=_upload_until_stopped, args=(stage_path, url, stop), name="saves", daemon=True)
     thread.start()
     try:
         yield
@@ -104,15 +104,15 @@ def upload_during(stage_path: Path, url: str) -> Iterator[None]:
         thread.join()
 
 
-def _follow(stage_path: Path, url: str, stop: threading.Event) -> None:
-    yield_to_others()
-    saves = None
+def _upload_until_stopped(stage_path: Path, url: str, stop: threading.Event) -> None:
+    lower_cpu_priority()
+    uploader = None
     while not stop.wait(_POLL_SECONDS):
         try:
-            saves = saves or CheckpointUploader(stage_path, url)
-            for name in saves.push(stop):
+            uploader = uploader or CheckpointUploader(stage_path, url)
+            for name in uploader.push(stop):
                 record_event(stage_path, "sent", f"{name} to {url}")
-        except _Stopped:
+        except _UploadStopped:
             return
         except Exception as error:  # noqa: BLE001 - no error of an upload may stop the training
             reason = str(error) if isinstance(error, CosmosError) else f"{type(error).__name__}: {error}"
@@ -122,10 +122,10 @@ def _follow(stage_path: Path, url: str, stop: threading.Event) -> None:
             stop.wait(_PAUSE_SECONDS)
 
 
-def yield_to_others() -> None:
+def lower_cpu_priority() -> None:
     """Give the current thread, and threads that it starts, the lowest CPU priority."""
     with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from typing import Any
 
 from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.run.files import files_below, read_json, replaced_folder, sha256, sync_folder, write_json
-from cosmos_core.upload.base import RECORD, is_record, with_version
+from cosmos_core.upload.base import RECORD_FILE, is_publication_record, with_version
 
-HISTORY = "history.json"
+HISTORY_FILE = "history.json"
 
 
 class FileTarget:
@@ -60,13 +60,13 @@ class FileTarget:
     def history(self) -> list[str]:
         """Return the versions to which the link `latest` has pointed, the current version last."""
         current = os.path.basename(os.readlink(self.folder / "latest")) if (self.folder / "latest").is_symlink() else ""
-        entries = read_json(self.folder / HISTORY)
+        entries = read_json(self.folder / HISTORY_FILE)
         names = [name for name in entries if isinstance(name, str)] if isinstance(entries, list) else []
         return with_version(names, current) if current else []
 
     def versions(self) -> list[str]:
         """Return all stored versions in the order in which they were published."""
-        records = [file for file in self.folder.glob(f"*/{RECORD}") if not file.parent.is_symlink()]
+        records = [file for file in self.folder.glob(f"*/{RECORD_FILE}") if not file.parent.is_symlink()]
         return [file.parent.name for file in sorted(records, key=lambda file: (file.stat().st_mtime, file))]
 
     def where(self, version: str) -> str:
@@ -76,7 +76,7 @@ class FileTarget:
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing or altered in a stored version; empty if
         there is none."""
-        return self._damage(self.folder / version, record)
+        return self._find_damage(self.folder / version, record)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
         """Point `latest` to a complete version and save `history` (None: append the version to the saved history).
@@ -86,9 +86,9 @@ class FileTarget:
         """
         if (self.folder / version).is_symlink() or Path(version).name != version:
             raise UploadError(f"{version!r} is no version of {self.folder}; the pointer was not moved")
-        if damage := self._damage(self.folder / version, self.record_of(version)):
+        if damage := self._find_damage(self.folder / version, self.record_of(version)):
             raise UploadError(f"{self.folder / version}: {damage}; the pointer was not moved")
-        self._move(version, with_version(self.history(), version) if history is None else history)
+        self._move_pointer(version, with_version(self.history(), version) if history is None else history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Copy the files of a model, verify the copies and point `latest` to them; return the folder of the version.
@@ -98,14 +98,14 @@ class FileTarget:
         """
         path = self.folder / version
         try:
-            if read_json(path / RECORD) != record or self._damage(path, record):
+            if read_json(path / RECORD_FILE) != record or self._find_damage(path, record):
                 with replaced_folder(path) as building:
                     shutil.copytree(folder, building, dirs_exist_ok=True)
-                    write_json(building / RECORD, record)
-            if damage := self._damage(path, record):
+                    write_json(building / RECORD_FILE, record)
+            if damage := self._find_damage(path, record):
                 raise UploadError(f"{path}: {damage} after the copy; the pointer was not moved")
             self._pause()
-            self._move(version, with_version(self.history(), version))
+            self._move_pointer(version, with_version(self.history(), version))
         except OSError as error:
             # shutil.copytree raises one error with (source, copy, reason) of each file; the error itself has no reason.
             reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
@@ -113,16 +113,16 @@ class FileTarget:
         return str(path)
 
     def _record(self, folder: Path, remedy: str) -> dict[str, Any]:
-        record = read_json(folder / RECORD)
-        if record is None or not is_record(record):
-            raise DamagedRecord(f"{folder / RECORD} is missing or damaged; {remedy}")
+        record = read_json(folder / RECORD_FILE)
+        if record is None or not is_publication_record(record):
+            raise DamagedRecord(f"{folder / RECORD_FILE} is missing or damaged; {remedy}")
         checked: dict[str, Any] = record
         return checked
 
-    def _damage(self, path: Path, record: dict[str, Any]) -> str:
+    def _find_damage(self, path: Path, record: dict[str, Any]) -> str:
         """Return a message about the first missing or altered file of a stored version; empty if every file has the
         digest in `record`."""
-        if read_json(path / RECORD) is None:
+        if read_json(path / RECORD_FILE) is None:
             return "no record"
         files = {str(file.relative_to(path)): file for file in files_below(path)}
         for name, digest in record["files"].items():
@@ -130,10 +130,10 @@ class FileTarget:
                 return f"{name} is missing or altered"
         return ""
 
-    def _move(self, version: str, history: list[str]) -> None:
+    def _move_pointer(self, version: str, history: list[str]) -> None:
         link = self.folder / f".latest.{os.getpid()}.tmp"
         link.unlink(missing_ok=True)
         link.symlink_to(version)
         os.replace(link, self.folder / "latest")
-        write_json(self.folder / HISTORY, history)
+        write_json(self.folder / HISTORY_FILE, history)
         sync_folder(self.folder)

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
-from cosmos_core.run.hub import within
-from cosmos_core.upload.base import RECORD, is_record
+from cosmos_core.run.hub import call_with_timeout
+from cosmos_core.upload.base import RECORD_FILE, is_publication_record
 from cosmos_core.upload.card import with_metrics
 
 _ATTEMPTS = 5
 _MAX_WAIT_SECONDS = 300.0
 _SLICE_SECONDS = 0.5
 _CHECK_SECONDS = 8.0
-_REFUSED = {401, 403}
-_PASSES = {408, 409, 412, 429, 500, 502, 503, 504}
-_KEPT = {".gitattributes"}
+_ACCESS_STATUSES = {401, 403}
+_TRANSIENT_STATUSES = {408, 409, 412, 429, 500, 502, 503, 504}
+_KEPT_FILES = {".gitattributes"}
 _CARD = "README.md"
 
 
@@ -49,7 +49,7 @@ class HubTarget:
             ConfigError, UploadError: the Hub refuses the token, or cannot be reached.
         """
         with self._translate_errors():
-            within(_CHECK_SECONDS, lambda: self._retry(self.api.whoami, _CHECK_SECONDS / 2))
+            call_with_timeout(_CHECK_SECONDS, lambda: self._retry(self.api.whoami, _CHECK_SECONDS / 2))
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
         """Set the function `pause`, which is called between attempts and before the commit. The target keeps no journal
@@ -101,7 +101,7 @@ class HubTarget:
         with self._translate_errors():
             current = self._retry(lambda: self._record(branch)) or {}
             revisions = (version, branch) if current.get("version", version) == version else (version,)
-            damages = [self._retry(partial(self._damage, folder, record, revision)) for revision in revisions]
+            damages = [self._retry(partial(self._find_damage, folder, record, revision)) for revision in revisions]
         return next(filter(None, damages), "")
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
@@ -118,7 +118,7 @@ class HubTarget:
                 self._retry(lambda: self.api.create_branch(self.repository, branch=branch, exist_ok=True))
             # A commit may have succeeded although its response was lost, so `_commit` first compares the stored files.
             self._retry(lambda: self._commit(folder, version, record, branch))
-            if damage := self._retry(lambda: self._damage(folder, record, branch)):
+            if damage := self._retry(lambda: self._find_damage(folder, record, branch)):
                 raise UploadError(f"hub://{self.repository}: {damage} after the commit")
             self._retry(lambda: self.api.create_tag(self.repository, tag=version, revision=branch, exist_ok=True))
         return self.where(version)
@@ -131,7 +131,7 @@ class HubTarget:
         except DamagedRecord:
             stored = {}  # the commit replaces the damaged record
         is_sent = stored.get("version") == version and stored["files"] == record["files"]
-        if is_sent and not self._damage(folder, record, branch):
+        if is_sent and not self._find_damage(folder, record, branch):
             return
         head = self.api.repo_info(self.repository, revision=branch)
         operations: list[Any] = [
@@ -140,15 +140,15 @@ class HubTarget:
         self.api.preupload_lfs_files(self.repository, operations, revision=branch)
         self._pause()  # check for a stop request before the commit, which publishes the uploaded files
         operations.append(CommitOperationAdd(_CARD, with_metrics(folder / _CARD, record).encode()))
-        operations.append(CommitOperationAdd(RECORD, json.dumps(record, indent=1).encode()))
-        paths = {operation.path_in_repo for operation in operations} | _KEPT
+        operations.append(CommitOperationAdd(RECORD_FILE, json.dumps(record, indent=1).encode()))
+        paths = {operation.path_in_repo for operation in operations} | _KEPT_FILES
         stale_files = [file.rfilename for file in head.siblings or () if file.rfilename not in paths]
         operations += [CommitOperationDelete(name) for name in stale_files]
         self.api.create_commit(
             self.repository, operations, commit_message=f"Publish {version}", revision=branch, parent_commit=head.sha
         )
 
-    def _damage(self, folder: Path, record: dict[str, Any], revision: str) -> str:
+    def _find_damage(self, folder: Path, record: dict[str, Any], revision: str) -> str:
         """Return a message about the first file whose digest on the Hub differs: the SHA-256 of a large file, the git
         object id of a small file. Empty if there is none."""
         from huggingface_hub.errors import RevisionNotFoundError
@@ -162,10 +162,10 @@ class HubTarget:
             if name == _CARD:
                 continue
             file = files.get(name)
-            is_same = file is not None and (
+            has_same_content = file is not None and (
                 file.lfs.sha256 == sha256 if file.lfs else file.blob_id == _git_object(folder / name)
             )
-            if not is_same:
+            if not has_same_content:
                 return f"{name} is missing or altered"
         return ""
 
@@ -173,7 +173,7 @@ class HubTarget:
         from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-        url = f"{self.api.endpoint}/{self.repository}/resolve/{revision}/{RECORD}"
+        url = f"{self.api.endpoint}/{self.repository}/resolve/{revision}/{RECORD_FILE}"
         try:
             response = get_session().get(url, headers=build_hf_headers(token=self.api.token), follow_redirects=True)
             hf_raise_for_status(response)
@@ -183,38 +183,38 @@ class HubTarget:
             record = response.json()
         except ValueError:
             record = None
-        if not is_record(record):
-            raise DamagedRecord(f"hub://{self.repository}: {RECORD} is damaged; publish again, or remove it there")
+        if not is_publication_record(record):
+            raise DamagedRecord(f"hub://{self.repository}: {RECORD_FILE} is damaged; publish again, or remove it there")
         return dict(record)
 
-    def _retry(self, call: Callable[[], Any], most_seconds: float = math.inf) -> Any:
+    def _retry(self, call: Callable[[], Any], max_seconds: float = math.inf) -> Any:
         """Call a function until it succeeds, at most five times; no attempt starts more than `most_seconds` after the
         first one. Between attempts, wait as long as a busy Hub requests."""
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-        began = time.monotonic()
+        start_time = time.monotonic()
         for attempt in range(_ATTEMPTS):
             self._pause()
-            wait = self._wait_seconds * 2.0**attempt
-            is_last = attempt == _ATTEMPTS - 1 or time.monotonic() + wait - began > most_seconds
+            wait_seconds = self._wait_seconds * 2.0**attempt
+            is_last_attempt = attempt == _ATTEMPTS - 1 or time.monotonic() + wait_seconds - start_time > max_seconds
             try:
                 return call()
             except HfHubHTTPError as error:
-                if is_last or _status(error) not in _PASSES:
+                if is_last_attempt or _status(error) not in _TRANSIENT_STATUSES:
                     raise
                 retry_after = error.response.headers.get("Retry-After", "")
-                wait = float(retry_after) if retry_after.isdigit() else wait
+                wait_seconds = float(retry_after) if retry_after.isdigit() else wait_seconds
             except (HTTPError, ConnectionError):
-                if is_last:
+                if is_last_attempt:
                     raise
-            self._sleep(min(wait, _MAX_WAIT_SECONDS))
+            self._sleep(min(wait_seconds, _MAX_WAIT_SECONDS))
         raise AssertionError("the last attempt returns or raises")
 
     def _sleep(self, seconds: float) -> None:
         """Wait in short intervals and call `pause` in each: a run that is to stop must not wait as long as a busy Hub
         may request."""
-        until = time.monotonic() + seconds
-        while (seconds_left := until - time.monotonic()) > 0:
+        deadline = time.monotonic() + seconds
+        while (seconds_left := deadline - time.monotonic()) > 0:
             self._pause()
             time.sleep(min(seconds_left, _SLICE_SECONDS))
 
@@ -229,7 +229,7 @@ class HubTarget:
         except HFValidationError as error:
             raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
         except HfHubHTTPError as error:
-            if _status(error) in _REFUSED:
+            if _status(error) in _ACCESS_STATUSES:
                 raise ConfigError(
                     f"{where}: {hub} refuses the token ({_status(error)}); set HF_TOKEN to one that may write there"
                 ) from error

@@ -18,12 +18,12 @@ from cosmos_core.upload.bundle import exchange_document, read_document
 logger = logging.getLogger(__name__)
 
 RENEW_SECONDS = 10.0
-LAPSED_SECONDS = 60.0
+EXPIRY_SECONDS = 60.0
 _POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Holder:
+class LeaseHolder:
     """Process that holds a lease, with its machine."""
 
     machine: str
@@ -38,35 +38,37 @@ class Holder:
 class Lease:
     """Exclusive right of a process to make one result, stored as a document in a bucket."""
 
-    def __init__(self, bucket: Bucket, key: str, holder: Holder, is_gone: Callable[[Holder], bool]) -> None:
+    def __init__(self, bucket: Bucket, key: str, holder: LeaseHolder, has_died: Callable[[LeaseHolder], bool]) -> None:
         """Create the lease at `key` without acquiring it. `is_gone` returns True if a holder is known to have ended."""
         self._bucket, self._key = bucket, key
-        self._holder, self._is_gone = holder, is_gone
+        self._holder, self._has_died = holder, has_died
         self._etag = ""
         self.is_lost = False
         """True if another machine is known to have taken over the lease."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def acquire(self, while_waiting: Callable[[Holder], None]) -> bool:
+    def acquire(self, report_waiting: Callable[[LeaseHolder], None]) -> bool:
         """Wait for the lease and acquire it; return True if another process held it before. `while_waiting` is called
         with the current holder between attempts, and may raise an error to give up.
 
         Raises:
             ConfigError, UploadError: the store refuses a request or cannot be reached.
         """
-        last_etag, since, has_waited = "", time.monotonic(), False
+        last_etag, unchanged_since, has_waited = "", time.monotonic(), False
         with translate_errors(self._url):
             while True:
                 holder, etag = self._read()
                 if etag != last_etag:
-                    last_etag, since = etag, time.monotonic()
-                is_free = holder is None or self._is_gone(holder) or time.monotonic() - since > LAPSED_SECONDS
+                    last_etag, unchanged_since = etag, time.monotonic()
+                is_free = (
+                    holder is None or self._has_died(holder) or time.monotonic() - unchanged_since > EXPIRY_SECONDS
+                )
                 if is_free and self._put(etag):
                     break
                 has_waited = True
                 if holder is not None:
-                    while_waiting(holder)
+                    report_waiting(holder)
                 time.sleep(_POLL_SECONDS)
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
@@ -80,7 +82,7 @@ class Lease:
             ConfigError, UploadError: the store refuses a request or cannot be reached.
         """
         with translate_errors(self._url):
-            self.is_lost = self.is_lost or not self._is_ours(self._read()[0])
+            self.is_lost = self.is_lost or not self._is_own_lease(self._read()[0])
         if self.is_lost:
             raise StageFailed(self.loss)
 
@@ -98,19 +100,19 @@ class Lease:
             self._thread.join()
         try:
             with translate_errors(self._url):
-                if self._is_ours(self._read()[0]):
+                if self._is_own_lease(self._read()[0]):
                     self._bucket.remove(self._key)
         except Exception as error:  # noqa: BLE001 - a lease that is not released expires by itself
-            logger.warning("a lease was not given back, it lapses within %.0f s: %s", LAPSED_SECONDS, error)
+            logger.warning("a lease was not given back, it lapses within %.0f s: %s", EXPIRY_SECONDS, error)
 
     @property
     def _url(self) -> str:
         return f"{SCHEME}{self._bucket.name}/{self._key}"
 
-    def _read(self) -> tuple[Holder | None, str]:
+    def _read(self) -> tuple[LeaseHolder | None, str]:
         value, etag = read_document(self._bucket, self._key)
         try:
-            return (Holder(**value) if value is not None else None), etag
+            return (LeaseHolder(**value) if value is not None else None), etag
         except TypeError:  # the lease was written by another version of this package
             return None, etag
 
@@ -122,15 +124,15 @@ class Lease:
             return True
         # If the response to a successful request was lost, its retry is refused although this process holds the lease.
         holder, self._etag = self._read()
-        return self._is_ours(holder)
+        return self._is_own_lease(holder)
 
-    def _is_ours(self, found: Holder | None) -> bool:
-        return found is not None and found.token == self._holder.token
+    def _is_own_lease(self, holder: LeaseHolder | None) -> bool:
+        return holder is not None and holder.token == self._holder.token
 
     def _renew(self) -> None:
         while not self._stop.wait(RENEW_SECONDS):
             holder = self._holder
-            self._holder = Holder(holder.machine, holder.pid, holder.started, holder.token, holder.beats + 1)
+            self._holder = LeaseHolder(holder.machine, holder.pid, holder.started, holder.token, holder.beats + 1)
             try:
                 if not self._put(self._etag):
                     self.is_lost = True

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
-from cosmos_core.run.hub import within
-from cosmos_core.run.mlflow import KEY, keyed_run, metric_name, open_client
-from cosmos_core.upload.base import RECORD, is_record, with_version
+from cosmos_core.run.hub import call_with_timeout
+from cosmos_core.run.mlflow import RUN_KEY_TAG, keyed_run, metric_name, open_client
+from cosmos_core.upload.base import RECORD_FILE, is_publication_record, with_version
 
-ALIAS = "published"
+PUBLISHED_ALIAS = "published"
 VERSION = "cosmos.version"
-_HISTORY = "cosmos.history"
+_HISTORY_TAG = "cosmos.history"
 _CHECK_SECONDS = 8.0
 
 
@@ -50,7 +50,7 @@ class MlflowTarget:
             UploadError: the server cannot be reached, or refuses the account.
         """
         with self._translate_errors():
-            within(_CHECK_SECONDS, self._model)
+            call_with_timeout(_CHECK_SECONDS, self._model)
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
         """Set the function `pause`, which is called before each file and before the version is created. The target
@@ -65,7 +65,7 @@ class MlflowTarget:
             UploadError: the server cannot be reached.
         """
         with self._translate_errors():
-            current = self._current()
+            current = self._current_version()
         return None if current is None else self.record_of(current.tags.get(VERSION, ""))
 
     def record_of(self, version: str) -> dict[str, Any]:
@@ -78,14 +78,16 @@ class MlflowTarget:
             model_version = self._version(version)
             record = _read_record(model_version.source) if model_version else None
         if record is None:
-            raise DamagedRecord(f"mlflow://{self.name}: {RECORD} of {version} is missing or damaged; publish again")
+            raise DamagedRecord(
+                f"mlflow://{self.name}: {RECORD_FILE} of {version} is missing or damaged; publish again"
+            )
         return record
 
     def history(self) -> list[str]:
         """Return the versions to which the alias `published` has pointed, the current version last."""
         with self._translate_errors():
-            current, model = self._current(), self._model()
-            names = json.loads(model.tags.get(_HISTORY, "[]")) if model else []
+            current, model = self._current_version(), self._model()
+            names = json.loads(model.tags.get(_HISTORY_TAG, "[]")) if model else []
         return with_version(names, current.tags.get(VERSION, "")) if current else []
 
     def versions(self) -> list[str]:
@@ -104,7 +106,11 @@ class MlflowTarget:
         digest there; empty if there is none."""
         with self._translate_errors():
             model_version = self._version(version)
-            return self._damage(model_version, folder, record) if model_version else f"the version {version} is missing"
+            return (
+                self._find_damage(model_version, folder, record)
+                if model_version
+                else f"the version {version} is missing"
+            )
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
         """Move the alias `published` to `version` and save `history` (None: append the version to the saved history).
@@ -115,7 +121,7 @@ class MlflowTarget:
         with self._translate_errors():
             if not (model_version := self._version(version)):
                 raise UploadError(f"mlflow://{self.name} has no version {version!r}; the alias was not moved")
-            self._point(model_version, with_version(self.history(), version) if history is None else history)
+            self._move_alias(model_version, with_version(self.history(), version) if history is None else history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Send missing files, create the version unless it exists, and move the alias; return the version's address.
@@ -127,35 +133,35 @@ class MlflowTarget:
             lineage = {f"cosmos.input.{name}": digest for name, digest in record.get("inputs", {}).items()}
             lineage |= {"cosmos.run": str(record.get("run_id", "")), "cosmos.stage": str(record.get("stage", ""))}
             # A forced rerun of the stage may have made other weights: the digest in the key makes them another version.
-            tags = lineage | {VERSION: version, KEY: f"{version}-{_folder_of(record)}"}
-            run = keyed_run(self.client, self.name, tags[KEY], version, lineage)
+            tags = lineage | {VERSION: version, RUN_KEY_TAG: f"{version}-{_folder_of(record)}"}
+            run = keyed_run(self.client, self.name, tags[RUN_KEY_TAG], version, lineage)
             self._send(run, folder, record)
             self._pause()
             if self._model() is None:
                 self.client.create_registered_model(self.name)
-            if not self._find(KEY, tags[KEY]):
+            if not self._find(RUN_KEY_TAG, tags[RUN_KEY_TAG]):
                 source = f"{run.info.artifact_uri}/{_folder_of(record)}"
                 self.client.create_model_version(self.name, source, run_id=run.info.run_id, tags=tags)
-            model_version, *duplicates = self._find(KEY, tags[KEY])
+            model_version, *duplicates = self._find(RUN_KEY_TAG, tags[RUN_KEY_TAG])
             for duplicate in duplicates:  # the client repeats a request whose response was lost
                 self.client.delete_model_version(self.name, duplicate.version)
-            if damage := self._damage(model_version, folder, record):
+            if damage := self._find_damage(model_version, folder, record):
                 raise UploadError(f"mlflow://{self.name}: {damage} after the upload; the alias was not moved")
-            self._point(model_version, with_version(self.history(), version))
+            self._move_alias(model_version, with_version(self.history(), version))
         return f"mlflow://{self.name}@{model_version.version}"
 
     def _send(self, run: Any, folder: Path, record: dict[str, Any]) -> None:
         """Send the files that an MLflow run lacks, then the record, then the metrics."""
         from mlflow.entities import Metric
 
-        run_id, below = run.info.run_id, _folder_of(record)
+        run_id, artifact_folder = run.info.run_id, _folder_of(record)
         sizes = self._sizes(run_id)
         for name in record["files"]:
             self._pause()
-            if sizes.get(f"{below}/{name}") != (folder / name).stat().st_size:
-                self.client.log_artifact(run_id, str(folder / name), str(Path(below, name).parent))
-        if _read_record(f"{run.info.artifact_uri}/{below}") != record:
-            self.client.log_dict(run_id, record, f"{below}/{RECORD}")
+            if sizes.get(f"{artifact_folder}/{name}") != (folder / name).stat().st_size:
+                self.client.log_artifact(run_id, str(folder / name), str(Path(artifact_folder, name).parent))
+        if _read_record(f"{run.info.artifact_uri}/{artifact_folder}") != record:
+            self.client.log_dict(run_id, record, f"{artifact_folder}/{RECORD_FILE}")
         logged, start_time = run.data.metrics, run.info.start_time
         metrics = {metric_name(name): value for name, value in record["metrics"].items()}
         new_metrics = [Metric(name, value, start_time, 0) for name, value in metrics.items() if name not in logged]
@@ -163,17 +169,17 @@ class MlflowTarget:
             self.client.log_batch(run_id, metrics=new_metrics)
         self.client.set_terminated(run_id)
 
-    def _damage(self, found: Any, folder: Path, record: dict[str, Any]) -> str:
-        stored, sizes = _read_record(found.source) or {"files": {}}, self._sizes(found.run_id)
+    def _find_damage(self, version: Any, folder: Path, record: dict[str, Any]) -> str:
+        stored, sizes = _read_record(version.source) or {"files": {}}, self._sizes(version.run_id)
         for name, digest in record["files"].items():
             size = sizes.get(f"{_folder_of(stored)}/{name}")
             if stored["files"].get(name) != digest or size != (folder / name).stat().st_size:
                 return f"{name} is missing or altered"
         return ""
 
-    def _point(self, found: Any, history: list[str]) -> None:
-        self.client.set_registered_model_alias(self.name, ALIAS, found.version)
-        self.client.set_registered_model_tag(self.name, _HISTORY, json.dumps(history))
+    def _move_alias(self, version: Any, history: list[str]) -> None:
+        self.client.set_registered_model_alias(self.name, PUBLISHED_ALIAS, version.version)
+        self.client.set_registered_model_tag(self.name, _HISTORY_TAG, json.dumps(history))
 
     def _sizes(self, run_id: str, path: str | None = None) -> dict[str, int]:
         """Return the size of each artifact of a run, by path."""
@@ -195,16 +201,16 @@ class MlflowTarget:
             token = page.token or ""
         return sorted(versions, key=lambda each: int(each.version))
 
-    def _current(self) -> Any:
+    def _current_version(self) -> Any:
         """Return the version of the model that has the alias `published`; None if there is none."""
         model = self._model()
-        number = model.aliases.get(ALIAS) if model else None
+        number = model.aliases.get(PUBLISHED_ALIAS) if model else None
         return next((each for each in self._find() if str(each.version) == str(number)), None)
 
     def _version(self, version: str) -> Any:
         """Return the version of the model that was published as `version`; None if there is none. Of several, return
         the one with the alias, or else the newest."""
-        current = self._current()
+        current = self._current_version()
         if current is not None and current.tags.get(VERSION) == version:
             return current
         return next(reversed(self._find(VERSION, version)), None)
@@ -232,7 +238,7 @@ def _read_record(source: str) -> dict[str, Any] | None:
     from mlflow.exceptions import MlflowException
 
     try:
-        record = load_dict(f"{source}/{RECORD}")
+        record = load_dict(f"{source}/{RECORD_FILE}")
     except (MlflowException, OSError):
         return None
-    return dict(record) if is_record(record) else None
+    return dict(record) if is_publication_record(record) else None

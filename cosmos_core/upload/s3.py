@@ -11,11 +11,11 @@ from typing import Any
 
 from cosmos_core.errors import DamagedRecord, UploadError
 from cosmos_core.run.bucket import SCHEME, Bucket, split_url, translate_errors
-from cosmos_core.upload.base import JOURNAL, RECORD, is_record, with_version
+from cosmos_core.upload.base import JOURNAL, RECORD_FILE, is_publication_record, with_version
 from cosmos_core.upload.transfer import Journal, Transfer
 
-POINTER = "latest.json"
-_STAYS = "the pointer was not moved"
+POINTER_FILE = "latest.json"
+_POINTER_UNCHANGED = "the pointer was not moved"
 
 
 class S3Target:
@@ -54,9 +54,9 @@ class S3Target:
         Raises:
             DamagedRecord: the record is missing or damaged.
         """
-        record = self._read(f"{version}/{RECORD}")
-        if record is None or not is_record(record):
-            raise DamagedRecord(f"{self.where(version)}/{RECORD} is missing or damaged; publish again")
+        record = self._read(f"{version}/{RECORD_FILE}")
+        if record is None or not is_publication_record(record):
+            raise DamagedRecord(f"{self.where(version)}/{RECORD_FILE} is missing or damaged; publish again")
         return record
 
     def history(self) -> list[str]:
@@ -65,20 +65,22 @@ class S3Target:
         Raises:
             DamagedRecord: `latest.json` cannot be read.
         """
-        pointer = self._read(POINTER)
+        pointer = self._read(POINTER_FILE)
         if pointer is None:
             return []
         versions = pointer.get("history") if isinstance(pointer, dict) else None
         if not isinstance(versions, list) or not all(isinstance(each, str) for each in versions) or not versions:
-            raise DamagedRecord(f"{self.where(POINTER)} is damaged; publish again, or remove it")
+            raise DamagedRecord(f"{self.where(POINTER_FILE)} is damaged; publish again, or remove it")
         return list(versions)
 
     def versions(self) -> list[str]:
         """Return all stored versions in the order in which they were published."""
-        head, tail = self._key(""), f"/{RECORD}"
+        head, record_suffix = self._key(""), f"/{RECORD_FILE}"
         with translate_errors(self.where("")):
-            records = [(each.modified, each.key) for each in self.bucket.objects(head) if each.key.endswith(tail)]
-        names = [key.removeprefix(head).removesuffix(tail) for _, key in sorted(records)]
+            records = [
+                (each.modified, each.key) for each in self.bucket.list_objects(head) if each.key.endswith(record_suffix)
+            ]
+        names = [key.removeprefix(head).removesuffix(record_suffix) for _, key in sorted(records)]
         return [name for name in names if "/" not in name]  # a name with "/" is below the prefix of another target
 
     def where(self, version: str) -> str:
@@ -103,13 +105,13 @@ class S3Target:
             UploadError: the store cannot be reached, or a stored file differs from its source.
             ConfigError: the store refuses the credentials.
         """
-        with translate_errors(self.where(version), note=_STAYS):
+        with translate_errors(self.where(version), note=_POINTER_UNCHANGED):
             files = {self._key(f"{version}/{name}"): (folder / name, sha) for name, sha in record["files"].items()}
-            keys = {*files, self._key(f"{version}/{RECORD}")}
+            keys = {*files, self._key(f"{version}/{RECORD_FILE}")}
             self.transfer.send(files)
-            for extra in {each.key for each in self.bucket.objects(self._key(f"{version}/"))} - keys:
+            for extra in {each.key for each in self.bucket.list_objects(self._key(f"{version}/"))} - keys:
                 self.bucket.client.delete_object(Bucket=self.bucket.name, Key=extra)
-            self.bucket.write(self._key(f"{version}/{RECORD}"), _json(record))
+            self.bucket.write(self._key(f"{version}/{RECORD_FILE}"), _json(record))
         self.transfer.pause()
         self.point_to(version)
         return self.where(version)
@@ -120,15 +122,15 @@ class S3Target:
         Raises:
             UploadError: a file of the version is missing.
         """
-        with translate_errors(self.where(version), note=_STAYS):
+        with translate_errors(self.where(version), note=_POINTER_UNCHANGED):
             record = self.record_of(version)
             for name in record["files"]:
                 if self.bucket.head(self._key(f"{version}/{name}")) is None:
-                    raise UploadError(f"{self.where(version)}/{name} is gone; {_STAYS}")
-            names = with_version(self._history_or_none(), version) if history is None else history
-            self.bucket.write(self._key(POINTER), _json({"version": version, "history": names}))
+                    raise UploadError(f"{self.where(version)}/{name} is gone; {_POINTER_UNCHANGED}")
+            names = with_version(self._read_history(), version) if history is None else history
+            self.bucket.write(self._key(POINTER_FILE), _json({"version": version, "history": names}))
 
-    def _history_or_none(self) -> list[str]:
+    def _read_history(self) -> list[str]:
         """Return the history in `latest.json`; an empty list if the file is damaged, so that it can be replaced."""
         try:
             return self.history()

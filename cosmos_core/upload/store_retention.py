@@ -15,10 +15,10 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.run.bucket import SCHEME, Bucket, Object, split_url, translate_errors
 from cosmos_core.run.manifest import RESULT
 from cosmos_core.upload.bundle import read_document
-from cosmos_core.upload.lease import LAPSED_SECONDS
+from cosmos_core.upload.lease import EXPIRY_SECONDS
 
 _LEASE = "lease.json"
-DAY = 24 * 3600.0
+SECONDS_PER_DAY = 24 * 3600.0
 
 
 @dataclass
@@ -30,7 +30,7 @@ class StoredFolder:
     pipeline: str = ""
     age_seconds: float = 0.0
     """Number of seconds since the newest object of the folder was written."""
-    kept_because: str = ""
+    reason_to_keep: str = ""
     """Reason to keep the folder; an empty string if the folder can be removed."""
 
     @property
@@ -43,7 +43,9 @@ class Retention:
     """Selection of the runs and results of an artifact store that can be removed, from the state of the store at
     construction."""
 
-    def __init__(self, url: str, *, keep: int, older_than_seconds: float, least_seconds: float = DAY) -> None:
+    def __init__(
+        self, url: str, *, num_kept: int, older_than_seconds: float, min_seconds: float = SECONDS_PER_DAY
+    ) -> None:
         """Keep the newest `keep` runs of each pipeline, and everything written in the last `older_than_seconds` or
         `least_seconds`: a pipeline may wait between two stages, and contents are stored before their result.
 
@@ -52,53 +54,60 @@ class Retention:
             UploadError: the store cannot be reached.
         """
         name, self._prefix = split_url(url)
-        self._bucket, self._youngest = Bucket(name), max(older_than_seconds, least_seconds)
+        self._bucket, self._max_age_seconds = Bucket(name), max(older_than_seconds, min_seconds)
         self.url = f"{SCHEME}{name}/{self._prefix}".rstrip("/")
         with translate_errors(self.url):
             self._now = self._bucket.clock()
-            self._refuse_while_made()
+            self._refuse_during_lease()
             self.runs = self._folders("runs")
             for run in self.runs:
                 run.pipeline = self._pipeline_of(run.name)
-            self._judge(keep)
-            self._made = self._folders("made")
-            of_runs = {each for run in self.runs if run.kept_because for each in self._results(run, "fingerprint")}
-            for result in self._made:
-                if result.name in of_runs or result.age_seconds < self._youngest:
-                    result.kept_because = "a run that stays has it, or it is not old enough"
-            folders = [*self.runs, *self._made]
-            unnamed = self._unreferenced([folder for folder in folders if folder.kept_because])
-            self.size = sum(each.size for each in folders if not each.kept_because) + sum(each.size for each in unnamed)
+            self._judge(num_kept)
+            self._made_results = self._folders("made")
+            needed_results = {
+                each for run in self.runs if run.reason_to_keep for each in self._results(run, "fingerprint")
+            }
+            for result in self._made_results:
+                if result.name in needed_results or result.age_seconds < self._max_age_seconds:
+                    result.reason_to_keep = "a run that stays has it, or it is not old enough"
+            folders = [*self.runs, *self._made_results]
+            unnamed_contents = self._unreferenced_contents([folder for folder in folders if folder.reason_to_keep])
+            self.size = sum(each.size for each in folders if not each.reason_to_keep) + sum(
+                each.size for each in unnamed_contents
+            )
             """Number of bytes that `remove` would free."""
 
     def remove(self) -> tuple[int, int]:
         """Remove all that can be removed; return the number of removed runs and the number of freed bytes."""
-        freed = 0
+        freed_bytes = 0
         with translate_errors(self.url):
-            removable = [run for run in self.runs if not run.kept_because]
-            for folder in [*removable, *(each for each in self._made if not each.kept_because)]:
-                heads = {f"{self._key('runs')}/{folder.name}/run.json", f"{self._key('made')}/{folder.name}/{RESULT}"}
+            removable = [run for run in self.runs if not run.reason_to_keep]
+            for folder in [*removable, *(each for each in self._made_results if not each.reason_to_keep)]:
+                final_objects = {
+                    f"{self._key('runs')}/{folder.name}/run.json",
+                    f"{self._key('made')}/{folder.name}/{RESULT}",
+                }
                 # A document is removed before the objects that it names: no remaining document names a missing object.
-                for each in sorted(folder.objects, key=lambda each: each.key not in heads):
+                for each in sorted(folder.objects, key=lambda each: each.key not in final_objects):
                     self._bucket.remove(each.key)
-                freed += folder.size
-            self._refuse_while_made()
-            for each in self._unreferenced([*self._folders("runs"), *self._folders("made")]):
+                freed_bytes += folder.size
+            self._refuse_during_lease()
+            for each in self._unreferenced_contents([*self._folders("runs"), *self._folders("made")]):
                 self._bucket.remove(each.key)
-                freed += each.size
-        return len(removable), freed
+                freed_bytes += each.size
+        return len(removable), freed_bytes
 
-    def _refuse_while_made(self) -> None:
+    def _refuse_during_lease(self) -> None:
         now = self._bucket.clock()
-        for each in self._bucket.objects(f"{self._key('made')}/"):
-            if each.key.endswith(f"/{_LEASE}") and now - each.modified < LAPSED_SECONDS:
+        for each in self._bucket.list_objects(f"{self._key('made')}/"):
+            if each.key.endswith(f"/{_LEASE}") and now - each.modified < EXPIRY_SECONDS:
                 lease, _ = read_document(self._bucket, each.key)
                 machine = f" on {lease.get('machine')}" if lease else ""
                 raise ConfigError(f"{self.url}: a stage is made now{machine}; clean when no pipeline uses the store")
 
     def _folders(self, kind: str) -> list[StoredFolder]:
         head, groups = f"{self._key(kind)}/", defaultdict[str, list[Object]](list)
-        for each in self._bucket.objects(head):
+        for each in self._bucket.list_objects(head):
             groups[each.key.removeprefix(head).partition("/")[0]].append(each)
         ages = {name: max(0.0, self._now - max(each.modified for each in objects)) for name, objects in groups.items()}
         return [StoredFolder(name, objects, age_seconds=ages[name]) for name, objects in groups.items()]
@@ -110,26 +119,26 @@ class Retention:
         except (KeyError, TypeError, ValueError):
             return ""
 
-    def _judge(self, keep: int) -> None:
-        of_pipeline = defaultdict[str, list[StoredFolder]](list)
+    def _judge(self, num_kept: int) -> None:
+        runs_by_pipeline = defaultdict[str, list[StoredFolder]](list)
         for run in sorted(self.runs, key=lambda run: run.age_seconds):
-            of_pipeline[run.pipeline].append(run)
-        for newest in of_pipeline.values():
-            for run in newest[:keep]:
-                run.kept_because = f"one of the newest {keep} of its pipeline"
+            runs_by_pipeline[run.pipeline].append(run)
+        for newest in runs_by_pipeline.values():
+            for run in newest[:num_kept]:
+                run.reason_to_keep = f"one of the newest {num_kept} of its pipeline"
         for run in self.runs:
-            if not run.kept_because and run.age_seconds < self._youngest:
-                run.kept_because = "not old enough"
+            if not run.reason_to_keep and run.age_seconds < self._max_age_seconds:
+                run.reason_to_keep = "not old enough"
 
-    def _unreferenced(self, staying: list[StoredFolder]) -> list[Object]:
+    def _unreferenced_contents(self, kept_folders: list[StoredFolder]) -> list[Object]:
         """Return the old contents that no result in the folders `staying` names."""
         referenced = {
-            each["sha256"] for folder in staying for files in self._results(folder, "outputs") for each in files
+            each["sha256"] for folder in kept_folders for files in self._results(folder, "outputs") for each in files
         }
         return [
             each
-            for each in self._bucket.objects(f"{self._key('objects')}/")
-            if each.key.rpartition("/")[2] not in referenced and self._now - each.modified >= self._youngest
+            for each in self._bucket.list_objects(f"{self._key('objects')}/")
+            if each.key.rpartition("/")[2] not in referenced and self._now - each.modified >= self._max_age_seconds
         ]
 
     def _results(self, folder: StoredFolder, field: str) -> Iterator[Any]:

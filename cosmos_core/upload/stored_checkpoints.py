@@ -7,7 +7,7 @@ from pathlib import Path
 from cosmos_core.errors import UploadError
 from cosmos_core.run.bucket import SCHEME, Bucket, translate_errors
 from cosmos_core.run.files import read_object, step_of
-from cosmos_core.upload.bundle import Bundle, Contents, Entry, bundle_of, read_document, write_document
+from cosmos_core.upload.bundle import Bundle, ContentStore, Entry, bundle_of, read_document, write_document
 from cosmos_core.upload.checkpoint_upload import FOLDER, MANIFEST, linked, saved_manifests
 
 logger = logging.getLogger(__name__)
@@ -23,8 +23,8 @@ class StoredCheckpoints:
 
     def __init__(self, bucket: Bucket, prefix: str, stage_path: Path) -> None:
         self._bucket, self._prefix, self._stage_path = bucket, prefix, stage_path
-        self._there: set[str] | None = None
-        self._damaged: set[str] = set()
+        self._stored_names: set[str] | None = None
+        self._damaged_names: set[str] = set()
 
     def push(self, pause: Callable[[], None] = lambda: None) -> list[str]:
         """Store every complete checkpoint that is not stored yet, with the metrics of the training; return the names of
@@ -32,23 +32,23 @@ class StoredCheckpoints:
 
         If a checkpoint was sent, older stored checkpoints that the machine has removed are removed from the store.
         """
-        sent = []
+        num_sent = []
         manifests = saved_manifests(self._stage_path)
         for name, manifest in manifests.items():
             with translate_errors(self._url):
-                if self._there is None:
-                    self._there = set(self.names()) - self._damaged
-                if name in self._there:
+                if self._stored_names is None:
+                    self._stored_names = set(self.names()) - self._damaged_names
+                if name in self._stored_names:
                     continue
                 with linked(manifest.parent, self._stage_path / "sending" / name) as folder:
                     if folder is None:
                         continue
                     self._send(name, folder, pause)
-            self._there.add(name)
-            sent.append(name)
-        if sent:
+            self._stored_names.add(name)
+            num_sent.append(name)
+        if num_sent:
             self._remove_others(set(manifests))
-        return sent
+        return num_sent
 
     def pull(self) -> str:
         """Download the newest intact checkpoint if it is newer than all local checkpoints, with the metrics that were
@@ -63,25 +63,27 @@ class StoredCheckpoints:
                         return name
                 except UploadError as error:
                     logger.warning("checkpoint %s is passed over: %s", name, error)
-                    self._damaged.add(name)
+                    self._damaged_names.add(name)
         return ""
 
     def clear(self) -> None:
         """Remove all stored checkpoints of a training that starts again from the beginning."""
         with translate_errors(self._url):
-            for each in list(self._bucket.objects(f"{self._prefix}/")):
+            for each in list(self._bucket.list_objects(f"{self._prefix}/")):
                 self._bucket.remove(each.key)
 
     @property
     def _url(self) -> str:
         return f"{SCHEME}{self._bucket.name}/{self._prefix}"
 
-    def _contents(self, pause: Callable[[], None] = lambda: None) -> Contents:
-        return Contents(self._bucket, f"{self._prefix}/content", pause)
+    def _contents(self, pause: Callable[[], None] = lambda: None) -> ContentStore:
+        return ContentStore(self._bucket, f"{self._prefix}/content", pause)
 
     def names(self) -> list[str]:
         """Return the names of the stored checkpoints, `step_N`."""
-        keys = [each.key.removeprefix(f"{self._prefix}/") for each in self._bucket.objects(f"{self._prefix}/step_")]
+        keys = [
+            each.key.removeprefix(f"{self._prefix}/") for each in self._bucket.list_objects(f"{self._prefix}/step_")
+        ]
         return [key.removesuffix(".json") for key in keys if key.endswith(".json")]
 
     def _send(self, name: str, folder: Path, pause: Callable[[], None]) -> None:
@@ -105,14 +107,14 @@ class StoredCheckpoints:
             self._contents().fetch({self._stage_path / path: files[path] for path in paths})
         return True
 
-    def _remove_others(self, kept: set[str]) -> None:
-        newest = max(map(step_of, kept))
+    def _remove_others(self, kept_names: set[str]) -> None:
+        newest = max(map(step_of, kept_names))
         with translate_errors(self._url):
             names, digests = self.names(), set()
             for name in names:
-                if name not in kept and step_of(name) < newest:
+                if name not in kept_names and step_of(name) < newest:
                     self._bucket.remove(f"{self._prefix}/{name}.json")
                     continue
                 document, _ = read_document(self._bucket, f"{self._prefix}/{name}.json")
                 digests |= {each.sha256 for each in bundle_of(document).files.values()} if document else set()
-            self._contents().keep_only(digests)
+            self._contents().remove_all_except(digests)

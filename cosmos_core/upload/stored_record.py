@@ -9,14 +9,17 @@ from cosmos_core.run.files import write_bytes
 from cosmos_core.run.manifest import RESULT
 from cosmos_core.run.stage import PROFILES
 from cosmos_core.run.state import State
-from cosmos_core.upload.bundle import Bundle, Contents, Entry, bundle_of, read_document, write_document
+from cosmos_core.upload.bundle import Bundle, ContentStore, Entry, bundle_of, read_document, write_document
 
 _EVENTS, _STATE = "events.jsonl", "state.json"
-_SHOWN = ("*.json", "*.jsonl", "visual_output/**/*", f"{PROFILES}/*.operators.json")
-_SHOWN_AT_THE_END = (*_SHOWN, "logs/*.log")  # logs are stored after the attempt, when secrets in them are masked
-_NOT_SHOWN = {RESULT, "pool.json", "stored.jsonl", "saves.jsonl", "upload.jsonl"}
-_MOST_BYTES = {".jsonl": 64 << 20}
-_MOST_OTHERS = 1 << 20
+_PUSHED_PATTERNS = ("*.json", "*.jsonl", "visual_output/**/*", f"{PROFILES}/*.operators.json")
+_FINAL_PATTERNS = (
+    *_PUSHED_PATTERNS,
+    "logs/*.log",
+)  # logs are stored after the attempt, when secrets in them are masked
+_EXCLUDED_FILES = {RESULT, "pool.json", "stored.jsonl", "saves.jsonl", "upload.jsonl"}
+_MAX_BYTES_BY_SUFFIX = {".jsonl": 64 << 20}
+_MAX_FILE_BYTES = 1 << 20
 
 
 class StoredRecord:
@@ -25,28 +28,32 @@ class StoredRecord:
     def __init__(self, bucket: Bucket, prefix: str, stage_path: Path, machine: str) -> None:
         self._bucket, self._prefix = bucket, prefix
         self._stage_path, self._machine = stage_path, machine
-        self._contents = Contents(bucket, f"{prefix}/content")
-        self._known: dict[str, Entry] | None = None
+        self._contents = ContentStore(bucket, f"{prefix}/content")
+        self._known_entries: dict[str, Entry] | None = None
         self._etag = ""
 
-    def push(self, *, is_last: bool = False) -> None:
+    def push(self, *, is_final: bool = False) -> None:
         """Store the files of the stage that have changed; with `is_last`, store the logs as well."""
         with translate_errors(self._url):
-            if self._known is None:
+            if self._known_entries is None:
                 document, _ = read_document(self._bucket, self._index)
-                self._known = dict(bundle_of(document).files) if document else {}
-            files = {} if is_last else {path: each for path, each in self._known.items() if path.startswith("logs/")}
-            for file in _files_to_show(self._stage_path, _SHOWN_AT_THE_END if is_last else _SHOWN):
+                self._known_entries = dict(bundle_of(document).files) if document else {}
+            files = (
+                {}
+                if is_final
+                else {path: each for path, each in self._known_entries.items() if path.startswith("logs/")}
+            )
+            for file in _files_to_push(self._stage_path, _FINAL_PATTERNS if is_final else _PUSHED_PATTERNS):
                 path, data = str(file.relative_to(self._stage_path)), file.read_bytes()
-                previous = self._known.get(path)
+                previous = self._known_entries.get(path)
                 files[path] = previous if previous and previous == Entry.of(data) else self._contents.write(data)
-            if files == self._known:
+            if files == self._known_entries:
                 return
             info = {"machine": self._machine, "path": str(self._stage_path)}
             write_document(self._bucket, self._index, Bundle(files, info).as_json())
-            for entry in set(self._known.values()) - set(files.values()):
+            for entry in set(self._known_entries.values()) - set(files.values()):
                 self._contents.remove(entry)
-            self._known = files
+            self._known_entries = files
 
     def pull(self) -> bool:
         """Download the files that another machine stored last; return True if the stored files have changed. Files that
@@ -58,12 +65,12 @@ class StoredRecord:
             bundle = bundle_of(document)
             if bundle.info == {"machine": self._machine, "path": str(self._stage_path)}:
                 return False
-            local_entries = self._known or {}
+            local_entries = self._known_entries or {}
             for path, entry in bundle.files.items():
                 data = self._contents.read(entry) if local_entries.get(path) != entry else None
                 if data is not None:  # a missing file was replaced during this call; the next call fetches it
                     self._write_here(self._stage_path / path, data)
-            self._known, self._etag = dict(bundle.files), etag
+            self._known_entries, self._etag = dict(bundle.files), etag
         return True
 
     def state(self) -> State | None:
@@ -87,19 +94,19 @@ class StoredRecord:
         if file.name == _STATE and (state := _without_process_ids(data)):
             data = (json.dumps(state.model_dump(), indent=1) + "\n").encode()
         if file.name == _EVENTS:
-            data = _merge_lines(data, file.read_bytes() if file.is_file() else b"")
+            data = _merge_json_lines(data, file.read_bytes() if file.is_file() else b"")
         write_bytes(file, data, durable=False)
 
 
-def _files_to_show(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
+def _files_to_push(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
     files = {file for pattern in patterns for file in stage_path.glob(pattern)}
     return sorted(
         file
         for file in files
-        if file.name not in _NOT_SHOWN
+        if file.name not in _EXCLUDED_FILES
         and not file.name.startswith(".")
         and file.is_file()
-        and file.stat().st_size <= _MOST_BYTES.get(file.suffix, _MOST_OTHERS)
+        and file.stat().st_size <= _MAX_BYTES_BY_SUFFIX.get(file.suffix, _MAX_FILE_BYTES)
     )
 
 
@@ -122,14 +129,14 @@ def _without_process_ids(data: bytes) -> State | None:
     )
 
 
-def _merge_lines(*files: bytes) -> bytes:
+def _merge_json_lines(*files: bytes) -> bytes:
     """Return the distinct JSON lines of several files, sorted by time."""
     lines = {line for data in files for line in data.splitlines() if line.startswith(b"{") and line.endswith(b"}")}
 
-    def moment(line: bytes) -> float:
+    def line_time(line: bytes) -> float:
         try:
             return float(json.loads(line)["time"])
         except (ValueError, TypeError, KeyError):
             return 0.0
 
-    return b"".join(line + b"\n" for line in sorted(lines, key=moment))
+    return b"".join(line + b"\n" for line in sorted(lines, key=line_time))

@@ -19,9 +19,9 @@ from cosmos_core.run.bucket import Bucket, run_threads
 from cosmos_core.run.files import json_objects
 
 PART_BYTES = 16 << 20
-_MOST_PARTS = 9000  # maximum number of parts of an upload; S3 allows 10,000
-_FILES_AT_ONCE = 4
-_PARTS_AT_ONCE = 4
+_MAX_PARTS = 9000  # maximum number of parts of an upload; S3 allows 10,000
+_MAX_PARALLEL_FILES = 4
+_MAX_PARALLEL_PARTS = 4
 _ATTEMPTS = 3  # maximum number of uploads of an object whose digest is wrong
 
 
@@ -42,19 +42,19 @@ class Journal:
         if self.path is None or not self.path.is_file():
             return
         for line in json_objects(self.path.read_text(encoding="utf-8").splitlines()):
-            self._take(line)
+            self._read_journal_line(line)
 
     def note(self, **line: Any) -> None:
         """Append a line to the journal file and sync the file to disk."""
         with self._lock:
-            self._take(line)
+            self._read_journal_line(line)
             if self.path is not None:
                 with open(self.path, "a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
                     file.flush()
                     os.fsync(file.fileno())
 
-    def _take(self, line: dict[str, Any]) -> None:
+    def _read_journal_line(self, line: dict[str, Any]) -> None:
         match line:
             case {"verified": str(key), "sha256": str(digest), "etag": str(etag)}:
                 self.verified[key] = (digest, etag)
@@ -84,7 +84,7 @@ class Transfer:
         Raises:
             UploadError: a stored object has the wrong digest after each attempt, or its file changed meanwhile.
         """
-        run_threads(self._send_one, ((key, *source) for key, source in files.items()), _FILES_AT_ONCE, "upload")
+        run_threads(self._send_one, ((key, *source) for key, source in files.items()), _MAX_PARALLEL_FILES, "upload")
 
     def _send_one(self, key: str, file: Path, sha256: str) -> None:
         self.pause()
@@ -110,18 +110,18 @@ class Transfer:
         from botocore.exceptions import ClientError
 
         size = file.stat().st_size
-        part_bytes = max(self.part_bytes, -(-size // _MOST_PARTS))
+        part_bytes = max(self.part_bytes, -(-size // _MAX_PARTS))
         if size <= part_bytes:
             data = file.read_bytes()
             for _ in range(_ATTEMPTS):
                 response = self.bucket.client.put_object(
                     Bucket=self.bucket.name, Key=key, Body=data, ContentMD5=_md5(data)[1], Metadata={"sha256": sha256}
                 )
-                if _has_arrived(response, data):
+                if _is_upload_confirmed(response, data):
                     return
             return  # the caller verifies the stored object and finds a wrong digest
         try:
-            self._put_in_parts(key, file, size, part_bytes, sha256)
+            self._upload_in_parts(key, file, size, part_bytes, sha256)
         except ClientError as error:
             if error.response["Error"].get("Code") != "NoSuchUpload":
                 raise
@@ -129,12 +129,12 @@ class Transfer:
             # caller verifies the stored object.
         self.journal.note(gone=key)
 
-    def _put_in_parts(self, key: str, file: Path, size: int, part_bytes: int, sha256: str) -> None:
+    def _upload_in_parts(self, key: str, file: Path, size: int, part_bytes: int, sha256: str) -> None:
         upload = self._upload_of(key, sha256)
         parts = range(1, -(-size // part_bytes) + 1)
-        stored = dict(self._parts_there(key, upload))
+        stored = dict(self._uploaded_parts(key, upload))
         calls = ((key, upload, number, (file, (number - 1) * part_bytes, part_bytes), stored) for number in parts)
-        etags = run_threads(self._put_part, calls, _PARTS_AT_ONCE, "part")
+        etags = run_threads(self._upload_part, calls, _MAX_PARALLEL_PARTS, "part")
         completed_parts = [
             {"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(parts, etags, strict=True)
         ]
@@ -154,7 +154,7 @@ class Transfer:
         self.journal.note(upload=upload, key=key)
         return upload
 
-    def _parts_there(self, key: str, upload: str) -> Iterator[tuple[int, str]]:
+    def _uploaded_parts(self, key: str, upload: str) -> Iterator[tuple[int, str]]:
         pages = self.bucket.client.get_paginator("list_parts").paginate(
             Bucket=self.bucket.name, Key=key, UploadId=upload
         )
@@ -162,7 +162,9 @@ class Transfer:
             for part in page.get("Parts", ()):
                 yield part["PartNumber"], part["ETag"].strip('"')
 
-    def _put_part(self, key: str, upload: str, number: int, span: tuple[Path, int, int], there: dict[int, str]) -> str:
+    def _upload_part(
+        self, key: str, upload: str, number: int, span: tuple[Path, int, int], there: dict[int, str]
+    ) -> str:
         self.pause()
         file, begin, length = span
         with open(file, "rb") as source:
@@ -180,7 +182,7 @@ class Transfer:
                 Body=data,
                 ContentMD5=_md5(data)[1],
             )
-            if _has_arrived(response, data):
+            if _is_upload_confirmed(response, data):
                 break
         etag = response["ETag"].strip('"')
         self.journal.note(upload=upload, part=number, etag=etag)
@@ -193,7 +195,7 @@ def _md5(data: bytes) -> tuple[str, str]:
     return digest.hexdigest(), base64.b64encode(digest.digest()).decode()
 
 
-def _has_arrived(response: dict[str, Any], data: bytes) -> bool:
+def _is_upload_confirmed(response: dict[str, Any], data: bytes) -> bool:
     """Return True if the store's response confirms the bytes that were sent. The ETag of an encrypted object is no MD5,
     so its response always counts as a confirmation."""
     return "ServerSideEncryption" in response or response["ETag"].strip('"') == _md5(data)[0]

@@ -4,9 +4,9 @@ import logging
 import os
 import sys
 
-from cosmos_core.imports import without_collection
+from cosmos_core.imports import without_garbage_collection
 
-with without_collection():
+with without_garbage_collection():
     from cosmos_core.worker.program import main
 
 if __name__ == "__main__":

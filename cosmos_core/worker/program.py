@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.environment import hide, masked, secrets_in
+from cosmos_core.environment import find_secrets, mask_secrets, masked
 from cosmos_core.errors import (
     EXIT_CRASH,
     EXIT_OK,
@@ -28,9 +28,9 @@ from cosmos_core.errors import (
     Preempted,
     ProgramError,
     StageFailed,
-    by_name,
+    serialise_error,
 )
-from cosmos_core.imports import without_collection
+from cosmos_core.imports import without_garbage_collection
 from cosmos_core.machine_properties import MachineProperties, measure
 from cosmos_core.observe import formatting
 from cosmos_core.observe.logs import StepLog, configure
@@ -40,13 +40,13 @@ from cosmos_core.run.files import raise_disk_full, umask, write_json
 from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.run.manifest import commit
 from cosmos_core.run.progress import Metrics, Progress
-from cosmos_core.run.stage import Stage, load_stage, wanted_engines
+from cosmos_core.run.stage import Stage, load_stage, num_requested_engines
 from cosmos_core.transient import is_transient
 from cosmos_core.types import Outcome
 
 logger = logging.getLogger(__name__)
 
-FACTS = "facts.json"
+FACTS_FILE = "facts.json"
 """File with the hardware and libraries of each rank, in the order of the ranks, for the report."""
 
 
@@ -60,15 +60,15 @@ def main() -> int:
     if not path.parents[1].stat().st_mode & 0o077:
         os.umask(umask() | 0o077)
     configure()
-    hide()
+    mask_secrets()
     try:
         with raise_disk_full(path):
             stage = load_stage(path)
-            hide(stage.config.env, secrets_in(stage.config.arguments))
+            mask_secrets(stage.config.env, find_secrets(stage.config.arguments))
             _listen_for_stop(stage)
             run_program(stage)
     except CosmosError as error:
-        return _give_up(path, error)
+        return _report_error(path, error)
     except Exception as error:  # noqa: BLE001 - every error of the process becomes a line and an exit code
         return _crash(path, error)
     return EXIT_OK
@@ -80,7 +80,7 @@ def run_program(stage: Stage) -> None:
     size = stage.recipe.policy.parallelism.world_size if stage.kind.has_mesh else 1
     if size == 1 and not _has_engines(stage):
         _report_hardware(stage, [measure(LIBRARIES)])
-    program = _program(stage.entry)
+    program = _import_program(stage.entry)
     try:
         inspect.signature(program).bind(stage, **stage.config.arguments)
     except TypeError as error:
@@ -111,7 +111,7 @@ def _engines(stage: Stage) -> Any:
         return None
     return importlib.import_module("cosmos_core.cluster.actors").ActorGroup(
         partial(importlib.import_module("cosmos_core.train.generation").open_replica, stage.path),
-        partial(wanted_engines, stage.path, stage.recipe.num_engines),
+        partial(num_requested_engines, stage.path, stage.recipe.num_engines),
         name="RolloutEngine",
         shares_gpus=stage.recipe.mode == "colocated_separated",
         processes=stage.recipe.rollout.parallelism.tp_size,
@@ -125,7 +125,7 @@ def run_rank(path: Path, program: Callable[..., Outcome], messages: Any) -> Outc
     from cosmos_core.parallel.mesh import all_gather_object, is_first
 
     configure("INFO" if is_first() else "WARNING")
-    hide()
+    mask_secrets()
     stage = load_stage(path)
 
     def listen() -> None:
@@ -171,16 +171,16 @@ def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
 
 def _report_hardware(stage: Stage, facts: Sequence[MachineProperties]) -> None:
     """Write and log the hardware on which the stage runs, and the numeric precision of a training."""
-    write_json(stage.path / FACTS, [asdict(each) for each in facts])
+    write_json(stage.path / FACTS_FILE, [asdict(each) for each in facts])
     train = stage.recipe.train
-    precision = f", {train.master_dtype} weights, computes in {train.param_dtype}" if stage.kind.trains else ""
+    precision = f", {train.master_dtype} weights, computes in {train.param_dtype}" if stage.kind.trains_model else ""
     logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, formatting.machines(facts), precision)
 
 
 def _run(stage: Stage, program: Callable[..., Outcome]) -> Outcome:
     """Call the program of a stage, and pass its metrics to the log and to the metric sinks (W&B, TensorBoard)."""
     steps = StepLog(stage.progress)
-    stage.metrics.watchers.append(steps.tell)
+    stage.metrics.watchers.append(steps.log_metrics_line)
     try:
         with send_to_sinks(stage):
             return _call_program(program, stage)
@@ -188,9 +188,9 @@ def _run(stage: Stage, program: Callable[..., Outcome]) -> Outcome:
         steps.flush()
 
 
-def _program(entry: str) -> Callable[..., Outcome]:
+def _import_program(entry: str) -> Callable[..., Outcome]:
     """Return the function at the import path `entry`."""
-    with without_collection():
+    with without_garbage_collection():
         program: Callable[..., Outcome] = import_user_code(entry)
     if not callable(program):
         raise ConfigError(f"{entry!r} is {type(program).__name__}, not a function")
@@ -205,10 +205,10 @@ def _listen_for_stop(stage: Stage) -> None:
         signal.signal(signal.Signals[name], request)
 
 
-def _give_up(path: Path, error: CosmosError) -> int:
+def _report_error(path: Path, error: CosmosError) -> int:
     level = logging.WARNING if isinstance(error, Preempted) else logging.ERROR
     logger.log(level, "%s", error, exc_info=error.__cause__)
-    return _report(path, error, by_name(error)[0], str(error))
+    return _report(path, error, serialise_error(error)[0], str(error))
 
 
 def _crash(path: Path, error: Exception) -> int:

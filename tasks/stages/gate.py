@@ -3,10 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.conditions import Condition, margin, parse_condition
+from cosmos_core.config.conditions import Condition, noise_margin, parse_condition
 from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.run.files import write_json
-from cosmos_core.run.paired_items import Paired, compare_items, holm, num_needed, published_items
+from cosmos_core.run.paired_items import (
+    PairedDifferences,
+    compare_items,
+    correct_p_values,
+    num_required_items,
+    published_item_folders,
+)
 from cosmos_core.run.stage import CONDITIONS, Stage
 from cosmos_core.types import JsonValue, Outcome, StageKind
 from cosmos_core.upload.base import open_target
@@ -40,11 +46,11 @@ def run(stage: Stage) -> Outcome:
         for name, measured in _measured_metrics(condition, stage, None if record is None else published):
             paired = _paired_comparison(stage, condition, name, measured, record) if record is not None else None
             noise = 0.0 if record is None or paired else _noise_margin(stage, condition, name, measured, published)
-            entry = _entry(condition, name, measured[name], condition.limit(published.get(name)), noise)
+            entry = _report_condition(condition, name, measured[name], condition.limit(published.get(name)), noise)
             if paired is not None and measured[name] == measured[name]:  # skip NaN, which differs from itself
                 entry |= _compare_items(condition, paired, stage.config.confidence)
             report.append(entry)
-        _correct(report[first:])
+        _add_corrected_p_values(report[first:])
         failed += [_refusal(condition, entry) for entry in report[first:] if not entry["passed"]]
     stage.path.mkdir(parents=True, exist_ok=True)
     write_json(stage.path / CONDITIONS, report)  # written here because a gate that refuses has no manifest
@@ -53,30 +59,32 @@ def run(stage: Stage) -> Outcome:
     return Outcome(metrics=metrics, info={"conditions": [*report]})
 
 
-def _entry(condition: Condition, name: str, value: float, limit: float | None, noise: float) -> dict[str, Any]:
+def _report_condition(
+    condition: Condition, name: str, value: float, limit: float | None, noise: float
+) -> dict[str, Any]:
     """Return the report of a gate's condition: its text, the measured value, the bound and whether it holds."""
     entry: dict[str, Any] = {"condition": condition.text, "value": value, "bound": limit}
-    entry["passed"] = condition.holds(value, limit, noise)
+    entry["passed"] = condition.is_satisfied(value, limit, noise)
     return entry | ({"metric": name} if "*" in condition.metric else {}) | ({"noise": noise} if noise else {})
 
 
-def _compare_items(condition: Condition, paired: Paired, confidence: float) -> dict[str, JsonValue]:
+def _compare_items(condition: Condition, paired: PairedDifferences, confidence: float) -> dict[str, JsonValue]:
     """Return whether a comparison per benchmark item passes, and its statistics, for the report of a gate."""
-    is_higher = condition.comparison.startswith(">")
-    p_value = paired.p_value(condition.offset) if is_higher else paired.reversed.p_value(-condition.offset)
+    is_higher_better = condition.comparison.startswith(">")
+    p_value = paired.p_value(condition.offset) if is_higher_better else paired.negate.p_value(-condition.offset)
     values = paired.describe(confidence)
-    distance = (paired.mean - condition.offset) * (1 if is_higher else -1)
-    needed = num_needed(values["items"], values["detectable"], distance)
-    return {"passed": p_value <= 1 - confidence, "paired": values | {"p_value": p_value, "needed": needed}}
+    distance = (paired.mean - condition.offset) * (1 if is_higher_better else -1)
+    num_required = num_required_items(values["items"], values["detectable"], distance)
+    return {"passed": p_value <= 1 - confidence, "paired": values | {"p_value": p_value, "needed": num_required}}
 
 
-def _correct(entries: list[dict[str, Any]]) -> None:
+def _add_corrected_p_values(entries: list[dict[str, Any]]) -> None:
     """Add p-values with Holm's correction to the comparisons of all benchmarks that match one condition. The report
     shows with them which benchmarks differ; the gate does not use them, because every benchmark has to pass."""
     compared = [entry["paired"] for entry in entries if "paired" in entry]
     if len(compared) > 1:
-        for pair, adjusted in zip(compared, holm([pair["p_value"] for pair in compared]), strict=True):
-            pair["p_holm"] = adjusted
+        for pair, corrected in zip(compared, correct_p_values([pair["p_value"] for pair in compared]), strict=True):
+            pair["p_holm"] = corrected
 
 
 def _refusal(condition: Condition, entry: dict[str, Any]) -> str:
@@ -91,26 +99,24 @@ def _refusal(condition: Condition, entry: dict[str, Any]) -> str:
         noise += f" ({pair['p_holm']:.3g} with Holm's correction)" if "p_holm" in pair else ""
         noise += f"; as many items show a difference of {pair['detectable']:.2g}"
         noise += f", this one needs {pair['needed']:,} items" if pair["needed"] else ""
-    return (
-        f"{condition.text} does not hold: {entry.get('metric', condition.metric)} = {entry['value']:.6g}{bound}{noise}"
-    )
+    return f"{condition.text} does not hold: {entry.get('metric', condition.metric)} = {entry['value']:.6g}{bound}{noise}"
 
 
 def _paired_comparison(
     stage: Stage, condition: Condition, name: str, measured: dict[str, float], record: dict[str, Any]
-) -> Paired | None:
+) -> PairedDifferences | None:
     """Return the comparison with the published model per item of a benchmark. Return None if the run of the published
     model is not on this machine, if it measured other items, or if the metric is not the mean over the items: of a
     perplexity, for example, the items are log-likelihoods."""
-    if not (stage.config.confidence and condition.needs_published) or condition.comparison == "==":
+    if not (stage.config.confidence and condition.needs_published_model) or condition.comparison == "==":
         return None
     new = next((result.get("path") for result in stage.inputs.values() if result["metrics"] is measured), None)
     published = record["metrics"][name]
-    for old in published_items(record, name):
-        if new and (paired := compare_items(name, Path(new), old)):
+    for old_folder in published_item_folders(record, name):
+        if new and (paired := compare_items(name, Path(new), old_folder)):
             # The negated comparison is also true for NaN.
-            is_mean = not abs(paired.mean - (measured[name] - published)) > 1e-6
-            return paired if is_mean else None
+            is_item_mean = not abs(paired.mean - (measured[name] - published)) > 1e-6
+            return paired if is_item_mean else None
     return None
 
 
@@ -118,9 +124,9 @@ def _noise_margin(
     stage: Stage, condition: Condition, name: str, measured: dict[str, float], published: dict[str, float]
 ) -> float:
     """Return the margin by which a metric must differ from that of the published model at the configured confidence."""
-    if not (stage.config.confidence and condition.needs_published):
+    if not (stage.config.confidence and condition.needs_published_model):
         return 0.0
-    noise = margin(name, stage.config.confidence, measured, published)
+    noise = noise_margin(name, stage.config.confidence, measured, published)
     if noise is None:
         raise ConfigError(
             f"gate {stage.name!r}: {condition.text!r} with confidence = {stage.config.confidence:g}: nobody knows how "
@@ -139,14 +145,16 @@ def _measured_metrics(
     for name, result in stage.inputs.items():
         for key in result["metrics"]:
             metrics[f"{name}.{key}"] = metrics[key] = (key, result["metrics"])
-    matching = {key: metrics[full_name] for full_name, (key, _) in metrics.items() if condition.matches(full_name)}
+    matching = {
+        key: metrics[full_name] for full_name, (key, _) in metrics.items() if condition.matches_metric(full_name)
+    }
     if not matching:
         reported = sorted({key for key, _ in metrics.values()})
         raise ConfigError(
             f"gate {stage.name!r}: no stage in its `after` reported {condition.metric!r}; "
             f"reported: {', '.join(reported) or 'nothing'}"
         )
-    if published is None or not condition.needs_published:
+    if published is None or not condition.needs_published_model:
         return list(matching.values())
     comparable = [each for name, each in matching.items() if isinstance(published.get(name), int | float)]
     if not comparable:

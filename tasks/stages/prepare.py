@@ -3,7 +3,7 @@
 from cosmos_core.run.libraries import ROWS
 from cosmos_core.types import StageKind
 
-OF_SOURCES = (
+SOURCE_KEYS = (
     "name", "label", "weight", "arguments", "subset", "revision", "split", "test_size", "max_skipped_fraction",
     "columns", "system_prompt", "keep", "pass_rates",
 )  # fmt: skip
@@ -21,7 +21,7 @@ ROW_KEYS = (
     "train.train_policy.rejected_column_name",
     "train.train_policy.label_column_name",
     "train.train_policy.system_prompt",
-    *(f"train.train_policy.datasets.{name}" for name in OF_SOURCES),
+    *(f"train.train_policy.datasets.{name}" for name in SOURCE_KEYS),
     *(f"train.train_policy.data_term.{name}" for name in DATA_TERM_KEYS),
     "validation.dataset",
     "validation.max_rows",

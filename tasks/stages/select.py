@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.schema.sweep import Branch
+from cosmos_core.config.schema.sweep import SweepBranch
 from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.run.files import files_below, link_or_copy
 from cosmos_core.run.stage import Stage
@@ -21,7 +21,9 @@ KIND = StageKind(
     is_numeric=False,
     forwards_metrics=True,
 )
-_OF_ONE_STAGE = ("data",)  # keys of `info` with folders of the chosen stage, which a select stage does not pass on
+_KEYS_OF_CHOSEN_STAGE = (
+    "data",
+)  # keys of `info` with folders of the chosen stage, which a select stage does not pass on
 
 
 def run(stage: Stage) -> Outcome:
@@ -37,31 +39,31 @@ def run(stage: Stage) -> Outcome:
     """
     sweep = stage.config.sweep
     assert sweep is not None  # a select stage without the key `sweep` is refused earlier
-    values = {branch.stages: _value(stage, branch, sweep.metric) for branch in sweep.branches}
-    candidates = [branch for branch in sweep.branches if not math.isnan(values[branch.stages])]
+    values = {sweep_branch.stages: _value(stage, sweep_branch, sweep.metric) for sweep_branch in sweep.branches}
+    candidates = [sweep_branch for sweep_branch in sweep.branches if not math.isnan(values[sweep_branch.stages])]
     if not candidates:
         raise GateFailed(f"stage {stage.name!r}: {sweep.metric} is not a number in any of {len(values)} branches")
-    best = (max if sweep.mode == "max" else min)(candidates, key=lambda branch: values[branch.stages])
-    makers = [name for name in best.stages if stage.inputs[name]["info"].get("model")]
-    source = stage.inputs[makers[-1] if makers else best.stages[-1]]
-    info = {key: value for key, value in source["info"].items() if key not in _OF_ONE_STAGE}
+    best = (max if sweep.mode == "max" else min)(candidates, key=lambda sweep_branch: values[sweep_branch.stages])
+    model_stages = [name for name in best.stages if stage.inputs[name]["info"].get("model")]
+    source = stage.inputs[model_stages[-1] if model_stages else best.stages[-1]]
+    info = {key: value for key, value in source["info"].items() if key not in _KEYS_OF_CHOSEN_STAGE}
     outputs: tuple[str, ...] = ()
-    if makers:
+    if model_stages:
         outputs = (str(info["model"]),)
         _link(Path(source["path"]) / outputs[0], stage.path / outputs[0])
     chosen = Path(source["path"]).name
     return Outcome(outputs=outputs, metrics=_metrics(stage, best), info=info | {"chosen": chosen})
 
 
-def _metrics(stage: Stage, branch: Branch) -> dict[str, Any]:
-    return {key: value for name in branch.stages for key, value in stage.inputs[name]["metrics"].items()}
+def _metrics(stage: Stage, sweep_branch: SweepBranch) -> dict[str, Any]:
+    return {key: value for name in sweep_branch.stages for key, value in stage.inputs[name]["metrics"].items()}
 
 
-def _value(stage: Stage, branch: Branch, metric: str) -> float:
-    metrics = _metrics(stage, branch)
+def _value(stage: Stage, sweep_branch: SweepBranch, metric: str) -> float:
+    metrics = _metrics(stage, sweep_branch)
     if metric not in metrics:
         raise ConfigError(
-            f"stage {stage.name!r}: branch {branch.stages[0]!r} did not report {metric!r}; "
+            f"stage {stage.name!r}: branch {sweep_branch.stages[0]!r} did not report {metric!r}; "
             f"reported: {', '.join(sorted(metrics)) or 'nothing'}"
         )
     return float(metrics[metric])

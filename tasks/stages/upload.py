@@ -7,12 +7,12 @@ from typing import Any
 
 from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.run.files import files_below, read_object, sha256, write_json
-from cosmos_core.run.manifest import problem, read_result
+from cosmos_core.run.manifest import find_damage, read_result
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import read_state
 from cosmos_core.types import Outcome, StageKind
-from cosmos_core.upload.base import RECORD, Target, open_target
-from cosmos_core.upload.checkpoint_upload import CheckpointUploader, saves_url
+from cosmos_core.upload.base import RECORD_FILE, Target, open_target
+from cosmos_core.upload.checkpoint_upload import CheckpointUploader, checkpoint_url
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +49,13 @@ def run(stage: Stage) -> Outcome:
         )
     for name, result in stage.inputs.items():
         source = read_result(Path(result["path"]))
-        damage = problem(Path(result["path"]), source, thorough=True) if source else "its result is gone"
+        damage = find_damage(Path(result["path"]), source, ignores_cache=True) if source else "its result is gone"
         if damage:
             raise UploadError(f"stage {stage.name!r} publishes nothing: stage {name!r}: {damage}")
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
     version = f"{stage.run_path.name}-{stage.fingerprint[:8]}"
     # The file with the record of an earlier publication is not part of the model.
-    files = [file for file in files_below(folder) if file != folder / RECORD]
+    files = [file for file in files_below(folder) if file != folder / RECORD_FILE]
     record = {
         "version": version,
         "run_id": stage.run_path.name,
@@ -69,14 +69,16 @@ def run(stage: Stage) -> Outcome:
     if prepare := getattr(target, "prepare_upload", None):
         prepare(stage.path, check)
     _send_saves(stage)
-    if same := _there_already(stage, target, folder, record):
-        return Outcome(metrics=metrics, info={"model": same, "published": same, "was_published": True})
+    if published_address := _find_current(stage, target, folder, record):
+        return Outcome(
+            metrics=metrics, info={"model": published_address, "published": published_address, "was_published": True}
+        )
     published = target.publish(folder, version, record)
     write_json(stage.path / _PUBLICATION, record)
     return Outcome(metrics=metrics, info={"model": published, "published": published})
 
 
-def _there_already(stage: Stage, target: Target, folder: Path, record: dict[str, Any]) -> str:
+def _find_current(stage: Stage, target: Target, folder: Path, record: dict[str, Any]) -> str:
     """Return the address of the model if it is already published and needs no upload; otherwise an empty string."""
     if not (hasattr(target, "where") and hasattr(target, "damage")):
         return ""
@@ -87,10 +89,12 @@ def _there_already(stage: Stage, target: Target, folder: Path, record: dict[str,
         return ""
     if current is None or current.get("version") in {None, record["version"]}:
         return ""  # publishing the same version again repairs damaged files
-    return _left_behind(stage, target, folder, record, current) or _same_weights(target, folder, record, current)
+    return _find_superseded(stage, target, folder, record, current) or _find_same_weights(
+        target, folder, record, current
+    )
 
 
-def _left_behind(stage: Stage, target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
+def _find_superseded(stage: Stage, target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
     """Return the address at which this stage has published the same weights before, if these are intact and the pointer
     was since moved to another version; otherwise an empty string. Thereby a resumed run undoes neither a rollback nor a
     newer publication, unless the stage is forced to run again."""
@@ -102,17 +106,19 @@ def _left_behind(stage: Stage, target: Any, folder: Path, record: dict[str, Any]
         return ""
     for version in sorted(versions):
         if not target.damage(folder, version, {"files": weights}):
-            again = f"cosmos promote {stage.config.target} {version}"
+            promote_command = f"cosmos promote {stage.config.target} {version}"
             if not hasattr(target, "point_to"):
-                again = f"cosmos resume {stage.run_path} --from-stage {stage.name}, not cosmos promote,"
+                promote_command = f"cosmos resume {stage.run_path} --from-stage {stage.name}, not cosmos promote,"
             logger.warning(
-                "%s is not what is published now, which stays; %s publishes it again", target.where(version), again
+                "%s is not what is published now, which stays; %s publishes it again",
+                target.where(version),
+                promote_command,
             )
             return str(target.where(version))
     return ""
 
 
-def _same_weights(target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
+def _find_same_weights(target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
     """Return the address of the current version if another run published it with the same undamaged files, except for
     the model card; otherwise an empty string."""
     version, weights = str(current["version"]), _weights(record)
@@ -134,4 +140,4 @@ def _send_saves(stage: Stage) -> None:
     ckpt, parent = stage.recipe.train.ckpt, stage.config.target.rpartition("/")[0]
     if ckpt.upload_s3 == "all" and parent and parent.startswith(ckpt.s3_url()):
         for name, result in stage.inputs.items():
-            CheckpointUploader(Path(result["path"]), saves_url(parent, name, stage.run_path.name)).push()
+            CheckpointUploader(Path(result["path"]), checkpoint_url(parent, name, stage.run_path.name)).push()

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cosmos_core.config.capabilities import check_capabilities, notices_of
+from cosmos_core.config.capabilities import check_capabilities, unique_notices
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.inputs import source_of
 from cosmos_core.config.mesh import check_meshes, resolve_gpus
@@ -167,7 +167,7 @@ def _kept(place: Path, settings: dict[str, Any]) -> str:
         CosmosError: the check refused it.
     """
     pipeline = resolve_gpus(load_pipeline(place / "recipe.toml", [], all_kinds()))
-    notices_of(pipeline)
+    unique_notices(pipeline)
     check_capabilities(pipeline)
     check_meshes(pipeline)
     check_inputs(pipeline)
@@ -214,7 +214,7 @@ def _run(pipeline: Pipeline, place: Path, settings: dict[str, Any]) -> str:
         }  # fmt: skip
         if kind.makes == "data" and (problem := _rows_problem(at, settings)):
             return problem
-        if kind.trains and (problem := _step_problem(at, recipe)):
+        if kind.trains_model and (problem := _step_problem(at, recipe)):
             return problem
     made = [done[stage.name] for stage in pipeline.stages]
     last = [each["model"] for each in made if each["info"].get("model")][-1]

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from cosmos_core.launch.server import _copy_database, _template
-from cosmos_core.observe.logs import quiet_environment
+from cosmos_core.observe.logs import add_quiet_variables
 from tests.conftest import processes_below, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ class Orchestra:
             "OMP_NUM_THREADS": "1",
         }
         mine = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT")}
-        self.environment = quiet_environment(
+        self.environment = add_quiet_variables(
             mine | self.settings | {"PREFECT_API_DATABASE_CONNECTION_URL": self._database()}
         )
         self.worker: subprocess.Popen[str] | None = None

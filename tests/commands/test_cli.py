@@ -16,7 +16,7 @@ from cosmos_core.launch import worker
 from cosmos_core.observe.console import Display
 from cosmos_core.run.directory import Run
 from cosmos_core.run.state import update_state
-from cosmos_core.session import _explain, _watching, exit_code
+from cosmos_core.session import _explain, _keep_display_updated, exit_code
 from tests.conftest import Workspace, wait_until
 from tests.unit.data_tokenizers import CHATML
 from tests.unit.run_folder import counting_run
@@ -341,7 +341,11 @@ def test_the_exit_code_says_what_can_help(tmp_path: Path, capsys: pytest.Capture
 
 def test_what_is_asked_to_stop_says_that_it_saves(tmp_path: Path) -> None:
     run, out = counting_run(tmp_path), io.StringIO()
-    with worker.stoppable(), Display(["first", "second"], stream=out) as display, _watching(lambda: run, display):
+    with (
+        worker.stoppable(),
+        Display(["first", "second"], stream=out) as display,
+        _keep_display_updated(lambda: run, display),
+    ):
         worker.stop_all()
         wait_until(lambda: "stopping, saving a checkpoint: at most 5 s\n" in out.getvalue(), 5, "a word about it")
     assert out.getvalue().count("stopping") == 1

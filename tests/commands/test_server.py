@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from cosmos_core.launch.server import prefect_server
-from cosmos_core.observe.logs import quiet_environment
+from cosmos_core.observe.logs import add_quiet_variables
 from tests.conftest import processes_below, wait_until
 
 
@@ -33,7 +33,7 @@ def expect_a_server_that_asks_who_is_there(home: Path) -> None:
 def use_no_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PREFECT")]:
         monkeypatch.delenv(name)
-    for name, value in quiet_environment({}).items():
+    for name, value in add_quiet_variables({}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("COSMOS_WORKSPACE", str(folder))
 

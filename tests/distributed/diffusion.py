@@ -88,7 +88,7 @@ def computed(folder: Path, case: str, scratch: Path, **mesh: int) -> dict[str, A
         "train.param_dtype": "float32", "policy.is_diffusers": True, "train.optm_grad_norm_clip": 0.0,
             **CASES[case],
     })  # fmt: skip
-    train = config.train.derived(fsdp_reduce_dtype="float64" if name not in PRECISE else "float32")
+    train = config.train.derive(fsdp_reduce_dtype="float64" if name not in PRECISE else "float32")
     torch.manual_seed(0)
     family = open_family(str(folder / name), config.policy)
     dtype, _ = PRECISE.get(name, (torch.float64, 1e-9))

@@ -25,7 +25,7 @@ from cosmos_core.errors import ModelError
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import load_model
-from cosmos_core.models.meta_device import reads_base
+from cosmos_core.models.meta_device import needs_base_weights
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import full_tensors
 from cosmos_core.parallel.mesh import Mesh, is_first, open_mesh
@@ -126,7 +126,7 @@ def recipe(case: Case) -> Recipe:
     }  # fmt: skip
     taught = {"enable": True, "top_k": 4, "kl_discount_factor": 0.5} if case.algorithm == "taught" else {}
     found = Recipe.model_validate({"train": train, "distillation": taught})
-    return found.derived(train=found.train.derived(fsdp_reduce_dtype=case.dtype))  # which no recipe may ask of float64
+    return found.derive(train=found.train.derive(fsdp_reduce_dtype=case.dtype))  # which no recipe may ask of float64
 
 
 @cache
@@ -141,7 +141,7 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     config = recipe(case).train
     mesh = mesh_of(case.mesh)
     trained = PolicyConfig.model_validate(TRAINED[case.trained])
-    load = init_on_meta if mesh and not reads_base(trained.lora) else load_model
+    load = init_on_meta if mesh and not needs_base_weights(trained.lora) else load_model
     loaded = load(
         str(models / case.model), dtype=torch.float32, device=torch.device("cpu"),
         gradient_checkpointing=case.checkpointing,
@@ -161,8 +161,8 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     if algorithm.teacher:
         add_teacher(rank, load(str(models / "deep"), dtype=torch.float32, device=torch.device("cpu")), case, config)
     if case.algorithm == "kto":
-        rank.named.add("reference")
-        for tensor in rank.named.tensors["reference"].values():
+        rank.named_weights.add("reference")
+        for tensor in rank.named_weights.tensors["reference"].values():
             tensor.mul_(0.9)  # so that KL is not 0
     if policy.rows == "pairs":
         batch = pairs(batch, case.mini_batch)

@@ -30,9 +30,9 @@ def begin(model: Path, mesh: Mesh, scratch: Path) -> tuple[Trainer, TrainState]:
     """A training of float32 weights, with a moving average."""
     torch.set_num_threads(1)
     rank = split(load_model(str(model), dtype=torch.float32), mesh, scratch)
-    MovingAverage(rank.named, recipe(Case()).train)
-    rank.named.add("old")
-    return rank, TrainState(rank.adapter.model, rank.optimizer, named_weights=rank.named.tensors)
+    MovingAverage(rank.named_weights, recipe(Case()).train)
+    rank.named_weights.add("old")
+    return rank, TrainState(rank.adapter.model, rank.optimizer, named_weights=rank.named_weights.tensors)
 
 
 def step(rank: Trainer) -> float:

@@ -220,8 +220,8 @@ def test_an_engine_with_ranks_of_its_own_is_replaced_as_a_whole_when_one_is_kill
     pytest.importorskip("vllm")
     (tmp_path / "inputs").mkdir()
     config, task = recipe(1), make_task(tmp_path / "inputs", hidden_size=128)
-    rollout = config.rollout.derived(backend="vllm", parallelism=config.rollout.parallelism.derived(tp_size=2))
-    stage = rl(task, tmp_path / "rl", config.derived(rollout=rollout))
+    rollout = config.rollout.derive(backend="vllm", parallelism=config.rollout.parallelism.derive(tp_size=2))
+    stage = rl(task, tmp_path / "rl", config.derive(rollout=rollout))
 
     def kill_rank(tree: psutil.Process) -> None:
         ranks = [each for each in tree.children(recursive=True) if "VLLM::Worker" in " ".join(each.cmdline())]

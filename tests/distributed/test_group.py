@@ -22,14 +22,14 @@ from torch import Tensor
 
 from configs.demo import arithmetic
 from cosmos_core.cluster.actors import ActorGroup, _ObjectActor
-from cosmos_core.cluster.group import WorkerGroup, interface_to, num_threads
+from cosmos_core.cluster.group import WorkerGroup, network_interface_to, num_threads
 from cosmos_core.cluster.join import join_cluster
 from cosmos_core.cluster.placement import resource_bundles
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.errors import ConfigError, Preempted, StageFailed
-from cosmos_core.machine_properties import facts_of_workers, measure
+from cosmos_core.machine_properties import measure, measure_workers
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run
@@ -169,7 +169,7 @@ def started(*what: str) -> str:
 
 def test_ranks_get_the_gpus_of_the_cluster_not_of_the_machine_that_starts_them(cluster: None) -> None:
     assert measure().gpus == (), "this machine has none"
-    found = facts_of_workers(["torch"], is_group=True)
+    found = measure_workers(["torch"], is_group=True)
     assert len(found.gpus) == 2 and found.versions == measure(["torch"]).versions
     *ranks, first, second = started("shared").split()
     assert [first, second] == ranks and sorted(ranks) == ["0", "1"], "each engine has the GPU of one rank"
@@ -195,7 +195,7 @@ def test_a_machine_outside_of_the_cluster_joins_it_with_its_token_and_leaves_it(
         assert num_nodes() == 1, "the head is here"
     with join_cluster(lambda address: False):
         wait_until(lambda: num_nodes() == 2, 60, "it is a node")
-        assert facts_of_workers(["torch"], is_group=True).gpus == ("GPU", "GPU"), "it has none to offer"
+        assert measure_workers(["torch"], is_group=True).gpus == ("GPU", "GPU"), "it has none to offer"
     wait_until(lambda: num_nodes() == 1, 60, "it has left")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     with (
@@ -292,9 +292,9 @@ def test_a_training_that_began_on_one_rank_ends_in_a_pipeline(
 
 
 def test_the_interface_is_the_one_that_has_the_way_to_the_first_rank() -> None:
-    assert interface_to("127.0.0.1") == "lo"
+    assert network_interface_to("127.0.0.1") == "lo"
     others = [
         (name, each.address) for name, found in psutil.net_if_addrs().items() for each in found
         if name != "lo" and each.family == socket.AF_INET
     ]  # fmt: skip
-    assert all(interface_to(address) == name for name, address in others)
+    assert all(network_interface_to(address) == name for name, address in others)

@@ -161,11 +161,11 @@ def test_an_expert_that_is_missing_is_refused(models: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("mesh", [pytest.param(DP4, marks=pytest.mark.full), TP2_DP2], ids=["dp4", "tp2 dp2"])
 def test_a_rank_takes_the_memory_of_its_shard(mesh: dict[str, int], models: Path, tmp_path: Path) -> None:
-    num_parameters, _ = loading.save_large(tmp_path / "large", layers=4, dtype=torch.bfloat16)
+    num_params, _ = loading.save_large(tmp_path / "large", layers=4, dtype=torch.bfloat16)
     program = partial(loading.peaks, tmp_path / "large", mesh, models / "tied", tmp_path)
     found: list[loading.Peak] = WorkerGroup(4, "local").run(program)
     for peak in found:
         # Tensor parallelism leaves the embedding whole.
-        assert num_parameters <= peak.shard <= num_parameters * (1.001 if mesh == DP4 else 1.3)
+        assert num_params <= peak.shard <= num_params * (1.001 if mesh == DP4 else 1.3)
         # 0.3 GB are allowed beside a checkpoint of 2 GB; this one has a tenth, and a tensor of it 60 MB.
         assert peak.shard * 0.95 <= peak.most <= peak.shard + 0.03 * 2**30

@@ -143,7 +143,7 @@ def test_a_mesh_generates_and_learns_as_one_rank(mesh: str, task: Path, tmp_path
     assert_like(done, alone({}))
     path, config = tmp_path / "measured", StageConfig(name="measured", kind="validate")
     path.mkdir()
-    recipe = done.recipe.derived(train=done.recipe.train.derived(ema_enable=False))
+    recipe = done.recipe.derive(train=done.recipe.train.derive(ema_enable=False))
     model, kind = str(done.path / f"safetensors/step_{STEPS}"), all_kinds()["validate"]
     on(Stage(path, config, recipe, model, task / "prompts/data", {}, "f" * 64, kind=kind), tmp_path)
     measured, lines = read_json(path / "metrics.json"), read_metrics(done.path / "metrics.jsonl")
@@ -188,10 +188,10 @@ def left_by_a_killed_run() -> Iterator[None]:
 def test_vllm_answers_on_every_rank_and_over_ranks(mesh: str, tp_size: int, task: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     done = rl(task, tmp_path / "rl", {}, MESHES[mesh])
-    rollout = done.recipe.rollout.derived(
-        backend="vllm", parallelism=done.recipe.rollout.parallelism.derived(tp_size=tp_size)
+    rollout = done.recipe.rollout.derive(
+        backend="vllm", parallelism=done.recipe.rollout.parallelism.derive(tp_size=tp_size)
     )
-    done.recipe = done.recipe.derived(rollout=rollout)
+    done.recipe = done.recipe.derive(rollout=rollout)
     before = set(shared_memory())
     on(done, tmp_path)
     wait_until(lambda: set(shared_memory()) <= before, 30, "no name of shared memory stays behind")  # of tests beside

@@ -19,10 +19,10 @@ from cosmos_core.run.directory import Run, open_or_create_run
 from cosmos_core.run.held import gpu_seconds_of_run
 from cosmos_core.run.plan import Decision
 from cosmos_core.run.progress import Position
-from cosmos_core.run.state import Hold, read_state, update_state
+from cosmos_core.run.state import GpuInterval, read_state, update_state
 from cosmos_core.session import exit_code
 from tasks.kinds import all_kinds
-from tasks.stage import perform, should_retry
+from tasks.stage import run_stage, should_retry
 from tests.conftest import PROGRAMS
 from tests.effects.change import SFT, Change, changes, nested
 
@@ -171,20 +171,20 @@ def test_a_budget_stops_a_run_with_a_checkpoint_until_it_is_raised(change: Chang
 
     def spend(position: Position) -> None:
         if position.step > 3:  # an attempt that was thrown away cost 5000
-            update_state(other, holds=[Hold(attempt=1, gpus=50, begin=0.0, end=100.0)])
+            update_state(other, holds=[GpuInterval(attempt=1, gpus=50, begin=0.0, end=100.0)])
 
     with pytest.raises(OverBudget, match=r"^run paid: budget = 5000 is spent: .* GPU hours at 3600 cost 50") as caught:
-        perform(run, "count", on_progress=spend)
+        run_stage(run, "count", on_progress=spend)
     assert str(caught.value).endswith("to continue: cosmos resume outputs/paid --budget AMOUNT")
     state, step = read_state(path), json.loads((path / "checkpoint.json").read_text())["step"]
     assert state.is_over_budget and 3 < step < 120 and state.checkpoint_step == step
     assert caught.value.exit_code == exit_code(run) == 75 and not should_retry(run, "count", caught.value)
     with pytest.raises(OverBudget):
-        perform(run, "count")
+        run_stage(run, "count")
     assert (read_state(path).attempt, len(read_state(path).holds)) == (1, 1), "no attempt begins, and no GPU is held"
-    result, was_reused = perform(counting(tmp_path, "9000"), "count")
+    result, was_reused = run_stage(counting(tmp_path, "9000"), "count")
     assert (path / "visits.txt").read_text().splitlines() == ["start 0", f"start {step}"]
     attempts = [(each["attempt"], each["gpus"]) for each in result["attempts"]]
     assert (attempts, was_reused, result["metrics"]) == ([(1, 1), (2, 1)], False, {"count": 120.0})
-    spans = sum(end - begin for begin, end in read_state(path).closed_spans(time.time()))
+    spans = sum(end - begin for begin, end in read_state(path).closed_attempts(time.time()))
     assert spans <= result["gpu_seconds"] == pytest.approx(gpu_seconds_of_run(run.path) - 5000)

@@ -16,7 +16,7 @@ from cosmos_core.algorithms.grpo import Grpo
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample
-from cosmos_core.models.scorer import LOGPROBS, Wants
+from cosmos_core.models.scorer import LOGPROBS, RequestedOutputs
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.setup import open_trainer
 from cosmos_core.train.trainer import Trainer
@@ -54,7 +54,7 @@ class Told:
         raise AssertionError("asked for other weights")
 
     def evaluate(
-        self, samples: Any, wants: Wants = LOGPROBS, *, weights: str = "policy", size: int | None = None
+        self, samples: Any, wants: RequestedOutputs = LOGPROBS, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, torch.Tensor]]:
         self.validation_requests.append((weights, wants.top_k, samples[0].top_ids is not None))
         rows = {"logprobs": torch.tensor(TEACHER)}
@@ -78,7 +78,7 @@ def gradients(recipe: Recipe) -> list[float]:
     """The gradient by the log-probability of each token, with a weight of 1/2 for each of the two."""
     (update,) = algorithm_of(recipe).updates([drawn()], Told())
     logprobs_BS = torch.tensor([POLICY], requires_grad=True)
-    outputs = {"top_logprobs": logprobs_BS.unsqueeze(-1)} if update.wants.top_k else {}
+    outputs = {"top_logprobs": logprobs_BS.unsqueeze(-1)} if update.request.top_k else {}
     mask_BS = torch.ones(1, 2, dtype=torch.bool)
     loss = update.loss(micro_batch(update.samples, logprobs_BS, mask_BS, **outputs))
     loss.value.backward()  # type: ignore[no-untyped-call]
@@ -156,8 +156,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_teacher(recipe: Recipe, model: Path, folder: Path, name: str = "") -> Trainer:
-    teacher = recipe.distillation.derived(model_name_or_path=name or str(model))
-    return open_trainer(stage_of(folder / "stage", recipe.derived(distillation=teacher), kind="rl", model=model))
+    teacher = recipe.distillation.derive(model_name_or_path=name or str(model))
+    return open_trainer(stage_of(folder / "stage", recipe.derive(distillation=teacher), kind="rl", model=model))
 
 
 @changes(

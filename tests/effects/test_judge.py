@@ -55,4 +55,4 @@ def test_it_changes_the_reward_or_the_number_of_requests(
 def test_it_changes_which_server_judges(change: Change) -> None:
     with pytest.raises(Exception, match="Connection error"):
         asked(change.after, url=change.after.judge.endpoint)
-    assert asked(change.before.derived(judge=change.before.judge.derived(cache=False)))[0] == 0.4
+    assert asked(change.before.derive(judge=change.before.judge.derive(cache=False)))[0] == 0.4

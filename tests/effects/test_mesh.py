@@ -137,7 +137,7 @@ def test_it_changes_where_activations_wait(
             self.pack_hook = lambda tensor: moved.append(tuple(tensor.shape)) or move(tensor)
 
     monkeypatch.setattr(offload, "save_on_cpu", Counting)
-    monkeypatch.setattr(offload, "SMALLEST", 1)
+    monkeypatch.setattr(offload, "MIN_OFFLOADED_ELEMENTS", 1)
 
     def count(recipe: Recipe) -> int:
         moved.clear()

@@ -184,7 +184,7 @@ def test_it_flattens_the_distribution_that_is_trained(change: Change, model: Pat
 def test_it_changes_whether_the_entropy_is_computed(change: Change, model: Path, tmp_path: Path) -> None:
     def computed(recipe: Recipe) -> tuple[str, bool]:
         (update,) = grpo(recipe.train.train_policy).updates(samples(), NoView())
-        return update.wants.entropy, "entropy" in rank_of(recipe, model, tmp_path).update(update)
+        return update.request.entropy, "entropy" in rank_of(recipe, model, tmp_path).update(update)
 
     assert computed(change.before) == ("value", True)
     assert computed(change.after) == ("", False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.kinds.base import LearnedRows
+from cosmos_core.data.kinds.base import HeldOutRows
 from cosmos_core.data.sample import Sample
 from cosmos_core.train.feeds import RowFeed, sft_rows
 from tests.effects.change import GRPO, SFT, Change, Settings, changes
@@ -28,7 +28,7 @@ TOKENS = {**IN_FILE, "train.max_num_steps": 9, "policy.model_max_length": 8, "tr
 BALANCED = {**TOKENS, "train.train_policy.enable_dp_load_balancing": True}
 
 
-class Rows(LearnedRows):
+class Rows(HeldOutRows):
     """Rows that repeat their number, ten of one token unless said otherwise."""
 
     def __init__(self, lengths: Sequence[int] = (1,) * 10) -> None:

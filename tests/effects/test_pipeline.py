@@ -27,9 +27,9 @@ from cosmos_core.run.directory import create_run
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import update_state
 from tasks.kinds import all_kinds
-from tasks.remote_stage import perform_elsewhere
+from tasks.remote_stage import run_remote_stage
 from tasks.reward_service import reward_service
-from tasks.stage import perform, should_retry
+from tasks.stage import run_stage, should_retry
 from tasks.stages import gate, upload
 from tests import store
 from tests.effects.change import GRPO, SFT, Change, changes, nested
@@ -173,7 +173,7 @@ def test_it_changes_the_nodes_of_an_estimate(change: Change, expected: str, tmp_
 def reported(found: Pipeline) -> dict[str, Any]:
     """What the program of `second` says in a worker of its own, or how it ended."""
     try:
-        result, _ = perform(create_run(found), "second")
+        result, _ = run_stage(create_run(found), "second")
     except StageFailed as error:
         return {"error": str(error).partition("; log")[0]}
     return dict(result["info"])
@@ -274,7 +274,7 @@ def test_it_changes_where_a_stage_runs(
         temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
         pytest.raises(ConfigError, match=r"work_pool = 'gpu': the server has no deployment stage/gpu; add one like"),
     ):
-        perform_elsewhere(create_run(after), after.stage("second"))
+        run_remote_stage(create_run(after), after.stage("second"))
     assert asked == [expected]
 
 
@@ -284,8 +284,8 @@ def test_it_changes_where_results_are_stored(
 ) -> None:
     def stored(found: Pipeline) -> list[str]:
         run = create_run(found)
-        perform(run, "second")
-        objects = Bucket("models").objects(f"ours/runs/{run.id}/")
+        run_stage(run, "second")
+        objects = Bucket("models").list_objects(f"ours/runs/{run.id}/")
         return [each.key.partition(f"/{run.id}/")[2] for each in objects if each.key.endswith("result.json")]
 
     with store.store() as proxy:
@@ -386,4 +386,4 @@ def test_a_reward_service_that_cannot_start_ends_the_stage_with_its_own_line(tmp
     (tmp_path / "rewards.toml").write_text('[[reward_args]]\nreward_type = "exact_mach"\n')
     found = pipeline({**SCORED, "pipeline.stages.reward_service": "rewards.toml"}, tmp_path)
     with pytest.raises(RewardError, match=r"reward 'exact_mach' cannot be loaded: .* did you mean 'exact_match'"):
-        perform(create_run(found), "second")
+        run_stage(create_run(found), "second")

@@ -79,7 +79,7 @@ def test_the_rewards_of_validation_know_its_own_limit(tmp_path: Path, monkeypatc
     trainer: Any = None
     made = generation.Generation(stage_of(tmp_path, config, kind="rl"), trainer, ExitStack())
     for most in (None, max_held_out_tokens(config), 4, 8):
-        made.score_here({"overlong": 1.0}, most)
+        made.make_local_scorer({"overlong": 1.0}, most)
     assert asked == [4, 8]
 
 

@@ -19,7 +19,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.registry import row_kind
-from cosmos_core.data.prepared import rows_kind
+from cosmos_core.data.prepared import read_row_kind
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.run.stage import Stage
@@ -103,9 +103,9 @@ PAIR = {"text": "2+2=4", "chosen": "2+2=4", "rejected": "2+2=5", "good": "2+2=3"
 def prepared(recipe: Recipe, folder: Path, row: dict[str, Any] = PAIR) -> Stage:
     """A stage whose data are a prepared row, by default one that is a text and a pair of texts."""
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    dataset = recipe.train.train_policy.dataset.derived(name=str(folder / "rows.jsonl"))
-    train = recipe.train.derived(train_policy=recipe.train.train_policy.derived(dataset=dataset))
-    stage = stage_of(folder / "stage", recipe.derived(train=train), model=save_tiny_model(folder / "model"))
+    dataset = recipe.train.train_policy.dataset.derive(name=str(folder / "rows.jsonl"))
+    train = recipe.train.derive(train_policy=recipe.train.train_policy.derive(dataset=dataset))
+    stage = stage_of(folder / "stage", recipe.derive(train=train), model=save_tiny_model(folder / "model"))
     prepare.run(stage)
     stage.data = stage.path / "data"
     return stage
@@ -113,7 +113,7 @@ def prepared(recipe: Recipe, folder: Path, row: dict[str, Any] = PAIR) -> Stage:
 
 @changes(Change("train.train_policy.trainer_type", "dpo"))
 def test_it_changes_what_a_row_is(change: Change, tmp_path: Path) -> None:
-    kinds = [rows_kind(prepared(side, tmp_path).path / "data", "train") for side in (change.before, change.after)]
+    kinds = [read_row_kind(prepared(side, tmp_path).path / "data", "train") for side in (change.before, change.after)]
     assert kinds == ["sequences", "pairs"]
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.run.directory import create_run, differences, open_run
-from tasks.stage import perform
+from cosmos_core.run.directory import create_run, differing_keys, open_run
+from tasks.stage import run_stage
 from tests.effects.change import Change, changes
 from tests.effects.test_pipeline import ALONE, pipeline, sides
 
@@ -30,7 +30,7 @@ def test_it_changes_who_may_read_the_folder_of_a_run(change: Change, expected: t
         run.path.chmod(0o755)
         run = open_run(run.path, run.pipeline.kinds)
         assert run.path.stat().st_mode & 0o777 == expected[0]
-        perform(run, "second")
+        run_stage(run, "second")
         assert (run.stage_path("second") / "result.json").stat().st_mode & 0o77 == expected[1]
         assert create_run(without).path.stat().st_mode & 0o777 == 0o755
     finally:
@@ -53,4 +53,4 @@ def test_the_umask_of_the_user_is_kept_and_goes_with_the_run(
     run.path.chmod(0o755)
     assert bool(open_run(run.path, run.pipeline.kinds).pipeline.config.private) is (mode == 0o700)
     assert (run.path.stat().st_mode & 0o777 == 0o700) is (mode == 0o700)
-    assert not differences(run.path, given), "the same settings go on with it"
+    assert not differing_keys(run.path, given), "the same settings go on with it"

@@ -11,7 +11,7 @@ import pytest
 
 from cosmos_core.observe.sections import operators
 from cosmos_core.run.progress import read_metrics
-from cosmos_core.run.stage import PROFILE_ASKED
+from cosmos_core.run.stage import PROFILE_REQUEST_FILE
 from tests.effects.change import Change, changes, recipe
 from tests.effects.test_training import SMALL, inputs, trained
 
@@ -90,7 +90,7 @@ def test_a_training_that_runs_is_traced_when_it_is_asked(
 
     def ask(self: Any, step: int, total: int | None = None, **metrics: float) -> None:
         if step == 1:
-            (tmp_path / "sft" / PROFILE_ASKED).write_text("true")
+            (tmp_path / "sft" / PROFILE_REQUEST_FILE).write_text("true")
 
     monkeypatch.setattr(test_training.Watch, "step", ask)
     settings = recipe({**ALLOWED, f"{PARTS}.wait_steps": 0, f"{PARTS}.warmup_steps": 1})

@@ -16,7 +16,7 @@ from cosmos_core.data import prepare
 from cosmos_core.data.kinds.prompts import open_prompts
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.order import Mixture
-from cosmos_core.data.prepared import has_split, mixture_of, rows_kind
+from cosmos_core.data.prepared import has_split, mixture_of, read_row_kind
 from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.run.progress import Progress
@@ -95,7 +95,7 @@ def prepared(recipe: Recipe, folder: Path) -> dict[str, list[str]]:
     for split in ("train", "validation", "data_term"):
         if not has_split(data, split):
             continue
-        if rows_kind(data, split) == "prompts":
+        if read_row_kind(data, split) == "prompts":
             found[split] = [f"{prompt.text}|{prompt.reference}" for prompt in open_prompts(data, split)]
         else:
             sequences = open_sequences(data, split)

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.sample.endpoint import Endpoint
-from cosmos_core.sample.records import Candidate, Sampled
+from cosmos_core.sample.records import SampledPrompt, ScoredCompletion
 from cosmos_core.sample.selection import pass_rate, rows_of, select_completions
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.types import Prompt
@@ -22,12 +22,12 @@ ALL = {**GRPO, "sample.keep.best": 0}
 PAIRS = {**ALL, "sample.pairs": "best-worst"}
 
 
-def candidate(text: str, reward: float, seed: int, *, is_finished: bool = True) -> Candidate:
-    return Candidate(text, [{"role": "assistant", "content": text}], reward, {}, "", seed, 1, is_finished)
+def candidate(text: str, reward: float, seed: int, *, is_finished: bool = True) -> ScoredCompletion:
+    return ScoredCompletion(text, [{"role": "assistant", "content": text}], reward, {}, "", seed, 1, is_finished)
 
 
-EASY = Sampled(0, [candidate("a", 1.0, 0), candidate("a", 1.0, 1), candidate("b", 1.0, 2)])
-HARD = Sampled(1, [candidate("c", 0.5, 3), candidate("d", 0.0, 4), candidate("e", 1.0, 5, is_finished=False)])
+EASY = SampledPrompt(0, [candidate("a", 1.0, 0), candidate("a", 1.0, 1), candidate("b", 1.0, 2)])
+HARD = SampledPrompt(1, [candidate("c", 0.5, 3), candidate("d", 0.0, 4), candidate("e", 1.0, 5, is_finished=False)])
 
 
 def texts(recipe: Recipe) -> str:
@@ -67,8 +67,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def requests_of(recipe: Recipe, path: Path, model: Path, *, url: str = "", meet_seconds: float = 0.0) -> list[Any]:
     """Return the requests for two prompts to a server, which is at `url` if the recipe does not name it."""
     with chat_server(meet_seconds=meet_seconds) as (own, requests):
-        config = recipe.sample.derived(endpoint=url or own)
-        endpoint = Endpoint(stage_of(path, recipe.derived(sample=config), kind="sample", model=model), _one(recipe))
+        config = recipe.sample.derive(endpoint=url or own)
+        endpoint = Endpoint(stage_of(path, recipe.derive(sample=config), kind="sample", model=model), _one(recipe))
         prompts = [(Prompt(i, (1,), "", ""), [{"role": "user", "content": "x"}]) for i in range(2)]
         endpoint.complete(prompts)
         endpoint.close()
@@ -76,7 +76,7 @@ def requests_of(recipe: Recipe, path: Path, model: Path, *, url: str = "", meet_
 
 
 def _one(recipe: Recipe) -> Any:
-    return training_sampling(recipe.derived(rollout=recipe.rollout.derived(n_generation=1)))
+    return training_sampling(recipe.derive(rollout=recipe.rollout.derive(n_generation=1)))
 
 
 SERVED = {**GRPO, "sample.endpoint": "http://elsewhere/v1", "sample.endpoint_model": "m"}

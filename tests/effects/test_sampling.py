@@ -56,7 +56,7 @@ def rollouts(recipe: Recipe, folder: Path) -> dict[str, Any]:
     sampling = training_sampling(recipe)
     source = SyncGroupSource(PromptOrder(prompts, recipe), engine, score, sampling, progress, recipe.rollout.batch_size)
     feed = RolloutFeed(prompts, source, make_algorithm(recipe, sampling), recipe)
-    samples = [found[0] for found in iter(feed.next, None)]
+    samples = [found[0] for found in iter(feed.next_samples, None)]
     return {
         "calls": [len(ids) for ids, _ in engine.validation_requests],
         "ids": [id_ for ids, _ in engine.validation_requests for id_ in ids],
@@ -175,7 +175,7 @@ def trained(recipe: Recipe, folder: Path) -> list[list[int]]:
     while True:
         own = feed()
         own.load_state_dict(state)
-        found = own.next()
+        found = own.next_samples()
         if found is None:
             return steps
         steps.append(sorted({int(sample.input_ids[0]) for sample in found[0]}))

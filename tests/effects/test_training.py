@@ -47,7 +47,7 @@ class Watch(Progress):
         self.savers: set[str] = set()
         self.then: Any = lambda step: None
 
-    def saved(self, step: int) -> None:
+    def report_checkpoint(self, step: int) -> None:
         self.savers.add(threading.current_thread().name.partition("_")[0])
 
     def step(self, step: int, total: int | None = None, **metrics: float) -> None:
@@ -133,8 +133,8 @@ def test_it_changes_which_average_of_the_weights_is_left(
 ) -> None:
     """`expected`: what each of the four steps multiplies the average with, before and after the change."""
     for name, side, decays in zip(("before", "after"), (change.before, change.after), expected, strict=True):
-        ckpt = side.train.ckpt.derived(enable_checkpoint=True, save_freq=1, max_keep=-1)
-        config = side.model_copy(update={"train": side.train.derived(ckpt=ckpt)})
+        ckpt = side.train.ckpt.derive(enable_checkpoint=True, save_freq=1, max_keep=-1)
+        config = side.model_copy(update={"train": side.train.derive(ckpt=ckpt)})
         path = tmp_path / name
         left = train(stage_of(path, config, model=inputs / "model", data=inputs / "rows/data")).adapter.model
         average = load_file(inputs / "model/model.safetensors")

@@ -64,7 +64,7 @@ class Asks:
             is_last = str(tokenizer.decode(list(prompt.token_ids))).count("<|im_start|>tool") > 1
             text = ("Done." if is_last else CALLS[self._settings.custom["call"]]) + "<|im_end|>"
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            said = completion(tokenizer, ids, [-1.0] * len(ids), version=0, is_stopped=True)
+            said = completion(tokenizer, ids, [-1.0] * len(ids), version=0, ends_with_stop=True)
             self._waiting.append(Group(prompt, (said,), step))
 
     def completed(self) -> list[Group]:

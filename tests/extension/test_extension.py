@@ -13,7 +13,7 @@ import pytest
 
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.run.files import sha256
-from cosmos_core.run.plan import plan
+from cosmos_core.run.plan import plan_stages
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.state import read_state
 from tasks.kinds import all_kinds
@@ -182,7 +182,7 @@ def test_a_changed_file_of_the_users_is_another_result(
     file.write_text(f"{text}\n# another version\n")
     try:
         pipeline = load_pipeline(run.path / "p.toml", (), all_kinds())
-        decisions = plan(pipeline, all_kinds(), pipeline.output_dir)
+        decisions = plan_stages(pipeline, all_kinds(), pipeline.output_dir)
     finally:
         file.write_text(text)
     assert {stage for stage in MADE if decisions[stage].action in {"run", "depends"}} == set(made_again)

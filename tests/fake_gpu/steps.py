@@ -34,7 +34,7 @@ from cosmos_core.models.kernels import use_fp8
 from cosmos_core.models.recompute import recompute
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.estimate import _use_fake_tensors
-from cosmos_core.train.memory import _LiveBytes, step_memory
+from cosmos_core.train.memory import _LiveByteCounter, step_memory
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import DiffusionSample, Prompt
 from tests.effects.change import recipe
@@ -140,7 +140,7 @@ def traced_text(chosen: Recipe, name: str, folder: Path, kernels: Kernels) -> tu
             _use_fake_tensors(model)
         trainer = Trainer(CausalLM(model, train, InputProcessing(0)), train, Progress(folder / "progress.json"))
         for named in () if train.train_policy.scores_rows_once else train.train_policy.named_weights:
-            trainer.named.add(named)
+            trainer.named_weights.add(named)
         with kernels:
             return model, step_memory(trainer, make_algorithm(chosen), train, LENGTH).total
 
@@ -157,13 +157,13 @@ def traced_denoiser(chosen: Recipe, name: str, folder: Path, kernels: Kernels) -
     pipeline = tiny_pipelines.save("sd3", folder / "model")
     family = open_family(str(pipeline), chosen.policy, torch.device("cuda"))
     model = family.load_denoiser(torch.float32)
-    times, live = tuple(flow_schedule(4, 3.0).tolist()), _LiveBytes()
+    times, live = tuple(flow_schedule(4, 3.0).tolist()), _LiveByteCounter()
     with FakeTensorMode():
         with torch.device("cuda"):
             _use_fake_tensors(model)
         trainer = Trainer(Denoiser(model, family, chosen.train), chosen.train, Progress(folder / "progress.json"))
         for named in chosen.train.train_policy.named_weights:
-            trainer.named.add(named)
+            trainer.named_weights.add(named)
         shapes = {"prompt_embeds": (85, 32), "pooled_prompt_embeds": (32,)}
         rollouts = [
             FlowRollout(

@@ -26,7 +26,7 @@ from cosmos_core.run.state import read_state
 from cosmos_core.types import Outcome
 from cosmos_core.worker import program
 from tasks.kinds import all_kinds
-from tasks.stage import perform, should_retry
+from tasks.stage import run_stage, should_retry
 from tests.acceptance.storms.shim import Shim, has_compiler
 from tests.conftest import DEMOS, Workspace, wait_until
 from tests.faults.test_worker import make_run
@@ -160,7 +160,7 @@ def test_a_stage_that_ends_while_the_launcher_cannot_write_is_finished(
             full.__enter__()
 
     try:
-        result, _ = perform(run, "s", on_progress=fill)
+        result, _ = run_stage(run, "s", on_progress=fill)
     finally:
         full.__exit__(None, None, None)
     assert is_full and result["metrics"] == {"count": 30.0}
@@ -168,15 +168,15 @@ def test_a_stage_that_ends_while_the_launcher_cannot_write_is_finished(
     lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert lines and not any(record.exc_info for record in lines), "no traceback"
     assert any("the disk is full or read-only" in record.getMessage() for record in lines)
-    assert perform(run, "s")[1] is True
+    assert run_stage(run, "s")[1] is True
 
 
 def test_a_stage_that_cannot_begin_says_that_the_disk_is_full_and_is_not_tried_again(tmp_path: Path) -> None:
     run = make_run(tmp_path, "count", "retries = 3")
     with no_room_for_this_process(), pytest.raises(DiskFull, match=r"^disk full: .*; free space and resume$") as caught:
-        perform(run, "s")
+        run_stage(run, "s")
     assert not should_retry(run, "s", caught.value)
-    assert perform(run, "s")[1] is False
+    assert run_stage(run, "s")[1] is False
 
 
 def test_a_rank_of_several_that_finds_the_disk_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

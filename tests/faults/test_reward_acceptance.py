@@ -16,7 +16,7 @@ import pytest
 
 from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.service.config import RewardArgs, ServiceConfig
-from cosmos_core.rewards.service.engine import Draining, Engine, Full
+from cosmos_core.rewards.service.engine import CapacityExceeded, Engine, ShuttingDown
 from cosmos_core.rewards.service.pool import Job
 from cosmos_core.rewards.service.request import parse_request
 from cosmos_core.rewards.service.store import MemoryStore
@@ -86,9 +86,9 @@ def test_an_upload_that_a_stop_meets_is_scored(tmp_path: Path) -> None:
 def test_what_comes_after_the_last_was_finished_is_refused_and_not_lost() -> None:
     async def late() -> Engine:
         found = engine(drain_seconds=0.1)
-        with found.arriving(10):
+        with found.reserve_capacity(10):
             await found.drain()
-            with pytest.raises(Draining):
+            with pytest.raises(ShuttingDown):
                 await found.accept(KEY, body("p", jpeg_size=1.0))
         return found
 
@@ -117,11 +117,11 @@ def test_a_request_that_the_store_kept_and_did_not_confirm_is_queued_when_it_com
 
 def test_uploads_count_as_requests_that_wait() -> None:
     found = engine(max_pending=2)
-    with found.arriving(10), found.arriving(20):
+    with found.reserve_capacity(10), found.reserve_capacity(20):
         assert found.pending_bytes == 30
-        with pytest.raises(Full), found.arriving(10):
+        with pytest.raises(CapacityExceeded), found.reserve_capacity(10):
             pass
-    with found.arriving(10):
+    with found.reserve_capacity(10):
         assert found.pending_bytes == 10
 
 
@@ -132,7 +132,7 @@ def test_decoded_videos_wait_for_room() -> None:
         for request in requests:
             found._add_pending(request)
         video = {"array": np.zeros(100, np.uint8)}
-        tasks = [asyncio.create_task(found._decoded(Job(request), video, 0.0)) for request in requests]
+        tasks = [asyncio.create_task(found._handle_decoded(Job(request), video, 0.0)) for request in requests]
         await until(lambda: len(queued(found)) == 2)
         await asyncio.sleep(0.1)
         assert (queued(found), found.decoded_bytes) == (["0", "1"], 200)

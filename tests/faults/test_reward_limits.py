@@ -59,12 +59,12 @@ def test_what_it_remembers_is_bounded(tmp_path: Path) -> None:
             request = parse_request(str(i), body("p", jpeg_size=1.0), {"jpeg_size"})
             engine.pending[request.uuid] = request
             await engine._store_result(request, "jpeg_size", {"scores": {"jpeg_size": [1.0]}}, 0.0)
-            engine._finished.appendleft((-math.inf, 1))  # long ago
+            engine._finished_counts.appendleft((-math.inf, 1))  # long ago
         return engine
 
     engine = asyncio.run(scored())
-    assert not engine.pending and len(engine._finished) <= 11 and engine.rate() <= 10.0
-    assert engine.store.is_awaited() and len(engine.store._unfetched) == 3  # type: ignore[attr-defined]
+    assert not engine.pending and len(engine._finished_counts) <= 11 and engine.rate() <= 10.0
+    assert engine.store.has_unfetched_scores() and len(engine.store._unfetched) == 3  # type: ignore[attr-defined]
     store = MemoryStore(1e9, 1000, 100)
     for i in range(10):
         asyncio.run(store.put(str(i), "r", "s" * 30))

@@ -27,7 +27,7 @@ from cosmos_core.run.directory import Run, claim, create_run
 from cosmos_core.run.files import read_json
 from cosmos_core.run.state import read_state, update_state
 from tasks.kinds import all_kinds
-from tasks.stage import perform, should_retry
+from tasks.stage import run_stage, should_retry
 from tasks.store_sync import StageSync
 from tests.conftest import PROGRAMS, processes_below
 from tests.unit.run_folder import load_recipe, make_inputs
@@ -51,7 +51,7 @@ def attempts_until_given_up(run: Run) -> int:
     while True:
         attempts += 1
         try:
-            perform(run, "s")
+            run_stage(run, "s")
         except StageFailed as error:
             if not should_retry(run, "s", error):
                 return attempts
@@ -62,14 +62,14 @@ def attempts_until_given_up(run: Run) -> int:
 def test_a_refused_input_is_the_same_error_in_the_launcher_and_is_never_retried(tmp_path: Path) -> None:
     run = make_run(tmp_path, "count", "arguments = { refuse = true }")
     with pytest.raises(DataError, match=r"^rows.jsonl:3: refused on purpose$") as caught:
-        perform(run, "s")
+        run_stage(run, "s")
     assert not should_retry(run, "s", caught.value)
 
 
 def test_a_stage_that_hangs_past_the_deadline_of_its_phase_is_killed(tmp_path: Path) -> None:
     run = make_run(tmp_path, "hang")
     with pytest.raises(StageFailed, match=r"no sign of life for .* in phase 'collective'"):
-        perform(run, "s")
+        run_stage(run, "s")
     assert not processes_below(tmp_path)
 
 
@@ -80,10 +80,10 @@ def test_a_stage_that_hangs_past_the_deadline_of_its_phase_is_killed(tmp_path: P
 )
 def test_a_worker_with_another_clock_is_neither_killed_nor_does_it_hide_a_hang(tmp_path: Path, offset: float) -> None:
     healthy = make_run(tmp_path / "healthy", "on_another_clock", f"arguments = {{ offset = {offset}, hangs = false }}")
-    perform(healthy, "s")
+    run_stage(healthy, "s")
     hung = make_run(tmp_path / "hung", "on_another_clock", f"arguments = {{ offset = {offset}, hangs = true }}")
     with pytest.raises(StageFailed, match=r"no sign of life for [23] s in phase 'collective'"):
-        perform(hung, "s")
+        run_stage(hung, "s")
     assert read_state(hung.stage_path("s")).phase == "collective"
 
 
@@ -92,9 +92,9 @@ def test_a_run_after_a_cancelled_one_in_the_same_process_is_not_stopped(tmp_path
     with worker.stoppable():
         worker.stop_all()
         with pytest.raises(Preempted):
-            perform(run, "s")
+            run_stage(run, "s")
     with worker.stoppable():
-        result, _ = perform(run, "s")
+        result, _ = run_stage(run, "s")
     assert result["metrics"] == {"count": 10.0}
 
 
@@ -111,7 +111,7 @@ def test_a_run_that_begins_beside_a_cancelled_one_leaves_it_stopped() -> None:
 def test_a_stage_past_its_timeout_is_stopped(tmp_path: Path) -> None:
     run = make_run(tmp_path, "count", 'timeout = "1s"\narguments = { steps = 1000 }')
     with pytest.raises(StageFailed, match="longer than timeout = 1 s"):
-        perform(run, "s")
+        run_stage(run, "s")
     assert not processes_below(tmp_path)
 
 
@@ -120,13 +120,13 @@ def test_a_stage_that_another_machine_has_taken_over_is_ended(tmp_path: Path, mo
     progress = run.stage_path("s") / "progress.json"
     monkeypatch.setattr(StageSync, "loss", lambda self: "taken over" if (read_json(progress) or {}).get("step") else "")
     with pytest.raises(StageFailed, match="stage 's' was ended: taken over"):
-        perform(run, "s")
+        run_stage(run, "s")
     assert not processes_below(tmp_path)
 
 
 def test_the_log_begins_with_the_device_and_has_the_steps_at_a_bounded_rate(tmp_path: Path) -> None:
     run = make_run(tmp_path, "count", "arguments = { steps = 40, seconds = 0.05 }")
-    perform(run, "s")
+    run_stage(run, "s")
     lines = (run.stage_path("s") / "logs" / "attempt_1.log").read_text().splitlines()
     assert f"s (custom) on {platform.node()} (1 rank, cpu, " in lines[0]
     steps = [line for line in lines if "  step " in line]
@@ -150,7 +150,7 @@ def test_what_a_worker_leaves_behind_is_killed_even_in_a_session_of_its_own(tmp_
     run = make_run(tmp_path, "leaves_a_child")
     os.environ["COSMOS_WORKSPACE"] = str(tmp_path)
     try:
-        perform(run, "s")
+        run_stage(run, "s")
     finally:
         del os.environ["COSMOS_WORKSPACE"]
     assert not processes_below(tmp_path)
@@ -180,7 +180,7 @@ def working_in(folder: Path) -> list[int]:
 
 def test_what_drops_its_mark_and_its_parent_falls_to_the_supervisor_and_is_killed(tmp_path: Path) -> None:
     run = make_run(tmp_path, "leaves_a_child_without_a_mark")
-    perform(run, "s")
+    run_stage(run, "s")
     assert working_in(run.stage_path("s")) == []
 
 
@@ -188,7 +188,7 @@ def test_temporary_files_of_a_worker_are_gone_when_it_ends_and_those_of_a_killed
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path, "leaves_files")
-    perform(run, "s")
+    run_stage(run, "s")
     scratch = Path((run.stage_path("s") / "scratch").read_text())
     assert scratch.parent.name.startswith("cosmos-") and not scratch.parent.exists()
     mark = uuid.uuid4().hex
@@ -241,10 +241,10 @@ def test_what_launcher_and_supervisor_leave_that_were_killed_together_is_ended_b
 def test_a_second_attempt_waits_for_nobody_when_the_first_launcher_is_dead(tmp_path: Path) -> None:
     run = make_run(tmp_path, "count")
     assert worker.reap(run.stage_path("s")), "a stage that nobody started has no owner"
-    perform(run, "s")
+    run_stage(run, "s")
     (facts,) = read_json(run.stage_path("s") / "facts.json")
     assert facts["host"] == platform.node() and facts["versions"]["torch"] == version("torch")
-    result, was_reused = perform(run, "s")
+    result, was_reused = run_stage(run, "s")
     assert was_reused
     assert result["metrics"] == {"count": 10.0}
 
@@ -253,7 +253,7 @@ def test_a_function_that_returns_nothing_is_one_line_and_never_retried(tmp_path:
     run = make_run(tmp_path, "returns_nothing")
     said = rf"^stage 's': {PROGRAMS}/counting.py:returns_nothing returned nothing; return a cosmos_core.types.Outcome$"
     with pytest.raises(ConfigError, match=said) as caught:
-        perform(run, "s")
+        run_stage(run, "s")
     assert not should_retry(run, "s", caught.value)
 
 
@@ -266,7 +266,7 @@ def test_what_a_users_function_raises_is_told_with_its_line_and_without_secrets(
     with pytest.raises(
         ConfigError, match=r"counting.py:raises raised RuntimeError: broken on purpose: \*\*\* \("
     ) as caught:
-        perform(run, "s")
+        run_stage(run, "s")
     assert re.search(rf"\({PROGRAMS}/counting.py:\d+\); traceback in the log$", str(caught.value))
     log = (run.stage_path("s") / "logs/attempt_1.log").read_text()
     assert "told: *** nothing" in log and "shell told: ***" in log and "Traceback" in log and "in raises" in log
@@ -280,7 +280,7 @@ def test_a_secret_that_no_variable_has_is_shown_nowhere_either(tmp_path: Path) -
     file.write_text(f"{keys[0]} {keys[1]} password=hunter2hunter2")
     run = make_run(tmp_path, "raises", f'arguments = {{ file = "{file}" }}')
     with pytest.raises(ConfigError, match=r"login failed with \*\*\* \*\*\* password=\*\*\* \(") as caught:
-        perform(run, "s")
+        run_stage(run, "s")
     file.unlink()
     found = {each: each.read_text(errors="replace") for each in run.path.rglob("*") if each.is_file()}
     shown = [each.name for each, text in found.items() if any(key in text for key in (*keys, "hunter2hunter2"))]
@@ -291,5 +291,5 @@ def test_a_secret_that_no_variable_has_is_shown_nowhere_either(tmp_path: Path) -
 def test_an_error_of_the_network_may_pass(tmp_path: Path) -> None:
     run = make_run(tmp_path, "raises", 'arguments = { error = "ConnectionError" }')
     with pytest.raises(StageFailed, match="ConnectionError: broken on purpose") as caught:
-        perform(run, "s")
+        run_stage(run, "s")
     assert should_retry(run, "s", caught.value)

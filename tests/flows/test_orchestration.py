@@ -34,7 +34,7 @@ from prefect.states import Cancelling, Pending, Running
 
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.launch.bootstrap import AUTOMATION, OUTCOMES, bootstrap
-from cosmos_core.launch.worker_report import DIRECTORY, crash_lost_starts, fresh_reports, max_pending_seconds, report
+from cosmos_core.launch.worker_report import DIRECTORY, crash_lost_starts, max_pending_seconds, recent_reports, report
 from cosmos_core.observe import gallery
 from cosmos_core.run.state import read_state
 from flows.post_train import post_train
@@ -254,7 +254,7 @@ def test_a_worker_reports_its_machine_to_the_server(tmp_path: Path) -> None:
         client.create_deployment(flow_id, "reported", work_pool_name=pool.name, pull_steps=[step])
         for missing in ([str(tmp_path / "clone")], []):
             report(client, "reported")
-            [(worker, seconds)] = [each for each in fresh_reports(client) if each[0]["pool"] == "reported"]
+            [(worker, seconds)] = [each for each in recent_reports(client) if each[0]["pool"] == "reported"]
             assert worker["missing_folders"] == missing and worker["prefect"] == prefect.__version__
             assert abs(seconds) < 60 and worker["free_bytes"] > 0
             (tmp_path / "clone" / "flows").mkdir(parents=True, exist_ok=True)

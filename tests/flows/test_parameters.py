@@ -22,7 +22,7 @@ from flows.post_train import post_train
 from flows.retrain import retrain
 from flows.stage import stage
 from tasks.kinds import all_kinds
-from tasks.stage import perform
+from tasks.stage import run_stage
 from tests.conftest import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_a_stage_whose_input_is_not_done_or_was_altered_is_refused_in_one_line(t
     run = create_run(load_pipeline(file, (), all_kinds()))
     with pytest.raises(ConfigError, match=r"^.*: stage 'second' starts from 'first', but it is not done; run .*$"):
         stage.fn(str(run.path), "second")
-    perform(run, "first")
+    run_stage(run, "first")
     (run.stage_path("first") / "out.txt").write_text("x")
     with pytest.raises(ConfigError, match=r"starts from 'first', but out.txt has 1 bytes instead of 64; run stage"):
         stage.fn(str(run.path), "second")

@@ -28,7 +28,7 @@ from cosmos_core.cli import app
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.directory import create_run
-from cosmos_core.run.retrain_state import content_of, note_of, retraining_lock
+from cosmos_core.run.retrain_state import content_digest, note_of, retraining_lock
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.file import FileTarget
 from flows.retrain import retrain, starting_from_published
@@ -376,4 +376,6 @@ def test_only_the_first_training_starts_from_what_is_published(tmp_path: Path) -
     started = load_pipeline(tmp_path / "c.toml", settings, all_kinds())
     assert started.recipes["sft"].policy.model_name_or_path == f"{tmp_path}/published/v1"
     begun = create_run(replace(started, config=started.config.model_copy(update={"output_dir": str(tmp_path)})))
-    assert content_of(begun.pipeline) == content_of(pipeline), "the content of the run that begins so is the same"
+    assert content_digest(begun.pipeline) == content_digest(pipeline), (
+        "the content of the run that begins so is the same"
+    )

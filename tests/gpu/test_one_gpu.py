@@ -25,7 +25,7 @@ from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.compiled import compile_blocks
 from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.recompute import Recompute, recompute
-from cosmos_core.models.scorer import Scorer, Wants
+from cosmos_core.models.scorer import RequestedOutputs, Scorer
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.trainer import Trainer
 
@@ -135,7 +135,7 @@ def test_no_layer_waits_for_the_gpu_on_packed_rows(family: str) -> None:
 
 @pytest.mark.parametrize("dtype", list(BAR))
 def test_chunked_scores_are_those_of_the_whole_logits(dtype: torch.dtype) -> None:
-    model, wants = make(), Wants(0.7, entropy="gradient", top_k=4)
+    model, wants = make(), RequestedOutputs(0.7, entropy="gradient", top_k=4)
     ids = torch.from_numpy(rows()[2])[None].to(DEVICE)
     chosen = torch.arange(3, 160, device=DEVICE)
     found: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []

@@ -31,7 +31,7 @@ def count(stage, steps=10, seconds=0.05, crash_at=0, refuse=False, stray=False):
         temporary = checkpoint.with_suffix(".new")
         temporary.write_text(json.dumps(state))
         os.replace(temporary, checkpoint)
-        stage.progress.saved(state["step"])
+        stage.progress.report_checkpoint(state["step"])
         stage.progress.step(state["step"], steps, loss=1 / state["step"])
         if crash_at and state["step"] == crash_at and not (stage.path / "crashed").exists():
             (stage.path / "crashed").touch()

@@ -31,7 +31,7 @@ def count(stage, ways=(), steps=20, seconds=0.1):
         time.sleep(seconds)
         step, text = step + 1, hashlib.sha256(text.encode()).hexdigest()
         _save(checkpoint, step, text)
-        stage.progress.saved(step)
+        stage.progress.report_checkpoint(step)
         stage.progress.step(step, steps)
         if stage.stop_requested:
             raise Preempted(f"saved at step {step}")

@@ -22,7 +22,7 @@ def count(stage, release):
         temporary = checkpoint.with_suffix(".new")
         temporary.write_text(json.dumps({"step": step}))
         os.replace(temporary, checkpoint)
-        stage.progress.saved(step)
+        stage.progress.report_checkpoint(step)
         stage.progress.step(step)
         if stage.stop_requested:
             raise Preempted(f"saved at step {step}")

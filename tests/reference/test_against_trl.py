@@ -38,7 +38,7 @@ from cosmos_core.algorithms.objectives.base import PolicySettings
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss
 from cosmos_core.algorithms.sft import sft_loss
 from cosmos_core.data.sample import Sample
-from cosmos_core.models.scorer import Scorer, Wants
+from cosmos_core.models.scorer import RequestedOutputs, Scorer
 
 MAX_TOKENS = 12
 
@@ -287,7 +287,7 @@ def test_log_probabilities_and_entropy_equal_trls_selective_log_softmax():
     logits_BSV, labels_BS = model(ids_BT).logits[:, :-1], ids_BT[:, 1:]
     chosen_N = torch.arange(labels_BS.numel())
     for temperature in (1.0, 0.7):
-        wants = Wants(temperature, entropy="value")
+        wants = RequestedOutputs(temperature, entropy="value")
         found = Scorer(model)({"input_ids": ids_BT}, chosen_N, wants=wants, dtype=torch.float64)
         theirs_BS = selective_log_softmax(logits_BSV, labels_BS, temperature)
         torch.testing.assert_close(found["logprobs"].view_as(theirs_BS), theirs_BS, rtol=0, atol=1e-13)

@@ -16,9 +16,9 @@ from cosmos_core.algorithms.flow_objectives import (
     StepInputs,
     flow_grpo_loss,
     nft_loss,
-    optimality,
+    optimality_probability,
 )
-from cosmos_core.models.flow_steps import Levels, log_prob, transition
+from cosmos_core.models.flow_steps import NoiseLevels, log_prob, transition
 
 SHAPE = (3, 2, 2, 3)
 
@@ -40,7 +40,7 @@ def drawn(seed: int, count: int) -> list[Tensor]:
 )
 def test_the_optimality_of_a_sample(mode: str, expected: list[float]) -> None:
     advantages_B = torch.tensor([-7.0, -1.0, 0.0, 1.0, 9.0], dtype=torch.float64)
-    assert optimality(advantages_B, -5.0, 5.0, mode).tolist() == pytest.approx(expected)
+    assert optimality_probability(advantages_B, -5.0, 5.0, mode).tolist() == pytest.approx(expected)
 
 
 def nft_of_paper(rows: list[list[float]], s: float, r: float, beta: float) -> tuple[float, float]:
@@ -86,7 +86,7 @@ def test_diffusion_nft_pulls_towards_samples_that_are_good_and_away_from_bad_one
 def step_inputs(name: str, guarded: bool) -> tuple[StepInputs, Tensor, dict[str, Any]]:
     x, v, v_old, v_ref, noise = (each.double() for each in drawn(2, 5))
     sigma_B = torch.tensor([0.9, 0.6, 0.4], dtype=torch.float64)
-    levels = Levels(sigma_B, sigma_B - 0.1, torch.tensor(0.95, dtype=torch.float64))
+    levels = NoiseLevels(sigma_B, sigma_B - 0.1, torch.tensor(0.95, dtype=torch.float64))
     v.mul_(0.01).add_(v_old)
     v.requires_grad_()
     old = transition(name, x, v_old, levels, 0.7)

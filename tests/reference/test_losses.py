@@ -13,7 +13,7 @@ from cosmos_core.algorithms.advantages import advantages
 from cosmos_core.algorithms.aggregate import add_metrics, denominator, means, weighted_sum
 from cosmos_core.algorithms.kl import k3
 from cosmos_core.algorithms.objectives.base import PolicySettings
-from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll
+from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll_loss
 from cosmos_core.algorithms.sft import sft_loss
 
 LOSS_TYPES = [
@@ -179,7 +179,7 @@ def test_extreme_drift_stays_finite_and_is_counted(dtype):
 def test_positive_nll_is_the_mean_over_tokens_of_answers_with_a_positive_reward():
     mask_BT = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]])
     logprobs_BT = f64([[-1, -2, -9], [-4, -4, -4], [-5, -9, -9]]).requires_grad_()
-    loss = positive_nll(logprobs_BT, mask_BT, f64([1.0, 0.0, 0.5]), denominator("token-mean", [2, 1]))
+    loss = positive_nll_loss(logprobs_BT, mask_BT, f64([1.0, 0.0, 0.5]), denominator("token-mean", [2, 1]))
     loss.backward()
     assert loss.item() == pytest.approx((1 + 2 + 5) / 3, rel=1e-15)
     torch.testing.assert_close(logprobs_BT.grad, f64([[-1, -1, 0], [0, 0, 0], [-1, 0, 0]]) / 3, rtol=0, atol=1e-15)
@@ -288,7 +288,7 @@ def loss_of_split(sizes, loss_type, max_tokens, order=None):
         inputs = PolicyInputs(logprobs_BT[rows], values_B[rows], mask_BT[rows], old_BT[rows], ref_BT[rows])
         result = policy_loss(inputs, settings)
         loss = weighted_sum(result.loss_BT, mask_BT[rows], loss_type, d, max_tokens)
-        loss = loss + 0.1 * positive_nll(logprobs_BT[rows], mask_BT[rows], values_B[rows], d_positive)
+        loss = loss + 0.1 * positive_nll_loss(logprobs_BT[rows], mask_BT[rows], values_B[rows], d_positive)
         loss.backward(retain_graph=True)
         total, metrics = total + loss.item(), add_metrics(metrics, result.metrics)
     return total, logits_BTV.grad, means(metrics)

@@ -44,7 +44,7 @@ def with_rows(recipe: Recipe, rows: str) -> Recipe:
     """The recipe with an algorithm that learns from other rows."""
     policy = recipe.train.train_policy
     table = type("Policy", (type(policy),), {"rows": rows, "__module__": __name__})
-    return recipe.derived(train=recipe.train.derived(train_policy=table.model_construct(**dict(policy))))
+    return recipe.derive(train=recipe.train.derive(train_policy=table.model_construct(**dict(policy))))
 
 
 def make_stage(path: Path, source: Path, rows: str = "media", **recipe) -> Stage:

@@ -130,7 +130,7 @@ class Threaded:
 
 @contextmanager
 def fleet_of(*handles: Any, patience: float = 30.0, most_groups: int = 3, **keywords: Any) -> Iterator[Fleet]:
-    fleet = Fleet(lambda: handles, most_groups=most_groups, patience=patience, **keywords)
+    fleet = Fleet(lambda: handles, max_groups=most_groups, timeout_seconds=patience, **keywords)
     try:
         yield fleet
     finally:

@@ -9,7 +9,7 @@ from cosmos_core.run.digests import Digests
 from cosmos_core.run.directory import Run, create_run
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint
 from cosmos_core.run.manifest import commit, read_result
-from cosmos_core.run.plan import register, save_fingerprint
+from cosmos_core.run.plan import register_result, save_fingerprint
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
 from tests.conftest import PROGRAMS
@@ -113,5 +113,5 @@ def finish(run: Run, name: str, content: str = "result", **metrics: float) -> Pa
     save_fingerprint(path, expected)
     outcome = Outcome(outputs=("out",), metrics=metrics, info={"model": "out"})
     commit(path, outcome, kind=stage.kind, fingerprint=expected.value, inputs=inputs)
-    register(run.output_dir, path, expected.value)
+    register_result(run.output_dir, path, expected.value)
     return path

@@ -15,15 +15,15 @@ from cosmos_core.errors import ConfigError, DataError, StageFailed, UploadError
 from cosmos_core.run.bucket import Bucket
 from cosmos_core.run.directory import Run, claim, create_run, extend_run, open_run
 from cosmos_core.run.files import read_json
-from cosmos_core.run.manifest import problem, read_result
-from cosmos_core.run.process import this_machine
+from cosmos_core.run.manifest import find_damage, read_result
+from cosmos_core.run.process import identify_machine
 from cosmos_core.run.state import read_state, update_state
 from cosmos_core.upload import lease
 from cosmos_core.upload.artifact_store import ArtifactStore, check_store
-from cosmos_core.upload.lease import Holder
+from cosmos_core.upload.lease import LeaseHolder
 from tasks import reuse, store_sync
 from tasks.kinds import all_kinds
-from tasks.stage import perform
+from tasks.stage import run_stage
 from tasks.store_sync import OUTPUT_DIR, StageSync, open_received_run
 from tests.conftest import PROGRAMS, wait_until
 from tests.store import Proxy, Request
@@ -91,14 +91,16 @@ def is_object(request: Request) -> bool:
 def test_each_machine_makes_its_stage_of_what_the_others_have_made(
     tmp_path: Path, run: Run, url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    perform(run, "first")
+    run_stage(run, "first")
     assert written(proxy)[-1].endswith("/runs/one/stages/first/result.json"), "its manifest is written last"
     there = on(run, "second", tmp_path / "there", monkeypatch)
     assert there.path == tmp_path / "there" / "one" and there.output_dir == tmp_path / "there"
     StageSync(there, there.pipeline.stage("second")).receive_inputs()
-    assert problem(there.stage_path("first"), read_result(there.stage_path("first")) or {}, thorough=True) is None
+    assert (
+        find_damage(there.stage_path("first"), read_result(there.stage_path("first")) or {}, ignores_cache=True) is None
+    )
     assert (there.stage_path("first") / "out.txt").read_text() == (run.stage_path("first") / "out.txt").read_text()
-    made, was_reused = perform(there, "second")
+    made, was_reused = run_stage(there, "second")
     assert not was_reused
 
     # Here the metrics and the state are known, and no weights.
@@ -107,8 +109,8 @@ def test_each_machine_makes_its_stage_of_what_the_others_have_made(
     assert found is not None and found["digest"] == made["digest"]
     assert read_state(path).state == "done" and read_state(path).launcher_pid is None
     assert (path / "metrics.jsonl").read_text() == (there.stage_path("second") / "metrics.jsonl").read_text()
-    assert not (path / "out.txt").exists() and problem(path, found) is None
-    assert perform(run, "gate")[0]["metrics"] == {"count": 4.0}
+    assert not (path / "out.txt").exists() and find_damage(path, found) is None
+    assert run_stage(run, "gate")[0]["metrics"] == {"count": 4.0}
 
 
 def test_a_run_that_grows_stays_one_run_in_the_store_and_on_other_machines(
@@ -117,11 +119,11 @@ def test_a_run_that_grows_stays_one_run_in_the_store_and_on_other_machines(
     whole = run.pipeline
     short = create_run(whole.with_stages(whole.stages[:1]), run_id="growing")
     there = on(short, "first", tmp_path / "there", monkeypatch)
-    perform(there, "first")
+    run_stage(there, "first")
     grown = extend_run(short, whole)
     again = on(grown, "second", tmp_path / "there", monkeypatch)
     assert again.path == there.path and again.output_dir == tmp_path / "there"
-    assert perform(again, "second")[0]["metrics"] == {"count": 4.0}
+    assert run_stage(again, "second")[0]["metrics"] == {"count": 4.0}
     StageSync(there, there.pipeline.stage("first")).send_run()  # it knows one stage, and the stored run keeps three
     assert len(tomllib.loads(ArtifactStore(url).run("growing")["pipeline.toml"])["pipeline"]["stages"]) == 3
     with claim(grown):
@@ -133,18 +135,18 @@ def test_a_run_that_grows_stays_one_run_in_the_store_and_on_other_machines(
 def test_what_another_machine_has_made_is_reused_and_does_not_travel(
     tmp_path: Path, run: Run, url: str, proxy: Proxy
 ) -> None:
-    first, _ = perform(run, "first")
+    first, _ = run_stage(run, "first")
     other = begun(tmp_path, url, "other")
     proxy.reset()
-    result, was_reused = perform(other, "first")
+    result, was_reused = run_stage(other, "first")
     assert was_reused and result["digest"] == first["digest"]
     assert result["reused_from"] == f"{url}/made/{first['fingerprint']}"
     assert read_state(other.stage_path("first")).state == "reused"
     assert not [r for r in proxy.requests if is_object(r) and r.method != "HEAD"]
     # A content that the store has lost is made again.
-    for each in list(Bucket("models").objects(f"{url.removeprefix('s3://models/')}/objects/")):
+    for each in list(Bucket("models").list_objects(f"{url.removeprefix('s3://models/')}/objects/")):
         Bucket("models").remove(each.key)
-    assert not perform(begun(tmp_path, url, "third"), "first")[1]
+    assert not run_stage(begun(tmp_path, url, "third"), "first")[1]
 
 
 def test_the_same_content_travels_and_is_kept_once(tmp_path: Path, url: str, proxy: Proxy) -> None:
@@ -173,24 +175,24 @@ def test_what_a_bad_network_does_is_mended(
 ) -> None:
     if method == "PUT":
         proxy.once(fault, lambda request: is_object(request) and request.method == "PUT")
-    perform(run, "first")
+    run_stage(run, "first")
     there = on(run, "second", tmp_path / "there", monkeypatch)
     if method == "GET":
         proxy.once(fault, lambda request: is_object(request) and request.method == "GET")
     StageSync(there, there.pipeline.stage("second")).receive_inputs()
     result = read_result(there.stage_path("first"))
-    assert result is not None and problem(there.stage_path("first"), result, thorough=True) is None
+    assert result is not None and find_damage(there.stage_path("first"), result, ignores_cache=True) is None
 
 
 def test_a_stage_whose_outputs_do_not_arrive_is_not_complete(tmp_path: Path, run: Run, url: str, proxy: Proxy) -> None:
     proxy.reset(lambda request: "flip" if is_object(request) and request.method == "PUT" else "")
     with pytest.raises(UploadError, match="arrived altered 3 times"):
-        perform(run, "first")
+        run_stage(run, "first")
     proxy.reset()
     assert ArtifactStore(url).result("one", "first") is None
     assert read_state(run.stage_path("first")).state == "failed"
     made = (run.stage_path("first") / "visits.txt").read_text()
-    assert perform(run, "first")[1], "it was made, and is sent now"
+    assert run_stage(run, "first")[1], "it was made, and is sent now"
     assert (run.stage_path("first") / "visits.txt").read_text() == made
     assert ArtifactStore(url).result("one", "first") is not None
 
@@ -198,16 +200,16 @@ def test_a_stage_whose_outputs_do_not_arrive_is_not_complete(tmp_path: Path, run
 def test_an_object_that_was_altered_there_is_one_line(
     tmp_path: Path, run: Run, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result, _ = perform(run, "first")
+    result, _ = run_stage(run, "first")
     there = on(run, "second", tmp_path / "there", monkeypatch)
     digest = result["outputs"][0]["sha256"]
     key = f"{url.removeprefix('s3://models/')}/objects/{digest[:2]}/{digest}"
     Bucket("models").write(key, b"x" * 64)
     with pytest.raises(UploadError, match=rf"^s3://models/{key} arrived altered 3 times$"):
-        perform(there, "second")
+        run_stage(there, "second")
     Bucket("models").remove(key)
     with pytest.raises(UploadError, match=r"out\.txt, is gone; make its stage again"):
-        perform(there, "second")
+        run_stage(there, "second")
 
 
 def test_an_empty_machine_goes_on_from_the_newest_whole_checkpoint(
@@ -244,28 +246,28 @@ def test_an_empty_machine_goes_on_from_the_newest_whole_checkpoint(
     shutil.rmtree(here / "checkpoints/step_4")
     checkpoint(here, 8)
     found.checkpoints("f", here).push()
-    keys = [each.key for each in Bucket("models").objects(f"{url.removeprefix('s3://models/')}/made/f/")]
+    keys = [each.key for each in Bucket("models").list_objects(f"{url.removeprefix('s3://models/')}/made/f/")]
     assert sorted(key.rpartition("/")[2] for key in keys if key.endswith(".json")) == ["step_6.json", "step_8.json"]
     assert not [key for key in keys if key.endswith(hashlib.sha256(bytes([2]) * 1000).hexdigest())]
     found.checkpoints("f", here).clear()
-    assert not list(Bucket("models").objects(f"{url.removeprefix('s3://models/')}/made/f/"))
+    assert not list(Bucket("models").list_objects(f"{url.removeprefix('s3://models/')}/made/f/"))
 
 
 def test_the_state_goes_with_the_stage_and_a_stage_that_is_forced_is_made_again_elsewhere(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = on(run, "first", tmp_path / "there", monkeypatch)
-    perform(there, "first")
+    run_stage(there, "first")
     path = run.stage_path("first")
     assert StageSync(run, run.pipeline.stage("first")).receive_result() is not None
     shutil.rmtree(path)
     update_state(path, forced=True, forced_by="a person")
     again = on(run, "first", tmp_path / "there", monkeypatch)
     assert read_state(again.stage_path("first")).forced and not read_result(again.stage_path("first"))
-    assert not perform(again, "first")[1]
+    assert not run_stage(again, "first")[1]
     assert read_state(again.stage_path("first")).forced is False
     # Another machine, which has nothing, reuses it.
-    assert perform(on(run, "first", tmp_path / "third", monkeypatch), "first")[1]
+    assert run_stage(on(run, "first", tmp_path / "third", monkeypatch), "first")[1]
 
 
 def test_a_failure_elsewhere_is_told_here(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +275,7 @@ def test_a_failure_elsewhere_is_told_here(tmp_path: Path, run: Run, monkeypatch:
     pipeline = there.path / "pipeline.toml"
     pipeline.write_text(pipeline.read_text().replace("steps = 3", "steps = 3\nrefuse = true"))
     with pytest.raises(DataError, match="refused on purpose"):
-        perform(open_run(there.path, all_kinds()), "first")
+        run_stage(open_run(there.path, all_kinds()), "first")
     assert StageSync(run, run.pipeline.stage("first")).receive_result() is None
     state = read_state(run.stage_path("first"))
     assert (state.state, state.error_type) == ("failed", "DataError") and "refused on purpose" in state.error
@@ -281,19 +283,19 @@ def test_a_failure_elsewhere_is_told_here(tmp_path: Path, run: Run, monkeypatch:
     assert log.name == "attempt_1.log"
 
 
-def holder(pid: int = 1, machine: str = "other") -> Holder:
-    return Holder(machine, pid, 1.0)
+def holder(pid: int = 1, machine: str = "other") -> LeaseHolder:
+    return LeaseHolder(machine, pid, 1.0)
 
 
-def take(url: str, who: Holder, gone: tuple[int, ...] = ()) -> Any:
-    return ArtifactStore(url).lease("f", who, lambda other: other.pid in gone)
+def take(url: str, who: LeaseHolder, gone: tuple[int, ...] = ()) -> Any:
+    return ArtifactStore(url).lease_result("f", who, lambda other: other.pid in gone)
 
 
 class Waits(Exception):
     """What a test gives up waiting with."""
 
 
-def give_up(found: Holder) -> None:
+def give_up(found: LeaseHolder) -> None:
     raise Waits(found.pid)
 
 
@@ -309,10 +311,10 @@ def test_one_of_all_machines_makes_a_thing_at_a_time(url: str, proxy: Proxy, mon
     proxy.once("lost", lambda request: request.method == "PUT")
     assert second.acquire(give_up) is False
     # Who renews keeps it, for longer than a lease lasts.
-    monkeypatch.setattr(lease, "LAPSED_SECONDS", 0.5)
-    tries: list[Holder] = []
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 0.5)
+    tries: list[LeaseHolder] = []
 
-    def patient(found: Holder) -> None:
+    def patient(found: LeaseHolder) -> None:
         tries.append(found)
         if len(tries) == 20:
             raise Waits
@@ -348,21 +350,21 @@ def test_who_was_suspended_notices_that_it_lost_the_work_and_leaves_it_to_the_ot
 
 
 def test_a_process_of_another_container_of_this_name_is_not_taken_for_gone() -> None:
-    host, boot, pids = this_machine().split("/")
-    assert store_sync._is_gone(Holder(f"{host}/{boot}/{pids}", 1 << 22, 1.0))
-    assert not store_sync._is_gone(Holder(f"{host}/{boot}/pid:[1]", 1 << 22, 1.0))
+    host, boot, pids = identify_machine().split("/")
+    assert store_sync._has_holder_died(LeaseHolder(f"{host}/{boot}/{pids}", 1 << 22, 1.0))
+    assert not store_sync._has_holder_died(LeaseHolder(f"{host}/{boot}/pid:[1]", 1 << 22, 1.0))
 
 
 def test_runs_that_have_one_name_on_two_machines_do_not_mix(
     tmp_path: Path, run: Run, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [run, begun(tmp_path, url, "other", steps=5), begun(tmp_path, f"{url}-b", "third", steps=6)]
-    first = [perform(each, "first")[0] for each in runs]
+    first = [run_stage(each, "first")[0] for each in runs]
     assert [result["metrics"]["count"] for result in first] == [3.0, 5.0, 6.0]
     there = [on(each, "second", tmp_path / "there", monkeypatch) for each in (*runs, run)]
     assert [each.path.name for each in there] == ["one", "one-2", "one-3", "one"], "the third of another store"
     for each, result in zip(there[:2], first[:2], strict=True):
-        perform(each, "second")
+        run_stage(each, "second")
         assert (read_result(each.stage_path("first")) or {})["digest"] == result["digest"]
     for each in runs[:2]:
         assert StageSync(each, each.pipeline.stage("second")).receive_result() is not None

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.checkpoint.best import Best
+from cosmos_core.checkpoint.best import BestStep
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.cluster.group import RanksMustRestart
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.errors import CosmosError, DataError, DiskFull, Preempted, StageFailed
 from cosmos_core.parallel.exchange import _from_bytes, _to_bytes
-from cosmos_core.rollout.engine_pool import LostWeights
+from cosmos_core.rollout.engine_pool import WeightsUnavailable
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import async_validation
-from cosmos_core.train.async_validation import AsyncValidation, Ended
+from cosmos_core.train.async_validation import AsyncValidation, FinishedValidation
 from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.loop import Loop
 from cosmos_core.train.setup import open_trainer
@@ -35,7 +35,7 @@ class Slow:
 
     def __init__(self, values: dict[int, float], asked: list[int]) -> None:
         self.values, self.validation_requests, self.step, self.left = values, asked, None, 0
-        self.on_end: Callable[[Ended], None] = lambda ended: None
+        self.on_end: Callable[[FinishedValidation], None] = lambda ended: None
 
     def begin(self, step: int) -> None:
         self.step, self.left = step, 2
@@ -45,7 +45,7 @@ class Slow:
         self.left -= 1
         if self.step is not None and self.left < 0:
             step, self.step = self.step, None
-            self.on_end(Ended(step, {"validation/reward": self.values[step]}))
+            self.on_end(FinishedValidation(step, {"validation/reward": self.values[step]}))
 
     def wait(self, present: int, between: Callable[[], None]) -> None:
         while self.step is not None:
@@ -53,7 +53,7 @@ class Slow:
             self.check()
 
 
-def train_apart(at: Stage, published: list[int], asked: list[int], stop_after: int = 0) -> Best | None:
+def train_apart(at: Stage, published: list[int], asked: list[int], stop_after: int = 0) -> BestStep | None:
     """Six steps, of which the second and the fourth are validated while the next are taken."""
     checkpointer = Checkpointer(at.path / "checkpoints", fingerprint="f", max_keep=1, asynchronous=False)
     at.stop_requested = False
@@ -80,7 +80,7 @@ def train_apart(at: Stage, published: list[int], asked: list[int], stop_after: i
         assert stop_after and "while step 2 was validated; the checkpoint is of step 2" in str(stopped)
     finally:
         checkpointer.close()
-    return loop.best
+    return loop.best_step
 
 
 def apart_stage(path: Path, inputs: Path) -> Stage:  # noqa: F811
@@ -93,7 +93,7 @@ def test_the_training_goes_on_while_engines_validate_and_the_best_step_is_the_on
     tmp_path: Path,
 ) -> None:
     at, published, asked = apart_stage(tmp_path / "rl", inputs), [], []
-    assert train_apart(at, published, asked) == Best(2, "validation/reward", 0.9)
+    assert train_apart(at, published, asked) == BestStep(2, "validation/reward", 0.9)
     assert asked == [2, 4]
     # Step 3 has no weights of its own in the engines, which still have those of step 2; likewise 5.
     assert published == [0, 1, 2, 4, 6]
@@ -124,7 +124,7 @@ class Full(DiskFull):
 @pytest.mark.parametrize(
     ("error", "raised", "message"),
     [
-        (LostWeights("the engines have died"), RanksMustRestart, "validation of step 4: the engines have died"),
+        (WeightsUnavailable("the engines have died"), RanksMustRestart, "validation of step 4: the engines have died"),
         (DataError("no answer"), DataError, "no answer"),
         (Full("no room"), DiskFull, "no room"),
         (KeyError("text"), StageFailed, "validation of step 4: KeyError: 'text'"),

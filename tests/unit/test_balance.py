@@ -18,7 +18,7 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
-from cosmos_core.models.balance import Balance, balance_loss, balance_of
+from cosmos_core.models.balance import Balance, balance_loss, load_balancing_settings
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import Progress
@@ -86,7 +86,7 @@ def gradients(
                   "param_dtype": "float32", "train_batch_per_replica": 4},
     }).train  # fmt: skip
     trainer = Trainer(
-        CausalLM(model, train, InputProcessing(0), balance=balance_of(model, coefficient)),
+        CausalLM(model, train, InputProcessing(0), balance=load_balancing_settings(model, coefficient)),
         train,
         Progress(scratch / "progress.json"),
     )
@@ -126,9 +126,9 @@ def test_it_is_added_to_any_update_however_that_is_split(folder: Path, tmp_path:
 
 def test_a_model_without_routers_is_refused_by_name(tmp_path: Path) -> None:
     model = load_model(str(save_tiny_model(tmp_path / "model")), dtype=torch.float32)
-    assert balance_of(model, 0.0) is None
+    assert load_balancing_settings(model, 0.0) is None
     with pytest.raises(ConfigError, match=r"policy.aux_loss_coeff = 0.1: .* loss for Qwen3ForCausalLM"):
-        balance_of(model, 0.1)
+        load_balancing_settings(model, 0.1)
 
 
 @pytest.mark.parametrize("axis", ["tp_size", "cp_size", "pp_size"])

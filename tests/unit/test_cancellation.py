@@ -32,7 +32,7 @@ from cosmos_core.launch import worker
 from cosmos_core.launch.prefect import _POLLING, keep_polling
 from cosmos_core.launch.reap import cancelled_flow_run, reap
 from cosmos_core.run.lock import Lock
-from cosmos_core.run.process import start_time, this_process
+from cosmos_core.run.process import identify_process, start_time
 from cosmos_core.upload.file import FileTarget
 from tasks.cancellation import is_cancelled, publication_check
 
@@ -180,7 +180,7 @@ def test_reap_stops_a_process_that_goes_on_after_a_cancel_but_not_one_that_resum
     run = begun(tmp_path, "live", PARENT, OWN)
     server.words = {OWN: [newest], PARENT: ["CANCELLED"]}
     process = subprocess.Popen(["sleep", "600"])
-    holder = this_process() | {"launcher_pid": process.pid, "launcher_started": start_time(process.pid)}
+    holder = identify_process() | {"launcher_pid": process.pid, "launcher_started": start_time(process.pid)}
     (run / "locks" / "holder.json").write_text(json.dumps(holder))
     try:
         with Lock(run / "locks" / ".run") as lock:

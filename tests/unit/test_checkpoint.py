@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cosmos_core.checkpoint.best import BEST, Best
+from cosmos_core.checkpoint.best import BEST, BestStep
 from cosmos_core.checkpoint.resume import MANIFEST, find_damaged_file, resume_obstacle
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng
@@ -317,13 +317,13 @@ def save_until_the_disk_is_full(folder: str, asynchronous: bool) -> None:
     train_step(state)
     checkpoints = open_checkpoints(Path(folder), asynchronous=asynchronous)
     fill(state, 20.0)
-    checkpoints.save(20, state, Best(20, "validation/loss", 2.0))
+    checkpoints.save(20, state, BestStep(20, "validation/loss", 2.0))
     checkpoints.wait()
     # Python ignores SIGXFSZ, so a write past the limit is an OSError (EFBIG) in the middle of a file, like ENOSPC.
     resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
     fill(state, 40.0)
     try:
-        checkpoints.save(40, state, Best(40, "validation/loss", 1.0))
+        checkpoints.save(40, state, BestStep(40, "validation/loss", 1.0))
         checkpoints.close()
     except StageFailed as error:
         sys.stdout.write(str(error))
@@ -353,7 +353,7 @@ def save_for_ever(folder: str) -> None:
     while True:
         step += 1
         fill(state, float(step))
-        checkpoints.save(step, state, Best(max(1, step - step % 5), "validation/loss", 1.0))
+        checkpoints.save(step, state, BestStep(max(1, step - step % 5), "validation/loss", 1.0))
 
 
 def test_after_a_kill_at_any_moment_the_newest_and_the_best_checkpoint_have_the_content_of_their_steps(

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from cosmos_core.upload import checkpoint_upload
-from cosmos_core.upload.checkpoint_upload import CheckpointUploader, saves_url, upload_during
+from cosmos_core.upload.checkpoint_upload import CheckpointUploader, checkpoint_url, upload_checkpoints_during
 from tests.conftest import wait_until
 from tests.store import Proxy
 
 
 @pytest.fixture(autouse=True)
 def url(here: Proxy, request: pytest.FixtureRequest) -> str:
-    return saves_url(f"s3://models/{request.node.name}", "sft", "20250101000000")
+    return checkpoint_url(f"s3://models/{request.node.name}", "sft", "20250101000000")
 
 
 def checkpoint(stage: Path, step: int) -> Path:
@@ -61,7 +61,7 @@ def test_what_a_disk_refuses_is_sent_later(
     monkeypatch.setattr(checkpoint_upload, "linked", linked)
     monkeypatch.setattr(checkpoint_upload, "_PAUSE_SECONDS", 0.1)
     checkpoint(tmp_path, 2)
-    with upload_during(tmp_path, url):
+    with upload_checkpoints_during(tmp_path, url):
         wait_until(lambda: "step_2/policy/manifest.json" in sent(proxy), 20, "it is sent")
     told = (tmp_path / "events.jsonl").read_text()
     assert told.count("not sent") == 2 and "KeyError: 'of a library'" in told
@@ -72,7 +72,7 @@ def test_they_are_sent_while_the_training_goes_on_and_a_store_that_fails_costs_n
 ) -> None:
     monkeypatch.setattr(checkpoint_upload, "_PAUSE_SECONDS", 7200.0)  # longer than a test may take
     checkpoint(tmp_path, 2)
-    with upload_during(tmp_path, url):
+    with upload_checkpoints_during(tmp_path, url):
         wait_until(lambda: "step_2/policy/manifest.json" in sent(proxy), 20, "it is sent")
         shutil.rmtree(tmp_path / "checkpoints")
         proxy.reset(lambda request: "403")
@@ -85,7 +85,7 @@ def test_they_are_sent_while_the_training_goes_on_and_a_store_that_fails_costs_n
 
 
 def test_without_a_url_nothing_is_begun(tmp_path: Path, proxy: Proxy) -> None:
-    with upload_during(tmp_path, ""):
+    with upload_checkpoints_during(tmp_path, ""):
         checkpoint(tmp_path, 2)
         assert "saves" not in {thread.name for thread in threading.enumerate()}
     assert proxy.requests == []

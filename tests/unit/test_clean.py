@@ -45,8 +45,8 @@ def runs_of(folder: Path, *ages_days: float) -> list[Run]:
 
 
 def fates(run: Run, keep: int = 1, older_than_days: float = 0.0) -> dict[str, str]:
-    found = verdicts(run.output_dir, keep=keep, older_than_seconds=older_than_days * DAY)
-    return {verdict.path.name: verdict.kept_because for verdict in found}
+    found = verdicts(run.output_dir, num_kept=keep, older_than_seconds=older_than_days * DAY)
+    return {verdict.path.name: verdict.reason_to_keep for verdict in found}
 
 
 def cosmos(*arguments: str) -> str:
@@ -104,8 +104,8 @@ def test_a_run_that_runs_or_is_taken_up_meanwhile_stays(tmp_path: Path) -> None:
     with claim(first):
         assert fates(first) == {first.id: "it is running", second.id: "it is running",
                                 "run-2": "the newest of its pipeline"}  # fmt: skip
-    found = verdicts(first.output_dir, keep=1, older_than_seconds=0)
-    assert [verdict.path for verdict in found if not verdict.kept_because] == [first.path]
+    found = verdicts(first.output_dir, num_kept=1, older_than_seconds=0)
+    assert [verdict.path for verdict in found if not verdict.reason_to_keep] == [first.path]
 
 
 def test_what_is_published_and_what_a_rollback_would_bring_back_stays(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.hub import pin_hub_revisions
-from cosmos_core.run.lineage import origin
+from cosmos_core.run.lineage import model_origin
 from cosmos_core.run.manifest import commit
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
@@ -32,11 +32,13 @@ def test_the_content_of_a_benchmark_is_in_the_fingerprint_and_its_path_is_not(tm
         (tmp_path / f"{name}.jsonl").write_text(text)
     values = {name: fingerprint_of(with_benchmark(tmp_path, f"{tmp_path}/{name}.jsonl"), "prepare") for name in "abc"}
     assert values["a"].value == values["b"].value != values["c"].value
-    assert values["c"].difference(values["a"]) == [f"{AGAINST}.0.name a.jsonl -> c.jsonl"]
+    assert values["c"].describe_difference(values["a"]) == [f"{AGAINST}.0.name a.jsonl -> c.jsonl"]
     plain, pipeline = load_recipe(tmp_path), with_benchmark(tmp_path, f"{tmp_path}/a.jsonl")
     assert fingerprint_of(plain, "prepare").value != values["a"].value
     assert fingerprint_of(plain, "sft", prepare="x").value == fingerprint_of(pipeline, "sft", prepare="x").value
-    assert origin(pipeline, pipeline.stage("prepare"))["data"] == origin(plain, plain.stage("prepare"))["data"]
+    assert (
+        model_origin(pipeline, pipeline.stage("prepare"))["data"] == model_origin(plain, plain.stage("prepare"))["data"]
+    )
 
 
 def test_a_missing_benchmark_is_named_by_its_key(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from cosmos_core.observe import overlay
 from cosmos_core.run.directory import claim, create_run
 from cosmos_core.run.state import read_state, update_state
 from tasks.kinds import all_kinds
-from tasks.stage import perform
+from tasks.stage import run_stage
 from tests.conftest import PROGRAMS
 from tests.unit.observed_runs import Page, finished_run
 
@@ -46,7 +46,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     file.write_text(PIPELINE.replace("OUTPUTS", str(folder / "outputs")))
     for name, steps in (("one", 2), ("two", 4)):
         setting = f"first.arguments={{steps={steps}, seconds=0}}"
-        perform(create_run(load_pipeline(file, [setting], all_kinds()), run_id=name), "first")
+        run_stage(create_run(load_pipeline(file, [setting], all_kinds()), run_id=name), "first")
     yield folder / "outputs"
 
 

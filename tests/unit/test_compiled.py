@@ -77,12 +77,12 @@ def test_what_this_machine_cannot_compile_is_refused_before_any_stage(
     check_inputs(pipeline)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    machine_properties._facts.cache_clear()
+    machine_properties._measure_machine.cache_clear()
     try:
         with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
             check_inputs(pipeline)
     finally:
-        machine_properties._facts.cache_clear()
+        machine_properties._measure_machine.cache_clear()
 
 
 def test_a_machine_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,4 +95,4 @@ def test_a_machine_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.Monkey
     assert machine_properties.measure().lacks == f"Python's headers ({tmp_path}/Python.h was not found)"
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert machine_properties._compiler_lacks(has_gpus=True) == "a C compiler (gcc was not found)"
+    assert machine_properties._missing_compiler(has_gpus=True) == "a C compiler (gcc was not found)"

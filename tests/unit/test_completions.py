@@ -125,7 +125,7 @@ def test_drawn_files_of_the_oldest_steps_make_room_for_new_ones(tmp_path: Path) 
     log(1, [drawn_group(0, 2, 0)])
     size = sum(file.stat().st_size for file in (tmp_path / "completions/step_000001").iterdir())
     for most, kept in ((2.5, [3, 4]), (0, [5])):
-        log = CompletionLog(tmp_path / "completions", writes=True, most_drawn_bytes=int(most * size))
+        log = CompletionLog(tmp_path / "completions", writes=True, max_image_bytes=int(most * size))
         for step in range(kept[0] - 1, kept[-1] + 1):
             log(step, [drawn_group(0, 2, 0)])
         names = sorted(file.name for file in (tmp_path / "completions").iterdir())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.config.capabilities import check_capabilities, notices_of
+from cosmos_core.config.capabilities import check_capabilities, unique_notices
 from cosmos_core.config.reported import check_gates
 from cosmos_core.errors import ConfigError
 from tests.unit.test_config_compose import CHAIN
@@ -102,21 +102,25 @@ def test_temperatures_that_are_sampled_or_not_used_are_accepted(settings: tuple[
 )  # fmt: skip
 def test_a_setting_of_another_algorithm_is_told(setting: str, said: str, switch: str, tmp_path: Path) -> None:
     key = "train.train_policy"
-    assert notices_of(load(tmp_path, GRPO, f"{key}.{setting}")) == [f"{key}.{said}"]
+    assert unique_notices(load(tmp_path, GRPO, f"{key}.{setting}")) == [f"{key}.{said}"]
     if switch:
-        assert not any(said in line for line in notices_of(load(tmp_path, GRPO, f"{key}.{setting}", f"{key}.{switch}")))
+        assert not any(
+            said in line for line in unique_notices(load(tmp_path, GRPO, f"{key}.{setting}", f"{key}.{switch}"))
+        )
 
 
 def test_settings_of_engines_apart_are_told_where_engines_are_inside(tmp_path: Path) -> None:
     settings = ("rollout.parallelism.n_init_replicas=4", "rollout.mode=async", "rollout.async_r2r_sync=generation",
                 "train.train_policy.outdated_rollout_fetch_batch_size=8")  # fmt: skip
-    inside = notices_of(load(tmp_path, GRPO, *settings))
+    inside = unique_notices(load(tmp_path, GRPO, *settings))
     assert [line.partition(" ")[0] for line in inside] == [
         "rollout.mode", "rollout.async_r2r_sync", "rollout.parallelism.n_init_replicas",
         "train.train_policy.outdated_rollout_fetch_batch_size",
     ]  # fmt: skip
     assert all("has no effect here: with mode = 'colocated' each rank has an engine inside" in line for line in inside)
-    assert not any("no effect" in line for line in notices_of(load(tmp_path, GRPO, *settings, "mode=disaggregated")))
+    assert not any(
+        "no effect" in line for line in unique_notices(load(tmp_path, GRPO, *settings, "mode=disaggregated"))
+    )
 
 
 @pytest.mark.parametrize(("table", "length"), [("rollout", 2048), ("rollout", 9000), ("validation", 4096)])
@@ -128,7 +132,7 @@ def test_a_completion_may_be_as_long_as_the_sequence_and_gets_what_the_prompt_le
     others = ("validation.enable=true", "rollout.max_response_length=64") if table == "validation" else ()
     pipeline = load(tmp_path, GRPO, *others, *settings)
     check_capabilities(pipeline)
-    assert notices_of(pipeline) == [
+    assert unique_notices(pipeline) == [
         f"{table}.max_response_length = {length}: a completion gets the tokens that its prompt leaves of "
         f"policy.model_max_length = {longest}"
     ]
@@ -139,7 +143,7 @@ def test_a_step_may_have_other_numbers_of_completions_than_whole_groups(batch: i
     sizes = (f"train.train_batch_per_replica={batch}", f"rollout.n_generation={size}")
     pipeline = load(tmp_path, GRPO, *sizes)
     check_capabilities(pipeline)
-    assert notices_of(pipeline) == [
+    assert unique_notices(pipeline) == [
         f"train.train_batch_per_replica = {batch}: groups of rollout.n_generation = {size} completions are compared as "
         "a whole and spread over train steps"
     ]
@@ -149,7 +153,7 @@ def test_a_step_may_have_other_numbers_of_completions_than_whole_groups(batch: i
 
 def test_rewards_without_a_weight_are_told(tmp_path: Path) -> None:
     settings = "train.train_policy.reward_function={exact_match = 0.0}"
-    assert notices_of(load(tmp_path, GRPO, settings)) == [
+    assert unique_notices(load(tmp_path, GRPO, settings)) == [
         "train.train_policy.reward_function: every weight is 0, so that no completion is better than another"
     ]
 
@@ -159,8 +163,8 @@ def test_the_whole_world_on_one_rank_is_one_rank(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_means_more_rows_in_cosmos_rl_is_told(tmp_path: Path) -> None:
-    assert notices_of(load(tmp_path, SFT)) == []
-    assert notices_of(load(tmp_path, SFT, "policy.parallelism.dp_shard_size=2")) == [
+    assert unique_notices(load(tmp_path, SFT)) == []
+    assert unique_notices(load(tmp_path, SFT, "policy.parallelism.dp_shard_size=2")) == [
         "train.train_batch_per_replica = 8: rows of an optimizer step, of all 2 data-parallel ranks together "
         "(Cosmos-RL: of each)"
     ]
@@ -169,11 +173,11 @@ def test_a_batch_that_means_more_rows_in_cosmos_rl_is_told(tmp_path: Path) -> No
 def test_sampling_that_is_not_from_the_policy_is_told_and_runs(tmp_path: Path) -> None:
     pipeline = load(tmp_path, GRPO, "rollout.sampling_config.top_p=0.9", "rollout.sampling_config.top_k=20")
     check_capabilities(pipeline)
-    assert notices_of(pipeline) == [
+    assert unique_notices(pipeline) == [
         "rollout.sampling_config: top_p = 0.9, top_k = 20: training completions are not drawn from the policy; the "
         "loss weights their tokens by policy / sampled distribution, and never sees the tokens that are cut off"
     ]
-    assert notices_of(load(tmp_path, GRPO, "validation.top_p=0.9")) == []
+    assert unique_notices(load(tmp_path, GRPO, "validation.top_p=0.9")) == []
 
 
 def test_engine_sink_and_target_may_be_a_users_own_code_found_from_any_folder(tmp_path: Path) -> None:
@@ -305,28 +309,28 @@ def test_what_leaves_diffusion_nft_nothing_to_learn_is_refused(tmp_path: Path, s
 
 def test_keys_of_another_diffusion_algorithm_are_told(tmp_path: Path) -> None:
     of_flow_grpo = ("policy.diffusers.flow_rl.guard=true", "policy.diffusers.flow_rl.window_size=2")
-    assert [said for said in notices_of(load(tmp_path, GRPO, *NFT, *of_flow_grpo)) if "no effect" in said] == [
+    assert [said for said in unique_notices(load(tmp_path, GRPO, *NFT, *of_flow_grpo)) if "no effect" in said] == [
         f"policy.diffusers.flow_rl.{key} has no effect with trainer_type = 'diffusion_nft'"
         for key in ("window_size", "guard")
     ]
     flow_grpo = ("train.train_policy.trainer_type=flow_grpo", "policy.is_diffusers=true")
     of_nft = ("policy.diffusers.timesteps_fraction=0.6", "policy.diffusers.nft_beta=0.1")
-    assert [said for said in notices_of(load(tmp_path, GRPO, *flow_grpo, *of_nft)) if "no effect" in said] == [
+    assert [said for said in unique_notices(load(tmp_path, GRPO, *flow_grpo, *of_nft)) if "no effect" in said] == [
         f"policy.diffusers.{key} has no effect with trainer_type = 'flow_grpo'"
         for key in ("timesteps_fraction", "nft_beta")
     ]
 
 
 def test_held_out_completions_that_cannot_differ_are_told(tmp_path: Path) -> None:
-    [said] = notices_of(load(tmp_path, GRPO, "validation.n_generation=4"))
+    [said] = unique_notices(load(tmp_path, GRPO, "validation.n_generation=4"))
     assert "validation.n_generation = 4: the completions of a prompt are the same" in said
     drawn = ("validation.n_generation=4", "validation.temperature=0.5", "validation.top_k=-1")
-    assert notices_of(load(tmp_path, GRPO, *drawn)) == []
+    assert unique_notices(load(tmp_path, GRPO, *drawn)) == []
 
 
 def test_what_engines_apart_from_the_trainer_cannot_do_is_refused(tmp_path: Path) -> None:
     for mode in ("colocated", "colocated_separated", "disaggregated"):
-        assert notices_of(load(tmp_path, GRPO, f"mode={mode!r}")) == []
+        assert unique_notices(load(tmp_path, GRPO, f"mode={mode!r}")) == []
     several = ("rollout.parallelism.n_init_replicas=3", "rollout.parallelism.tp_size=2")
     check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", *several))
     with pytest.raises(ConfigError, match=r"tp_size = 2: engines share the ranks of policy.parallelism, which are 1"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from cosmos_core.config.capabilities import notices_of
+from cosmos_core.config.capabilities import unique_notices
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.override import parse_setting
 from cosmos_core.errors import ConfigError
@@ -344,15 +344,15 @@ def test_two_temperatures_are_accepted_and_doubted_aloud(tmp_path: Path) -> None
         "train.train_policy.temperature = 0.9 and rollout.sampling_config.temperature = 1.0 differ: training "
         "completions are not drawn from the policy; the loss weights their tokens by policy / sampled distribution"
     )
-    assert notices_of(load(tmp_path, CHAIN, "grpo.train.train_policy.temperature=0.9")) == [doubt]
-    assert notices_of(load(tmp_path, GRPO, "train.train_policy.temperature=0.9")) == [doubt]
-    assert notices_of(load(tmp_path, CHAIN)) == []
+    assert unique_notices(load(tmp_path, CHAIN, "grpo.train.train_policy.temperature=0.9")) == [doubt]
+    assert unique_notices(load(tmp_path, GRPO, "train.train_policy.temperature=0.9")) == [doubt]
+    assert unique_notices(load(tmp_path, CHAIN)) == []
 
 
 def test_a_timeout_that_nothing_keeps_is_said(tmp_path: Path) -> None:
     gate = '\n[[pipeline.stages]]\nname = "gate"\nkind = "gate"\nafter = "grpo"\nrequire = ["a > 0"]\n'
-    assert notices_of(load(tmp_path, CHAIN, "sft.timeout=1h")) == []
-    [said] = notices_of(load(tmp_path, CHAIN + gate + 'timeout = "1h"\n'))
+    assert unique_notices(load(tmp_path, CHAIN, "sft.timeout=1h")) == []
+    [said] = unique_notices(load(tmp_path, CHAIN + gate + 'timeout = "1h"\n'))
     assert said == "stage 'gate': timeout = '1h' has no effect here: kind gate has no worker that could be ended"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
-from cosmos_core.config.load import MAX_FILE_BYTES, Values, merge, nested, read_toml
+from cosmos_core.config.load import MAX_FILE_BYTES, Values, merge, nest_value, read_toml
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import affects_result, all_fields, status, tables_in
@@ -294,7 +294,7 @@ def test_another_type_means_something_in_the_algorithms_table_alone() -> None:
 @pytest.mark.parametrize("table", ["", "overrides"])
 def test_a_map_of_names_is_replaced_and_a_key_of_it_is_added(table: str) -> None:
     def tables(*keys: str, value: Any) -> Values:
-        return nested([name for name in (table, *keys) if name], value)
+        return nest_value([name for name in (table, *keys) if name], value)
 
     rewards, rates = ("train", "train_policy", "reward_function"), ("train", "optm_lr")
     base = merge(tables(*rewards, value={"gsm8k": 1.0, "format": 0.5}), tables(*rates, value={"global": 1.0, "a": 2.0}))

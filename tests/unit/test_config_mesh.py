@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from cosmos_core.config.capabilities import check_capabilities, notices_of
+from cosmos_core.config.capabilities import check_capabilities, unique_notices
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.mesh import check_mesh, model_facts, placements, resolve_gpus
 from cosmos_core.config.schema.recipe import Recipe
@@ -150,8 +150,8 @@ def test_a_world_that_the_other_sizes_do_not_divide_names_the_stage(tmp_path: Pa
 
 def test_a_pipeline_whose_ranks_mostly_wait_is_told(tmp_path: Path) -> None:
     four = ("policy.parallelism.pp_size=4", "policy.parallelism.pp_micro_batch_size=2")
-    assert notices_of(load(tmp_path, SFT, *four, "train.train_policy.mini_batch=8")) == []
-    assert notices_of(load(tmp_path, SFT, *four, "train.train_policy.mini_batch=4")) == [
+    assert unique_notices(load(tmp_path, SFT, *four, "train.train_policy.mini_batch=8")) == []
+    assert unique_notices(load(tmp_path, SFT, *four, "train.train_policy.mini_batch=4")) == [
         "train.train_policy.mini_batch = 4: rows that go through the pipeline between two waits, fewer than pp_size x "
         "pp_micro_batch_size = 4 x 2; raise it to keep the ranks busy"
     ]
@@ -237,7 +237,7 @@ def test_what_only_a_gpu_rounds_is_left_out_on_cpu_with_a_note(
 def test_compiled_blocks_are_left_out_with_tensor_parallelism_and_a_note(tmp_path: Path) -> None:
     pipeline = load(tmp_path, SFT, "policy.parallelism.tp_size=2", "train.compile=true")
     check_capabilities(pipeline)
-    assert notices_of(pipeline) == [
+    assert unique_notices(pipeline) == [
         "train.compile = true: the blocks run as they are, because torch does not compile weights that tp_size = 2 "
         "splits for rows of any length"
     ]

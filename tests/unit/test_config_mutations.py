@@ -20,8 +20,8 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cosmos_core.config.capabilities import check_capabilities, notices_of
-from cosmos_core.config.compat.translate import DEAD, MOVED
+from cosmos_core.config.capabilities import check_capabilities, unique_notices
+from cosmos_core.config.compat.translate import RENAMED_KEYS, UNUSED_KEYS
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import MAX_LINE, merge
 from cosmos_core.config.schema.pipeline import PipelineConfig
@@ -49,10 +49,14 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 FIELDS = {key: field for key, _, field in (*all_fields(Recipe), *all_fields(PipelineConfig, "pipeline."))}
 REMOTE = "train.train_policy.remote_reward"
-OLDER = {*MOVED, *DEAD, f"{REMOTE}.reward_fn", f"{REMOTE}.score_key"}
+OLDER = {*RENAMED_KEYS, *UNUSED_KEYS, f"{REMOTE}.reward_fn", f"{REMOTE}.score_key"}
 KNOWN = {*FIELDS, *OLDER, "extends", "pipeline"}
 OVERRIDES = "pipeline.stages.overrides"
-FREE = {*DEAD, f"{REMOTE}.reward_fn", *(key for key, field in FIELDS.items() if "dict[" in str(field.annotation))}
+FREE = {
+    *UNUSED_KEYS,
+    f"{REMOTE}.reward_fn",
+    *(key for key, field in FIELDS.items() if "dict[" in str(field.annotation)),
+}
 FREE.remove(OVERRIDES)
 NAMES = sorted({key.rpartition(".")[2] for key in KNOWN})
 HOSTILE = [
@@ -80,7 +84,7 @@ def told(file: Path, *overrides: str, over: Sequence[Path] = ()) -> str:
         assert error.exit_code == EXIT_USAGE
         assert is_one_line(str(error)), str(error)
         return str(error)
-    assert all(notice.isprintable() for notice in notices_of(pipeline)), notices_of(pipeline)
+    assert all(notice.isprintable() for notice in unique_notices(pipeline)), unique_notices(pipeline)
     try:
         check_capabilities(pipeline)
     except ConfigError as error:

@@ -10,7 +10,7 @@ import pytest
 
 from cosmos_core.config import describe
 from cosmos_core.config.compat import trl
-from cosmos_core.config.compat.translate import DEAD, MOVED
+from cosmos_core.config.compat.translate import RENAMED_KEYS, UNUSED_KEYS
 from cosmos_core.config.describe import all_keys, explain, find_key
 from cosmos_core.config.reference import reference
 from cosmos_core.config.schema.pipeline import PipelineConfig
@@ -61,8 +61,8 @@ def test_a_row_says_type_default_unit_meaning_generation_and_use(key: str, cells
 
 def test_older_and_dead_names_are_listed() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert all(f"- `{old}` is today's `{new}`" in text for old, new in MOVED.items())
-    assert all(f"- `{key}` would have meant {meaning}" in text for key, meaning in DEAD.items())
+    assert all(f"- `{old}` is today's `{new}`" in text for old, new in RENAMED_KEYS.items())
+    assert all(f"- `{key}` would have meant {meaning}" in text for key, meaning in UNUSED_KEYS.items())
 
 
 def test_the_page_for_users_of_trl_has_every_name_and_key() -> None:
@@ -75,8 +75,8 @@ def test_the_page_for_users_of_trl_has_every_name_and_key() -> None:
     )
     known = {key.name for key in all_keys()}
     assert {key for keys in (*trl.NAMES.values(), *listed.values()) for key in keys} <= known
-    assert [name for name in (*trl.NAMES, *trl.WITHOUT_KEY) if name in known] == []
-    for name, meaning in trl.WITHOUT_KEY.items():
+    assert [name for name in (*trl.NAMES, *trl._REPLACEMENTS) if name in known] == []
+    for name, meaning in trl._REPLACEMENTS.items():
         assert f"| {name} | {meaning.replace('rollout.sampling_config.', '')} |" in text.replace("`", "")
     same = text[text.index("`mask_truncated_completions`") :]
     last = {key.rpartition(".")[2] for key in known}
@@ -92,12 +92,12 @@ def test_a_name_without_its_tables_shows_the_keys_of_all() -> None:
     assert {key.name.rpartition(".")[0] for key in find_key("mask_truncated_completions")} == {"train.train_policy"}
 
 
-@pytest.mark.parametrize("name", list(trl.WITHOUT_KEY))
+@pytest.mark.parametrize("name", list(trl._REPLACEMENTS))
 def test_a_name_of_trl_without_a_key_says_what_is_here(name: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown key; {name} of transformers and TRL is (always on|not )"):
         find_key(name)
     assert (
-        trl.equivalent(f"train.train_policy.{name}") == f"; {name} of transformers and TRL is {trl.WITHOUT_KEY[name]}"
+        trl.equivalent(f"train.train_policy.{name}") == f"; {name} of transformers and TRL is {trl._REPLACEMENTS[name]}"
     )
 
 

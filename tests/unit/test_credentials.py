@@ -19,7 +19,7 @@ from cosmos_core.environment import mask_file, masked
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.bucket import Bucket
 from flows.post_train import open_or_create
-from tasks.credentials import BLOCK, lend_to_command, set_credentials
+from tasks.credentials import BLOCK, set_command_credentials, set_credentials
 from tasks.kinds import all_kinds
 from tests import store
 
@@ -163,7 +163,7 @@ def test_a_server_that_does_not_respond_is_a_warning(
 
     monkeypatch.setenv("PREFECT_API_URL", "http://server/api")
     monkeypatch.setattr(Stored, "load", refuse)
-    lend_to_command(None)
+    set_command_credentials(None)
     assert caplog.messages == [
         "the Prefect server does not respond, and the Secret block cosmos-credentials is not used: refused"
     ]

@@ -14,9 +14,9 @@ import pytest
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
-from cosmos_core.data.clean import FILE, Cleaned, clean
+from cosmos_core.data.clean import FILE, CleanedRows, clean
 from cosmos_core.data.kinds.sequences import open_sequences
-from cosmos_core.data.ngrams import Bands, hashes_of, ngrams, normalised, words_of
+from cosmos_core.data.ngrams import MinHashBands, hashes_of, ngrams, normalised, split_words
 from cosmos_core.data.rows import Rows, load_rows
 from cosmos_core.data.user_dataset import Opener
 from cosmos_core.errors import DataError, Preempted
@@ -45,7 +45,7 @@ def stage(folder: Path, texts: list[str], benchmark: list[Any] | None = None, **
     return stage_of(folder / "stage", Recipe.model_validate({"train": {"train_policy": policy}}), kind="prepare")
 
 
-def cleaned(of: Stage, held_out: Sequence[Rows] = ()) -> tuple[Cleaned, list[dict[str, Any]]]:
+def cleaned(of: Stage, held_out: Sequence[Rows] = ()) -> tuple[CleanedRows, list[dict[str, Any]]]:
     rows = load_rows(of.recipe.train.train_policy.dataset)
     result = clean(of, rows, held_out, of.path, Opener(of.recipe, lambda: None))
     return result, [json.loads(line) for line in (of.path / FILE).read_text().splitlines()]
@@ -126,7 +126,7 @@ def test_texts_are_equal_after_normalisation(left: str, right: str, match: str |
 
 
 def shingles(content: str) -> set[tuple[str, str]]:
-    words = words_of(normalised(content))
+    words = split_words(normalised(content))
     return set(pairwise(words))
 
 
@@ -157,7 +157,7 @@ def test_without_near_duplicates_only_equal_texts_match(tmp_path: Path) -> None:
 
 
 def test_bands_of_similar_sets_mostly_share_a_key() -> None:
-    bands, pairs = Bands(0.9), 0
+    bands, pairs = MinHashBands(0.9), 0
     for seed in range(200):
         words = text(seed, 200).split()
         left, right = (ngrams(hashes_of(each), 2) for each in (words, words[10:]))

@@ -11,8 +11,8 @@ import pytest
 import trl
 from transformers import PreTrainedTokenizer
 
-from cosmos_core.data.chat import Chat
-from cosmos_core.data.conversation import conversation_tokens, cut, tokenize_prompt
+from cosmos_core.data.chat import PromptRendering
+from cosmos_core.data.conversation import conversation_tokens, tokenize_prompt, truncate_tokens
 from cosmos_core.data.messages import SkippedRow
 from cosmos_core.data.rendering import RefusedRow
 from cosmos_core.errors import DataError, ModelError
@@ -222,7 +222,7 @@ def test_tools_are_handed_to_the_template():
     ids, mask = conversation_tokens(tokenizer, CALLS, "row", [TOOL])
     assert json.dumps(TOOL) in unlearned(tokenizer, ids, mask)[0]
     assert learned(tokenizer, ids, mask) == masked(tokenizer, CALLS)[0]
-    ids, text = tokenize_prompt(tokenizer, CALLS[:1], 1000, "row", Chat(tools=(TOOL,)))
+    ids, text = tokenize_prompt(tokenizer, CALLS[:1], 1000, "row", PromptRendering(tools=(TOOL,)))
     assert json.dumps(TOOL) in text and tokenizer.decode(ids) == text
 
 
@@ -307,16 +307,16 @@ def test_cutting_keeps_the_left_and_refuses_to_leave_nothing_to_learn():
     tokenizer = byte_tokenizer(CHATML)
     ids, mask = conversation_tokens(tokenizer, TWO_TURNS, "row")
     first = mask.index(1)
-    assert cut((ids, mask), first + 2, "row") == (ids[: first + 2], [0] * first + [1, 1])
+    assert truncate_tokens((ids, mask), first + 2, "row") == (ids[: first + 2], [0] * first + [1, 1])
     reason = "a.jsonl:3: skipped, longer than policy.model_max_length with nothing left to learn"
     with pytest.raises(SkippedRow, match=reason):
-        cut(conversation_tokens(tokenizer, TWO_TURNS, "a.jsonl:3"), first, "a.jsonl:3")
+        truncate_tokens(conversation_tokens(tokenizer, TWO_TURNS, "a.jsonl:3"), first, "a.jsonl:3")
 
 
 def test_a_first_token_alone_is_nothing_to_learn():
     with pytest.raises(SkippedRow, match="row: skipped, with nothing to learn"):
-        cut(([7, 8], [1, 0]), 10, "row")
-    assert cut(([7, 8], [0, 1]), 10, "row") == ([7, 8], [0, 1])
+        truncate_tokens(([7, 8], [1, 0]), 10, "row")
+    assert truncate_tokens(([7, 8], [0, 1]), 10, "row") == ([7, 8], [0, 1])
 
 
 @pytest.mark.parametrize("answer", [[], [{"role": "assistant", "content": " \n"}]], ids=["none", "blank"])

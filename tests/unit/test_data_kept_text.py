@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from cosmos_core.data.kept_text import lost_text
+from cosmos_core.data.kept_text import find_lost_text
 from cosmos_core.errors import DataError
 from cosmos_core.train import check
 from tests.unit.data_tokenizers import CHATML, byte_tokenizer
@@ -45,7 +45,7 @@ def normalising(normalizer: Any) -> PreTrainedTokenizerFast:
     ],
 )
 def test_a_normalised_text_is_kept(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert lost_text(tokenizer, TEXTS) == ("", False)
+    assert find_lost_text(tokenizer, TEXTS) == ("", False)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_normalised_text_is_kept(tokenizer: PreTrainedTokenizerFast) -> None:
     ],
 )
 def test_lost_text_is_told(tokenizer: PreTrainedTokenizerFast, message: str, is_much: bool) -> None:
-    notice, loses_much = lost_text(tokenizer, TEXTS)
+    notice, loses_much = find_lost_text(tokenizer, TEXTS)
     assert re.search(message, notice) and loses_much is is_much
 
 

@@ -15,9 +15,9 @@ from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.data_term import WithDataTerm, sft_term
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import InStage
+from cosmos_core.config.schema.table import StageContext
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.data.kinds.base import LearnedRows
+from cosmos_core.data.kinds.base import HeldOutRows
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_model
@@ -104,7 +104,7 @@ def test_the_gradient_is_that_of_the_algorithm_plus_weight_times_that_of_sft(
         torch.testing.assert_close(gradient, of_rl[key] + 0.25 * of_sft[key], rtol=1e-9, atol=1e-12)
 
 
-class Numbered(LearnedRows):
+class Numbered(HeldOutRows):
     """Rows of three tokens, each its own number."""
 
     def __init__(self, count: int) -> None:
@@ -175,7 +175,7 @@ def test_fewer_rows_than_a_step_has_are_told() -> None:
 )
 def test_what_a_data_term_cannot_be_is_refused_in_one_line(term: dict[str, Any], pp_size: int, told: str) -> None:
     made = recipe(**term)
-    mesh = made.policy.parallelism.derived(pp_size=pp_size)
-    made = made.derived(policy=made.policy.derived(parallelism=mesh))
-    [line] = made.train.train_policy.refusals(InStage(made, all_kinds()["rl"]))
+    mesh = made.policy.parallelism.derive(pp_size=pp_size)
+    made = made.derive(policy=made.policy.derive(parallelism=mesh))
+    [line] = made.train.train_policy.refusals(StageContext(made, all_kinds()["rl"]))
     assert line.startswith(told)

@@ -19,7 +19,7 @@ from cosmos_core.models.cosmos_predict import CONDITIONING_LEVEL, GuardrailPlace
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import open_family, pipeline_modules
 from cosmos_core.models.pipeline_folder import INDEX, PipelineFolder
-from cosmos_core.observe.record import loading_line
+from cosmos_core.observe.record import model_loading_code
 from tests import tiny_pipelines
 
 PROMPTS = ["7 is a digit", "a cat"]
@@ -257,7 +257,7 @@ def test_without_a_t5_its_tokens_are_zeros_and_the_others_stay_as_they_are(tmp_p
 def test_the_loading_line_says_what_the_folder_has_not(tmp_path: Path) -> None:
     def line(name: str, **components: list[str | None]) -> str:
         (tmp_path / INDEX).write_text(json.dumps({"_class_name": name, "vae": ["diffusers", "VAE"], **components}))
-        return loading_line(tmp_path)
+        return model_loading_code(tmp_path)
 
     none: list[str | None] = [None, None]
     bare = line("StableDiffusion3Pipeline", image_encoder=none, text_encoder_3=none, tokenizer_3=none)
@@ -269,7 +269,7 @@ def test_the_loading_line_says_what_the_folder_has_not(tmp_path: Path) -> None:
 
 def test_the_loading_line_loads_a_pipeline_without_a_t5(tmp_path: Path) -> None:
     found: dict[str, Any] = {}
-    exec(loading_line(tiny_pipelines.save("sd3", tmp_path / "bare", has_t5=False)), found)
+    exec(model_loading_code(tiny_pipelines.save("sd3", tmp_path / "bare", has_t5=False)), found)
     assert found["pipe"].text_encoder_3 is None and found["pipe"].transformer is not None
 
 

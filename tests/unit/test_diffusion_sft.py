@@ -17,12 +17,12 @@ from cosmos_core.algorithms.diffusion_sft import DiffusionSft, flow_error
 from cosmos_core.checkpoint import export
 from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import InStage
+from cosmos_core.config.schema.table import StageContext
 from cosmos_core.data import prepare
 from cosmos_core.data.flow_sample import FlowSample, NoiseSampler
 from cosmos_core.data.media_rows import MediaRow, open_media
 from cosmos_core.errors import ConfigError, Preempted
-from cosmos_core.models.denoiser import Denoiser, Wants
+from cosmos_core.models.denoiser import Denoiser, RequestedOutputs
 from cosmos_core.models.families import open_family
 from cosmos_core.run.progress import Progress, read_metrics
 from cosmos_core.run.stage import Stage
@@ -171,7 +171,8 @@ def test_guidance_of_a_micro_batch_is_the_rule_of_the_pipeline(inputs: Inputs, t
     guided = FlowSample(one.latents, one.sigma, one.text, one.noise, negative=other.text)
     blind = FlowSample(one.latents, one.sigma, other.text, one.noise)
     [c], [u], [found] = (
-        trainer.evaluate([each], wants) for each, wants in ((one, None), (blind, None), (guided, Wants(guidance=3.0)))
+        trainer.evaluate([each], wants)
+        for each, wants in ((one, None), (blind, None), (guided, RequestedOutputs(guidance=3.0)))
     )
     assert torch.allclose(found["velocity"], u["velocity"] + 3 * (c["velocity"] - u["velocity"]), atol=1e-5)
 
@@ -338,5 +339,5 @@ def test_check_refuses_ranks_that_cannot_share_a_clip(
 )
 def test_what_is_not_done_is_refused_in_one_line(settings: dict[str, Any], said: str) -> None:
     config = recipe({**{key: BASE[key] for key in ("train.train_policy.type", "policy.is_diffusers")}, **settings})
-    problems = list(config.policy.refusals(InStage(config, all_kinds()["sft"])))
+    problems = list(config.policy.refusals(StageContext(config, all_kinds()["sft"])))
     assert [problem for problem in problems if said in problem]

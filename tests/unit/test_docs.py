@@ -83,7 +83,12 @@ def test_the_readme_is_short_and_each_measured_result_links_to_its_proof() -> No
 
 def test_the_known_names_of_columns_stand_on_one_page_and_are_those_of_the_reader() -> None:
     page = (DOCS / "reference/columns.md").read_text(encoding="utf-8")
-    names = {*messages._KNOWN, *messages._SYSTEM_COLUMNS, *messages._REFERENCE_COLUMNS, *preferences._PROMPT_COLUMNS}
+    names = {
+        *messages._KNOWN_COLUMNS,
+        *messages._SYSTEM_COLUMNS,
+        *messages._REFERENCE_COLUMNS,
+        *preferences._PROMPT_COLUMNS,
+    }
     assert names <= set(re.findall(r"`(\w+)`", page))
     for first, second in messages._PAIR_COLUMNS:
         assert re.search(rf"`{first}` with (`\w+`(, | or )?)*`{second}`", page), f"{first} and {second}"

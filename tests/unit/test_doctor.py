@@ -13,7 +13,7 @@ import prefect
 import pytest
 from prefect.client.schemas.objects import WorkerStatus
 
-from cosmos_core.launch.doctor import Finding, findings
+from cosmos_core.launch.doctor import Finding, run_checks
 from cosmos_core.launch.worker_report import versions
 from tests.unit.reward_server import serving
 
@@ -79,7 +79,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong(server: Server, folder: Path) -> dict[str, str]:
-    found: list[Finding] = list(findings(folder / "not" / "made", server))
+    found: list[Finding] = list(run_checks(folder / "not" / "made", server))
     return {each.name: each.message for each in found if not each.is_ok and each.name != "disk"}
 
 

@@ -270,8 +270,10 @@ def test_the_reference_is_computed_once_for_the_pairs_that_are_trained(
     assert len(calls) == 6
     feed = RowFeed(pairs, at.recipe)
     trained = {tuple(sample.input_ids) for step in range(2) for sample in feed.samples(step)[0]}
-    assert {tuple(rows[int(i)][0]) for i in feed.trained for rows in (pairs.chosen, pairs.rejected)} == trained
-    assert len(feed.trained) == 8
+    assert {
+        tuple(rows[int(i)][0]) for i in feed.trained_row_numbers for rows in (pairs.chosen, pairs.rejected)
+    } == trained
+    assert len(feed.trained_row_numbers) == 8
 
     model = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)
     with torch.no_grad():

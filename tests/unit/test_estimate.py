@@ -51,7 +51,7 @@ def of(model: Path, recipe_: Recipe, prepared: Path | None = None) -> Estimate:
     """Return the estimate, which is traced once for each model and recipe."""
     key = (model, recipe_.model_dump_json(), prepared)
     if key not in _KNOWN:
-        _KNOWN[key] = estimate(recipe_, str(model), Progress(model / "progress.json"), prepared=prepared)
+        _KNOWN[key] = estimate(recipe_, str(model), Progress(model / "progress.json"), prepared_folder=prepared)
     return _KNOWN[key]
 
 
@@ -114,7 +114,7 @@ def test_more_activations_without_checkpointing_and_with_longer_micro_batches(ti
     wide = of(tiny, recipe({**SFT, "mini_batch": 4})).memory.activations
     config = recipe(SFT)
     every, some = (
-        of(tiny, config.derived(policy=config.policy.derived(model_gradient_checkpointing=how))).memory.activations
+        of(tiny, config.derive(policy=config.policy.derive(model_gradient_checkpointing=how))).memory.activations
         for how in (False, "selective")
     )
     assert small and wide and every and some

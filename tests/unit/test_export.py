@@ -280,6 +280,6 @@ def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> 
     ]:  # fmt: skip
         assert line in card.splitlines()
     stage.origin = {"made_by": "mine.py:make", "data": []}
-    card = export.model_card(stage, export.loading_of(stage, "AutoModelForCausalLM"))
+    card = export.model_card(stage, export.loading_instructions(stage, "AutoModelForCausalLM"))
     assert "base_model" not in card and "- Base model: made by `mine.py:make`" in card.splitlines()
     assert "not/used" not in card and "- Data" not in card

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.config.schema.table import InStage
+from cosmos_core.config.schema.table import StageContext
 from cosmos_core.data import prepare
 from cosmos_core.errors import ConfigError, DataError, ModelError, Preempted, StageFailed
 from cosmos_core.export import program
@@ -260,11 +260,13 @@ def test_a_stage_lives_while_its_benchmarks_do_and_a_stop_ends_them(tmp_path: Pa
     with ThreadPoolExecutor(1) as thread:
         thread.submit(release)
         followed = tmp_path / "first"
-        assert _in_fresh_interpreter(stage, beat_until_released, tmp_path, followed, followed=followed) == "released"
+        assert (
+            _in_fresh_interpreter(stage, beat_until_released, tmp_path, followed, progress_file=followed) == "released"
+        )
     stage.stop_requested = True
     followed = tmp_path / "second"
     with pytest.raises(Preempted, match="stopped while"):
-        _in_fresh_interpreter(stage, beat_until_released, tmp_path, followed, followed=followed)
+        _in_fresh_interpreter(stage, beat_until_released, tmp_path, followed, progress_file=followed)
 
 
 @pytest.mark.parametrize(
@@ -330,5 +332,5 @@ def test_what_cannot_be_exported_is_refused_before_a_run(formats: str, more: str
 
 def test_an_export_for_diffusion_models_has_no_formats() -> None:
     config = recipe({**SFT, "policy.is_diffusers": True, "export.formats": ["bf16", "fp8"]})
-    [problem] = config.export.refusals(InStage(config, all_kinds()["export"]))
+    [problem] = config.export.refusals(StageContext(config, all_kinds()["export"]))
     assert problem == "export.formats is for language models; leave it out with policy.is_diffusers = true"

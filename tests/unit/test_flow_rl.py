@@ -64,7 +64,7 @@ class Run:
         self.adapter = Denoiser(self.family.load_denoiser(torch.float32), self.family, self.recipe.train)
         self.trainer = Trainer(self.adapter, self.recipe.train, Progress(folder.parent / "progress.json"))
         for name in self.recipe.train.train_policy.named_weights:
-            self.trainer.named.add(name)
+            self.trainer.named_weights.add(name)
         self.sampling = training_sampling(self.recipe)
         algorithm = make_algorithm(self.recipe, self.sampling)
         assert isinstance(algorithm, FlowRl)
@@ -109,7 +109,7 @@ def scored(group: Group) -> ScoredGroup:
 
 
 def state(trainer: Trainer) -> dict[str, Tensor]:
-    named = {f"{name}.{n}": t for name, tensors in trainer.named.tensors.items() for n, t in tensors.items()}
+    named = {f"{name}.{n}": t for name, tensors in trainer.named_weights.tensors.items() for n, t in tensors.items()}
     return {n: p.detach().clone() for n, p in trainer.adapter.model.named_parameters()} | {
         n: t.clone() for n, t in named.items()
     }
@@ -272,7 +272,7 @@ def test_weights_that_are_the_policys_own_need_no_pass(tmp_path: Path) -> None:
     assert learned and not compared, "old policy and reference are the policy"
     assert passes(1) == (learned, learned), "the reference is another by now"
     with torch.no_grad():
-        next(iter(run.trainer.named.tensors["old"].values())).add_(0.01)
+        next(iter(run.trainer.named_weights.tensors["old"].values())).add_(0.01)
     assert passes(2) == (learned, 2 * learned)
     with torch.no_grad():
         run.adapter.model.add_module("dropout", torch.nn.Dropout(0.1))
@@ -303,7 +303,7 @@ def test_a_step_is_a_function_of_weights_and_state(trainer_type: str, tmp_path: 
     with torch.no_grad():
         for parameter, other in zip(again.adapter.model.parameters(), first.adapter.model.parameters(), strict=True):
             parameter.copy_(other)
-    again.trainer.named.tensors = first.trainer.named.tensors
+    again.trainer.named_weights.tensors = first.trainer.named_weights.tensors
     again.trainer.optimizer.load_state_dict(first.trainer.optimizer.state_dict())
     again.algorithm.load_state_dict(first.algorithm.state_dict())
     for step in (2, 3):
@@ -357,7 +357,7 @@ def test_an_alarm_is_raised_when_samples_become_alike_or_a_watched_reward_falls(
         group = Group(Prompt(0, (), "", ""), completions, 0)
         return [ScoredGroup(group, tuple(Score(reward, {"judge": judge}) for _ in drawn))]
 
-    watch = RewardMonitor(0.5, ["judge"], num_first=1)
+    watch = RewardMonitor(0.5, ["judge"], num_baseline_steps=1)
     assert watch.metrics(groups(1.0, 0.5, 0.9))["watch/alarm"] == 0.0
     assert watch.metrics(groups(0.8, 0.9, 0.8)) == {
         "watch/diversity": pytest.approx(0.8), "watch/relative_diversity": pytest.approx(0.8),
@@ -365,7 +365,7 @@ def test_an_alarm_is_raised_when_samples_become_alike_or_a_watched_reward_falls(
     }  # fmt: skip
     assert watch.metrics(groups(0.4, 0.9, 0.8))["watch/alarm"] == 1.0
     assert "diversity 1 at first, 0.4 now" in caplog.text
-    other = RewardMonitor(0.5, ["judge"], num_first=1)
+    other = RewardMonitor(0.5, ["judge"], num_baseline_steps=1)
     other.load_state_dict(watch.state_dict())
     assert other.metrics(groups(0.9, 0.9, 0.3))["watch/alarm"] == 1.0
     assert other.metrics(groups(0.9, 0.4, 0.3))["watch/alarm"] == 0.0  # nothing is gained by it

@@ -16,12 +16,12 @@ from torch import Tensor
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.models import flow
-from cosmos_core.models.flow_steps import Levels, log_prob, transition
+from cosmos_core.models.flow_steps import NoiseLevels, log_prob, transition
 from cosmos_core.rollout.base import EngineSettings, generate
 from cosmos_core.rollout.flow_path import ConditioningFrames, denoise, num_conditioning_frames, stochastic_steps
 from cosmos_core.rollout.flow_sampler import FlowSamplerEngine, decode_latents, to_bytes
 from cosmos_core.rollout.flow_source import FlowSource
-from cosmos_core.types import FlowSampling, Group, Prompt, Sampling, Window
+from cosmos_core.types import FlowSampling, Group, Prompt, Sampling, StepWindow
 
 COLOURS = {"red": (1.0, -1.0, -1.0), "green": (-1.0, 1.0, -1.0), "blue": (-1.0, -1.0, 1.0)}
 
@@ -70,7 +70,7 @@ class Denoiser:
         return (
             velocity
             if num_conditioning_B is None
-            else ConditioningFrames(torch.zeros(()), num_conditioning_B).insert(velocity)
+            else ConditioningFrames(torch.zeros(()), num_conditioning_B).insert_frames(velocity)
         )
 
     @contextmanager
@@ -173,31 +173,31 @@ def test_what_is_kept_of_a_step_gives_its_log_probability_again(kernel: str) -> 
         for n, i in enumerate(drawn.steps):
             x = drawn.before[n][None]
             v = denoiser(x, table[i].expand(1), {"colour": torch.tensor([COLOURS["red"]])})
-            step = transition(kernel, x, v, Levels(table[i], table[i + 1], table[1]), 0.5)
+            step = transition(kernel, x, v, NoiseLevels(table[i], table[i + 1], table[1]), 0.5)
             assert drawn.before.dtype == drawn.after.dtype == torch.float32
             assert torch.allclose(step.mean[0], drawn.means[n], atol=1e-6)
             assert log_prob(step, drawn.after[n][None]).item() == pytest.approx(drawn.log_probs[n], abs=1e-6)
 
 
 def test_a_window_of_stochastic_steps_is_drawn_or_moves() -> None:
-    fast = FlowSampling(num_steps=10, kernel="flow", window=Window(2, 0, 5))
+    fast = FlowSampling(num_steps=10, kernel="flow", window=StepWindow(2, 0, 5))
     firsts = {stochastic_steps(fast, 0, step)[0] for step in range(40)}
     assert firsts == {0, 1, 2, 3} and all(len(stochastic_steps(fast, 0, step)) == 2 for step in range(40))
     assert stochastic_steps(fast, 0, 5) == stochastic_steps(fast, 0, 5)
-    mix = replace(fast, window=Window(4, 0, 9, moves_every=3))
+    mix = replace(fast, window=StepWindow(4, 0, 9, steps_per_move=3))
     assert [stochastic_steps(mix, 0, step)[0] for step in (0, 2, 3, 17, 18)] == [0, 0, 1, 5, 0]
     assert stochastic_steps(replace(fast, window=None), 0, 0) == range(9)
     assert stochastic_steps(replace(fast, kernel=""), 0, 0) == range(0)
 
 
 def test_only_stochastic_steps_are_kept_and_the_others_are_deterministic() -> None:
-    settings = FlowSampling(num_steps=6, kernel="flow", trained_on=(0, 1, 2, 3), window=Window(1, 2, 3))
+    settings = FlowSampling(num_steps=6, kernel="flow", trained_on=(0, 1, 2, 3), window=StepWindow(1, 2, 3))
     sigmas, noise = flow.flow_schedule(6), torch.randn(1, 3, 2, 2)
     v = torch.randn(1, 3, 2, 2)
     path = denoise(lambda x, s: v, noise, sigmas, settings, [torch.Generator().manual_seed(0)], range(2, 3))
     assert path.steps == (2,)
-    assert torch.allclose(path.before[0], noise + v * (sigmas[2] - 1).float(), atol=1e-6)
-    assert torch.allclose(path.latents, path.after[0] - v * sigmas[3].float(), atol=1e-6)
+    assert torch.allclose(path.latents_before[0], noise + v * (sigmas[2] - 1).float(), atol=1e-6)
+    assert torch.allclose(path.latents, path.latents_after[0] - v * sigmas[3].float(), atol=1e-6)
 
 
 def test_steps_are_kept_in_the_order_that_they_are_taken_in_whatever_order_they_are_named_in() -> None:
@@ -210,7 +210,7 @@ def test_steps_are_kept_in_the_order_that_they_are_taken_in_whatever_order_they_
         paths.append(denoise(lambda x, s: x * 0.1, noise, sigmas, asked, generators, range(5)))
     mixed, ordered = paths
     assert mixed.steps == ordered.steps == (1, 3)
-    assert torch.equal(torch.stack(mixed.before), torch.stack(ordered.before))
+    assert torch.equal(torch.stack(mixed.latents_before), torch.stack(ordered.latents_before))
 
 
 def test_guidance_asks_for_the_empty_prompt_too() -> None:
@@ -239,7 +239,7 @@ def test_given_frames_are_no_part_of_a_log_probability() -> None:
     for completion in group.completions:
         drawn = completion.diffusion_sample
         zero = torch.zeros_like(drawn.before)
-        std = transition("flow", zero, zero, Levels(table[1], table[2], table[1]), 0.5).std.item()
+        std = transition("flow", zero, zero, NoiseLevels(table[1], table[2], table[1]), 0.5).std.item()
         squared = (drawn.after - drawn.means)[0, :, 2:].square().mean().item()
         expected = -squared / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
         assert drawn.log_probs == pytest.approx([expected], abs=1e-5)

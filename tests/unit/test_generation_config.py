@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from cosmos_core.data.prepare import end_ids
+from cosmos_core.data.prepare import read_stop_tokens
 from cosmos_core.models.export import export_model
 from cosmos_core.models.generation_config import FILE
 from cosmos_core.models.hf import load_model, load_tokenizer
@@ -74,4 +74,4 @@ def test_what_transformers_refuses_to_load_is_left_out_by_name(
     assert f"refuses to load {refused}, left out" in caplog.text
     assert AutoModelForCausalLM.from_pretrained(target).generation_config.temperature == 0.6
     tokenizer = load_tokenizer(str(folder))
-    assert end_ids(str(folder), None, tokenizer) == (tokenizer.eos_token_id,)
+    assert read_stop_tokens(str(folder), None, tokenizer) == (tokenizer.eos_token_id,)

@@ -126,7 +126,7 @@ def test_a_worker_sees_its_own_and_a_stage_that_waits_can_be_stopped(
     monkeypatch.setattr(gpus, "num_gpus", lambda kind, recipe: 1)
     monkeypatch.setattr(stage.worker, "run", launch)
     with hold_gpus(1, refuse), pytest.raises(Preempted, match="enough"):
-        stage.perform(run, "first")
+        stage.run_stage(run, "first")
     assert launched[0].environment[VISIBLE] == "GPU-7" and len(launched[0].locks) == 3
 
     def stop(seconds: float) -> None:
@@ -136,5 +136,5 @@ def test_a_worker_sees_its_own_and_a_stage_that_waits_can_be_stopped(
     said: list[Any] = []
     monkeypatch.setattr(gpus, "sleep_unless_stopping", stop)
     with hold_gpus(2, refuse), pytest.raises(Preempted, match="stopped"):
-        stage.perform(run, "first")
+        stage.run_stage(run, "first")
     assert said[0].state == "waiting" and said[0].error.startswith("waits for 1 of the 2 GPUs")

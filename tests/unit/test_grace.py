@@ -34,7 +34,7 @@ def test_the_grace_is_what_is_configured_and_the_longest_step_of_any_attempt(tmp
     progress.step(3, 10)
     assert grace_of(tmp_path, 20) == 20, "where an attempt begins is no step"
     progress.step(4, 10)
-    progress.saved(4)
+    progress.report_checkpoint(4)
     known = read_progress(tmp_path)
     assert known is not None and known.longest_step_seconds > 0
     assert grace_of(tmp_path, 20) == 20 + known.longest_step_seconds

@@ -13,34 +13,41 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.observe.costs import cost_of, table_of_costs
 from cosmos_core.run.directory import claim, create_run, open_or_create_run, open_run
 from cosmos_core.run.estimated import save_estimate
-from cosmos_core.run.held import closed_holds, gpu_seconds, gpu_seconds_of_run, holding, holds_of_run, note_in_result
+from cosmos_core.run.held import (
+    closed_intervals,
+    gpu_seconds,
+    gpu_seconds_of_run,
+    intervals_of_run,
+    note_in_result,
+    record_gpu_time,
+)
 from cosmos_core.run.lineage import lineage
-from cosmos_core.run.state import Hold, update_state
+from cosmos_core.run.state import GpuInterval, update_state
 from tasks.kinds import all_kinds
 from tests.unit.run_folder import counting_run, finish
 
 PRICE = ("pipeline.price_per_gpu_hour=36", "pipeline.budget=5")
 
 
-def hold(attempt: int, gpus: int, begin: float, end: float | None) -> Hold:
-    return Hold(attempt=attempt, gpus=gpus, begin=begin, end=end)
+def hold(attempt: int, gpus: int, begin: float, end: float | None) -> GpuInterval:
+    return GpuInterval(attempt=attempt, gpus=gpus, begin=begin, end=end)
 
 
 def test_an_attempt_whose_launcher_was_killed_counts_until_the_last_sign_of_launcher_or_worker(tmp_path: Path) -> None:
     path = tmp_path / "stages" / "sft"
     update_state(path, attempt=1, holds=[hold(1, 4, 1000.0, None)], renewed=1010.0, heartbeat=1007.0)
-    assert gpu_seconds(closed_holds(path)) == 4 * 10
+    assert gpu_seconds(closed_intervals(path)) == 4 * 10
     (path / "progress.json").write_text(json.dumps({"heartbeat": 1012.5}))  # it saved a checkpoint before it ended
-    assert gpu_seconds(closed_holds(path)) == 4 * 12.5
-    with holding(path, 2):
+    assert gpu_seconds(closed_intervals(path)) == 4 * 12.5
+    with record_gpu_time(path, 2):
         (path / "progress.json").unlink()
         update_state(path, attempt=2, renewed=time.time() + 100)
-        killed, current = closed_holds(path)
+        killed, current = closed_intervals(path)
         assert (killed.end, current.attempt, current.gpus) == (1012.5, 2, 2)
         assert current.end is not None and current.end <= time.time(), "no clock of another machine adds time"
-    assert [each.end is not None for each in closed_holds(path)] == [True, True]
-    with holding(path, 0):
-        assert len(closed_holds(path)) == 2, "a stage without GPUs holds none"
+    assert [each.end is not None for each in closed_intervals(path)] == [True, True]
+    with record_gpu_time(path, 0):
+        assert len(closed_intervals(path)) == 2, "a stage without GPUs holds none"
 
 
 def test_a_run_counts_what_was_thrown_away_and_not_what_it_took_over(tmp_path: Path) -> None:
@@ -49,7 +56,7 @@ def test_a_run_counts_what_was_thrown_away_and_not_what_it_took_over(tmp_path: P
     update_state(run.path / "superseded" / "first.1", holds=[hold(1, 2, 10.0, 60.0), hold(2, 2, 70.0, 80.0)])
     finish(run, "first")
     assert gpu_seconds_of_run(run.path) == 2 * (100 + 50 + 10)
-    assert [len(holds) for holds in holds_of_run(run.path).values()] == [3]
+    assert [len(holds) for holds in intervals_of_run(run.path).values()] == [3]
     assert str(cost_of(run.path)) == "3.200 for 0.089 GPU hours, budget 5.000"
     [total] = [
         list(column.cells)[-1] for column in table_of_costs(run.output_dir, 9).columns if column.header == "cost"

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from cosmos_core.algorithms.data_term import WithDataTerm, sft_term
 from cosmos_core.algorithms.grpo import Grpo
-from cosmos_core.algorithms.idle import METRIC, NUM_COMPARED, follows_advantage
+from cosmos_core.algorithms.idle import METRIC, NUM_COMPARED, has_advantage_factor
 from cosmos_core.algorithms.policy_loss import scales_with_advantage
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.data.sample import Sample, within_budget
+from cosmos_core.data.sample import Sample, batch_within_token_limit
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.trainer import Trainer
@@ -72,7 +72,7 @@ def trained(
     figures, gradients, num_run = [], [], 0
     for number, batch in enumerate(steps):
         trainer.set_learning_rate(number, None)
-        batch = within_budget(batch, train.train_policy.max_token_len_per_mini_batch)
+        batch = batch_within_token_limit(batch, train.train_policy.max_token_len_per_mini_batch)
         for update in WithDataTerm(algorithm, lambda _: sft_term(samples()[:3], 0.1)).updates(batch, trainer):
             figures.append(trainer.update(update))
             num_run += len(update.samples)
@@ -151,7 +151,9 @@ def test_nothing_is_left_out_where_an_advantage_of_zero_has_a_gradient_or_others
     policy: dict[str, Any],
 ) -> None:
     plain, other = (Grpo(GrpoConfig(**each)) for each in ({}, policy))
-    assert follows_advantage(plain.config, plain._settings) and not follows_advantage(other.config, other._settings)
+    assert has_advantage_factor(plain.config, plain._settings) and not has_advantage_factor(
+        other.config, other._settings
+    )
 
 
 @pytest.mark.parametrize("is_taught", [False, True])

@@ -29,7 +29,7 @@ from cosmos_core.rewards.jpeg_size import jpeg_size
 from cosmos_core.rewards.ocr import ocr, similarity
 from cosmos_core.rewards.pickscore import PickscoreReward
 from cosmos_core.rewards.reward_model import Item, Settings, load_served
-from cosmos_core.rewards.service.self_test import card
+from cosmos_core.rewards.service.self_test import make_word_image
 from cosmos_core.rewards.unified_reward import UnifiedRewardReward
 from tests.unit.tiny_vlms import picture, save_vlm
 
@@ -114,7 +114,7 @@ def test_ocr_counts_edits_as_the_original_does(read: str, wanted: str, expected:
 
 def test_ocr_reads_what_an_image_shows() -> None:
     pytest.importorskip("rapidocr_onnxruntime", reason="the extra ocr is not installed")
-    image = card("HELLO")
+    image = make_word_image("HELLO")
     assert ocr("", "", prompt='a card that says "Hello"', media=image) == 1.0
     assert ocr("", "HELP", prompt="a card", media=image) < 1.0
     assert ocr("", "", prompt='a card that says "Hello"', media=Image.new("RGB", (64, 64))) == 0.0
@@ -135,7 +135,7 @@ LEFT, RIGHT, MIDDLE = found(0, 40, 20, 60), found(80, 40, 100, 60), found(45, 45
 def test_gen_eval_judges_numbers_colours_and_positions() -> None:
     objects = {"dog": [LEFT, RIGHT], "cat": [MIDDLE]}
     colors = {"dog": ["red", "blue"], "cat": ["black"]}
-    judge, strictly = gen_eval.meets_request, gen_eval.strict_score
+    judge, strictly = gen_eval.satisfies_request, gen_eval.strict_score
 
     def one(name: str, count: int = 1, **asked: Any) -> dict[str, Any]:
         return {"class": name, "count": count, **asked}

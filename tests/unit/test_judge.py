@@ -10,7 +10,7 @@ import pytest
 
 from cosmos_core.config.schema.judge import JudgeConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import InStage
+from cosmos_core.config.schema.table import StageContext
 from cosmos_core.rewards.runner import RewardRunner
 from cosmos_core.types import Score
 from tasks.kinds import all_kinds
@@ -88,7 +88,7 @@ def test_a_judge_that_is_away_makes_completions_invalid_and_a_retry_sensible() -
 def test_a_recipe_without_a_server_is_refused() -> None:
     policy = {"train": {"train_policy": {"type": "grpo", "reward_function": "judge"}}}
     made = Recipe.model_validate(policy)
-    assert "needs judge.endpoint" in "".join(made.judge.refusals(InStage(made, all_kinds()["rl"])))
+    assert "needs judge.endpoint" in "".join(made.judge.refusals(StageContext(made, all_kinds()["rl"])))
     assert made.secret_env == ("OPENAI_API_KEY",)
     named = Recipe.model_validate({**policy, "judge": {"endpoint": "http://a/v1", "model": "m"}})
-    assert not [*named.judge.refusals(InStage(named, all_kinds()["rl"]))]
+    assert not [*named.judge.refusals(StageContext(named, all_kinds()["rl"]))]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.config.schema.table import InStage
+from cosmos_core.config.schema.table import StageContext
 from cosmos_core.data import prepare, quick_check
 from cosmos_core.data.kinds.labelled import LabelledSequences
 from cosmos_core.data.kinds.registry import row_kind
@@ -132,5 +132,5 @@ def test_labels_are_learned_and_measured_on_what_was_held_out(
 def test_a_step_that_lacks_another_prompt_is_refused(tmp_path: Path) -> None:
     settings = {**KTO, "train.train_batch_per_replica": 1, "train.train_policy.mini_batch": 1}
     at = stage_of(tmp_path / "s", recipe(settings))
-    (line,) = at.recipe.train.train_policy.refusals(InStage(at.recipe, at.kind))
+    (line,) = at.recipe.train.train_policy.refusals(StageContext(at.recipe, at.kind))
     assert "another prompt of" in line

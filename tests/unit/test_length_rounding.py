@@ -18,7 +18,7 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.models import length_rounding
 from cosmos_core.models.length_rounding import kernel_length
 from cosmos_core.models.packing import enable_packing
-from cosmos_core.models.scorer import Scorer, Wants
+from cosmos_core.models.scorer import RequestedOutputs, Scorer
 from cosmos_core.run.progress import Progress
 from tests.unit.trainers import NoView, sft, trainer_of
 
@@ -48,7 +48,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 @pytest.fixture
 def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the dtypes of these tests as in half precision."""
-    monkeypatch.setattr(length_rounding, "_HALF", (torch.float32, torch.float64))
+    monkeypatch.setattr(length_rounding, "_HALF_DTYPES", (torch.float32, torch.float64))
 
 
 def rows() -> list[np.ndarray]:
@@ -85,11 +85,11 @@ def test_autocast_decides_where_there_is_one() -> None:
 
 def test_rows_are_filled_up_by_padding_or_by_a_sequence_more() -> None:
     short = [np.array([5, 6, 7]), np.array([8])]
-    padded, starts = rows_of(short, 9, packed=False, filled=lambda _: 5)
+    padded, starts = rows_of(short, 9, packed=False, num_tokens_of=lambda _: 5)
     assert padded["input_ids"].tolist() == [[5, 6, 7, 9, 9], [8, 9, 9, 9, 9]]
     assert padded["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]]
     assert starts == [0, 4]
-    packed, starts = rows_of(short, 9, packed=True, filled=lambda _: 6)
+    packed, starts = rows_of(short, 9, packed=True, num_tokens_of=lambda _: 6)
     assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 9, 9]]
     assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
     assert packed["cu_seq_lens_q"].tolist() == [0, 3, 4, 6]
@@ -103,7 +103,7 @@ def test_attention_over_longer_sequences_is_the_same(model: PreTrainedModel, rou
     theirs = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     assert enable_packing(model) == ""
     model.zero_grad()
-    inputs = rows_of(rows(), 0, packed=True, filled=lambda length: length + 3).inputs
+    inputs = rows_of(rows(), 0, packed=True, num_tokens_of=lambda length: length + 3).inputs
     packed = model(**inputs, use_cache=False).logits[0, : sum(LENGTHS)]
     torch.testing.assert_close(packed, separate, rtol=0, atol=1e-6)
     packed.sin().sum().backward()
@@ -123,13 +123,17 @@ def test_scores_over_longer_chunks_are_the_same(
 
     def found() -> tuple[Tensor, Tensor, list[Tensor]]:
         outputs = Scorer(model)(
-            {"input_ids": ids}, chosen, wants=Wants(entropy="value"), dtype=torch.float64, derivative_N=expected_N
+            {"input_ids": ids},
+            chosen,
+            wants=RequestedOutputs(entropy="value"),
+            dtype=torch.float64,
+            derivative_N=expected_N,
         )
         gradients = torch.autograd.grad(-0.25 * outputs["logprobs"].sum(), list(model.parameters()))
         return outputs["logprobs"], outputs["entropy"], list(gradients)
 
     theirs = found()
-    monkeypatch.setattr(length_rounding, "_HALF", (torch.float64,))
+    monkeypatch.setattr(length_rounding, "_HALF_DTYPES", (torch.float64,))
     torch.testing.assert_close(found(), theirs, rtol=0, atol=1e-12)
 
 
@@ -152,6 +156,6 @@ def test_an_update_over_longer_rows_is_the_same(
 
     theirs = found()
     assert widths[-2:] == ([107, 5] if packed else [70, 5])
-    monkeypatch.setattr(length_rounding, "_HALF", (torch.float32,))
+    monkeypatch.setattr(length_rounding, "_HALF_DTYPES", (torch.float32,))
     assert found() == pytest.approx(theirs, rel=1e-5)
     assert widths[-2:] == ([128, 32] if packed else [96, 32])

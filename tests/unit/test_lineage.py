@@ -16,7 +16,7 @@ from cosmos_core.run.files import sha256
 from cosmos_core.run.lineage import lineage, public_name, stage_of
 from cosmos_core.upload.file import FileTarget
 from tasks.kinds import all_kinds
-from tasks.stage import perform
+from tasks.stage import run_stage
 from tests.conftest import PROGRAMS
 from tests.unit.run_folder import counting_run, finish
 
@@ -67,7 +67,7 @@ def test_lineage_ends_at_the_data_and_the_model_that_no_stage_made(tmp_path: Pat
     model.mkdir()
     (model / "config.json").write_text("{}")
     run = counting_run(tmp_path, f"first.data={rows}", f"first.model={model}")
-    perform(run, "first")
+    run_stage(run, "first")
     _, *sources = lineage(run.stage_path("first"))
     assert [(link.name, link.kind, link.where, link.note) for link in sources] == [
         ("model", "model", str(model), "recorded"), ("rows.jsonl", "data", str(rows), "verified"),

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from cosmos_core.cli import app
 from cosmos_core.observe.console import print_status
 from cosmos_core.observe.record import read_run
-from cosmos_core.observe.resuming import how_to_resume
-from cosmos_core.observe.runs import is_over
+from cosmos_core.observe.resuming import resume_instructions
+from cosmos_core.observe.runs import is_inactive
 from cosmos_core.run.directory import Run, claim, create_run
 from cosmos_core.run.liveness import LEASE_SECONDS, Approval, note_approval
-from cosmos_core.run.process import start_time, this_process
+from cosmos_core.run.process import identify_process, start_time
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.state import update_state
 from tests.unit.run_folder import counting_run, load_recipe, make_inputs
@@ -47,12 +47,12 @@ def gone() -> dict[str, Any]:
     started = start_time(process.pid)
     process.kill()
     process.wait()
-    return this_process() | {"launcher_pid": process.pid, "launcher_started": started}
+    return identify_process() | {"launcher_pid": process.pid, "launcher_started": started}
 
 
 def elsewhere(**state: Any) -> dict[str, Any]:
     """What `state.json` says of a launcher of another machine."""
-    return this_process() | {"launcher_host": "node-3", "launcher_machine": "node-3/boot/pids"} | state
+    return identify_process() | {"launcher_host": "node-3", "launcher_machine": "node-3/boot/pids"} | state
 
 
 def status(run: Run) -> str:
@@ -70,11 +70,11 @@ def test_a_run_whose_flow_was_killed_died_and_says_how_it_goes_on(tmp_path: Path
     assert said in status(run) and "running" not in status(run)
     listed = CliRunner().invoke(app, ["runs", "--output-dir", str(run.output_dir)]).output
     assert "".join(said.split()) in "".join(listed.split()) and "running" not in listed  # a table breaks long lines
-    assert is_over(read_run(run.path))
+    assert is_inactive(read_run(run.path))
 
 
 def test_the_worker_may_still_save_when_its_launcher_is_gone(tmp_path: Path) -> None:
-    mine = this_process()
+    mine = identify_process()
     run = training(tmp_path, **gone(), pid=mine["launcher_pid"], pid_started=mine["launcher_started"])
     assert "running" in status(run) and "died" not in status(run)
     said = f"the flow has ended; sft saves a checkpoint and ends; resume with: cosmos resume {run.path} "
@@ -82,7 +82,7 @@ def test_the_worker_may_still_save_when_its_launcher_is_gone(tmp_path: Path) -> 
 
 
 def test_a_stage_of_another_flow_run_continues_when_the_flow_that_waits_for_it_was_killed(tmp_path: Path) -> None:
-    run = training(tmp_path, **this_process())
+    run = training(tmp_path, **identify_process())
     assert "the flow has ended" not in status(run)
     (run.path / "locks").mkdir(exist_ok=True)
     (run.path / "locks" / "holder.json").write_text(json.dumps(gone()))
@@ -113,11 +113,11 @@ def test_what_the_worker_said_last_counts(tmp_path: Path) -> None:
     progress.step(14, 24)
     progress.phase("save")
     assert "after step 14" in status(run) and "(sft begins again at step 1: nothing was saved)" in status(run)
-    progress.saved(14)
+    progress.report_checkpoint(14)
     assert "(sft begins again at step 15)" in status(run)
 
 
-@pytest.mark.parametrize("state", [{"renewed": 1.0}, {"renewed": None}, this_process()])
+@pytest.mark.parametrize("state", [{"renewed": 1.0}, {"renewed": None}, identify_process()])
 def test_a_stage_that_is_renewed_or_of_which_nothing_is_known_runs(tmp_path: Path, state: dict[str, Any]) -> None:
     renewed = {"renewed": time.time()} if state.get("renewed") else {}
     assert "running" in status(training(tmp_path, **(elsewhere() | state | renewed)))
@@ -150,6 +150,6 @@ def test_a_run_that_was_killed_before_its_first_stage_or_between_two_died(tmp_pa
 
 def test_the_last_line_of_a_stopped_run_says_where_each_training_begins_again(tmp_path: Path) -> None:
     run = training(tmp_path, state="stopped", saved=None)
-    assert how_to_resume(read_run(run.path)).endswith(" (sft begins again at step 1: nothing was saved)")
+    assert resume_instructions(read_run(run.path)).endswith(" (sft begins again at step 1: nothing was saved)")
     update_state(run.stage_path("sft"), checkpoint_step=13)
-    assert how_to_resume(read_run(run.path)) == f"cosmos resume {run.path} (sft begins again at step 14)"
+    assert resume_instructions(read_run(run.path)) == f"cosmos resume {run.path} (sft begins again at step 14)"

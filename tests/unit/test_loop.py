@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cosmos_core.checkpoint.best import Best, best_of
+from cosmos_core.checkpoint.best import BestStep, select_best
 from cosmos_core.checkpoint.resume import resume_obstacle
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.config.schema.recipe import Recipe
@@ -70,7 +70,7 @@ def validation(at: Stage, measure: Measure, **settings: Any) -> Validation:
     return Validation(at.recipe.validation, at.progress, measure, **settings)
 
 
-def train(at: Stage, values: Sequence[float], stop_after: int = 0, metric: str = "validation/loss") -> Best | None:
+def train(at: Stage, values: Sequence[float], stop_after: int = 0, metric: str = "validation/loss") -> BestStep | None:
     """A training whose held-out figure after step 1, 2, ... is given; the best step that it names."""
     rank = open_trainer(at)
     assert at.data is not None
@@ -92,7 +92,7 @@ def train(at: Stage, values: Sequence[float], stop_after: int = 0, metric: str =
         assert stop_after
     finally:
         checkpointer.close()
-    return loop.best
+    return loop.best_step
 
 
 def kept(at: Stage) -> list[int]:
@@ -104,30 +104,34 @@ def named(at: Stage) -> Any:
 
 
 def test_the_lower_loss_and_the_higher_reward_is_better_and_the_earlier_of_equals() -> None:
-    best = best_of(None, 5, {"validation/loss": 2.0, "loss": 0.1})
-    assert best == Best(5, "validation/loss", 2.0)
-    assert best_of(best, 6, {"validation/loss": 2.0}) is best
-    assert best_of(best, 7, {"validation/loss": 1.5}) == Best(7, "validation/loss", 1.5)
-    best = best_of(None, 5, {"validation/reward": 0.5, "validation/accuracy": 0.4})
-    assert best_of(best, 6, {"validation/reward": 0.4}) is best
-    assert best_of(best, 7, {"validation/reward": 0.6}) == Best(7, "validation/reward", 0.6)
+    best = select_best(None, 5, {"validation/loss": 2.0, "loss": 0.1})
+    assert best == BestStep(5, "validation/loss", 2.0)
+    assert select_best(best, 6, {"validation/loss": 2.0}) is best
+    assert select_best(best, 7, {"validation/loss": 1.5}) == BestStep(7, "validation/loss", 1.5)
+    best = select_best(None, 5, {"validation/reward": 0.5, "validation/accuracy": 0.4})
+    assert select_best(best, 6, {"validation/reward": 0.4}) is best
+    assert select_best(best, 7, {"validation/reward": 0.6}) == BestStep(7, "validation/reward", 0.6)
 
 
 def test_where_both_are_measured_the_reward_alone_decides() -> None:
-    best = best_of(None, 5, {"validation/loss": 0.9, "validation/reward": 0.5})
-    assert best == Best(5, "validation/reward", 0.5)
-    assert best_of(best, 6, {"validation/loss": 0.1, "validation/reward": 0.4}) is best
-    assert best_of(best, 7, {"validation/loss": 0.1, "validation/reward": math.nan}) is best
-    assert best_of(best, 8, {"validation/loss": 2.0, "validation/reward": 0.6}) == Best(8, "validation/reward", 0.6)
-    best = best_of(None, 5, {"validation/loss": 0.9, "validation/reward": math.nan})
-    assert best_of(best, 6, {"validation/loss": 2.0, "validation/reward": 0.1}) == Best(6, "validation/reward", 0.1)
+    best = select_best(None, 5, {"validation/loss": 0.9, "validation/reward": 0.5})
+    assert best == BestStep(5, "validation/reward", 0.5)
+    assert select_best(best, 6, {"validation/loss": 0.1, "validation/reward": 0.4}) is best
+    assert select_best(best, 7, {"validation/loss": 0.1, "validation/reward": math.nan}) is best
+    assert select_best(best, 8, {"validation/loss": 2.0, "validation/reward": 0.6}) == BestStep(
+        8, "validation/reward", 0.6
+    )
+    best = select_best(None, 5, {"validation/loss": 0.9, "validation/reward": math.nan})
+    assert select_best(best, 6, {"validation/loss": 2.0, "validation/reward": 0.1}) == BestStep(
+        6, "validation/reward", 0.1
+    )
 
 
 def test_nan_and_infinity_are_never_the_best() -> None:
-    assert best_of(None, 1, {"validation/loss": math.nan}) is None
-    assert best_of(None, 1, {"validation/loss": -math.inf}) is None
-    assert best_of(None, 1, {"validation/reward": math.inf}) is None
-    assert best_of(None, 1, {}) is None
+    assert select_best(None, 1, {"validation/loss": math.nan}) is None
+    assert select_best(None, 1, {"validation/loss": -math.inf}) is None
+    assert select_best(None, 1, {"validation/reward": math.inf}) is None
+    assert select_best(None, 1, {}) is None
 
 
 @pytest.mark.parametrize(
@@ -136,23 +140,23 @@ def test_nan_and_infinity_are_never_the_best() -> None:
 def test_the_best_step_is_saved_and_outlives_max_keep(inputs: Path, tmp_path: Path, metric: str, sign: float) -> None:
     at = stage(tmp_path / "sft", inputs, max_keep=1)
     values = [sign * value for value in (3.0, 1.0, 2.0, 2.5, 1.5, 4.0)]
-    assert train(at, values, metric=metric) == Best(2, metric, sign * 1.0)
+    assert train(at, values, metric=metric) == BestStep(2, metric, sign * 1.0)
     assert kept(at) == [2, 6]
     assert named(at) == {"step": 2, "metric": metric, "value": sign * 1.0}
 
 
 def test_what_was_best_gives_way_to_what_is_better(inputs: Path, tmp_path: Path) -> None:
     at = stage(tmp_path / "sft", inputs, max_keep=1)
-    assert train(at, [3.0, 1.0, 2.0, 0.5, 1.5, 4.0]) == Best(4, "validation/loss", 0.5)
+    assert train(at, [3.0, 1.0, 2.0, 0.5, 1.5, 4.0]) == BestStep(4, "validation/loss", 0.5)
     assert kept(at) == [4, 6]
 
 
 def test_resume_keeps_what_was_best_and_forgets_what_it_will_measure_again(inputs: Path, tmp_path: Path) -> None:
     at = stage(tmp_path / "sft", inputs, max_keep=2)
-    assert train(at, [3.0, 1.0, 2.0, 0.5, 1.5, 4.0], stop_after=4) == Best(4, "validation/loss", 0.5)
+    assert train(at, [3.0, 1.0, 2.0, 0.5, 1.5, 4.0], stop_after=4) == BestStep(4, "validation/loss", 0.5)
     assert kept(at) == [2, 4]
     (at.path / "checkpoints/step_4/policy/manifest.json").write_text("{")  # step 2 is the newest that is whole
-    assert train(at, [math.nan, math.nan, 2.0, 2.0, 1.5, 4.0]) == Best(2, "validation/loss", 1.0)
+    assert train(at, [math.nan, math.nan, 2.0, 2.0, 1.5, 4.0]) == BestStep(2, "validation/loss", 1.0)
     assert 2 in kept(at)
     assert named(at) == {"step": 2, "metric": "validation/loss", "value": 1.0}
 
@@ -167,7 +171,7 @@ def test_another_configuration_inherits_no_best_step(inputs: Path, tmp_path: Pat
 def test_the_result_names_the_best_step(inputs: Path, tmp_path: Path) -> None:
     at = stage(tmp_path / "sft", inputs)
     trained = train_stage(at)
-    assert trained.best == Best(6, "validation/loss", trained.metrics["validation/loss"])  # every step lowers it
+    assert trained.best == BestStep(6, "validation/loss", trained.metrics["validation/loss"])  # every step lowers it
     assert export_trained(at, trained).info["best"] == named(at)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.checkpoint.best import Best
+from cosmos_core.checkpoint.best import BestStep
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.errors import Preempted
@@ -31,10 +31,10 @@ def test_the_last_step_is_measured_where_the_data_ends_before_anybody_knows(
 ) -> None:
     class Ends(RowFeed):
         def next(self) -> Any:
-            return super().next() if self.step < 3 else None
+            return super().next_samples() if self.step < 3 else None
 
     at = stage(tmp_path / "sft", inputs)
-    at.recipe = at.recipe.derived(validation=at.recipe.validation.derived(freq=2))
+    at.recipe = at.recipe.derive(validation=at.recipe.validation.derive(freq=2))
     assert at.data is not None
     measured: list[int] = []
     published: list[int] = []
@@ -54,7 +54,7 @@ def test_the_last_step_is_measured_where_the_data_ends_before_anybody_knows(
         assert loop.run()["validation/loss"] == 1 / 3
         checkpointer.close()
     assert measured == [2, 3] and published == [0, 1, 2, 3, 3] + [3] * stopped
-    assert loop.best == Best(3, "validation/loss", 1 / 3)
+    assert loop.best_step == BestStep(3, "validation/loss", 1 / 3)
     lines = read_metrics(at.path / "metrics.jsonl")
     assert [line["step"] for line in lines if "validation/loss" in line] == [2, 3]
 
@@ -64,7 +64,7 @@ def test_a_stop_cuts_a_validation_off_and_the_step_is_measured_when_the_training
     tmp_path: Path,
 ) -> None:
     at = stage(tmp_path / "sft", inputs)
-    at.recipe = at.recipe.derived(validation=at.recipe.validation.derived(freq=2))
+    at.recipe = at.recipe.derive(validation=at.recipe.validation.derive(freq=2))
     assert at.data is not None
     measured: list[int] = []
 
@@ -83,7 +83,7 @@ def test_a_stop_cuts_a_validation_off_and_the_step_is_measured_when_the_training
         ):
             loop.run()
         checkpointer.close()
-    assert measured == [2, 4, 4, 6] and loop.best == Best(6, "validation/loss", 1 / 6)
+    assert measured == [2, 4, 4, 6] and loop.best_step == BestStep(6, "validation/loss", 1 / 6)
     lines = read_metrics(at.path / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert [(line["step"], line["validation/loss"]) for line in lines if "validation/loss" in line] == [

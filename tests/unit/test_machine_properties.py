@@ -15,7 +15,7 @@ from cosmos_core import machine_properties
 from cosmos_core.cluster.properties import variables_of_ranks
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch import worker
-from cosmos_core.machine_properties import MachineProperties, facts_of_workers, measure
+from cosmos_core.machine_properties import MachineProperties, measure, measure_workers
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.fingerprint import fingerprint
 from tasks.kinds import all_kinds
@@ -60,14 +60,14 @@ class FakeNvml:
 @contextmanager
 def machine_with(names: Sequence[str], monkeypatch: pytest.MonkeyPatch, visible: str | None = None) -> Iterator[None]:
     """Inside, this process is on a machine with these GPUs, and has not asked for them before."""
-    machine_properties._facts.cache_clear()
+    machine_properties._measure_machine.cache_clear()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pynvml", FakeNvml(list(names)))  # type: ignore[arg-type]
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             patch.setenv("CUDA_VISIBLE_DEVICES", visible)
         yield
-    machine_properties._facts.cache_clear()
+    machine_properties._measure_machine.cache_clear()
 
 
 def see(monkeypatch: pytest.MonkeyPatch, nvml: Any, visible: str | None) -> MachineProperties:
@@ -119,16 +119,16 @@ def test_the_versions_are_those_of_the_interpreter_that_is_asked(tmp_path: Path)
     other.write_text(f'#!/bin/sh\necho one >> {tmp_path}/asked\nexec {sys.executable} {tmp_path}/program.py "$@"\n')
     other.chmod(0o755)
     for _ in range(3):
-        assert facts_of_workers(["pydantic"], str(other)).versions == {"pydantic": "9.9"}
+        assert measure_workers(["pydantic"], str(other)).versions == {"pydantic": "9.9"}
     assert (tmp_path / "asked").read_text() == "one\n", "an interpreter is started once, not for every stage"
-    assert facts_of_workers(["pydantic"]).versions == {"pydantic": version("pydantic")}
+    assert measure_workers(["pydantic"]).versions == {"pydantic": version("pydantic")}
 
 
 def test_an_interpreter_that_does_not_run_is_told_in_one_line() -> None:
     with pytest.raises(
         ConfigError, match=r"^pipeline\.python = '/no/python' does not run: .*; name a Python"
     ) as caught:
-        facts_of_workers(python="/no/python")
+        measure_workers(python="/no/python")
     assert "\n" not in str(caught.value)
 
 
@@ -150,7 +150,7 @@ def test_a_fingerprint_is_made_of_the_gpus_of_the_machine_that_runs_the_stage(
 def test_ranks_of_a_cluster_see_what_a_worker_sets_for_its_stage(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    set_for_stage = worker._environment(worker.Launch(tmp_path / "run" / "stages" / "sft"))
+    set_for_stage = worker._environment(worker.AttemptSettings(tmp_path / "run" / "stages" / "sft"))
     users = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "VLLM_BATCH_INVARIANT": "1", "WANDB_API_KEY": "secret"}
     for name, value in {**set_for_stage, **users}.items():
         monkeypatch.setenv(name, value)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core import environment
-from cosmos_core.environment import hide_in_records, mask_error, mask_file, masked, secrets_in
+from cosmos_core.environment import find_secrets, hide_in_records, mask_error, mask_file, masked
 from cosmos_core.errors import StageFailed
 
 KNOWN = [
@@ -121,7 +121,7 @@ def test_an_error_and_settings_are_known_by_their_own() -> None:
     mask_error(response)
     assert response.args == ("{'password': '***'}", 3, "b'token=***'") and response.__notes__ == ["sent ***"]
     settings = {"steps": 3, "api_key": "abc", "deep": [{"password": ["x", "y"], "name": "n"}], "secrets": {"a": "z"}}
-    assert sorted(secrets_in(settings)) == ["abc", "x", "y", "z"]
+    assert sorted(find_secrets(settings)) == ["abc", "x", "y", "z"]
 
 
 def test_a_log_that_others_wrote_has_no_such_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

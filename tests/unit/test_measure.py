@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.train.measure import Completions, completion_metrics, full_reward, pass_at, reward_weights
+from cosmos_core.train.measure import Completions, completion_metrics, full_reward, pass_at_k, reward_weights
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.unit.test_train import GRPO, make_stage, recipe
 
@@ -64,7 +64,7 @@ def test_no_valid_reward_fails_the_stage_so_that_it_is_tried_again(tmp_path: Pat
 @pytest.mark.parametrize(("k", "count", "right"), [(1, 7, 3), (2, 7, 3), (4, 7, 3), (4, 7, 0), (4, 5, 5), (5, 6, 1)])
 def test_pass_at_k_is_the_share_of_choices_with_a_right_one(k: int, count: int, right: int) -> None:
     choices = list(combinations(range(count), k))
-    assert pass_at(k, count, right) == pytest.approx(sum(min(each) < right for each in choices) / len(choices))
+    assert pass_at_k(k, count, right) == pytest.approx(sum(min(each) < right for each in choices) / len(choices))
 
 
 def test_a_penalty_that_is_not_due_costs_no_accuracy() -> None:

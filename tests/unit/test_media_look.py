@@ -6,7 +6,7 @@ import av
 import numpy as np
 import pytest
 
-from cosmos_core.data.media_pixels import Framing, pixels_of
+from cosmos_core.data.media_pixels import FrameSettings, pixels_of
 from cosmos_core.data.media_source import Content
 from cosmos_core.data.prepare import run as run_stage
 from cosmos_core.data.prepare_media import Source, preview
@@ -69,7 +69,7 @@ def test_a_quarter_that_is_missing_is_seen_in_a_short_clip(tmp_path, suffix, num
             pixels = draw.integers(0, 255, (64, 64, 3), np.uint8)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
-    framing = Framing((64, 64), num_frames=2, sampling="first")
+    framing = FrameSettings((64, 64), num_frames=2, sampling="first")
     assert pixels_of(Content(True, file), framing, 0.0).shape == (2, 64, 64, 3)
     file.write_bytes(file.read_bytes()[: file.stat().st_size * 3 // 4])
     with pytest.raises(DataError, match="it is cut off: its head says"):

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data.embeddings import read_embedding
-from cosmos_core.data.media_pixels import Framing, bucket_sizes, pixels_of
+from cosmos_core.data.media_pixels import FrameSettings, bucket_sizes, pixels_of
 from cosmos_core.data.media_source import Content, open_items
 from cosmos_core.errors import DataError
 
@@ -260,7 +260,7 @@ def test_an_image_is_scaled_to_cover_its_size_and_cropped_around_the_middle(tmp_
     image = Image.new("RGB", (40, 20), BLUE)
     image.paste(RED, (10, 0, 30, 20))
     image.save(tmp_path / "1.png")
-    pixels = pixels_of(Content(False, tmp_path / "1.png"), Framing((10, 10)), 0.0)
+    pixels = pixels_of(Content(False, tmp_path / "1.png"), FrameSettings((10, 10)), 0.0)
     assert pixels.shape == (10, 10, 3)
     assert (pixels[:, 3:7] == RED).all()
 
@@ -269,7 +269,7 @@ def test_grey_of_16_bits_keeps_its_shades(tmp_path):
     shades = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
     for name in ("1.png", "1.tif"):
         Image.fromarray(shades).save(tmp_path / name)
-        pixels = pixels_of(Content(False, tmp_path / name), Framing((8, 8)), 0.0)
+        pixels = pixels_of(Content(False, tmp_path / name), FrameSettings((8, 8)), 0.0)
         assert (pixels == (shades >> 8)[..., None]).all()
 
 
@@ -282,7 +282,7 @@ def test_a_clip_that_was_taken_upright_is_shown_upright(tmp_path, matrix, is_lef
     a, b, c, d = (value << 16 for value in matrix)
     content[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
     clip.write_bytes(content)
-    [frame] = pixels_of(Content(True, clip), Framing((32, 32), num_frames=1), 0.0)
+    [frame] = pixels_of(Content(True, clip), FrameSettings((32, 32), num_frames=1), 0.0)
     top, bottom = frame[:12].mean(), frame[-12:].mean()
     bright, dark = (top, bottom) if is_left_above else (bottom, top)
     assert bright > 150 and dark < 50
@@ -292,18 +292,18 @@ def test_buckets_keep_the_area_and_take_the_nearest_aspect_ratio():
     sizes = bucket_sizes((512, 512), 16)
     assert (512, 512) in sizes
     assert all(h % 16 == 0 and w % 16 == 0 and 0.9 < h * w / 512**2 < 1.1 for h, w in sizes)
-    framing = Framing((512, 512), buckets=True)
+    framing = FrameSettings((512, 512), buckets=True)
     assert framing.size_of(1000, 1000) == (512, 512)
     height, width = framing.size_of(1080, 1920)
     assert abs(height / width - 1080 / 1920) < 0.05
-    assert Framing((512, 512)).size_of(1080, 1920) == (512, 512)
+    assert FrameSettings((512, 512)).size_of(1080, 1920) == (512, 512)
 
 
 def test_the_frames_of_a_clip_are_those_that_the_sampling_says(tmp_path):
     content = Content(True, write_clip(tmp_path / "1.mp4"))
 
     def frames(sampling, draw=0.0):
-        pixels = pixels_of(content, Framing((32, 32), num_frames=5, sampling=sampling), draw)
+        pixels = pixels_of(content, FrameSettings((32, 32), num_frames=5, sampling=sampling), draw)
         assert pixels.shape == (5, 32, 32, 3)
         return (pixels.mean((1, 2, 3)) / 10).round().astype(int).tolist()
 
@@ -311,13 +311,13 @@ def test_the_frames_of_a_clip_are_those_that_the_sampling_says(tmp_path):
     assert frames("middle") == [3, 4, 5, 6, 7]
     assert frames("random", 0.999) == [7, 8, 9, 10, 11]
     assert frames("uniform") == [0, 3, 6, 8, 11]
-    held = Content(True, held=(tmp_path / "1.mp4").read_bytes())
-    first = Framing((32, 32), num_frames=5, sampling="first")
+    held = Content(True, content_bytes=(tmp_path / "1.mp4").read_bytes())
+    first = FrameSettings((32, 32), num_frames=5, sampling="first")
     assert (pixels_of(held, first, 0.0) == pixels_of(content, first, 0.0)).all()
     with pytest.raises(DataError, match=r"it has 12 frames, and policy\.diffusers.train_frames = 13 are needed"):
-        pixels_of(content, Framing((32, 32), num_frames=13), 0.0)
+        pixels_of(content, FrameSettings((32, 32), num_frames=13), 0.0)
     with pytest.raises(DataError, match="it is a video"):
-        pixels_of(content, Framing((32, 32)), 0.0)
+        pixels_of(content, FrameSettings((32, 32)), 0.0)
 
 
 def test_embeddings_are_read_from_safetensors_and_from_pickles_of_arrays_alone(tmp_path):

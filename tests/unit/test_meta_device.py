@@ -11,7 +11,7 @@ from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import load_model, model_without_weights
-from cosmos_core.models.meta_device import reads_base
+from cosmos_core.models.meta_device import needs_base_weights
 from tests.unit.tiny_model import save_tiny_model
 
 POLICY = PolicyConfig.model_validate(
@@ -52,5 +52,5 @@ def test_an_estimate_has_no_data_in_adapters_either(folder: str) -> None:
 @pytest.mark.parametrize(("start", "expected"), [("pissa", True), ("pissa_niter_4", True), ("olora", True),
                                                  (True, False), (False, False), ("gaussian", False)])  # fmt: skip
 def test_some_adapters_cannot_begin_without_the_weights(start: Any, expected: bool) -> None:
-    assert reads_base(LoraConfig(init_lora_weights=start)) is expected
-    assert not reads_base(None)
+    assert needs_base_weights(LoraConfig(init_lora_weights=start)) is expected
+    assert not needs_base_weights(None)

@@ -25,7 +25,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.batch import shared_rows
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.causal_lm import CausalLM
-from cosmos_core.models.micro_batches import cut_by_length, merge_prompts, prompt_length
+from cosmos_core.models.micro_batches import merge_prompts, prompt_length, split_by_length
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.trainer import Trainer
 from tests.unit.trainers import score_in, trainer_of
@@ -74,7 +74,7 @@ def step(
     assert isinstance(adapter, CausalLM)
     if plain:
         adapter._merges_prompts = adapter._is_packed = False
-        train = train.derived(train_policy=train.train_policy.derived(mini_batch=1))
+        train = train.derive(train_policy=train.train_policy.derive(mini_batch=1))
         trainer._train = train
     counted = []
     model.get_input_embeddings().register_forward_hook(lambda _, inputs, output: counted.append(output.shape[:-1]))
@@ -136,7 +136,7 @@ def test_short_prompts_and_models_with_windows_or_dropout_keep_their_micro_batch
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("arrange", [cut_by_length, merge_prompts])
+@pytest.mark.parametrize("arrange", [split_by_length, merge_prompts])
 def test_every_sample_is_in_one_micro_batch_and_ranks_get_equal_shares(arrange: Any, num_ranks: int) -> None:
     random = np.random.default_rng(num_ranks)
     lengths = [int(n) for n in random.geometric(1 / 60, 96)]
@@ -145,7 +145,7 @@ def test_every_sample_is_in_one_micro_batch_and_ranks_get_equal_shares(arrange: 
     found = arrange(batch, ordered, 16, num_ranks)
     assert sorted(i for each in found for i in each) == list(range(96)) and all(found)
     costs = [max(len(batch[i].input_ids) for i in each) * len(each) for each in found]
-    if arrange is cut_by_length:
+    if arrange is split_by_length:
         assert max(map(len, found)) <= 16
         assert sum(costs) < sum(len(sample.input_ids) for sample in batch) / 0.85
     else:
@@ -174,4 +174,4 @@ def test_ragged_padded_rows_are_cut_where_lengths_change_with_the_same_gradient(
 
 
 def test_rows_of_similar_length_stay_in_equal_micro_batches() -> None:
-    assert cut_by_length(samples([30, 29, 29, 28, 28, 28, 27, 27]), range(8), 4, 1) is None
+    assert split_by_length(samples([30, 29, 29, 28, 28, 28, 27, 27]), range(8), 4, 1) is None

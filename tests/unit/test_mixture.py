@@ -38,7 +38,7 @@ def test_epochs_have_each_data_set_by_weight_and_each_row_before_any_again(
     weights = [data.draw(st.sampled_from([0.5, 1.0, 2.0, 7.0])) for _ in sizes]
     mixture = Mixture(tuple(map(str, range(len(sizes)))), tuple(sizes), tuple(weights))
     num_rows, total = sum(sizes), sum(weights)
-    stream = np.concatenate([mixture.order(3, epoch, shuffle) for epoch in range(4)])
+    stream = np.concatenate([mixture.epoch_order(3, epoch, shuffle) for epoch in range(4)])
     labels = [mixture.label_of(int(row)) for row in stream]
     for epoch in range(4):
         counts = Counter(labels[epoch * num_rows : (epoch + 1) * num_rows])
@@ -55,19 +55,19 @@ def test_epochs_have_each_data_set_by_weight_and_each_row_before_any_again(
 
 def test_rows_of_two_are_spread_and_a_repeated_one_gets_another_order_and_steps_follow_from_their_number() -> None:
     mixture = Mixture(("a", "b"), (40, 8), (1.0, 1.0))
-    order = mixture.order(5, 0, True)
+    order = mixture.epoch_order(5, 0, True)
     taken = np.cumsum(order < 40)
     assert np.abs(taken - np.arange(1, 49) / 2).max() <= 1
     passes = [tuple(each) for each in order[order >= 40].reshape(3, 8)]
     assert len(set(passes)) == 3
     steps = [batch_positions(5, step, 6, mixture, True).tolist() for step in range(16)]
     assert steps[9] == batch_positions(5, 9, 6, mixture, True).tolist()
-    assert [row for rows in steps for row in rows] == [*order.tolist(), *mixture.order(5, 1, True).tolist()]
+    assert [row for rows in steps for row in rows] == [*order.tolist(), *mixture.epoch_order(5, 1, True).tolist()]
 
 
 def test_without_weights_an_epoch_is_each_row_once() -> None:
     mixture = Mixture(("a", "b", "c"), (7, 11, 2), (7, 11, 2))
-    assert all(sorted(mixture.order(0, epoch, True)) == list(range(20)) for epoch in range(3))
+    assert all(sorted(mixture.epoch_order(0, epoch, True)) == list(range(20)) for epoch in range(3))
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:

@@ -209,7 +209,7 @@ class ThisProcess:
 
 def test_a_trained_export_is_proven(family: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A fresh interpreter takes seconds; two families have it below.
-    monkeypatch.setattr(verify_export, "fresh_interpreter", ThisProcess)
+    monkeypatch.setattr(verify_export, "pool_of_one_process", ThisProcess)
     model, tokenizer = load(folder), load_tokenizer(str(folder))
     train(model, tmp_path, 1, sequence_packing=True)
     for dtype in (None, torch.bfloat16):

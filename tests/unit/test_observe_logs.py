@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cosmos_core.observe.logs import NO_PHONE_HOME, configure, quiet_environment
+from cosmos_core.observe.logs import NO_TELEMETRY, add_quiet_variables, configure
 
 
 @pytest.fixture(autouse=True)
@@ -85,10 +85,10 @@ def test_the_lines_survive_the_import_of_prefect() -> None:
 
 def test_the_quiet_environment_yields_to_what_the_user_set() -> None:
     env = {"DO_NOT_TRACK": "0", "HOME": "/home/me"}
-    quiet = quiet_environment(env)
+    quiet = add_quiet_variables(env)
     assert quiet["DO_NOT_TRACK"] == "0" and quiet["HOME"] == "/home/me"
     assert quiet["VLLM_NO_USAGE_STATS"] == "1" and quiet["HF_HUB_DISABLE_TELEMETRY"] == "1"
-    assert NO_PHONE_HOME.keys() <= quiet.keys() and env.keys() == {"DO_NOT_TRACK", "HOME"}
+    assert NO_TELEMETRY.keys() <= quiet.keys() and env.keys() == {"DO_NOT_TRACK", "HOME"}
 
 
 def test_prefect_reads_the_switches_as_off() -> None:
@@ -100,7 +100,7 @@ def test_prefect_reads_the_switches_as_off() -> None:
     )
     import os
 
-    env = {**quiet_environment({}), "PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/tmp")}
+    env = {**add_quiet_variables({}), "PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/tmp")}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120, env=env
     )

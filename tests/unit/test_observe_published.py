@@ -29,7 +29,7 @@ def test_what_is_published_stands_beside_the_model_of_the_run(tmp_path: Path, ha
         write(run / "stages" / "export" / "result.json", result | {"info": {}})
     model = run / "stages" / ("export" if has_export else "grpo") / "safetensors" / "step_80"
     record, out = read_run(run), io.StringIO()
-    assert (record.model, record.published) == (model, [url])
+    assert (record.model, record.published_locations) == (model, [url])
     print_summary(run, stream=out)
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     assert f"model                      {model}" in lines and f"published                  {url}" in lines

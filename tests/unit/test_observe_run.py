@@ -15,7 +15,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.observe import report
 from cosmos_core.observe.console import print_status, print_summary
-from cosmos_core.observe.record import busy_seconds, loading_line, read_run
+from cosmos_core.observe.record import busy_seconds, model_loading_code, read_run
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import read_state
 from tasks.kinds import all_kinds
@@ -145,7 +145,7 @@ def test_a_pause_before_a_resume_is_neither_time_of_the_stage_nor_overhead(tmp_p
     write_pipeline(run)
     killed = {"state": "running", "attempt": 1, "spans": [[STARTED, None]], "heartbeat": STARTED + 5}
     write(run / "stages" / "sft" / "state.json", killed)
-    before = read_state(run / "stages" / "sft").closed_spans(STARTED + 3600)
+    before = read_state(run / "stages" / "sft").closed_attempts(STARTED + 3600)
     assert before == [(STARTED, STARTED + 5)], "a launcher that was killed closed nothing"
     done = {"state": "done", "attempt": 2, "spans": [*before, (STARTED + 3600, STARTED + 3607)]}
     write(run / "stages" / "sft" / "state.json", {**done, "ended": STARTED + 3607})
@@ -179,7 +179,7 @@ def test_the_summary_names_stages_overhead_model_and_loading_line(tmp_path: Path
     ]  # fmt: skip
     assert "time inside stage workers  4m00s" in lines and "orchestration overhead     8.6s" in lines
     assert f"model                      {model}" in lines
-    assert f"load it with               {loading_line(model)}" in lines
+    assert f"load it with               {model_loading_code(model)}" in lines
 
 
 def test_overhead_is_one_figure_on_the_console_and_on_the_page(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_overhead_is_one_figure_on_the_console_and_on_the_page(tmp_path: Path) -
 
 
 def test_the_loading_line_is_python_that_names_the_folder() -> None:
-    line = loading_line(Path("/some where/it's"))
+    line = model_loading_code(Path("/some where/it's"))
     compile(line, "line", "exec")
     assert line.endswith('from_pretrained("/some where/it\'s")')
 

@@ -9,7 +9,7 @@ import pytest
 
 from cosmos_core.observe.tail import print_log
 from cosmos_core.run.state import update_state
-from cosmos_core.run.tail import Tail
+from cosmos_core.run.tail import FileTail
 
 TEXT = "größer 🎉\n"
 
@@ -22,7 +22,7 @@ def append(file: Path, data: bytes) -> None:
 @pytest.mark.parametrize("cut", range(1, len(TEXT.encode())))
 def test_a_character_that_is_split_between_two_reads_is_one_character(tmp_path: Path, cut: int) -> None:
     file, data = tmp_path / "log", TEXT.encode()
-    tail = Tail(file)
+    tail = FileTail(file)
     assert tail.text() == ""
     append(file, data[:cut])
     first = tail.text()
@@ -33,7 +33,7 @@ def test_a_character_that_is_split_between_two_reads_is_one_character(tmp_path: 
 def test_bytes_that_are_no_text_become_marks_and_a_cut_character_at_the_end_too(tmp_path: Path) -> None:
     file = tmp_path / "log"
     file.write_bytes(b"a\xffb" + "ü".encode()[:1])
-    tail = Tail(file)
+    tail = FileTail(file)
     assert tail.text() == "a\ufffdb"
     assert tail.text(is_last=True) == "\ufffd"
 
@@ -41,7 +41,7 @@ def test_bytes_that_are_no_text_become_marks_and_a_cut_character_at_the_end_too(
 def test_lines_are_given_once_they_are_whole(tmp_path: Path) -> None:
     file = tmp_path / "log"
     file.write_text("one\ntw")
-    tail = Tail(file)
+    tail = FileTail(file)
     assert tail.lines() == ["one"]
     append(file, b"o\nthree")
     assert tail.lines() == ["two"]
@@ -51,7 +51,7 @@ def test_lines_are_given_once_they_are_whole(tmp_path: Path) -> None:
 def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path: Path) -> None:
     file = tmp_path / "log"
     file.write_text("1\n2\n3\n")
-    tail = Tail(file)
+    tail = FileTail(file)
     assert tail.lines() == ["1", "2", "3"] and not tail.was_replaced
     shorter = tmp_path / "shorter"
     shorter.write_text("1\n")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from cosmos_core.models import offload
-from cosmos_core.models.offload import SMALLEST, ComponentOffload, activations_on_cpu
+from cosmos_core.models.offload import MIN_OFFLOADED_ELEMENTS, ComponentOffload, activations_on_cpu
 
 
 def test_activations_are_moved_and_parameters_and_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def test_activations_are_moved_and_parameters_and_small_tensors_stay(monkeypatch
         loss = model(inputs).square().sum()
     loss.backward()
     assert all(torch.equal(parameter.grad, other) for parameter, other in zip(model.parameters(), theirs, strict=True))
-    assert [tuple(tensor.shape) for tensor in moved] == [(32, 64)] * len(moved) and SMALLEST <= 32 * 64
+    assert [tuple(tensor.shape) for tensor in moved] == [(32, 64)] * len(moved) and MIN_OFFLOADED_ELEMENTS <= 32 * 64
     assert len(moved) >= 4, "inputs, two activations, the norm's input, the last activation"
 
 

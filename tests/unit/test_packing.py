@@ -27,7 +27,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.batch import packed_bounds, rows_of
 from cosmos_core.data.sample import Sample
 from cosmos_core.models import packing
-from cosmos_core.models.packing import NAME, enable_packing, varlen_obstacle
+from cosmos_core.models.packing import PACKED_ATTENTION, enable_packing, varlen_obstacle
 from cosmos_core.run.progress import Progress
 from tests.unit.trainers import trainer_of
 
@@ -119,7 +119,7 @@ def test_families_that_mix_what_is_packed_keep_the_padding() -> None:
     assert enable_packing(model) == "layers of kind linear_attention mix what is packed"
     flex = make(*FAMILIES["full"], attention="flex_attention")
     assert enable_packing(flex) == "attention is computed by 'flex_attention'"
-    assert NAME not in {model.config._attn_implementation, flex.config._attn_implementation}
+    assert PACKED_ATTENTION not in {model.config._attn_implementation, flex.config._attn_implementation}
 
 
 def test_rows_are_packed_by_default_unless_the_model_mixes_them_or_blocks_are_compiled_for_a_cpu(

@@ -20,7 +20,13 @@ from cosmos_core.errors import GateFailed
 from cosmos_core.observe.record import Condition
 from cosmos_core.observe.smallest_effects import smallest_effects
 from cosmos_core.run.manifest import commit
-from cosmos_core.run.paired_items import Paired, compare_items, holm, num_needed, smallest_effect
+from cosmos_core.run.paired_items import (
+    PairedDifferences,
+    compare_items,
+    correct_p_values,
+    num_required_items,
+    smallest_effect,
+)
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
 from tasks.stages import gate
@@ -29,12 +35,12 @@ from tests.unit.test_gate import gate_stage
 NUM_ITEMS, NUM_DRAWS, CONFIDENCE = 600, 300, 0.95
 
 
-def retrainings(change: float, seed: int) -> list[Paired]:
+def retrainings(change: float, seed: int) -> list[PairedDifferences]:
     """Return comparisons of pairs of models whose accuracy on items of differing difficulty differs by `change`."""
     random = np.random.default_rng(seed)
     difficulty = random.beta(0.5, 0.5, NUM_ITEMS) * (1 - abs(change)) + max(-change, 0)
     old, new = (random.random((NUM_DRAWS, NUM_ITEMS)) < p for p in (difficulty, difficulty + change))
-    return [Paired(tuple(row), is_binary=True) for row in new.astype(float) - old.astype(float)]
+    return [PairedDifferences(tuple(row), is_binary=True) for row in new.astype(float) - old.astype(float)]
 
 
 @pytest.mark.parametrize("margin", [0.0, -0.04])
@@ -51,9 +57,9 @@ def test_equal_models_are_rarely_promoted_and_planted_differences_are_found(marg
 
 
 def test_equal_results_of_few_items_are_not_certain() -> None:
-    same = Paired((0.0,) * 10, is_binary=True)
+    same = PairedDifferences((0.0,) * 10, is_binary=True)
     assert (same.p_value(), same.p_value(-0.02) > 0.05) == (1.0, True)
-    assert Paired((0.0,) * 5000, is_binary=True).p_value(-0.02) < 0.05
+    assert PairedDifferences((0.0,) * 5000, is_binary=True).p_value(-0.02) < 0.05
 
 
 def write_evaluation(folder: Path, scores: list[float], **columns: Any) -> dict[str, Any]:
@@ -94,13 +100,15 @@ def test_a_gate_compares_the_items_of_both_models(tmp_path: Path) -> None:
 
 
 def test_the_correction_of_holm() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # his paper's procedure by hand
-    assert (holm([]), holm([0.2]), holm([0.6, 0.7])) == ([], [0.2], [1.0, 1.0])
+    assert correct_p_values([0.01, 0.04, 0.03, 0.005]) == pytest.approx(
+        [0.03, 0.06, 0.06, 0.02]
+    )  # his paper's procedure by hand
+    assert (correct_p_values([]), correct_p_values([0.2]), correct_p_values([0.6, 0.7])) == ([], [0.2], [1.0, 1.0])
 
 
 def test_holm_finds_one_of_equal_benchmarks_as_rarely_as_promised() -> None:
     p_values = np.array([each.p_value(-0.04) for each in retrainings(-0.04, seed=4)]).reshape(-1, 10)
-    wrong = sum(min(holm(list(row))) <= 0.05 for row in p_values)
+    wrong = sum(min(correct_p_values(list(row))) <= 0.05 for row in p_values)
     assert wrong <= binom.ppf(0.999, len(p_values), 0.05) < sum(row.min() <= 0.05 for row in p_values)
 
 
@@ -112,11 +120,14 @@ def test_the_smallest_effect_of_items_is_found_as_often_as_promised(tmp_path: Pa
     assert found is not None and found[0] == NUM_ITEMS
     effect = found[1]
     new = (random.random((NUM_DRAWS, NUM_ITEMS)) < accuracy + effect).astype(float)
-    pairs = [Paired(tuple(row), is_binary=True) for row in new - old]
+    pairs = [PairedDifferences(tuple(row), is_binary=True) for row in new - old]
     assert 0.72 <= np.mean([each.p_value() <= 1 - CONFIDENCE for each in pairs]) <= 0.9
     assert smallest_effect("evaluation/a/acc", 0.9, tmp_path / "old", CONFIDENCE) is None  # not the mean of its items
-    assert num_needed(NUM_ITEMS, effect, effect) == NUM_ITEMS and num_needed(NUM_ITEMS, effect, effect / 2) == 2400
-    assert num_needed(NUM_ITEMS, effect, 0.0) is None
+    assert (
+        num_required_items(NUM_ITEMS, effect, effect) == NUM_ITEMS
+        and num_required_items(NUM_ITEMS, effect, effect / 2) == 2400
+    )
+    assert num_required_items(NUM_ITEMS, effect, 0.0) is None
 
 
 def test_a_plan_says_what_a_gate_can_show(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_anything_else_is_no_range(text: str) -> None:
 
 def test_prompts_that_differ_in_their_images_have_no_rates_by_text() -> None:
     kind = row_kind("prompts")
-    job = Job(recipe(GRPO), kind, 8, "m", None, rates={"look": 0.5}, keep="pass_rate < 1")
+    job = Job(recipe(GRPO), kind, 8, "m", None, rates={"look": 0.5}, pass_rate_range="pass_rate < 1")
     values = ([1], "look", "", "{}", "rows:1")
     _check_rate(job, {}, Record(values, False, {}), "rows:1")
     with pytest.raises(DataError, match=r"rows:1: dataset\.pass_rates are by the text of prompts without images"):

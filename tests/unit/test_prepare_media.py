@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cosmos_core.data.media_cache import Keyed, digest_of, shards_of
-from cosmos_core.data.media_pixels import Framing, pixels_of
+from cosmos_core.data.media_pixels import FrameSettings, pixels_of
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
 from cosmos_core.data.media_source import Content
-from cosmos_core.data.media_splits import framing_of
+from cosmos_core.data.media_splits import frame_settings
 from cosmos_core.data.prepare import run as run_stage
 from cosmos_core.data.prepare_media import CACHE, Source, prepare, source_of
 from cosmos_core.errors import ConfigError, DataError, Preempted
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import open_family
-from cosmos_core.run.files import SHARED, files_below, sha256
+from cosmos_core.run.files import SHARED_FOLDER, files_below, sha256
 from tests import tiny_pipelines
 from tests.unit.media_stage import FakeEncoders, make_stage, prepared, stage_path
 from tests.unit.test_media_source import png, write_clip, write_pairs
@@ -58,7 +58,7 @@ def test_rows_are_read_once_as_far_as_there_is_room_and_are_the_same_without(tmp
     row = rows[0]
     num_bytes = row.mean.nbytes + row.logvar.nbytes + sum(tensor.nbytes for tensor in row.text.values())
     assert rows[0] is row, "read once"
-    tight = MediaRows(rows._table, folder, kept_bytes=2 * num_bytes)
+    tight = MediaRows(rows._table, folder, max_cached_bytes=2 * num_bytes)
     again = [(tight[i], tight[i]) for i in range(3)]
     assert [one is other for one, other in again] == [True, True, False], "two rows have room"
     for i, (one, other) in enumerate(again):
@@ -135,7 +135,7 @@ def test_a_disk_that_fails_ends_the_stage_and_is_not_remembered_as_a_damaged_ima
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cosmos_core.data.media_pixels._image", failing)
+        patch.setattr("cosmos_core.data.media_pixels._decode_image", failing)
         with pytest.raises(OSError, match="Input/output error"):
             prepared(stage_path(runs), source)
     assert prepared(stage_path(runs, 2), source)[0].metrics["data/train_rows"] == 3
@@ -148,7 +148,7 @@ def test_frames_that_the_vae_would_leave_out_are_refused(tmp_path, runs):
         found = Source(FakeEncoders(), "encoders", multiple=4, frame_multiple=4, is_video=True)
         match = r"policy\.diffusers\.train_frames = 8 must be 1 more than a multiple of 4"
         with pytest.raises(ConfigError, match=match) if refused else nullcontext():
-            framing_of(stage.recipe, stage.recipe.train.train_policy.dataset, found)
+            frame_settings(stage.recipe, stage.recipe.train.train_policy.dataset, found)
 
 
 def test_a_damaged_shard_is_told_of_and_encoded_again(tmp_path, runs, caplog):
@@ -156,7 +156,7 @@ def test_a_damaged_shard_is_told_of_and_encoded_again(tmp_path, runs, caplog):
     prepared(stage_path(runs, 1), source)
     shard = next(
         file
-        for file in (runs / SHARED / CACHE / "encoders").glob("*.safetensors")
+        for file in (runs / SHARED_FOLDER / CACHE / "encoders").glob("*.safetensors")
         if "mean" in str(load_file(file).keys())
     )
     content = bytearray(shard.read_bytes())
@@ -281,7 +281,7 @@ def test_a_real_pipeline_is_encoded_as_its_family_does_and_not_loaded_again(tmp_
     assert all(torch.equal(row.text[name], text[name][0]) for name in text)
     pixels = pixels_of(
         Content(is_video(family), tmp_path / "clips" / ("1.mp4" if is_video(family) else "1.png")),
-        Framing((32, 32), num_frames=9 if is_video(family) else 0, sampling="first"), 0.0,
+        FrameSettings((32, 32), num_frames=9 if is_video(family) else 0, sampling="first"), 0.0,
     )  # fmt: skip
     assert row.mean.shape == encoders.latent_shape(32, 32, 9)
     assert (row.logvar is not None) == (family == "sd3")

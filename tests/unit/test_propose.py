@@ -103,7 +103,7 @@ def test_the_recipe_is_valid_says_why_and_is_kept_once_it_was_edited(tmp_path: P
     pipeline = load_pipeline(path, [f"pipeline.output_dir={str(tmp_path / 'outputs')!r}"], all_kinds())
     assert open_run(create_run(pipeline).path, all_kinds()).pipeline.recipes == pipeline.recipes
     assert [stage.kind for stage in pipeline.stages][-1] == "export"
-    trained = next(pipeline.recipes[s.name] for s in pipeline.stages if pipeline.kind_of(s).trains)
+    trained = next(pipeline.recipes[s.name] for s in pipeline.stages if pipeline.kind_of(s).trains_model)
     assert trained.policy.model_name_or_path == asked.model
     assert trained.policy.chat_template == ("chatml" if method == "grpo" else None), "the model has none"
     lines = path.read_text().splitlines()

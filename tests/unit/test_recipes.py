@@ -76,7 +76,7 @@ def header(file: str) -> dict[str, str]:
 
 
 def trainings(pipeline: Pipeline) -> list[Recipe]:
-    return [pipeline.recipes[stage.name] for stage in pipeline.stages if pipeline.kind_of(stage).trains]
+    return [pipeline.recipes[stage.name] for stage in pipeline.stages if pipeline.kind_of(stage).trains_model]
 
 
 def without(tables: Values, keys: Sequence[str]) -> Values:

@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cosmos_core.data.batch import rows_of
 from cosmos_core.models import packing
-from cosmos_core.models.packing import NAME
+from cosmos_core.models.packing import PACKED_ATTENTION
 from cosmos_core.models.recompute import Recompute, recompute
 
 CONFIG = Qwen3Config(
@@ -45,7 +45,7 @@ attention.register_autograd(
 def gradients(how: Recompute, *, compiled: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(CONFIG).train()
-    packing._set_attention(model, NAME)
+    packing._set_attention(model, PACKED_ATTENTION)
     recompute(model, how)
     for block in model.model.layers if compiled else ():
         block.compile(dynamic=True, backend="aot_eager")

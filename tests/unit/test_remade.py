@@ -60,7 +60,7 @@ def test_within_a_run_a_changed_input_moves_the_old_files_aside_and_says_why(tmp
     rows.write_text("[]\n")
     assert lines_of(run) == ["remade: rows.jsonl changed"]
     assert (run.path / "superseded" / "first.1" / "out").is_dir()
-    assert read_run(run.path).stages[0].remade == "rows.jsonl changed"
+    assert read_run(run.path).stages[0].reason_for_rerun == "rows.jsonl changed"
 
 
 def test_damage_and_a_request_are_reasons_too(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_rows_that_changed_or_were_replaced_are_named(tmp_path: Path) -> None:
         new = fingerprint_of(
             load_recipe(tmp_path, f"train.train_policy.dataset.name={tmp_path}/{name}.jsonl"), "prepare"
         )
-        assert new.difference(old) == said
+        assert new.describe_difference(old) == said
     (tmp_path / "rows.jsonl").write_text("{}\n{}\n")
-    assert fingerprint_of(load_recipe(tmp_path), "prepare").difference(old) == ["rows.jsonl changed"]
+    assert fingerprint_of(load_recipe(tmp_path), "prepare").describe_difference(old) == ["rows.jsonl changed"]
     without_inputs = Fingerprint(old.value, old.ingredients)  # as earlier versions saved it
-    assert len(fingerprint_of(load_recipe(tmp_path), "prepare").difference(without_inputs)) == 1
+    assert len(fingerprint_of(load_recipe(tmp_path), "prepare").describe_difference(without_inputs)) == 1

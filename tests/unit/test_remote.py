@@ -17,7 +17,7 @@ from cosmos_core.run.manifest import read_result
 from cosmos_core.run.remote import fetch, pinned_url
 from cosmos_core.upload.transfer import Transfer
 from tasks.kinds import all_kinds
-from tasks.stage import perform
+from tasks.stage import run_stage
 from tests.store import Proxy
 from tests.unit.tiny_model import save_tiny_model
 
@@ -152,7 +152,7 @@ def test_a_run_reads_its_model_and_its_rows_from_a_store(tmp_path: Path) -> None
     pipeline = load_pipeline(tmp_path / "r.toml", (), all_kinds())
     run = create_run(pipeline, run_id="one")
     assert "s3://models/data/rows.jsonl#" in (run.path / "pipeline.toml").read_text()
-    result, was_reused = perform(run, "prepare")
+    result, was_reused = run_stage(run, "prepare")
     assert not was_reused and read_result(run.stage_path("prepare"))
     names = {source["name"].partition("#")[0] for source in result["sources"]}
     assert names == {"s3://models/tiny", "s3://models/data/rows.jsonl"}
@@ -162,6 +162,6 @@ def test_a_run_reads_its_model_and_its_rows_from_a_store(tmp_path: Path) -> None
     moved = load_pipeline(
         tmp_path / "r.toml", ["train.train_policy.dataset.name=s3://models/copy/rows.jsonl"], all_kinds()
     )
-    assert perform(create_run(moved), "prepare")[1]
+    assert run_stage(create_run(moved), "prepare")[1]
     bucket.write("copy/rows.jsonl", (bucket.read("data/rows.jsonl") or b"") * 2)
-    assert not perform(create_run(moved), "prepare")[1]
+    assert not run_stage(create_run(moved), "prepare")[1]

@@ -18,13 +18,13 @@ from prefect.exceptions import ObjectNotFound
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import Preempted, StageFailed
-from cosmos_core.run.directory import Run, create_run, supersede
-from cosmos_core.run.plan import plan, register
+from cosmos_core.run.directory import Run, create_run, supersede_stage
+from cosmos_core.run.plan import plan_stages, register_result
 from cosmos_core.run.state import read_state
 from flows import reward_service
 from tasks import remote_stage, stage
 from tasks.kinds import all_kinds
-from tasks.reuse import existing_of_pool
+from tasks.reuse import find_result_of_pool
 from tasks.store_sync import StageSync
 from tests.conftest import PROGRAMS
 from tests.unit.test_artifact_store import begun
@@ -51,7 +51,7 @@ BUDGET: Any = SimpleNamespace(check=lambda: None, excess=lambda: "")
 def test_a_flow_run_that_somebody_deleted_is_one_failed_attempt() -> None:
     server: Any = Server(ObjectNotFound(Exception()))
     with pytest.raises(StageFailed, match=r"stage 'first' on 'gpu': its flow run .* is gone from the server"):
-        remote_stage._follow(server, STAGE, uuid.uuid4(), lambda: None, server, BUDGET)
+        remote_stage._poll_child(server, STAGE, uuid.uuid4(), lambda: None, server, BUDGET)
 
 
 @pytest.mark.parametrize("error", [ObjectNotFound(Exception()), httpx.ConnectError("away")])
@@ -91,7 +91,7 @@ def test_a_flow_run_whose_machine_was_lost_before_its_process_began_is_not_follo
     monkeypatch.setattr(remote_stage, "_POLL_SECONDS", 0.0)
     server: Any = Taken(type_, seconds)
     try:
-        ended: Any = remote_stage._follow(server, STAGE, server.id, lambda: None, server, BUDGET)
+        ended: Any = remote_stage._poll_child(server, STAGE, server.id, lambda: None, server, BUDGET)
     except StageFailed:
         ended = None
     assert (ended is not None and ended.state_type == StateType.CRASHED) is is_lost
@@ -112,13 +112,13 @@ class Deployments:
         return SimpleNamespace(id=found)
 
     def begin(self, run: Run) -> str:
-        return remote_stage._begin(run, STAGE, StageSync(run, STAGE)).flow_run
+        return remote_stage._start_child(run, STAGE, StageSync(run, STAGE)).flow_run
 
 
 def test_a_stage_that_is_made_again_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, server = begun(tmp_path, "", "here"), Deployments(monkeypatch)
     first = server.begin(run)
-    supersede(run.stage_path("first"))
+    supersede_stage(run.stage_path("first"))
     second = server.begin(run)
     shutil.rmtree(run.path)
     third = server.begin(begun(tmp_path, "", "here"))
@@ -133,7 +133,7 @@ def test_a_parent_that_dies_while_it_asks_follows_the_same_flow_run_later(
     with pytest.raises(KeyboardInterrupt):
         server.begin(run)
     nobody: Any = None
-    assert remote_stage._running_child(nobody, run.stage_path("first")) is None
+    assert remote_stage._find_running_child(nobody, run.stage_path("first")) is None
     server.loses_reply = False
     assert [server.begin(run)] == [str(found) for found in server.begun.values()]
 
@@ -146,7 +146,7 @@ def test_whatever_goes_wrong_while_it_is_followed_is_noted_as_a_failure(
     def odd(*arguments: Any) -> Any:
         raise ValueError("odd")
 
-    monkeypatch.setattr(stage, "perform_elsewhere", odd)
+    monkeypatch.setattr(stage, "run_remote_stage", odd)
     with pytest.raises(StageFailed, match=r"^stage 'first': ValueError: odd$"):
         stage._run_elsewhere(run, "first")
     state = stage.read_state(run.stage_path("first"))
@@ -159,7 +159,7 @@ def test_a_stop_before_a_worker_takes_it_is_no_failure(tmp_path: Path, monkeypat
     def stopped(*arguments: Any) -> Any:
         raise Preempted("stopped")
 
-    monkeypatch.setattr(stage, "perform_elsewhere", stopped)
+    monkeypatch.setattr(stage, "run_remote_stage", stopped)
     for _ in range(4):
         with pytest.raises(Preempted):
             stage._run_elsewhere(run, "first")
@@ -179,7 +179,7 @@ def test_a_reward_service_waits_for_a_server_that_is_started_again(monkeypatch: 
 
     reward_service._wait_while(is_wanted)
     assert len(said) == 1
-    monkeypatch.setattr(reward_service, "_UNHEARD_SECONDS", 0.05)
+    monkeypatch.setattr(reward_service, "_MAX_SILENT_SECONDS", 0.05)
     said[:] = [httpx.ConnectError("gone for good")] * 100
     reward_service._wait_while(is_wanted)
     assert said
@@ -206,28 +206,28 @@ def pooled(folder: Path, run_id: str, old: str = "", new: str = "") -> Run:
 
 def test_what_the_pool_has_made_is_reused_before_the_pool_is_asked_whatever_machine_it_was(tmp_path: Path) -> None:
     run = pooled(tmp_path, "one")
-    assert existing_of_pool(run, run.pipeline.stage("first")) is None, "only the pool can make it"
+    assert find_result_of_pool(run, run.pipeline.stage("first")) is None, "only the pool can make it"
     path = run.stage_path("first")
-    stage.perform(run, "first")
+    stage.run_stage(run, "first")
     made = json.loads((path / "fingerprint.json").read_text())
     made["ingredients"] |= {"device": "NVIDIA H100", "versions": {"torch": "0"}}
     result = (path / "result.json").read_text().replace(made["value"], "f" * 64)
     (path / "result.json").write_text(result)
     (path / "fingerprint.json").write_text(json.dumps(made | {"value": "f" * 64}))
-    register(run.output_dir, path, "f" * 64)
-    found, was_reused = remote_stage.perform_elsewhere(run, run.pipeline.stage("first"))  # no server
+    register_result(run.output_dir, path, "f" * 64)
+    found, was_reused = remote_stage.run_remote_stage(run, run.pipeline.stage("first"))  # no server
     assert was_reused and found["fingerprint"] == "f" * 64
     again = pooled(tmp_path, "two")
-    assert plan(again.pipeline, again.pipeline.kinds, again.output_dir)["first"].action == "adopt"
-    found, was_reused = remote_stage.perform_elsewhere(again, again.pipeline.stage("first"))
+    assert plan_stages(again.pipeline, again.pipeline.kinds, again.output_dir)["first"].action == "adopt"
+    found, was_reused = remote_stage.run_remote_stage(again, again.pipeline.stage("first"))
     assert was_reused and found["metrics"] == {"count": 2.0}
     assert read_state(again.stage_path("first")).state == "reused"
     for number, changed in enumerate((("steps = 2", "steps = 3"), ('"gpu"', '"cpu"'))):
         other = pooled(tmp_path, f"changed-{number}", *changed)
-        assert existing_of_pool(other, other.pipeline.stage("first")) is None, changed
+        assert find_result_of_pool(other, other.pipeline.stage("first")) is None, changed
     (path / "out.txt").write_text("altered")
     (again.stage_path("first") / "out.txt").write_text("altered")
-    assert existing_of_pool(again, again.pipeline.stage("first")) is None
+    assert find_result_of_pool(again, again.pipeline.stage("first")) is None
 
 
 class Pool:

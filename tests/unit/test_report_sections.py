@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 from cosmos_core.observe import report
 from cosmos_core.observe.previous_run import compare_with_previous
 from cosmos_core.observe.record import read_run
-from cosmos_core.observe.sections import cards, comparison
-from cosmos_core.observe.trained import sample_rows, trained
+from cosmos_core.observe.sections import comparison, summary_cards
+from cosmos_core.observe.trained import sample_rows, training_properties
 from cosmos_core.observe.usage import resources, reward_bins
 from tests.unit.observed_runs import STARTED, Page, finished_run, write, write_lines
 from tests.unit.tiny_model import save_tiny_model
@@ -47,11 +47,11 @@ def test_the_log_prob_difference_is_one_card_and_the_stages_are_those_of_the_gra
     metrics = {**result["metrics"], "rollout/logprob_difference_p95": 4e-6}
     write(run / "stages" / name / "result.json", {**result, "metrics": metrics})
     record = read_run(run)
-    shown = cards(record)
+    shown = summary_cards(record)
     assert [value for key, value in shown if "log-prob" in key] == ["≤ 4.0e-06"]
     assert dict(shown)["stages finished"] == "9 of 9" and len(record.stages) == 9
     write(run / "stages" / "report" / "state.json", {"state": "waiting"})
-    assert dict(cards(read_run(run)))["stages finished"] == "8 of 9"
+    assert dict(summary_cards(read_run(run)))["stages finished"] == "8 of 9"
 
 
 def test_the_rewards_of_a_training_are_spread_over_bins_early_and_late(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_the_rewards_of_a_training_are_spread_over_bins_early_and_late(tmp_path:
     write_lines(run / "stages/grpo/samples.jsonl", lines)
     [grpo] = [stage for stage in read_run(run).stages if stage.name == "grpo"]
     bins = reward_bins(grpo)
-    assert [(each.num_first, each.num_last) for each in bins] == [(1, 0), (1, 0), *[(0, 0)] * 7, (0, 2)]
+    assert [(each.num_first_half, each.num_second_half) for each in bins] == [(1, 0), (1, 0), *[(0, 0)] * 7, (0, 2)]
     assert (bins[0].first, bins[-1].last, bins[-1].high) == (50.0, 100.0, 1.0)
     assert report.build(run).count('class="range"') == 10
 
@@ -97,7 +97,7 @@ def test_the_page_says_what_was_trained_from_what_and_how(tmp_path: Path) -> Non
     rows = "overrides.train.train_policy.dataset.name = 'rows.csv'\n"
     (run / "pipeline.toml").write_text(text.replace('kind = "prepare"\n', f'kind = "prepare"\n{rows}'))
     write(run / "stages/prepare/data/statistics.json", {"train": {"rows": 90}, "validation": {"rows": 10}})
-    [(stage, facts)] = trained(read_run(run))
+    [(stage, facts)] = training_properties(read_run(run))
     found = dict(facts)
     assert (stage.name, found["base model"]) == ("sft", "Qwen/Qwen3-0.6B")
     assert found["data"] == "rows.csv, 90 rows, 10 rows held out"
@@ -157,7 +157,7 @@ def test_the_page_names_the_digests_of_data_and_model(tmp_path: Path) -> None:
         file = run / "stages" / stage / "result.json"
         sources = [{"kind": kind, "name": kind, "digest": letter * 64} for kind, letter in letters.items()]
         write(file, {**json.loads(file.read_text()), "sources": sources})
-    [(_, facts)] = trained(read_run(run))
+    [(_, facts)] = training_properties(read_run(run))
     assert dict(facts)["digest of the model"] == "a" * 12 and dict(facts)["digest of the data"] == "b" * 12
 
 

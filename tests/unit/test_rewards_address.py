@@ -146,8 +146,8 @@ def test_a_setting_without_effect_is_said_so() -> None:
         RewardArgs(reward_type="ocr", setup_script="a.sh"),
         RewardArgs(reward_type="b", setup_script="b", enable=False),
     )
-    assert ServiceConfig(reward_args=rewards, decode_args=DecodeArgs(**decode)).ignored == [
+    assert ServiceConfig(reward_args=rewards, decode_args=DecodeArgs(**decode)).ineffective_settings == [
         "decode_args.temporal_window", "decode_args.load_mean_std", "decode_args.wan2pt2_model_path",
         "reward_args.ocr.setup_script",
     ]  # fmt: skip
-    assert ServiceConfig(reward_args=rewards[1:]).ignored == []
+    assert ServiceConfig(reward_args=rewards[1:]).ineffective_settings == []

@@ -19,7 +19,7 @@ from cosmos_core.errors import RewardError
 from cosmos_core.rewards import exchange
 from cosmos_core.rewards.exchange import Service
 from cosmos_core.rewards.remote import RemoteRewards
-from cosmos_core.rewards.reward_model import checked
+from cosmos_core.rewards.reward_model import replace_nonfinite
 from tests.unit.reward_server import Reply, reply, service, serving
 
 
@@ -43,7 +43,9 @@ def test_what_a_row_says_is_sent_as_json_has_it() -> None:
 
 
 def test_numbers_that_json_does_not_have_are_null_wherever_they_are() -> None:
-    columns, errors = checked({"a": [1.0, float("inf")], "b": [[float("nan"), 2.0], {"c": np.float64("nan")}]}, 2)
+    columns, errors = replace_nonfinite(
+        {"a": [1.0, float("inf")], "b": [[float("nan"), 2.0], {"c": np.float64("nan")}]}, 2
+    )
     assert columns == {"a": [1.0, None], "b": [[None, 2.0], {"c": None}]}
     assert errors == ["", "a is inf"]
 

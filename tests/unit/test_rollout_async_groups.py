@@ -41,10 +41,10 @@ def test_an_engine_that_hangs_is_ended(tmp_path: Path) -> None:
     with fleet_of(handle, patience=0.5) as fleet:
         fleet.load_weights(0, weights(0))
         source = source_of(fleet, tmp_path, resync=lambda step: fleet.load_weights(step, weights(step)))
-        assert ids(source.next(0)[0]) == [0, 1, 2, 3]
+        assert ids(source.next_groups(0)[0]) == [0, 1, 2, 3]
         fleet.load_weights(1, weights(1))
         handle.engine.hangs.set()
-        seen = [ids(source.next(step)[0]) for step in range(1, 4)]
+        seen = [ids(source.next_groups(step)[0]) for step in range(1, 4)]
         assert seen == [list(range(4 * step, 4 * step + 4)) for step in range(1, 4)] and handle.deaths == 1
         source.close()
 
@@ -59,7 +59,7 @@ def test_no_group_is_older_than_allowed_and_every_prompt_is_trained_once(
         source = source_of(fleet, tmp_path, max_lag=allowed, score=scores)
         lags, trained, outdated = [], [], 0.0
         for step in range(10):
-            groups, metrics = source.next(step)
+            groups, metrics = source.next_groups(step)
             trained += ids(groups)
             lags.append(metrics["rollout/version_lag"])
             histogram = {k: metrics.get(f"rollout/groups_of_lag_{k}", 0) for k in range(allowed + 1)}
@@ -80,7 +80,7 @@ def test_what_was_fetched_too_far_ahead_is_generated_again(tmp_path: Path) -> No
         source = source_of(fleet, tmp_path, max_lag=1, num_extra_prompts=8)
         trained, outdated = [], 0.0
         for step in range(10):
-            groups, metrics = source.next(step)
+            groups, metrics = source.next_groups(step)
             assert metrics["rollout/version_lag"] <= 1
             trained += ids(groups)
             outdated += metrics["rollout/outdated"]
@@ -116,7 +116,7 @@ def test_a_ceiling_bounds_what_is_fetched_ahead(tmp_path: Path) -> None:
     with fleet_of(handle, most_groups=40) as fleet:
         fleet.load_weights(0, weights(0))
         source = source_of(fleet, tmp_path, max_lag=1, num_extra_prompts=30, most_steps=3)
-        source.next(0)
+        source.next_groups(0)
         wait_until(lambda: len(handle.engine.seen) >= 16 and not source._pending, 5, "all that they may have ahead")
         look_again(source)
         assert sorted(handle.engine.seen) == list(range(4 + 12)), "step 0 is trained, and three more are ahead"
@@ -138,11 +138,11 @@ def test_dropped_groups_are_replaced_by_the_next_prompts_and_a_resumed_source_go
             if state:
                 source.load_state_dict(state)
             for step in range(start, start + steps):
-                groups, metrics = source.next(step)
+                groups, metrics = source.next_groups(step)
                 trained += ids(groups)
                 assert metrics["rollout/sampled_groups"] == 2 * len(groups)
                 fleet.load_weights(step + 1, weights(step + 1))
-            assert source.is_over == (trained[-1] == 39)
+            assert source.is_exhausted == (trained[-1] == 39)
             source.close()
             return trained, source.state_dict()
 
@@ -159,7 +159,7 @@ def test_engines_on_the_gpus_of_the_trainer_sleep_while_it_trains(sleeps_in_trai
         fleet.load_weights(0, weights(0))
         source = source_of(fleet, tmp_path, max_lag=0)
         for step in range(2):
-            source.next(step)
+            source.next_groups(step)
             fleet.load_weights(step + 1, weights(step + 1))
         assert handle.engine.calls == ["wake", "sleep"] * 2 * sleeps_in_training
         source.close()
@@ -177,7 +177,7 @@ def test_nothing_is_scored_after_the_end(tmp_path: Path) -> None:
     with fleet_of(Threaded()) as fleet:
         fleet.load_weights(0, weights(0))
         source = source_of(fleet, tmp_path, score=slowly, max_lag=8)
-        source.next(0)
+        source.next_groups(0)
         source.close()
         assert sum(begun) <= 1, "more than what was about to begin"
         assert source._thread is not None and not source._thread.is_alive()
@@ -195,7 +195,7 @@ def test_prompts_beyond_the_allowed_steps_are_as_many_as_will_be_dropped(tmp_pat
         fleet.load_weights(0, weights(0))
         source = source_of(fleet, tmp_path, take=take, filter=Filter(), num_extra_prompts=128)
         for step in range(20):
-            groups, metrics = source.next(step)
+            groups, metrics = source.next_groups(step)
             assert len(groups) == 4
             outdated.append(metrics["rollout/outdated"])
             wait_until(lambda: not source._pending, 5, "all that they may have ahead")
@@ -210,12 +210,12 @@ def test_an_engine_that_dies_while_the_training_computes_is_in_the_metrics_of_th
     with fleet_of(handle) as fleet:
         fleet.load_weights(0, weights(0))
         source = source_of(fleet, tmp_path, resync=lambda step: fleet.load_weights(step, weights(step)))
-        assert source.next(0)[1]["rollout/restarts"] == 0
+        assert source.next_groups(0)[1]["rollout/restarts"] == 0
         handle.kill()
-        while fleet.num_restarts == 0 or not fleet.is_stale:
+        while fleet.num_restarts == 0 or not fleet.needs_weights:
             time.sleep(0.01)
         fleet.load_weights(1, weights(1))
-        assert [source.next(step)[1]["rollout/restarts"] for step in (1, 2)] == [1, 0]
+        assert [source.next_groups(step)[1]["rollout/restarts"] for step in (1, 2)] == [1, 0]
         source.close()
 
 
@@ -235,7 +235,7 @@ def test_a_step_whose_groups_were_dropped_gets_others_however_few_prompts_engine
         source = source_of(fleet, tmp_path, take=take, filter=Filter(max_retries=2), **window)
         trained = []
         for step in range(5):
-            groups, _ = source.next(step)
+            groups, _ = source.next_groups(step)
             trained += ids(groups)
             if "sleeps_in_training" in window:
                 assert not handle.engine.waiting and not source._pending, "it sleeps with prompts in flight"
@@ -251,7 +251,7 @@ def test_engines_that_take_turns_get_new_weights_as_seldom_as_the_recipe_says(tm
         fleet.load_weights(0, weights(0))
         source = source_of(fleet, tmp_path, max_lag=1, most_steps=1, sleeps_in_training=True)
         for step in range(4):
-            _, metrics = source.next(step)
+            _, metrics = source.next_groups(step)
             look_again(source)
             assert not source._pending, "it got prompts while it sleeps"
             assert handle.engine.seen == list(range(4 * (step + 1)))
@@ -266,7 +266,7 @@ def test_a_metric_that_no_reward_reports_is_refused_before_all_prompts_are_used_
         fleet.load_weights(0, weights(0))
         source = source_of(fleet, tmp_path, filter=Filter(("acuracy",)), score=reported)
         with pytest.raises(RewardError, match="filter_reward_metric: no reward reports 'acuracy'; take of 'accuracy'"):
-            source.next(0)
+            source.next_groups(0)
         source.close()
 
 
@@ -282,5 +282,5 @@ def test_rewards_that_are_all_invalid_end_the_training_before_all_prompts_are_us
         fleet.load_weights(0, weights(0))
         source = source_of(fleet, tmp_path, filter=Filter(), score=raised)
         with pytest.raises(RewardError, match="step 1: all 8 rewards are invalid; the first: KeyError"):
-            source.next(0)
+            source.next_groups(0)
         source.close()

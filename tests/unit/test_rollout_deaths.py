@@ -30,7 +30,7 @@ def test_an_engine_that_dies_between_two_questions_is_found_dead_by_the_next() -
     with fleet_of(handle) as fleet:
         fleet.load_weights(1, weights(1))
         handle.dies = True
-        while handle.dies or fleet.num_restarts == 0 or not fleet.is_stale:
+        while handle.dies or fleet.num_restarts == 0 or not fleet.needs_weights:
             time.sleep(0.01)
         fleet.load_weights(2, weights(2))
         assert fleet.request(PROMPTS[0], SAMPLING, 2).result().version == 2
@@ -43,10 +43,10 @@ def test_an_engine_that_only_a_load_finds_dead_is_counted_and_told(caplog: pytes
     with fleet_of(handle) as fleet:
         fleet.load_weights(1, weights(1))
         (member,) = fleet._pool.open_engines()
-        fleet._pool.mark_lost(member, member.description, ConnectionError("the actor died"))
+        fleet._pool.mark_dead(member, member.description, ConnectionError("the actor died"))
         while member.error or not fleet._pool.open_engines():
             time.sleep(0.01)
-        assert fleet.is_stale and fleet.num_restarts == 1
+        assert fleet.needs_weights and fleet.num_restarts == 1
     assert "an engine died (the actor died)" in caplog.text
 
 
@@ -66,7 +66,7 @@ def test_a_death_during_a_load_is_one_death_though_another_process_is_there_befo
         assert fleet.load_weights(1, buckets()) == LoadReceipt(1, 2)
         with fleet.loading_new_engines():
             assert fleet.load_weights(1, weights(1)) == LoadReceipt(1, 2)
-        assert fleet.num_restarts == 1 and not fleet.is_stale
+        assert fleet.num_restarts == 1 and not fleet.needs_weights
 
 
 def test_engines_that_hang_together_in_a_load_are_ended_together() -> None:
@@ -115,6 +115,6 @@ def test_prompts_whose_submission_an_engine_never_got_are_submitted_again() -> N
         asked = fleet.request(PROMPTS[0], SAMPLING, 1)
         wait_until(lambda: fleet.num_restarts, 5, "it is found dead")
         with fleet.loading_new_engines():
-            wait_until(lambda: fleet.is_stale, 5, "it is back")
+            wait_until(lambda: fleet.needs_weights, 5, "it is back")
             fleet.load_weights(1, weights(1))
         assert asked.result().prompt == PROMPTS[0] and handle.deaths == 0

@@ -16,7 +16,7 @@ from cosmos_core.errors import ConfigError, DataError, StageFailed
 from cosmos_core.rollout import engine_pool, replica
 from cosmos_core.rollout import fleet as fleet_module
 from cosmos_core.rollout.base import Bucket, LoadReceipt, generate
-from cosmos_core.rollout.engine_pool import LostWeights
+from cosmos_core.rollout.engine_pool import WeightsUnavailable
 from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.replica import Replica, pack, unpack
@@ -61,12 +61,16 @@ def test_several_engines_are_one_and_each_gets_the_weights() -> None:
     handles = [Threaded(), Threaded()]
     with fleet_of(*handles) as fleet:
         all_open(fleet)
-        assert fleet.load_weights(4, weights(4)) == LoadReceipt(4, 2) and fleet.has_new
+        assert fleet.load_weights(4, weights(4)) == LoadReceipt(4, 2) and fleet.has_new_engine
         groups = generate(fleet, PROMPTS[:9], SAMPLING, 5)
         assert [(group.prompt.id, group.step, group.version) for group in groups] == [(i, 5, 4) for i in range(9)]
         assert all(handle.engine.seen for handle in handles), "one engine has done it all"
         assert fleet.logprobs_per_engine([1, 2, 3]) == [[4.0, 4.0], [4.0, 4.0]]
-        assert fleet.load_weights(5, weights(5)) == LoadReceipt(5, 2) and not fleet.has_new and not fleet.is_stale
+        assert (
+            fleet.load_weights(5, weights(5)) == LoadReceipt(5, 2)
+            and not fleet.has_new_engine
+            and not fleet.needs_weights
+        )
 
 
 def test_an_engine_that_dies_is_replaced_and_its_prompts_go_to_others() -> None:
@@ -80,10 +84,10 @@ def test_an_engine_that_dies_is_replaced_and_its_prompts_go_to_others() -> None:
         handles[0].kill()
         assert sorted(group.prompt.id for group in fleet.completed()) == list(range(12))
         assert fleet.num_restarts == 1
-        wait_until(lambda: fleet.is_stale, 5, "it is back")
+        wait_until(lambda: fleet.needs_weights, 5, "it is back")
         with fleet.loading_new_engines():
             fleet.load_weights(1, weights(1))
-        assert fleet.has_new and not fleet.is_stale and handles[0].engine.version == 1
+        assert fleet.has_new_engine and not fleet.needs_weights and handles[0].engine.version == 1
 
 
 @pytest.mark.parametrize("swap", ["disabled", "inference"])
@@ -100,7 +104,7 @@ def test_an_engine_that_dies_while_it_gets_weights_is_left_out_and_gets_them_whe
 
         assert fleet.load_weights(3, dying()) == LoadReceipt(3, 2)
         assert fleet.logprobs_per_engine([1, 2]) == [[3.0]]
-        wait_until(lambda: fleet.is_stale, 5, "it is back")
+        wait_until(lambda: fleet.needs_weights, 5, "it is back")
         with fleet.loading_new_engines():
             fleet.load_weights(3, weights(3))
         assert fleet.logprobs_per_engine([1, 2]) == [[3.0], [3.0]]
@@ -121,7 +125,7 @@ def test_an_engine_that_hangs_while_it_gets_weights_is_ended(monkeypatch: pytest
         many = [[(f"{i}", torch.zeros(2))] for i in range(4)]
         assert fleet.load_weights(1, weights(1) + many) == LoadReceipt(1, 6)
         assert (handle.deaths, other.deaths) == (1, 0)
-        wait_until(lambda: fleet.is_stale, 5, "it is back")
+        wait_until(lambda: fleet.needs_weights, 5, "it is back")
         fleet.load_weights(1, weights(1))
         assert fleet.logprobs_per_engine([1, 2]) == [[1.0], [1.0]]
 
@@ -147,7 +151,9 @@ def test_an_engine_that_works_for_longer_than_the_patience_is_left_alone(
             return super().load_weights(version, slowly())
 
         def step(self) -> list[Group]:
-            wait_until(lambda: fleet._pool.engines[handle].passes >= handle._replica._passes, 5, "they are seen")
+            wait_until(
+                lambda: fleet._pool.engines[handle].num_passes >= handle._replica._num_passes, 5, "they are seen"
+            )
             passed.append(80.0)
             return self.completed() if len(self.seen) or self.passed() else []
 
@@ -210,7 +216,7 @@ def test_an_engine_that_cannot_be_opened_or_refuses_a_prompt_says_why() -> None:
         raise ConfigError("head_dim = 7")
 
     with pytest.raises(ConfigError, match="head_dim = 7"):
-        Fleet(lambda: [Threaded(refuse)], most_groups=1, patience=9)
+        Fleet(lambda: [Threaded(refuse)], max_groups=1, timeout_seconds=9)
     with fleet_of(Threaded()) as fleet:
         fleet.load_weights(0, weights(0))
         with pytest.raises(DataError, match="too long"):
@@ -250,7 +256,7 @@ def test_an_engine_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPa
         fleet.load_weights(1, weights(1))
         handle.refusals = 20
         handle.kill()
-        wait_until(lambda: fleet.is_stale, 5, "it is back")
+        wait_until(lambda: fleet.needs_weights, 5, "it is back")
         with fleet.loading_new_engines():
             fleet.load_weights(1, weights(1))
         fleet.submit(PROMPTS[:2], SAMPLING, 1)
@@ -288,7 +294,7 @@ def test_requests_for_one_version_come_behind_all_others_and_are_made_by_engines
         held_out = [fleet.request(prompt, SAMPLING, 0, version=3) for prompt in PROMPTS[:4]]
         others = [fleet.request(prompt, SAMPLING, 5) for prompt in PROMPTS[10:14]]
         handles[1].kill()  # what it had goes to the other, which alone has these weights
-        wait_until(lambda: fleet.is_stale, 5, "it is back")
+        wait_until(lambda: fleet.needs_weights, 5, "it is back")
         with fleet.loading_new_engines():
             fleet.load_weights(4, weights(4))
         assert fleet.version == 3, "prompts are given to engines that are old enough for them"
@@ -300,7 +306,7 @@ def test_a_request_for_weights_that_no_engine_has_any_more_is_told_so() -> None:
     with fleet_of(Threaded()) as fleet:
         fleet.load_weights(1, weights(1))
         fleet.load_weights(2, weights(2))
-        with pytest.raises(LostWeights, match="the engines with the weights of step 1 have died"):
+        with pytest.raises(WeightsUnavailable, match="the engines with the weights of step 1 have died"):
             fleet.request(PROMPTS[0], SAMPLING, 0, version=1).result()
         assert fleet.request(PROMPTS[0], SAMPLING, 0, version=2).result().version == 2
 
@@ -331,7 +337,7 @@ def test_an_engine_that_comes_back_is_probed_and_not_those_that_wait_for_the_nex
         all_open(fleet)
         fleet.load_weights(3, weights(3))
         handles[1].kill()
-        wait_until(lambda: fleet.is_stale, 5, "it is back")
+        wait_until(lambda: fleet.needs_weights, 5, "it is back")
         with fleet.loading_new_engines():  # two steps later, none of which sent its weights
             fleet.load_weights(5, weights(5))
         model: Any = SimpleNamespace(config=config)
@@ -344,10 +350,10 @@ def test_an_engine_that_comes_back_is_probed_and_not_those_that_wait_for_the_nex
 def test_a_load_that_a_trainer_began_and_did_not_end_is_given_up_for_that_of_the_next(background: bool) -> None:
     replica = Replica(Drawing)
     replica.begin("of a trainer that dies")
-    replica.begin_load(1, background=background, patience=9)
+    replica.begin_load(1, background=background, timeout_seconds=9)
     replica.bucket(pack(weights(1)[0]))
     replica.begin("of the next")
-    replica.begin_load(2, background=background, patience=9)
+    replica.begin_load(2, background=background, timeout_seconds=9)
     for bucket in weights(2):
         replica.bucket(pack(bucket))
     assert replica.end_load(2, background=background, waits=False) == LoadReceipt(2, 2)

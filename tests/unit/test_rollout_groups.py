@@ -106,7 +106,7 @@ def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path
         return PROMPTS[step:]
 
     source = SyncGroupSource(prompts, engine, score, SAMPLING, Progress(tmp_path / "p.json"), 2, on_wait=stops.append)
-    groups, metrics = source.next(0)
+    groups, metrics = source.next_groups(0)
     assert engine.events == ["wake", "submit [0, 1]", "submit [2, 3]", "submit [4]", "sleep 2", "score 5"]
     assert [group.group.prompt.id for group in groups] == [0, 1, 2, 3, 4] and stops == [0, 0, 0]
     assert metrics["reward/mean"] == 1.0 and metrics["reward/invalid"] == 5.0
@@ -120,7 +120,7 @@ def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path
 
     source.on_wait = refuse
     with pytest.raises(RuntimeError, match="stopped"):
-        source.next(3)
+        source.next_groups(3)
     assert engine.events[-2:] == ["wake", "submit [3, 4]"]
 
 
@@ -131,7 +131,7 @@ def test_an_engine_keeps_its_weights_where_it_generates_with_them_again(tmp_path
         lambda step: PROMPTS[:1], engine, valid, SAMPLING, Progress(tmp_path / "p.json"), 1, publish_every=3
     )
     for step in range(6):
-        source.next(step)
+        source.next_groups(step)
     assert [event for event in engine.events if "sleep" in event] == ["sleep 1", "sleep 1", "sleep 2"] * 2
 
 
@@ -148,11 +148,11 @@ def test_who_stops_while_groups_are_drawn_draws_the_same_prompts_again(tmp_path:
     sync = SyncGroupSource(lambda step: [], engine, score, SAMPLING, Progress(tmp_path / "p.json"), 2, on_wait=refuse)
     source = FilteredGroupSource(sync, lambda start, count: PROMPTS[start : start + count], 2)
     with pytest.raises(RuntimeError, match="stopped"):
-        source.next(0)
+        source.next_groups(0)
     assert engine.events == ["wake", "submit [0, 1]", "submit [2]"] and source.state_dict() == {"drawn": 0}
     sync.on_wait = lambda step: None
     engine.waiting.clear()
-    groups, _ = source.next(0)
+    groups, _ = source.next_groups(0)
     assert [scored.group.prompt.id for scored in groups] == [0, 2] and source.state_dict() == {"drawn": 3}
 
 
@@ -165,7 +165,7 @@ def test_a_prompt_that_a_step_draws_in_two_epochs_is_completed_in_two_ways(tmp_p
 
     sync = SyncGroupSource(lambda step: [], engine, score, SAMPLING, Progress(tmp_path / "p.json"), 9)
     source = FilteredGroupSource(sync, lambda start, count: [PROMPTS[i % 3] for i in range(start, start + count)], 4)
-    groups, metrics = source.next(7)
+    groups, metrics = source.next_groups(7)
     assert [scored.group.prompt.id for scored in groups] == [2, 0, 1, 2] and metrics["rollout/sampled_groups"] == 12
     assert len(set(engine.seeds)) == 12, "each request of a step has seeds of its own"
     assert [seeds for seeds in engine.seeds if seeds[0] == SAMPLING.seed] == [(SAMPLING.seed, 7, i) for i in range(3)]
@@ -188,11 +188,11 @@ def dynamic_feed(folder: Path, difference: float) -> RolloutFeed:
 
 def test_prompts_that_end_before_anything_was_learned_fail_the_stage(tmp_path: Path) -> None:
     with pytest.raises(StageFailed, match="step 1: the rewards inside each of 5 groups are equal"):
-        dynamic_feed(tmp_path, 0.0).next()
+        dynamic_feed(tmp_path, 0.0).next_samples()
     feed = dynamic_feed(tmp_path, 0.0)
     feed.step = 1  # something was
-    assert feed.next() is None
-    assert dynamic_feed(tmp_path, 1.0).next() is not None
+    assert feed.next_samples() is None
+    assert dynamic_feed(tmp_path, 1.0).next_samples() is not None
 
 
 def test_pass_rates_count_dropped_groups_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
@@ -202,9 +202,9 @@ def test_pass_rates_count_dropped_groups_and_go_on_from_a_checkpoint(tmp_path: P
         return [json.loads(line) for line in (tmp_path / name / "pass_rates.jsonl").read_text().splitlines()]
 
     whole, first, second = (dynamic_feed(tmp_path, 0.5) for _ in range(3))
-    assert whole.next() and whole.next() and first.next()
+    assert whole.next_samples() and whole.next_samples() and first.next_samples()
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.next()
+    assert second.next_samples()
     assert rates(whole, "whole") == rates(second, "second")
     lines = rates(first, "first")
     assert [(each["drawn"], each["completions"], each["pass_rate"], each["mean_reward"]) for each in lines] == [
@@ -212,7 +212,7 @@ def test_pass_rates_count_dropped_groups_and_go_on_from_a_checkpoint(tmp_path: P
     ]  # fmt: skip
     dropped = dynamic_feed(tmp_path, 0.0)
     with pytest.raises(StageFailed):
-        dropped.next()
+        dropped.next_samples()
     assert [each["pass_rate"] for each in rates(dropped, "dropped")] == [1.0] * len(PROMPTS)
 
 
@@ -288,7 +288,9 @@ def test_all_weights_are_sent_in_buckets_by_reference_and_tied_ones_by_both_name
     assert sum(engine.sizes) == sum(p.nbytes for p in sender.model.parameters())
     fused = [n for n in state if "layers.0.self_attn." in n and n.endswith("proj.weight")]
     whole = publish._units(sender.model)
-    assert len({id(unit) for unit in whole for name in fused if name in unit.plain}) == 1, "they are fused by engines"
+    assert len({id(unit) for unit in whole for name in fused if name in unit.plain_names}) == 1, (
+        "they are fused by engines"
+    )
 
 
 def test_a_tensor_that_the_engine_did_not_take_ends_the_stage(folder: Path) -> None:
@@ -317,19 +319,19 @@ def test_the_first_load_after_each_level_of_sleep_is_probed(folder: Path) -> Non
     engine: Any = Recording()
     sender = publisher(folder, engine, probe_interval=100)
     probed = []
-    for version, engine.slept in enumerate((0, 1, 1, 2, 2, 0), start=1):
+    for version, engine.sleep_level in enumerate((0, 1, 1, 2, 2, 0), start=1):
         sender.publish(version)
         probed.append(engine.probed)
     assert probed == [1, 2, 2, 3, 3, 3]
     inner: Any = SimpleNamespace(name="", weight_format="checkpoint", ranks_per_engine=1, slept=2)
-    assert EngineWrapper(inner).slept == 2
+    assert EngineWrapper(inner).sleep_level == 2
 
 
 def test_an_engine_that_its_first_deep_sleep_spoils_is_seen_at_once(folder: Path) -> None:
     engine: Any = Recording()
     sender = publisher(folder, engine, probe_interval=100)
     sender.publish(1)
-    engine.slept, engine.off = 2, 5.0
+    engine.sleep_level, engine.off = 2, 5.0
     with pytest.raises(StageFailed, match="did not take all"):
         sender.publish(2)
 

@@ -12,7 +12,7 @@ import pytest
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.methods import METHODS
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.kinds.base import LOCATION, LearnedRows
+from cosmos_core.data.kinds.base import LOCATION_COLUMN, HeldOutRows
 from cosmos_core.data.kinds.prompts import open_prompts
 from cosmos_core.data.kinds.registry import known_kinds, row_kind
 from cosmos_core.data.kinds.sequences import open_sequences
@@ -77,8 +77,10 @@ def test_each_kind_is_the_file_of_its_name_and_each_algorithm_names_one() -> Non
     assert declared | {method.rows for method in METHODS.values()} <= set(known_kinds())
     for name in known_kinds():
         schema = row_kind(name).schema
-        assert schema.names == [*row_kind(name).columns, LOCATION] and schema.metadata == {b"rows": name.encode()}
-        assert row_kind(name).visual_schema.names == [*row_kind(name).columns, "images", LOCATION]
+        assert schema.names == [*row_kind(name).columns, LOCATION_COLUMN] and schema.metadata == {
+            b"rows": name.encode()
+        }
+        assert row_kind(name).visual_schema.names == [*row_kind(name).columns, "images", LOCATION_COLUMN]
 
 
 def test_an_unknown_kind_is_refused_with_the_nearest_name() -> None:
@@ -86,7 +88,7 @@ def test_an_unknown_kind_is_refused_with_the_nearest_name() -> None:
         row_kind("pair")
 
 
-def learned_held_out(stage: Path) -> LearnedRows | None:
+def learned_held_out(stage: Path) -> HeldOutRows | None:
     recipe = Recipe.model_validate(sft("rows"))
     return open_held_out(stage / "data", recipe.train.train_policy, recipe.policy).rows
 

@@ -22,7 +22,7 @@ from cosmos_core.run.digests import Digests
 from cosmos_core.run.directory import create_run, open_or_create_run, open_run
 from cosmos_core.run.hub import pin_hub_revisions
 from cosmos_core.run.inputs import check_inputs
-from cosmos_core.run.plan import plan
+from cosmos_core.run.plan import plan_stages
 from tasks.kinds import all_kinds
 from tests.conftest import wait_until
 from tests.unit.run_folder import counting_run, fingerprint_of, finish, load_recipe, make_inputs
@@ -45,19 +45,19 @@ def test_a_byte_that_changed_in_place_counts_although_the_time_was_set_back(tmp_
     file, cache = tmp_path / "weights", tmp_path / "digests.jsonl"
     file.write_text("one")
     settle(file)
-    assert Digests(cache).of_file(file) == sha256("one")
+    assert Digests(cache).digest_file(file) == sha256("one")
     status = file.stat()
     with open(file, "r+") as opened:
         opened.write("two")
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
-    assert Digests(cache).of_file(file) == sha256("two")
+    assert Digests(cache).digest_file(file) == sha256("two")
 
 
 def remember_wrongly(cache: Path, file: Path) -> None:
     """Make the digest of a file stale, as after a change that the file system does not tell."""
     settle(file)
-    digest = Digests(cache).of_file(file)
+    digest = Digests(cache).digest_file(file)
     cache.write_text(cache.read_text().replace(digest, "0" * 64))
 
 
@@ -65,10 +65,10 @@ def test_what_is_remembered_is_believed_unless_everything_is_to_be_hashed(tmp_pa
     file, cache = tmp_path / "weights", tmp_path / "digests.jsonl"
     file.write_text("one")
     remember_wrongly(cache, file)
-    assert Digests(cache).of_file(file) == "0" * 64
-    thorough = Digests(cache, thorough=True)
-    assert thorough.of_file(file) == sha256("one")
-    assert Digests(cache).of_file(file) == sha256("one"), "what was found out is remembered"
+    assert Digests(cache).digest_file(file) == "0" * 64
+    thorough = Digests(cache, ignores_cache=True)
+    assert thorough.digest_file(file) == sha256("one")
+    assert Digests(cache).digest_file(file) == sha256("one"), "what was found out is remembered"
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "model/tokenizer.json", "model/model.safetensors"])
@@ -77,7 +77,7 @@ def test_verify_hashes_the_inputs_of_a_stage_again(tmp_path: Path, name: str) ->
     run = create_run(load_recipe(tmp_path))
     for stage in ("prepare", "sft"):
         finish(run, stage)
-    decisions = plan(run.pipeline, run.pipeline.kinds, run.output_dir)
+    decisions = plan_stages(run.pipeline, run.pipeline.kinds, run.output_dir)
     assert {decisions[stage].action for stage in ("prepare", "sft")} == {"adopt"}
     file = tmp_path / name
     status = file.stat()
@@ -86,14 +86,14 @@ def test_verify_hashes_the_inputs_of_a_stage_again(tmp_path: Path, name: str) ->
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     cache = run.output_dir / ".cosmos" / "digests.jsonl"
     settle(file)
-    Digests(cache).of_file(file)
+    Digests(cache).digest_file(file)
     cache.write_text(cache.read_text().replace(sha256(content[:-1] + "?"), sha256(content)))
-    quick = plan(run.pipeline, run.pipeline.kinds, run.output_dir)
+    quick = plan_stages(run.pipeline, run.pipeline.kinds, run.output_dir)
     assert {quick[stage].action for stage in ("prepare", "sft")} == {"adopt"}, "the cache is believed"
-    thorough = plan(run.pipeline, run.pipeline.kinds, run.output_dir, thorough=True)
+    thorough = plan_stages(run.pipeline, run.pipeline.kinds, run.output_dir, ignores_cache=True)
     assert "run" in {thorough[stage].action for stage in ("prepare", "sft")}
     again = replace(open_run(run.path, all_kinds()), verify=True)
-    assert again.digests.of_file(file) == sha256(content[:-1] + "?")
+    assert again.digests.digest_file(file) == sha256(content[:-1] + "?")
 
 
 @pytest.mark.parametrize("damage", ["", "[]\n", "{\n", '["FILE", 3]\n', '["FILE", [1], "x"', "\x00", '{"FILE": [1]}'])
@@ -102,9 +102,9 @@ def test_a_damaged_cache_of_digests_costs_time_only(tmp_path: Path, damage: str)
     file.write_text("one")
     settle(file)
     cache.write_text(damage.replace("FILE", str(file)))
-    assert Digests(cache).of_file(file) == sha256("one")
-    Digests(cache).of_file(file)
-    assert Digests(cache).of_file(file) == sha256("one")
+    assert Digests(cache).digest_file(file) == sha256("one")
+    Digests(cache).digest_file(file)
+    assert Digests(cache).digest_file(file) == sha256("one")
 
 
 def test_stages_side_by_side_may_hash_at_once(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_stages_side_by_side_may_hash_at_once(tmp_path: Path) -> None:
     settle(*files)
     cache = tmp_path / "cache" / "digests.jsonl"
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda file: Digests(cache).of_file(file), files))
+        found = list(pool.map(lambda file: Digests(cache).digest_file(file), files))
     assert found == [sha256(file.name) for file in files]
     assert {json.loads(line)[0] for line in cache.read_text().splitlines()} == {str(file) for file in files}
 
@@ -214,7 +214,7 @@ def test_what_is_no_file_is_refused_instead_of_read_without_end(tmp_path: Path) 
         with pytest.raises(DataError, match=rf"custom.dataset.media_path = '{name}': no such folder"):
             check_inputs(load_recipe(tmp_path, f"custom.dataset.media_path={name}"))
         with pytest.raises(ConfigError, match=rf"{name} is no regular file, .* may be read without end"):
-            Digests(tmp_path / "digests.jsonl").of_file(Path(name))
+            Digests(tmp_path / "digests.jsonl").digest_file(Path(name))
     os.mkfifo(tmp_path / "model/pipe.json")
     assert "pipe.json" not in names(files_of_model(tmp_path / "model"), tmp_path / "model")
 
@@ -341,7 +341,7 @@ def test_a_model_that_moved_on_the_hub_is_another_and_a_run_keeps_its_own(tmp_pa
     other = create_run(pipeline)
     for stage in ("prepare", "sft"):
         assert fingerprint_of(other.pipeline, stage).value != fingerprint_of(run.pipeline, stage).value
-        difference = fingerprint_of(other.pipeline, stage).difference(fingerprint_of(run.pipeline, stage))
+        difference = fingerprint_of(other.pipeline, stage).describe_difference(fingerprint_of(run.pipeline, stage))
         assert "org/model changed" in difference
     with pytest.raises(ConfigError, match=r"run mine exists and was made with other settings .*model_revision"):
         open_or_create_run(named_recipe(tmp_path, "policy.model_revision=v2"), run_id="mine")

@@ -22,7 +22,15 @@ from cosmos_core.errors import (
     ModelError,
     RewardError,
 )
-from cosmos_core.run.directory import claim, create_run, find_run, open_or_create_run, open_run, supersede, writable
+from cosmos_core.run.directory import (
+    claim,
+    create_run,
+    create_writable,
+    find_run,
+    open_or_create_run,
+    open_run,
+    supersede_stage,
+)
 from cosmos_core.run.files import read_json
 from cosmos_core.run.inputs import check_inputs
 from tasks.kinds import all_kinds
@@ -165,7 +173,7 @@ def test_a_run_whose_folder_cannot_be_written_is_not_resumed_and_says_what_to_do
 @pytest.mark.parametrize("name", ["a\0b", "~nobody-of-that-name/x"])
 def test_an_output_folder_that_can_be_no_path_is_one_line(name: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot be written: .*; choose another folder$"):
-        writable(Path(name))
+        create_writable(Path(name))
 
 
 WRONG_INPUTS = [
@@ -263,15 +271,15 @@ def test_moving_a_stage_aside_keeps_every_older_one(tmp_path: Path) -> None:
     for content in ("one", "two", "three"):
         run.stage_path("first").mkdir()
         (run.stage_path("first") / "x").write_text(content)
-        supersede(run.stage_path("first"))
+        supersede_stage(run.stage_path("first"))
     assert [(aside / f"first.{n}" / "x").read_text() for n in (1, 2, 3)] == ["one", "two", "three"]
     import shutil
 
     shutil.rmtree(aside / "first.1")
     run.stage_path("first").mkdir()
-    supersede(run.stage_path("first"))
+    supersede_stage(run.stage_path("first"))
     assert sorted(path.name for path in aside.iterdir()) == ["first.2", "first.3", "first.4"]
-    supersede(run.stage_path("first"))  # nothing there: nothing to do
+    supersede_stage(run.stage_path("first"))  # nothing there: nothing to do
 
 
 def test_time_passes_between_runs_without_a_suffix(tmp_path: Path) -> None:

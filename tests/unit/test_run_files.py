@@ -33,7 +33,7 @@ def test_waiting_for_a_lock_can_be_given_up(tmp_path: Path) -> None:
     with Lock(tmp_path / "lock") as first, Lock(tmp_path / "lock") as second:
         first.acquire()
         with pytest.raises(TimeoutError):
-            second.acquire(while_waiting=give_up)
+            second.acquire(poll=give_up)
 
 
 def test_a_child_that_was_given_the_lock_holds_it_after_its_parent_let_go(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_metrics_that_grow_are_read_once_and_again_after_they_were_cut_back(tmp_
     again = reader.update()
     assert [line["step"] for line in again] == [1, 2, 3, 4]
     assert again[0] is first[0], "it was not read again"
-    metrics.cut_back(2)
+    metrics.remove_later_lines(2)
     metrics.log(3, {"loss": 30.0})
     assert [line["loss"] for line in reader.update()] == [1.0, 2.0, 30.0]
 

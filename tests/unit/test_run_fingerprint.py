@@ -150,7 +150,7 @@ def test_a_file_that_enters_no_weight_changes_the_export_and_leaves_every_checkp
     before = fingerprint_of(pipeline, "sft")
     assert changed_by(folder, f"model/{file}", '{"eos_token_id": 3}') == {"sft"}
     after = fingerprint_of(pipeline, "sft")
-    assert after.of_training == before.of_training != before.value
+    assert after.training_hash == before.training_hash != before.value
 
     stage = folder / "stages/sft"
     (stage / "checkpoints/step_3").mkdir(parents=True)
@@ -221,7 +221,7 @@ def test_what_a_stage_was_given_changes_it(folder: Path) -> None:
 def test_another_version_of_a_library_changes_what_workers_make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = load_recipe(folder)
     before = {name: fingerprint_of(pipeline, name).value for name in STAGES}
-    machine_properties._facts.cache_clear()
+    machine_properties._measure_machine.cache_clear()
     site = folder / "site"  # a newer torch in front of the installed one
     (site / "torch-99.0.dist-info").mkdir(parents=True)
     (site / "torch-99.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 99.0\n")
@@ -230,7 +230,7 @@ def test_another_version_of_a_library_changes_what_workers_make(folder: Path, mo
         after = {name: fingerprint_of(pipeline, name) for name in STAGES}
     finally:
         monkeypatch.undo()
-        machine_properties._facts.cache_clear()
+        machine_properties._measure_machine.cache_clear()
     for name in STAGES:
         assert after[name].value != before[name]
         assert after[name].ingredients["versions"]["torch"] == "99.0"
@@ -313,12 +313,12 @@ def test_the_code_and_the_models_of_a_reward_service_count(tmp_path: Path) -> No
 def test_a_difference_is_told_by_key_with_the_old_and_the_new_value(folder: Path) -> None:
     old = fingerprint_of(load_recipe(folder), "sft")
     new = fingerprint_of(load_recipe(folder, "train.optm_lr=1e-3", "train.max_num_steps=5"), "sft")
-    assert new.difference(old) == ["train.max_num_steps nothing -> 5", "train.optm_lr 1e-06 -> 0.001"]
-    assert new.difference(new) == []
+    assert new.describe_difference(old) == ["train.max_num_steps nothing -> 5", "train.optm_lr 1e-06 -> 0.001"]
+    assert new.describe_difference(new) == []
     given = fingerprint_of(load_recipe(folder), "sft", prepare="0" * 64)
-    assert given.difference(old) == ["result of stage prepare changed"]
+    assert given.describe_difference(old) == ["result of stage prepare changed"]
     (folder / "mine.py").write_text("def score(completion, reference): return 2.0\n")
-    assert fingerprint_of(load_recipe(folder), "sft").difference(old) == ["mine.py:score changed"]
+    assert fingerprint_of(load_recipe(folder), "sft").describe_difference(old) == ["mine.py:score changed"]
 
 
 def test_a_kind_reads_only_tables_that_a_recipe_has() -> None:

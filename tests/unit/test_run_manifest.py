@@ -13,8 +13,8 @@ import pytest
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError, DataError, StageFailed
 from cosmos_core.run.directory import create_run
-from cosmos_core.run.manifest import adopt, commit, problem, read_result
-from cosmos_core.run.plan import decide, plan
+from cosmos_core.run.manifest import adopt, commit, find_damage, read_result
+from cosmos_core.run.plan import decide_from_results, plan_stages
 from cosmos_core.types import Outcome
 from tests.unit.run_folder import counting_run, fingerprint_of, finish, load_recipe, make_inputs
 
@@ -33,7 +33,7 @@ def made(folder: Path) -> Path:
 def problem_of(folder: Path, *, thorough: bool = False) -> str | None:
     result = read_result(folder)
     assert result is not None
-    return problem(folder, result, thorough=thorough)
+    return find_damage(folder, result, ignores_cache=thorough)
 
 
 def test_a_manifest_names_every_file_with_size_and_digest(tmp_path: Path) -> None:
@@ -203,28 +203,28 @@ def actions(decisions: dict) -> dict[str, tuple[str, str]]:
 def test_a_plan_says_for_each_stage_what_would_happen_and_why(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
     outputs = tmp_path / "outputs"
-    assert actions(plan(run.pipeline, run.pipeline.kinds, outputs)) == {
+    assert actions(plan_stages(run.pipeline, run.pipeline.kinds, outputs)) == {
         "first": ("run", "never made before"),
         "second": ("depends", "after first"),
     }
     finish(run, "first")
-    assert actions(plan(run.pipeline, run.pipeline.kinds, outputs)) == {
+    assert actions(plan_stages(run.pipeline, run.pipeline.kinds, outputs)) == {
         "first": ("adopt", f"same fingerprint as run {run.id}"),
         "second": ("run", "never made before"),
     }
-    decision = decide(outputs, run.stage_path("first"), fingerprint_of(run.pipeline, "first"))
+    decision = decide_from_results(outputs, run.stage_path("first"), fingerprint_of(run.pipeline, "first"))
     assert (decision.action, decision.reason) == ("reuse", "done in this run")
     finish(run, "second")
-    assert actions(plan(run.pipeline, run.pipeline.kinds, outputs)) == {
+    assert actions(plan_stages(run.pipeline, run.pipeline.kinds, outputs)) == {
         "first": ("adopt", f"same fingerprint as run {run.id}"),
         "second": ("adopt", f"same fingerprint as run {run.id}"),
     }
     changed = counting_run(tmp_path, "second.arguments.steps=9").pipeline
-    assert actions(plan(changed, run.pipeline.kinds, outputs))["second"] == (
+    assert actions(plan_stages(changed, run.pipeline.kinds, outputs))["second"] == (
         "run", f"changed since run {run.id}: entry.arguments.steps 4 -> 9"
     )  # fmt: skip
     several = counting_run(tmp_path, "second.arguments={a = 1, b = 2, steps = 3}").pipeline
-    assert actions(plan(several, run.pipeline.kinds, outputs))["second"][1].endswith(
+    assert actions(plan_stages(several, run.pipeline.kinds, outputs))["second"][1].endswith(
         "entry.arguments.a nothing -> 1; entry.arguments.b nothing -> 2 and 1 more"
     )
 
@@ -238,13 +238,14 @@ def test_a_plan_compares_with_the_same_stage_of_the_newest_run_of_the_same_pipel
     stranger = counting_run(tmp_path, "first.arguments.steps=9", "pipeline.name=stranger")
     finish(stranger, "first")
     current = counting_run(tmp_path)
-    assert actions(plan(current.pipeline, current.pipeline.kinds, outputs))["first"] == (
+    assert actions(plan_stages(current.pipeline, current.pipeline.kinds, outputs))["first"] == (
         "run", f"changed since run {newest.id}: entry.arguments.steps 8 -> 3"
     )  # fmt: skip
     finish(current, "first")
-    assert actions(plan(current.pipeline, current.pipeline.kinds, outputs))["second"] == ("run", "never made before"), (
-        "stages of the same kind there are, but none of its name"
-    )
+    assert actions(plan_stages(current.pipeline, current.pipeline.kinds, outputs))["second"] == (
+        "run",
+        "never made before",
+    ), "stages of the same kind there are, but none of its name"
 
 
 def test_a_plan_compares_with_the_nearest_run_even_where_a_newer_one_differs_more(tmp_path: Path) -> None:
@@ -253,7 +254,7 @@ def test_a_plan_compares_with_the_nearest_run_even_where_a_newer_one_differs_mor
     far = counting_run(tmp_path, "first.arguments={a = 1, b = 2, steps = 8}")
     finish(far, "first")
     current = counting_run(tmp_path)
-    assert actions(plan(current.pipeline, current.pipeline.kinds, tmp_path / "outputs"))["first"] == (
+    assert actions(plan_stages(current.pipeline, current.pipeline.kinds, tmp_path / "outputs"))["first"] == (
         "run", f"changed since run {near.id}: entry.arguments.steps 7 -> 3"
     )  # fmt: skip
 
@@ -261,7 +262,7 @@ def test_a_plan_compares_with_the_nearest_run_even_where_a_newer_one_differs_mor
 def test_a_plan_says_that_a_stage_was_begun(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
     (finish(run, "first") / "result.json").unlink()
-    assert actions(plan(run.pipeline, run.pipeline.kinds, tmp_path / "outputs"))["first"] == (
+    assert actions(plan_stages(run.pipeline, run.pipeline.kinds, tmp_path / "outputs"))["first"] == (
         "run", f"unfinished in run {run.id}"
     )  # fmt: skip
 
@@ -273,9 +274,9 @@ def test_another_learning_rate_makes_sft_again_and_what_is_behind_it_but_not_the
         finish(run, name, name)
     (tmp_path / "README.md").write_text("changed")
     (tmp_path / "model" / "README.md").write_text("changed")
-    decisions = plan(load_recipe(tmp_path), run.pipeline.kinds, run.output_dir)
+    decisions = plan_stages(load_recipe(tmp_path), run.pipeline.kinds, run.output_dir)
     assert {name: decision.action for name, decision in decisions.items()} == dict.fromkeys(decisions, "adopt")
-    decisions = plan(load_recipe(tmp_path, "train.optm_lr=1e-3"), run.pipeline.kinds, run.output_dir)
+    decisions = plan_stages(load_recipe(tmp_path, "train.optm_lr=1e-3"), run.pipeline.kinds, run.output_dir)
     assert actions(decisions) == {
         "prepare": ("adopt", f"same fingerprint as run {run.id}"),
         "sft": ("run", f"changed since run {run.id}: train.optm_lr 1e-06 -> 0.001"),
@@ -293,12 +294,12 @@ def test_a_plan_notices_damage_and_takes_the_result_of_another_run_where_that_is
         finish(run, "first")
     (second.stage_path("first") / "out" / "a.txt").unlink()
     expected = fingerprint_of(second.pipeline, "first")
-    decision = decide(outputs, second.stage_path("first"), expected)
+    decision = decide_from_results(outputs, second.stage_path("first"), expected)
     assert (decision.action, decision.reason) == ("adopt", f"same fingerprint as run {first.id}")
     (first.stage_path("first") / "out" / "a.txt").write_text("altered")
-    decision = decide(outputs, second.stage_path("first"), expected)
+    decision = decide_from_results(outputs, second.stage_path("first"), expected)
     assert (decision.action, decision.reason) == ("run", "made before, but out/a.txt is gone")
-    assert actions(plan(second.pipeline, second.pipeline.kinds, outputs))["first"] == (
+    assert actions(plan_stages(second.pipeline, second.pipeline.kinds, outputs))["first"] == (
         "run", f"made before, but run {first.id}: out/a.txt has 7 bytes instead of 6"
     )  # fmt: skip
 
@@ -309,10 +310,10 @@ def test_a_plan_survives_damaged_records_of_other_runs(tmp_path: Path) -> None:
     other = counting_run(tmp_path, "first.arguments.steps=9")
     for damage in ("{", "[]", "{}", '{"ingredients": {"kind": "custom"}}', '{"ingredients": 3}'):
         (path / "fingerprint.json").write_text(damage)
-        assert plan(other.pipeline, other.pipeline.kinds, tmp_path / "outputs")["first"].action == "run"
+        assert plan_stages(other.pipeline, other.pipeline.kinds, tmp_path / "outputs")["first"].action == "run"
     for entry in (tmp_path / "outputs" / ".cosmos" / "fingerprints").rglob("*.json"):
         entry.write_text("[")
-    assert plan(run.pipeline, run.pipeline.kinds, tmp_path / "outputs")["first"].action == "run"
+    assert plan_stages(run.pipeline, run.pipeline.kinds, tmp_path / "outputs")["first"].action == "run"
 
 
 def test_a_plan_starts_nothing_that_looks_at_the_outside_world_from_memory(tmp_path: Path) -> None:
@@ -324,7 +325,7 @@ def test_a_plan_starts_nothing_that_looks_at_the_outside_world_from_memory(tmp_p
     pipeline = load_pipeline(tmp_path / "counting.toml", (), run.pipeline.kinds)
     finish(run, "first")
     finish(run, "second")
-    assert actions(plan(pipeline, run.pipeline.kinds, tmp_path / "outputs"))["gate"] == (
+    assert actions(plan_stages(pipeline, run.pipeline.kinds, tmp_path / "outputs"))["gate"] == (
         "run", "looks at the outside world, so it runs each time"
     )  # fmt: skip
 
@@ -334,5 +335,5 @@ def test_a_plan_of_a_missing_input_is_one_line(tmp_path: Path) -> None:
     pipeline = load_recipe(tmp_path)
     (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(DataError) as caught:
-        plan(pipeline, pipeline.kinds, tmp_path / "outputs")
+        plan_stages(pipeline, pipeline.kinds, tmp_path / "outputs")
     assert str(caught.value) == f"train.train_policy.dataset.name = '{tmp_path}/rows.jsonl': no such file or folder"

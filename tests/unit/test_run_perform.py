@@ -19,7 +19,7 @@ from cosmos_core.errors import (
 from cosmos_core.run.directory import open_run
 from cosmos_core.run.manifest import read_result
 from tasks.kinds import all_kinds
-from tasks.stage import perform, should_retry
+from tasks.stage import run_stage, should_retry
 from tests.conftest import processes_below, wait_until
 from tests.unit.run_folder import counting_run
 
@@ -66,50 +66,50 @@ def test_two_launchers_of_the_same_run_make_each_stage_once(tmp_path: Path) -> N
 
 def test_a_result_is_reused_across_runs_and_made_again_when_it_was_damaged(tmp_path: Path) -> None:
     first = counting_run(tmp_path)
-    assert perform(first, "first")[1] is False
+    assert run_stage(first, "first")[1] is False
     second = counting_run(tmp_path)
-    result, was_reused = perform(second, "first")
+    result, was_reused = run_stage(second, "first")
     assert was_reused
     assert result["reused_from"] == str(first.stage_path("first"))
     assert visits(second.path) == []
     out = second.stage_path("first") / "out.txt"
     right = out.read_text()
     out.write_text("altered")  # its own copy, so the other run is whole
-    assert perform(second, "first")[1] is True
+    assert run_stage(second, "first")[1] is True
     assert out.read_text() == right == (first.stage_path("first") / "out.txt").read_text()
     out.unlink()
-    assert perform(second, "first")[1] is True, "the other run still has it"
+    assert run_stage(second, "first")[1] is True, "the other run still has it"
     assert out.read_text() == right
 
 
 def test_a_stage_works_on_the_run_that_its_flow_opened(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
     (run.path / "pipeline.toml").unlink()  # reading it again in each stage made a run quadratic in its stages
-    assert perform(run, "first")[1] is False
+    assert run_stage(run, "first")[1] is False
     assert should_retry(run, "first", StageFailed("crashed"))
     assert not should_retry(run, "first", GateFailed("no"))
 
 
 def test_what_is_verified_may_have_kept_size_time_and_inode(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
-    perform(run, "first")
+    run_stage(run, "first")
     out = run.stage_path("first") / "out.txt"
     right, status = out.read_text(), out.stat()
     with open(out, "r+") as file:
         file.write("?")
     os.utime(out, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert perform(run, "first")[1] is True
-    assert perform(replace(run, verify=True), "first")[1] is False
+    assert run_stage(run, "first")[1] is True
+    assert run_stage(replace(run, verify=True), "first")[1] is False
     assert out.read_text() == right
 
 
 def test_another_setting_moves_the_old_content_aside_instead_of_going_on_in_it(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
-    perform(run, "first")
+    run_stage(run, "first")
     saved = copy.deepcopy(read_toml(run.path / "pipeline.toml"))
     saved["pipeline"]["stages"][0]["arguments"]["steps"] = 5
     (run.path / "pipeline.toml").write_text(tomli_w.dumps(saved))
-    result, was_reused = perform(open_run(run.path, all_kinds()), "first")
+    result, was_reused = run_stage(open_run(run.path, all_kinds()), "first")
     assert not was_reused
     assert result["metrics"] == {"count": 5.0}
     assert visits(run.path) == ["start 0"]

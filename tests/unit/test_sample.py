@@ -12,14 +12,14 @@ import pytest
 from configs.demo import arithmetic
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.sample import KeepConfig
-from cosmos_core.config.schema.table import InStage
+from cosmos_core.config.schema.table import StageContext
 from cosmos_core.data import prepare
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.errors import ConfigError, DataError, Preempted, RewardError
 from cosmos_core.run.stage import Stage
 from cosmos_core.sample import program
-from cosmos_core.sample.records import FILE, Candidate, Sampled
+from cosmos_core.sample.records import FILE, SampledPrompt, ScoredCompletion
 from cosmos_core.sample.selection import metrics_of, pass_rate, select_completions, select_pair
 from cosmos_core.types import Prompt
 from tasks.kinds import all_kinds
@@ -29,11 +29,11 @@ from tests.unit.test_train import BASE, make_stage
 REWARD = "def first_letter(completion, **_):\n    return (ord(completion[0]) % 5) / 4 if completion else 0.0\n"
 
 
-def candidate(text: str, reward: float | None, *, is_finished: bool = True, seed: int = 0) -> Candidate:
-    return Candidate(text, [{"role": "assistant", "content": text}], reward, {}, "", seed, 1, is_finished)
+def candidate(text: str, reward: float | None, *, is_finished: bool = True, seed: int = 0) -> ScoredCompletion:
+    return ScoredCompletion(text, [{"role": "assistant", "content": text}], reward, {}, "", seed, 1, is_finished)
 
 
-GROUP = Sampled(
+GROUP = SampledPrompt(
     7,
     [
         candidate("a", 0.5, seed=3),
@@ -69,7 +69,7 @@ def test_completions_are_kept_by_reward_text_and_difficulty(keep: dict[str, Any]
 
 
 def test_a_limit_chooses_at_random_by_the_seed_and_the_prompt() -> None:
-    many = Sampled(1, [candidate(str(i), 1.0, seed=i) for i in range(20)])
+    many = SampledPrompt(1, [candidate(str(i), 1.0, seed=i) for i in range(20)])
     keep = KeepConfig(max_per_prompt=3)
     choices = {tuple(each.text for each in select_completions(many, keep, None, seed)) for seed in range(8)}
     assert len(choices) > 4 and all(len(set(choice)) == 3 for choice in choices)
@@ -86,13 +86,13 @@ def test_a_pair_is_the_best_that_passed_and_the_worst_of_all() -> None:
     assert select_pair(GROUP, select_completions(GROUP, KeepConfig(), None, 0), 1.0) is None, (
         "the margin is exceeded, not reached"
     )
-    same = Sampled(0, [candidate("a", 1.0), candidate("b", 1.0)])
+    same = SampledPrompt(0, [candidate("a", 1.0), candidate("b", 1.0)])
     assert select_pair(same, select_completions(same, KeepConfig(), None, 0), 0.0) is None
     assert select_pair(GROUP, [], 0.0) is None
 
 
 def test_metrics_compare_the_kept_with_a_random_choice() -> None:
-    other = Sampled(8, [candidate("x", 0.0), candidate("y", 0.5)])
+    other = SampledPrompt(8, [candidate("x", 0.0), candidate("y", 0.5)])
     passing = [select_completions(each, KeepConfig(best=1), None, 0) for each in (GROUP, other)]
     metrics = metrics_of([GROUP, other], passing, [pass_rate(each, 1.0) for each in (GROUP, other)], 2)
     assert metrics["sample/reward_random"] == pytest.approx((3.5 / 6 + 0.25) / 2)
@@ -166,11 +166,11 @@ def test_rows_have_the_system_prompt_of_their_data_set(task: Path, tmp_path: Pat
     program.run(stage)
     found = [[turn["content"] for turn in row["conversations"] if turn["role"] == "system"] for row in rows(stage.path)]
     assert found == [["Add."], ["Add."], [], [], ["Compute."], ["Compute."]]
-    [notice] = made.sample.notices(InStage(made, all_kinds()["sample"]))
+    [notice] = made.sample.notices(StageContext(made, all_kinds()["sample"]))
     assert notice == "train.train_policy.datasets.weight has no effect here: kind sample completes each prompt once"
-    assert not [*made.sample.notices(InStage(made, all_kinds()["rl"]))]
-    fewer = made.train.train_policy.derived(datasets=made.train.train_policy.datasets[:1])
-    stage.recipe = made.derived(train=made.train.derived(train_policy=fewer))
+    assert not [*made.sample.notices(StageContext(made, all_kinds()["rl"]))]
+    fewer = made.train.train_policy.derive(datasets=made.train.train_policy.datasets[:1])
+    stage.recipe = made.derive(train=made.train.derive(train_policy=fewer))
     (stage.path / FILE).unlink()
     with pytest.raises(ConfigError, match=r"datasets has no data set 'none', of which the prepared rows .* has 'own'"):
         program.run(stage)
@@ -179,7 +179,7 @@ def test_rows_have_the_system_prompt_of_their_data_set(task: Path, tmp_path: Pat
 @pytest.mark.parametrize(("num_requests", "is_told"), [(24, False), (25, True)])
 def test_more_requests_than_a_batch_has_are_told(task: Path, num_requests: int, is_told: bool) -> None:
     made = recipe(task, endpoint="http://host/v1", endpoint_model="m", endpoint_requests=num_requests)
-    told = [*made.sample.notices(InStage(made, all_kinds()["sample"]))]
+    told = [*made.sample.notices(StageContext(made, all_kinds()["sample"]))]
     assert ["has no effect above 24" in each for each in told] == [True] * is_told
 
 
@@ -220,9 +220,9 @@ def test_pairs_are_rows_that_dpo_compares(task: Path, tmp_path: Path) -> None:
 )
 def test_recipes_that_sample_nothing_are_refused(policy: dict[str, Any], message: str) -> None:
     made = Recipe.model_validate(policy)
-    refusals = "".join(made.sample.refusals(InStage(made, all_kinds()["sample"])))
+    refusals = "".join(made.sample.refusals(StageContext(made, all_kinds()["sample"])))
     assert message in refusals
-    assert not [*made.sample.refusals(InStage(made, all_kinds()["sft"]))]
+    assert not [*made.sample.refusals(StageContext(made, all_kinds()["sft"]))]
 
 
 @pytest.mark.parametrize(("endpoint", "is_refused"), [("", True), ("http://host/v1", False)])
@@ -232,7 +232,7 @@ def test_a_temperature_that_vllm_does_not_have_is_refused(endpoint: str, is_refu
         "sample": {"endpoint": endpoint, "endpoint_model": "m" if endpoint else ""},
         "rollout": {"backend": "vllm", "sampling_config": {"temperature": 3.0}},
     })  # fmt: skip
-    refusals = "".join(made.rollout.refusals(InStage(made, all_kinds()["sample"])))
+    refusals = "".join(made.rollout.refusals(StageContext(made, all_kinds()["sample"])))
     assert ("temperature = 3.0: vLLM samples between" in refusals) is is_refused
 
 
@@ -294,10 +294,10 @@ def test_an_endpoint_gets_settings_beyond_the_api_only_if_they_are_set(task: Pat
     with chat_server() as (url, requests):
         for sampling in ({}, {"top_k": 5, "repetition_penalty": 1.5}):
             stage = stage_of(task, tmp_path / f"sample-{len(sampling)}", endpoint=url, endpoint_model="m")
-            rollout = stage.recipe.rollout.derived(
-                sampling_config=stage.recipe.rollout.sampling_config.derived(**sampling)
+            rollout = stage.recipe.rollout.derive(
+                sampling_config=stage.recipe.rollout.sampling_config.derive(**sampling)
             )
-            stage.recipe = stage.recipe.derived(rollout=rollout)
+            stage.recipe = stage.recipe.derive(rollout=rollout)
             program.run(stage)
     plain, extended = requests[0], requests[-1]
     assert not {"top_k", "repetition_penalty"} & plain.keys()

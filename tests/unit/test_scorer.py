@@ -26,7 +26,7 @@ from transformers import (
 
 from cosmos_core.models import scorer as scorers
 from cosmos_core.models.recompute import recompute
-from cosmos_core.models.scorer import Scorer, Wants, chunk_bytes
+from cosmos_core.models.scorer import RequestedOutputs, Scorer, chunk_bytes
 from tests.unit.trainers import sequence_logprobs
 
 SIZES: dict[str, Any] = {
@@ -45,7 +45,7 @@ CHOSEN = torch.tensor([0, 3, 5, 18, 19, 40, 41, 56])
 
 CHUNK_BYTES = 4 * 500 * 3
 """Three tokens."""
-EVERYTHING = Wants(0.7, entropy="gradient", top_k=4)
+EVERYTHING = RequestedOutputs(0.7, entropy="gradient", top_k=4)
 
 
 @pytest.fixture(params=list(FAMILIES))
@@ -69,7 +69,7 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def whole(model: PreTrainedModel, wants: Wants, top_ids: Tensor | None = None) -> dict[str, Tensor]:
+def whole(model: PreTrainedModel, wants: RequestedOutputs, top_ids: Tensor | None = None) -> dict[str, Tensor]:
     """The oracle: all logits at once, and autograd."""
     batch = inputs()
     logits = model(**batch).logits[:, :-1].reshape(-1, 500)[CHOSEN].double()
@@ -99,8 +99,14 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], atol: float
         torch.testing.assert_close(ours[name], value, rtol=0, atol=atol, msg=name)
 
 
-@pytest.mark.parametrize("wants", [Wants(0.7), Wants(entropy="gradient"), Wants(top_k=4), EVERYTHING], ids=repr)
-def test_all_outputs_and_their_gradients_are_those_of_the_whole_logits(model: PreTrainedModel, wants: Wants) -> None:
+@pytest.mark.parametrize(
+    "wants",
+    [RequestedOutputs(0.7), RequestedOutputs(entropy="gradient"), RequestedOutputs(top_k=4), EVERYTHING],
+    ids=repr,
+)
+def test_all_outputs_and_their_gradients_are_those_of_the_whole_logits(
+    model: PreTrainedModel, wants: RequestedOutputs
+) -> None:
     scorer = scorer_of(model)
     found = scorer(inputs(), CHOSEN, wants=wants, dtype=torch.float64)
     assert scorer._has_plain_head is True, "the head of this family is known"
@@ -120,7 +126,7 @@ def test_ids_of_the_caller_are_scored_in_storage_of_the_likeliest(model: PreTrai
     ids = torch.randint(500, (len(CHOSEN), 5), generator=torch.Generator().manual_seed(3))
     ids[:, 1] = ids[:, 0]  # the same twice
     found = scorer_of(model)(inputs(), CHOSEN, dtype=torch.float64, top_ids_NK=ids)
-    theirs = whole(model, Wants(), ids)
+    theirs = whole(model, RequestedOutputs(), ids)
     del theirs["entropy"]
     assert_close(found, theirs)
     weight = random_like(theirs)["top_logprobs"]
@@ -129,14 +135,16 @@ def test_ids_of_the_caller_are_scored_in_storage_of_the_likeliest(model: PreTrai
 
 
 def test_entropy_for_a_metric_has_no_gradient(model: PreTrainedModel) -> None:
-    found = scorer_of(model)(inputs(), CHOSEN, wants=Wants(0.7, entropy="value"), dtype=torch.float64)
+    found = scorer_of(model)(inputs(), CHOSEN, wants=RequestedOutputs(0.7, entropy="value"), dtype=torch.float64)
     torch.testing.assert_close(found["entropy"], whole(model, EVERYTHING)["entropy"], rtol=0, atol=1e-12)
     assert found["logprobs"].requires_grad and not found["entropy"].requires_grad
 
 
 def test_a_head_that_says_nothing_is_uniform(model: PreTrainedModel) -> None:
     torch.nn.init.zeros_(model.get_output_embeddings().weight)
-    found = scorer_of(model)(inputs(), CHOSEN, wants=Wants(entropy="value", is_top=True), dtype=torch.float64)
+    found = scorer_of(model)(
+        inputs(), CHOSEN, wants=RequestedOutputs(entropy="value", is_top=True), dtype=torch.float64
+    )
     for name, value in (("logprobs", -math.log(500)), ("entropy", math.log(500)), ("is_top", 1.0)):
         assert found[name].tolist() == pytest.approx([value] * len(CHOSEN), rel=1e-12)
 
@@ -153,7 +161,7 @@ def guessed(guess: str) -> Tensor | None:
 @pytest.mark.parametrize("guess", GUESSES)
 def test_a_guess_of_the_derivative_changes_no_gradient(model: PreTrainedModel, guess: str) -> None:
     found = scorer_of(model)(
-        inputs(), CHOSEN, wants=Wants(0.7, entropy="value"), dtype=torch.float64, derivative_N=guessed(guess)
+        inputs(), CHOSEN, wants=RequestedOutputs(0.7, entropy="value"), dtype=torch.float64, derivative_N=guessed(guess)
     )
     theirs = whole(model, EVERYTHING)
     assert_close(found, {name: theirs[name] for name in ("logprobs", "entropy")})
@@ -168,7 +176,10 @@ def test_a_right_guess_saves_the_second_run_of_the_head(model: PreTrainedModel, 
     scorer(inputs(), CHOSEN)
     model.get_output_embeddings().register_forward_hook(lambda *_: runs.append(1))
     settings: dict[str, Any] = {"dtype": torch.float64, "derivative_N": guessed(guess)}
-    for wants, count in ((Wants(), 3 if guess == "right" else 6), (Wants(top_k=2), 6)):  # eight tokens are three chunks
+    for wants, count in (
+        (RequestedOutputs(), 3 if guess == "right" else 6),
+        (RequestedOutputs(top_k=2), 6),
+    ):  # eight tokens are three chunks
         runs.clear()
         (DERIVATIVE * scorer(inputs(), CHOSEN, wants=wants, **settings)["logprobs"]).sum().backward()
         assert len(runs) == count
@@ -182,7 +193,7 @@ def test_a_label_is_at_the_top_where_the_whole_logits_have_their_largest_value_a
         # The next token becomes the likeliest; a causal model says the same of that position.
         batch["input_ids"][row, position + 1] = likeliest[2]
         likeliest = model(**batch).logits[:, :-1].argmax(-1).reshape(-1)[CHOSEN]
-        found = scorer_of(model)(batch, CHOSEN, wants=Wants(is_top=True))["is_top"]
+        found = scorer_of(model)(batch, CHOSEN, wants=RequestedOutputs(is_top=True))["is_top"]
     labels = batch["input_ids"][:, 1:].reshape(-1)[CHOSEN]
     assert found[2] == 1
     assert found.tolist() == (likeliest == labels).float().tolist()
@@ -196,7 +207,7 @@ def test_without_gradient_nothing_is_kept(model: PreTrainedModel) -> None:
 
 
 def test_no_chosen_token_is_no_gradient(model: PreTrainedModel) -> None:
-    wants = Wants(entropy="gradient", top_k=3, is_top=True)
+    wants = RequestedOutputs(entropy="gradient", top_k=3, is_top=True)
     found = scorer_of(model)(inputs(), CHOSEN[:0], wants=wants, dtype=torch.float64, derivative_N=DERIVATIVE[:0])
     assert {name: (tuple(value.shape), value.dtype) for name, value in found.items()} == {
         "logprobs": ((0,), torch.float64), "entropy": ((0,), torch.float64), "top_logprobs": ((0, 3), torch.float64),

@@ -42,7 +42,7 @@ def loss(step: int) -> float:
 def train(stage: Stage, first: int, last: int, **openers: Any) -> None:
     """One attempt that goes on behind the checkpoint of step `first - 1`."""
     with send_to_sinks(stage, openers.__getitem__ if openers else find_sink):
-        stage.metrics.cut_back(first - 1)
+        stage.metrics.remove_later_lines(first - 1)
         for step in range(first, last + 1):
             stage.metrics.log(step, {"loss": loss(step), "reward/mean": step / 2})
 

@@ -82,7 +82,7 @@ def steps_of(batch: int, size: int, folder: Path, *, is_separate: bool, cut: boo
             feed, publish = _feed(config, folder, stack, is_separate=is_separate, step=len(found))
             if state is not None:
                 feed.load_state_dict(saved(state))
-            while (given := feed.next()) is not None:
+            while (given := feed.next_samples()) is not None:
                 samples, metrics = given
                 rows = [tuple(int(token) for token in sample.input_ids[2:]) for sample in samples]
                 found.append(Step(rows, [sample.advantage for sample in samples], metrics))
@@ -109,7 +109,7 @@ def _feed(
         return SpreadRolloutFeed(PROMPTS, sync_source(sync, order, config), Grpo(GrpoConfig()), config), publish
     fleet = stack.enter_context(fleet_of(Threaded(Numbering)))
     fleet.load_weights(step, weights(step))
-    source = source_of(fleet, folder, take=order.take, steps=groups, score=score, max_lag=0, most_steps=1)
+    source = source_of(fleet, folder, take=order.take_prompts, steps=groups, score=score, max_lag=0, most_steps=1)
     source.sampling = sampling
     stack.callback(source.close)
     feed = SpreadRolloutFeed(PROMPTS, source, Grpo(GrpoConfig()), config)
@@ -190,7 +190,7 @@ def test_samples_that_show_images_are_kept_as_they_are() -> None:
     carried, again = CarriedSamples(), CarriedSamples()
     carried.add([ScoredGroup(group, (Score(1.0), Score(None)))], [sample], {"reward/mean": 1.0})
     again.load_state_dict(saved(carried.state_dict()))
-    [found], said = again.take(2, 9)
+    [found], said = again.take_samples(2, 9)
     assert found.images == images and (found.advantage, found.reward, found.micro_batch) == (0.5, 1.0, None)
     for name in ("input_ids", "loss_mask", "rollout_logprobs"):
         first, second = getattr(found, name), getattr(sample, name)

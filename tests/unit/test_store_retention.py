@@ -14,7 +14,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.run.bucket import Bucket
 from cosmos_core.run.files import write_json
 from cosmos_core.upload.artifact_store import ArtifactStore
-from cosmos_core.upload.lease import Holder
+from cosmos_core.upload.lease import LeaseHolder
 from cosmos_core.upload.store_retention import Retention
 from tests.conftest import next_second
 from tests.store import Proxy
@@ -26,7 +26,7 @@ STORE = "s3://models/retention"
 def store(here: Proxy, tmp_path: Path) -> ArtifactStore:
     """Three runs of two pipelines; the first two have one content and one fingerprint in common, and the first has a
     checkpoint and a content that was sent and never named."""
-    for each in list(Bucket("models").objects("retention/")):
+    for each in list(Bucket("models").list_objects("retention/")):
         Bucket("models").remove(each.key)
     found = ArtifactStore(STORE)
     for run, pipeline in (("a1", "a"), ("a2", "a"), ("b1", "b")):
@@ -37,7 +37,7 @@ def store(here: Proxy, tmp_path: Path) -> ArtifactStore:
         assert found.put_run(folder) == f"{STORE}/runs/{run}"
         result = made(folder, {"shared": "of a", "own": run} if pipeline == "a" else {"own": run}, f"f-{run}")
         found.put_outputs(folder, result)
-        found.put_made(result)
+        found.store_result(result)
         found.put_result(run, "train", result)
         if run == "a1":
             Bucket("models").write("retention/made/f-a1/checkpoints/content/00/0", b"checkpoint")
@@ -59,17 +59,17 @@ def digest(text: str) -> str:
 
 
 def keys() -> set[str]:
-    return {each.key.removeprefix("retention/") for each in Bucket("models").objects("retention/")}
+    return {each.key.removeprefix("retention/") for each in Bucket("models").list_objects("retention/")}
 
 
 def retention(keep: int, older_than_seconds: float = 0.0) -> Retention:
-    return Retention(STORE, keep=keep, older_than_seconds=older_than_seconds, least_seconds=0.0)
+    return Retention(STORE, num_kept=keep, older_than_seconds=older_than_seconds, min_seconds=0.0)
 
 
 def test_what_no_run_that_stays_has_goes_and_the_rest_can_be_fetched(store: ArtifactStore, tmp_path: Path) -> None:
     before = keys()
     found = retention(keep=1)
-    assert {run.name: (run.pipeline, run.kept_because) for run in found.runs} == {
+    assert {run.name: (run.pipeline, run.reason_to_keep) for run in found.runs} == {
         "a1": ("a", ""), "a2": ("a", "one of the newest 1 of its pipeline"),
         "b1": ("b", "one of the newest 1 of its pipeline"),
     }  # fmt: skip
@@ -80,10 +80,10 @@ def test_what_no_run_that_stays_has_goes_and_the_rest_can_be_fetched(store: Arti
     assert (gone, freed) == (1, found.size) and freed > 0
     assert contents < lost and all(each.startswith(("runs/a1/", "made/f-a1/")) for each in lost - contents)
     assert not [each for each in keys() if each.startswith(("runs/a1/", "made/f-a1/"))]
-    assert store.made("f-a1") is None
+    assert store.find_stored_result("f-a1") is None
     for run in ("a2", "b1"):
         result = store.result(run, "train")
-        assert result is not None and store.made(f"f-{run}") is not None
+        assert result is not None and store.find_stored_result(f"f-{run}") is not None
         store.fetch_outputs(result, tmp_path / "there" / run, {})
         assert (tmp_path / "there" / run / "own").read_text() == run
     assert retention(keep=1).remove() == (0, 0)
@@ -92,8 +92,8 @@ def test_what_no_run_that_stays_has_goes_and_the_rest_can_be_fetched(store: Arti
 def test_what_is_young_stays_and_a_stage_that_is_made_now_stops_it(store: ArtifactStore) -> None:
     before = keys()
     assert retention(keep=0, older_than_seconds=3600).remove() == (0, 0)
-    assert Retention(STORE, keep=0, older_than_seconds=0.0).remove() == (0, 0), "nothing of the last day goes"
-    lease = store.lease("f-new", Holder("trainer-7", 1, 1.0), lambda holder: False)
+    assert Retention(STORE, num_kept=0, older_than_seconds=0.0).remove() == (0, 0), "nothing of the last day goes"
+    lease = store.lease_result("f-new", LeaseHolder("trainer-7", 1, 1.0), lambda holder: False)
     lease.acquire(lambda holder: None)
     with pytest.raises(ConfigError, match=r"^s3://models/retention: a stage is made now on trainer-7; clean when no"):
         retention(keep=0)

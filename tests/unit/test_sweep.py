@@ -19,14 +19,14 @@ from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.launch.slots import branch_slots, hold_slot
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.report import build
-from cosmos_core.observe.sweeps import sweeps
+from cosmos_core.observe.sweeps import sweep_tables
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.stage import Stage
 from cosmos_core.upload.base import open_target
 from flows.retrain import starting_from_published
 from tasks.kinds import all_kinds
-from tasks.stage import perform
+from tasks.stage import run_stage
 from tasks.stages import select
 from tests.conftest import PROGRAMS
 from tests.unit.run_folder import fingerprint_of, finish, make_inputs
@@ -224,7 +224,7 @@ def test_a_larger_grid_runs_its_new_branches_and_nothing_behind_the_choice_while
 ) -> None:
     def made(steps: str) -> dict[str, bool]:
         run = create_run(counted(tmp_path, steps))
-        return {stage.name: not perform(run, stage.name)[1] for stage in run.pipeline.stages}
+        return {stage.name: not run_stage(run, stage.name)[1] for stage in run.pipeline.stages}
 
     assert made("3, 4") == dict.fromkeys(["count-steps-3", "count-steps-4", "count", "behind"], True)
     again = made("3, 4, 5")
@@ -273,8 +273,8 @@ def test_the_report_has_a_table_of_all_branches_the_best_first(tmp_path: Path) -
     for rate, loss in (("1e-5", 0.75), ("0_5", 0.25)):
         finish(run, f"sft-optm_lr-{rate}")
         finish(run, f"measure-optm_lr-{rate}", **{"validation/loss": loss})
-    perform(run, "sft")
-    [table] = sweeps(read_run(run.path))
+    run_stage(run, "sft")
+    [table] = sweep_tables(read_run(run.path))
     assert (table.metric, table.mode, table.keys) == ("validation/loss", "min", ("train.optm_lr",))
     assert [(row.name, row.settings, row.value, row.is_chosen) for row in table.rows] == [
         ("sft-optm_lr-0_5", (0.5,), 0.25, True), ("sft-optm_lr-1e-5", (1e-5,), 0.75, False),

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoTokenizer
 
 from cosmos_core.algorithms.registry import make_algorithm
-from cosmos_core.config.capabilities import check_capabilities, notices_of
+from cosmos_core.config.capabilities import check_capabilities, unique_notices
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, ModelError
-from cosmos_core.models.scorer import Wants
+from cosmos_core.models.scorer import RequestedOutputs
 from cosmos_core.models.teacher import check_teacher, open_teacher
 from cosmos_core.run.hub import pin_hub_revisions
 from cosmos_core.run.inputs import check_inputs
@@ -141,7 +141,9 @@ def test_no_group_is_dropped_where_every_reward_is_zero(tmp_path: Path) -> None:
     make_inputs(tmp_path)
     pipeline = load_recipe(tmp_path, "distillation.enable=true", "train.train_policy.variant=dapo", kind="grpo")
     assert pipeline.recipes["rl"].train.train_policy.dynamic_sampling is None
-    assert "train.train_policy.variant = 'dapo' drops no group here, because every reward is 0" in notices_of(pipeline)
+    assert "train.train_policy.variant = 'dapo' drops no group here, because every reward is 0" in unique_notices(
+        pipeline
+    )
 
 
 def with_tokens(folder: Path, *, removed: int = 0, added: int = 0) -> Path:
@@ -184,7 +186,7 @@ def test_a_teacher_is_asked_about_ids_that_the_policy_has(tmp_path: Path) -> Non
     trainer.add_model("teacher", teacher)
     with torch.no_grad():
         teacher.model.get_output_embeddings().weight[-1] *= 1000  # the row beyond the tokens
-    rows = trainer.evaluate(samples(4), Wants(top_k=1000), weights="teacher")
+    rows = trainer.evaluate(samples(4), RequestedOutputs(top_k=1000), weights="teacher")
     assert max(row["top_ids"].max().item() for row in rows) == 258
     assert all(row["top_ids"].shape[-1] == 259 for row in rows)
 

@@ -16,7 +16,7 @@ import torch
 import urllib3
 from PIL import UnidentifiedImageError
 
-from cosmos_core.transient import is_of_machine, is_of_network, is_transient
+from cosmos_core.transient import is_machine_error, is_network_error, is_transient
 
 REQUEST = httpx.Request("GET", "http://hub/x")
 
@@ -38,7 +38,7 @@ def of_s3(code: int) -> botocore.exceptions.ClientError:
     ],
 )  # fmt: skip
 def test_memory_and_disks_may_be_well_again(error: Exception) -> None:
-    assert is_of_machine(error) and is_transient(error) and not is_of_network(error)
+    assert is_machine_error(error) and is_transient(error) and not is_network_error(error)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_memory_and_disks_may_be_well_again(error: Exception) -> None:
     ],
 )  # fmt: skip
 def test_networks_and_servers_may_be_well_again(error: Exception) -> None:
-    assert is_of_network(error) and is_transient(error) and not is_of_machine(error)
+    assert is_network_error(error) and is_transient(error) and not is_machine_error(error)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.algorithms.grpo import make_sample
 from cosmos_core.config.schema.rollout import RolloutConfig
-from cosmos_core.data.chat import Chat, ToolText
+from cosmos_core.data.chat import PromptRendering, ToolText
 from cosmos_core.errors import ModelError
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout.base import Engine, EngineSettings, completion, generate, request_seed
 from cosmos_core.rollout.groups import turn_metrics
 from cosmos_core.rollout.registry import make_engine
-from cosmos_core.rollout.turns import Turns, turn_id
+from cosmos_core.rollout.turns import Turns, later_turn_id
 from cosmos_core.tools.base import ToolResult
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
 from tests.unit.data_tokenizers import CHATML, FORGETS_THOUGHTS, MISTRAL, PLAIN_WORDS
@@ -116,7 +116,7 @@ class Scripted:
         ids = ids[: sampling.max_tokens]
         self.version += 1
         logprobs = [-float(self.version)] * len(ids)
-        return completion(self._tokenizer, ids, logprobs, version=self.version, is_stopped=is_stopped)
+        return completion(self._tokenizer, ids, logprobs, version=self.version, ends_with_stop=is_stopped)
 
     def completed(self) -> list[Group]:
         return self._waiting.pop(0) if self._waiting else []
@@ -197,7 +197,7 @@ def test_each_completion_of_a_group_is_a_conversation_of_its_own(talk: Any) -> N
     sizes = [(len(prompts), sampling.num_completions) for prompts, sampling, _ in inner.asked]
     assert sizes == [(1, 3), (2, 1), (1, 1)]
     ids = [prompt.id for prompts, _, _ in inner.asked[1:] for prompt in prompts]
-    assert ids == [turn_id(7, 3, 1, 1), turn_id(7, 3, 2, 1), turn_id(7, 3, 1, 2)]
+    assert ids == [later_turn_id(7, 3, 1, 1), later_turn_id(7, 3, 2, 1), later_turn_id(7, 3, 1, 2)]
     assert len({request_seed(SAMPLING.seed, 3, id_, 0) for id_ in ids}) == 3
 
 
@@ -311,7 +311,7 @@ QWEN3 = (
 
 
 def text_of(tokenizer: Any, template: str, **settings: Any) -> str:
-    text = ToolText(tokenizer, Chat(template=template, **settings), [tokenizer.eos_token_id])
+    text = ToolText(tokenizer, PromptRendering(template=template, **settings), [tokenizer.eos_token_id])
     return decoded(tokenizer, text.ids([("add", ToolResult("5")), ("add", ToolResult("6"))]))
 
 

@@ -52,7 +52,7 @@ def model(folder: Path, *, size: int = 1000, seed: int = 0) -> tuple[Path, dict[
 def content(target: S3Target, version: str) -> dict[str, str]:
     """SHA-256 of each file of a version, as it lies in the store."""
     head = f"{target.prefix}/{version}/"
-    return {each.key.removeprefix(head): target.bucket.sha256(each.key) for each in target.bucket.objects(head)}
+    return {each.key.removeprefix(head): target.bucket.sha256(each.key) for each in target.bucket.list_objects(head)}
 
 
 def test_a_version_holds_every_file_and_the_pointer_moves_last(tmp_path: Path, target: S3Target, proxy: Proxy) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.errors import ConfigError, UploadError
-from cosmos_core.run.directory import supersede
+from cosmos_core.run.directory import supersede_stage
 from cosmos_core.run.manifest import commit
 from cosmos_core.run.state import update_state
 from cosmos_core.types import Outcome
@@ -104,7 +104,7 @@ def test_a_stage_that_has_published_leaves_a_pointer_that_was_moved_since(
         target.publish(older, "v2", record_of(older) | {"version": "v2"})
     before = target.history()
     if since.endswith("with that"):  # the fingerprint is another, and the folder is moved aside
-        supersede(stage.path)
+        supersede_stage(stage.path)
         stage.path.mkdir()
         stage.fingerprint = "0" * 16
     assert upload.run(stage).info == {"model": first, "published": first, "was_published": True}
@@ -123,7 +123,7 @@ def test_a_stage_that_has_published_publishes_again_where_there_is_a_reason(tmp_
     first = Path(upload.run(stage).info["published"])
     target.publish(older, "v2", record_of(older) | {"version": "v2"})
     if why == "--from-stage":
-        supersede(stage.path)
+        supersede_stage(stage.path)
         update_state(stage.path, forced=True)
     elif why == "damaged":
         (first / "model.safetensors").write_text("damaged")

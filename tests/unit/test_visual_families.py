@@ -160,7 +160,7 @@ def make_rank(
     }  # fmt: skip
     recipe = Recipe.model_validate({"policy": {"model_max_length": 256}, "train": settings})
     own = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "float32"}[model.dtype]
-    config = recipe.train.derived(fsdp_reduce_dtype=own)  # no recipe may ask for float64
+    config = recipe.train.derive(fsdp_reduce_dtype=own)  # no recipe may ask for float64
     return trainer_of(model, config, 256, Progress(folder / "progress.json"), mesh, ImageReader(processor))
 
 
@@ -284,7 +284,7 @@ def test_another_image_is_another_loss(family: str, folders: Callable[[str], Pat
     rows = samples(stage.path / "data")
     before, _ = likelihood(rank, [rows[0]], size=1)
     changed = PICTURES["wide.png"].transpose(Image.Transpose.FLIP_TOP_BOTTOM).rotate(90)
-    vision = rank.adapter._reading.vision
+    vision = rank.adapter._reads_frozen.vision
     assert vision is not None
     ref = rows[0].images[0]
     changed.resize(PICTURES["wide.png"].size).save(tmp_path / "rows" / "other.png")

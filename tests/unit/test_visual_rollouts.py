@@ -19,7 +19,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data import prepare
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.prompts import open_prompts
-from cosmos_core.data.prepared import shows_images
+from cosmos_core.data.prepared import has_images
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.models.processor import ImageReader, load_processor
@@ -86,7 +86,7 @@ def test_prompts_have_the_tokens_of_the_processor_and_keep_their_images(folder: 
     model = save_vlm("llava", folder / "model")
     data = prepared(folder, model, GRPO)
     prompts, processor = open_prompts(data, "train"), load_processor(str(model))
-    assert processor is not None and shows_images(data)
+    assert processor is not None and has_images(data)
     for prompt in (prompts[1], prompts[7]):
         parts = [{"type": "image"}] * len(prompt.images) + [{"type": "text", "text": f"Is it light? {prompt.id}"}]
         text = processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)

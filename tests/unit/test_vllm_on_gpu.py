@@ -53,8 +53,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def engine(calls: list[str]) -> VllmEngine:
     made: Any = object.__new__(VllmEngine)
-    made._llm, made._adapter, made._has_ranks, made._as_held = Recorder(calls), None, False, list
-    made._receiver, made._in_flight, made._asleep, made._version, made.slept = Receiver(), {}, [], 0, 0
+    made._llm, made._adapter, made._has_ranks, made._convert_bucket = Recorder(calls), None, False, list
+    made._receiver, made._in_flight, made._sleeping_parts, made._version, made.sleep_level = Receiver(), {}, [], 0, 0
     return made
 
 
@@ -63,10 +63,10 @@ def test_a_load_wakes_the_weights_alone_and_the_cache_after_it_each_with_torchs_
 ) -> None:
     made = engine(calls)
     made.sleep(2)
-    assert made.slept == 2
+    assert made.sleep_level == 2
     made.load_weights(1, [[("weight", torch.ones(2))]])
     assert calls == ["sleep 2", "empty", "wake weights", "reload_weights", "empty", "wake kv_cache", "reset"]
-    assert made.slept == 0
+    assert made.sleep_level == 0
     calls.clear()
     made.sleep(1)
     made.wake()

@@ -15,11 +15,11 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.sft import SftConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
-from cosmos_core.models.balance import balance_of
+from cosmos_core.models.balance import load_balancing_settings
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.processor import ImageReader
-from cosmos_core.models.scorer import LOGPROBS, Scorer, Wants
+from cosmos_core.models.scorer import LOGPROBS, RequestedOutputs, Scorer
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.trainer import Trainer
@@ -35,7 +35,7 @@ def trainer_of(  # noqa: PLR0913 - each with a default
     vision: ImageReader | None = None,
     balance: float = 0.0,
 ) -> Trainer:
-    adapter = CausalLM(model, train, InputProcessing(pad_id, vision), mesh, balance_of(model, balance))
+    adapter = CausalLM(model, train, InputProcessing(pad_id, vision), mesh, load_balancing_settings(model, balance))
     return Trainer(adapter, train, progress)
 
 
@@ -47,12 +47,12 @@ def score_in(trainer: Trainer, dtype: torch.dtype) -> None:
 
 
 def logprobs(trainer: Trainer, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:
-    return [row["logprobs"] for row in trainer.evaluate(samples, Wants(temperature))]
+    return [row["logprobs"] for row in trainer.evaluate(samples, RequestedOutputs(temperature))]
 
 
 def likelihood(trainer: Trainer, samples: Sequence[Sample], *, size: int) -> tuple[float, float]:
     """Return the sum of the log-probabilities of the learned tokens, and how many are the likeliest."""
-    rows = trainer.evaluate(samples, Wants(is_top=True), size=size)
+    rows = trainer.evaluate(samples, RequestedOutputs(is_top=True), size=size)
     logprob = sum(row["logprobs"].sum(dtype=torch.float64).item() for row in rows)
     return logprob, sum(row["is_top"].sum().item() for row in rows)
 
@@ -93,7 +93,12 @@ class Given:
         raise AssertionError("asked for other weights")
 
     def evaluate(
-        self, samples: Sequence[Any], wants: Wants = LOGPROBS, *, weights: str = "policy", size: int | None = None
+        self,
+        samples: Sequence[Any],
+        wants: RequestedOutputs = LOGPROBS,
+        *,
+        weights: str = "policy",
+        size: int | None = None,
     ) -> list[dict[str, Tensor]]:
         rows = [{"logprobs": row} for row in self._logprobs[weights]]
         return [row | {"entropy": entropy} for row, entropy in zip(rows, self.entropies or (), strict=False)] or rows
@@ -125,5 +130,5 @@ def sequence_logprobs(
         "position_ids": (attention_mask_BT.long().cumsum(-1) - 1).clamp(min=0),
     }
     chosen_N = is_scored_BS.flatten().nonzero().squeeze(-1)
-    logprobs_N = Scorer(model)(inputs, chosen_N, wants=Wants(temperature), dtype=dtype)["logprobs"]
+    logprobs_N = Scorer(model)(inputs, chosen_N, wants=RequestedOutputs(temperature), dtype=dtype)["logprobs"]
     return logprobs_N.new_zeros(is_scored_BS.numel()).index_put((chosen_N,), logprobs_N).view(is_scored_BS.shape)

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.parent import die_with_parent
+from cosmos_core.parent import kill_with_parent
 from tests.warm.process import SpawnRequest, become, serve, show
 from tests.warm.programs import (
     ENVIRONMENT,
@@ -239,7 +239,7 @@ def split_fork_server() -> ForkServer | None:
     if os.fork():
         theirs.close()
         return ForkServer(ours)
-    die_with_parent(me)
+    kill_with_parent(me)
     ours.close()
     connection = os.dup(theirs.fileno())
     theirs.close()

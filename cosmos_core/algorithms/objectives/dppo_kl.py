@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
 from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings
-from cosmos_core.algorithms.objectives.dppo_tv import probabilities, within_region
+from cosmos_core.algorithms.objectives.dppo_tv import probabilities, trust_region_loss
 
 _EPSILON = 1e-8
 """Value added to the total probability of all tokens other than the sampled one before the logarithm, as in verl."""
@@ -21,11 +21,11 @@ def dppo_kl(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, M
     advantage is not above 0 and the probability has fallen. All other tokens are inside the region.
     """
     probability_BT, old_BT = probabilities(terms)
-    others_BT = torch.log((1 - old_BT + _EPSILON) / (1 - probability_BT + _EPSILON))
-    kl_BT = -old_BT * terms.log_ratio_BT.detach() + (1 - old_BT) * others_BT
+    log_ratio_others_BT = torch.log((1 - old_BT + _EPSILON) / (1 - probability_BT + _EPSILON))
+    kl_BT = -old_BT * terms.log_ratio_BT.detach() + (1 - old_BT) * log_ratio_others_BT
     is_inside_BT = torch.where(
         terms.advantages_B1 > 0,
         (kl_BT <= settings.epsilon_high) | (probability_BT <= old_BT),
         (kl_BT <= settings.epsilon_low) | (probability_BT >= old_BT),
     )
-    return within_region(terms, settings, is_inside_BT)
+    return trust_region_loss(terms, settings, is_inside_BT)

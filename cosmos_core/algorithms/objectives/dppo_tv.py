@@ -19,10 +19,10 @@ def dppo_tv(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, M
     probability_BT, old_BT = probabilities(terms)
     moved_BT, is_positive_B1 = probability_BT - old_BT, terms.advantages_B1 > 0
     is_inside_BT = torch.where(is_positive_B1, moved_BT <= settings.epsilon_high, moved_BT >= -settings.epsilon_low)
-    return within_region(terms, settings, is_inside_BT)
+    return trust_region_loss(terms, settings, is_inside_BT)
 
 
-def within_region(terms: ObjectiveInputs, settings: PolicySettings, is_inside_BT: Tensor) -> tuple[Tensor, Metrics]:
+def trust_region_loss(terms: ObjectiveInputs, settings: PolicySettings, is_inside_BT: Tensor) -> tuple[Tensor, Metrics]:
     """Return the loss -sg[min(rho, ratio_cap)] A log pi of tokens inside the trust region, 0 for other tokens.
 
     Here rho = pi / pi_old, A is the advantage, and sg stops the gradient. The metrics are the fractions of tokens

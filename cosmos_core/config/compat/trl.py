@@ -5,7 +5,7 @@ import tomllib
 from importlib.resources import files
 
 _GROUPS = tomllib.loads(files("cosmos_core.config.compat").joinpath("trl.toml").read_text("utf-8"))
-WITHOUT_KEY: dict[str, str] = _GROUPS.pop("without_key")
+_REPLACEMENTS: dict[str, str] = _GROUPS.pop("without_key")
 """Replacement for each name of transformers or TRL that has no corresponding key."""
 NAMES: dict[str, tuple[str, ...]] = {
     name: (keys,) if isinstance(keys, str) else tuple(keys)
@@ -23,5 +23,5 @@ def keys_of(name: str) -> tuple[str, ...]:
 def equivalent(name: str) -> str:
     """Return the equivalent of a name of transformers or TRL as the end of the error "unknown key"; empty if none."""
     name = name.rpartition(".")[2]
-    meaning = WITHOUT_KEY.get(name) or " or ".join(NAMES.get(name, ()))
-    return f"; {name} of transformers and TRL is {meaning}{'' if name in WITHOUT_KEY else ' here'}" if meaning else ""
+    meaning = _REPLACEMENTS.get(name) or " or ".join(NAMES.get(name, ()))
+    return f"; {name} of transformers and TRL is {meaning}{'' if name in _REPLACEMENTS else ' here'}" if meaning else ""

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from cosmos_core.config.schema.clean import CleanConfig
 from cosmos_core.config.schema.data_term import DataTermConfig
 from cosmos_core.config.schema.dataset import DatasetConfig, SourceConfig
-from cosmos_core.config.schema.marks import IfSet, NoResult, Unit, Where
+from cosmos_core.config.schema.marks import IfSet, NamedThing, NoResult, UnitMark
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import NameOrImportPath, Rows
@@ -56,7 +56,7 @@ class AlgorithmConfig(Table):
     datasets: Annotated[tuple[SourceConfig, ...], Field(strict=False), IfSet] = ()
     """Data sets that are mixed by weight, in place of `dataset`, for models of text. An epoch has as many rows as they
     have together; one whose weight asks for more rows than it has is repeated, in a new order each time."""
-    data_packer: Annotated[NameOrImportPath | Literal[""], Where.CODE] = ""
+    data_packer: Annotated[NameOrImportPath | Literal[""], NamedThing.CODE] = ""
     """User class `path/file.py:Class` that converts a row of the data set: its `get_rollout_input(item)` returns the
     prompt of a row, its `sft_process_sample(item)` the tokens or turns; empty: rows are used unchanged."""
     mini_batch: Rows = 2
@@ -65,7 +65,7 @@ class AlgorithmConfig(Table):
     """Shuffle the rows in another order in each epoch; False: keep the order of the file."""
     dataloader_seed: int | None = None
     """Seed of the order of rows; None: `train.seed`."""
-    dataloader_num_workers: Annotated[int, Unit("processes"), NoResult] = 0
+    dataloader_num_workers: Annotated[int, UnitMark("processes"), NoResult] = 0
     """Number of processes that tokenise rows in the `prepare` stage; 0 or less: one. Images and videos are decoded by
     as many threads; 0 or less: four."""
     dataloader_batch_size: int = 1
@@ -79,8 +79,8 @@ class AlgorithmConfig(Table):
         key of the data set."""
         if not self.datasets:
             return {"train.train_policy.dataset": self}
-        of_sources = (self.derived(datasets=(), dataset=each, **self._settings_of(each)) for each in self.datasets)
-        return {f"train.train_policy.datasets.{i}": policy for i, policy in enumerate(of_sources)}
+        source_tables = (self.derive(datasets=(), dataset=each, **self._settings_of(each)) for each in self.datasets)
+        return {f"train.train_policy.datasets.{i}": policy for i, policy in enumerate(source_tables)}
 
     @staticmethod
     def _settings_of(source: SourceConfig) -> dict[str, Any]:
@@ -92,17 +92,17 @@ class AlgorithmConfig(Table):
 
     def system_prompt_of(self, source: str) -> str:
         """Return the system prompt for rows of a data set of a mixture; for other rows that of the algorithm."""
-        own = {each.source: each.system_prompt for each in self.datasets}
-        text = own.get(source)
+        own_prompts = {each.source: each.system_prompt for each in self.datasets}
+        text = own_prompts.get(source)
         return str(getattr(self, "system_prompt", "")) if text is None else text
 
     @property
-    def drops_last(self) -> bool:
+    def drops_last_rows(self) -> bool:
         """Return whether the last rows of an epoch are left out if they do not fill a train step."""
         return True
 
     @property
-    def balances_tokens(self) -> bool:
+    def fills_by_tokens(self) -> bool:
         """Return whether micro-batches are filled up to a number of tokens rather than a number of rows."""
         return False
 
@@ -138,7 +138,7 @@ class AlgorithmConfig(Table):
         return False
 
     @property
-    def constants_of_rewards(self) -> dict[str, Any]:
+    def reward_keyword_values(self) -> dict[str, Any]:
         """Return the values of this table that reward functions may take as keyword arguments; see
         `rewards.base.KEYWORDS`."""
         return {}
@@ -150,7 +150,7 @@ class AlgorithmConfig(Table):
         return None
 
     @property
-    def compares_groups(self) -> bool:
+    def compares_in_group(self) -> bool:
         """Return whether an advantage is a difference between completions of one prompt."""
         return True
 
@@ -162,7 +162,7 @@ class AlgorithmConfig(Table):
         return 0, 0, None
 
     @property
-    def env_of_rewards(self) -> tuple[str, ...]:
+    def reward_env_names(self) -> tuple[str, ...]:
         """Return the names of environment variables that reward functions receive in addition to those of every
         subprocess."""
         return ()
@@ -172,7 +172,7 @@ class AlgorithmConfig(Table):
         return None
 
     @property
-    def saves_reference(self) -> bool:
+    def saves_reference_logprobs(self) -> bool:
         """Whether training saves the reference log-probabilities of held-out rows, for stages that measure later."""
         return self.scores_rows_once and "reference" in self.named_weights
 
@@ -183,12 +183,12 @@ class AlgorithmConfig(Table):
 
     @field_validator("dataloader_num_workers")
     @classmethod
-    def _no_workers(cls, count: int) -> int:
+    def _disable_negative_workers(cls, count: int) -> int:
         return max(0, count)
 
     @field_validator("dataloader_prefetch_factor")
     @classmethod
-    def _none_without_workers(cls, batches: int | None, info: ValidationInfo) -> int | None:
+    def _require_workers_for_prefetch(cls, batches: int | None, info: ValidationInfo) -> int | None:
         return batches if info.data.get("dataloader_num_workers") else None
 
     @model_validator(mode="after")
@@ -198,11 +198,11 @@ class AlgorithmConfig(Table):
         if self.datasets and self.clean is not None:
             raise ValueError("clean searches the rows of one dataset, not of datasets; leave one of them out")
         labels = [each.source for each in self.datasets]
-        if twice := [label for label in labels if labels.count(label) > 1]:
-            raise ValueError(f"datasets: two are called {twice[0]!r} in metrics; give each a label")
+        if repeated_label := [label for label in labels if labels.count(label) > 1]:
+            raise ValueError(f"datasets: two are called {repeated_label[0]!r} in metrics; give each a label")
         if len({each.weight is None for each in self.datasets}) > 1:
             raise ValueError("datasets: some have a weight and others none; give each a weight, or none of them")
-        given = {name: getattr(self, name) for name in self.model_fields_set - {"datasets"}}
+        explicit_values = {name: getattr(self, name) for name in self.model_fields_set - {"datasets"}}
         for i, source in enumerate(self.datasets):
             settings = self._settings_of(source)
             if unknown := [name for name in settings if name not in type(self).model_fields]:
@@ -210,7 +210,7 @@ class AlgorithmConfig(Table):
             if "reward_function" in settings and self.remote_rewards is not None:
                 raise ValueError(f"datasets.{i}.reward_function excludes use_remote_reward; leave one of them out")
             try:
-                type(self).model_validate({**given, **settings})
+                type(self).model_validate({**explicit_values, **settings})
             except ValidationError as error:
                 reason = error.errors()[0]["msg"].removeprefix("Value error, ")
                 raise ValueError(f"datasets.{i}: {reason}") from None
@@ -218,7 +218,7 @@ class AlgorithmConfig(Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _key_of_another(cls, values: Any) -> Any:
+    def _refuse_keys_of_others(cls, values: Any) -> Any:
         """Refuse a key of another algorithm with a message that names that algorithm."""
         names = [] if not isinstance(values, dict) else [name for name in values if name not in cls.model_fields]
         for name in names:

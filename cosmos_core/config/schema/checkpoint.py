@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from cosmos_core.config.schema.marks import Needs, NoResult, Unit
+from cosmos_core.config.schema.marks import NoResult, RequiresSwitch, UnitMark
 from cosmos_core.config.schema.table import Table
 
 
@@ -14,14 +14,14 @@ class CheckpointConfig(Table):
     enable_checkpoint: Annotated[bool, NoResult] = False
     """Save checkpoints during training, also of the best step by validation, which is kept and named in `best.json`.
     The final state and the state at a stop signal are saved in any case."""
-    save_freq: Annotated[int, Unit("train steps"), NoResult] = 20
+    save_freq: Annotated[int, UnitMark("train steps"), NoResult] = 20
     """Number of train steps between two checkpoints; 0 or less: by `save_freq_in_epoch`."""
-    save_freq_in_epoch: Annotated[int, Unit("epochs"), NoResult] = 0
+    save_freq_in_epoch: Annotated[int, UnitMark("epochs"), NoResult] = 0
     """Number of epochs between two checkpoints, in place of `save_freq`; 0 or less: off."""
     save_mode: Annotated[Literal["sync", "async"], NoResult] = "async"
     """Mode of saving. `async`: training continues while a checkpoint is written, and at most one is written at a time.
     `sync`: training waits."""
-    max_keep: Annotated[int, Unit("checkpoints"), NoResult] = 5
+    max_keep: Annotated[int, UnitMark("checkpoints"), NoResult] = 5
     """Number of newest checkpoints to keep in addition to the best; -1: all."""
     export_safetensors: Annotated[bool, NoResult] = True
     """End the pipeline with an export in safetensors format that is verified to load (a recipe without stages gets an
@@ -29,16 +29,16 @@ class CheckpointConfig(Table):
     upload_hf: Annotated[bool, NoResult] = False
     """Publish the export of the last training on the Hugging Face Hub, in a stage `NAME-hub` after it. A new repository
     is private; each run is a commit with a tag. The token is `HF_TOKEN` in the environment."""
-    hf_repo_name: Annotated[str, Needs("upload_hf"), NoResult] = "Comos-Reason1"
+    hf_repo_name: Annotated[str, RequiresSwitch("upload_hf"), NoResult] = "Comos-Reason1"
     """Repository on the Hub, `OWNER/NAME`, or `NAME` in the account of the token; the default is spelt as in
     Cosmos-RL."""
     upload_s3: Annotated[bool | str, NoResult] = False
     """Publish in an S3-compatible store: false, `final` (the export, in a stage `NAME-s3` after it) or `all` (also each
     checkpoint during the training). Credentials are environment variables: `PROD_S3_CHECKPOINT_*`, as in Cosmos-RL, or
     those of AWS, including `AWS_ENDPOINT_URL`."""
-    s3_bucket: Annotated[str | None, Needs("upload_s3"), NoResult] = None
+    s3_bucket: Annotated[str | None, RequiresSwitch("upload_s3"), NoResult] = None
     """Bucket of the S3-compatible store; None: no upload."""
-    s3_prefix: Annotated[str, Needs("upload_s3"), NoResult] = "outputs"
+    s3_prefix: Annotated[str, RequiresSwitch("upload_s3"), NoResult] = "outputs"
     """Prefix of keys in the bucket, before the names of pipeline and stage."""
 
     def s3_url(self, *names: str) -> str:
@@ -54,20 +54,20 @@ class CheckpointConfig(Table):
 
     @field_validator("max_keep")
     @classmethod
-    def _keep_some(cls, count: int) -> int:
+    def _require_one_checkpoint(cls, count: int) -> int:
         if count == 0 or count < -1:
             raise ValueError(f"max_keep = {count} must be -1 (all) or at least 1")
         return count
 
     @field_validator("upload_s3")
     @classmethod
-    def _what_to_upload(cls, what: bool | str) -> bool | str:
-        if what not in {False, "", "final", "all"}:
-            raise ValueError(f"upload_s3 = {what!r} must be false, 'final' or 'all'")
-        return what or False
+    def _normalise_upload(cls, value: bool | str) -> bool | str:
+        if value not in {False, "", "final", "all"}:
+            raise ValueError(f"upload_s3 = {value!r} must be false, 'final' or 'all'")
+        return value or False
 
     @model_validator(mode="after")
-    def _saves_and_uploads_somewhere(self) -> Self:
+    def _check_upload_targets(self) -> Self:
         if self.save_freq <= 0 and self.save_freq_in_epoch <= 0:
             raise ValueError(
                 f"save_freq = {self.save_freq} must be at least 1 unless save_freq_in_epoch (= "

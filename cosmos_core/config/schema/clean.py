@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.marks import NoResult, Unit, Where
-from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.marks import NamedThing, NoResult, UnitMark
+from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.values import Fraction, PositiveInt, Splits
 
 BENCHMARKS = "train.train_policy.clean.decontaminate_against"
@@ -18,7 +18,7 @@ class BenchmarkRowsConfig(Table):
     """`[[train.train_policy.clean.decontaminate_against]]`: rows of a benchmark."""
 
     # The name is left out of `str`, by which a list of tables enters a fingerprint: the content counts.
-    name: Annotated[str, NoResult, Where.PATH, Field(min_length=1, repr=False)]
+    name: Annotated[str, NoResult, NamedThing.PATH, Field(min_length=1, repr=False)]
     """Path, URL or Hub id of the rows, as in `dataset.name`, or `stage:NAME` of a stage that makes rows of text; every
     text in every column is compared."""
     subset: str = ""
@@ -47,7 +47,7 @@ class CleanConfig(Table):
         tuple[BenchmarkRowsConfig, ...], BeforeValidator(_tables), Field(strict=False)
     ] = ()
     """Benchmarks whose text must not be trained on: names, or tables with `name`, `subset`, `revision` and `split`."""
-    ngram: Annotated[PositiveInt, Unit("words")] = 13
+    ngram: Annotated[PositiveInt, UnitMark("words")] = 13
     """Number of consecutive words of a benchmark's text that match wherever a training row contains them; a shorter
     text of at least 8 words matches as a whole."""
     min_overlap: Fraction = 0.8
@@ -60,7 +60,7 @@ class CleanConfig(Table):
     """What happens to duplicates and to rows that contain a benchmark's text: `report` keeps them, `drop` leaves them
     out."""
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         """Yield errors for rows that are not compared."""
         if stage.recipe.policy.is_diffusers:
             yield "train.train_policy.clean: only rows of text are compared; leave it out for a diffusion model"

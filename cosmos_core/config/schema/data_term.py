@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.marks import NoResult, Where
+from cosmos_core.config.schema.marks import NamedThing, NoResult
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import Fraction, NonNegativeFloat, Rows, Splits
 
@@ -13,7 +13,7 @@ class DataTermConfig(Table):
     algorithm and variant. The seed and the step number determine the rows of a step, so a resumed run uses the same
     rows."""
 
-    name: Annotated[str, NoResult, Where.PATH] = ""
+    name: Annotated[str, NoResult, NamedThing.PATH] = ""
     """Path, URL or Hub id of a data set of conversations or texts, as in `dataset.name`; empty: no supervised loss is
     added."""
     subset: str = ""

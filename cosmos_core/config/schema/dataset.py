@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import field_validator, model_validator
 
 from cosmos_core.config.conditions import parse_range
-from cosmos_core.config.schema.marks import IfSet, NoResult, Where
+from cosmos_core.config.schema.marks import IfSet, NamedThing, NoResult
 from cosmos_core.config.schema.rewards import RewardWeights
-from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.values import Fraction, PositiveFloat, Splits
 
 _TEXTS = (".jsonl", ".json", ".csv", ".tsv")
@@ -39,7 +39,7 @@ def data_suffix(name: str) -> str:
 class RowsConfig(Table):
     """Keys of every data set of rows."""
 
-    name: Annotated[str, NoResult, Where.PATH] = ""
+    name: Annotated[str, NoResult, NamedThing.PATH] = ""
     """Path of a file of rows (.jsonl, .json, .csv, .tsv, also compressed as .gz, .bz2 or .xz, .parquet, .arrow), a
     folder of such files, a `save_to_disk` folder, a URL of one of these in a store (`s3://BUCKET/KEY`), a Hub id, a
     user's data set class, `path/file.py:Class`, or a generator of the package `reasoning-gym`, such as
@@ -64,7 +64,7 @@ class RowsConfig(Table):
     """Range of pass rates of the rows to keep, such as `0.1 <= pass_rate <= 0.9`, from the rows' column `pass_rate` or
     from `pass_rates`; other rows are skipped and counted, an unknown rate (null) excludes no row. Rows that `test_size`
     holds out are all kept. Empty: all rows."""
-    pass_rates: Annotated[str, NoResult, Where.PATH] = ""
+    pass_rates: Annotated[str, NoResult, NamedThing.PATH] = ""
     """File of the pass rates of prompts for `keep`, or `stage:NAME` of a stage that learns from rollouts or samples and
     renders the same prompts; prompts that it does not have count as rows that cannot be read. Empty: the column."""
 
@@ -76,7 +76,7 @@ class RowsConfig(Table):
             raise ValueError("pass_rates needs keep = '0.1 <= pass_rate <= 0.9' or another range; set it")
         return self
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         """Yield errors for rows that have no pass rates."""
         if self.keep and stage.recipe.policy.is_diffusers:
             yield "dataset.keep: only prompts of text have pass rates; leave it out for a diffusion model"
@@ -100,7 +100,7 @@ class RowsConfig(Table):
 class DatasetConfig(RowsConfig):
     """Data set: a local file or folder, or the name of a data set on the Hugging Face Hub."""
 
-    local_dir: Annotated[str, NoResult, Where.PATH] = ""
+    local_dir: Annotated[str, NoResult, NamedThing.PATH] = ""
     """Diffusion models: folder of prompts (`*.json`) and media, in place of `name`; empty: `name`. `name` may also be
     such a folder, a folder with `metas` and `videos`, webdataset shards, rows with a column of images, rows of prompts,
     or a built-in list of prompts: `ocr`, `pickscore`, `geneval` or `dance_grpo_t2v`."""
@@ -138,7 +138,7 @@ class SourceConfig(RowsConfig):
         return self.label or re.sub(r"[^\w.-]+", "-", last)
 
     @model_validator(mode="after")
-    def _is_named(self) -> Self:
+    def _require_dataset_name(self) -> Self:
         if not self.name.strip():
             raise ValueError("name is empty; give a file, a folder or a Hub id")
         if re.fullmatch(r"[\w.-]*", self.label) is None:

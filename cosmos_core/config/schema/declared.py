@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from cosmos_core.config.schema.marks import Unit
+from cosmos_core.config.schema.marks import UnitMark
 from cosmos_core.config.schema.values import Names, NonNegativeFloat, PositiveInt
 
 TYPES: dict[str, Any] = {
@@ -22,7 +22,7 @@ def field_of(says: dict[str, Any], types: dict[str, Any] = TYPES) -> tuple[Any, 
     default = says.get("default", ... if says.get("required") else None)
     if isinstance(default, list | dict):
         default = TypeAdapter(kind).validate_python(default)
-    about = [Field(description=" ".join(says["means"].split()))] if "means" in says else []
-    units = [Unit(says["unit"])] if "unit" in says else []
+    description_fields = [Field(description=" ".join(says["means"].split()))] if "means" in says else []
+    units = [UnitMark(says["unit"])] if "unit" in says else []
     optional = kind | None if default is None else kind
-    return (Annotated[optional, *about, *units] if about or units else optional), default
+    return (Annotated[optional, *description_fields, *units] if description_fields or units else optional), default

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from cosmos_core.config.schema.flow_sampling import FlowRLConfig, SampleConfig
 from cosmos_core.config.schema.lora import LoraConfig
-from cosmos_core.config.schema.marks import Unit
+from cosmos_core.config.schema.marks import UnitMark
 from cosmos_core.config.schema.planned import TokenizerConfig
 from cosmos_core.config.schema.table import Table, check_order
 from cosmos_core.config.schema.values import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -17,7 +17,7 @@ class DiffusersConfig(Table):
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the text encoders; the VAE is always float32, and the denoiser has `train.master_dtype`."""
-    max_prompt_length: Annotated[PositiveInt, Unit("tokens")] = 300
+    max_prompt_length: Annotated[PositiveInt, UnitMark("tokens")] = 300
     """Maximum number of tokens of a prompt for the text encoder; with Stable Diffusion 3 for its T5 encoder."""
     weighting_scheme: Literal["sigma_sqrt", "logit_normal", "mode", "cosmap", "none"] = "logit_normal"
     """Density or weighting of the noise levels in SFT (arXiv 2403.03206, section 3.1), by the names of diffusers:
@@ -35,17 +35,17 @@ class DiffusersConfig(Table):
     prompt_dropout: Fraction = 0.1
     """Fraction of SFT samples whose prompt is replaced by the empty prompt, which classifier-free guidance needs;
     Cosmos-RL has no such setting."""
-    min_given_frames: Annotated[NonNegativeInt, Unit("latent frames")] = 0
+    min_given_frames: Annotated[NonNegativeInt, UnitMark("latent frames")] = 0
     """Minimum number of conditioning frames in SFT, for a network that supports them (Cosmos-Predict2.5); 0: some
     samples are conditioned only on text."""
-    max_given_frames: Annotated[NonNegativeInt, Unit("latent frames")] = 2
+    max_given_frames: Annotated[NonNegativeInt, UnitMark("latent frames")] = 2
     """Maximum number of conditioning frames in SFT; the number is sampled uniformly for each sample. 1 trains
     image2world, 2 also video2world."""
-    inference_size: Annotated[tuple[PositiveInt, PositiveInt], Unit("pixels"), Field(strict=False)] = (1024, 1024)
+    inference_size: Annotated[tuple[PositiveInt, PositiveInt], UnitMark("pixels"), Field(strict=False)] = (1024, 1024)
     """Height and width of images and videos."""
-    inference_frames: Annotated[PositiveInt, Unit("frames")] = 41
+    inference_frames: Annotated[PositiveInt, UnitMark("frames")] = 41
     """Number of frames of a generated video."""
-    train_frames: Annotated[PositiveInt, Unit("frames")] = 41
+    train_frames: Annotated[PositiveInt, UnitMark("frames")] = 41
     """Number of frames of a training clip."""
     timesteps_fraction: Fraction = 1.0
     """Fraction of the sampler's denoising steps that DiffusionNFT trains on (also written `timestep_fraction`)."""
@@ -65,6 +65,6 @@ class DiffusersConfig(Table):
     """Settings of FlowGRPO and DDRL."""
 
     @model_validator(mode="after")
-    def _given_frames(self) -> Self:
+    def _check_given_frames(self) -> Self:
         check_order(self, "min_given_frames", "max_given_frames")
         return self

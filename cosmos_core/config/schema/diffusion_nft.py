@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from cosmos_core.config.schema.flow_rl import FlowPolicyConfig
-from cosmos_core.config.schema.table import InStage
+from cosmos_core.config.schema.table import StageContext
 from cosmos_core.types import FlowSampling
 
 if TYPE_CHECKING:
     from cosmos_core.config.schema.diffusers import DiffusersConfig
 
-OLD = "old"
+OLD_POLICY = "old"
 """Name of the weights of the old policy, which generates the rollouts of DiffusionNFT and follows the trained
 policy."""
 
@@ -21,7 +21,7 @@ class DiffusionNftConfig(FlowPolicyConfig):
     inversely on bad ones (arXiv 2509.16117); further settings are in `[policy.diffusers]`."""
 
     algorithm: ClassVar[str] = "diffusion_nft"
-    no_effect: ClassVar[tuple[str, ...]] = (
+    ineffective_keys: ClassVar[tuple[str, ...]] = (
         "flow_rl.train_on", "flow_rl.window_size", "flow_rl.guard", "flow_rl.use_same_seed",
     )  # fmt: skip
 
@@ -30,12 +30,12 @@ class DiffusionNftConfig(FlowPolicyConfig):
 
     @property
     def named_weights(self) -> tuple[str, ...]:
-        return (OLD, *super().named_weights)
+        return (OLD_POLICY, *super().named_weights)
 
     def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling:
-        return replace(super().flow_sampling(diffusers), weights=OLD)
+        return replace(super().flow_sampling(diffusers), weights=OLD_POLICY)
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         yield from super().refusals(stage)
         diffusers = stage.recipe.policy.diffusers
         if diffusers.flow_rl.exp_reward:

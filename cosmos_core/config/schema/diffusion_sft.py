@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar
 
-from cosmos_core.config.schema.marks import Only, Where
+from cosmos_core.config.schema.marks import NamedThing, SupportedValues
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.values import NameOrImportPath
 
@@ -17,7 +17,7 @@ class DiffusionSftConfig(SupervisedConfig):
 
     trainer_type: Annotated[
         NameOrImportPath,
-        Only(("diffusion_sft",), "this version trains with 'diffusion_sft'", takes_import_paths=True),
-        Where.CODE,
+        SupportedValues(("diffusion_sft",), "this version trains with 'diffusion_sft'", takes_import_paths=True),
+        NamedThing.CODE,
     ] = "diffusion_sft"
     """Algorithm: `diffusion_sft`, also written `sft`, or a user class `path/file.py:Class`."""

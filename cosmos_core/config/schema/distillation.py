@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import ValidationInfo, field_validator
 
-from cosmos_core.config.schema.marks import NoResult, Unit, Where
+from cosmos_core.config.schema.marks import NamedThing, NoResult, UnitMark
 from cosmos_core.config.schema.rl import RlConfig
-from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.values import DType, Fraction, NonNegativeFloat, Rows, Tokens
 
 
@@ -26,7 +26,7 @@ class DistillationConfig(Table):
     rewards."""
     parallelism: TeacherParallelismConfig = TeacherParallelismConfig()
     """Device mesh of the teacher."""
-    model_name_or_path: Annotated[str, NoResult, Where.PATH] = "Qwen/Qwen2.5-VL-7B-Instruct"
+    model_name_or_path: Annotated[str, NoResult, NamedThing.PATH] = "Qwen/Qwen2.5-VL-7B-Instruct"
     """Teacher model: a folder in Hugging Face format, a Hub id, or `stage:NAME` for the export of that stage (the
     fingerprint includes the content). Its tokenizer must have every token of the policy's tokenizer, with the same
     id."""
@@ -58,7 +58,7 @@ class DistillationConfig(Table):
     include_prompt: bool = False
     """Also train on the tokens of the prompt. The policy did not sample these tokens, so the advantage of a prompt
     token is its own penalty only."""
-    top_k: Annotated[int, Unit("tokens")] = 0
+    top_k: Annotated[int, UnitMark("tokens")] = 0
     """Number of tokens of the teacher's distribution in the loss. 0 or less: the advantage of a token decreases by log
     policy - log teacher (reverse KL). Otherwise the loss is the Jensen-Shannon divergence over this many tokens and one
     event for all other tokens."""
@@ -70,24 +70,24 @@ class DistillationConfig(Table):
 
     @field_validator("model_name_or_path")
     @classmethod
-    def _not_empty(cls, name: str) -> str:
+    def _require_name(cls, name: str) -> str:
         if not name.strip():
             raise ValueError("model_name_or_path is empty; give a folder or a Hub id")
         return name
 
     @field_validator("top_k")
     @classmethod
-    def _zero_without_teacher(cls, top_k: int, info: ValidationInfo) -> int:
+    def _disable_top_k_without_teacher(cls, top_k: int, info: ValidationInfo) -> int:
         return max(0, top_k) if info.data.get("enable") else 0
 
     @field_validator("trainer_token_ids_from_teacher")
     @classmethod
-    def _false_without_top_k(cls, is_from_teacher: bool, info: ValidationInfo) -> bool:
+    def _disable_teacher_ids_without_top_k(cls, is_from_teacher: bool, info: ValidationInfo) -> bool:
         return is_from_teacher and info.data.get("top_k", 0) > 0
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         policy = stage.recipe.train.train_policy
-        if not stage.kind.trains:
+        if not stage.kind.trains_model:
             return
         if not isinstance(policy, RlConfig) or "causal_lm" not in policy.modalities:
             yield (

@@ -6,14 +6,14 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.values import Names, NonNegativeFloat, PositiveFloat
 
 LossType = Literal[
     "sigmoid", "bco_pair", "sft", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm", "simpo", "orpo"
 ]  # fmt: skip
-_WITHOUT_REFERENCE = {"sft", "simpo", "orpo"}
-_SMOOTHED = {"sigmoid", "robust", "simpo"}
+_LOSSES_WITHOUT_REFERENCE = {"sft", "simpo", "orpo"}
+_LOSSES_WITH_SMOOTHING = {"sigmoid", "robust", "simpo"}
 
 
 class DpoLossConfig(Table):
@@ -50,15 +50,15 @@ class DpoLossConfig(Table):
         return names
 
     @model_validator(mode="after")
-    def _one_weight_each(self) -> Self:
+    def _check_loss_weights(self) -> Self:
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             raise ValueError(
                 f"loss_weights = {list(self.loss_weights)} must be one for each of loss_type = {list(self.loss_type)}"
             )
-        if self.label_smoothing and not _SMOOTHED & {*self.loss_type}:
+        if self.label_smoothing and not _LOSSES_WITH_SMOOTHING & {*self.loss_type}:
             raise ValueError(
                 f"label_smoothing = {self.label_smoothing} means nothing with loss_type = {list(self.loss_type)}; it "
-                f"is for {', '.join(sorted(_SMOOTHED))}"
+                f"is for {', '.join(sorted(_LOSSES_WITH_SMOOTHING))}"
             )
         return self
 
@@ -86,10 +86,10 @@ class DpoConfig(SupervisedConfig):
 
     @property
     def named_weights(self) -> tuple[str, ...]:
-        is_free = self.dpo.reference_free or {*self.dpo.loss_type} <= _WITHOUT_REFERENCE
+        is_free = self.dpo.reference_free or {*self.dpo.loss_type} <= _LOSSES_WITHOUT_REFERENCE
         return () if is_free else ("reference",)
 
-    def notices(self, stage: InStage) -> Iterator[str]:
+    def notices(self, stage: StageContext) -> Iterator[str]:
         if self.named_weights and "reference_free" not in self.dpo.model_fields_set:
             yield (
                 "train.train_policy.dpo.reference_free = false: responses are compared with those of the model that "

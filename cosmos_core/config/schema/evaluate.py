@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from cosmos_core.config.schema.marks import Needs, NoResult, Unit, Where
-from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresSwitch, UnitMark
+from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.values import Names, NonNegativeInt, PositiveInt, Tokens
 
 
@@ -14,19 +14,19 @@ class EvaluateConfig(Table):
     tasks: Names = ()
     """Names of benchmarks: tasks, groups and tags of lm-eval (`lm-eval ls tasks`), or tasks of `include_path`; a
     pattern such as `mmlu_*` stands for all matching names."""
-    include_path: Annotated[str, Where.PATH, NoResult] = ""
+    include_path: Annotated[str, NamedThing.PATH, NoResult] = ""
     """Folder with YAML files of your own tasks, which take precedence over those of lm-eval. Its files, and the local
     files of rows that a task names, are inputs of the stage. Empty: none."""
     num_fewshot: NonNegativeInt | None = None
     """Number of solved examples in each prompt; None: that of the task."""
-    limit: Annotated[PositiveInt | None, Unit("items")] = None
+    limit: Annotated[PositiveInt | None, UnitMark("items")] = None
     """Maximum number of items of each task, from the first; None: all."""
     apply_chat_template: bool = False
     """Render prompts as conversations with the model's chat template; False: plain text."""
-    fewshot_as_multiturn: Annotated[bool, Needs("apply_chat_template")] = True
+    fewshot_as_multiturn: Annotated[bool, RequiresSwitch("apply_chat_template")] = True
     """Render each solved example as a user turn and an assistant turn; False: all examples are part of a single user
     turn."""
-    batch_size: Annotated[PositiveInt | None, Unit("prompts")] = None
+    batch_size: Annotated[PositiveInt | None, UnitMark("prompts")] = None
     """Prompts per forward pass, or per call of vLLM; None: 1, and 256 with vLLM."""
     max_length: Tokens | None = None
     """Maximum number of tokens of prompt and completion together; a longer prompt loses its beginning. None: the
@@ -40,7 +40,7 @@ class EvaluateConfig(Table):
     confirm_run_unsafe_code: bool = False
     """Allow tasks that execute code which the model wrote, without a sandbox."""
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         if stage.kind.table != "evaluate":
             return
         if stage.recipe.policy.is_diffusers:

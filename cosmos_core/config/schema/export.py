@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.table import StageContext, Table
 
 Format = Literal["bf16", "fp8", "int8", "w4a16"]
-PLAIN = "bf16"
+UNQUANTIZED = "bf16"
 """Format without quantisation, from which all other formats are made."""
 
 
@@ -28,16 +28,16 @@ class ExportConfig(Table):
     @property
     def quantized(self) -> tuple[Format, ...]:
         """Return the quantised formats, each once, in the order of `formats`."""
-        return tuple(dict.fromkeys(name for name in self.formats if name != PLAIN))
+        return tuple(dict.fromkeys(name for name in self.formats if name != UNQUANTIZED))
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         """Yield errors for formats that a stage of kind `export` does not support."""
         if stage.kind.table != "export" or not self.formats:
             return
         dtype = stage.recipe.train.param_dtype
         if stage.recipe.policy.is_diffusers:
             yield "export.formats is for language models; leave it out with policy.is_diffusers = true"
-        elif PLAIN not in self.formats:
+        elif UNQUANTIZED not in self.formats:
             yield f"export.formats = {list(self.formats)}: the others are made of 'bf16'; add it"
         elif dtype != "bfloat16":
             yield f"export.formats needs train.param_dtype = 'bfloat16', not {dtype!r}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from cosmos_core.config.schema.flow_rl import FlowPolicyConfig
 from cosmos_core.config.schema.flow_sampling import window_of
-from cosmos_core.config.schema.table import InStage
+from cosmos_core.config.schema.table import StageContext
 from cosmos_core.types import FlowSampling
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ class FlowGrpoConfig(FlowPolicyConfig):
     further settings are in `[policy.diffusers.flow_rl]`."""
 
     algorithm: ClassVar[str] = "flow_grpo"
-    reads: ClassVar[tuple[str, ...]] = (*FlowPolicyConfig.reads, "epsilon_low", "epsilon_high")
-    no_effect: ClassVar[tuple[str, ...]] = ("timesteps_fraction", "nft_beta", "weight_copy_decay_type")
+    used_keys: ClassVar[tuple[str, ...]] = (*FlowPolicyConfig.used_keys, "epsilon_low", "epsilon_high")
+    ineffective_keys: ClassVar[tuple[str, ...]] = ("timesteps_fraction", "nft_beta", "weight_copy_decay_type")
 
     trainer_type: Literal["flow_grpo"] = "flow_grpo"
     """Algorithm: FlowGRPO."""
@@ -41,7 +41,7 @@ class FlowGrpoConfig(FlowPolicyConfig):
             same_noise=flow_rl.use_same_seed,
         )
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         yield from super().refusals(stage)
         diffusers = stage.recipe.policy.diffusers
         if diffusers.sample.deterministic_sampling:

@@ -8,7 +8,7 @@ from pydantic import field_validator
 
 from cosmos_core.config.schema.flow_sampling import KERNELS
 from cosmos_core.config.schema.grpo import GrpoConfig
-from cosmos_core.config.schema.table import InStage
+from cosmos_core.config.schema.table import StageContext
 from cosmos_core.config.schema.values import Fraction
 from cosmos_core.types import FlowSampling
 
@@ -20,12 +20,12 @@ class FlowPolicyConfig(GrpoConfig):
     """Keys that DiffusionNFT and FlowGRPO share: groups of images or videos of a prompt are scored and compared."""
 
     modalities: ClassVar[tuple[str, ...]] = ("diffusion",)
-    reads: ClassVar[tuple[str, ...]] = (
+    used_keys: ClassVar[tuple[str, ...]] = (
         "advantage_low", "advantage_high", "kl_beta", "unbiased_advantage", "reference_reset_interval",
         "reset_optimizer_with_reference",
     )  # fmt: skip
     """Keys of `GrpoConfig` that have an effect on diffusion models."""
-    no_effect: ClassVar[tuple[str, ...]] = ()
+    ineffective_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of `[policy.diffusers]` that have no effect with this algorithm."""
 
     advantage_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
@@ -44,7 +44,7 @@ class FlowPolicyConfig(GrpoConfig):
     prompts."""
 
     @property
-    def compares_groups(self) -> bool:
+    def compares_in_group(self) -> bool:
         return True
 
     @property
@@ -54,10 +54,12 @@ class FlowPolicyConfig(GrpoConfig):
 
     @field_validator("mu_iterations")
     @classmethod
-    def _one_pass(cls, passes: int) -> int:
-        if passes != 1:
-            raise ValueError(f"mu_iterations = {passes}: rollouts of diffusion models are learned once; set it to 1")
-        return passes
+    def _require_one_pass(cls, num_passes: int) -> int:
+        if num_passes != 1:
+            raise ValueError(
+                f"mu_iterations = {num_passes}: rollouts of diffusion models are learned once; set it to 1"
+            )
+        return num_passes
 
     def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling:
         """Return the sampler settings with which rollouts of images and videos are generated."""
@@ -72,25 +74,25 @@ class FlowPolicyConfig(GrpoConfig):
             schedule=sample.sigma_schedule,
             size=diffusers.inference_size,
             num_frames=diffusers.inference_frames,
-            given_frames=(diffusers.flow_rl.min_conditional_frames, diffusers.flow_rl.max_conditional_frames),
+            given_frame_range=(diffusers.flow_rl.min_conditional_frames, diffusers.flow_rl.max_conditional_frames),
         )
 
-    def notices(self, stage: InStage) -> Iterator[str]:
+    def notices(self, stage: StageContext) -> Iterator[str]:
         yield from super().notices(stage)
-        for key in self.no_effect:
+        for key in self.ineffective_keys:
             *tables, name = key.split(".")
             table = reduce(getattr, tables, stage.recipe.policy.diffusers)
             default = type(table).model_fields[name].default
             if name in table.model_fields_set and getattr(table, name) != default:
                 yield f"policy.diffusers.{key} has no effect with trainer_type = {self.trainer_type!r}"
-        most = stage.recipe.policy.diffusers.flow_rl.max_conditional_frames
-        if most and self.rows != "media" and stage.kind.trains:
+        max_conditioning = stage.recipe.policy.diffusers.flow_rl.max_conditional_frames
+        if max_conditioning and self.rows != "media" and stage.kind.trains_model:
             yield (
-                f"policy.diffusers.flow_rl.max_conditional_frames = {most}: rollouts start from text alone, because "
-                f"rows are prompts; train.train_policy.learns_data = true makes them clips"
+                f"policy.diffusers.flow_rl.max_conditional_frames = {max_conditioning}: rollouts start from text "
+                f"alone, because rows are prompts; train.train_policy.learns_data = true makes them clips"
             )
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         yield from super().refusals(stage)
         beta = stage.recipe.policy.diffusers.flow_rl.data_beta
         if self.rows == "media" and not beta:
@@ -105,13 +107,13 @@ class FlowPolicyConfig(GrpoConfig):
                 f"mode = {stage.recipe.mode!r}: images and videos are drawn by the ranks that train; set it to "
                 f"'colocated'"
             )
-        if self.bypass_reward and stage.kind.trains and not stage.recipe.distillation.enable:
+        if self.bypass_reward and stage.kind.trains_model and not stage.recipe.distillation.enable:
             yield (
                 f"train.train_policy.bypass_reward = true makes all rewards equal, of which {self.trainer_type} learns "
                 f"nothing; leave it out"
             )
-        unread = [name for name in GrpoConfig.__annotations__ if name not in (*self.reads, "trainer_type")]
-        for name in self.model_fields_set & set(unread) & set(GrpoConfig.model_fields):
+        unused_keys = [name for name in GrpoConfig.__annotations__ if name not in (*self.used_keys, "trainer_type")]
+        for name in self.model_fields_set & set(unused_keys) & set(GrpoConfig.model_fields):
             if getattr(self, name) != GrpoConfig.model_fields[name].default:
                 yield (
                     f"train.train_policy.{name} has no meaning with trainer_type = {self.trainer_type!r}; leave it out"

@@ -4,13 +4,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cosmos_core.config.schema.marks import Needs, Unit
+from cosmos_core.config.schema.marks import RequiresSwitch, UnitMark
 from cosmos_core.config.schema.table import Table, check_order
 from cosmos_core.config.schema.values import NonNegativeFloat, NonNegativeInt, PositiveInt
-from cosmos_core.types import Window
+from cosmos_core.types import StepWindow
 
 KERNELS = ("flow", "dance", "ddim", "cps")
-_DenoisingSteps = Annotated[PositiveInt, Unit("denoising steps")]
+_DenoisingSteps = Annotated[PositiveInt, UnitMark("denoising steps")]
 
 
 class SampleConfig(Table):
@@ -44,19 +44,22 @@ class FlowRLConfig(Table):
     """`[policy.diffusers.flow_rl]`: read with `trainer_type = "flow_grpo"` (arXiv 2505.05470) and `"ddrl"` (arXiv
     2512.04332)."""
 
-    train_on: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1), Unit("denoising steps")] = (
+    train_on: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1), UnitMark("denoising steps")] = (
         0, 1, 2, 3, 4, 5, 6, 7,
     )  # fmt: skip
     """Denoising steps of a rollout that are trained on, counted from the noise; the last step is never trained on."""
-    window_size: Annotated[PositiveInt | None, Unit("denoising steps")] = None
+    window_size: Annotated[PositiveInt | None, UnitMark("denoising steps")] = None
     """Number of consecutive denoising steps of a rollout that are stochastic and trained on, while all other steps are
     deterministic (Flow-GRPO-Fast); None: all steps are stochastic."""
     window_range: Annotated[
-        tuple[NonNegativeInt, PositiveInt] | None, Field(strict=False), Unit("denoising steps"), Needs("window_size")
+        tuple[NonNegativeInt, PositiveInt] | None,
+        Field(strict=False),
+        UnitMark("denoising steps"),
+        RequiresSwitch("window_size"),
     ] = None
     """Range in which the stochastic window may lie: its first step, and the step after its last one; None: the first
     half of the steps."""
-    window_moves_every: Annotated[NonNegativeInt, Unit("train steps"), Needs("window_size")] = 0
+    window_moves_every: Annotated[NonNegativeInt, UnitMark("train steps"), RequiresSwitch("window_size")] = 0
     """Number of train steps after which the stochastic window moves by one step towards the data (MixGRPO, arXiv
     2507.21802); 0: its position is sampled in each train step."""
     guard: bool = False
@@ -64,17 +67,17 @@ class FlowRLConfig(Table):
     about 2e-6."""
     use_same_seed: bool = True
     """Start all samples of a group from the same noise."""
-    min_conditional_frames: Annotated[NonNegativeInt, Unit("latent frames")] = 0
+    min_conditional_frames: Annotated[NonNegativeInt, UnitMark("latent frames")] = 0
     """Minimum number of conditioning frames that rollouts take from the clip of their row, for a network that supports
     them."""
-    max_conditional_frames: Annotated[NonNegativeInt, Unit("latent frames")] = 0
+    max_conditional_frames: Annotated[NonNegativeInt, UnitMark("latent frames")] = 0
     """Maximum number of conditioning frames in rollouts; the number is sampled uniformly for each prompt and train
     step. 0: rollouts are conditioned only on text."""
     exp_reward: bool = False
     """Replace the advantage A by -exp(-A) before it is clipped."""
     data_beta: NonNegativeFloat = 0.0
     """Weight of the diffusion loss on real images or clips, the regulariser of DDRL; 0: no such loss."""
-    data_on_first_only: Annotated[bool, Needs("use_rl_sigma_and_noise")] = False
+    data_on_first_only: Annotated[bool, RequiresSwitch("use_rl_sigma_and_noise")] = False
     """Compute the diffusion loss on real clips only in the first trained step of a rollout."""
     use_rl_sigma_and_noise: bool = True
     """Compute the diffusion loss on real clips at the rollout's noise level and with its noise; False: noise level and
@@ -90,10 +93,10 @@ class FlowRLConfig(Table):
         return self
 
 
-def window_of(config: FlowRLConfig, num_steps: int) -> Window | None:
+def window_of(config: FlowRLConfig, num_steps: int) -> StepWindow | None:
     """Return the window of stochastic denoising steps in a rollout of `num_steps` steps; None: all steps are
     stochastic."""
     if config.window_size is None:
         return None
     first, end = config.window_range or (0, max(config.window_size, num_steps // 2))
-    return Window(config.window_size, first, min(end, num_steps - 1), config.window_moves_every)
+    return StepWindow(config.window_size, first, min(end, num_steps - 1), config.window_moves_every)

@@ -6,14 +6,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.data_term import DataTermConfig
-from cosmos_core.config.schema.marks import Needs, Only, Where
+from cosmos_core.config.schema.marks import NamedThing, RequiresSwitch, SupportedValues
 from cosmos_core.config.schema.rl import RlConfig
-from cosmos_core.config.schema.table import InStage, warn
+from cosmos_core.config.schema.table import StageContext, warn
 from cosmos_core.config.schema.values import NameOrImportPath, NonNegativeFloat, PositiveFloat, Steps, Tokens
 from cosmos_core.registry import is_code
 
 Algo = Literal["grpo", "rloo", "batch-std", "reinforce++", "reinforce++-baseline", "maxrl", "gdpo"]
-_CAPPED = ("cispo", "dppo_tv", "dppo_kl")
+_CAPPED_LOSSES = ("cispo", "dppo_tv", "dppo_kl")
 RolloutCorrection = Literal["", "none", "truncate", "mask", "sequence-truncate", "sequence-mask"]
 
 
@@ -24,8 +24,8 @@ class GrpoConfig(RlConfig):
 
     trainer_type: Annotated[
         NameOrImportPath,
-        Only(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True),
-        Where.CODE,
+        SupportedValues(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True),
+        NamedThing.CODE,
     ] = "grpo"
     """Algorithm: `grpo`, or a user class `path/file.py:Class`."""
 
@@ -60,10 +60,10 @@ class GrpoConfig(RlConfig):
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty towards the reference model, from which the stage started; 0: no penalty, and no
     reference model in memory."""
-    kl_in_reward: Annotated[bool, Needs("kl_beta")] = False
+    kl_in_reward: Annotated[bool, RequiresSwitch("kl_beta")] = False
     """Take `kl_beta` * log(old policy / reference) from the reward of each token, whose advantage is then its whitened
     return, as in the paper of `algo = "reinforce++"` (arXiv 2501.03262), instead of adding the KL to the loss."""
-    unbiased_kl_estimate: Annotated[bool, Needs("kl_beta")] = False
+    unbiased_kl_estimate: Annotated[bool, RequiresSwitch("kl_beta")] = False
     """Multiply the k3 estimator of the KL by the probability ratio, which makes its gradient that of the reverse KL
     (arXiv 2512.02556)."""
     kl_estimator: Literal["k2", "k3"] = "k3"
@@ -89,7 +89,7 @@ class GrpoConfig(RlConfig):
     aipo_rho: PositiveFloat | None = None
     """Maximum importance weight of AIPO, which weights tokens by policy / rollout policy in place of clipping (arXiv
     2505.24034); None: off."""
-    aipo_form: Annotated[Literal["weighted", "clamped"], Needs("aipo_rho")] = "weighted"
+    aipo_form: Annotated[Literal["weighted", "clamped"], RequiresSwitch("aipo_rho")] = "weighted"
     """Form of AIPO. `weighted`: as in the paper, every token has a gradient. `clamped`: as in Cosmos-RL, a token with a
     ratio policy / old policy above `aipo_rho` has no gradient."""
     entropy_coeff: float = 0.0
@@ -102,11 +102,11 @@ class GrpoConfig(RlConfig):
     share; None: no prefix is left out."""
     reference_reset_interval: Steps | None = None
     """Number of train steps after which the current policy becomes the new reference of the KL penalty; None: never."""
-    reset_optimizer_with_reference: Annotated[bool, Needs("reference_reset_interval")] = True
+    reset_optimizer_with_reference: Annotated[bool, RequiresSwitch("reference_reset_interval")] = True
     """Also reset the optimizer's moments when the reference policy is reset; the learning rate schedule continues."""
     use_decoupled_loss: bool = False
     """Weight tokens by old policy / rollout policy, and clip against the old policy (arXiv 2505.24298)."""
-    behav_imp_weight_cap: Annotated[PositiveFloat | None, Needs("use_decoupled_loss")] = None
+    behav_imp_weight_cap: Annotated[PositiveFloat | None, RequiresSwitch("use_decoupled_loss")] = None
     """With `use_decoupled_loss`: tokens whose weight old policy / rollout policy exceeds this value get weight 0; None:
     no cap."""
     use_rollout_logprobs_for_loss: bool = False
@@ -116,7 +116,7 @@ class GrpoConfig(RlConfig):
     """Importance weights w = old policy / rollout policy: `truncate` them at `rollout_correction_high` (TIS), `mask`
     tokens outside low and high (IcePop), or apply either to the product over a sequence; `none`: w = 1. Empty:
     `truncate` if rollouts may be older than the policy or are sampled from another distribution, otherwise 1."""
-    rollout_correction_low: Annotated[NonNegativeFloat, Needs("rollout_correction")] = 0.5
+    rollout_correction_low: Annotated[NonNegativeFloat, RequiresSwitch("rollout_correction")] = 0.5
     """Smallest importance weight that `rollout_correction` does not mask."""
     rollout_correction_high: PositiveFloat = 2.0
     """Largest importance weight of `rollout_correction`, above which a weight is truncated or masked."""
@@ -136,10 +136,14 @@ class GrpoConfig(RlConfig):
     data_term: DataTermConfig = DataTermConfig()
     """SFT rows that are trained on in addition to rollouts."""
 
-    def notices(self, stage: InStage) -> Iterator[str]:
+    def notices(self, stage: StageContext) -> Iterator[str]:
         yield from super().notices(stage)
-        of_variant = {"ratio_cap": _CAPPED, "sapo_temperature_pos": ("sapo",), "sapo_temperature_neg": ("sapo",)}
-        for name, variants in of_variant.items():
+        keys_by_variant = {
+            "ratio_cap": _CAPPED_LOSSES,
+            "sapo_temperature_pos": ("sapo",),
+            "sapo_temperature_neg": ("sapo",),
+        }
+        for name, variants in keys_by_variant.items():
             if self.variant not in variants and self.is_set(name):
                 others = " or ".join(map(repr, variants))
                 yield f"train.train_policy.{name} has no effect here: it is for variant = {others}"
@@ -149,7 +153,7 @@ class GrpoConfig(RlConfig):
 
     @field_validator("lower_bound_ratio")
     @classmethod
-    def _dual_clip_above_one(cls, ratio: float) -> float:
+    def _check_dual_clip(cls, ratio: float) -> float:
         if ratio <= 1:
             raise ValueError(f"lower_bound_ratio = {ratio} must be greater than 1")
         return ratio
@@ -175,7 +179,7 @@ class GrpoConfig(RlConfig):
 
     @model_validator(mode="after")
     def _weights(self) -> Self:
-        if self._corrects and (self.use_decoupled_loss or self.use_rollout_logprobs_for_loss):
+        if self._has_rollout_correction and (self.use_decoupled_loss or self.use_rollout_logprobs_for_loss):
             raise ValueError(
                 "rollout_correction excludes use_decoupled_loss and use_rollout_logprobs_for_loss: each says what the "
                 "log-probabilities of the rollouts are for; set one of them"
@@ -196,7 +200,7 @@ class GrpoConfig(RlConfig):
                 f"{masks[0]} compares the old policy with the rollouts, and use_rollout_logprobs_for_loss = true "
                 "takes the one for the other; set one of them"
             )
-        if self.self_normalised_weights and not (self._corrects or self.use_decoupled_loss):
+        if self.self_normalised_weights and not (self._has_rollout_correction or self.use_decoupled_loss):
             raise ValueError(
                 "self_normalised_weights = true needs weights: set rollout_correction, such as 'truncate', or leave it "
                 "out"
@@ -224,15 +228,15 @@ class GrpoConfig(RlConfig):
         return self
 
     @property
-    def _corrects(self) -> bool:
+    def _has_rollout_correction(self) -> bool:
         return self.rollout_correction not in {"", "none"}
 
     @model_validator(mode="after")
-    def _weighted_once(self, info: ValidationInfo) -> Self:
+    def _refuse_second_weight(self, info: ValidationInfo) -> Self:
         """Refuse or switch off a second importance weight if AIPO already weights tokens by policy / rollout policy."""
         if self.aipo_rho is None or self.aipo_form != "weighted":
             return self
-        if self._corrects:
+        if self._has_rollout_correction:
             raise ValueError(
                 f"rollout_correction = {self.rollout_correction!r} would weight tokens a second time: aipo_rho weights "
                 f"them by policy / rollout policy; set one of them, or aipo_form = 'clamped'"
@@ -240,7 +244,7 @@ class GrpoConfig(RlConfig):
         if self.use_decoupled_loss:
             warn(info, "train.train_policy.use_decoupled_loss: false, because aipo_rho weights tokens by policy / "
                 "rollout policy already")  # fmt: skip
-            return self.derived(use_decoupled_loss=False)
+            return self.derive(use_decoupled_loss=False)
         return self
 
     @model_validator(mode="after")
@@ -263,7 +267,7 @@ class GrpoConfig(RlConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _collected(cls, values: Any) -> Any:
+    def _collect_needed_logprobs(cls, values: Any) -> Any:
         """Switch on the rollout log-probabilities that the losses with importance weights need."""
         if isinstance(values, dict) and values.get("use_decoupled_loss") is True:
             return values | {"rollout_as_token_ids": True, "collect_rollout_logprobs": True}
@@ -275,7 +279,7 @@ class GrpoConfig(RlConfig):
     def supervised_rows(self) -> DataTermConfig | None:
         return self.data_term if self.data_term.name else None
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         yield from super().refusals(stage)
         term, key = self.data_term, "train.train_policy.data_term"
         if term.weight and not term.name:
@@ -288,7 +292,7 @@ class GrpoConfig(RlConfig):
             yield f"policy.parallelism.pp_size excludes {key}; set it to 1"
 
     @property
-    def compares_groups(self) -> bool:
+    def compares_in_group(self) -> bool:
         return self.algo != "reinforce++" and not self.bypass_reward
 
     @property

@@ -2,11 +2,11 @@
 
 from typing import Annotated, Literal
 
-from cosmos_core.config.schema.marks import NoResult, Where
+from cosmos_core.config.schema.marks import NamedThing, NoResult
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import NameOrImportPath
 
-Hook = Annotated[NameOrImportPath | Literal[""], NoResult, Where.CODE]
+Hook = Annotated[NameOrImportPath | Literal[""], NoResult, NamedThing.CODE]
 
 
 class HooksConfig(Table):

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from cosmos_core.config.schema.marks import NoResult
-from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.values import NonNegativeFloat, PositiveInt, Tokens
 
 
@@ -33,7 +33,7 @@ class JudgeConfig(Table):
     cache: Annotated[bool, NoResult] = True
     """Keep replies in the cache folder of the user, so that the same completion is not judged twice."""
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         """Yield an error if the reward `judge` is used without `endpoint` or `model`."""
-        if stage.kind.scores and stage.recipe.asks_judge and not (self.endpoint and self.model):
+        if stage.kind.scores and stage.recipe.uses_judge and not (self.endpoint and self.model):
             yield "the reward judge needs judge.endpoint, the URL of a server, and judge.model, the name of its model"

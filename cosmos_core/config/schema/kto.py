@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from cosmos_core.config.schema.sft import SftConfig
-from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.values import NonNegativeFloat, PositiveFloat
 
 
@@ -41,14 +41,14 @@ class KtoConfig(SftConfig):
     """Loss of a labelled response."""
 
     @property
-    def saves_reference(self) -> bool:
+    def saves_reference_logprobs(self) -> bool:
         return True
 
     @property
     def named_weights(self) -> tuple[str, ...]:
         return ("reference",)
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         if self.kto.loss_type == "kto" and stage.recipe.train.train_batch_per_replica < 2:
             yield (
                 "train.train_batch_per_replica = 1: the KL estimate of 'kto' needs the response to another prompt of "

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.schema.marks import NoResult, Where
+from cosmos_core.config.schema.marks import NamedThing, NoResult
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import NameOrImportPath, Steps
 from cosmos_core.registry import is_import_path, offered_names
@@ -17,7 +17,7 @@ SINKS_FOLDER = "cosmos_core.observe.sinks"
 class LoggingConfig(Table):
     """`[logging]`: metric sinks, and names of runs on Weights & Biases, MLflow and trackio."""
 
-    logger: Annotated[tuple[NameOrImportPath, ...], Field(strict=False), NoResult, Where.CODE] = ("console",)
+    logger: Annotated[tuple[NameOrImportPath, ...], Field(strict=False), NoResult, NamedThing.CODE] = ("console",)
     """Metric sinks in addition to the run directory: `console`, `wandb` (one run on Weights & Biases for each stage
     with metrics), `mlflow` and `trackio` (likewise), `tensorboard` (event files in the stage's folder `tensorboard/`),
     a user's class, `path/file.py:Class`, with the methods of `Sink`, or a function `f(data, step)`."""
@@ -44,8 +44,8 @@ class LoggingConfig(Table):
     @classmethod
     def _check_sinks(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         known = (CONSOLE, *offered_names(SINKS_FOLDER, "Sink"))
-        lowered = tuple(name if is_import_path(name) else name.lower() for name in names)
-        for name in lowered:
+        lower_names = tuple(name if is_import_path(name) else name.lower() for name in names)
+        for name in lower_names:
             if name not in known and not is_import_path(name):
                 raise ValueError(f"logger {name!r} is not known; known: {', '.join(known)}")
-        return lowered
+        return lower_names

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.schema.marks import NoResult, Where
-from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.marks import NamedThing, NoResult
+from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.values import Fraction, PositiveFloat, PositiveInt, Strings
 
 _INIT = {"gaussian", "eva", "olora", "pissa"}
@@ -18,7 +18,7 @@ class LoraConfig(Table):
 
     r: PositiveInt = 8
     """Rank of the adapters."""
-    lora_path: Annotated[str | None, NoResult, Where.PATH] = None
+    lora_path: Annotated[str | None, NoResult, NamedThing.PATH] = None
     """Folder of a PEFT adapter from which training starts, with the adapter's settings (the fingerprint includes its
     content); None: a new adapter. Declared but not read in Cosmos-RL."""
     lora_alpha: PositiveFloat = 8.0
@@ -41,20 +41,20 @@ class LoraConfig(Table):
     """Initial values of the matrices A and B. True: B starts at zero; false: neither starts at zero; or `gaussian`,
     `olora`, `pissa`, `pissa_niter_N`; not yet `eva`, which needs data."""
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         if self.init_lora_weights == "eva":
             yield "policy.lora.init_lora_weights = 'eva' needs data before the first step; use 'pissa' or true"
 
     @field_validator("target_modules")
     @classmethod
-    def _all_linear(cls, modules: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
+    def _expand_all_linear(cls, modules: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
         if isinstance(modules, str) and modules != "all-linear":
             raise ValueError(f"target_modules = {modules!r} must be 'all-linear' or a list of name fragments")
         return modules
 
     @field_validator("init_lora_weights")
     @classmethod
-    def _known_start(cls, start: bool | str) -> bool | str:
+    def _check_initialisation(cls, start: bool | str) -> bool | str:
         if isinstance(start, str) and start not in _INIT and not re.fullmatch(r"pissa_niter_\d+", start):
             raise ValueError(
                 f"init_lora_weights = {start!r} must be true, false, {', '.join(sorted(_INIT))} or pissa_niter_N"

@@ -22,7 +22,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Since:
+class IntroducedIn:
     """Generation of recipes that introduced the key: the `first` reference version of Cosmos-RL, a `later` version of
     it, or `ours`, this project."""
 
@@ -30,14 +30,14 @@ class Since:
 
 
 @dataclass(frozen=True)
-class Needs:
+class RequiresSwitch:
     """Mark of a field that has an effect only while the field `switch` of the same table is set."""
 
     switch: str
 
 
 @dataclass(frozen=True)
-class Only:
+class SupportedValues:
     """Values that this version supports; the schema accepts more values."""
 
     values: tuple[Any, ...]
@@ -46,12 +46,12 @@ class Only:
     takes_import_paths: bool = False
     """Whether import paths of user code, `module:name` and `file.py:name`, are also supported."""
 
-    def allows(self, value: Any) -> bool:
+    def is_supported(self, value: Any) -> bool:
         """Return True if this version supports the value."""
         return value in self.values or (self.takes_import_paths and isinstance(value, str) and ":" in value)
 
 
-class Where(Enum):
+class NamedThing(Enum):
     """Kind of thing outside the recipe that a text field names. Paths in such fields are made absolute, so that a run
     can be resumed from any folder, and the content that they name enters the fingerprint."""
 
@@ -63,18 +63,18 @@ class Where(Enum):
     """Publication target: a folder that may not exist yet, a URL, or user code."""
 
 
-def registered(folder: str, suffix: str) -> Only:
+def accepts_registered(folder: str, suffix: str) -> SupportedValues:
     """Return the mark of a field that accepts the classes in a folder of this package (see `registry.offered_names`) or
     user code."""
     names = tuple(offered_names(folder, suffix))
     note = (
         f"this version has {', '.join(map(repr, names))}; take one of them, or a class of your own, path/file.py:Class"
     )
-    return Only(names, note, takes_import_paths=True)
+    return SupportedValues(names, note, takes_import_paths=True)
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitMark:
     """Unit of a numeric field, such as `tokens`."""
 
     name: str
@@ -85,30 +85,30 @@ class AffectsResult:
     """Whether a used field enters the fingerprint of the stages that read it."""
 
     value: bool
-    if_set: bool = False
+    omits_empty: bool = False
     """Whether an empty value is left out of fingerprints, as in those of versions without the field."""
 
 
 NoResult = AffectsResult(False)
 """Mark of a field that changes how a run is shown or stored, never what it computes."""
-IfSet = AffectsResult(True, if_set=True)
+IfSet = AffectsResult(True, omits_empty=True)
 """Mark of a field that is left out of fingerprints while it is empty."""
 
 
-def mark(field: FieldInfo, kind: type) -> Any:
+def find_mark(field: FieldInfo, kind: type) -> Any:
     """Return the mark of a class in a field's annotation; None if the field has no such mark."""
-    entry = _FOUND.get(id(field))
+    entry = _MARKS_BY_FIELD.get(id(field))
     if entry is None:
-        entry = _FOUND[id(field)] = field, [*field.metadata, *_nested(field.annotation)]
+        entry = _MARKS_BY_FIELD[id(field)] = field, [*field.metadata, *_marks_in_union(field.annotation)]
     return next((item for item in entry[1] if isinstance(item, kind)), None)
 
 
-_FOUND: dict[int, tuple[FieldInfo, list[Any]]] = {}
+_MARKS_BY_FIELD: dict[int, tuple[FieldInfo, list[Any]]] = {}
 """Cache of the marks of fields by the `id` of the field, because fields are not hashable; it holds each field, so that
 no other object gets the same `id`."""
 
 
-def _nested(annotation: Any) -> list[Any]:
+def _marks_in_union(annotation: Any) -> list[Any]:
     """Yield the marks inside a union, such as those of `Annotated[int, ...] | None`."""
     members = get_args(annotation) if get_origin(annotation) in {Union, types.UnionType} else ()
     return [item for member in members if get_origin(member) is Annotated for item in get_args(member)[1:]]

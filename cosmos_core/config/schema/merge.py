@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.values import Fraction
 
 
@@ -22,7 +22,7 @@ class MergeConfig(Table):
     density: Annotated[Fraction, Field(gt=0)] = 0.5
     """Fraction of the differences to keep in each tensor; not for `linear`."""
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         """Yield errors for recipes that a stage of kind `merge` does not support."""
         if stage.kind.table == "merge" and stage.recipe.policy.is_diffusers:
             yield "policy.is_diffusers = true: kind merge combines language models; merge pipelines with a custom stage"

@@ -5,8 +5,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cosmos_core.config.schema.marks import Needs, NoResult, Unit, Where
-from cosmos_core.config.schema.table import InStage, Table, warn
+from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresSwitch, UnitMark
+from cosmos_core.config.schema.table import StageContext, Table, warn
 from cosmos_core.config.schema.values import NameOrImportPath, Names, PositiveFloat, PositiveInt
 
 _KEY = "rollout.multi_turn_config"
@@ -22,21 +22,23 @@ class MultiTurnRolloutConfig(Table):
     enable_tools: bool = False
     """Execute the tool calls that end an assistant turn, in the format of Hermes (`<tool_call>{...}</tool_call>`), and
     insert their results before the next turn."""
-    tools: Annotated[tuple[NameOrImportPath, ...], Field(strict=False), Needs("enable_tools"), Where.CODE] = ()
+    tools: Annotated[
+        tuple[NameOrImportPath, ...], Field(strict=False), RequiresSwitch("enable_tools"), NamedThing.CODE
+    ] = ()
     """Tools that the policy may call: functions decorated with `@tool` of `cosmos_core.tools.base`, as
     `path/file.py:function` or `module:function`. A column `tools` of a row replaces the descriptions of the tools in
     its prompt."""
-    tool_timeout_seconds: Annotated[PositiveFloat, Unit("seconds"), Needs("enable_tools")] = 10.0
+    tool_timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds"), RequiresSwitch("enable_tools")] = 10.0
     """Time limit of a tool call, after which it is killed; its result is then an error message for the policy."""
-    tool_env: Annotated[Names, NoResult, Needs("enable_tools")] = ()
+    tool_env: Annotated[Names, NoResult, RequiresSwitch("enable_tools")] = ()
     """Names of environment variables that tools receive, such as the key of a service, in addition to those that any
     program needs; their values are masked in logs."""
     enable_thinking: bool = False
     """Value of `enable_thinking` for the chat template."""
-    custom_chat_template_path: Annotated[str | None, NoResult, Where.PATH] = None
+    custom_chat_template_path: Annotated[str | None, NoResult, NamedThing.PATH] = None
     """Jinja file of the chat template that renders prompts and tool results; None: the tokenizer's template. Exports
     keep the tokenizer's template."""
-    max_assistant_turns: Annotated[PositiveInt, Unit("turns")] = 5
+    max_assistant_turns: Annotated[PositiveInt, UnitMark("turns")] = 5
     """Maximum number of assistant turns of a conversation."""
     add_generation_prompt: bool = True
     """Add the beginning of the assistant's turn after a prompt and after tool results; false: the policy generates
@@ -46,29 +48,29 @@ class MultiTurnRolloutConfig(Table):
     in the prompt. Off if tools and a generation prompt are enabled."""
 
     @property
-    def called_tools(self) -> tuple[str, ...]:
+    def enabled_tools(self) -> tuple[str, ...]:
         """Return the import paths of the tools that the policy may call; empty if tools are disabled."""
         return self.tools if self.enable and self.enable_tools else ()
 
     @field_validator("continue_final_message")
     @classmethod
-    def _tools_end_messages(cls, goes_on: bool, info: ValidationInfo) -> bool:
-        if not (goes_on and info.data.get("enable_tools") and info.data.get("add_generation_prompt")):
-            return goes_on
+    def _tools_end_messages(cls, may_continue: bool, info: ValidationInfo) -> bool:
+        if not (may_continue and info.data.get("enable_tools") and info.data.get("add_generation_prompt")):
+            return may_continue
         warn(info, f"{_KEY}.continue_final_message: false, because enable_tools and add_generation_prompt are set")
         return False
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         if self.continue_final_message and self.add_generation_prompt:
             yield f"{_KEY}.continue_final_message excludes add_generation_prompt; set that to false"
         tp_size = stage.recipe.rollout.parallelism.tp_size
-        if self.called_tools and tp_size > 1 and stage.recipe.mode == "colocated":
+        if self.enabled_tools and tp_size > 1 and stage.recipe.mode == "colocated":
             yield (
                 f"{_KEY}.tools: with rollout.parallelism.tp_size = {tp_size} each rank of an engine would call them; "
                 f"set it to 1"
             )
 
-    def notices(self, stage: InStage) -> Iterator[str]:
+    def notices(self, stage: StageContext) -> Iterator[str]:
         """Yield notices about settings that end every conversation after its first turn, or let every tool call
         fail."""
         if not self.enable_tools:

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from cosmos_core.config.conditions import parse_condition
-from cosmos_core.config.schema.marks import NoResult, Unit, Where
+from cosmos_core.config.schema.marks import NamedThing, NoResult, UnitMark
 from cosmos_core.config.schema.sweep import SweepConfig
-from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.values import Fraction, Names, NonNegativeInt, PositiveFloat, PositiveInt
 from cosmos_core.config.target import TARGETS_FOLDER, split_target
 from cosmos_core.registry import is_import_path, offered_names
@@ -18,7 +18,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 STAGE_NAME_LENGTH = 64
-MONEY = frozenset({"price_per_gpu_hour", "budget"})
+BUDGET_KEYS = frozenset({"price_per_gpu_hour", "budget"})
 """Keys of `[pipeline]` that may change while a run exists."""
 BLOCK = "block:"
 """Prefix of a value that names a Prefect block."""
@@ -51,7 +51,7 @@ class StageConfig(Table):
     this file."""
     after: Names = ()
     """Names of the stages that must be done before this stage starts."""
-    model: Annotated[str, Where.PATH] = ""
+    model: Annotated[str, NamedThing.PATH] = ""
     """Model that the stage starts from: `stage:NAME` for the export of that stage, or a folder; empty:
     `policy.model_name_or_path`."""
     checkpoint: str = ""
@@ -60,11 +60,11 @@ class StageConfig(Table):
     format: Literal["", "bf16", "fp8", "int8", "w4a16"] = ""
     """Kinds evaluate and upload: the format to read of the export that `model` names, one of its `export.formats`;
     empty: the model without quantisation."""
-    data: Annotated[str, Where.PATH] = ""
+    data: Annotated[str, NamedThing.PATH] = ""
     """Rows of the stage: `stage:NAME` for the rows that a stage of kind prepare, sample or custom wrote; empty: the
     recipe's dataset. Kind export: the prepared rows with which formats are compared; empty: those of the training
     before it."""
-    reward_service: Annotated[str, Where.PATH] = ""
+    reward_service: Annotated[str, NamedThing.PATH] = ""
     """Kinds rl, sft, sample, validate and custom: configuration file of a reward service to run during the stage
     (`cosmos reward-service`), or `block:NAME` for a running service, whose address and token are in a Prefect block;
     empty: the service at `REMOTE_REWARD_ENQUEUE_URL`."""
@@ -79,7 +79,7 @@ class StageConfig(Table):
     """Maximum number of consecutive attempts without progress before the stage fails. Preemptions do not count."""
     timeout: str = ""
     """Time limit of one attempt, e.g. `12h`; empty: no limit."""
-    entry: Annotated[str, Where.CODE] = ""
+    entry: Annotated[str, NamedThing.CODE] = ""
     """Kind custom: the function, `module:function` or `path/file.py:function`, called with the stage."""
     arguments: dict[str, Any] = {}
     """Kind custom: keyword arguments of the function in `entry`."""
@@ -96,7 +96,7 @@ class StageConfig(Table):
     the noise of both measurements in 95 of 100 cases. Available for accuracy, pass@k and reward, and for a metric that
     is reported with a metric `NAME_stderr`. Benchmarks of which both models have the results of the same items are
     compared per item. 0: values are compared directly."""
-    target: Annotated[str, Where.PUBLISHED] = ""
+    target: Annotated[str, NamedThing.PUBLISHED] = ""
     """Kinds upload and gate: where models are published: a folder, `s3://BUCKET/PREFIX`, `hub://OWNER/NAME` (or
     `hub://OWNER/NAME@BRANCH`), a registered model of MLflow, `mlflow://MODEL`, or a class of your own,
     `path/file.py:Class` or `path/file.py:Class://LOCATION`, with the methods of `Target`."""
@@ -104,7 +104,7 @@ class StageConfig(Table):
     sweep: SweepConfig | None = None
     """Run the stage once for each point of a grid, in parallel; stages after it use the best branch. None: once."""
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         name, _ = split_target(self.target)
         target_names = offered_names(TARGETS_FOLDER, "Target")
         if not is_import_path(name) and name not in target_names:
@@ -115,7 +115,7 @@ class StageConfig(Table):
 
     @field_validator("name")
     @classmethod
-    def _plain_name(cls, name: str) -> str:
+    def _check_name(cls, name: str) -> str:
         if not STAGE_NAME.fullmatch(name) or len(name) > STAGE_NAME_LENGTH:
             raise ValueError(
                 f"stage name {name!r} must be at most {STAGE_NAME_LENGTH} letters, digits, - and _, and start "
@@ -125,7 +125,7 @@ class StageConfig(Table):
 
     @field_validator("reward_service_pool")
     @classmethod
-    def _has_a_file(cls, pool: str, info: ValidationInfo) -> str:
+    def _require_worker_file(cls, pool: str, info: ValidationInfo) -> str:
         service = info.data.get("reward_service", "")
         if pool and (not service or service.startswith(BLOCK)):
             raise ValueError(f"reward_service_pool = {pool!r} needs the file of a service in reward_service")
@@ -133,14 +133,14 @@ class StageConfig(Table):
 
     @field_validator("checkpoint")
     @classmethod
-    def _best_or_a_step(cls, which: str) -> str:
-        if which not in {"", "best"} and not (which.isascii() and which.isdigit() and int(which)):
-            raise ValueError(f"checkpoint = {which!r} must be 'best' or the number of a train step")
-        return which
+    def _check_checkpoint(cls, selection: str) -> str:
+        if selection not in {"", "best"} and not (selection.isascii() and selection.isdigit() and int(selection)):
+            raise ValueError(f"checkpoint = {selection!r} must be 'best' or the number of a train step")
+        return selection
 
     @field_validator("timeout")
     @classmethod
-    def _timeout_is_a_duration(cls, timeout: str) -> str:
+    def _check_timeout(cls, timeout: str) -> str:
         if timeout:
             seconds(timeout)
         return timeout
@@ -168,14 +168,14 @@ class PipelineConfig(Table):
     threads: PositiveInt | None = None
     """Number of CPU threads of a stage's worker; None: all cores. The fingerprint includes it, because the order of
     sums changes the last bit."""
-    gpus: Annotated[PositiveInt | None, Unit("GPUs"), NoResult] = None
+    gpus: Annotated[PositiveInt | None, UnitMark("GPUs"), NoResult] = None
     """Maximum number of GPUs of one stage; None: not checked."""
-    gpus_per_node: Annotated[PositiveInt, Unit("GPUs"), NoResult] = 8
+    gpus_per_node: Annotated[PositiveInt, UnitMark("GPUs"), NoResult] = 8
     """Number of GPUs of one machine, for `plan --estimate`."""
-    gpu_memory: Annotated[PositiveFloat | None, Unit("GiB"), NoResult] = None
+    gpu_memory: Annotated[PositiveFloat | None, UnitMark("GiB"), NoResult] = None
     """Memory of one GPU, with which `plan --estimate` decides whether a stage fits. None: the memory of the GPU of
     `--on`, otherwise of this machine's GPU, or the host memory if it has no GPU."""
-    gpu_tflops: Annotated[PositiveFloat | None, Unit("TFLOP/s"), NoResult] = None
+    gpu_tflops: Annotated[PositiveFloat | None, UnitMark("TFLOP/s"), NoResult] = None
     """Sustained throughput of one GPU in training, for `plan --estimate` of a stage that was never run. None: 40 % of
     the data sheet value of the GPU that `--on` names, otherwise half of the throughput of a matrix product on this
     machine."""

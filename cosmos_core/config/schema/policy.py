@@ -8,10 +8,10 @@ from pydantic import field_validator, model_validator
 
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.lora import LoraConfig
-from cosmos_core.config.schema.marks import Needs, NoResult, Where
+from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresSwitch
 from cosmos_core.config.schema.modality import CAUSAL_LM, DIFFUSION, Modality
 from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
-from cosmos_core.config.schema.table import InStage, Table, as_toml
+from cosmos_core.config.schema.table import StageContext, Table, as_toml
 from cosmos_core.config.schema.values import NameOrImportPath, NonNegativeFloat, Strings, Tokens
 
 
@@ -20,22 +20,22 @@ class PolicyConfig(Table):
 
     parallelism: PolicyParallelismConfig = PolicyParallelismConfig()
     """Device mesh of the trainer."""
-    diffusers: Annotated[DiffusersConfig, Needs("is_diffusers")] = DiffusersConfig()
+    diffusers: Annotated[DiffusersConfig, RequiresSwitch("is_diffusers")] = DiffusersConfig()
     """Settings of diffusion models; they have an effect only with `is_diffusers`."""
     is_diffusers: bool = False
     """Whether the model is a pipeline of the library diffusers."""
-    model_class: Annotated[NameOrImportPath | None, Where.CODE] = None
+    model_class: Annotated[NameOrImportPath | None, NamedThing.CODE] = None
     """User class of a family of diffusion models, `path/file.py:Class`; None: the family of the pipeline's class."""
-    model_name_or_path: Annotated[str, NoResult, Where.PATH] = "Qwen/Qwen2.5-VL-7B-Instruct"
+    model_name_or_path: Annotated[str, NoResult, NamedThing.PATH] = "Qwen/Qwen2.5-VL-7B-Instruct"
     """Model that is trained: a folder in Hugging Face format, its URL in a store (`s3://BUCKET/PREFIX`; `/latest` at
     the end selects the published version), or a Hub id (the fingerprint includes the content, not the name); in a
     pipeline `model = "stage:NAME"` replaces it."""
-    model_safetensor_path: Annotated[str | None, NoResult, Where.PATH] = None
+    model_safetensor_path: Annotated[str | None, NoResult, NamedThing.PATH] = None
     """Folder or .safetensors file with the weights, if they are not in the folder of config.json (the fingerprint takes
     its content); None: the folder of config.json."""
     model_revision: str | None = None
     """Revision of the model on the Hub; None: the newest."""
-    chat_template: Annotated[str | None, NoResult, Where.PATH] = None
+    chat_template: Annotated[str | None, NoResult, NamedThing.PATH] = None
     """Chat template that replaces the tokenizer's own, also in exports: a Jinja file, `chatml`, or `plain`, with turns
     `User: ...` and `Assistant: ...` and the end token (the fingerprint includes the content). None: the tokenizer's
     template."""
@@ -67,25 +67,25 @@ class PolicyConfig(Table):
         """Return the modality of the model, text or diffusion; algorithms declare which modalities they train."""
         return DIFFUSION if self.is_diffusers else CAUSAL_LM
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         algorithm = stage.recipe.train.train_policy
-        if stage.kind.trains and self.modality.name not in algorithm.modalities:
+        if stage.kind.trains_model and self.modality.name not in algorithm.modalities:
             yield (
                 f"policy.is_diffusers = {as_toml(self.is_diffusers)}: train.train_policy.trainer_type = "
                 f"{algorithm.trainer_type!r} does not train such models; "
                 f"{'give one that does' if self.is_diffusers else 'set it to true'}"
             )
-        yield from self._of_diffusion(stage) if self.is_diffusers else ()
+        yield from self._diffusion_errors(stage) if self.is_diffusers else ()
         if self.enable_liger_kernel and stage.kind.has_mesh:
-            yield from self.parallelism.only_data_parallel("policy.enable_liger_kernel = true")
-        for axis in ("tp_size", "cp_size", "pp_size") if self.aux_loss_coeff and stage.kind.trains else ():
+            yield from self.parallelism.require_data_parallel_only("policy.enable_liger_kernel = true")
+        for axis in ("tp_size", "cp_size", "pp_size") if self.aux_loss_coeff and stage.kind.trains_model else ():
             if (size := getattr(self.parallelism, axis)) > 1:
                 yield (
                     f"policy.aux_loss_coeff = {self.aux_loss_coeff} excludes policy.parallelism.{axis} = {size} here: "
                     f"routers must see whole sequences on one rank; set it to 1"
                 )
 
-    def _of_diffusion(self, stage: InStage) -> Iterator[str]:
+    def _diffusion_errors(self, stage: StageContext) -> Iterator[str]:
         """Yield errors for settings that diffusion models do not support."""
         for axis in ("tp_size", "pp_size", "ep_size") if stage.kind.has_mesh else ():
             if (size := getattr(self.parallelism, axis)) > 1:
@@ -100,7 +100,7 @@ class PolicyConfig(Table):
             )
         if self.enable_liger_kernel:
             yield "policy.enable_liger_kernel = true: Liger has no kernels for diffusion models; leave it out"
-        if stage.kind.trains and stage.recipe.train.fp8.enable_fp8:
+        if stage.kind.trains_model and stage.recipe.train.fp8.enable_fp8:
             yield "train.fp8.enable_fp8 = true: this version trains diffusion models without fp8; leave it out"
         if self.lora and self.lora.lora_path:
             yield "policy.lora.lora_path: this version begins diffusion adapters anew; leave it out"
@@ -114,7 +114,7 @@ class PolicyConfig(Table):
 
     @field_validator("model_name_or_path")
     @classmethod
-    def _not_empty(cls, name: str) -> str:
+    def _require_name(cls, name: str) -> str:
         if not name.strip():
             raise ValueError("model_name_or_path is empty; give a folder or a Hub id")
         return name
@@ -130,7 +130,7 @@ class PolicyConfig(Table):
         return patterns
 
     @model_validator(mode="after")
-    def _one_pattern(self) -> Self:
+    def _check_freeze_patterns(self) -> Self:
         if self.freeze_pattern and self.trainable_pattern:
             raise ValueError("freeze_pattern and trainable_pattern exclude each other; keep one of them")
         return self

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.table import StageContext, Table
 
 _Recipe = Literal["dynamic_scaling", "delayed_scaling"]
 _Quantisation = Literal["rowwise", "tensorwise"]
@@ -21,7 +21,7 @@ class FP8Config(Table):
     quant_recipe: _Quantisation = "rowwise"
     """Granularity of the fp8 scales: one per row, or one per tensor."""
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         if stage.recipe.policy.lora is not None:
             yield "train.fp8.enable_fp8 = true excludes policy.lora, whose base is not trained; leave [train.fp8] out"
         dtype = stage.recipe.train.param_dtype
@@ -29,4 +29,4 @@ class FP8Config(Table):
             yield f"train.fp8.enable_fp8 = true needs train.param_dtype = 'bfloat16', not {dtype!r}"
         if stage.kind.has_mesh:
             mesh = stage.recipe.policy.parallelism
-            yield from mesh.only_data_parallel("train.fp8.enable_fp8 = true", or_tensor=True)
+            yield from mesh.require_data_parallel_only("train.fp8.enable_fp8 = true", allows_tp=True)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cosmos_core.config.schema.marks import Needs, NoResult, Unit
+from cosmos_core.config.schema.marks import NoResult, RequiresSwitch, UnitMark
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import NonNegativeInt, PositiveInt
 
@@ -14,12 +14,12 @@ class SubProfilerConfig(Table):
 
     do_profile: Annotated[bool, NoResult] = False
     """Record from the beginning of an attempt; False: only after `cosmos profile RUN`."""
-    active_steps: Annotated[PositiveInt, Unit("train steps"), NoResult] = 1
+    active_steps: Annotated[PositiveInt, UnitMark("train steps"), NoResult] = 1
     """Number of train steps that are recorded."""
-    warmup_steps: Annotated[NonNegativeInt, Unit("train steps"), NoResult] = 1
+    warmup_steps: Annotated[NonNegativeInt, UnitMark("train steps"), NoResult] = 1
     """Number of train steps that are traced before the recorded steps and discarded, because the first events take
     longer."""
-    wait_steps: Annotated[NonNegativeInt, Unit("train steps"), NoResult] = 1
+    wait_steps: Annotated[NonNegativeInt, UnitMark("train steps"), NoResult] = 1
     """Number of steps before the warm-up that are not traced."""
     rank_filter: Annotated[tuple[NonNegativeInt, ...], Field(strict=False), NoResult] = ()
     """Ranks that record a trace; empty: rank 0."""
@@ -37,5 +37,5 @@ class ProfilerConfig(Table):
     enable_profiler: Annotated[bool, NoResult] = False
     """Record `profile/steps_A-B_rank_R.json.gz` in the stage, which Perfetto (ui.perfetto.dev) opens, and the operators
     that took longest, which the report shows."""
-    sub_profiler_config: Annotated[SubProfilerConfig, Needs("enable_profiler")] = SubProfilerConfig()
+    sub_profiler_config: Annotated[SubProfilerConfig, RequiresSwitch("enable_profiler")] = SubProfilerConfig()
     """Train steps and ranks that the profiler records."""

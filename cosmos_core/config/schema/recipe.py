@@ -70,7 +70,7 @@ class Recipe(Table):
     """Port of the Redis server of Cosmos-RL's controller; marks the recipe as written for Cosmos-RL, see `mode`."""
 
     @property
-    def is_of_cosmos_rl(self) -> bool:
+    def has_cosmos_rl_keys(self) -> bool:
         """Return True if the recipe has keys that only recipes written for Cosmos-RL have."""
         meshes = (self.policy.parallelism, self.rollout.parallelism)
         return bool(self.redis) or all("n_init_replicas" in mesh.model_fields_set for mesh in meshes)
@@ -79,8 +79,8 @@ class Recipe(Table):
     def completes_held_out(self) -> bool:
         """Return whether held-out rows are prompts that the model completes, rather than texts whose loss is
         measured."""
-        judged = self.validation.reward_function or self.validation.remote_rewards
-        return self.train.train_policy.has_rollouts or bool(judged)
+        has_rewards = self.validation.reward_function or self.validation.remote_rewards
+        return self.train.train_policy.has_rollouts or bool(has_rewards)
 
     @property
     def may_split_groups(self) -> bool:
@@ -127,12 +127,12 @@ class Recipe(Table):
     def reward_constants(self) -> dict[str, Any]:
         """Return the values of the recipe that every reward function may take as keyword arguments; see
         `rewards.base.KEYWORDS`."""
-        constants = self.train.train_policy.constants_of_rewards
-        most = self.rollout.max_response_length
-        return {"custom": self.custom, "max_tokens": most, "judge_config": self.judge.model_dump(), **constants}
+        constants = self.train.train_policy.reward_keyword_values
+        max_tokens = self.rollout.max_response_length
+        return {"custom": self.custom, "max_tokens": max_tokens, "judge_config": self.judge.model_dump(), **constants}
 
     @property
-    def asks_judge(self) -> bool:
+    def uses_judge(self) -> bool:
         """Return whether training or validation uses the reward `judge`."""
         return "judge" in {*self.train.train_policy.rewards, *self.validation.reward_function}
 
@@ -140,13 +140,13 @@ class Recipe(Table):
     def reward_env(self) -> tuple[str, ...]:
         """Return the names of environment variables that reward functions receive in addition to those of every
         subprocess."""
-        return tuple(dict.fromkeys((*self.train.train_policy.env_of_rewards, *self.validation.reward_env)))
+        return tuple(dict.fromkeys((*self.train.train_policy.reward_env_names, *self.validation.reward_env)))
 
     @property
     def secret_env(self) -> tuple[str, ...]:
         """Return the names of environment variables whose values are masked: those of rewards, and the key of the
         judge."""
-        return (*self.reward_env, self.judge.key_env) if self.asks_judge else self.reward_env
+        return (*self.reward_env, self.judge.key_env) if self.uses_judge else self.reward_env
 
     @model_validator(mode="before")
     @classmethod
@@ -179,20 +179,20 @@ class Recipe(Table):
         warn(info, f"policy.parallelism.n_init_replicas = {count}: dp_replicate_size = {replicas}, and a train step "
             f"has {rows} rows")  # fmt: skip
         if isinstance(policy, RlConfig) and policy.batch_size_per_optimize:
-            policy = policy.derived(batch_size_per_optimize=policy.batch_size_per_optimize * count)
-        mesh = mesh.derived(n_init_replicas=1, dp_replicate_size=replicas)
-        return self.derived(
-            policy=self.policy.derived(parallelism=mesh),
-            train=train.derived(train_batch_per_replica=rows, train_policy=policy),
+            policy = policy.derive(batch_size_per_optimize=policy.batch_size_per_optimize * count)
+        mesh = mesh.derive(n_init_replicas=1, dp_replicate_size=replicas)
+        return self.derive(
+            policy=self.policy.derive(parallelism=mesh),
+            train=train.derive(train_batch_per_replica=rows, train_policy=policy),
         )
 
     @model_validator(mode="after")
-    def _engine_of_the_modality(self) -> Self:
+    def _set_diffusion_engine(self) -> Self:
         """Set the backend `flow_sampler` for diffusion models in place of an engine for text: the ranks that train
         generate."""
         if not self.policy.is_diffusers or self.rollout.backend not in {"vllm", "hf"}:
             return self
-        return self.derived(rollout=self.rollout.derived(backend="flow_sampler"))
+        return self.derive(rollout=self.rollout.derive(backend="flow_sampler"))
 
     @model_validator(mode="after")
     def _pipeline_stages(self) -> Self:
@@ -220,13 +220,13 @@ class Recipe(Table):
         return not (excludes[0] or (excludes[1] and isinstance(self.train.train_policy, RlConfig)))
 
     @model_validator(mode="after")
-    def _mixes_text(self) -> Self:
+    def _check_text_data_term(self) -> Self:
         if self.train.train_policy.datasets and self.policy.is_diffusers:
             raise ValueError("train.train_policy.datasets mixes rows of text; name one data set of media in dataset")
         return self
 
     @model_validator(mode="after")
-    def _lora_in_rl(self) -> Self:
+    def _check_lora_in_rl(self) -> Self:
         if self.policy.lora is None or not isinstance(self.train.train_policy, RlConfig) or self.policy.is_diffusers:
             return self
         if self.train.compile:
@@ -241,15 +241,15 @@ class Recipe(Table):
 
     @field_validator("train")
     @classmethod
-    def _forced_by_a_teacher(cls, train: TrainConfig, info: ValidationInfo) -> TrainConfig:
+    def _derive_distillation_settings(cls, train: TrainConfig, info: ValidationInfo) -> TrainConfig:
         teacher, policy = info.data.get("distillation"), train.train_policy
         if teacher is None or not teacher.enable or not isinstance(policy, RlConfig):
             return train
-        return train.derived(train_policy=policy.derived(rollout_as_token_ids=True, bypass_reward=True))
+        return train.derive(train_policy=policy.derive(rollout_as_token_ids=True, bypass_reward=True))
 
     @field_validator("validation")
     @classmethod
-    def _inherited(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
+    def _inherit_from_training(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
         """Fill settings of validation that are taken from training."""
         train = info.data.get("train")
         policy = train.train_policy if train else None
@@ -257,10 +257,10 @@ class Recipe(Table):
             return validation
         setting, remote_reward = validation.use_remote_reward, validation.remote_reward or policy.remote_reward
         is_remote = policy.use_remote_reward if setting is None else setting
-        return validation.derived(use_remote_reward=is_remote, remote_reward=remote_reward)
+        return validation.derive(use_remote_reward=is_remote, remote_reward=remote_reward)
 
     @model_validator(mode="after")
-    def _same_service(self) -> Self:
+    def _check_shared_service(self) -> Self:
         policy, value = self.train.train_policy, self.validation.use_remote_reward
         remote = isinstance(policy, RlConfig) and policy.use_remote_reward
         if value is not None and value != remote:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.marks import NoResult, Unit, Where
+from cosmos_core.config.schema.marks import NamedThing, NoResult, UnitMark
 from cosmos_core.config.schema.table import Table, check_order
 from cosmos_core.config.schema.values import Completions, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -25,11 +25,11 @@ class RewardFunctionConfig(Table):
 
     @field_validator("score_key")
     @classmethod
-    def _key_is_the_name(cls, key: str | None, info: ValidationInfo) -> str | None:
+    def _default_key(cls, key: str | None, info: ValidationInfo) -> str | None:
         return info.data.get("name") if key is None else key
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_bounds_order(self) -> Self:
         check_order(self, "clip_min", "clip_max")
         return self
 
@@ -53,31 +53,31 @@ class RemoteRewardConfig(Table):
     """Upper bound to which the weighted sum of the scores is clipped."""
     batch_size: Completions = 1
     """Number of completions per request to the reward service."""
-    timeout_seconds: Annotated[PositiveFloat, Unit("seconds")] = 600.0
+    timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds")] = 600.0
     """Time limit of a score in seconds, after which it counts as missing."""
-    max_in_flight: Annotated[PositiveInt, Unit("requests"), NoResult] = 64
+    max_in_flight: Annotated[PositiveInt, UnitMark("requests"), NoResult] = 64
     """Maximum number of requests that wait for their scores at a time."""
     missing_score: Literal["retry", "drop_group", "fail"] = "retry"
     """Behaviour for a missing score: request the scores again, up to `retries` times, and then drop the groups; drop
     the groups at once; or fail the stage. A missing score is never treated as 0."""
     retries: NonNegativeInt = 2
     """With missing_score = 'retry': maximum number of times that completions without a score are sent again."""
-    video_vae: Annotated[str, Where.PATH] = ""
+    video_vae: Annotated[str, NamedThing.PATH] = ""
     """Wan VAE (a folder or Hub id in the format of diffusers, or the file Wan2.1_VAE.pth) that encodes videos into
     latents before they are sent, as Cosmos-RL's client does and its service requires; empty: pixels are sent."""
 
     @field_validator("reward_fns")
     @classmethod
-    def _once_each(cls, functions: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
+    def _check_repeats(cls, functions: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
         if not functions:
             raise ValueError("reward_fns is empty; name at least one function of the service")
         pairs = [(function.name, function.score_key) for function in functions]
-        if twice := next((name for name, key in pairs if pairs.count((name, key)) > 1), None):
-            raise ValueError(f"reward_fns has {twice!r} twice with the same score_key; name it once")
+        if repeated_pair := next((name for name, key in pairs if pairs.count((name, key)) > 1), None):
+            raise ValueError(f"reward_fns has {repeated_pair!r} twice with the same score_key; name it once")
         return functions
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_limits_order(self) -> Self:
         check_order(self, "reward_clip_min", "reward_clip_max")
         return self
 
@@ -92,7 +92,7 @@ class RemoteRewardConfig(Table):
         }
 
     @property
-    def full(self) -> float:
+    def max_total(self) -> float:
         """Return the total reward of a completion for which each function returns 1."""
         total = sum(each.weight * each.clipped(1.0) for each in self.reward_fns)
         return self.scale * min(max(total, self.reward_clip_min), self.reward_clip_max)

@@ -5,11 +5,11 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from cosmos_core.config.schema.marks import Where
+from cosmos_core.config.schema.marks import NamedThing
 from cosmos_core.errors import ConfigError
 
 
-def _weighted(value: Any) -> Any:
+def _parse_weight(value: Any) -> Any:
     if isinstance(value, str):
         return {value: 1.0}
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
@@ -21,8 +21,8 @@ def _weighted(value: Any) -> Any:
 
 RewardWeights = Annotated[
     dict[str, float],
-    BeforeValidator(_weighted, json_schema_input_type=str | list[str] | dict[str, float]),
-    Where.CODE,
+    BeforeValidator(_parse_weight, json_schema_input_type=str | list[str] | dict[str, float]),
+    NamedThing.CODE,
 ]
 """Weight of each reward function by its name or import path `module:function`; a string or a list of strings means
 weight 1."""
@@ -49,9 +49,10 @@ def weights_of(weights: Mapping[str, float], source: str) -> Mapping[str, float]
     if not isinstance(weights, SourceWeights):
         return weights
     if source not in weights.by_source:
-        named = ", ".join(map(repr, filter(None, weights.by_source)))
+        source_names = ", ".join(map(repr, filter(None, weights.by_source)))
         raise ConfigError(
             f"train.train_policy.datasets has no data set {source!r}, of which the prepared rows have some, so that "
-            f"their reward functions are unknown; it has {named}: take the labels of the stage that prepares the rows"
+            f"their reward functions are unknown; it has {source_names}: take the labels of the stage that prepares "
+            f"the rows"
         )
     return weights.by_source[source]

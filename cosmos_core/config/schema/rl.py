@@ -8,11 +8,11 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.dataset import generator_of
-from cosmos_core.config.schema.marks import Needs, NoResult, Unit
+from cosmos_core.config.schema.marks import NoResult, RequiresSwitch, UnitMark
 from cosmos_core.config.schema.overlong_reward import OverlongRewardConfig
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights, SourceWeights
-from cosmos_core.config.schema.table import InStage, warn
+from cosmos_core.config.schema.table import StageContext, warn
 from cosmos_core.config.schema.values import Completions, Names, NonNegativeInt, PositiveFloat, PositiveInt, Tokens
 
 DAPO_FETCH = 128
@@ -20,7 +20,7 @@ GENERATED_REWARD = "reasoning_gym"
 """Reward function of rows that a generator of `reasoning-gym` makes."""
 
 
-def _is_generated(dataset: Any) -> bool:
+def _is_generated_dataset(dataset: Any) -> bool:
     """Return whether a data set, as given in a recipe, is a generator of `reasoning-gym`."""
     name = dataset.get("name") if isinstance(dataset, dict) else getattr(dataset, "name", "")
     return bool(generator_of(str(name or "")))
@@ -55,14 +55,14 @@ class RlConfig(AlgorithmConfig):
     """Reward functions: one name, a list of names, or names with weights; user code is `module:function` or
     `path/file.py:function`. If the key is left out and `dataset` is a generator of `reasoning-gym`: `reasoning_gym`,
     the generator's own scoring."""
-    reward_timeout_seconds: Annotated[PositiveFloat, Unit("seconds")] = 10.0
+    reward_timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds")] = 10.0
     """Time limit of one call of a reward function, after which it is killed; its completion is then invalid."""
     reward_env: Annotated[Names, NoResult] = ()
     """Names of environment variables that reward functions receive, such as the key of a service, in addition to those
     of every subprocess; their values are masked in logs."""
     use_remote_reward: bool = False
     """Take rewards from a reward service in place of `reward_function`."""
-    remote_reward: Annotated[RemoteRewardConfig, Needs("use_remote_reward")] = RemoteRewardConfig()
+    remote_reward: Annotated[RemoteRewardConfig, RequiresSwitch("use_remote_reward")] = RemoteRewardConfig()
     """Requests to the reward service."""
     filter_reward_metric: Names = ()
     """With variant = 'dapo': reward metrics that must differ within a group for it to be trained on; empty: the total
@@ -77,17 +77,17 @@ class RlConfig(AlgorithmConfig):
     on_policy: bool = False
     """With mode = 'disaggregated': train only on rollouts of the newest weights, as with `allowed_outdated_steps` = 0;
     engines and trainer then alternate."""
-    allowed_outdated_steps: Annotated[NonNegativeInt, Unit("train steps")] = 4
+    allowed_outdated_steps: Annotated[NonNegativeInt, UnitMark("train steps")] = 4
     """With mode = 'disaggregated': maximum age, in train steps, of the weights that sampled a rollout when it is
     trained on; engines generate this many steps ahead."""
     uncentralized_training: bool = False
     """Send rollouts directly to the trainer rather than through Cosmos-RL's controller."""
-    outdated_rollout_fetch_batch_size: Annotated[int, Unit("prompts")] = 0
+    outdated_rollout_fetch_batch_size: Annotated[int, UnitMark("prompts")] = 0
     """With mode = 'disaggregated': number of prompts that engines receive in addition to those of
     `allowed_outdated_steps`; 0: none. A group that is too old at its train step is generated again and counted
     (`rollout/outdated`). With DAPO the number is that of the groups dropped in recent steps, and this key is its
     maximum (0: 128)."""
-    max_inflight_steps: Annotated[int | None, Unit("train steps")] = None
+    max_inflight_steps: Annotated[int | None, UnitMark("train steps")] = None
     """Maximum number of train steps whose prompts are in flight or waiting; None: unlimited."""
     max_retry_for_on_policy: int = -1
     """With variant = 'dapo': maximum number of additional rounds of sampling in a train step; 0 or less: until the
@@ -101,7 +101,7 @@ class RlConfig(AlgorithmConfig):
     batch_size_per_optimize: Completions | None = None
     """Maximum number of completions of an optimizer step; the completions of a train step are distributed evenly over
     as few optimizer steps as this allows. None: one optimizer step for all."""
-    mu_iterations: Annotated[PositiveInt, Unit("passes")] = 1
+    mu_iterations: Annotated[PositiveInt, UnitMark("passes")] = 1
     """Number of passes over each batch of rollouts."""
     max_token_len_per_mini_batch: Tokens | None = None
     """Maximum number of tokens of a micro-batch, padding included, in place of `mini_batch`; None: `mini_batch`
@@ -111,17 +111,17 @@ class RlConfig(AlgorithmConfig):
     def rewards(self) -> dict[str, float]:
         if self.bypass_reward or self.use_remote_reward or not self.datasets:
             return {} if self.bypass_reward or self.use_remote_reward else self.reward_function
-        of_sources = zip(self.datasets, self.sources.values(), strict=True)
+        source_pairs = zip(self.datasets, self.sources.values(), strict=True)
         return SourceWeights(
-            {"": self.reward_function} | {each.source: policy.reward_function for each, policy in of_sources}
+            {"": self.reward_function} | {each.source: policy.reward_function for each, policy in source_pairs}
         )
 
     @property
     def held_out_rewards(self) -> dict[str, float]:
         """Return the reward functions of validation; with `bypass_reward` those of `reward_function` if the recipe sets
         it."""
-        is_named = "reward_function" in self.model_fields_set
-        return self.reward_function if self.bypass_reward and is_named else self.rewards
+        has_own_rewards = "reward_function" in self.model_fields_set
+        return self.reward_function if self.bypass_reward and has_own_rewards else self.rewards
 
     @property
     def remote_rewards(self) -> RemoteRewardConfig | None:
@@ -132,7 +132,7 @@ class RlConfig(AlgorithmConfig):
         return self.group_reward_calculation
 
     @property
-    def constants_of_rewards(self) -> dict[str, Any]:
+    def reward_keyword_values(self) -> dict[str, Any]:
         return {"overlong": self.overlong_reward.model_dump()}
 
     @property
@@ -143,20 +143,20 @@ class RlConfig(AlgorithmConfig):
 
     @property
     def lookahead(self) -> tuple[int, int, int | None]:
-        beyond = 0 if self.on_policy else max(0, self.outdated_rollout_fetch_batch_size)
-        return self.allowed_outdated_steps, beyond, self.max_inflight_steps
+        num_outdated_batches = 0 if self.on_policy else max(0, self.outdated_rollout_fetch_batch_size)
+        return self.allowed_outdated_steps, num_outdated_batches, self.max_inflight_steps
 
     @property
-    def env_of_rewards(self) -> tuple[str, ...]:
+    def reward_env_names(self) -> tuple[str, ...]:
         return self.reward_env
 
     @property
     def reward_seconds(self) -> float:
         return self.reward_timeout_seconds
 
-    def notices(self, stage: InStage) -> Iterator[str]:
+    def notices(self, stage: StageContext) -> Iterator[str]:
         """Yield notices about settings that Cosmos-RL accepts silently."""
-        if self.variant == "dapo" and self.bypass_reward and stage.kind.trains:
+        if self.variant == "dapo" and self.bypass_reward and stage.kind.trains_model:
             yield "train.train_policy.variant = 'dapo' drops no group here, because every reward is 0"
         temperature = stage.recipe.rollout.sampling_config.temperature
         if self.temperature != temperature and not stage.recipe.policy.is_diffusers:
@@ -169,7 +169,7 @@ class RlConfig(AlgorithmConfig):
             self.rewards
             and not any(self.rewards.values())
             and not stage.recipe.distillation.enable
-            and stage.kind.trains
+            and stage.kind.trains_model
         ):
             yield "train.train_policy.reward_function: every weight is 0, so that no completion is better than another"
         for name in ("filter_reward_metric", "max_retry_for_on_policy"):
@@ -182,33 +182,33 @@ class RlConfig(AlgorithmConfig):
         """Score rows of `reasoning-gym` by its own reward unless the recipe names another."""
         if not isinstance(values, dict) or "reward_function" in values:
             return values
-        datasets, added = values.get("datasets") or (), {}
+        datasets, new_rewards = values.get("datasets") or (), {}
         if not isinstance(datasets, list | tuple):
             return values
-        is_generated = [_is_generated(each) for each in datasets or (values.get("dataset"),)]
+        is_generated = [_is_generated_dataset(each) for each in datasets or (values.get("dataset"),)]
         if any(is_generated) and datasets:
-            own = {"reward_function": GENERATED_REWARD}
-            added["datasets"] = [
-                {**own, **each} if is_one and isinstance(each, dict) else each
-                for each, is_one in zip(datasets, is_generated, strict=True)
+            generated_reward = {"reward_function": GENERATED_REWARD}
+            new_rewards["datasets"] = [
+                {**generated_reward, **each} if is_generated_source and isinstance(each, dict) else each
+                for each, is_generated_source in zip(datasets, is_generated, strict=True)
             ]
-        return {**values, **added, **({"reward_function": GENERATED_REWARD} if all(is_generated) else {})}
+        return {**values, **new_rewards, **({"reward_function": GENERATED_REWARD} if all(is_generated) else {})}
 
     @field_validator("reward_function")
     @classmethod
-    def _some_reward(cls, rewards: dict[str, float]) -> dict[str, float]:
+    def _require_reward(cls, rewards: dict[str, float]) -> dict[str, float]:
         if not rewards:
             raise ValueError("reward_function is empty; name at least one reward")
         return rewards
 
     @field_validator("dataloader_batch_size")
     @classmethod
-    def _all_at_once(cls, size: int) -> int:
+    def _disable_negative_size(cls, size: int) -> int:
         return max(0, size)
 
     @model_validator(mode="before")
     @classmethod
-    def _outdated_on_policy(cls, values: Any, info: ValidationInfo) -> Any:
+    def _check_on_policy_lag(cls, values: Any, info: ValidationInfo) -> Any:
         if isinstance(values, dict) and values.get("on_policy") is True and values.get("allowed_outdated_steps"):
             warn(info, f"train.train_policy.allowed_outdated_steps = {values['allowed_outdated_steps']}: 0, because "
                 f"on_policy is set")  # fmt: skip
@@ -216,25 +216,25 @@ class RlConfig(AlgorithmConfig):
 
     @field_validator("allowed_outdated_steps")
     @classmethod
-    def _none_on_policy(cls, steps: int, info: ValidationInfo) -> int:
+    def _reset_lag_on_policy(cls, steps: int, info: ValidationInfo) -> int:
         return 0 if info.data.get("on_policy") else steps
 
     @field_validator("outdated_rollout_fetch_batch_size")
     @classmethod
-    def _goes_on_fetching(cls, prompts: int, info: ValidationInfo) -> int:
+    def _default_dapo_fetch(cls, prompts: int, info: ValidationInfo) -> int:
         return DAPO_FETCH if info.data.get("variant") == "dapo" and prompts <= 0 else prompts
 
     @field_validator("max_inflight_steps")
     @classmethod
-    def _at_least_the_outdated(cls, steps: int | None, info: ValidationInfo) -> int | None:
-        least = info.data.get("allowed_outdated_steps", 0) + 1
-        if steps is None or steps >= least:
+    def _raise_to_allowed_lag(cls, steps: int | None, info: ValidationInfo) -> int | None:
+        min_steps = info.data.get("allowed_outdated_steps", 0) + 1
+        if steps is None or steps >= min_steps:
             return steps
-        warn(info, f"train.train_policy.max_inflight_steps = {steps}: {least}, which is allowed_outdated_steps + 1")
-        return int(least)
+        warn(info, f"train.train_policy.max_inflight_steps = {steps}: {min_steps}, which is allowed_outdated_steps + 1")
+        return int(min_steps)
 
     @model_validator(mode="after")
-    def _variant_of_staleness(self) -> Self:
+    def _derive_staleness_variant(self) -> Self:
         if self.uncentralized_training and self.variant != "grpo":
             raise ValueError(f"uncentralized_training needs variant = 'grpo', not {self.variant!r}")
         return self

@@ -5,10 +5,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.marks import Needs, NoResult, Unit, Where, registered
+from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresSwitch, UnitMark, accepts_registered
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
-from cosmos_core.config.schema.table import InStage, Table, warn
+from cosmos_core.config.schema.table import StageContext, Table, warn
 from cosmos_core.config.schema.values import (
     Completions,
     Fraction,
@@ -46,7 +46,7 @@ class SamplingConfig(Table):
 class RolloutAsyncConfig(Table):
     """`[rollout.async_config]`: settings that have an effect with `rollout.mode = "async"`."""
 
-    max_concurrent_requests: Annotated[PositiveInt, Unit("prompts")] = 10
+    max_concurrent_requests: Annotated[PositiveInt, UnitMark("prompts")] = 10
     """Maximum number of prompts that one engine generates for at a time."""
 
 
@@ -55,7 +55,7 @@ class RolloutConfig(Table):
 
     parallelism: RolloutParallelismConfig = RolloutParallelismConfig()
     """Device mesh of one engine."""
-    backend: Annotated[NameOrImportPath, registered("cosmos_core.rollout", "Engine"), Where.CODE] = "vllm"
+    backend: Annotated[NameOrImportPath, accepts_registered("cosmos_core.rollout", "Engine"), NamedThing.CODE] = "vllm"
     """Engine that generates completions: `vllm`, also for Cosmos-RL's `trtllm` and `vllm_async`; `hf`, a sampling loop
     on the trainer's modules, which also replaces a vLLM that cannot be imported, with a warning; `flow_sampler`, the
     denoiser of the trainer, for every diffusion model and Cosmos-RL's `diffusion_nft_rollout`; or a user class
@@ -72,7 +72,7 @@ class RolloutConfig(Table):
     n_generation_mini_batch: Completions | None = None
     """Maximum number of completions of one prompt that are generated at once, which bounds memory and changes no token;
     None: all. vLLM generates `batch_size` times as many sequences at a time."""
-    batch_size: Annotated[PositiveInt, Unit("prompts")] = 1
+    batch_size: Annotated[PositiveInt, UnitMark("prompts")] = 1
     """Number of prompts per generation call; changes speed, not results."""
     quantization: Literal["none", "fp8", "mxfp4"] = "none"
     """Number format of the weights that vLLM computes with on a GPU: those of the trainer (`none`), or the trainer's
@@ -87,14 +87,14 @@ class RolloutConfig(Table):
     no effect on CPU."""
     gpu_memory_utilization: Annotated[Fraction, NoResult] = 0.8
     """Fraction of a GPU's memory that vLLM may use; no effect on CPU."""
-    probe_interval: Annotated[PositiveInt, Unit("train steps"), NoResult] = 50
+    probe_interval: Annotated[PositiveInt, UnitMark("train steps"), NoResult] = 50
     """Number of train steps between two comparisons of the log-probabilities of engine and trainer. They are also
     compared when an engine receives its first weights, and at its first load after each level of sleep; a difference
     beyond rounding ends the stage."""
     stop_on_alarm: Annotated[bool, NoResult] = False
     """End the stage if the completions of a step show that an engine does not compute the same as the trainer
     (`watch/alarm`); its next attempt restarts the engines, from the last checkpoint."""
-    engine_timeout_seconds: Annotated[PositiveFloat, Unit("seconds"), NoResult] = 600.0
+    engine_timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds"), NoResult] = 600.0
     """Time without a forward pass, while there are prompts, after which an engine in a separate process is killed and
     restarted; other engines take over its prompts."""
     multi_turn_config: MultiTurnRolloutConfig = MultiTurnRolloutConfig()
@@ -108,7 +108,7 @@ class RolloutConfig(Table):
     that each completion is sampled from one version of the weights."""
     prefetch_rollout: bool = False
     """Prefetch the next prompts during generation."""
-    prefetch_queue_maxsize: Annotated[PositiveInt, Unit("batches"), Needs("prefetch_rollout")] = 2
+    prefetch_queue_maxsize: Annotated[PositiveInt, UnitMark("batches"), RequiresSwitch("prefetch_rollout")] = 2
     """Maximum number of prefetched batches of prompts."""
 
     @property
@@ -117,12 +117,12 @@ class RolloutConfig(Table):
         return self.async_config.max_concurrent_requests if self.mode == "async" else self.batch_size
 
     @property
-    def changes_distribution(self) -> bool:
+    def changes_token_distribution(self) -> bool:
         """Return True if training tokens are sampled from another distribution than softmax(logits / temperature)."""
         sampling = self.sampling_config
         return sampling.top_p < 1 or sampling.top_k > 0 or sampling.repetition_penalty != 1
 
-    def _notices_inside(self, stage: InStage) -> Iterator[str]:
+    def _engine_notices(self, stage: StageContext) -> Iterator[str]:
         """Yield notices about settings of engines in separate processes if there are no such engines."""
         if stage.kind.feed != "rollouts" or stage.recipe.mode != "colocated":
             return
@@ -135,11 +135,11 @@ class RolloutConfig(Table):
         for key in keys:
             yield f"{key} has no effect here: with mode = 'colocated' each rank has an engine inside"
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
-        yield from self._refused_temperatures(stage)
+    def refusals(self, stage: StageContext) -> Iterator[str]:
+        yield from self._temperature_errors(stage)
         train = stage.recipe.train
         if stage.kind.feed == "rollouts":
-            if self.n_generation < 2 and train.train_policy.compares_groups:
+            if self.n_generation < 2 and train.train_policy.compares_in_group:
                 yield "rollout.n_generation = 1: advantages compare completions of one group; make it at least 2"
             elif self.n_generation < 2 and train.train_policy.dynamic_sampling is not None:
                 yield "rollout.n_generation = 1: variant = 'dapo' trains on groups that differ; make it at least 2"
@@ -148,9 +148,9 @@ class RolloutConfig(Table):
                     f"train.train_batch_per_replica = {train.train_batch_per_replica}: a train step of a diffusion "
                     f"model has whole groups; make it a multiple of rollout.n_generation = {self.n_generation}"
                 )
-            yield from self._refused_greed(stage)
+            yield from self._greedy_sampling_errors(stage)
         if stage.kind.feed == "rollouts" and stage.recipe.mode != "colocated":
-            yield from self._refusals_apart(stage)
+            yield from self._disaggregated_errors(stage)
         if self.quantization != "none" and self.backend != "vllm":
             yield (
                 f"rollout.quantization = {self.quantization!r}: backend {self.backend!r} computes with the trainer's "
@@ -160,13 +160,13 @@ class RolloutConfig(Table):
             return
         ranks = stage.recipe.policy.parallelism.world_size
         key = f"rollout.parallelism.tp_size = {self.parallelism.tp_size}"
-        is_apart = stage.kind.feed == "rollouts" and stage.recipe.mode == "disaggregated"
-        if ranks % self.parallelism.tp_size and not is_apart:
+        is_disaggregated = stage.kind.feed == "rollouts" and stage.recipe.mode == "disaggregated"
+        if ranks % self.parallelism.tp_size and not is_disaggregated:
             yield f"{key}: engines share the ranks of policy.parallelism, which are {ranks}; take a divisor of that"
         elif self.parallelism.tp_size > 1 and self.backend == "hf":
             yield f"{key}: backend 'hf' has the whole model on each rank; set it to 1"
 
-    def _refused_temperatures(self, stage: InStage) -> Iterator[str]:
+    def _temperature_errors(self, stage: StageContext) -> Iterator[str]:
         """Yield errors for temperatures at which vLLM does not sample."""
         if self.backend != "vllm" or stage.recipe.policy.is_diffusers:
             return
@@ -174,7 +174,7 @@ class RolloutConfig(Table):
         has_server = stage.kind.table == "sample" and bool(stage.recipe.sample.endpoint)
         if stage.kind.completes_prompts and not has_server:
             temperatures["rollout.sampling_config.temperature"] = self.sampling_config.temperature
-        if stage.measures and stage.recipe.completes_held_out:
+        if stage.measures_held_out and stage.recipe.completes_held_out:
             temperatures["validation.temperature"] = stage.recipe.validation.temperature
         low, high = VLLM_TEMPERATURES
         for key, temperature in temperatures.items():
@@ -184,7 +184,7 @@ class RolloutConfig(Table):
                     f"rollout.backend = 'hf'"
                 )
 
-    def _refusals_apart(self, stage: InStage) -> Iterator[str]:
+    def _disaggregated_errors(self, stage: StageContext) -> Iterator[str]:
         """Yield errors for settings that engines in separate processes do not support."""
         mode, train = f"mode = {stage.recipe.mode!r}", stage.recipe.train
         if train.ema_enable and stage.recipe.validation.enable:
@@ -194,11 +194,11 @@ class RolloutConfig(Table):
                 f"mode = 'colocated'"
             )
 
-    def _refused_greed(self, stage: InStage) -> Iterator[str]:
+    def _greedy_sampling_errors(self, stage: StageContext) -> Iterator[str]:
         """Yield errors for sampling settings with which all completions of a prompt are equal, which gives no learning
         signal."""
         sampling = self.sampling_config
-        if stage.recipe.policy.is_diffusers or not stage.recipe.train.train_policy.compares_groups:
+        if stage.recipe.policy.is_diffusers or not stage.recipe.train.train_policy.compares_in_group:
             return
         for name, value, greedy in (("temperature", sampling.temperature, 0.0), ("top_k", sampling.top_k, 1)):
             if value == greedy:
@@ -207,10 +207,10 @@ class RolloutConfig(Table):
                     f"are the same, and nothing is learned of their differences; raise it"
                 )
 
-    def notices(self, stage: InStage) -> Iterator[str]:
+    def notices(self, stage: StageContext) -> Iterator[str]:
         """Yield notices about rollout settings, such as sampling settings with which completions are not sampled from
         the policy."""
-        yield from self._notices_inside(stage)
+        yield from self._engine_notices(stage)
         policy = stage.recipe.policy
         length, has_text = policy.model_max_length, stage.kind.feed == "rollouts" and not policy.is_diffusers
         if has_text and stage.recipe.may_split_groups:
@@ -224,14 +224,16 @@ class RolloutConfig(Table):
                 f"rollout.max_response_length = {self.max_response_length}: a completion gets the tokens that its "
                 f"prompt leaves of policy.model_max_length = {length}"
             )
-        if not stage.recipe.train.train_policy.has_rollouts or not self.changes_distribution:
+        if not stage.recipe.train.train_policy.has_rollouts or not self.changes_token_distribution:
             return
         fields, sampling = SamplingConfig.model_fields, dict(self.sampling_config)
         names = ("top_p", "top_k", "repetition_penalty")
-        what = ", ".join(f"{name} = {sampling[name]}" for name in names if sampling[name] != fields[name].default)
+        changed_settings = ", ".join(
+            f"{name} = {sampling[name]}" for name in names if sampling[name] != fields[name].default
+        )
         yield (
-            f"rollout.sampling_config: {what}: training completions are not drawn from the policy; the loss weights "
-            f"their tokens by policy / sampled distribution, and never sees the tokens that are cut off"
+            f"rollout.sampling_config: {changed_settings}: training completions are not drawn from the policy; the "
+            f"loss weights their tokens by policy / sampled distribution, and never sees the tokens that are cut off"
         )
 
     @property
@@ -241,7 +243,7 @@ class RolloutConfig(Table):
 
     @field_validator("backend")
     @classmethod
-    def _vllm_for_others(cls, name: str, info: ValidationInfo) -> str:
+    def _replace_unknown_backend(cls, name: str, info: ValidationInfo) -> str:
         if name == "diffusion_nft_rollout":
             return "flow_sampler"
         if name not in {"vllm_async", "trtllm"}:

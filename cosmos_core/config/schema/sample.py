@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from cosmos_core.config.schema.marks import NoResult
-from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.values import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 
@@ -29,7 +29,7 @@ class KeepConfig(Table):
     """Highest pass rate of a prompt whose completions are kept; below 1, prompts that are too easy are left out."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_pass_rate_order(self) -> Self:
         if self.min_pass_rate > self.max_pass_rate:
             raise ValueError(
                 f"min_pass_rate = {self.min_pass_rate:g} exceeds max_pass_rate = {self.max_pass_rate:g}; exchange them"
@@ -57,7 +57,7 @@ class SampleStageConfig(Table):
     endpoint_requests: Annotated[PositiveInt, NoResult] = 32
     """With `endpoint`: maximum number of requests at a time."""
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         """Yield errors for recipes that a stage of kind `sample` does not support."""
         policy = stage.recipe.train.train_policy
         if stage.kind.table != "sample":
@@ -75,21 +75,21 @@ class SampleStageConfig(Table):
                 "chat template and without tools; set it to false, or leave sample.endpoint out"
             )
 
-    def notices(self, stage: InStage) -> Iterator[str]:
+    def notices(self, stage: StageContext) -> Iterator[str]:
         """Yield notices about settings that have no effect."""
         recipe = stage.recipe
-        most = recipe.rollout.batch_size * recipe.rollout.n_generation * recipe.policy.parallelism.world_size
-        is_given = self.endpoint and self.is_set("endpoint_requests")
-        if stage.kind.table == "sample" and is_given and self.endpoint_requests > most:
+        num_completions = recipe.rollout.batch_size * recipe.rollout.n_generation * recipe.policy.parallelism.world_size
+        has_endpoint_requests = self.endpoint and self.is_set("endpoint_requests")
+        if stage.kind.table == "sample" and has_endpoint_requests and self.endpoint_requests > num_completions:
             yield (
-                f"sample.endpoint_requests = {self.endpoint_requests} has no effect above {most}: prompts are "
-                f"completed in batches of rollout.batch_size x rollout.n_generation; raise rollout.batch_size"
+                f"sample.endpoint_requests = {self.endpoint_requests} has no effect above {num_completions}: prompts "
+                f"are completed in batches of rollout.batch_size x rollout.n_generation; raise rollout.batch_size"
             )
         if stage.kind.table == "sample" and any(each.weight for each in stage.recipe.train.train_policy.datasets):
             yield "train.train_policy.datasets.weight has no effect here: kind sample completes each prompt once"
 
     @model_validator(mode="after")
-    def _names_a_model(self) -> Self:
+    def _require_endpoint_model(self) -> Self:
         if bool(self.endpoint) != bool(self.endpoint_model):
             raise ValueError(
                 f"endpoint = {self.endpoint!r} and endpoint_model = {self.endpoint_model!r}: name both, or neither"

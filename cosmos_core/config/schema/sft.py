@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import model_validator
 
-from cosmos_core.config.schema.marks import Only, Where
+from cosmos_core.config.schema.marks import NamedThing, SupportedValues
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.values import NameOrImportPath
 
@@ -18,8 +18,8 @@ class SftConfig(SupervisedConfig):
 
     trainer_type: Annotated[
         NameOrImportPath,
-        Only(("sft",), "this version trains with 'sft', 'dpo' and 'kto'", takes_import_paths=True),
-        Where.CODE,
+        SupportedValues(("sft",), "this version trains with 'sft', 'dpo' and 'kto'", takes_import_paths=True),
+        NamedThing.CODE,
     ] = "sft"
     """Algorithm: `sft`, `dpo` (rows are a prompt with a chosen and a rejected response), `kto` (rows are a prompt, a
     response and a label), or a user class `path/file.py:Class`."""
@@ -30,7 +30,7 @@ class SftConfig(SupervisedConfig):
     """Column of the response to the prompt; set it together with `prompt_column_name`."""
 
     @model_validator(mode="after")
-    def _both_columns(self) -> Self:
+    def _check_column_pair(self) -> Self:
         if bool(self.prompt_column_name) != bool(self.response_column_name):
             raise ValueError(
                 f"prompt_column_name = {self.prompt_column_name!r} and response_column_name = "

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import model_validator
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
-from cosmos_core.config.schema.marks import Needs, Unit
+from cosmos_core.config.schema.marks import RequiresSwitch, UnitMark
 from cosmos_core.config.schema.values import PositiveInt, Tokens
 
 
@@ -27,16 +27,16 @@ class SupervisedConfig(AlgorithmConfig):
     enable_dp_load_balancing: bool = False
     """Fill micro-batches up to a number of tokens rather than of rows; `train_batch_per_replica` and
     `dataloader_drop_last` then have no effect."""
-    load_balanced_pool_size: Annotated[PositiveInt, Unit("rows"), Needs("enable_dp_load_balancing")] = 32
+    load_balanced_pool_size: Annotated[PositiveInt, UnitMark("rows"), RequiresSwitch("enable_dp_load_balancing")] = 32
     """Number of waiting rows among which the next row of a micro-batch is selected."""
-    load_balanced_max_tokens_for_batch: Annotated[Tokens | None, Needs("enable_dp_load_balancing")] = None
+    load_balanced_max_tokens_for_batch: Annotated[Tokens | None, RequiresSwitch("enable_dp_load_balancing")] = None
     """Maximum number of tokens of a micro-batch, including padding unless `sequence_packing`; a longer row forms its
     own micro-batch. None: `mini_batch` x `policy.model_max_length`."""
-    load_balanced_batching_strategy: Annotated[str, Needs("enable_dp_load_balancing")] = "prefer_closest"
+    load_balanced_batching_strategy: Annotated[str, RequiresSwitch("enable_dp_load_balancing")] = "prefer_closest"
     """Rule that selects the next row of a micro-batch among rows of equal cost: `prefer_first` takes the row that has
     waited longest, `prefer_closest` the row nearest in length to the longest row of the micro-batch."""
     load_balanced_batches_per_optimizer_step: Annotated[
-        int, Unit("micro-batches"), Needs("enable_dp_load_balancing")
+        int, UnitMark("micro-batches"), RequiresSwitch("enable_dp_load_balancing")
     ] = 1
     """Number of micro-batches of one optimizer step, all ranks together; the last step of an epoch may have fewer."""
 
@@ -50,7 +50,7 @@ class SupervisedConfig(AlgorithmConfig):
         }
 
     @model_validator(mode="after")
-    def _columns_once(self) -> Self:
+    def _refuse_repeated_columns(self) -> Self:
         prompt = getattr(self, "prompt_column_name", "")
         # A resolved recipe also sets the default value.
         default = type(self).model_fields["conversation_column_name"].default
@@ -62,15 +62,15 @@ class SupervisedConfig(AlgorithmConfig):
         return self
 
     @property
-    def drops_last(self) -> bool:
+    def drops_last_rows(self) -> bool:
         return self.dataloader_drop_last
 
     @property
-    def balances_tokens(self) -> bool:
+    def fills_by_tokens(self) -> bool:
         return self.enable_dp_load_balancing
 
     @model_validator(mode="after")
-    def _balanced(self) -> Self:
+    def _check_balancing(self) -> Self:
         if not self.enable_dp_load_balancing:
             return self
         if self.load_balanced_batching_strategy not in {"prefer_first", "prefer_closest"}:

@@ -8,10 +8,10 @@ from cosmos_core.config.schema.marks import NoResult
 from cosmos_core.config.schema.table import Table, flat_keys
 from cosmos_core.config.schema.values import Names, PositiveInt
 
-_MOST_BRANCHES = 256
+_MAX_BRANCHES = 256
 
 
-class Branch(Table):
+class SweepBranch(Table):
     """`[[pipeline.stages.sweep.branches]]`: one branch of a sweep."""
 
     stages: Names
@@ -36,13 +36,13 @@ class SweepConfig(Table):
     """Later stages that each branch also has, with all stages in between, such as a `validate` stage."""
     max_parallel: Annotated[PositiveInt | None, NoResult] = None
     """Maximum number of branch stages that run concurrently; None: one, or with a `work_pool` the limit of the pool."""
-    branches: Annotated[tuple[Branch, ...], Field(strict=False)] = ()
+    branches: Annotated[tuple[SweepBranch, ...], Field(strict=False)] = ()
     """Kind select: the branches to choose from; empty: each stage in its `after` is a branch. Set automatically for a
     grid."""
 
     @field_validator("grid")
     @classmethod
-    def _lists_by_dotted_key(cls, grid: dict[str, Any]) -> dict[str, Any]:
+    def _flatten_grid(cls, grid: dict[str, Any]) -> dict[str, Any]:
         flat = flat_keys(grid)
         number = 1
         for key, values in flat.items():
@@ -51,6 +51,6 @@ class SweepConfig(Table):
             if any(values.count(value) > 1 for value in values):
                 raise ValueError(f'grid: "{key}" = {values!r} names a value twice')
             number *= len(values)
-        if number > _MOST_BRANCHES:
-            raise ValueError(f"grid: {number} combinations; at most {_MOST_BRANCHES} make a sweep")
+        if number > _MAX_BRANCHES:
+            raise ValueError(f"grid: {number} combinations; at most {_MAX_BRANCHES} make a sweep")
         return flat

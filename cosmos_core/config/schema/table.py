@@ -13,44 +13,54 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo
 from pydantic.fields import FieldInfo
 
 from cosmos_core.config.schema.declared import field_of
-from cosmos_core.config.schema.marks import AffectsResult, Needs, Since, Status, StatusName, Where, mark
+from cosmos_core.config.schema.marks import (
+    AffectsResult,
+    IntroducedIn,
+    NamedThing,
+    RequiresSwitch,
+    Status,
+    StatusName,
+    find_mark,
+)
 
 if TYPE_CHECKING:
     from cosmos_core.config.schema.recipe import Recipe
     from cosmos_core.types import StageKind
 
 
-_NOTES: dict[str, Any] = tomllib.loads(files("cosmos_core.config").joinpath("status.toml").read_text("utf-8"))
-_UNUSED: dict[str, Any] = tomllib.loads(files("cosmos_core.config.schema").joinpath("unused.toml").read_text("utf-8"))
+_STATUS_NOTES: dict[str, Any] = tomllib.loads(files("cosmos_core.config").joinpath("status.toml").read_text("utf-8"))
+_UNUSED_KEYS: dict[str, Any] = tomllib.loads(
+    files("cosmos_core.config.schema").joinpath("unused.toml").read_text("utf-8")
+)
 
 
-def _noted(kind: str) -> dict[tuple[str, str], str]:
+def _notes_by_key(kind: str) -> dict[tuple[str, str], str]:
     """Return the notes of `status.toml` below `kind` by (table, key); the key "*" stands for all keys of the table."""
     return {
         (table, name): note
-        for note, tables in _NOTES.get(kind, {}).items()
+        for note, tables in _STATUS_NOTES.get(kind, {}).items()
         for table in tables
         for name in tables[table].split()
     }
 
 
 _STATUS: dict[tuple[str, str], Any] = {
-    at: Status(kind, note) for kind in get_args(StatusName)[1:] for at, note in _noted(kind).items()
+    at: Status(kind, note) for kind in get_args(StatusName)[1:] for at, note in _notes_by_key(kind).items()
 }
-_SINCE: dict[tuple[str, str], Any] = {at: Since(note) for at, note in _noted("since").items()}  # type: ignore[arg-type]
+_SINCE_BY_KEY: dict[tuple[str, str], Any] = {at: IntroducedIn(note) for at, note in _notes_by_key("since").items()}  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class InStage:
+class StageContext:
     """Context in which a table is checked: the recipe, and the kind of the stage that runs it."""
 
     recipe: Recipe
     kind: StageKind
 
     @property
-    def measures(self) -> bool:
+    def measures_held_out(self) -> bool:
         """Return whether the stage measures a model on held-out rows."""
-        return self.kind.makes == "metrics" or (self.kind.trains and self.recipe.validation.enable)
+        return self.kind.makes == "metrics" or (self.kind.trains_model and self.recipe.validation.enable)
 
 
 class Table(BaseModel):
@@ -72,8 +82,8 @@ class Table(BaseModel):
         """Add the keys that `unused.toml` declares for the table, after its other keys."""
         super().__init_subclass__(**kwargs)
         annotations = inspect.get_annotations(cls)
-        for name, says in _UNUSED.get(cls.__name__, {}).items():
-            annotations[name], default = field_of(says)
+        for name, attributes in _UNUSED_KEYS.get(cls.__name__, {}).items():
+            annotations[name], default = field_of(attributes)
             setattr(cls, name, default)
         cls.__annotations__ = annotations
 
@@ -82,26 +92,26 @@ class Table(BaseModel):
         """Mark each field with its status and generation in `status.toml`."""
         annotations = inspect.get_annotations(cls)
         for name, field in cls.model_fields.items():
-            for notes in (_STATUS, _SINCE) if name in annotations else ():
-                of_all = None if is_table(field.annotation) else notes.get((cls.__name__, "*"))
-                if note := notes.get((cls.__name__, name), of_all):
+            for notes in (_STATUS, _SINCE_BY_KEY) if name in annotations else ():
+                table_note = None if is_table(field.annotation) else notes.get((cls.__name__, "*"))
+                if note := notes.get((cls.__name__, name), table_note):
                     field.metadata = [*field.metadata, note]
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         """Yield an error message for each combination of values that this version does not support in the stage, with
         full keys."""
         yield from ()
 
-    def notices(self, stage: InStage) -> Iterator[str]:
+    def notices(self, stage: StageContext) -> Iterator[str]:
         """Yield notices about accepted settings whose effect a user may not expect, with full keys."""
         yield from ()
 
     def is_set(self, name: str) -> bool:
         """Return True if a field was set to another value than its default."""
         default = type(self).model_fields[name].get_default(call_default_factory=True)
-        return name in self.model_fields_set and not _same(getattr(self, name), default)
+        return name in self.model_fields_set and not _means_default(getattr(self, name), default)
 
-    def derived(self, **values: Any) -> Self:
+    def derive(self, **values: Any) -> Self:
         """Return a copy with values that a rule derives; they are not validated and do not count as set by the user."""
         copy: Any = type(self).model_construct(_fields_set=set(self.model_fields_set), **dict(self) | values)
         return copy  # type: ignore[no-any-return]
@@ -110,19 +120,19 @@ class Table(BaseModel):
 TableT = TypeVar("TableT", bound=Table)
 
 
-_USED = Status("used")
+_USED_STATUS = Status("used")
 
 
 def status(field: FieldInfo) -> Status:
     """Return what this version does with a field."""
-    status_mark: Status | None = mark(field, Status)
-    return status_mark or _USED
+    status_mark: Status | None = find_mark(field, Status)
+    return status_mark or _USED_STATUS
 
 
 def affects_result(field: FieldInfo) -> bool:
     """Return whether a field enters the fingerprint of the stages that read it."""
-    effect = mark(field, AffectsResult)
-    return status(field) == _USED and (effect is None or effect.value)
+    effect = find_mark(field, AffectsResult)
+    return status(field) == _USED_STATUS and (effect is None or effect.value)
 
 
 def is_table(annotation: Any) -> bool:
@@ -141,8 +151,8 @@ def all_fields(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type
     """Yield every key below a table as (dotted path, table that declares it, field), in the order of the schema."""
     for name, field in table.model_fields.items():
         yield prefix + name, table, field
-        for inner in tables_in(field.annotation):
-            yield from all_fields(inner, f"{prefix}{name}.")
+        for subtable in tables_in(field.annotation):
+            yield from all_fields(subtable, f"{prefix}{name}.")
 
 
 def active_tables(table: Table) -> Iterator[Table]:
@@ -150,39 +160,39 @@ def active_tables(table: Table) -> Iterator[Table]:
     if table.switch and not getattr(table, table.switch):
         return
     yield table
-    for _, field, value in _active_fields(table):
-        if isinstance(value, Table) and status(field) == _USED:
+    for _, field, value in _iterate_active_fields(table):
+        if isinstance(value, Table) and status(field) == _USED_STATUS:
             yield from active_tables(value)
 
 
-def _active_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]:
+def _iterate_active_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]:
     """Yield (name, field, value) of each field that neither the table's `switch` nor the field's `Needs` disables."""
-    is_off = bool(table.switch) and not getattr(table, table.switch)
+    is_disabled = bool(table.switch) and not getattr(table, table.switch)
     for name, field in type(table).model_fields.items():
-        needs: Needs | None = mark(field, Needs)
-        if not (needs and not getattr(table, needs.switch)) and (not is_off or name == table.switch):
+        needs: RequiresSwitch | None = find_mark(field, RequiresSwitch)
+        if not (needs and not getattr(table, needs.switch)) and (not is_disabled or name == table.switch):
             yield name, field, getattr(table, name)
 
 
-def switched_off(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+def unused_settings(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
     """Yield every key that was set and has no effect, because the field that it `Needs` is off, as (dotted path, value,
     name of that field)."""
     if table.switch and not getattr(table, table.switch):
         return
     for name, field in type(table).model_fields.items():
-        value, needs = getattr(table, name), mark(field, Needs)
+        value, needs = getattr(table, name), find_mark(field, RequiresSwitch)
         if needs and not getattr(table, needs.switch):
             if table.is_set(name) and not isinstance(value, Table):
                 yield f"{prefix}{name}", value, needs.switch
         elif isinstance(value, Table):
-            yield from switched_off(value, f"{prefix}{name}.")
+            yield from unused_settings(value, f"{prefix}{name}.")
 
 
 def active_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
     """Yield every key that has an effect with the present values, as (dotted path, field, value, whether it was set and
     differs from its default)."""
-    for name, field, value in _active_fields(table):
-        if isinstance(value, Table) and status(field) == _USED:
+    for name, field, value in _iterate_active_fields(table):
+        if isinstance(value, Table) and status(field) == _USED_STATUS:
             yield from active_fields(value, f"{prefix}{name}.")
         elif _are_tables(value):
             for i, each in enumerate(value):
@@ -191,7 +201,7 @@ def active_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldIn
             yield prefix + name, field, value, table.is_set(name)
 
 
-def _same(value: Any, default: Any) -> bool:
+def _means_default(value: Any, default: Any) -> bool:
     """Return whether a value has the same meaning as the default; False counts as a default of None, since None mostly
     means the setting of another table."""
     return bool(value == default) or (default is None and value is False)
@@ -206,40 +216,38 @@ def result_values(table: Table) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         value = getattr(table, name)
-        is_left_out_if_empty = getattr(mark(field, AffectsResult), "if_set", False)
-        if not affects_result(field) or (not value and is_left_out_if_empty):
+        omits_empty = getattr(find_mark(field, AffectsResult), "omits_empty", False)
+        if not affects_result(field) or (not value and omits_empty):
             continue
-        if is_left_out_if_empty and _are_tables(
-            value
-        ):  # by key, so that a kind of stages reads some keys of all tables
+        if omits_empty and _are_tables(value):  # by key, so that a kind of stages reads some keys of all tables
             rows = [result_values(each) for each in value]
             values[name] = {
                 key: [row.get(key) for row in rows] for key in dict.fromkeys(k for row in rows for k in row)
             }
         elif not isinstance(value, Table):
             values[name] = list(value) if isinstance(value, tuple) else value
-        elif inner := result_values(value):
-            values[name] = inner
+        elif nested_result := result_values(value):
+            values[name] = nested_result
     return values
 
 
-def with_located(table: TableT, convert: Callable[[Where, str], str]) -> TableT:
+def convert_named_things(table: TableT, convert: Callable[[NamedThing, str], str]) -> TableT:
     """Return a table in which `convert` has replaced the values of fields that are marked `Where`, nested tables
     included."""
     changed: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
-        value, where = getattr(table, name), mark(field, Where)
+        value, where = getattr(table, name), find_mark(field, NamedThing)
         if isinstance(value, Table):
-            changed[name] = with_located(value, convert)
+            changed[name] = convert_named_things(value, convert)
         elif _are_tables(value):
-            changed[name] = tuple(with_located(each, convert) for each in value)
+            changed[name] = tuple(convert_named_things(each, convert) for each in value)
         elif where and isinstance(value, str):
             changed[name] = convert(where, value)
         elif where and isinstance(value, tuple):
             changed[name] = tuple(convert(where, item) for item in value)
         elif where and isinstance(value, dict):
             changed[name] = {convert(where, key): item for key, item in value.items()}
-    return table.derived(**changed) if changed else table
+    return table.derive(**changed) if changed else table
 
 
 def flat_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -256,9 +264,9 @@ def check_order(table: Table, low: str, high: str) -> None:
     Raises:
         ValueError: `low` is above `high`.
     """
-    least, most = getattr(table, low), getattr(table, high)
-    if least > most:
-        raise ValueError(f"{low} = {least} must not be above {high} = {most}")
+    low_value, high_value = getattr(table, low), getattr(table, high)
+    if low_value > high_value:
+        raise ValueError(f"{low} = {low_value} must not be above {high} = {high_value}")
 
 
 def as_toml(value: object) -> str:

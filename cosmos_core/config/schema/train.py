@@ -17,12 +17,12 @@ from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.hooks import HooksConfig
 from cosmos_core.config.schema.kto import KtoConfig
-from cosmos_core.config.schema.marks import Needs, NoResult, Only, Unit, Where
+from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresSwitch, SupportedValues, UnitMark
 from cosmos_core.config.schema.planned import FP4Config
 from cosmos_core.config.schema.precision import FP8Config
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.sft import SftConfig
-from cosmos_core.config.schema.table import InStage, Table, as_toml, warn
+from cosmos_core.config.schema.table import StageContext, Table, as_toml, warn
 from cosmos_core.config.schema.values import (
     DType,
     Fraction,
@@ -39,7 +39,7 @@ DEFAULT_SEED = 42
 _BetaDecay = Annotated[float, Field(ge=0, lt=1)]
 _Implementation = Literal["fused", "foreach", "for-loop"]
 _UNCATCHABLE = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # SIGCHLD arrives at the end of every child process
-_ONLY_GRPO = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
+_GRPO_ONLY_KEYS = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
 
 AlgorithmTable = Annotated[
     Annotated[SftConfig, Tag("sft")]
@@ -57,7 +57,7 @@ AlgorithmTable = Annotated[
 class TrainConfig(Table):
     """`[train]`: optimizer, learning rate schedule, batch size and precision."""
 
-    epoch: Annotated[PositiveInt, Unit("epochs")] = 1
+    epoch: Annotated[PositiveInt, UnitMark("epochs")] = 1
     """Number of passes over the training rows."""
     max_num_steps: Steps | None = None
     """Maximum number of train steps, over which the learning rate schedule then extends; None: until the epochs end."""
@@ -87,7 +87,7 @@ class TrainConfig(Table):
     """Decay rates of Adam's first and second moment."""
     epsilon: PositiveFloat = 1e-6
     """Epsilon in the denominator of Adam's update."""
-    optm_warmup_steps: Annotated[int | float, Unit("train steps or fraction")] = 20
+    optm_warmup_steps: Annotated[int | float, UnitMark("train steps or fraction")] = 20
     """Length of the warm-up of the learning rate: a number of steps, or as a float up to 1.0 a fraction of all
     steps."""
     optm_warmup_start_factor: Fraction = 0.0
@@ -103,19 +103,22 @@ class TrainConfig(Table):
     """Maximum global gradient norm, to which gradients are clipped; 0 or less: the norm is only measured."""
     ema_enable: bool = False
     """Keep a moving average of the trained weights in float32, which is validated and exported."""
-    ema_decay: Annotated[Fraction, Needs("ema_enable")] = 0.9999
+    ema_decay: Annotated[Fraction, RequiresSwitch("ema_enable")] = 0.9999
     """Largest decay of the moving average; after n optimizer steps the decay is min((1 + n) / (10 + n),
     `ema_decay`)."""
-    ema_update_step_interval: Annotated[NonNegativeInt, Unit("optimizer steps"), Needs("ema_enable")] = 0
+    ema_update_step_interval: Annotated[NonNegativeInt, UnitMark("optimizer steps"), RequiresSwitch("ema_enable")] = 0
     """Number of optimizer steps between two updates of the moving average, the first after N - 1, as in Flow-GRPO and
     DiffusionNFT; 0 and 1: every step."""
 
     master_dtype: Annotated[
-        DType, Only(("float32", "bfloat16"), "float16 cannot hold optimizer state; use 'float32'")
+        DType, SupportedValues(("float32", "bfloat16"), "float16 cannot hold optimizer state; use 'float32'")
     ] = "float32"
     """Dtype of the weights and of the optimizer state."""
     param_dtype: Annotated[
-        DType, Only(("float32", "bfloat16"), "this version does not scale losses, so gradients vanish; use 'bfloat16'")
+        DType,
+        SupportedValues(
+            ("float32", "bfloat16"), "this version does not scale losses, so gradients vanish; use 'bfloat16'"
+        ),
     ] = "bfloat16"
     """Dtype of the forward and backward pass, and of the export; an `export` stage whose recipe leaves it out has the
     dtype of the stage whose model it exports."""
@@ -165,7 +168,7 @@ class TrainConfig(Table):
     """When checkpoints are saved and where the model is published."""
     hooks: HooksConfig = HooksConfig()
     """User functions that are called at points of a training."""
-    resume: Annotated[bool | str, NoResult, Where.PATH] = False
+    resume: Annotated[bool | str, NoResult, NamedThing.PATH] = False
     """Checkpoint from which training starts: true for the newest checkpoint below `output_dir` of a run with the same
     settings and inputs, on any device mesh, or the path of a `.../step_N/policy` folder; false: none. `cosmos resume`
     continues a run itself."""
@@ -178,7 +181,7 @@ class TrainConfig(Table):
     timestamp: Annotated[str, NoResult] = ""
     """Id of the run; empty: the local time as YYYYmmddHHMMSS."""
 
-    def refusals(self, stage: InStage) -> Iterator[str]:
+    def refusals(self, stage: StageContext) -> Iterator[str]:
         if isinstance(self.optm_lr, tuple):
             yield f"train.optm_lr = {as_toml(self.optm_lr)}: a model is one part here; give rates by module path"
         if isinstance(self.optm_impl, tuple):
@@ -202,25 +205,25 @@ class TrainConfig(Table):
 
     @field_validator("transfer_dtype")
     @classmethod
-    def _as_trained(cls, dtype: DType | None, info: ValidationInfo) -> DType | None:
+    def _default_to_master_dtype(cls, dtype: DType | None, info: ValidationInfo) -> DType | None:
         return info.data.get("master_dtype") if dtype is None else dtype
 
     @field_validator("train_policy")
     @classmethod
-    def _fitted(cls, policy: AlgorithmConfig, info: ValidationInfo) -> AlgorithmConfig:
+    def _derive_policy_settings(cls, policy: AlgorithmConfig, info: ValidationInfo) -> AlgorithmConfig:
         """Fill settings that follow from the batch size and from the transfer of weights."""
         batch, interval = info.data.get("train_batch_per_replica"), info.data.get("sync_weight_interval", 1)
         if batch and "mini_batch" not in policy.model_fields_set:
-            policy = policy.derived(mini_batch=math.gcd(batch, policy.mini_batch))
+            policy = policy.derive(mini_batch=math.gcd(batch, policy.mini_batch))
         if isinstance(policy, RlConfig) and not policy.on_policy and policy.allowed_outdated_steps + 1 < interval:
             warn(info, f"train.train_policy.allowed_outdated_steps = {policy.allowed_outdated_steps}: {interval - 1}, "
                 f"which is sync_weight_interval - 1")  # fmt: skip
-            policy = policy.derived(allowed_outdated_steps=interval - 1)
+            policy = policy.derive(allowed_outdated_steps=interval - 1)
         return policy
 
     @field_validator("coalesce_weight_sync")
     @classmethod
-    def _may_be_outdated(cls, is_joined: bool, info: ValidationInfo) -> bool:
+    def _derive_resync(cls, is_joined: bool, info: ValidationInfo) -> bool:
         policy = info.data.get("train_policy")
         if not is_joined or not isinstance(policy, RlConfig):
             return is_joined
@@ -231,22 +234,22 @@ class TrainConfig(Table):
 
     @field_validator("resume")
     @classmethod
-    def _no_resume(cls, where: bool | str) -> bool | str:
+    def _normalise_resume(cls, where: bool | str) -> bool | str:
         return False if where in {"", "None", "False"} else where
 
     @field_validator("optm_lr")
     @classmethod
-    def _one_rate_for_the_rest(cls, rate: Any) -> Any:
+    def _take_single_rate(cls, rate: Any) -> Any:
         if isinstance(rate, dict) and "global" not in rate:
             raise ValueError(f"optm_lr = {rate} must have the key 'global', the rate of all modules not named")
         if isinstance(rate, tuple) and not rate:
             raise ValueError("optm_lr is an empty list; give one rate per model part")
-        return _alone(rate)
+        return _take_single_item(rate)
 
     @field_validator("optm_impl")
     @classmethod
-    def _one_implementation(cls, implementation: Any) -> Any:
-        return _alone(implementation)
+    def _take_single_implementation(cls, implementation: Any) -> Any:
+        return _take_single_item(implementation)
 
     @field_validator("optm_warmup_steps")
     @classmethod
@@ -257,7 +260,7 @@ class TrainConfig(Table):
 
     @field_validator("signal_to_handle")
     @classmethod
-    def _signals_exist(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_signal_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         import signal
 
         for name in names:
@@ -307,7 +310,7 @@ class TrainConfig(Table):
             raise ValueError("optm_impl = 'fused' needs master_dtype float32 or bfloat16")
         if self.async_tp_enabled and self.compile is False:
             raise ValueError("async_tp_enabled = true needs compile = true; set compile = true or leave it out")
-        if policy.balances_tokens and self.max_num_steps is None:
+        if policy.fills_by_tokens and self.max_num_steps is None:
             raise ValueError(
                 "train_policy.enable_dp_load_balancing = true needs max_num_steps: batches differ in rows, so the "
                 "length of an epoch is unknown; set train.max_num_steps"
@@ -315,7 +318,7 @@ class TrainConfig(Table):
         return self
 
     @model_validator(mode="after")
-    def _weight_sync(self) -> Self:
+    def _check_weight_sync(self) -> Self:
         policy = self.train_policy
         if isinstance(policy, RlConfig) and policy.on_policy and self.sync_weight_interval != 1:
             raise ValueError(
@@ -327,9 +330,9 @@ class TrainConfig(Table):
 
 def inferred_type(policy: Mapping[str, Any]) -> Any:
     """Return the `type` of a `train_policy`, or infer it from its keys if it is missing."""
-    return policy.get("type", "grpo" if _ONLY_GRPO & set(policy) else "sft")
+    return policy.get("type", "grpo" if _GRPO_ONLY_KEYS & set(policy) else "sft")
 
 
-def _alone(values: Any) -> Any:
+def _take_single_item(values: Any) -> Any:
     """Return the item of a list of one, because a model is one part; return any other value unchanged."""
     return values[0] if isinstance(values, tuple) and len(values) == 1 else values

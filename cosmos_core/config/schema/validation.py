@@ -6,10 +6,10 @@ from typing import Annotated, Self
 from pydantic import ValidationInfo, model_validator
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.marks import Needs, NoResult
+from cosmos_core.config.schema.marks import NoResult, RequiresSwitch
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
-from cosmos_core.config.schema.table import InStage, Table, warn
+from cosmos_core.config.schema.table import StageContext, Table, warn
 from cosmos_core.config.schema.values import (
     Completions,
     Names,
@@ -66,25 +66,25 @@ class ValidationConfig(Table):
     `train.train_policy.reward_env`."""
     use_remote_reward: bool | None = None
     """Use the reward service; None: as in training, the only allowed value."""
-    remote_reward: Annotated[RemoteRewardConfig | None, Needs("use_remote_reward")] = None
+    remote_reward: Annotated[RemoteRewardConfig | None, RequiresSwitch("use_remote_reward")] = None
     """Requests to the reward service; None: as in training."""
 
     @model_validator(mode="after")
-    def _says_what_is_greedy(self, info: ValidationInfo) -> Self:
+    def _check_greedy_sampling(self, info: ValidationInfo) -> Self:
         if self.top_k == 1 and self.temperature > 0:
             warn(info, f"validation.temperature: {self.temperature:g} changes nothing, because top_k = 1 takes the "
                 "most likely token; set validation.top_k = -1 to draw")  # fmt: skip
         return self
 
-    def notices(self, stage: InStage) -> Iterator[str]:
+    def notices(self, stage: StageContext) -> Iterator[str]:
         """Yield notices about text completions that cannot differ from each other, and about completions that exceed
         the model's maximum length."""
-        most, length = self.max_response_length or 0, stage.recipe.policy.model_max_length
-        completes = stage.measures and stage.recipe.completes_held_out and not stage.recipe.policy.is_diffusers
-        if completes and most >= length:
+        max_response, length = self.max_response_length or 0, stage.recipe.policy.model_max_length
+        completes = stage.measures_held_out and stage.recipe.completes_held_out and not stage.recipe.policy.is_diffusers
+        if completes and max_response >= length:
             yield (
-                f"validation.max_response_length = {most}: a completion gets the tokens that its prompt leaves of "
-                f"policy.model_max_length = {length}"
+                f"validation.max_response_length = {max_response}: a completion gets the tokens that its prompt "
+                f"leaves of policy.model_max_length = {length}"
             )
         is_greedy = self.temperature == 0 or self.top_k == 1
         if self.n_generation > 1 and is_greedy and not stage.recipe.policy.is_diffusers:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from cosmos_core.config.schema.marks import Unit
+from cosmos_core.config.schema.marks import UnitMark
 from cosmos_core.registry import is_import_path
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -15,11 +15,11 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
-Steps = Annotated[int, Field(gt=0), Unit("train steps")]
-Tokens = Annotated[int, Field(gt=0), Unit("tokens")]
-Rows = Annotated[int, Field(gt=0), Unit("rows")]
-Completions = Annotated[int, Field(gt=0), Unit("completions")]
-Ranks = Annotated[int, Field(gt=0), Unit("ranks")]
+Steps = Annotated[int, Field(gt=0), UnitMark("train steps")]
+Tokens = Annotated[int, Field(gt=0), UnitMark("tokens")]
+Rows = Annotated[int, Field(gt=0), UnitMark("rows")]
+Completions = Annotated[int, Field(gt=0), UnitMark("completions")]
+Ranks = Annotated[int, Field(gt=0), UnitMark("ranks")]
 
 Nucleus = Annotated[float, Field(gt=0, le=1)]
 """Probability mass of nucleus sampling; 1: all tokens."""
@@ -33,26 +33,26 @@ def _top_k(count: int) -> int:
     return count
 
 
-TopK = Annotated[int, AfterValidator(_top_k), Unit("tokens")]
+TopK = Annotated[int, AfterValidator(_top_k), UnitMark("tokens")]
 """Number of most likely tokens from which a token is sampled; -1 or 0: all."""
 
 
-def _listed(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-def _whole_import_path(name: str) -> str:
+def _check_import_path(name: str) -> str:
     if is_import_path(name) and not all(name.rpartition(":")[::2]):
         raise ValueError(f"{name!r} is no import path; write module:thing or path/file.py:thing")
     return name
 
 
-NameOrImportPath = Annotated[str, Field(min_length=1), AfterValidator(_whole_import_path)]
+NameOrImportPath = Annotated[str, Field(min_length=1), AfterValidator(_check_import_path)]
 """Name of a built-in class or function, or the import path of user code, `module:thing` or `path/file.py:thing`; a
 field of this type is marked `Where.CODE`."""
 
 Names = Annotated[
-    tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]), Field(strict=False)
+    tuple[str, ...], BeforeValidator(_as_tuple, json_schema_input_type=str | tuple[str, ...]), Field(strict=False)
 ]
 """One string or a list of strings."""
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TRAIN, VALIDATION = "train", "validation"
 """Names of the splits with the training rows and with the held-out rows."""
-LOCATION = "place"
+LOCATION_COLUMN = "place"
 """Name of the column with the location that a row was read from."""
 COMPARED_ROWS = 256
 """Number of rows per batch when log-probabilities are compared with a reference policy. The number is fixed, because
@@ -42,10 +42,10 @@ IMAGE_ROOT = b"images below"
 """Key of the schema's metadata with the folder that image paths are relative to."""
 
 
-class LearnedRows(ABC):
+class HeldOutRows(ABC):
     """Prepared rows of a split to train or validate on, which are read on access."""
 
-    is_compared: ClassVar[bool] = False
+    has_reference_pair: ClassVar[bool] = False
     """Whether a held-out row has two samples, whose log-probabilities are compared with the reference policy's."""
     is_prefetched: ClassVar[bool] = False
     """Whether reading a row takes so long that the rows of the next step are read in advance."""
@@ -82,7 +82,7 @@ class LearnedRows(ABC):
         """Return the number of tokens that each row takes in a packed or padded micro-batch, int64."""
         raise NotImplementedError(type(self).__name__)
 
-    def micro_batches(self, positions: np.ndarray, most_rows: int) -> list[list[int]] | None:
+    def micro_batches(self, positions: np.ndarray, max_rows: int) -> list[list[int]] | None:
         """Divide the rows of a step into micro-batches of at most `most_rows` rows; None: the trainer divides the
         samples."""
         return None
@@ -91,7 +91,7 @@ class LearnedRows(ABC):
 class HeldOut(NamedTuple):
     """Held-out rows: texts or media to learn, prompts to complete, or both."""
 
-    rows: LearnedRows | None
+    rows: HeldOutRows | None
     prompts: Sequence[Prompt] | None
 
 
@@ -110,7 +110,7 @@ class RowKind(ABC):
     @cached_property
     def schema(self) -> pa.Schema:
         """Arrow schema of the prepared file."""
-        return pa.schema({**self.columns, LOCATION: pa.string()}, metadata={b"rows": self.name.encode()})
+        return pa.schema({**self.columns, LOCATION_COLUMN: pa.string()}, metadata={b"rows": self.name.encode()})
 
     @property
     def visual_schema(self) -> pa.Schema:
@@ -134,7 +134,7 @@ class RowKind(ABC):
     def prepare(self, stage: Stage) -> Outcome:
         """Prepare the rows of a stage: the program of a `prepare` stage."""
 
-    def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> LearnedRows:
+    def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> HeldOutRows:
         """Return the rows of a split to learn.
 
         Args:
@@ -156,7 +156,7 @@ class RowKind(ABC):
         """
         raise NotImplementedError(f"{self.name} are not completed")
 
-    def held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
+    def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
         """Return the held-out rows of a data folder whose validation split is of this kind.
 
         Raises:
@@ -216,7 +216,7 @@ class TokenisedKind(RowKind):
             SkippedRow: the row has no content to learn.
         """
 
-    def leaves_out_response(self, row: Row, column: str) -> bool:
+    def omits_response(self, row: Row, column: str) -> bool:
         """Return whether training on the text in `column` leaves out a response in another column."""
         return False
 

@@ -22,7 +22,7 @@ from cosmos_core.data.sample import Sample, swap_responses
 class LabelledSequences(Sequences):
     """Token sequences to learn, each with a label that says whether its response is desirable."""
 
-    is_compared = True
+    has_reference_pair = True
 
     def __init__(self, table: pa.Table, path: Path, max_tokens: int) -> None:
         super().__init__(table, path)
@@ -42,8 +42,8 @@ class LabelledSequences(Sequences):
         labelled = [replace(sample, reward=float(self.labels[i])) for i, sample in rows]
         if seed is not None:
             return labelled
-        swapped = swap_responses(labelled, self._max_tokens)
-        pairs = [sample for pair in zip(labelled, swapped, strict=True) for sample in pair]
+        mismatched = swap_responses(labelled, self._max_tokens)
+        pairs = [sample for pair in zip(labelled, mismatched, strict=True) for sample in pair]
         logprobs = np.zeros(len(pairs)) if self.reference is None else self.reference[list(positions)].ravel()
         return [replace(sample, reference_logprob=float(value)) for sample, value in zip(pairs, logprobs, strict=True)]
 
@@ -63,7 +63,7 @@ class LabelledKind(SequencesKind):
     def held_out_kinds(self, *, has_rewards: bool) -> dict[str, str]:
         return {VALIDATION: self.name}
 
-    def leaves_out_response(self, row: Row, column: str) -> bool:
+    def omits_response(self, row: Row, column: str) -> bool:
         return False
 
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:

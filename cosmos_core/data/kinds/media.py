@@ -10,22 +10,22 @@ from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.data.flow_sample import FlowSample, NoiseSampler, seed_of
-from cosmos_core.data.kinds.base import VALIDATION, HeldOut, LearnedRows
+from cosmos_core.data.kinds.base import VALIDATION, HeldOut, HeldOutRows
 from cosmos_core.data.kinds.media_prompts import ENTRY, MediaPromptList, MediaPromptsKind
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
 from cosmos_core.types import Prompt
 
-_HELD_OUT = -1
+_HELD_OUT_STEP = -1
 """Value that replaces the number of the train step in the seeds of held-out rows."""
 
 
-class NoisyRows(LearnedRows):
+class NoisyRows(HeldOutRows):
     """Images or clips, each at a noise level that is sampled anew for each train step."""
 
     is_prefetched = True
 
     def __init__(self, rows: MediaRows, draws: NoiseSampler) -> None:
-        self._rows, self._draws = rows, draws
+        self._rows, self._draws_per_row = rows, draws
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -35,8 +35,10 @@ class NoisyRows(LearnedRows):
     ) -> list[FlowSample]:
         """Return a sample for each row, with noise and a noise level; captions of held-out rows are never dropped."""
         if seed is None:
-            return [self._draws.sample(self._rows[i], seed_of(_HELD_OUT, i), dropout=0.0) for i in positions]
-        return [self._draws.sample(self._rows[i], seed_of(*seed, i)) for i in positions]
+            return [
+                self._draws_per_row.sample(self._rows[i], seed_of(_HELD_OUT_STEP, i), dropout=0.0) for i in positions
+            ]
+        return [self._draws_per_row.sample(self._rows[i], seed_of(*seed, i)) for i in positions]
 
 
 class MediaKind(MediaPromptsKind):
@@ -58,7 +60,7 @@ class MediaKind(MediaPromptsKind):
         clips = open_media(folder, split) if is_conditioned else None
         return MediaPromptList(open_media_prompts(folder, split), getattr(policy, "response_column_name", ""), clips)
 
-    def held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
+    def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
         """Return the prompts to sample images or clips from, and the media unless training learns from rollouts."""
         rows = None if policy.has_rollouts else self.open(folder, VALIDATION, model, adapter)
         return HeldOut(rows, self.prompts(folder, VALIDATION, policy, model))

@@ -12,7 +12,7 @@ import pyarrow as pa
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.data.kinds.base import VALIDATION, HeldOut, RowKind
-from cosmos_core.data.lazy import LazySequence
+from cosmos_core.data.lazy import IndexedSequence
 from cosmos_core.data.media_rows import MediaPrompts, MediaRows, open_media_prompts
 from cosmos_core.types import Outcome, Prompt
 
@@ -24,7 +24,7 @@ ENTRY = pa.struct({"shard": pa.string(), "entry": pa.string()})
 _REFERENCE_KEYS = ("reference", "answer", "label")
 
 
-class MediaPromptList(LazySequence[Prompt]):
+class MediaPromptList(IndexedSequence[Prompt]):
     """Prepared prompts for images or videos, as a sequence of `Prompt`."""
 
     def __init__(self, prompts: MediaPrompts, column: str = "", clips: MediaRows | None = None) -> None:
@@ -75,5 +75,5 @@ class MediaPromptsKind(RowKind):
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
         return MediaPromptList(open_media_prompts(folder, split), getattr(policy, "response_column_name", ""))
 
-    def held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
+    def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
         return HeldOut(None, MediaPromptList(open_media_prompts(folder, VALIDATION)))

@@ -10,25 +10,25 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.data.conversation import continued_tokens, conversation_tokens, cut
-from cosmos_core.data.images import placed_images
-from cosmos_core.data.kinds.base import IDS, MASK, LearnedRows, TokenisedKind
+from cosmos_core.data.conversation import continued_tokens, conversation_tokens, truncate_tokens
+from cosmos_core.data.images import place_images
+from cosmos_core.data.kinds.base import IDS, MASK, HeldOutRows, TokenisedKind
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.kinds.sequences import Sequences
-from cosmos_core.data.messages import Message, Row, SkippedRow, plain_texts
+from cosmos_core.data.messages import Message, Row, SkippedRow, plain_text_columns
 from cosmos_core.data.preferences import Preference, read_preference
 from cosmos_core.data.prepared import mixture_of, open_table, split_path
 from cosmos_core.data.records import Job, Record, Ref, check_characters, processor_for, read_images, tokenise_turns
 from cosmos_core.data.sample import Sample
 from cosmos_core.data.tool_calls import read_tools
-from cosmos_core.data.visual import cut_visual, visual_tokens
+from cosmos_core.data.visual import truncate_visual, visual_tokens
 from cosmos_core.errors import DataError
 
 
-class Pairs(LearnedRows):
+class Pairs(HeldOutRows):
     """Pairs of completions to compare: `chosen[i]` and `rejected[i]` begin with the same prompt, which has no loss."""
 
-    is_compared = True
+    has_reference_pair = True
 
     def __init__(self, table: pa.Table, path: Path) -> None:
         self.path, self.mixture = path, mixture_of(path)
@@ -43,12 +43,14 @@ class Pairs(LearnedRows):
         lengths = np.stack([self.chosen.lengths, self.rejected.lengths])
         return lengths.sum(0) if is_packed else 2 * lengths.max(0)
 
-    def micro_batches(self, positions: np.ndarray, most_rows: int) -> list[list[int]]:
+    def micro_batches(self, positions: np.ndarray, max_rows: int) -> list[list[int]]:
         """Divide pairs into micro-batches of pairs with similar lengths and equal numbers of images."""
         lengths, num_images = self._padded_lengths, self.chosen.num_images
-        ordered = sorted(positions.tolist(), key=lambda i: -lengths[i])
-        groups = [[i for i in ordered if num_images[i] == count] for count in np.unique(num_images[ordered])]
-        return [rows[start : start + most_rows] for rows in groups for start in range(0, len(rows), most_rows)]
+        sorted_positions = sorted(positions.tolist(), key=lambda i: -lengths[i])
+        groups = [
+            [i for i in sorted_positions if num_images[i] == count] for count in np.unique(num_images[sorted_positions])
+        ]
+        return [rows[start : start + max_rows] for rows in groups for start in range(0, len(rows), max_rows)]
 
     @cached_property
     def _padded_lengths(self) -> np.ndarray:
@@ -62,9 +64,9 @@ class Pairs(LearnedRows):
         for i in positions:
             logprobs = (0.0, 0.0) if self.reference is None else self.reference[i].tolist()
             images = self.chosen.images(i)  # both responses share the prompt, which has all images
-            for side, logprob in zip((self.chosen, self.rejected), logprobs, strict=True):
+            for response, logprob in zip((self.chosen, self.rejected), logprobs, strict=True):
                 settings: dict[str, Any] = {"micro_batch": micro_batch, "source": self.source(i)}
-                samples.append(Sample(*side[i], reference_logprob=logprob, images=images, **settings))
+                samples.append(Sample(*response[i], reference_logprob=logprob, images=images, **settings))
         return samples
 
 
@@ -94,16 +96,16 @@ class PairsKind(TokenisedKind):
 
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
         preference = self.reader(row, where, *job.conversation, with_images=job.root is not None)
-        if not tokenizer.chat_template and (texts := plain_texts(row, "prompt", ("chosen",), ("rejected",))):
+        if not tokenizer.chat_template and (texts := plain_text_columns(row, "prompt", ("chosen",), ("rejected",))):
             preference = Preference(*texts)
         prompt, *completions = preference
         check_characters([prompt, *completions], where)
         if job.root is not None:
             if not isinstance(prompt, str):
-                return _visual_pair(job, [[*_unlearned(prompt), *turns] for turns in completions], row, where)
-            placed_images([], row, where)  # refuse images, since plain text has no turn to show an image in
+                return _visual_pair(job, [[*_without_prompt_loss(prompt), *turns] for turns in completions], row, where)
+            place_images([], row, where)  # refuse images, since plain text has no turn to show an image in
         values: list[list[int]] = []
-        is_cut = is_merged = False
+        is_truncated = is_merged = False
         tools = read_tools(row, where)
         for completion in completions:
             if isinstance(prompt, str) or isinstance(completion, str):
@@ -111,43 +113,43 @@ class PairsKind(TokenisedKind):
             else:
                 tokens, merged = tokenise_turns(
                     lambda turns: conversation_tokens(tokenizer, turns, where, tools, job.end_ids),
-                    [*_unlearned(prompt), *completion],
+                    [*_without_prompt_loss(prompt), *completion],
                 )
-            is_cut, is_merged = is_cut or len(tokens[0]) > job.max_tokens, is_merged or merged
-            values += cut(tokens, job.max_tokens, where)
-        _check_differ(values, where, is_cut=is_cut)
+            is_truncated, is_merged = is_truncated or len(tokens[0]) > job.max_tokens, is_merged or merged
+            values += truncate_tokens(tokens, job.max_tokens, where)
+        _check_differ(values, where, is_truncated=is_truncated)
         if job.root is not None:
-            return Record((*values, [], where), is_merged, {"truncated_rows": is_cut})
-        return Record((*values, where), is_merged, {"truncated_rows": is_cut})
+            return Record((*values, [], where), is_merged, {"truncated_rows": is_truncated})
+        return Record((*values, where), is_merged, {"truncated_rows": is_truncated})
 
 
-def _check_differ(values: list[list[int]], where: str, *, is_cut: bool) -> None:
+def _check_differ(values: list[list[int]], where: str, *, is_truncated: bool) -> None:
     if values[0] == values[2]:
-        up_to = " up to policy.model_max_length" if is_cut else ""
+        up_to = " up to policy.model_max_length" if is_truncated else ""
         raise SkippedRow(where, f"with equal chosen and rejected{up_to}")
 
 
-def _visual_pair(job: Job, talks: list[list[Message]], row: Row, where: str) -> Record:
+def _visual_pair(job: Job, conversations: list[list[Message]], row: Row, where: str) -> Record:
     """Return the record of two conversations that begin with the same turns, the only ones that show images."""
     processor, tools = processor_for(job), read_tools(row, where)
     values: list[list[int]] = []
-    shown: list[list[Ref]] = []
-    is_cut = is_merged = False
+    image_refs: list[list[Ref]] = []
+    is_truncated = is_merged = False
     num_image_tokens = 0
-    for talk in talks:
-        placed, refs, images = read_images(job, talk, row, where)
-        shown.append(refs)
-        rest: dict[str, Any] = {"images": images, "where": where, "tools": tools, "end_ids": job.end_ids}
-        tokens, merged = tokenise_turns(partial(visual_tokens, processor, **rest), placed)
-        is_cut, is_merged = is_cut or len(tokens.ids) > job.max_tokens, is_merged or merged
+    for conversation in conversations:
+        placed_turns, refs, images = read_images(job, conversation, row, where)
+        image_refs.append(refs)
+        common: dict[str, Any] = {"images": images, "where": where, "tools": tools, "end_ids": job.end_ids}
+        tokens, merged = tokenise_turns(partial(visual_tokens, processor, **common), placed_turns)
+        is_truncated, is_merged = is_truncated or len(tokens.ids) > job.max_tokens, is_merged or merged
         num_image_tokens += tokens.num_image_tokens
-        values += cut_visual(tokens, job.max_tokens, where)
-    if shown[0] != shown[1]:
+        values += truncate_visual(tokens, job.max_tokens, where)
+    if image_refs[0] != image_refs[1]:
         raise DataError(f"{where}: chosen and rejected show different images; show them in the prompt")
-    _check_differ(values, where, is_cut=is_cut)
-    counts = {"truncated_rows": is_cut, "images": len(shown[0]), "image_tokens": num_image_tokens}
-    return Record((*values, shown[0], where), is_merged, counts)
+    _check_differ(values, where, is_truncated=is_truncated)
+    counts = {"truncated_rows": is_truncated, "images": len(image_refs[0]), "image_tokens": num_image_tokens}
+    return Record((*values, image_refs[0], where), is_merged, counts)
 
 
-def _unlearned(prompt: list[Message]) -> list[Message]:
+def _without_prompt_loss(prompt: list[Message]) -> list[Message]:
     return [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]

@@ -17,7 +17,7 @@ from cosmos_core.data.conversation import tokenize_prompt, tokenize_text
 from cosmos_core.data.kinds.base import IDS, VALIDATION, HeldOut, TokenisedKind
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.kinds.sequences import open_sequences
-from cosmos_core.data.lazy import LazySequence
+from cosmos_core.data.lazy import IndexedSequence
 from cosmos_core.data.messages import Message, ReadRow, Row, columns_for_rewards, read_held_out, read_prompt
 from cosmos_core.data.order import Mixture
 from cosmos_core.data.prepared import (
@@ -26,19 +26,19 @@ from cosmos_core.data.prepared import (
     has_split,
     mixture_of,
     open_table,
-    rows_kind,
+    read_row_kind,
     split_path,
 )
 from cosmos_core.data.records import Job, Record, check_characters, processor_for, read_images, tokenise_turns
 from cosmos_core.data.tool_calls import read_tools
-from cosmos_core.data.user_dataset import RENDERED
+from cosmos_core.data.user_dataset import RENDERED_COLUMN
 from cosmos_core.data.visual import visual_prompt
 from cosmos_core.types import Prompt
 
 _COLUMNS = ("prompt_ids", "prompt_text", "reference", "metadata")
 
 
-class Prompts(LazySequence[Prompt]):
+class Prompts(IndexedSequence[Prompt]):
     """Prompts to complete; the id of a prompt is its row number."""
 
     def __init__(self, table: pa.Table, mixture: Mixture | None = None) -> None:
@@ -70,7 +70,7 @@ def find_prompts(folder: Path, split: str) -> Prompts | None:
     Raises:
         DataError: the file of the split is damaged.
     """
-    is_completed = has_split(folder, split) and rows_kind(folder, split) == PromptsKind.name
+    is_completed = has_split(folder, split) and read_row_kind(folder, split) == PromptsKind.name
     return open_prompts(folder, split) if is_completed else None
 
 
@@ -88,10 +88,10 @@ class PromptsKind(TokenisedKind):
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
         return open_prompts(folder, split)
 
-    def held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
+    def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
         """Return the held-out prompts, and the same rows as sequences with a loss if `prepare` has written them."""
-        learned = open_sequences(folder, LEARNED_HELD_OUT) if has_split(folder, LEARNED_HELD_OUT) else None
-        return HeldOut(learned, open_prompts(folder, VALIDATION))
+        held_out_sequences = open_sequences(folder, LEARNED_HELD_OUT) if has_split(folder, LEARNED_HELD_OUT) else None
+        return HeldOut(held_out_sequences, open_prompts(folder, VALIDATION))
 
     def read(self, row: Row, where: str, policy: AlgorithmConfig) -> tuple[list[Message], str]:
         """Return the prompt of a row as turns, and its reference answer."""
@@ -107,19 +107,19 @@ class PromptsKind(TokenisedKind):
             row, where, policy, with_images=has_images, keeps_last=job.chat.continue_final_message
         )
         check_characters([messages, reference], where)
-        columns = columns_for_rewards({name: value for name, value in row.items() if name != RENDERED}, messages)
+        columns = columns_for_rewards({name: value for name, value in row.items() if name != RENDERED_COLUMN}, messages)
         chat = job.chat
         if tools := read_tools(row, where):
             chat = replace(chat, tools=tuple(tools))
         if job.root is not None:
             processor = processor_for(job)
-            placed, refs, images = read_images(job, messages, row, where)
+            placed_turns, refs, images = read_images(job, messages, row, where)
             (tokens, text), is_merged = tokenise_turns(
-                lambda turns: visual_prompt(processor, turns, images, job.max_tokens, where, chat), placed
+                lambda turns: visual_prompt(processor, turns, images, job.max_tokens, where, chat), placed_turns
             )
             counts = {"images": len(refs), "image_tokens": tokens.num_image_tokens}
             return Record((tokens.ids, text, reference, columns, refs, where), is_merged, counts)
-        if (rendered := row.get(RENDERED)) is not None:
+        if (rendered := row.get(RENDERED_COLUMN)) is not None:
             ids, text = tokenize_text(tokenizer, rendered, job.max_tokens, where)
             return Record((ids, text, reference, columns, where), False, {})
         (ids, text), is_merged = tokenise_turns(

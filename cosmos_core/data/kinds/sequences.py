@@ -10,22 +10,29 @@ import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.data.conversation import continued_tokens, conversation_tokens, cut
-from cosmos_core.data.images import placed_images
-from cosmos_core.data.kinds.base import IDS, MASK, VALIDATION, LearnedRows, TokenisedKind
+from cosmos_core.data.conversation import continued_tokens, conversation_tokens, truncate_tokens
+from cosmos_core.data.images import place_images
+from cosmos_core.data.kinds.base import IDS, MASK, VALIDATION, HeldOutRows, TokenisedKind
 from cosmos_core.data.kinds.registry import row_kind
-from cosmos_core.data.messages import Message, Row, SkippedRow, leaves_out_response, plain_texts, read_conversation
-from cosmos_core.data.prepared import LEARNED_HELD_OUT, RowImages, damaged, mixture_of, open_table, split_path
+from cosmos_core.data.messages import Message, Row, SkippedRow, omits_response, plain_text_columns, read_conversation
+from cosmos_core.data.prepared import (
+    LEARNED_HELD_OUT,
+    RowImages,
+    damaged_file_error,
+    mixture_of,
+    open_table,
+    split_path,
+)
 from cosmos_core.data.records import Job, Record, check_characters, processor_for, read_images, tokenise_turns
 from cosmos_core.data.sample import Sample
 from cosmos_core.data.tool_calls import read_tools
-from cosmos_core.data.user_dataset import LABELS, NOTHING, TOKENS
-from cosmos_core.data.visual import cut_visual, visual_tokens
+from cosmos_core.data.user_dataset import LABELS, TOKENS, UNTRAINED_LABEL
+from cosmos_core.data.visual import truncate_visual, visual_tokens
 from cosmos_core.errors import DataError
 from cosmos_core.types import ImageRef
 
 
-class Sequences(LearnedRows):
+class Sequences(HeldOutRows):
     """Token sequences to learn; item i is `(input_ids int64, loss_mask uint8)`, copied from the memory-mapped file."""
 
     def __init__(self, table: pa.Table, path: Path, ids: str = "input_ids", mask: str = "loss_mask") -> None:
@@ -35,7 +42,7 @@ class Sequences(LearnedRows):
         self.lengths: np.ndarray = pc.list_value_length(self._ids).to_numpy().astype(np.int64)
         """Number of tokens of each row, int64."""
         if not np.array_equal(self.lengths, pc.list_value_length(self._masks).to_numpy()):
-            raise damaged(path, f"{mask} and {ids} differ in length")
+            raise damaged_file_error(path, f"{mask} and {ids} differ in length")
         self._images = RowImages(table)
         self.num_images = self._images.counts
         """Number of images of each row, int64."""
@@ -87,31 +94,31 @@ class SequencesKind(TokenisedKind):
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> Sequences:
         return open_sequences(folder, split)
 
-    def leaves_out_response(self, row: Row, column: str) -> bool:
-        return leaves_out_response(row, column)
+    def omits_response(self, row: Row, column: str) -> bool:
+        return omits_response(row, column)
 
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
         if TOKENS in row:
             return _tokenised_sequence(job, row, where)
-        texts = None if tokenizer.chat_template else plain_texts(row, "prompt", ("completion", "response"))
+        texts = None if tokenizer.chat_template else plain_text_columns(row, "prompt", ("completion", "response"))
         if texts and job.root is None and not job.conversation[1]:  # a system prompt needs a chat template
             check_characters(texts, where)
             if not texts[1].strip():
                 raise SkippedRow(where, "without a completion to learn")
             tokens = continued_tokens(tokenizer, texts[0], texts[1], where)
             counts = {"truncated_rows": int(len(tokens[0]) > job.max_tokens), "continued_rows": 1}
-            return Record((*cut(tokens, job.max_tokens, where), where), False, counts)
+            return Record((*truncate_tokens(tokens, job.max_tokens, where), where), False, counts)
         conversation = self.reader(row, where, *job.conversation, with_images=job.root is not None)
         check_characters(conversation, where)
         if job.root is not None:
             if not isinstance(conversation, str):
                 return _visual_sequence(job, conversation, row, where)
-            placed_images([], row, where)  # refuse images, since plain text has no turn to show an image in
+            place_images([], row, where)  # refuse images, since plain text has no turn to show an image in
         tools = read_tools(row, where)
         tokens, is_merged = tokenise_turns(
             lambda turns: conversation_tokens(tokenizer, turns, where, tools, job.end_ids), conversation
         )
-        values: tuple[Any, ...] = cut(tokens, job.max_tokens, where)
+        values: tuple[Any, ...] = truncate_tokens(tokens, job.max_tokens, where)
         if job.root is not None:
             values = (*values, [])
         counts = {
@@ -124,13 +131,13 @@ class SequencesKind(TokenisedKind):
 def _tokenised_sequence(job: Job, row: Row, where: str) -> Record:
     """Return the record of a sequence that a data packer has tokenised."""
     ids, labels = ([int(token) for token in row.get(name, ())] for name in (TOKENS, LABELS))
-    mask = [int(label != NOTHING) for label in labels]
+    mask = [int(label != UNTRAINED_LABEL) for label in labels]
     if len(ids) != len(labels) or any(m and a != b for a, b, m in zip(ids, labels, mask, strict=True)):
         raise DataError(
-            f"{where}: {LABELS} must have a label for each of {TOKENS}: the token itself, or {NOTHING} where it is not "
-            f"learned; there are {len(ids)} and {len(labels)}"
+            f"{where}: {LABELS} must have a label for each of {TOKENS}: the token itself, or {UNTRAINED_LABEL} where "
+            f"it is not learned; there are {len(ids)} and {len(labels)}"
         )
-    values: tuple[Any, ...] = cut((ids, mask), job.max_tokens, where)
+    values: tuple[Any, ...] = truncate_tokens((ids, mask), job.max_tokens, where)
     if job.root is not None:
         values = (*values, [])
     return Record((*values, where), False, {"truncated_rows": len(ids) > job.max_tokens})
@@ -138,11 +145,11 @@ def _tokenised_sequence(job: Job, row: Row, where: str) -> Record:
 
 def _visual_sequence(job: Job, conversation: list[Message], row: Row, where: str) -> Record:
     processor = processor_for(job)
-    placed, refs, images = read_images(job, conversation, row, where)
+    placed_turns, refs, images = read_images(job, conversation, row, where)
     tools = read_tools(row, where)
     tokens, is_merged = tokenise_turns(
-        lambda turns: visual_tokens(processor, turns, images, where, tools, job.end_ids), placed
+        lambda turns: visual_tokens(processor, turns, images, where, tools, job.end_ids), placed_turns
     )
-    ids, mask = cut_visual(tokens, job.max_tokens, where)
+    ids, mask = truncate_visual(tokens, job.max_tokens, where)
     counts = {"truncated_rows": len(tokens.ids) > job.max_tokens, "images": len(refs)}
     return Record((ids, mask, refs, where), is_merged, counts | {"image_tokens": tokens.num_image_tokens})

@@ -24,23 +24,23 @@ def open_model(stage: Stage, watch: Callable[[], None]) -> Any:
         ConfigError: the engine cannot load the model.
     """
     module = importlib.import_module(f"cosmos_core.evaluate.engines.{engine_of(stage.recipe)}")
-    return module.open_model(stage, lambda model_class: _watched(model_class, watch))
+    return module.open_model(stage, lambda model_class: _make_watched_class(model_class, watch))
 
 
 class _Hook:
     """Hook that lm-eval's model object calls with each response, to cache the response and then call `watch`."""
 
-    def __init__(self, inner: Any, watch: Callable[[], None]) -> None:
-        self._inner, self._watch = inner, watch
+    def __init__(self, model: Any, watch: Callable[[], None]) -> None:
+        self._inner, self._watch_request = model, watch
 
     def add_partial(self, kind: str, request: Any, response: Any) -> None:
         self._inner.add_partial(kind, request, response)
-        self._watch()
+        self._watch_request()
 
 
-def _watched(model_class: Any, watch: Callable[[], None]) -> Any:
-    class Watched(model_class):  # type: ignore[misc]
+def _make_watched_class(model_class: Any, watch: Callable[[], None]) -> Any:
+    class WatchedModel(model_class):  # type: ignore[misc]
         def set_cache_hook(self, cache_hook: Any) -> None:
             super().set_cache_hook(_Hook(cache_hook, watch))
 
-    return Watched
+    return WatchedModel

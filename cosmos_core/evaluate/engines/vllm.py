@@ -9,7 +9,7 @@ import torch
 
 from cosmos_core.errors import ConfigError
 from cosmos_core.rollout.vllm import import_vllm, set_environment
-from cosmos_core.rollout.vllm_process import restore_process
+from cosmos_core.rollout.vllm_process import restore_process_state
 from cosmos_core.run.stage import Stage
 
 _BATCH = 256
@@ -24,7 +24,7 @@ def open_model(stage: Stage, wrap_class: Callable[[Any], Any]) -> Any:
     """
     settings, rollout = stage.recipe.evaluate, stage.recipe.rollout
     set_environment()
-    with restore_process():
+    with restore_process_state():
         vllm = import_vllm()
         with _vllm_version_visible(vllm):
             from lm_eval.models.vllm_causallms import VLLM

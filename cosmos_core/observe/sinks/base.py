@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK
 from cosmos_core.registry import load_named
-from cosmos_core.run.directory import Facts, read_facts
+from cosmos_core.run.directory import RunFacts, read_facts
 from cosmos_core.run.files import write_text
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
@@ -90,8 +90,8 @@ def send_to_sinks(stage: Stage, find: Callable[[str], Opener] = find_sink) -> It
     Each metric sink is opened with the first metric, so that a stage without metrics creates no empty run there.
     """
     names = dict.fromkeys(name for name in stage.recipe.logging.logger if name != CONSOLE)
-    couriers = [_SinkThread(name, find, stage) for name in names]
-    stage.metrics.watchers += [courier.enqueue for courier in couriers]
+    sink_threads = [_SinkThread(name, find, stage) for name in names]
+    stage.metrics.watchers += [sink_thread.enqueue for sink_thread in sink_threads]
     exit_code = EXIT_CRASH
     try:
         yield
@@ -99,10 +99,10 @@ def send_to_sinks(stage: Stage, find: Callable[[str], Opener] = find_sink) -> It
     finally:
         seconds = STOP_SECONDS if stage.stop_requested else CLOSE_SECONDS
         deadline = time.monotonic() + seconds
-        for courier in couriers:
-            courier.end(exit_code)
-        for courier in couriers:
-            courier.wait(deadline, seconds)
+        for sink_thread in sink_threads:
+            sink_thread.end(exit_code)
+        for sink_thread in sink_threads:
+            sink_thread.wait(deadline, seconds)
 
 
 class _SinkThread:
@@ -118,7 +118,7 @@ class _SinkThread:
     def enqueue(self, line: dict[str, Any]) -> None:
         """Queue a line of `metrics.jsonl` without blocking."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, args=(line,), name=f"sink-{self._name}", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(line,), name=f"sink-{self._name}", daemon=True)
             self._thread.start()
         elif self._thread.is_alive():
             self._lines.put(line)
@@ -137,13 +137,13 @@ class _SinkThread:
         if self._thread.is_alive():
             self._warn(f"not done {seconds:g} s after the end; it may lack the last steps")
 
-    def _work(self, first: dict[str, Any]) -> None:
+    def _run(self, first: dict[str, Any]) -> None:
         try:
-            self._carry(first)
+            self._send_all(first)
         except Exception as error:  # noqa: BLE001 - no error of a sink may stop a training
             self._warn(f"{type(error).__name__}: {error}")
 
-    def _carry(self, first: dict[str, Any]) -> None:
+    def _send_all(self, first: dict[str, Any]) -> None:
         sink = self._find(self._name)(self._stage, first["step"])
         # Send earlier lines that the metric sink lacks because it was unreachable or an attempt was killed.
         earlier = takewhile(lambda line: line["time"] != first["time"], read_metrics(self._stage.metrics.path))
@@ -153,8 +153,8 @@ class _SinkThread:
                 sink.log(line)
         sink.close(self._exit_code)
 
-    def _warn(self, trouble: str) -> None:
-        reason = " ".join(trouble.split())
+    def _warn(self, problem: str) -> None:
+        reason = " ".join(problem.split())
         logger.warning(
             "logging.logger %r: %s; training does not need it, metrics.jsonl is complete", self._name, reason
         )
@@ -170,7 +170,7 @@ def numbers(line: dict[str, Any]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class NamesOfRun:
+class SinkNames:
     """Names under which an experiment tracking service (W&B, MLflow, trackio) stores the metrics of a stage."""
 
     project: str
@@ -180,13 +180,13 @@ class NamesOfRun:
     """Identifier that all attempts of a stage share; a stage that is made again has a new folder and identifier."""
 
 
-def names_of_run(stage: Stage, sink: str) -> NamesOfRun:
+def names_of_run(stage: Stage, sink: str) -> SinkNames:
     """Return the names of a stage's run in a tracking service; the identifier is saved in its subfolder `sink`."""
-    config, facts = stage.recipe.logging, read_facts(stage.run_path) or Facts()
+    config, facts = stage.recipe.logging, read_facts(stage.run_path) or RunFacts()
     title = f"{config.experiment_name or facts.pipeline or 'cosmos'}-{stage.run_path.name}"
     path = stage.path / sink / "id"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         write_text(path, uuid.uuid4().hex)
     key = path.read_text(encoding="utf-8")
-    return NamesOfRun(config.project_name, config.group_name or title, f"{title}-{stage.name}", key)
+    return SinkNames(config.project_name, config.group_name or title, f"{title}-{stage.name}", key)

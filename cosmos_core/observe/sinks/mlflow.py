@@ -13,8 +13,8 @@ from cosmos_core.run.stage import Stage
 
 _NEWEST = "step"
 """Name of the metric whose value is the newest step that the MLflow server has."""
-_MOST_PARAMS = 100  # maximum number of parameters per request; _MOST_LETTERS is the maximum length of a value
-_MOST_LETTERS = 6000
+_MAX_PARAMS = 100  # maximum number of parameters per request; _MOST_LETTERS is the maximum length of a value
+_MAX_VALUE_LETTERS = 6000
 
 
 class MlflowSink:
@@ -36,12 +36,12 @@ class MlflowSink:
         self._client.update_run(self._run_id, status="RUNNING")
         settings = flat(stage.recipe.model_dump(mode="json"))
         params = [
-            Param(metric_name(key), str(value)[:_MOST_LETTERS])
+            Param(metric_name(key), str(value)[:_MAX_VALUE_LETTERS])
             for key, value in settings.items()
             if metric_name(key) not in run.data.params  # MLflow refuses to change parameters of a resumed run
         ]
-        for start in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(self._run_id, params=params[start : start + _MOST_PARAMS])
+        for start in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[start : start + _MAX_PARAMS])
         self.starting_step = int(run.data.metrics.get(_NEWEST, -1)) + 1
 
     def log(self, line: dict[str, Any]) -> None:

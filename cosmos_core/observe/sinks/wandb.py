@@ -42,27 +42,27 @@ class WandbSink:
                 x_disable_machine_info=True, x_save_requirements=False, init_timeout=_INIT_SECONDS,
             ),
         )  # fmt: skip
-        self._newest = 0
+        self._newest_step = 0
         self.starting_step = int(self._run.starting_step)
 
     def log(self, line: dict[str, Any]) -> None:
         """Send one line of `metrics.jsonl`. wandb accepts no step before the newest one, so metrics of a late
         validation are sent with the newest step, and their own step as `validation/step`."""
         step = line["step"]
-        earlier = {"validation/step": step} if step < self._newest else {}
-        self._newest = max(self._newest, step)
-        self._run.log({**numbers(line), **earlier, **self._drawings(step)}, step=self._newest)
+        earlier = {"validation/step": step} if step < self._newest_step else {}
+        self._newest_step = max(self._newest_step, step)
+        self._run.log({**numbers(line), **earlier, **self._validation_images(step)}, step=self._newest_step)
 
-    def _drawings(self, step: int) -> dict[str, Any]:
+    def _validation_images(self, step: int) -> dict[str, Any]:
         """Return the images and videos that were generated from held-out prompts after a train step; empty if none were
         generated or the step is not a multiple of the log interval."""
         import wandb
 
         folder = gallery.step_folder(self._stage_path, step)
-        if (self._interval and step % self._interval) or not (folder / gallery.GRID).is_file():
+        if (self._interval and step % self._interval) or not (folder / gallery.GRID_FILE).is_file():
             return {}
         videos = sorted(folder.glob(f"*{gallery.VIDEO}"))
-        media: dict[str, Any] = {"validation/drawings": wandb.Image(str(folder / gallery.GRID))}
+        media: dict[str, Any] = {"validation/drawings": wandb.Image(str(folder / gallery.GRID_FILE))}
         if videos:
             media["validation/videos"] = [wandb.Video(str(path), format="mp4") for path in videos]
         return media

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from cosmos_core.environment import hide
+from cosmos_core.environment import mask_secrets
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, CosmosError
 from cosmos_core.rewards.service.app import HttpInterface
 from cosmos_core.rewards.service.config import ServiceConfig, read_config
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--ready", type=Path, help="file that gets the URL once requests are taken")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    hide()
+    mask_secrets()
     try:
         config = read_config(arguments.config, host=arguments.host, port=arguments.port)
         if arguments.self_test:
@@ -46,7 +46,7 @@ def main() -> int:
 async def serve(config: ServiceConfig, ready: Path | None = None) -> int:
     """Serve requests until a signal, then finish the accepted requests."""
     token = config.token()
-    for key in config.ignored:
+    for key in config.ineffective_settings:
         log.warning("%s has no effect in this service", key)
     engine = Engine(config)
     interface = HttpInterface(engine, token)
@@ -68,7 +68,7 @@ async def serve(config: ServiceConfig, ready: Path | None = None) -> int:
         if not serving.done():
             while not server.started and not serving.done():
                 await asyncio.sleep(0.01)
-            _announce(server, config, ready)
+            _announce_url(server, config, ready)
         await serving
     finally:
         server.should_exit = True
@@ -77,7 +77,7 @@ async def serve(config: ServiceConfig, ready: Path | None = None) -> int:
     return EXIT_OK if server.started else EXIT_CRASH
 
 
-def _announce(server: uvicorn.Server, config: ServiceConfig, ready: Path | None) -> None:
+def _announce_url(server: uvicorn.Server, config: ServiceConfig, ready: Path | None) -> None:
     port = server.servers[0].sockets[0].getsockname()[1]
     host = "127.0.0.1" if config.host in {"0.0.0.0", "localhost"} else config.host
     url = f"http://{host}:{port}"

@@ -23,14 +23,22 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
-from cosmos_core.rewards.protocol import ENQUEUE, IDEMPOTENCY_KEY, LATENT_ATTR, PING, PULL, STATE, ProtocolError
+from cosmos_core.rewards.protocol import (
+    ENQUEUE,
+    IDEMPOTENCY_KEY,
+    LATENT_ATTR,
+    PING,
+    PULL_PATH,
+    STATE_HEADER,
+    ProtocolError,
+)
 from cosmos_core.rewards.service import page
-from cosmos_core.rewards.service.connection import Refused
-from cosmos_core.rewards.service.engine import Draining, Engine, Full
+from cosmos_core.rewards.service.connection import RefusalResponse
+from cosmos_core.rewards.service.engine import CapacityExceeded, Engine, ShuttingDown
 
-_FORM_BYTES = 2**20
+_MAX_FORM_BYTES = 2**20
 _BODY_SECONDS = 120.0
-_IS_READ = "cosmos.is_read"
+_READ_KEY = "cosmos.is_read"
 """Key that is set in the ASGI scope of a request after its body was read to the end."""
 _UUID = re.compile(r"[0-9a-fA-F-]{1,64}")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -52,12 +60,12 @@ class HttpInterface:
         """Return the FastAPI application with all routes of the service."""
         app = FastAPI(title="Reward service", docs_url=None, redoc_url=None, openapi_url=None)
         for path, handler in (
-            (ENQUEUE, self.enqueue), (PULL, self.pull), (PING, self.ping), (LATENT_ATTR, self.latent_attr),
+            (ENQUEUE, self.enqueue), (PULL_PATH, self.pull), (PING, self.ping), (LATENT_ATTR, self.latent_attr),
         ):  # fmt: skip
-            app.add_route(path, self._guard(handler), methods=["POST"])
+            app.add_route(path, self._guard_handler(handler), methods=["POST"])
         app.add_route("/health", self.health, methods=["GET"])
-        app.add_route("/metrics", self._guard(self.metrics), methods=["GET"])
-        app.add_route("/", self._guard(self.page), methods=["GET"])
+        app.add_route("/metrics", self._guard_handler(self.metrics), methods=["GET"])
+        app.add_route("/", self._guard_handler(self.page), methods=["GET"])
         return app
 
     async def enqueue(self, request: Request) -> Response:
@@ -69,19 +77,19 @@ class HttpInterface:
             return _refusal(503, "the rewards are loading", retry_after=2)
         size = _length(request, self.engine.config.max_body_bytes)
         name = key.lower() or str(uuid.uuid4())
-        with self.engine.arriving(size):
-            await self.engine.accept(name, await _body(request, size))
+        with self.engine.reserve_capacity(size):
+            await self.engine.accept(name, await _read_body(request, size))
         content = {"uuid": name} | ({"replica_id": self.engine.replica} if self.engine.replica else {})
         return JSONResponse(content)
 
     async def pull(self, request: Request) -> Response:
         """Return the scores of one reward, or status 400 if they are not ready."""
-        form = await _form(request)
+        form = await _read_form(request)
         key, name = form.get("uuid", ""), form.get("type", "")
         if name and not _NAME.fullmatch(name):
             return _refusal(422, "type must be the name of a reward")
         if not _UUID.fullmatch(key):
-            return JSONResponse({"message": f"Not found scores for {key[:64]}"}, 400, headers={STATE: "unknown"})
+            return JSONResponse({"message": f"Not found scores for {key[:64]}"}, 400, headers={STATE_HEADER: "unknown"})
         key = key.lower()
         if not name and (pending := self.engine.pending.get(key)):
             name = pending.names[0]
@@ -89,11 +97,11 @@ class HttpInterface:
         if scores is not None:
             return Response(scores, media_type="application/json")
         state = "pending" if await self.engine.is_known(key) else "unknown"
-        return JSONResponse({"message": f"Not found scores for {key}"}, 400, headers={STATE: state})
+        return JSONResponse({"message": f"Not found scores for {key}"}, 400, headers={STATE_HEADER: state})
 
     async def ping(self, request: Request) -> Response:
         """Confirm that the service is running, and that it serves the rewards that the field `info_data` names."""
-        form = await _form(request)
+        form = await _read_form(request)
         try:
             info = json.loads(form.get("info_data") or "{}")
         except (ValueError, RecursionError):
@@ -108,7 +116,7 @@ class HttpInterface:
 
     async def latent_attr(self, request: Request) -> Response:
         """Confirm that the service can decode latents with the attributes in the request."""
-        form = await _form(request)
+        form = await _read_form(request)
         try:
             fields = json.loads(form.get("fields", ""))
         except (ValueError, RecursionError):
@@ -139,7 +147,7 @@ class HttpInterface:
     def collect(self) -> Any:
         """Yield the metrics; prometheus_client calls this method."""
         engine = self.engine
-        gauges = {
+        gauge_metrics = {
             "queue": "Requests that wait",
             "in_flight": "Requests being scored",
             "ready": "Processes that are ready",
@@ -149,12 +157,12 @@ class HttpInterface:
             "restarts": "Processes replaced", "retried": "Requests whose process was lost",
             "seconds": "Seconds of scoring",
         }  # fmt: skip
-        for name, text in gauges.items():
-            gauge = GaugeMetricFamily(f"reward_{name}", text, labels=["reward"])
+        for name, text in gauge_metrics.items():
+            gauge_metric = GaugeMetricFamily(f"reward_{name}", text, labels=["reward"])
             for reward, pool in engine.pools.items():
                 value = len(pool.queue) if name == "queue" else getattr(pool, name)
-                gauge.add_metric([reward], value)
-            yield gauge
+                gauge_metric.add_metric([reward], value)
+            yield gauge_metric
         for name, text in counters.items():
             counter = CounterMetricFamily(f"reward_{name}", text, labels=["reward"])
             for reward, pool in engine.pools.items():
@@ -169,19 +177,19 @@ class HttpInterface:
             responses.add_metric([path, str(status)], count)
         yield responses
 
-    def _guard(self, handler: Handler) -> Handler:
+    def _guard_handler(self, handler: Handler) -> Handler:
         """Return a handler that authenticates the request first, and turns errors into a response of one line."""
 
-        async def guarded(request: Request) -> Response:
+        async def guarded_handler(request: Request) -> Response:
             try:
-                response = await handler(request) if self._is_authenticated(request) else _unknown(request)
+                response = await handler(request) if self._is_authenticated(request) else _respond_not_found(request)
             except ProtocolError as error:
                 response = _refusal(400, str(error))
             except HTTPException as error:
                 response = _refusal(error.status_code, str(error.detail))
-            except Full as error:
+            except CapacityExceeded as error:
                 response = _refusal(429, str(error), retry_after=error.seconds)
-            except Draining:
+            except ShuttingDown:
                 response = _refusal(503, "the service ends; ask another", retry_after=5)
             except ClientDisconnect:
                 response = _refusal(400, "the body ended early")
@@ -189,10 +197,10 @@ class HttpInterface:
                 log.exception("a request failed")
                 response = _refusal(503, f"{type(error).__name__}; it is in the log", retry_after=2)
             self.statuses[request.url.path, response.status_code] += 1
-            is_refused = response.status_code >= 400 and not request.scope.get(_IS_READ)
-            return Refused(response) if is_refused else response
+            is_refused = response.status_code >= 400 and not request.scope.get(_READ_KEY)
+            return RefusalResponse(response) if is_refused else response
 
-        return guarded
+        return guarded_handler
 
     def _is_authenticated(self, request: Request) -> bool:
         """Return True if the request has the token; the comparison takes constant time."""
@@ -210,7 +218,7 @@ class HttpInterface:
         return hmac.compare_digest(content, self._token)
 
 
-def _unknown(request: Request) -> Response:
+def _respond_not_found(request: Request) -> Response:
     kind = "Basic" if request.method == "GET" else "Bearer"
     response = _refusal(401, "a bearer token is needed")
     response.headers["WWW-Authenticate"] = f'{kind} realm="rewards"'
@@ -232,7 +240,7 @@ def _is_uuid(key: str) -> bool:
         return False
 
 
-def _length(request: Request, most: int) -> int:
+def _length(request: Request, max_bytes: int) -> int:
     """Return the `Content-Length` of a request.
 
     Raises:
@@ -241,12 +249,12 @@ def _length(request: Request, most: int) -> int:
     text = request.headers.get("Content-Length", "")
     if not (text.isascii() and text.isdigit()) or len(text) > 18:
         raise HTTPException(411, "a Content-Length is needed")
-    if int(text) > most:
-        raise HTTPException(413, f"the body has {int(text)} bytes; at most {most} are read (max_body_bytes)")
+    if int(text) > max_bytes:
+        raise HTTPException(413, f"the body has {int(text)} bytes; at most {max_bytes} are read (max_body_bytes)")
     return int(text)
 
 
-async def _body(request: Request, size: int) -> bytearray:
+async def _read_body(request: Request, size: int) -> bytearray:
     """Return the body of a request.
 
     Raises:
@@ -266,26 +274,26 @@ async def _body(request: Request, size: int) -> bytearray:
         body += chunk
         if len(body) > size:
             raise HTTPException(400, "the body is longer than its Content-Length")
-    request.scope[_IS_READ] = True
+    request.scope[_READ_KEY] = True
     if len(body) != size:
         raise ClientDisconnect
     return body
 
 
-async def _form(request: Request) -> dict[str, str]:
+async def _read_form(request: Request) -> dict[str, str]:
     """Return the text fields of a form.
 
     Raises:
         HTTPException: the body is no form, or is too large.
     """
-    size = _length(request, _FORM_BYTES)
-    body = await _body(request, size)
+    size = _length(request, _MAX_FORM_BYTES)
+    body = await _read_body(request, size)
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": bytes(body), "more_body": False}
 
     try:
-        form = await Request(request.scope, receive).form(max_files=0, max_fields=16, max_part_size=_FORM_BYTES)
+        form = await Request(request.scope, receive).form(max_files=0, max_fields=16, max_part_size=_MAX_FORM_BYTES)
     except HTTPException:
         raise
     except Exception as error:

@@ -12,9 +12,15 @@ from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import NonNegativeFloat, PositiveFloat, PositiveInt, Strings
 from cosmos_core.errors import ConfigError
 
-_OF_VIDEOS = {"cosmos_reason1", "dance_grpo"}
+_VIDEO_REWARDS = {"cosmos_reason1", "dance_grpo"}
 _PUBLISHED_VAE = "https://huggingface.co/Wan-AI/Wan2.1-T2V-1.3B/resolve/main/Wan2.1_VAE.pth"
-_NO_EFFECT = ("chunk_duration", "temporal_window", "load_mean_std", "wan2pt2_model_path", "wan2pt2_credential_path")
+_UNUSED_KEYS = (
+    "chunk_duration",
+    "temporal_window",
+    "load_mean_std",
+    "wan2pt2_model_path",
+    "wan2pt2_credential_path",
+)
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -142,10 +148,10 @@ class ServiceConfig(Table):
 
     @field_validator("reward_args")
     @classmethod
-    def _once_each(cls, rewards: tuple[RewardArgs, ...]) -> tuple[RewardArgs, ...]:
+    def _refuse_repeated_rewards(cls, rewards: tuple[RewardArgs, ...]) -> tuple[RewardArgs, ...]:
         names = [reward.reward_type for reward in rewards if reward.enable]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"reward_type = {twice!r} is there twice; name its devices in one table")
+        if repeated_name := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"reward_type = {repeated_name!r} is there twice; name its devices in one table")
         return rewards
 
     @property
@@ -158,14 +164,14 @@ class ServiceConfig(Table):
         """Return the path of the VAE that decodes latents; empty: latents are refused."""
         if self.no_latent_decoder or self.decode_args.no_latent_decoder:
             return ""
-        is_for_videos = any(not reward.entry and reward.reward_type in _OF_VIDEOS for reward in self.rewards)
+        is_for_videos = any(not reward.entry and reward.reward_type in _VIDEO_REWARDS for reward in self.rewards)
         return self.decode_args.model_path or (_PUBLISHED_VAE if is_for_videos else "")
 
     @property
-    def ignored(self) -> list[str]:
+    def ineffective_settings(self) -> list[str]:
         """Return the settings of Cosmos-RL in the file that have no effect in this service."""
         decode, default = self.decode_args, DecodeArgs()
-        keys = [f"decode_args.{key}" for key in _NO_EFFECT if getattr(decode, key) != getattr(default, key)]
+        keys = [f"decode_args.{key}" for key in _UNUSED_KEYS if getattr(decode, key) != getattr(default, key)]
         return keys + [f"reward_args.{each.reward_type}.setup_script" for each in self.rewards if each.setup_script]
 
     @property

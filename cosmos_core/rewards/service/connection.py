@@ -51,7 +51,7 @@ class Connection(H11Protocol):
             self._waiting = None
 
 
-class Refused(Response):
+class RefusalResponse(Response):
     """Response to a request with an unread body, whose remaining bytes are read and discarded, within limits.
 
     A connection that is closed with unread bytes is reset, and the client would not receive the response.
@@ -67,11 +67,11 @@ class Refused(Response):
         """Send the response at once, and complete it when the body has ended; ASGI prescribes the signature."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        await _discard(receive)
+        await _discard_body(receive)
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _discard(receive: Callable[[], Awaitable[Message]]) -> None:
+async def _discard_body(receive: Callable[[], Awaitable[Message]]) -> None:
     deadline, remaining = time.monotonic() + _DISCARD_SECONDS, _DISCARD_BYTES
     while remaining > 0 and time.monotonic() < deadline:
         try:

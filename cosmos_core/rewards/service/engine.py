@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from cosmos_core.errors import RewardError, StageFailed
-from cosmos_core.rewards.base import one_line
+from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.rewards.protocol import ProtocolError
 from cosmos_core.rewards.service.config import RewardArgs, ServiceConfig
-from cosmos_core.rewards.service.pool import Job, Lost, Pool, Program, interpreter
+from cosmos_core.rewards.service.pool import Job, Pool, ProcessLost, Program, interpreter
 from cosmos_core.rewards.service.request import Request, parse_request
 from cosmos_core.rewards.service.store import MemoryStore, RedisStore, Store
 
@@ -30,7 +30,7 @@ Redis."""
 _RATE_SECONDS = 60.0
 
 
-class Full(Exception):
+class CapacityExceeded(Exception):
     """Error if there is no capacity for a request; `seconds` is the suggested time until a retry."""
 
     def __init__(self, seconds: int) -> None:
@@ -38,7 +38,7 @@ class Full(Exception):
         self.seconds = seconds
 
 
-class Draining(Exception):
+class ShuttingDown(Exception):
     """Error if the service is shutting down and accepts no requests."""
 
 
@@ -53,7 +53,7 @@ class Engine:
         self.pending: dict[str, Request] = {}
         self.pending_bytes = self.decoded_bytes = self._num_arriving = 0
         self.num_accepted = 0
-        self._finished: deque[tuple[float, int]] = deque()
+        self._finished_counts: deque[tuple[float, int]] = deque()
         self.replica = config.replica_id or os.environ.get("LEPTON_REPLICA_ID", "")
         self.store: Store = _store(config, self.replica)
 
@@ -64,22 +64,24 @@ class Engine:
             RewardError: a reward cannot be loaded.
             StageFailed: a process was killed or timed out while loading, or the queue does not respond.
         """
-        self.pools = {reward.reward_type: Pool(self.program(reward), self._scored) for reward in self.config.rewards}
+        self.pools = {
+            reward.reward_type: Pool(self.program(reward), self._handle_scored) for reward in self.config.rewards
+        }
         if self.config.vae:
-            self.decoder = Pool(self._decoder_program(), self._decoded)
+            self.decoder = Pool(self._decoder_program(), self._handle_decoded)
         waiting = dict(self.pools) if self.decoder is None else {**self.pools, "decode_args": self.decoder}
         for name, pool in waiting.items():
             try:
                 await pool.loaded
-            except Lost as error:
+            except ProcessLost as error:
                 await self.close()
-                kind = StageFailed if error.may_pass else RewardError
+                kind = StageFailed if error.is_transient else RewardError
                 raise kind(f"the reward {name!r} cannot be loaded: {error}") from error
         try:
-            unfinished = await self.store.unfinished()
+            unfinished = await self.store.unfinished_requests()
         except Exception as error:
             await self.close()
-            raise StageFailed(f"the queue cannot be reached: {one_line(error)}") from error
+            raise StageFailed(f"the queue cannot be reached: {error_on_one_line(error)}") from error
         for uuid, body in unfinished:
             await self._resume(uuid, body)
         self.is_ready = True
@@ -98,12 +100,12 @@ class Engine:
         fetched."""
         self.is_draining = True
         deadline = time.monotonic() + self.config.drain_seconds
-        while time.monotonic() < deadline and (self.pending or self._num_arriving or self.store.is_awaited()):
+        while time.monotonic() < deadline and (self.pending or self._num_arriving or self.store.has_unfetched_scores()):
             await asyncio.sleep(0.05)
         self._has_drained = True
 
     @contextlib.contextmanager
-    def arriving(self, num_bytes: int) -> Iterator[None]:
+    def reserve_capacity(self, num_bytes: int) -> Iterator[None]:
         """Reserve capacity for a request while its body is read and accepted.
 
         Raises:
@@ -111,14 +113,14 @@ class Engine:
             Draining: the service is shutting down.
         """
         if self.is_draining:
-            raise Draining
-        is_alone = not self.pending_bytes  # accept a request above the size limit if no other request is pending
+            raise ShuttingDown
+        is_only_request = not self.pending_bytes  # accept a request above the size limit if no other request is pending
         if len(self.pending) + self._num_arriving >= self.config.max_pending or (
-            self.pending_bytes + num_bytes > self.config.max_pending_bytes and not is_alone
+            self.pending_bytes + num_bytes > self.config.max_pending_bytes and not is_only_request
         ):
             rate = self.rate()
             waiting = sum(request.count for request in self.pending.values())
-            raise Full(min(30, max(1, round(waiting / rate / 4))) if rate else 1)
+            raise CapacityExceeded(min(30, max(1, round(waiting / rate / 4))) if rate else 1)
         self.pending_bytes += num_bytes
         self._num_arriving += 1
         try:
@@ -145,7 +147,7 @@ class Engine:
         if uuid in self.pending:  # two concurrent copies of a request have the same idempotency key
             return
         if self._has_drained:
-            raise Draining
+            raise ShuttingDown
         self._add_pending(request)
         try:
             await self.store.accept(uuid, bytes(body))
@@ -192,13 +194,15 @@ class Engine:
     def rate(self) -> float:
         """Return the number of items scored per second, over the last minute."""
         self._forget_finished()
-        if not self._finished:
+        if not self._finished_counts:
             return 0.0
-        return sum(count for _, count in self._finished) / max(1.0, time.monotonic() - self._finished[0][0])
+        return sum(count for _, count in self._finished_counts) / max(
+            1.0, time.monotonic() - self._finished_counts[0][0]
+        )
 
     def _forget_finished(self) -> None:
-        while self._finished and self._finished[0][0] < time.monotonic() - _RATE_SECONDS:
-            self._finished.popleft()
+        while self._finished_counts and self._finished_counts[0][0] < time.monotonic() - _RATE_SECONDS:
+            self._finished_counts.popleft()
 
     def _add_pending(self, request: Request) -> None:
         self.pending[request.uuid] = request
@@ -214,7 +218,7 @@ class Engine:
             assert self.decoder is not None
             self.decoder.submit(Job(request))
             return
-        for name in sorted(request.left, key=request.names.index):
+        for name in sorted(request.remaining_rewards, key=request.names.index):
             self.pools[name].submit(Job(request, name))
 
     async def _resume(self, uuid: str, body: bytes) -> None:
@@ -224,18 +228,18 @@ class Engine:
             log.warning("request %s is dropped: %s", uuid, error)
             await self.store.finish(uuid)
             return
-        request.left = {name for name in request.names if await self.store.get(uuid, name) is None}
-        if not request.left or (request.media == "latent" and self.decoder is None):
+        request.remaining_rewards = {name for name in request.names if await self.store.get(uuid, name) is None}
+        if not request.remaining_rewards or (request.media == "latent" and self.decoder is None):
             await self.store.finish(uuid)
             return
         self._add_pending(request)
         self._queue(request)
 
-    async def _decoded(self, job: Job, result: dict[str, Any], seconds: float) -> None:
+    async def _handle_decoded(self, job: Job, result: dict[str, Any], seconds: float) -> None:
         request = job.request
         request.decoded_seconds = seconds
         if result.get("error"):
-            for name in list(request.left):
+            for name in list(request.remaining_rewards):
                 await self._store_result(request, name, {**result, "error": f"[decoder] {result['error']}"}, 0.0)
             return
         size = result["array"].nbytes
@@ -245,7 +249,7 @@ class Engine:
         request.array, request.media, request.decoded_bytes = result["array"], "video", size
         self._queue(request)
 
-    async def _scored(self, job: Job, result: dict[str, Any], seconds: float) -> None:
+    async def _handle_scored(self, job: Job, result: dict[str, Any], seconds: float) -> None:
         await self._store_result(job.request, job.name, result, seconds)
 
     async def _store_result(self, request: Request, name: str, result: dict[str, Any], seconds: float) -> None:
@@ -258,14 +262,14 @@ class Engine:
             content = {"error": result["error"], "is_lost": bool(result.get("is_lost")), **content, "scores": None}
         elif any(result.get("errors", [])):
             content["errors"] = result["errors"]
-        self._finished.append((time.monotonic(), request.count))
+        self._finished_counts.append((time.monotonic(), request.count))
         # Old entries are dropped here too, because `rate` may never be called.
         self._forget_finished()
-        request.left.discard(name)
+        request.remaining_rewards.discard(name)
         text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
         # Replace an unpaired surrogate in the JSON, which cannot be encoded as UTF-8.
         await self._retry_store(self.store.put, request.uuid, name, text.encode(errors="replace").decode())
-        if not request.left and request.uuid in self.pending:
+        if not request.remaining_rewards and request.uuid in self.pending:
             await self._retry_store(self.store.finish, request.uuid)
             self._drop(request)
 

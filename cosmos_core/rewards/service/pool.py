@@ -37,7 +37,7 @@ runpy.run_module("cosmos_core.rewards.service.worker", run_name="__main__", alte
 """Program that imports cosmos_core without its parent folder on the path, because other packages in the folder belong
 to the service's interpreter and must not be imported by the reward's interpreter."""
 _PACKAGE = str(Path(__file__).parents[2])
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
+_MIN_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _LINE_BYTES = 64 * 2**20
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Job:
     name: str = ""
     """Name of the reward; empty: decode the latents of the request."""
     attempts: int = 0
-    since: float = field(default_factory=time.monotonic)
+    queued_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -89,19 +89,19 @@ Deliver = Callable[[Job, dict[str, Any], float], Awaitable[None]]
 """Callback that receives a request, its scores and errors, and the duration of its batch in seconds."""
 
 
-class Lost(Exception):
+class ProcessLost(Exception):
     """Error of a process that ended, hung, or could not load; `may_pass` says whether the error may be transient."""
 
-    def __init__(self, message: str, *, may_pass: bool = False) -> None:
+    def __init__(self, message: str, *, is_transient: bool = False) -> None:
         super().__init__(message)
-        self.may_pass = may_pass
+        self.is_transient = is_transient
 
 
-class Killed(Lost):
+class ProcessKilled(ProcessLost):
     """Error of a process that was killed by the signal `number`, which is not an error of the reward itself."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"its process was killed by signal {number}", may_pass=True)
+        super().__init__(f"its process was killed by signal {number}", is_transient=True)
 
 
 class Pool:
@@ -117,14 +117,14 @@ class Pool:
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.facts: Mapping[str, Any] = {}
         """Properties of the model that a process reports after loading."""
-        self._kills_left = program.attempts * len(program.devices)
-        self._more = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._keep_running(device)) for device in program.devices]
+        self._num_kills_left = program.attempts * len(program.devices)
+        self._has_more = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._keep_process_running(device)) for device in program.devices]
 
     def submit(self, job: Job) -> None:
         """Queue a request for the next batch."""
         self.queue.append(job)
-        self._more.set()
+        self._has_more.set()
 
     async def close(self) -> None:
         """Kill all processes of the reward."""
@@ -132,14 +132,14 @@ class Pool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _keep_running(self, device: str) -> None:
+    async def _keep_process_running(self, device: str) -> None:
         """Keep a process running on the device `device`, and restart the process after an error."""
-        pause = _FIRST_PAUSE
+        pause = _MIN_PAUSE
         while True:
             process = Process(self.program, device)
             try:
                 await process.start()
-                pause, self.facts = _FIRST_PAUSE, process.facts
+                pause, self.facts = _MIN_PAUSE, process.facts
                 if not self.loaded.done():
                     self.loaded.set_result(None)
                 self.ready += 1
@@ -148,24 +148,24 @@ class Pool:
                 finally:
                     self.ready -= 1
             except Exception as error:
-                lost = error if isinstance(error, Lost) else Lost(f"{type(error).__name__}: {error}")
-                if lost is not error:
+                loss = error if isinstance(error, ProcessLost) else ProcessLost(f"{type(error).__name__}: {error}")
+                if loss is not error:
                     log.exception("reward %s", self.program.name)
                 if not self.loaded.done() and not process.is_ready:
-                    self._kills_left -= 1
-                    if not isinstance(lost, Killed) or not self._kills_left:
-                        self.loaded.set_exception(lost)
-                self._note(str(lost))
+                    self._num_kills_left -= 1
+                    if not isinstance(loss, ProcessKilled) or not self._num_kills_left:
+                        self.loaded.set_exception(loss)
+                self._record_error(str(loss))
             finally:
                 await process.kill()
             self.counts.restarts += 1
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE) if not process.is_ready else _FIRST_PAUSE
+            pause = min(2 * pause, _LONGEST_PAUSE) if not process.is_ready else _MIN_PAUSE
 
     async def _serve(self, process: Process) -> None:
         while True:
             jobs = await self._next(process)
-            began = time.monotonic()
+            start_time = time.monotonic()
             self.in_flight += len(jobs)
             try:
                 reply, arrays = await process.score(jobs)
@@ -174,24 +174,26 @@ class Pool:
                     job.attempts += 1
                     self.queue.appendleft(job)
                 self.counts.retried += len(jobs)
-                self._more.set()
-                if isinstance(error, Lost):
-                    await self._give_up(str(error))
+                self._has_more.set()
+                if isinstance(error, ProcessLost):
+                    await self._drop_exhausted_jobs(str(error))
                 raise
             finally:
                 self.in_flight -= len(jobs)
             self.counts.batches += 1
-            self.counts.seconds += time.monotonic() - began
+            self.counts.seconds += time.monotonic() - start_time
             if "error" in reply and len(jobs) > 1:  # retry requests one by one to isolate the failing one
                 for job in reversed(jobs):
                     job.attempts = max(1, job.attempts)
                     self.queue.appendleft(job)
-                self._more.set()
+                self._has_more.set()
                 continue
             await self._return_results(jobs, reply, arrays)
 
-    async def _return_results(self, jobs: Sequence[Job], said: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
-        results = said.get("results") or [{"error": said.get("error", "")}] * len(jobs)
+    async def _return_results(
+        self, jobs: Sequence[Job], message: Mapping[str, Any], arrays: Sequence[np.ndarray]
+    ) -> None:
+        results = message.get("results") or [{"error": message.get("error", "")}] * len(jobs)
         for i, job in enumerate(jobs):
             result = {**results[i], "array": arrays[i]} if arrays else results[i]
             failed = job.request.count if result.get("error") else 0
@@ -199,10 +201,10 @@ class Pool:
             self.counts.items += job.request.count
             self.counts.errors += failed
             if failed:
-                self._note(result.get("error") or next(filter(None, result["errors"])))
-            await self._deliver(job, result, float(said.get("seconds", 0.0)))
+                self._record_error(result.get("error") or next(filter(None, result["errors"])))
+            await self._deliver(job, result, float(message.get("seconds", 0.0)))
 
-    async def _give_up(self, reason: str) -> None:
+    async def _drop_exhausted_jobs(self, reason: str) -> None:
         for job in [job for job in self.queue if job.attempts >= self.program.attempts]:
             self.queue.remove(job)
             self.counts.errors += job.request.count
@@ -212,23 +214,23 @@ class Pool:
     async def _next(self, process: Process) -> list[Job]:
         """Wait for the next batch: several requests, or a single request that is retried."""
         while not self.queue:
-            self._more.clear()
-            await process.alive_while(self._more.wait())
+            self._has_more.clear()
+            await process.wait_while_alive(self._has_more.wait())
         if self.program.batch_seconds and sum(job.request.count for job in self.queue) < self.program.batch_size:
             await asyncio.sleep(self.program.batch_seconds)
         jobs: list[Job] = []
-        while self.queue and (not jobs or self._fits(jobs)):
+        while self.queue and (not jobs or self._fits_in_batch(jobs)):
             jobs.append(self.queue.popleft())
         if not jobs:
             return await self._next(process)
         return jobs
 
-    def _fits(self, jobs: Sequence[Job]) -> bool:
-        following = self.queue[0]
-        size = sum(job.request.count for job in jobs) + following.request.count
-        return not jobs[0].attempts and not following.attempts and size <= self.program.batch_size
+    def _fits_in_batch(self, jobs: Sequence[Job]) -> bool:
+        next_job = self.queue[0]
+        size = sum(job.request.count for job in jobs) + next_job.request.count
+        return not jobs[0].attempts and not next_job.attempts and size <= self.program.batch_size
 
-    def _note(self, text: str) -> None:
+    def _record_error(self, text: str) -> None:
         log.warning("reward %s: %s", self.program.name or "decoder", text)
         self.errors.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text[:500]}")
 
@@ -260,11 +262,11 @@ class Process:
                 cwd=program.work_dir or None, start_new_session=True, limit=_LINE_BYTES,
             )  # fmt: skip
         except OSError as error:
-            raise Lost(f"{program.python} cannot be started: {error}") from error
+            raise ProcessLost(f"{program.python} cannot be started: {error}") from error
         start = {**program.start, "settings": {**program.start["settings"], "device": self._device}}
         reply, _ = await self._exchange({**start, "arrays": []}, [], program.load_seconds, "loaded")
         if "ready" not in reply:
-            raise Lost(str(reply.get("error", "it said something else than that it is ready")))
+            raise ProcessLost(str(reply.get("error", "it said something else than that it is ready")))
         self.is_ready, self.facts = True, reply
 
     async def score(self, jobs: Sequence[Job]) -> tuple[dict[str, Any], list[np.ndarray]]:
@@ -281,10 +283,10 @@ class Process:
         if reply.get("id") != self._number or (
             not reply.get("error") and len(reply.get("results", result_arrays)) != len(jobs)
         ):
-            raise Lost("its process said something about another batch")
+            raise ProcessLost("its process said something about another batch")
         return reply, result_arrays
 
-    async def alive_while(self, waiting: Any) -> None:
+    async def wait_while_alive(self, waiting: Any) -> None:
         """Wait for the awaitable `waiting`, unless the process ends first.
 
         Raises:
@@ -293,12 +295,12 @@ class Process:
         assert self._process is not None
         tasks = [asyncio.ensure_future(waiting), asyncio.ensure_future(self._process.wait())]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done_tasks, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
-        if tasks[1] in done:
-            raise self._ending()
+        if tasks[1] in done_tasks:
+            raise self._describe_exit()
 
     async def kill(self) -> None:
         """Kill the process and all its child processes."""
@@ -309,7 +311,7 @@ class Process:
         await self._process.wait()
 
     async def _exchange(
-        self, header: Mapping[str, Any], arrays: Sequence[np.ndarray], seconds: float, what: str
+        self, header: Mapping[str, Any], arrays: Sequence[np.ndarray], seconds: float, description: str
     ) -> tuple[dict[str, Any], list[np.ndarray]]:
         assert self._process is not None and self._process.stdin is not None
         try:
@@ -321,10 +323,10 @@ class Process:
                 await self._process.stdin.drain()
                 return await self._reply()
         except TimeoutError as error:
-            raise Lost(f"not {what} in {seconds:g} s", may_pass=True) from error
+            raise ProcessLost(f"not {description} in {seconds:g} s", is_transient=True) from error
         except (OSError, asyncio.IncompleteReadError, ValueError) as error:
             await asyncio.wait([asyncio.ensure_future(self._process.wait())], timeout=2)
-            raise self._ending() from error
+            raise self._describe_exit() from error
 
     async def _reply(self) -> tuple[dict[str, Any], list[np.ndarray]]:
         assert self._process is not None and self._process.stdout is not None
@@ -337,13 +339,13 @@ class Process:
             arrays.append(np.frombuffer(content, dtype).reshape(shape))
         return header, arrays
 
-    def _ending(self) -> Lost:
+    def _describe_exit(self) -> ProcessLost:
         code = self._process.returncode if self._process else None
         if code is None:
-            return Lost("its process closed its output")
+            return ProcessLost("its process closed its output")
         if code < 0 or code > 128:  # a shell exits with 128 + the signal of its child
-            return Killed(-code if code < 0 else code - 128)
-        return Lost(f"its process exited with code {code}")
+            return ProcessKilled(-code if code < 0 else code - 128)
+        return ProcessLost(f"its process exited with code {code}")
 
 
 def interpreter(venv_python: str) -> str:

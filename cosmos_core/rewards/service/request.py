@@ -9,15 +9,15 @@ import numpy as np
 
 from cosmos_core.rewards.protocol import ProtocolError, decode_request
 
-_LISTS = (
+_LIST_FIELDS = (
     "references", "completions", "video_infos", "metadata", "geneval_tags", "geneval_includes", "geneval_excludes",
     "num_tokens", "finish_reason", "turns",
 )  # fmt: skip
 """Names of request fields that are lists with one value per item."""
 _TABLES = ("video_infos", "metadata")
 _TEXTS = ("references", "completions", "geneval_tags", "finish_reason")
-_SCALARS = ("ocr_use_gpu", "geneval_only_strict")
-_MOST_ITEMS = 65536
+_SCALAR_FIELDS = ("ocr_use_gpu", "geneval_only_strict")
+_MAX_ITEMS = 65536
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Request:
     decoded_seconds: float = 0.0
     decoded_bytes: int = 0
     """Size of the decoded video in bytes, if the request has latents."""
-    left: set[str] = field(default_factory=set)
+    remaining_rewards: set[str] = field(default_factory=set)
     """Names of the rewards whose scores are still missing."""
 
     @property
@@ -61,20 +61,20 @@ def parse_request(uuid: str, body: bytes | bytearray, served: Container[str]) ->
     if not isinstance(prompts, list) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
         raise ProtocolError("prompts must be a list of strings, one for each item of the array")
     fields["prompts"] = prompts
-    if len(prompts) > _MOST_ITEMS:
-        raise ProtocolError(f"{len(prompts)} items; at most {_MOST_ITEMS} are taken in one request")
+    if len(prompts) > _MAX_ITEMS:
+        raise ProtocolError(f"{len(prompts)} items; at most {_MAX_ITEMS} are taken in one request")
     if len(prompts) != array.shape[0]:
         raise ProtocolError(f"{len(prompts)} prompts and {array.shape[0]} items in the array; there is one for each")
     names = _names(fields, served)
     media = _media(fields, array)
-    for name in _LISTS:
+    for name in _LIST_FIELDS:
         _check_list(name, fields, len(prompts))
-    for name in _SCALARS:
+    for name in _SCALAR_FIELDS:
         if not isinstance(fields.get(name, False), bool):
             raise ProtocolError(f"{name} must be true or false")
     info = _info(media, array, fields)
-    kept_fields = {key: value for key, value in fields.items() if key in (*_LISTS, *_SCALARS, "prompts")}
-    return Request(uuid, kept_fields, array, media, names, len(body), info, left=set(names))
+    kept_fields = {key: value for key, value in fields.items() if key in (*_LIST_FIELDS, *_SCALAR_FIELDS, "prompts")}
+    return Request(uuid, kept_fields, array, media, names, len(body), info, remaining_rewards=set(names))
 
 
 def _names(fields: Mapping[str, Any], served: Container[str]) -> tuple[str, ...]:

@@ -9,11 +9,11 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from cosmos_core.errors import EXIT_OK, EXIT_USAGE
-from cosmos_core.rewards.images import array_of
+from cosmos_core.rewards.images import to_rgb_array
 from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.service.config import ServiceConfig
 from cosmos_core.rewards.service.engine import Engine
-from cosmos_core.rewards.service.pool import Job, Lost, Pool
+from cosmos_core.rewards.service.pool import Job, Pool, ProcessLost
 from cosmos_core.rewards.service.request import parse_request
 
 _PROMPT = 'a white card with the word "HELLO" on it'
@@ -35,19 +35,22 @@ async def self_test(config: ServiceConfig) -> int:
     failed = 0
     for reward in config.rewards:
         name = reward.reward_type
-        done: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        result_future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
-        async def deliver(
-            job: Job, result: dict[str, Any], seconds: float, done: asyncio.Future[dict[str, Any]] = done
+        async def set_result(
+            job: Job,
+            result: dict[str, Any],
+            seconds: float,
+            result_future: asyncio.Future[dict[str, Any]] = result_future,
         ) -> None:
-            done.set_result({**result, "seconds": seconds})
+            result_future.set_result({**result, "seconds": seconds})
 
-        pool = Pool(Engine(config).program(reward), deliver)
+        pool = Pool(Engine(config).program(reward), set_result)
         try:
             await pool.loaded
             pool.submit(Job(parse_request("self-test", _request(name), {name}), name))
-            text = _verdict(await done)
-        except Lost as error:
+            text = _describe_result(await result_future)
+        except ProcessLost as error:
             text = f"cannot be loaded: {error}"
         finally:
             await pool.close()
@@ -56,17 +59,17 @@ async def self_test(config: ServiceConfig) -> int:
     return EXIT_USAGE if failed else EXIT_OK
 
 
-def _verdict(result: dict[str, Any]) -> str:
+def _describe_result(result: dict[str, Any]) -> str:
     if result.get("error") or any(result.get("errors", [])):
         return f"fails: {result.get('error') or next(filter(None, result['errors']))}"
-    numbers = {key: values for key, values in result["scores"].items() if _is_numbers(values)}
+    numbers = {key: values for key, values in result["scores"].items() if _are_finite_numbers(values)}
     if not numbers:
         return "fails: it gives no number"
     text = "; ".join(f"{key} {', '.join(f'{value:.4f}' for value in values)}" for key, values in numbers.items())
     return f"works in {result['seconds']:.2f} s: {text} (what was asked for, noise)"
 
 
-def _is_numbers(values: Any) -> bool:
+def _are_finite_numbers(values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(value, int | float) and math.isfinite(value) for value in values)
 
 
@@ -74,7 +77,9 @@ def _request(name: str) -> bytes:
     """Return the body of a request with two items: an image that the prompt describes, and an image of noise."""
     if name in _TEXTS:
         return _text_request(name)
-    images = np.stack([array_of(card("HELLO")), np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)])
+    images = np.stack(
+        [to_rgb_array(make_word_image("HELLO")), np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)]
+    )
     fields: dict[str, Any] = {"prompts": [_PROMPT] * 2, "reward_fn": {name: 1.0}, "media_type": "image"}
     if name in _VIDEOS:
         videos = np.repeat(images[:, None], 8, axis=1)
@@ -99,7 +104,7 @@ def _text_request(name: str) -> bytes:
     return encode_request(fields, np.zeros((2, 0), np.uint8))
 
 
-def card(word: str, size: int = 256) -> Image.Image:
+def make_word_image(word: str, size: int = 256) -> Image.Image:
     """Return a white card with a word on it."""
     image = Image.new("RGB", (size, size), "white")
     draw = ImageDraw.Draw(image)

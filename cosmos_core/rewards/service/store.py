@@ -32,11 +32,11 @@ class Store(Protocol):
     async def finish(self, uuid: str) -> None:
         """Drop a request whose scores are complete."""
 
-    async def unfinished(self) -> list[tuple[str, bytes]]:
+    async def unfinished_requests(self) -> list[tuple[str, bytes]]:
         """Return the unfinished requests of an earlier service with the same name."""
         ...
 
-    def is_awaited(self) -> bool:
+    def has_unfetched_scores(self) -> bool:
         """Return True if the store has scores that no client has fetched and that would be lost with this process."""
         ...
 
@@ -47,10 +47,10 @@ class Store(Protocol):
 class MemoryStore:
     """In-memory store of at most `most` scores and `most_bytes` bytes, which keeps each score for `seconds`."""
 
-    def __init__(self, seconds: float, most: int, most_bytes: int) -> None:
-        self._seconds, self._most, self._most_bytes = seconds, most, most_bytes
+    def __init__(self, seconds: float, max_entries: int, max_bytes: int) -> None:
+        self._seconds, self._max_entries, self._max_bytes = seconds, max_entries, max_bytes
         self._pending: set[str] = set()
-        self._unfetched: set[tuple[str, str]] = set()
+        self._unfetched_keys: set[tuple[str, str]] = set()
         self._num_bytes = 0
         self._scores: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
         self._counts: dict[str, int] = {}
@@ -69,40 +69,40 @@ class MemoryStore:
             return
         self._scores[uuid, name] = time.monotonic() + self._seconds, scores
         self._counts[uuid] = self._counts.get(uuid, 0) + 1
-        self._unfetched.add((uuid, name))
+        self._unfetched_keys.add((uuid, name))
         self._num_bytes += len(scores)
-        self._forget()
+        self._remove_expired()
 
     async def get(self, uuid: str, name: str) -> str | None:
-        self._forget()
-        self._unfetched.discard((uuid, name))
+        self._remove_expired()
+        self._unfetched_keys.discard((uuid, name))
         entry = self._scores.get((uuid, name))
         return entry[1] if entry else None
 
     async def finish(self, uuid: str) -> None:
         self._pending.discard(uuid)
 
-    async def unfinished(self) -> list[tuple[str, bytes]]:
+    async def unfinished_requests(self) -> list[tuple[str, bytes]]:
         return []
 
-    def is_awaited(self) -> bool:
-        self._forget()
-        return bool(self._unfetched)
+    def has_unfetched_scores(self) -> bool:
+        self._remove_expired()
+        return bool(self._unfetched_keys)
 
     async def close(self) -> None:
         pass
 
-    def _forget(self) -> None:
+    def _remove_expired(self) -> None:
         now = time.monotonic()
         while self._scores:
-            (uuid, name), (until, scores) = next(iter(self._scores.items()))
-            is_within_limits = len(self._scores) <= self._most and (
-                self._num_bytes <= self._most_bytes or len(self._scores) == 1
+            (uuid, name), (expires_at, scores) = next(iter(self._scores.items()))
+            is_within_limits = len(self._scores) <= self._max_entries and (
+                self._num_bytes <= self._max_bytes or len(self._scores) == 1
             )
-            if until > now and is_within_limits:
+            if expires_at > now and is_within_limits:
                 return
             del self._scores[uuid, name]
-            self._unfetched.discard((uuid, name))
+            self._unfetched_keys.discard((uuid, name))
             self._num_bytes -= len(scores)
             self._counts[uuid] -= 1
             if not self._counts[uuid]:
@@ -124,14 +124,14 @@ class RedisStore:
 
     async def accept(self, uuid: str, body: bytes) -> None:
         pipe = self._redis.pipeline(transaction=True)
-        pipe.set(_body(uuid), body, ex=self._seconds)
-        pipe.set(_known(uuid), b"1", ex=self._seconds)
+        pipe.set(_body_key(uuid), body, ex=self._seconds)
+        pipe.set(_accepted_key(uuid), b"1", ex=self._seconds)
         pipe.sadd(self._pending, uuid)
         pipe.expire(self._pending, self._seconds)
         await pipe.execute()
 
     async def is_known(self, uuid: str) -> bool:
-        return bool(await self._redis.exists(_known(uuid)))
+        return bool(await self._redis.exists(_accepted_key(uuid)))
 
     async def is_unfinished(self, uuid: str) -> bool:
         return bool(await self._redis.sismember(self._pending, uuid))
@@ -145,21 +145,21 @@ class RedisStore:
 
     async def finish(self, uuid: str) -> None:
         pipe = self._redis.pipeline(transaction=True)
-        pipe.delete(_body(uuid))
+        pipe.delete(_body_key(uuid))
         pipe.srem(self._pending, uuid)
         await pipe.execute()
 
-    async def unfinished(self) -> list[tuple[str, bytes]]:
+    async def unfinished_requests(self) -> list[tuple[str, bytes]]:
         requests = []
         for uuid in sorted(await self._redis.smembers(self._pending)):
-            body = await self._redis.get(_body(uuid.decode()))
+            body = await self._redis.get(_body_key(uuid.decode()))
             if body is None:
                 await self._redis.srem(self._pending, uuid)
             else:
                 requests.append((uuid.decode(), body))
         return requests
 
-    def is_awaited(self) -> bool:
+    def has_unfetched_scores(self) -> bool:
         """Return False: scores in Redis survive this process."""
         return False
 
@@ -167,9 +167,9 @@ class RedisStore:
         await self._redis.aclose()
 
 
-def _body(uuid: str) -> str:
+def _body_key(uuid: str) -> str:
     return f"cosmos:reward:body:{uuid}"
 
 
-def _known(uuid: str) -> str:
+def _accepted_key(uuid: str) -> str:
     return f"cosmos:reward:known:{uuid}"

@@ -15,11 +15,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from cosmos_core.errors import CosmosError
-from cosmos_core.parent import die_with_parent
-from cosmos_core.rewards.base import one_line
-from cosmos_core.rewards.reward_model import Item, Settings, checked, load_served
+from cosmos_core.parent import kill_with_parent
+from cosmos_core.rewards.base import error_on_one_line
+from cosmos_core.rewards.reward_model import Item, Settings, load_served, replace_nonfinite
 
-_PER_ITEM = {"references": "reference", "completions": "to_be_evaluated"}
+_ITEM_FIELDS = {"references": "reference", "completions": "to_be_evaluated"}
 _INFO = {
     "geneval_tags": "tag", "geneval_includes": "include", "geneval_excludes": "exclude", "num_tokens": "num_tokens",
     "finish_reason": "finish_reason", "turns": "turns",
@@ -28,7 +28,7 @@ _INFO = {
 
 def main() -> None:
     """Load the reward, report that it is ready, and score batches until the input ends."""
-    die_with_parent(os.getppid())
+    kill_with_parent(os.getppid())
     messages, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -41,7 +41,9 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - any error of a model's code is reported to the service
         if not isinstance(error, CosmosError):
             traceback.print_exc()
-        write_message(replies, {"error": str(error) if isinstance(error, CosmosError) else one_line(error)}, [])
+        write_message(
+            replies, {"error": str(error) if isinstance(error, CosmosError) else error_on_one_line(error)}, []
+        )
         return
     write_message(replies, {"ready": True, **facts}, [])
     while (message := read_message(messages)) is not None:
@@ -90,22 +92,22 @@ def _load(start: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def _score_batch(reward: Any, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> dict[str, Any]:
     """Return the scores and errors of each request of a batch, or one error if the batch fails."""
-    began, jobs = time.monotonic(), header["jobs"]
+    start_time, jobs = time.monotonic(), header["jobs"]
     try:
-        by_job = [items_of(job, array) for job, array in zip(jobs, arrays, strict=True)]
+        by_job = [make_items(job, array) for job, array in zip(jobs, arrays, strict=True)]
         items = [item for each in by_job for item in each]
         raw_columns = reward.score(items)
-        columns, errors = checked(raw_columns, len(items))
+        columns, errors = replace_nonfinite(raw_columns, len(items))
         reward_errors = getattr(reward, "errors", None) or [""] * len(items)
         errors = [invalid or reported for invalid, reported in zip(errors, reward_errors, strict=True)]
     except Exception as error:  # noqa: BLE001 - the client receives the error, and the next batch may succeed
-        return {"error": _error_message(error), "seconds": time.monotonic() - began}
+        return {"error": _error_message(error), "seconds": time.monotonic() - start_time}
     results, start = [], 0
     for each in by_job:
         end = start + len(each)
         results.append({"scores": _rows(columns, start, end), "errors": errors[start:end]})
         start = end
-    return {"results": results, "seconds": time.monotonic() - began}
+    return {"results": results, "seconds": time.monotonic() - start_time}
 
 
 def _rows(columns: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
@@ -115,12 +117,12 @@ def _rows(columns: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
     }
 
 
-def items_of(job: Mapping[str, Any], array: np.ndarray) -> list[Item]:
+def make_items(job: Mapping[str, Any], array: np.ndarray) -> list[Item]:
     """Return the items of a request, from its fields and its array."""
     count, media = len(job["prompts"]), job["media"]
     items = []
     for i in range(count):
-        fields = {to: job[name][i] for name, to in _PER_ITEM.items() if name in job}
+        fields = {to: job[name][i] for name, to in _ITEM_FIELDS.items() if name in job}
         info = {to: job[name][i] for name, to in _INFO.items() if name in job}
         for name in ("video_infos", "metadata"):
             info |= job[name][i] if name in job else {}
@@ -149,12 +151,12 @@ def _media(media: str, array: np.ndarray, i: int) -> Any:
 def _decode_batch(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> tuple[dict[str, Any], list[np.ndarray]]:
     from cosmos_core.rewards.service import decoder
 
-    began = time.monotonic()
+    start_time = time.monotonic()
     try:
         decoded = [decoder.decode(array) for array in arrays]
-        return {"seconds": time.monotonic() - began}, decoded
+        return {"seconds": time.monotonic() - start_time}, decoded
     except Exception as error:  # noqa: BLE001 - the client receives the error
-        return {"error": _error_message(error), "seconds": time.monotonic() - began}, []
+        return {"error": _error_message(error), "seconds": time.monotonic() - start_time}, []
 
 
 def _error_message(error: Exception) -> str:
@@ -162,7 +164,7 @@ def _error_message(error: Exception) -> str:
     traceback.print_exc()
     if "CUDA error" in str(error):  # after a CUDA error, every later call fails too
         sys.exit(1)
-    return one_line(error)
+    return error_on_one_line(error)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import numpy as np
 from cosmos_core.algorithms.aggregate import token_metric
 from cosmos_core.algorithms.base import Algorithm, Loss, Update
 from cosmos_core.algorithms.grpo import make_sample
-from cosmos_core.models.scorer import Wants
+from cosmos_core.models.scorer import RequestedOutputs
 
 
 class VarianceWeighted(Algorithm):
@@ -39,7 +39,7 @@ class VarianceWeighted(Algorithm):
             metrics = {"variance/surprise": token_metric(-micro.logprobs_BS, micro.mask_BS)}
             return Loss(weighted_BS.sum() / num_tokens, metrics)
 
-        yield Update(samples, loss, Wants(self.config.temperature))
+        yield Update(samples, loss, RequestedOutputs(self.config.temperature))
 
     def state_dict(self):
         return {"average": self.average, "num_groups": self.num_groups}

@@ -43,7 +43,9 @@ class Plain:
             ids.append(token)
             logprobs.append(float(logprobs_V[token]))
         new = ids[len(prompt.token_ids) :]
-        return completion(self.settings.tokenizer, new, logprobs, version=self.version, is_stopped=new[-1] in self.ends)
+        return completion(
+            self.settings.tokenizer, new, logprobs, version=self.version, ends_with_stop=new[-1] in self.ends
+        )
 
     def completed(self):
         done, self.groups = self.groups, []
