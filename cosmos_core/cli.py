@@ -35,30 +35,31 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Post-training as a pipeline that finishes: from raw data to a published model, resumable after any kill.",
+    help="Post-training as a pipeline from raw data to a published model; an interrupted run can be resumed.",
 )
 
 app.add_typer(config_app, name="config")
 
-Configs = Annotated[list[Path], typer.Argument(help="Pipeline or recipe, a TOML file; what later files say wins.")]
+Configs = Annotated[list[Path], typer.Argument(help="Pipeline or recipe, a TOML file; later files take precedence.")]
 ConfigsOrFlow = Annotated[
     list[Path],
-    typer.Argument(help="Pipeline or recipe, a TOML file; what later files say wins. Or a flow, FILE.py:FLOW."),
+    typer.Argument(help="Pipeline or recipe (TOML; later files take precedence), or a flow, FILE.py:FLOW."),
 ]
-RunName = Annotated[str, typer.Argument(help="Run id or path; empty: the newest.")]
+RunName = Annotated[str, typer.Argument(help="Id or path of a run; empty: the newest run.")]
 Set = Annotated[
     list[str],
     typer.Option(
         "--set", metavar="KEY=VALUE", help="Override a setting, e.g. train.optm_lr=2e-6 or STAGE.train.epoch=2."
     ),
 ]
-OutputDir = Annotated[Path, typer.Option(help="Folder of runs, where run ids are looked up.")]
+OutputDir = Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")]
 Parameters = Annotated[
     list[str], typer.Option("--param", "-p", metavar="NAME=VALUE", help="Parameter of a flow FILE.py:FLOW.")
 ]
-FromStage = Annotated[str, typer.Option(help="Make this stage and everything behind it again.")]
+FromStage = Annotated[str, typer.Option(help="Run this stage and all stages that depend on it again.")]
 Verify = Annotated[
-    bool, typer.Option("--verify", help="Hash every input and reused file instead of trusting size, times and inode.")
+    bool,
+    typer.Option("--verify", help="Hash every input and reused file instead of comparing size, times and inode."),
 ]
 
 
@@ -75,10 +76,10 @@ def _version(is_requested: bool) -> None:
 def root(
     context: typer.Context,
     is_requested: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions and exit.")
     ] = False,
 ) -> None:
-    """Post-training as a pipeline that finishes: from raw data to a published model, resumable after any kill."""
+    """Post-training as a pipeline from raw data to a published model; an interrupted run can be resumed."""
     if os.environ.get("PREFECT_API_URL") and context.invoked_subcommand != "doctor":
         # A shared server may be busy for minutes and respond with 503. Prefect reads its settings when it is imported.
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "8")
@@ -89,11 +90,11 @@ def run(
     configs: ConfigsOrFlow,
     overrides: Set = [],  # noqa: B006 - typer reads the default
     parameters: Parameters = [],  # noqa: B006
-    run_id: Annotated[str, typer.Option(help="Name of the run; empty: the time.")] = "",
+    run_id: Annotated[str, typer.Option(help="Name of the run; empty: the current time.")] = "",
     from_stage: FromStage = "",
     verify: Verify = False,
 ) -> None:
-    """Run a pipeline; what was made before with the same settings is reused."""
+    """Run a pipeline; existing results with the same settings and inputs are reused."""
     if entrypoint := flow_of(configs, is_toml_required=bool(overrides or from_stage or verify)):
         _exit_without_cleanup(run_flow(entrypoint, parameters_of(parameters), run_id, Path("outputs")))
     refuse_parameters(parameters)
@@ -117,11 +118,11 @@ def resume(
     from_stage: FromStage = "",
     verify: Verify = False,
     budget: Annotated[
-        float | None, typer.Option(min=0, help="Another pipeline.budget, for a run that has spent its own.")
+        float | None, typer.Option(min=0, help="New pipeline.budget for a run that has spent its own.")
     ] = None,
     output_dir: OutputDir = Path("outputs"),
 ) -> None:
-    """Continue a run: finished stages are reused, an interrupted one goes on from its newest checkpoint."""
+    """Continue a run: finished stages are reused, and an interrupted training resumes from its newest checkpoint."""
     from cosmos_core.run.directory import find_run, with_budget
 
     try:
@@ -153,11 +154,13 @@ def resume(
 
 @app.command()
 def demo(
-    name: Annotated[str, typer.Argument(help="A recipe of configs/demo: arithmetic, digits, real, ...")] = "arithmetic",
+    name: Annotated[
+        str, typer.Argument(help="Name of a recipe in configs/demo: arithmetic, digits, real, ...")
+    ] = "arithmetic",
     overrides: Set = [],  # noqa: B006
 ) -> None:
-    """Run a demo, which is part of the package and makes its own data. `real` and `expert-iteration` download a small
-    model from the Python package index; the others download nothing."""
+    """Run a demo that is part of the package and generates its own data. `real` and `expert-iteration` download a small
+    model from the Python package index; the other demos download nothing."""
     demos = {path.stem: path for path in (Path(__file__).parents[1] / "configs/demo").glob("*.toml")}
     if name not in demos:
         raise ConfigError(f"there is no demo {name!r}; there are {', '.join(sorted(demos))}")
@@ -171,13 +174,12 @@ def plan(
     parameters: Parameters = [],  # noqa: B006
     verify: Verify = False,
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="Memory, time, disk, tokens, steps and GPUs too, from config.json alone.")
+        bool,
+        typer.Option("--estimate", help="Also estimate memory, time, disk, tokens, steps and GPUs."),
     ] = False,
-    on: Annotated[
-        str, typer.Option(help="GPU that the estimate is for, such as h100; empty: this machine, which is measured.")
-    ] = "",
+    on: Annotated[str, typer.Option(help="GPU to estimate for, e.g. h100; empty: measure this machine.")] = "",
 ) -> None:
-    """Show what would run, what would be reused, and why. Nothing is started."""
+    """Show which stages would run, which would be reused, and why. Nothing is started."""
     if entrypoint := flow_of(configs, is_toml_required=bool(overrides or verify or estimate or on)):
         return plan_flow(entrypoint, parameters_of(parameters))
     refuse_parameters(parameters)
@@ -227,15 +229,15 @@ def check(
     configs: Configs,
     overrides: Set = [],  # noqa: B006
     schema_only: Annotated[
-        bool, typer.Option("--schema-only", help="Schema and rules between fields; no look at models or data.")
+        bool,
+        typer.Option("--schema-only", help="Check only the schema and rules between fields."),
     ] = False,
     show: Annotated[
         int,
-        typer.Option("--show", min=0, max=5, help="Rows to print, with what of each is learned."),
+        typer.Option("--show", min=0, max=5, help="Number of rows to print, with learned parts marked."),
     ] = 0,
 ) -> None:
-    """Check a pipeline: the schema, then models, tokenizers, rows and rewards in a worker, before a GPU is asked
-    for."""
+    """Check a pipeline before it reserves GPUs: the schema, then models, tokenizers, rows and rewards in a worker."""
     pipeline = _pipeline(configs, overrides)
     if not schema_only:
         from cosmos_core.launch.check import check_in_worker
@@ -251,8 +253,8 @@ def check(
 @app.command()
 def logs(
     run_name: RunName = "",
-    stage: Annotated[str, typer.Argument(help="Stage; empty: the one that was active last.")] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the stage ends.")] = False,
+    stage: Annotated[str, typer.Argument(help="Stage; empty: the most recently active one.")] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log until the stage ends.")] = False,
     output_dir: OutputDir = Path("outputs"),
 ) -> None:
     """Print the log of a stage's newest attempt."""
@@ -265,11 +267,11 @@ def logs(
 
 @app.command()
 def scale(
-    rollouts: Annotated[int, typer.Option(min=1, help="Rollout engines that there are to be.")],
+    rollouts: Annotated[int, typer.Option(min=1, help="New number of rollout engines.")],
     run_name: RunName = "",
     output_dir: OutputDir = Path("outputs"),
 ) -> None:
-    """Add rollout engines to a training that runs, or take some away; it goes on meanwhile."""
+    """Set the number of rollout engines of a running training, which continues meanwhile."""
     from cosmos_core.run.requests import scale_engines
 
     for name in scale_engines(_open(run_name, output_dir), rollouts):
@@ -278,7 +280,7 @@ def scale(
 
 @app.command()
 def profile(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
-    """Record a trace of the next steps of a training that runs; see [profiler]."""
+    """Record a profiler trace of the next steps of a running training; see [profiler]."""
     from cosmos_core.run.requests import ask_profile
 
     for name in ask_profile(_open(run_name, output_dir)):
@@ -287,14 +289,14 @@ def profile(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> 
 
 @app.command("reward-service")
 def reward_service(
-    config: Annotated[Path, typer.Option(help="What is served, a TOML file.")],
-    host: Annotated[str, typer.Option(help="Address to listen at, in place of the file's.")] = "",
-    port: Annotated[int, typer.Option(help="Port, in place of the file's; 0: any that is free.")] = -1,
+    config: Annotated[Path, typer.Option(help="TOML file that lists the rewards to serve.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; overrides the file.")] = "",
+    port: Annotated[int, typer.Option(help="Port; overrides the file; 0: any free port.")] = -1,
     self_test: Annotated[
-        bool, typer.Option("--self-test", help="Score known inputs with each reward and end.")
+        bool, typer.Option("--self-test", help="Score known inputs with each reward, then exit.")
     ] = False,
 ) -> None:
-    """Serve rewards of images, videos and texts to other machines, until it is stopped."""
+    """Serve rewards of images, videos and texts to other machines until the process is stopped."""
     arguments = ["-m", "cosmos_core.rewards.service", "--config", str(config)]
     arguments += ["--host", host] * bool(host) + (["--port", str(port)] if port >= 0 else [])
     os.execv(sys.executable, [sys.executable, *arguments, *["--self-test"] * self_test])

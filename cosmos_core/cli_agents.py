@@ -25,7 +25,7 @@ def mcp() -> None:
 
 
 def agent_docs(context: typer.Context) -> None:
-    """Print what an agent has to know: every command with its options, the exit codes, and every key of a recipe."""
+    """Print the documentation for an agent: every command with its options, the exit codes, and every recipe key."""
     from cosmos_core.config.reference import reference
     from tasks.kinds import all_kinds
 

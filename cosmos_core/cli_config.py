@@ -25,9 +25,9 @@ File = Annotated[Path, typer.Argument(help="Pipeline or recipe, a TOML file.")]
 
 @config_app.command()
 def explain(
-    key: Annotated[str, typer.Argument(help="Dotted key, e.g. train.optm_lr; older names and TRL's too.")],
+    key: Annotated[str, typer.Argument(help="Dotted key, e.g. train.optm_lr; or an older or TRL name.")],
 ) -> None:
-    """Say what a key means: type, default, unit, who uses it, and what this version does with it."""
+    """Explain a key: its type, default, unit, the stages that read it, and its status in this version."""
     from cosmos_core.config.describe import explain as lines
     from tasks.kinds import all_kinds
 
@@ -37,7 +37,7 @@ def explain(
 
 @config_app.command()
 def diff(first: File, second: File) -> None:
-    """Show what two configurations do differently, after composition, defaults and rules; stage by stage."""
+    """Show how two configurations differ, stage by stage, after composition, defaults and rules."""
     from cosmos_core.config.difference import pipeline_differences
 
     for line in pipeline_differences(_load(first), _load(second)):
@@ -56,7 +56,7 @@ def schema() -> None:
 
 @config_app.command()
 def convert(file: File) -> None:
-    """Print a configuration in today's names; what was changed is said on standard error. Comments are lost."""
+    """Print a configuration with current key names; changes are listed on standard error. Comments are lost."""
     import tomli_w
 
     from cosmos_core.config.files import read_config
@@ -70,7 +70,7 @@ def convert(file: File) -> None:
 
 @config_app.command()
 def coverage() -> None:
-    """Print the status of every key, and for those in use the test that shows what they change."""
+    """Print the status of every key, and for used keys the test that shows their effect."""
     from cosmos_core.config.describe import all_keys, effect_tests
 
     keys = [key for key in all_keys() if not key.is_table]
@@ -82,7 +82,7 @@ def coverage() -> None:
 
 @config_app.command()
 def reference() -> None:
-    """Print the reference of all keys, in Markdown; `docs/configuration.md` is this."""
+    """Print the reference of all keys in Markdown, the content of `docs/configuration.md`."""
     from cosmos_core.config.reference import reference as page
     from tasks.kinds import all_kinds
 

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    cluster: Annotated[bool, typer.Option("--cluster", help="Check the Prefect server and what it knows.")] = False,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Check the Prefect server, its work pools, workers and deployments.")
+    ] = False,
     output_dir: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("outputs"),
 ) -> None:
-    """Say what this machine can and cannot do, and how to mend it; with --cluster, what is wrong with server, pools,
-    workers, deployments, Ray and rewards. Exit 1 if something is wrong."""
+    """Check this machine and suggest a remedy for each problem; with --cluster, check the Prefect server, its work
+    pools, workers and deployments, Ray and rewards. The exit code is 1 if a check fails."""
     from cosmos_core.errors import EXIT_CRASH
     from cosmos_core.launch.machine_doctor import machine_findings
 

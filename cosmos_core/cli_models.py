@@ -9,15 +9,15 @@ import typer
 
 from cosmos_core.errors import ConfigError, DamagedRecord
 
-Where = Annotated[str, typer.Argument(help="A folder, s3://BUCKET/PREFIX, mlflow://MODEL or a class of your own.")]
+Where = Annotated[str, typer.Argument(help="A folder, s3://BUCKET/PREFIX, mlflow://MODEL or your own class.")]
 
 
 def promote(
     target: Where,
-    version: Annotated[str, typer.Argument(help="Version to publish; empty: list what was published.")] = "",
+    version: Annotated[str, typer.Argument(help="Version to publish; empty: list the stored versions.")] = "",
 ) -> None:
-    """Make a version that is there the published one; without one, list all that are there, by age, the published one
-    marked."""
+    """Publish a stored version of a target; without a version, list the stored versions from old to new and mark the
+    published one."""
     target_store = _open_target(target)
     history = target_store.history()
     versions = target_store.versions() if hasattr(target_store, "versions") else list(dict.fromkeys(history))
@@ -45,7 +45,7 @@ def _format_metrics(target_store: Any, version: str) -> str:
 
 
 def rollback(target: Where) -> None:
-    """Publish again what was published before; what is published now stays where it is."""
+    """Publish the previously published version again; the current version stays stored."""
     target_store = _open_target(target)
     history = target_store.history()
     if len(history) < 2:
@@ -69,9 +69,12 @@ def _open_target(target: str) -> Any:
 
 def check_model(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of a diffusion pipeline.")],
-    model_class: Annotated[str, typer.Option("--class", help="A family of your own, path/file.py:Class.")] = "",
+    model_class: Annotated[
+        str, typer.Option("--class", help="Class of your own model family, path/file.py:Class.")
+    ] = "",
 ) -> None:
-    """Check a diffusion model before it is trained: its family, noise levels, text, latents, predictions, adapter."""
+    """Check a diffusion model before training: its family, noise levels, text encoder, latents, predictions and
+    adapter."""
     import subprocess
 
     command = [sys.executable, "-m", "cosmos_core.models.check_model", model]

@@ -12,15 +12,15 @@ import typer
 
 from cosmos_core.errors import CosmosError
 
-OutputDir = Annotated[Path, typer.Option(help="Folder of runs, where run ids are looked up.")]
-RunName = Annotated[str, typer.Argument(help="Run id or path; empty: the newest.")]
+OutputDir = Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")]
+RunName = Annotated[str, typer.Argument(help="Id or path of a run; empty: the newest run.")]
 _TABLE_WIDTH = 160
 _POLL_SECONDS = 1.0
 
 
 def status(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
-    """Show where every stage of a run stands, from its directory; and whether the Prefect server says that a run which
-    goes on was cancelled."""
+    """Show the state of a run and its stages from the run directory, and whether the Prefect server has cancelled the
+    run."""
     from cosmos_core.observe.console import print_status
     from cosmos_core.observe.record import read_run
     from cosmos_core.run.directory import find_run
@@ -36,10 +36,10 @@ def status(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> N
 
 def runs(
     output_dir: OutputDir = Path("outputs"),
-    most: Annotated[int, typer.Option(min=1, help="Newest runs that are shown.")] = 20,
-    cost: Annotated[bool, typer.Option("--cost", help="GPU hours and costs, with estimate and budget.")] = False,
+    most: Annotated[int, typer.Option(min=1, help="Number of newest runs to show.")] = 20,
+    cost: Annotated[bool, typer.Option("--cost", help="Show GPU hours and costs, with estimate and budget.")] = False,
 ) -> None:
-    """List the runs of a folder, the newest last."""
+    """List the runs of a folder, the newest run last."""
     from rich.console import Console
 
     from cosmos_core.observe.costs import table_of_costs
@@ -50,11 +50,15 @@ def runs(
 
 
 def compare(
-    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run ids or paths; of one, beside the newest.")],
-    html: Annotated[Path | None, typer.Option(help="Write a page with the curves of all runs, up to 8.")] = None,
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Run ids or paths; a single run is compared with the newest."),
+    ],
+    html: Annotated[Path | None, typer.Option(help="Write a page with the curves of up to 8 runs.")] = None,
     output_dir: OutputDir = Path("outputs"),
 ) -> None:
-    """Show how runs differ from the first: settings, metrics and times; with `--html`, their curves in one page."""
+    """Show how runs differ from the first run in settings, metrics and times; with `--html`, plot their curves in one
+    page."""
     from rich.console import Console
 
     from cosmos_core.observe import overlay
@@ -77,7 +81,7 @@ def compare(
 
 
 def report(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
-    """Write report.html of a run, whatever of it there is, and say where."""
+    """Write the report of a run, complete or not, to report.html, and print its path."""
     from cosmos_core.observe.report import REPORT_FILE, build
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.files import write_text
@@ -89,14 +93,14 @@ def report(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> N
 
 def samples(  # noqa: PLR0913 - options of a command
     run_name: RunName = "",
-    step: Annotated[int | None, typer.Option(min=0, help="Train step; left out: the newest.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="Those with the highest reward first.")] = False,
-    worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest reward first.")] = False,
-    stage: Annotated[str, typer.Option(help="Stage; left out: the last one that has completions.")] = "",
-    most: Annotated[int, typer.Option(min=1, help="Completions that are shown.")] = 8,
+    step: Annotated[int | None, typer.Option(min=0, help="Train step; default: the newest step.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Sort by reward, highest first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Sort by reward, lowest first.")] = False,
+    stage: Annotated[str, typer.Option(help="Stage; default: the last one with completions.")] = "",
+    most: Annotated[int, typer.Option(min=1, help="Number of completions to show.")] = 8,
     output_dir: OutputDir = Path("outputs"),
 ) -> None:
-    """Show completions of a training with their rewards, or of a validation where there was none."""
+    """Show completions of a training with their rewards; of a validation if no training has completions."""
     from cosmos_core.observe.completions import iter_completions
     from cosmos_core.run.directory import find_run
 
@@ -107,7 +111,7 @@ def samples(  # noqa: PLR0913 - options of a command
 
 
 def watch(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
-    """Follow a run that another process or machine runs, until nothing happens in it any more."""
+    """Follow a run that another process or machine executes, until the run ends."""
     from cosmos_core.observe.console import Display, print_status
     from cosmos_core.observe.record import read_run
     from cosmos_core.observe.runs import is_inactive
@@ -126,10 +130,10 @@ def watch(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> No
 
 
 def lineage(
-    name: Annotated[str, typer.Argument(help="Run id (empty: the newest), or path of a run, a stage or a model.")] = "",
+    name: Annotated[str, typer.Argument(help="Run id (empty: the newest), or path of a run, stage or model.")] = "",
     output_dir: OutputDir = Path("outputs"),
 ) -> None:
-    """Walk from a model back to its data; every step is verified."""
+    """Show the stages and data from which a model was made, and verify their digests."""
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.lineage import lineage_of
 

@@ -20,11 +20,11 @@ from cosmos_core.config.schema.methods import DIFFUSION_SFT, DPO, GRPO, METHODS,
 from cosmos_core.errors import EXIT_USAGE, ConfigError, CosmosError
 
 Model = Annotated[str, typer.Option(help="Folder or Hub id of the model to start from.")]
-Data = Annotated[str, typer.Option(help="Rows: .jsonl, .csv, .parquet, a folder, or a Hub id.")]
-Prompt = Annotated[str, typer.Option(help="Column of the prompt, where its name is not a known one.")]
-Response = Annotated[str, typer.Option(help="Column of the response or the reference, likewise.")]
-Save = Annotated[str, typer.Option(help="Recipe to write; empty: a name made of the data's, in this folder.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the recipe and write nothing.")]
+Data = Annotated[str, typer.Option(help="Training rows: .jsonl, .csv, .parquet, a folder, or a Hub id.")]
+Prompt = Annotated[str, typer.Option(help="Column of the prompt, if its name is not a known one.")]
+Response = Annotated[str, typer.Option(help="Column of the response or reference, likewise.")]
+Save = Annotated[str, typer.Option(help="Recipe file to write; empty: named after the data, in this folder.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the recipe without writing it.")]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the recipe.")]
 
 _FILE_HEADER = "# Written by cosmos, digest "
@@ -34,7 +34,7 @@ def sft(  # noqa: PLR0913 - the options of a command
     model: Model, data: Data, prompt: Prompt = "", response: Response = "", save: Save = "", dry_run: DryRun = False,
     overrides: Set = [],  # noqa: B006 - typer reads the default
 ) -> None:  # fmt: skip
-    """Fine-tune a language model on rows of your own; settings are chosen, written to a recipe and explained there."""
+    """Fine-tune a language model on your own rows, with settings that are proposed and explained in a new recipe."""
     _train(
         {"method": SFT.command, "model": model, "data": data, "prompt": prompt, "response": response},
         save,
@@ -44,7 +44,7 @@ def sft(  # noqa: PLR0913 - the options of a command
 
 
 def dpo(model: Model, data: Data, save: Save = "", dry_run: DryRun = False, overrides: Set = []) -> None:  # noqa: B006
-    """Learn from rows with `prompt`, `chosen` and `rejected`."""
+    """Train a language model on rows with `prompt`, `chosen` and `rejected` (DPO)."""
     _train({"method": DPO.command, "model": model, "data": data}, save, dry_run, overrides)
 
 
@@ -54,7 +54,7 @@ def grpo(  # noqa: PLR0913 - the options of a command
     prompt: Prompt = "", response: Response = "", save: Save = "", dry_run: DryRun = False,
     overrides: Set = [],  # noqa: B006
 ) -> None:  # fmt: skip
-    """Train a language model on prompts of your own with a reward, by GRPO."""
+    """Train a language model on your own prompts with a reward (GRPO)."""
     from cosmos_core.registry import code_file, is_code, offered_names, suggestion
 
     if is_code(reward):
@@ -80,13 +80,13 @@ def diffusion_sft(model: Model, data: Data, save: Save = "", dry_run: DryRun = F
 def evaluate(  # noqa: PLR0913 - the options of a command
     model: Annotated[str, typer.Option(help="A model, run, or run/stages/STAGE.")],
     tasks: Annotated[str, typer.Option(help="Tasks of lm-eval, separated by commas.")],
-    limit: Annotated[int, typer.Option(min=0, help="Only the first items of each task; 0: all.")] = 0,
+    limit: Annotated[int, typer.Option(min=0, help="Maximum number of items per task; 0: all.")] = 0,
     include_path: Annotated[str, typer.Option(help="Folder with YAML files of your own tasks.")] = "",
-    chat: Annotated[bool, typer.Option("--chat", help="Prompts are conversations in the model's template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Render prompts with the model's chat template.")] = False,
     save: Save = "", dry_run: DryRun = False, overrides: Set = [],  # noqa: B006
-    output_dir: Annotated[Path, typer.Option(help="Folder of runs, where run ids are looked up.")] = Path("outputs"),
+    output_dir: Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")] = Path("outputs"),
 ) -> None:  # fmt: skip
-    """Run public benchmarks on a model, or on that of a run or a stage."""
+    """Run public benchmarks on a model, or on the model of a run or a stage."""
     options = {"method": "eval", "model": model, "tasks": tasks}
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     settings = [
@@ -100,7 +100,7 @@ def evaluate(  # noqa: PLR0913 - the options of a command
 
 
 def init() -> None:
-    """Ask five questions, write a recipe, and say how to run it."""
+    """Ask five questions, write a recipe, and print the command that runs it."""
     if not sys.stdin.isatty():
         raise ConfigError("cosmos init asks questions in a terminal; elsewhere use cosmos sft --model M --data ROWS")
     method = typer.prompt(f"What shall be done? {', '.join(METHODS)}", default=SFT.command)
@@ -120,13 +120,16 @@ def init() -> None:
 
 
 def try_model(
-    models: Annotated[list[str], typer.Argument(help="A model, run, run/stages/STAGE; two are set side by side.")],
-    prompt: Annotated[str, typer.Option(help="One prompt; empty: one line of standard input after the other.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token.")] = 0.0,
-    output_dir: Annotated[Path, typer.Option(help="Folder of runs, where run ids are looked up.")] = Path("outputs"),
+    models: Annotated[
+        list[str],
+        typer.Argument(help="A model, run or run/stages/STAGE; two are compared side by side."),
+    ],
+    prompt: Annotated[str, typer.Option(help="Single prompt; empty: read one per line from standard input.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a completion.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="Temperature; 0: greedy decoding.")] = 0.0,
+    output_dir: Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")] = Path("outputs"),
 ) -> None:
-    """Chat with a model, or have it draw: of a run, a stage, a folder or the Hub."""
+    """Chat with a model, or generate images with it: the model of a run or a stage, a folder, or a Hub id."""
     if len(models) > 2:
         raise ConfigError(f"{len(models)} models; give one, or two to see them side by side")
     folders = [_model_of(name, output_dir) for name in models]

@@ -45,7 +45,9 @@ def is_machine_error(error: BaseException) -> bool:
     return any(
         not _MACHINE_ERRORS.isdisjoint(_classes(each))
         or (isinstance(each, OSError) and each.errno in _MACHINE)
-        or (isinstance(each, RuntimeError) and "allocate memory" in str(each))  # torch on a CPU, without memory
+        or (
+            isinstance(each, RuntimeError) and "allocate memory" in str(each)
+        )  # message of torch if it cannot allocate host memory
         for each in _chain(error)
     )
 

@@ -71,6 +71,6 @@ def _uses_remote_storage(pipeline: Pipeline) -> bool:
     values = [value for table in tables for _, _, value, _ in active_fields(table) if isinstance(value, str)]
     if pipeline.config.artifact_store or any("://" in value for value in values):
         return True
-    with suppress(ConfigError):  # an invalid setting is reported when the run starts
+    with suppress(ConfigError):  # ignore an invalid setting here: the start of the run reports it
         return any(each.form == "hub" for stage in pipeline.stages for each in pipeline.inputs(stage))
     return False

@@ -190,7 +190,7 @@ def _read_extra(policy: Path) -> dict[str, Any]:
     saved = read_manifest(policy).get("ranks", 1)
     has_same_ranks = saved == num_ranks()
     extra = read_json(policy / (extra_name(rank_number()) if has_same_ranks else EXTRA_FILE))
-    assert isinstance(extra, dict)  # true, because the digest of the file was compared before
+    assert isinstance(extra, dict)  # holds, because the digest of this file was verified before
     if not has_same_ranks:
         logger.info("%s was saved by %d ranks, here are %d: random numbers begin anew", policy, saved, num_ranks())
         extra["rng"] = None

@@ -13,8 +13,7 @@ _NUM_EXAMPLES = 5
 
 def find_lost_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> tuple[str, bool]:
     """Compare texts with their decoded tokens; return a notice about lost letters, digits and spaces (empty if none is
-    lost), and whether at least a tenth of them is lost. Case, accents, punctuation and repeated spaces may differ.
-    """
+    lost), and whether at least a tenth of them is lost. Case, accents, punctuation and repeated spaces may differ."""
     lost, total = Counter[str](), 0
     for full_text in texts:
         text = full_text[:_MAX_CHARACTERS].encode(errors="ignore").decode()  # drops lone surrogates

@@ -100,7 +100,7 @@ def tokenise(stage: Stage) -> Outcome:
         logger.warning("%s", lost_notice)
     num_done, clean_metrics = 0, dict[str, float]()
     with replaced_folder(stage.path / "data") as folder:
-        if stage.recipe.train.train_policy.clean is not None:  # the schema then allows only one data set
+        if stage.recipe.train.train_policy.clean is not None:  # with `clean`, the schema allows only one data set
             held_out = [source.rows for source in splits.get(VALIDATION, ())]
             cleaned = clean(stage, splits[TRAIN][0].rows, held_out, folder, _opener(stage, stage.recipe))
             splits[TRAIN] = [replace(splits[TRAIN][0], rows=cleaned.rows)]

@@ -208,7 +208,7 @@ class _Server:
         if self._watcher.is_alive():
             self._watcher.join()
         if self._child is not None:
-            self._child.kill()  # no clean stop is needed: the run directory has the content of the database
+            self._child.kill()  # no graceful shutdown: the run directory duplicates the database
 
     def _spawn(self) -> Child:
         command = [sys.executable, "-m", "cosmos_core.launch.prefect", "server", "start"]

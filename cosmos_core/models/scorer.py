@@ -119,7 +119,9 @@ class Scorer(nn.Module):
         num_top_ids = min(request.top_k, num_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
         task = _Task(head, request, num_top_ids, num_ids, dtype, max(1, size // (4 * self.vocabulary)))
         if derivative_N is not None:
-            derivative_N = derivative_N.to(dtype)  # the backward pass compares it with a derivative of this dtype
+            derivative_N = derivative_N.to(
+                dtype
+            )  # the dtype of the derivative in the backward pass, which is compared with this one
         weights = head.trained_weights if torch.is_grad_enabled() else []
         outputs = _ChunkedScore.apply(task, hidden_NH, labels_N, top_ids_NK, derivative_N, *weights)
         return dict(zip(task.names, outputs, strict=True)) | balance
@@ -161,11 +163,11 @@ class Scorer(nn.Module):
     def _scale_logits(self, logits_MV: Tensor) -> Tensor:
         """Apply the scaling or soft cap that some model families apply to logits."""
         config = self.model.config.get_text_config()
-        if scale := getattr(config, "logit_scale", None):  # model family Cohere
+        if scale := getattr(config, "logit_scale", None):  # attribute of the model family Cohere
             logits_MV = logits_MV * scale
-        if scaling := getattr(config, "logits_scaling", None):  # model family Granite
+        if scaling := getattr(config, "logits_scaling", None):  # attribute of the model family Granite
             logits_MV = logits_MV / scaling
-        if cap := getattr(config, "final_logit_softcapping", None):  # model family Gemma
+        if cap := getattr(config, "final_logit_softcapping", None):  # attribute of the model family Gemma
             logits_MV = torch.tanh(logits_MV / cap) * cap
         return logits_MV
 

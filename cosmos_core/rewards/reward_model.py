@@ -68,9 +68,7 @@ class FunctionReward:
 
     def __init__(self, name: str, reward: Reward, settings: Settings) -> None:
         self._name, self._reward, self._custom = name, reward, dict(settings.options)
-        self._options = {
-            keyword: self._custom[keyword] for keyword in _OPTION_PARAMETERS if keyword in self._custom
-        }
+        self._options = {keyword: self._custom[keyword] for keyword in _OPTION_PARAMETERS if keyword in self._custom}
         self.errors: list[str] = []
 
     def score(self, items: Sequence[Item]) -> Columns:

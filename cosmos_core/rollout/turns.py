@@ -140,9 +140,7 @@ class Turns(EngineWrapper):
         is_truncated = turn.finish_reason == "length" or turn.num_sampled > num_tokens_left
         segments = _first_tokens(turn.segments, num_tokens_left)
         text = turn.text
-        if (
-            turn.num_sampled > num_tokens_left
-        ):  # possible, because all prompts of a submission get the largest token limit
+        if turn.num_sampled > num_tokens_left:  # all prompts of a submission have the same token limit, the largest one
             ids = [token for segment in segments for token in segment.token_ids]
             text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
         conversation.segments += segments

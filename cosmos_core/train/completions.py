@@ -216,7 +216,8 @@ def _collapse_messages(first: Mapping[str, float], current: Mapping[str, float])
     is_repetitive = current["repetition"] > max(0.5, first["repetition"] + 0.25)
     is_nearly_certain = current["entropy"] < first["entropy"] / 10
     return {
-        "length": f"completions have {current['length']:.3g} tokens, {first['length']:.3g} at first" if is_short else "",
+        "length": f"completions have {current['length']:.3g} tokens, {first['length']:.3g} at first"
+        if is_short else "",
         "repetition": f"{current['repetition']:.0%} of what completions say is repeated" if is_repetitive else "",
         "entropy": f"the entropy per token is {current['entropy']:.2g}, {first['entropy']:.2g} at first: completions "
         f"of a prompt are nearly the same" if is_nearly_certain else "",

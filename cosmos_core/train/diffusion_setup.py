@@ -67,7 +67,9 @@ def prepare_algorithm(stage: Stage, trainer: Trainer, algorithm: Algorithm) -> N
     """
     assert stage.data is not None
     algorithm.null_text = open_media_prompts(stage.data, "train").null_text
-    if stage.recipe.policy.diffusers.flow_rl.data_beta:  # the schema requires real images or clips for it
+    if (
+        stage.recipe.policy.diffusers.flow_rl.data_beta
+    ):  # the schema requires rows of images or clips if `data_beta` is set
         algorithm.data_term = data_term(open_media(stage.data, "train"), stage.recipe, trainer)
 
 

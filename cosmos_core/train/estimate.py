@@ -219,7 +219,7 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
             gradient_checkpointing=checkpointing,
         )
 
-    with torch.device("meta"):  # not yet fake tensors, to which PEFT cannot add adapters
+    with torch.device("meta"):  # meta tensors instead of fake tensors, to which PEFT cannot add adapters
         empty_model = build(policy.model_gradient_checkpointing)
         mark_trained_weights(empty_model, policy)
     with FakeTensorMode():

@@ -115,10 +115,10 @@ class Loop:
             is_async = is_validation_due and validation.async_validation is not None and not is_last_step
             saves_checkpoint = self.step % save_freq == 0
             if (is_validation_due or saves_checkpoint) and self._wait_for_validation():
-                # A step that the ended validation made the best one was saved already, when this validation began.
+                # If the finished validation changed the best step, its checkpoint was saved when the validation began.
                 best_before = self.best_step
             if is_async:
-                # Save before the validation ends: the step may prove best when later steps have changed the weights.
+                # Save now: if the validation selects this step as the best, later steps have changed the weights.
                 saves_checkpoint = True
             elif is_validation_due:
                 metrics |= self._validation_metrics(metrics)

@@ -99,7 +99,8 @@ def _refusal(condition: Condition, entry: dict[str, Any]) -> str:
         noise += f" ({pair['p_holm']:.3g} with Holm's correction)" if "p_holm" in pair else ""
         noise += f"; as many items show a difference of {pair['detectable']:.2g}"
         noise += f", this one needs {pair['needed']:,} items" if pair["needed"] else ""
-    return f"{condition.text} does not hold: {entry.get('metric', condition.metric)} = {entry['value']:.6g}{bound}{noise}"
+    metric = entry.get("metric", condition.metric)
+    return f"{condition.text} does not hold: {metric} = {entry['value']:.6g}{bound}{noise}"
 
 
 def _paired_comparison(

@@ -137,7 +137,7 @@ class RlConfig(AlgorithmConfig):
 
     @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
-        if self.variant != "dapo" or self.bypass_reward:  # all rewards are equal then, so every group would be dropped
+        if self.variant != "dapo" or self.bypass_reward:  # without rewards all groups would be dropped as equal
             return None
         return self.filter_reward_metric, max(0, self.max_retry_for_on_policy)
 

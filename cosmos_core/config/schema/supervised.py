@@ -52,7 +52,7 @@ class SupervisedConfig(AlgorithmConfig):
     @model_validator(mode="after")
     def _refuse_repeated_columns(self) -> Self:
         prompt = getattr(self, "prompt_column_name", "")
-        # A resolved recipe also sets the default value.
+        # A resolved recipe sets every key, so only another value than the default counts as set by the user.
         default = type(self).model_fields["conversation_column_name"].default
         if prompt and self.conversation_column_name != default:
             raise ValueError(
