@@ -42,8 +42,7 @@ app.add_typer(config_app, name="config")
 
 Configs = Annotated[list[Path], typer.Argument(help="Pipeline or recipe, a TOML file; later files take precedence.")]
 ConfigsOrFlow = Annotated[
-    list[Path],
-    typer.Argument(help="Pipeline or recipe (TOML; later files take precedence), or a flow, FILE.py:FLOW."),
+    list[Path], typer.Argument(help="Pipeline or recipe (TOML; later files take precedence), or a flow, FILE.py:FLOW.")
 ]
 RunName = Annotated[str, typer.Argument(help="Id or path of a run; empty: the newest run.")]
 Set = Annotated[
@@ -58,8 +57,7 @@ Parameters = Annotated[
 ]
 FromStage = Annotated[str, typer.Option(help="Run this stage and all stages that depend on it again.")]
 Verify = Annotated[
-    bool,
-    typer.Option("--verify", help="Hash every input and reused file instead of comparing size, times and inode."),
+    bool, typer.Option("--verify", help="Hash every input and reused file instead of comparing size, times and inode.")
 ]
 
 
@@ -154,9 +152,7 @@ def resume(
 
 @app.command()
 def demo(
-    name: Annotated[
-        str, typer.Argument(help="Name of a recipe in configs/demo: arithmetic, digits, real, ...")
-    ] = "arithmetic",
+    name: Annotated[str, typer.Argument(help="Recipe in configs/demo: arithmetic, digits, real, ...")] = "arithmetic",
     overrides: Set = [],  # noqa: B006
 ) -> None:
     """Run a demo that is part of the package and generates its own data. `real` and `expert-iteration` download a small
@@ -174,8 +170,7 @@ def plan(
     parameters: Parameters = [],  # noqa: B006
     verify: Verify = False,
     estimate: Annotated[
-        bool,
-        typer.Option("--estimate", help="Also estimate memory, time, disk, tokens, steps and GPUs."),
+        bool, typer.Option("--estimate", help="Also estimate memory, time, disk, tokens, steps and GPUs.")
     ] = False,
     on: Annotated[str, typer.Option(help="GPU to estimate for, e.g. h100; empty: measure this machine.")] = "",
 ) -> None:
@@ -229,12 +224,10 @@ def check(
     configs: Configs,
     overrides: Set = [],  # noqa: B006
     schema_only: Annotated[
-        bool,
-        typer.Option("--schema-only", help="Check only the schema and rules between fields."),
+        bool, typer.Option("--schema-only", help="Check only the schema and rules between fields.")
     ] = False,
     show: Annotated[
-        int,
-        typer.Option("--show", min=0, max=5, help="Number of rows to print, with learned parts marked."),
+        int, typer.Option("--show", min=0, max=5, help="Number of rows to print, with learned parts marked.")
     ] = 0,
 ) -> None:
     """Check a pipeline before it reserves GPUs: the schema, then models, tokenizers, rows and rewards in a worker."""

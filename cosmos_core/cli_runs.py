@@ -51,8 +51,7 @@ def runs(
 
 def compare(
     names: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN...", help="Run ids or paths; a single run is compared with the newest."),
+        list[str], typer.Argument(metavar="RUN...", help="Run ids or paths; a single run is compared with the newest.")
     ],
     html: Annotated[Path | None, typer.Option(help="Write a page with the curves of up to 8 runs.")] = None,
     output_dir: OutputDir = Path("outputs"),

@@ -13,8 +13,7 @@ import typer
 
 def bootstrap(
     pools: Annotated[
-        list[str],
-        typer.Option("--pool", help="Work pool, repeatable; default: local, cpu and gpu."),
+        list[str], typer.Option("--pool", help="Work pool, repeatable; default: local, cpu and gpu.")
     ] = [],  # noqa: B006 - typer reads the default
     type_: Annotated[
         str, typer.Option("--type", help="Type of the work pools: process, kubernetes, docker ...")

@@ -121,8 +121,7 @@ def init() -> None:
 
 def try_model(
     models: Annotated[
-        list[str],
-        typer.Argument(help="A model, run or run/stages/STAGE; two are compared side by side."),
+        list[str], typer.Argument(help="A model, run or run/stages/STAGE; two are compared side by side.")
     ],
     prompt: Annotated[str, typer.Option(help="Single prompt; empty: read one per line from standard input.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a completion.")] = 256,

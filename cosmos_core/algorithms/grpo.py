@@ -118,9 +118,7 @@ class Grpo(Algorithm):
             for group, row in zip(groups, num_ignored_tokens, strict=True)
         ]
         excludes = self.config.mask_truncated_completions
-        is_truncated = [
-            [excludes and each.finish_reason == "length" for each in group.group.completions] for group in groups
-        ]
+        is_truncated = [[excludes and each.finish_reason == "length" for each in g.group.completions] for g in groups]
         values, counts = advantages(
             [[score.value for score in group.scores] for group in groups],
             algo="grpo" if config.algo == "gdpo" else config.algo,
@@ -170,9 +168,7 @@ class Grpo(Algorithm):
         samples, batches, metrics = exclude_idle(all_samples, may_be_idle=may_be_idle)
         samples = batch_within_token_limit(samples, self.config.max_token_len_per_mini_batch)
         # If a train step has a single update, pi_old is the current policy and needs no separate forward pass.
-        has_one_update = (
-            len(batches) == 1 and self.config.mu_iterations == 1 and not self.config.self_normalised_weights
-        )
+        has_one_update = len(batches) * self.config.mu_iterations == 1 and not self.config.self_normalised_weights
         old_logprobs = None
         if self.config.use_rollout_logprobs_for_loss:
             old_logprobs = [_rollout_row(sample) for sample in samples]
@@ -190,14 +186,12 @@ class Grpo(Algorithm):
         teacher = None
         if self.teacher is not None:
             samples, teacher = score_with_teacher(self.teacher, samples, view, self._request)
-        for number, (batch, denominator_samples) in enumerate(
-            [*zip(batches, all_samples, strict=True)] * self.config.mu_iterations
-        ):
+        iterations = [*zip(batches, all_samples, strict=True)] * self.config.mu_iterations
+        for number, (batch, step_samples) in enumerate(iterations):
             inputs = (old_logprobs and old_logprobs[batch], reference and reference[batch], teacher and teacher[batch])
             other_inputs = (returns and returns[batch], self._high_entropy(samples[batch], view), correction)
-            update = self._update(
-                _UpdateInputs(samples[batch], denominator_samples, *inputs, *other_inputs, is_first=number == 0)
-            )
+            batch_inputs = (samples[batch], step_samples, *inputs, *other_inputs)
+            update = self._update(_UpdateInputs(*batch_inputs, is_first=number == 0))
             yield replace(update, metrics=metrics)
         self._num_steps += 1
         if self.config.reference_reset_interval and self._num_steps % self.config.reference_reset_interval == 0:
@@ -216,11 +210,9 @@ class Grpo(Algorithm):
         self._num_steps = int(state.get("num_steps", 0))
 
     def _update(self, inputs: _UpdateInputs) -> Update:
-        config, denominator_samples = self.config, inputs.all_samples
-        total = denominator(
-            config.loss_type, [s.num_learned for s in denominator_samples], config.unbiased_loss_max_tokens
-        )
-        positive_tokens = float(max(1, sum(s.num_learned for s in denominator_samples if s.reward > 0)))
+        config, step_samples = self.config, inputs.all_samples
+        total = denominator(config.loss_type, [s.num_learned for s in step_samples], config.unbiased_loss_max_tokens)
+        positive_tokens = float(max(1, sum(s.num_learned for s in step_samples if s.reward > 0)))
 
         def loss(micro: MicroBatch) -> Loss:
             references = _reference_logprobs(micro, inputs.old_logprobs)
@@ -243,9 +235,8 @@ class Grpo(Algorithm):
 
         entropy: Literal["", "value", "gradient"] = "value" if config.log_entropy else ""
         top_k = self.teacher.top_k if self.teacher else 0
-        request = RequestedOutputs(
-            config.temperature, entropy="gradient" if config.entropy_coeff else entropy, top_k=top_k
-        )
+        entropy = "gradient" if config.entropy_coeff else entropy
+        request = RequestedOutputs(config.temperature, entropy=entropy, top_k=top_k)
         return Update(inputs.samples, loss, request, has_constant_gradient=self._is_constant(inputs))
 
     def _is_constant(self, inputs: _UpdateInputs) -> bool:

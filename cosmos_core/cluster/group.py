@@ -226,10 +226,8 @@ def _ray_ranks(
         bundles = resource_bundles(ray, size, group, is_embedded=is_embedded)
         placements = reserve_bundles(ray, bundles, should_stop, poll)
         count = ranks_of_bundle(group, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
-        rank_placements = [placements[rank // count] for rank in range(size)]
-        start = _make_starter(
-            ray, rank_placements, share=0.5 if group is not None and group.shares_gpus and count == 1 else 1
-        )
+        per_rank = [placements[rank // count] for rank in range(size)]
+        start = _make_starter(ray, per_rank, share=0.5 if group is not None and group.shares_gpus and count == 1 else 1)
         actors = None
         if group is not None:
             actor_placements = placements if group.shares_gpus else placements[size:]
@@ -269,12 +267,8 @@ def _cluster(size: int, group: ActorGroup | None) -> Iterator[tuple[Any, bool, i
             else:
                 if group is not None and not group.shares_gpus:
                     num_actors = group.target_size() * group.processes
-                    rank_threads, actor_threads = num_threads(
-                        torch.get_num_threads(), size, num_actors, overlaps=group.overlaps
-                    )
-                    os.environ["OMP_NUM_THREADS"] = str(
-                        rank_threads
-                    )  # the processes of ranks inherit the number of threads
+                    threads = num_threads(torch.get_num_threads(), size, num_actors, overlaps=group.overlaps)
+                    os.environ["OMP_NUM_THREADS"], actor_threads = str(threads[0]), threads[1]  # ranks inherit it
                     # Ranks and actors share cores, so a waiting OpenMP thread must release its core at once.
                     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
                 ray.init(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 from cosmos_core.data.tool_calls import calls_of, decode_arguments, parse_json
@@ -22,7 +21,7 @@ Message = dict[str, Any]
 """A turn with `role`, `content` and other keys that a chat template may read (`tool_calls`, `reasoning_content`, ...);
 `weight` = 0 marks an assistant turn without a loss, whatever the key is named in the row's format."""
 
-_TEXT_ONLY_NOTE = "this version learns from text alone where the model has no image processor"
+_TEXT_ONLY = "this version learns from text alone where the model has no image processor"
 _CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "text")
 _PAIR_COLUMNS = (
     ("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("prompt", "answer"),
@@ -32,12 +31,7 @@ _RESPONSE_COLUMNS = ("output", "response", "completion", "answer")
 _INSTRUCTION_INPUT_COLUMNS = ("input", "context")  # columns of Alpaca and Dolly that continue `instruction`
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages")
 _SYSTEM_COLUMNS = ("system", "system_prompt")
-_KNOWN_COLUMNS = {
-    *_CONVERSATION_COLUMNS,
-    *_PROMPT_COLUMNS,
-    *_INSTRUCTION_INPUT_COLUMNS,
-    *chain.from_iterable(_PAIR_COLUMNS),
-}
+_KNOWN_COLUMNS = {*_CONVERSATION_COLUMNS, *_PROMPT_COLUMNS, *_INSTRUCTION_INPUT_COLUMNS, *sum(_PAIR_COLUMNS, ())}
 _REFERENCE_COLUMNS = ("answer", "response", "solution", "result")
 _ROLES = {
     "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
@@ -78,9 +72,7 @@ class ReadRow(Row):
             DataError: the row lacks one of these columns.
         """
         if missing := [name for name in column_names.values() if row.get(name) is None]:
-            raise DataError(
-                f"{where}: no column {missing[0]!r}, which the recipe names; the row has {column_list(row)}"
-            )
+            raise DataError(f"{where}: no column {missing[0]!r}, which the recipe names; the row has {columns_of(row)}")
         hidden = _KNOWN_COLUMNS if "prompt" in column_names else column_names.keys()
         super().__init__({name: value for name, value in row.items() if name not in hidden})
         self.update({standard_name: row[name] for standard_name, name in column_names.items()})
@@ -145,9 +137,8 @@ def read_conversation(
     if present_column is not None:
         value = row[present_column] if present_column == "text" else decode_conversation(row[present_column])
         if not isinstance(value, str):
-            return with_system(
-                read_turns(value, present_column, where, with_images), read_system_prompt(row) or system_prompt
-            )
+            turns = read_turns(value, present_column, where, with_images)
+            return with_system(turns, read_system_prompt(row) or system_prompt)
         if not value.strip():
             raise SkippedRow(where, "empty")
         return value
@@ -159,7 +150,7 @@ def read_conversation(
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
     if not _has_response_column(row):  # training on one column would leave out a response in another column
         remedy += ", or conversation_column_name for one column of turns or of plain text"
-    raise DataError(f"{where}: no conversation among the columns {column_list(row)}; {remedy}")
+    raise DataError(f"{where}: no conversation among the columns {columns_of(row)}; {remedy}")
 
 
 def omits_response(row: Row, column: str) -> bool:
@@ -195,11 +186,11 @@ def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit m
         if name in row and not has_value(row, name):
             raise DataError(f"{where}: column {name!r} (train_policy.{key}) is null; fill it, or leave the row out")
         if name and name not in row:
-            raise DataError(f"{where}: no column {name!r} (train_policy.{key}); the row has {column_list(row)}")
+            raise DataError(f"{where}: no column {name!r} (train_policy.{key}); the row has {columns_of(row)}")
     column = prompt_column or next((c for c in _PROMPT_COLUMNS if has_value(row, c)), "")
     if not column:
         raise DataError(
-            f"{where}: no prompt among the columns {column_list(row)}; set train.train_policy.prompt_column_name"
+            f"{where}: no prompt among the columns {columns_of(row)}; set train.train_policy.prompt_column_name"
         )
     turns = with_system(as_turns(row, column, "user", where, with_images), read_system_prompt(row) or system_prompt)
     if keeps_last and turns and turns[-1]["role"] == "assistant":
@@ -315,12 +306,11 @@ def read_content(content: Any, where: str, with_images: bool = False) -> Any:
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise DataError(f"{where}: content {str(content)[:40]!r} is not text; {_TEXT_ONLY_NOTE}")
+        raise DataError(f"{where}: content {str(content)[:40]!r} is not text; {_TEXT_ONLY}")
     mark = _MEDIA_MARK.search(content)
     if mark and not (with_images and (mark[1] or mark[2]) == "image"):
         raise DataError(
-            f"{where}: the turn shows an {mark[1] or mark[2]}, and {_TEXT_ONLY_NOTE}; take rows without "
-            f"{mark[0].strip()}"
+            f"{where}: the turn shows an {mark[1] or mark[2]}, and {_TEXT_ONLY}; take rows without {mark[0].strip()}"
         )
     return content
 
@@ -384,7 +374,7 @@ def with_system(turns: list[Message], system_prompt: str) -> list[Message]:
     return [{"role": "system", "content": system_prompt}, *turns]
 
 
-def column_list(row: Row) -> str:
+def columns_of(row: Row) -> str:
     """Return the names of a row's columns for an error message."""
     names = [repr(name)[1:-1][:40] for name in row]  # escaped, because a column name may have a line break
     return ", ".join(names[:20]) + ", ..." * (len(names) > 20) or "(none)"

@@ -12,7 +12,7 @@ from cosmos_core.data.messages import (
     Row,
     SkippedRow,
     as_turns,
-    column_list,
+    columns_of,
     decode_conversation,
     has_value,
     merge_turns,
@@ -76,7 +76,7 @@ def read_preference(
         )
     if not prompt and prompt_column is None:
         raise DataError(
-            f"{where}: no prompt among the columns {column_list(row)}; name it `prompt`, or set "
+            f"{where}: no prompt among the columns {columns_of(row)}; name it `prompt`, or set "
             "train.train_policy.prompt_column_name"
         )
     if not any(turn["role"] != "assistant" and any(map(str.strip, texts_of(turn))) for turn in prompt):
@@ -99,7 +99,7 @@ def read_label(row: Row, where: str) -> bool:
     value = row.get("label")
     if (label := _LABELS.get(str(value).lower())) is None:
         raise DataError(
-            f"{where}: label {value!r} among the columns {column_list(row)} must be true or false, or 1 or 0; set "
+            f"{where}: label {value!r} among the columns {columns_of(row)} must be true or false, or 1 or 0; set "
             "train.train_policy.label_column_name to the column that says whether the response is desirable"
         )
     return label
@@ -151,7 +151,7 @@ def _read_completion(row: Row, name: str, where: str, with_images: bool) -> list
     value = row.get(name)
     if value is None:
         raise DataError(
-            f"{where}: no {name!r} among the columns {column_list(row)}; give both completions, or set "
+            f"{where}: no {name!r} among the columns {columns_of(row)}; give both completions, or set "
             f"train.train_policy.{name}_column_name"
         )
     value = decode_conversation(value)

@@ -23,7 +23,7 @@ from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import RESULT, read_result
 from cosmos_core.run.process import is_alive
 from cosmos_core.run.remote import FETCHED, PARTIAL_SUFFIX
-from cosmos_core.run.state import ACTIVE_STATES, read_state
+from cosmos_core.run.state import ACTIVE, read_state
 from cosmos_core.upload.base import open_target
 
 _TRASH_FOLDER = "removed"
@@ -132,7 +132,7 @@ def _may_run(path: Path, *, is_claim_checked: bool = False) -> bool:
     for stage in (path / "stages").glob("*"):
         state = read_state(stage)
         is_recent = time.time() - (state.heartbeat or 0.0) < SILENT_SECONDS
-        if state.state in ACTIVE_STATES and (is_recent or is_alive(state.launcher_pid, state.launcher_started)):
+        if state.state in ACTIVE and (is_recent or is_alive(state.launcher_pid, state.launcher_started)):
             return True
     return False
 

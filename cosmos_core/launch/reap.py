@@ -19,7 +19,7 @@ from cosmos_core.run.directory import PIPELINE, flow_run_notes
 from cosmos_core.run.liveness import read_holder
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.process import is_alive, ran_on_this_machine
-from cosmos_core.run.state import ACTIVE_STATES, State, read_state, update_state
+from cosmos_core.run.state import ACTIVE, State, read_state, update_state
 
 _CANCELLED = ("CANCELLING", "CANCELLED")
 
@@ -32,7 +32,7 @@ def reap(output_dir: Path) -> Iterator[str]:
     for run in abandoned:
         for path in sorted((run / "stages").glob("*")):
             state = read_state(path)
-            if state.state not in ACTIVE_STATES or is_alive(state.launcher_pid, state.launcher_started):
+            if state.state not in ACTIVE or is_alive(state.launcher_pid, state.launcher_started):
                 continue
             is_recent = time.time() - (state.heartbeat or 0.0) < SILENT_SECONDS
             if is_recent and state.launcher_host and state.launcher_host != socket.gethostname():

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.bar import ProgressBar
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -27,7 +27,7 @@ from cosmos_core.observe.record import RunRecord, StageRecord, model_loading_cod
 from cosmos_core.observe.report_server import report_url
 from cosmos_core.observe.resuming import pause_or_death
 from cosmos_core.run.progress import Position
-from cosmos_core.run.state import ACTIVE_STATES
+from cosmos_core.run.state import ACTIVE
 
 MIN_LINE_SECONDS = 10.0
 """Minimum number of seconds between two printed lines of a running stage if the output is no terminal."""
@@ -124,15 +124,11 @@ class Display:
                     line.history[progress.step] = metric[1]
                 _set_anchor(line, progress)
             is_due = (
-                state in ACTIVE_STATES
-                and now - line.printed_at >= MIN_LINE_SECONDS
-                and _subject(line) != line.last_subject
+                state in ACTIVE and now - line.printed_at >= MIN_LINE_SECONDS and _subject(line) != line.last_subject
             )
             if self._live_display is None and (has_changed or is_due):
                 line.printed_at = now
-                self._write(
-                    f"{stage:<{self._width}}  {'  '.join(self._status_words(line, has_changed=has_changed))}".rstrip()
-                )
+                self._write(f"{stage:<{self._width}}  {'  '.join(self._words(line, has_changed=has_changed))}".rstrip())
                 line.last_subject = () if has_changed else _subject(line)
 
     def message(self, text: str) -> None:
@@ -145,7 +141,7 @@ class Display:
 
     def _update_times(self, line: _StageLine, state: str) -> None:
         line.state = state
-        if state in ACTIVE_STATES:
+        if state in ACTIVE:
             line.start_time, line.end_time = line.start_time if line.start_time is not None else self._clock(), None
         elif line.start_time is not None and line.end_time is None:
             line.end_time = self._clock()
@@ -154,12 +150,12 @@ class Display:
         self._stream.write(text + "\n")
         self._stream.flush()
 
-    def _status_words(self, line: _StageLine, *, has_changed: bool) -> list[str]:
+    def _words(self, line: _StageLine, *, has_changed: bool) -> list[str]:
         words = [line.state] if has_changed else []
-        if line.state in {"waiting", "reused"} or (has_changed and line.state in ACTIVE_STATES):
+        if line.state in {"waiting", "reused"} or (has_changed and line.state in ACTIVE):
             return words
         words += [part for part in (_phase(line), *self._line_texts(line)) if part]
-        if line.state in ACTIVE_STATES:
+        if line.state in ACTIVE:
             eta = _eta_seconds(line)
             return [*words, f"eta {formatting.duration(eta)}"] if eta is not None else words
         return [*words, formatting.duration(self._elapsed(line))] if line.start_time is not None else words
@@ -173,7 +169,7 @@ class Display:
         if progress.phase != "compile" and progress.compile_seconds > line.reported_compile_seconds:
             line.reported_compile_seconds = progress.compile_seconds
             compiled = f"compiled in {formatting.duration(progress.compile_seconds)}"
-        is_step_printed = line.state in ACTIVE_STATES and line.last_subject[2:] == (progress.step,)
+        is_step_printed = line.state in ACTIVE and line.last_subject[2:] == (progress.step,)
         return [compiled] if is_step_printed else [_steps(line), *_numbers(line), compiled]
 
     def _elapsed(self, line: _StageLine) -> float | None:
@@ -194,15 +190,15 @@ class Display:
         with self._lock:
             for name, line in self._lines.items():
                 style = STATE_STYLES.get(line.state, "")
-                progress_bar: RenderableType = (
+                bar: RenderableType = (
                     _progress_bar(line, 24 if is_wide else 10, self._clock()) if line.state != "waiting" else ""
                 )
-                elapsed, eta = self._elapsed(line), _eta_seconds(line) if line.state in ACTIVE_STATES else None
+                elapsed, eta = self._elapsed(line), _eta_seconds(line) if line.state in ACTIVE else None
                 clock = f"eta {formatting.duration(eta)}" if eta is not None else formatting.duration(elapsed)
                 table.add_row(
                     Text(f"{_STATE_MARKS.get(line.state, ' ')} {name}", style=style),
                     Text(self._describe_phase(line), style=style),
-                    progress_bar,
+                    bar,
                     _steps(line).removeprefix("step "),
                     Text("  ".join([*_numbers(line), *_seconds(line), *_memory(line)] if is_wide else _numbers(line))),
                     Text(sparkline(list(line.history.values())) if is_wide else "", style=style),
@@ -289,9 +285,7 @@ def _state(stage: StageRecord) -> Text:
 def _metrics(stage: StageRecord) -> Text:
     words = [f"{key} {formatting.number(value)}" for key, value in formatting.table_metrics(stage.metrics).items()]
     if best := stage.best_step:
-        words.append(
-            f"best {formatting.short_metric_name(best.metric)} {formatting.number(best.value)} at step {best.step}"
-        )
+        words.append(f"best {formatting.short_name(best.metric)} {formatting.number(best.value)} at step {best.step}")
     return Text("  ".join(words))
 
 
@@ -319,7 +313,7 @@ def _ratio(step: Any, total: Any) -> str:
 
 
 def _phase(line: _StageLine) -> str:
-    if line.progress is None or line.state not in ACTIVE_STATES:
+    if line.progress is None or line.state not in ACTIVE:
         return ""
     progress = line.progress
     extent = f" {progress.done}/{progress.count}" if progress.count else ""
@@ -341,22 +335,20 @@ def _numbers(line: _StageLine) -> list[str]:
     metrics = line.progress.metrics if line.progress else {}
     headline, speed = formatting.headline(metrics), formatting.tokens_per_second(metrics)
     numbers = [f"{headline[0]} {formatting.number(headline[1])}"] if headline else []
-    return (
-        [*numbers, f"{formatting.count(speed)} tok/s"] if speed is not None and line.state in ACTIVE_STATES else numbers
-    )
+    return [*numbers, f"{formatting.count(speed)} tok/s"] if speed is not None and line.state in ACTIVE else numbers
 
 
 def _seconds(line: _StageLine) -> list[str]:
     """Return the text with the seconds of generation, scoring and training in the newest step; empty if the step
     reports only one of these times."""
-    metrics = line.progress.metrics if line.progress and line.state in ACTIVE_STATES else {}
+    metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
     times = [(name, metrics[f"time/{name}"]) for name in ("generate", "score", "train") if f"time/{name}" in metrics]
     return [" ".join(f"{name} {formatting.duration(seconds)}" for name, seconds in times)] if len(times) > 1 else []
 
 
 def _memory(line: _StageLine) -> list[str]:
     """Return the text with the memory that training uses: GPU memory if it is measured, otherwise host memory."""
-    metrics = line.progress.metrics if line.progress and line.state in ACTIVE_STATES else {}
+    metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
     used = [f"{name} {metrics[key]:.1f} GiB" for name, key in _MEMORY.items() if key in metrics]
     return used[:1]
 
@@ -366,23 +358,21 @@ def sparkline(values: Sequence[float]) -> str:
     if len(values) < 2:
         return ""
     count = min(_SPARKS, len(values))
-    shown_values = [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
-    low, high = min(shown_values), max(shown_values)
-    return "".join(
-        _SPARKLINE_LEVELS[round((value - low) / (high - low) * 7) if high > low else 0] for value in shown_values
-    )
+    shown = [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
+    low, high = min(shown), max(shown)
+    return "".join(_SPARKLINE_LEVELS[round((value - low) / (high - low) * 7) if high > low else 0] for value in shown)
 
 
 def _progress_bar(line: _StageLine, width: int, now: float) -> ProgressBar:
     step, total = (line.progress.step, line.progress.total) if line.progress else (0, None)
     if line.state in {"done", "reused"}:
         return ProgressBar(total=1, completed=1, width=width)
-    has_unknown_total = not total and line.state == "running"
+    is_pulsing = not total and line.state == "running"
     return ProgressBar(
         total=total or 1,
         completed=step if total else 0,
         width=width,
-        pulse=has_unknown_total,
+        pulse=is_pulsing,
         animation_time=now,
     )
 

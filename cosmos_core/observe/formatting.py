@@ -160,7 +160,7 @@ def key_metrics(metrics: Mapping[str, Any], max_count: int = 4) -> dict[str, flo
     return {key: metrics[key] for key in sorted(shown_keys, key=metric_rank)[:max_count]}
 
 
-def short_metric_name(key: str) -> str:
+def short_name(key: str) -> str:
     """Return the short name of a metric for tables: `loss` for training, `held-out loss` for validation."""
     name = _TABLE_METRICS.get(family(key), family(key))
     return f"held-out {name}" if key.startswith("validation/") and name in _SHARED_METRICS else name
@@ -174,6 +174,6 @@ def table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     for name in _TABLE_METRICS:
         for key, value in ranked.items():
             if family(key) == name:
-                shown_metrics.setdefault(short_metric_name(key), value)
+                shown_metrics.setdefault(short_name(key), value)
     others = [key for key in ranked if not key.endswith(STDERR)]
     return shown_metrics or {(key.partition("/")[2] or key).replace("_", " "): ranked[key] for key in others[:3]}

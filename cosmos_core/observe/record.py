@@ -21,7 +21,7 @@ from cosmos_core.run.loading import pipeline_arguments, pipeline_needs
 from cosmos_core.run.manifest import STORE_KEY, Result, read_result
 from cosmos_core.run.progress import Position, read_metrics, read_progress
 from cosmos_core.run.stage import CONDITIONS, read_kind
-from cosmos_core.run.state import ACTIVE_STATES, FINISHED, RERUN_EVENT, State, read_state
+from cosmos_core.run.state import ACTIVE, FINISHED, RERUN_EVENT, State, read_state
 from cosmos_core.run.tail import FileTail
 from cosmos_core.types import StageKind
 
@@ -257,9 +257,9 @@ class RunRecord:
                 return state
         if states <= FINISHED and self.stages:
             return "done"
-        if not states & ACTIVE_STATES and (approval := read_approval(self.path)):
+        if not states & ACTIVE and (approval := read_approval(self.path)):
             return "declined" if approval.is_declined else "waiting"
-        return "running" if states & ACTIVE_STATES or start_of_dead_holder(self.path) is None else "died"
+        return "running" if states & ACTIVE or start_of_dead_holder(self.path) is None else "died"
 
     @property
     def began(self) -> float:
@@ -277,38 +277,32 @@ class RunRecord:
     def refused_stages(self) -> set[str]:
         """Return the names of the stages on whose results a gate that refused depends."""
         predecessors = {stage.name: stage.after for stage in self.stages}
-        refused_names: set[str] = set()
+        names: set[str] = set()
         waiting = [name for stage in self.stages if stage.has_refused for name in stage.after]
         while waiting:
-            refused_names.add(name := waiting.pop())
-            waiting += [other for other in predecessors.get(name, ()) if other not in refused_names]
-        return refused_names
+            names.add(name := waiting.pop())
+            waiting += [other for other in predecessors.get(name, ()) if other not in names]
+        return names
 
     @property
     def model(self) -> Path | None:
         """Return the folder of the run's final model: the last export, or else the last model of any stage. Return None
         if there is no model, if a gate refused it, or if it exists only in an artifact store."""
-        refused_names = self.refused_stages
-        model_stages = [
-            stage for stage in self.stages if stage.kind.makes != "publication" and stage.name not in refused_names
-        ]
-        model_stages = [stage for stage in model_stages if "://" not in str(stage.info.get("model") or "://")]
-        exports = [
-            stage for stage in model_stages if stage.kind.makes == "model" and not stage.kind.trains_model
-        ] or model_stages
+        names = self.refused_stages
+        makers = [stage for stage in self.stages if stage.kind.makes != "publication" and stage.name not in names]
+        makers = [stage for stage in makers if "://" not in str(stage.info.get("model") or "://")]
+        exports = [stage for stage in makers if stage.kind.makes == "model" and not stage.kind.trains_model] or makers
         model = exports[-1].path / exports[-1].info["model"] if exports else None
-        is_only_in_store = (
-            model is not None and not model.exists() and exports[-1].result and STORE_KEY in exports[-1].result
-        )
-        return None if is_only_in_store else model
+        is_remote = model is not None and not model.exists() and exports[-1].result and STORE_KEY in exports[-1].result
+        return None if is_remote else model
 
     @property
     def trained_models(self) -> list[StageRecord]:
         """Return the stages that made a model whose files are on this machine, without models that a gate refused."""
-        refused_names = self.refused_stages
-        model_stages = [stage for stage in self.stages if stage.kind.makes == "model" and stage.info.get("model")]
-        model_stages = [stage for stage in model_stages if stage.name not in refused_names]
-        return [stage for stage in model_stages if (stage.path / str(stage.info["model"])).exists()]
+        names = self.refused_stages
+        makers = [stage for stage in self.stages if stage.kind.makes == "model" and stage.info.get("model")]
+        makers = [stage for stage in makers if stage.name not in names]
+        return [stage for stage in makers if (stage.path / str(stage.info["model"])).exists()]
 
     @property
     def published_locations(self) -> list[str]:
@@ -376,17 +370,15 @@ def model_loading_code(model: Path) -> str:
     return f"from transformers import {loader}; model = {loader}.from_pretrained({str(model)!r})"
 
 
-def _read_stage(
-    path: Path, entry: dict[str, Any], predecessors_of: dict[str, tuple[str, ...]], facts: RunFacts
-) -> StageRecord:
+def _read_stage(path: Path, entry: dict[str, Any], parents: dict[str, tuple[str, ...]], facts: RunFacts) -> StageRecord:
     name, result = entry["name"], read_result(path)
     kind = str(entry.get("kind") or (result["kind"] if result else ""))
     return StageRecord(
         path=path,
         name=name,
         kind=_kind(kind, facts.kinds),
-        after=predecessors_of[name],
-        depth=_depth(name, predecessors_of),
+        after=parents[name],
+        depth=_depth(name, parents),
         state=read_state(path),
         progress=read_progress(path),
         result=result,
@@ -401,6 +393,6 @@ def _kind(name: str, recorded_kinds: dict[str, dict[str, Any]]) -> StageKind:
         return StageKind(name=name, entry="", result_version=0)
 
 
-def _depth(name: str, predecessors_of: dict[str, tuple[str, ...]], visited: tuple[str, ...] = ()) -> int:
-    predecessors = [other for other in predecessors_of[name] if other in predecessors_of and other not in visited]
-    return max((1 + _depth(other, predecessors_of, (*visited, name)) for other in predecessors), default=0)
+def _depth(name: str, parents: dict[str, tuple[str, ...]], visited: tuple[str, ...] = ()) -> int:
+    predecessors = [other for other in parents[name] if other in parents and other not in visited]
+    return max((1 + _depth(other, parents, (*visited, name)) for other in predecessors), default=0)

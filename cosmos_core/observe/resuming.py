@@ -7,7 +7,7 @@ from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord
 from cosmos_core.run.liveness import has_lost_launcher, read_approval, start_of_dead_holder
 from cosmos_core.run.process import ran_on_this_machine
-from cosmos_core.run.state import ACTIVE_STATES
+from cosmos_core.run.state import ACTIVE
 
 
 def pause_or_death(run: RunRecord) -> str:
@@ -22,7 +22,7 @@ def pause_or_death(run: RunRecord) -> str:
 
 def _remaining_stages(run: RunRecord) -> str:
     """Return a message about stages that still run although the flow of the run has ended; empty if no stage runs."""
-    running = [stage for stage in run.stages if stage.status in ACTIVE_STATES]
+    running = [stage for stage in run.stages if stage.status in ACTIVE]
     ending = [stage for stage in running if has_lost_launcher(stage.state)]
     if not ending and (not running or start_of_dead_holder(run.path) is None):
         return ""

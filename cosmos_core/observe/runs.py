@@ -12,7 +12,7 @@ from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord, read_run
 from cosmos_core.observe.resuming import pause_or_death
 from cosmos_core.run.directory import PIPELINE, runs_in
-from cosmos_core.run.state import ACTIVE_STATES, FINISHED
+from cosmos_core.run.state import ACTIVE, FINISHED
 
 
 def table_of_runs(output_dir: Path, max_runs: int) -> Table:
@@ -81,7 +81,7 @@ def _format_value(value: object) -> str:
 
 def is_inactive(run: RunRecord) -> bool:
     """Return True if no stage of a run is active or about to start."""
-    active = any(stage.status in ACTIVE_STATES for stage in run.stages)
+    active = any(stage.status in ACTIVE for stage in run.stages)
     ready = any(_is_ready(stage, run) for stage in run.stages if stage.status == "waiting")
     newest = max((stage.state.ended or 0.0 for stage in run.stages), default=0.0)
     return not active and not (ready and time.time() - newest < _MAX_GAP_SECONDS)

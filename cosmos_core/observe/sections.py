@@ -49,7 +49,7 @@ def summary_cards(run: RunRecord) -> list[tuple[str, str]]:
     metrics = [formatting.table_metrics(stage.metrics) for stage in measured_stages(run)]
     differences = [stage.metrics[_LOGPROB_DIFFERENCE] for stage in run.stages if _LOGPROB_DIFFERENCE in stage.metrics]
     for name in metrics[-1] if metrics else ():
-        if differences and name == formatting.short_metric_name(_LOGPROB_DIFFERENCE):
+        if differences and name == formatting.short_name(_LOGPROB_DIFFERENCE):
             continue  # a separate card shows the maximum of this metric over all stages
         values = [formatting.number(each[name]) for each in metrics if name in each]
         shown_cards.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cosmos_core.run.files import Document, Seconds, read_document, write_json
 from cosmos_core.run.process import identify_process, is_alive, ran_on_this_machine
-from cosmos_core.run.state import ACTIVE_STATES, State
+from cosmos_core.run.state import ACTIVE, State
 
 LEASE_SECONDS = 120.0
 """Seconds without a renewal after which a launcher on another machine counts as dead; longer than clock skew and delays
@@ -86,7 +86,7 @@ def has_lost_launcher(state: State) -> bool:
 
 def is_dead(state: State, now: float) -> bool:
     """Return True if a stage is marked as running although its launcher and its worker have ended."""
-    if state.state not in ACTIVE_STATES:
+    if state.state not in ACTIVE:
         return False
     if state.launcher_pid is not None and ran_on_this_machine(state.launcher_machine, state.launcher_host):
         return has_lost_launcher(state) and not is_alive(state.pid, state.pid_started)

@@ -17,7 +17,7 @@ _RANK_OR_ADDRESS = re.compile(r"\brank \d+: |\b0x[0-9a-fA-F]+\b")
 """Pattern of ranks and memory addresses, which may differ between two messages of the same error."""
 RERUN_EVENT = "remade"
 """Name of the event that a stage runs again although it was made before; its detail is the reason."""
-ACTIVE_STATES = frozenset({"running", "retrying"})
+ACTIVE = frozenset({"running", "retrying"})
 
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.methods import METHODS, Method
 from cosmos_core.data.kinds.registry import row_kind, tokenised_kind
 from cosmos_core.data.media_source import open_items
-from cosmos_core.data.messages import Row, SkippedRow, column_list, texts_of
+from cosmos_core.data.messages import Row, SkippedRow, columns_of, texts_of
 from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import CosmosError, DataError, ModelError
 from cosmos_core.models.hf import load_config, load_tokenizer, model_without_weights
@@ -163,7 +163,7 @@ def _columns(options: Options, method: Method, row: Row) -> tuple[dict[str, str]
             raise DataError(f"--data {options.data}: {error}") from error
         if len(text_columns) != 2:
             flags = "--prompt COLUMN and --response COLUMN"
-            raise DataError(f"--data {options.data}: the columns are {column_list(row)}; name them: {flags}") from error
+            raise DataError(f"--data {options.data}: the columns are {columns_of(row)}; name them: {flags}") from error
         return dict(zip(option_columns, text_columns, strict=True)), "the only two columns of text, in their order"
     return {}, ""
 
