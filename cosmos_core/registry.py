@@ -16,11 +16,13 @@ import re
 import sys
 import threading
 import traceback
+from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.errors import ConfigError, CosmosError
+from cosmos_core.error_handling import cleanup_on_error, convert_errors
+from cosmos_core.errors import ConfigError
 
 
 def is_import_path(name: str) -> bool:
@@ -96,13 +98,13 @@ def import_user_code(path: str) -> Any:
     Raises:
         ConfigError: the object does not exist, or its file raised an error; the message has the location.
     """
-    try:
-        return import_object(path)
-    except CosmosError:
-        raise
-    except Exception as error:
+
+    def convert(error: Exception) -> ConfigError:
         reason = f"{type(error).__name__}: {error} ({location_of(error)})"
-        raise ConfigError(f"{path!r} cannot be imported: {reason}") from error
+        return ConfigError(f"{path!r} cannot be imported: {reason}")
+
+    with convert_errors(convert):
+        return import_object(path)
 
 
 def location_of(error: BaseException, function: Any = None) -> str:
@@ -217,9 +219,7 @@ def _module_from_file(file: Path) -> Any:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
-        try:
+        # a later import must not get a partly initialised module
+        with cleanup_on_error(partial(sys.modules.pop, name)):
             spec.loader.exec_module(module)
-        except BaseException:  # a later import must not get a partly initialised module
-            del sys.modules[name]
-            raise
     return sys.modules[name]

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import (
     EXIT_CRASH,
     EXIT_OK,
@@ -126,10 +127,8 @@ def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Run | None]]:
 
         from tasks.flow_run import newest_run
 
-        try:
+        with convert_errors(lambda error: ConfigError(f"{entrypoint}: {type(error).__name__}: {error}"), ()):
             return load_flow_from_entrypoint(entrypoint), newest_run
-        except Exception as error:
-            raise ConfigError(f"{entrypoint}: {type(error).__name__}: {error}") from error
 
 
 def _prepare_process() -> None:

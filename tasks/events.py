@@ -6,11 +6,13 @@ stage.
 
 import logging
 import math
+from functools import partial
 from typing import Any
 
 from prefect.events import emit_event
 from prefect.settings import get_current_settings
 
+from cosmos_core.error_handling import log_errors
 from cosmos_core.errors import CosmosError, GateFailed, Preempted
 from cosmos_core.observe.formatting import as_float
 from cosmos_core.observe.report import REPORT_FILE
@@ -93,10 +95,8 @@ def _emit_event(event: str, run: Run, stage: str, details: dict[str, Any]) -> No
     )
     run_fields = {"run": run.id, "pipeline": pipeline, "path": str(run.path), **links}
     payload = run_fields | ({"stage": stage} if stage else {}) | details
-    try:
+    with log_errors(partial(logger.warning, "event %s is not sent: %s", event)):
         emit_event(event, resource, payload=payload)
-    except Exception as error:  # noqa: BLE001 - no error of an event may fail the stage
-        logger.warning("event %s is not sent: %s", event, error)
 
 
 def _finite(metrics: dict[str, float]) -> dict[str, float]:

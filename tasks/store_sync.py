@@ -7,12 +7,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 
 from cosmos_core.config.inputs import source_of
 from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.error_handling import cleanup_on_error, log_errors
 from cosmos_core.errors import Preempted
 from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run.directory import Run, open_run, supersede_stage
@@ -128,17 +129,15 @@ class StageSync:
         ]
         for loop in loops:
             loop.start()
-        try:
+        # A worker that was stopped has saved a checkpoint: send it for the machine that continues.
+        last_push = partial(_call_and_log, partial(self._push, checkpoints, threading.Event()), self._path)
+        with cleanup_on_error(last_push):
             try:
                 yield
             finally:
                 stop.set()
                 for loop in loops:
                     loop.join()
-        except BaseException:
-            # The worker saved a checkpoint when it was stopped: send it for the machine that continues.
-            _call_and_log(partial(self._push, checkpoints, threading.Event()), self._path)
-            raise
 
     def send(self, result: Result) -> Result:
         """Store a result of this stage and return it. The manifest is stored last, which makes the stage complete for
@@ -290,12 +289,9 @@ def _call_periodically(function: Callable[[], object], seconds: float, stop: thr
 
 
 def _call_and_log(function: Callable[[], object], path: Path) -> None:
-    try:
+    message = "%s: the artifact store has not everything, it is tried again: %s"
+    with log_errors(partial(logger.warning, message, path.name)), suppress(Preempted):
         function()
-    except Preempted:
-        return
-    except Exception as error:  # noqa: BLE001 - no error may end the stage or this thread
-        logger.warning("%s: the artifact store has not everything, it is tried again: %s", path.name, error)
 
 
 def _has_holder_died(holder: LeaseHolder) -> bool:

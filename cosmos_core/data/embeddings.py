@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.transient import is_machine_error
 
@@ -69,13 +70,13 @@ def _read_pickled_array(path: Path) -> np.ndarray:
     Raises:
         DataError: the pickle is damaged or holds other objects, none of which is loaded.
     """
-    try:
-        with open(path, "rb") as file:
-            value = _ArrayUnpickler(file).load()
-    except Exception as error:  # a damaged pickle can raise any exception
-        if isinstance(error, OSError) and is_machine_error(error):
-            raise
-        raise DataError(f"{path.name}: {first_line(error)}") from error
+
+    def convert(error: Exception) -> Exception:
+        is_of_disk = isinstance(error, OSError) and is_machine_error(error)
+        return error if is_of_disk else DataError(f"{path.name}: {first_line(error)}")
+
+    with convert_errors(convert, ()), open(path, "rb") as file:
+        value = _ArrayUnpickler(file).load()
     while isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, np.ndarray) or not np.issubdtype(value.dtype, np.floating):

@@ -15,7 +15,7 @@ import re
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
@@ -28,6 +28,7 @@ import pyarrow.parquet
 
 from cosmos_core.data.messages import Row
 from cosmos_core.data.tool_calls import remove_nulls
+from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.transient import is_machine_error
 
@@ -281,17 +282,13 @@ def _with_own_arguments(value: Any) -> Any:
     ]  # fmt: skip
 
 
-@contextmanager
-def reader_errors(description: str) -> Iterator[None]:
+def reader_errors(description: str) -> AbstractContextManager[None]:
     """Convert any exception of a reader to a `DataError` of one line, except a failure of disk or network."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        if is_machine_error(error):
-            raise
-        raise DataError(f"{description}: {first_line(error)}") from error
+
+    def convert(error: Exception) -> Exception:
+        return error if is_machine_error(error) else DataError(f"{description}: {first_line(error)}")
+
+    return convert_errors(convert, DataError)
 
 
 _READERS: dict[str, Callable[[Path], RowPart]] = {

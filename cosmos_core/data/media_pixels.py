@@ -19,6 +19,7 @@ import numpy as np
 
 from cosmos_core.data.images import convert_to_rgb
 from cosmos_core.data.media_source import Content
+from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.transient import is_transient
 
@@ -77,19 +78,17 @@ def pixels_of(content: Content, framing: FrameSettings, position: float) -> np.n
         DataError: the content cannot be decoded completely, or a video has too few frames.
         OSError: a disk or network operation failed, so the content may be valid.
     """
-    try:
+    with convert_errors(_decoder_error, DataError):
         if content.is_video:
             if not framing.num_frames:
                 raise DataError("it is a video, and the model makes images")
             return _clip(content, framing, position)
         image = _crop_to_size(_decode_image(content), framing)
         return image[None] if framing.num_frames else image
-    except DataError:
-        raise
-    except Exception as error:  # decoders can raise any exception for a damaged file
-        if is_transient(error):
-            raise
-        raise DataError(f"it cannot be decoded: {first_line(error)}") from error
+
+
+def _decoder_error(error: Exception) -> Exception:
+    return error if is_transient(error) else DataError(f"it cannot be decoded: {first_line(error)}")
 
 
 def _decode_image(content: Content) -> Image:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from cosmos_core.data.bounds import limit_resources
 from cosmos_core.data.messages import Message, SkippedRow, texts_of
 from cosmos_core.data.tool_calls import uses_python_notation, with_texts
+from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, ModelError
 
 _MAX_RENDERED_CHARACTERS = 1 << 26  # maximum number of characters that a template may render, more than any model reads
@@ -109,6 +110,11 @@ def _check_tool_calls(messages: list[Message], text: str, where: str) -> None:
             raise RefusedRow(where, "with a tool call that the chat template leaves out")
 
 
+def _template_error(error: Exception) -> TemplateError:
+    reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+    return TemplateError(" ".join(reason.split()))
+
+
 def render_template(
     owner: PreTrainedTokenizerBase | ProcessorMixin,
     messages: list[Message],
@@ -124,16 +130,10 @@ def render_template(
         TemplateError: the template fails with any exception, as it is a program that came with the model.
         ModelError: the template does not end, takes too much memory, or renders too much text.
     """
-    try:
-        with limit_resources(f"{where}: the chat template"):
-            text = owner.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools, **options
-            )
-    except ModelError:
-        raise
-    except Exception as error:
-        reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-        raise TemplateError(" ".join(reason.split())) from error
+    with convert_errors(_template_error, ModelError), limit_resources(f"{where}: the chat template"):
+        text = owner.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools, **options
+        )
     assert isinstance(text, str)
     if len(text) > _MAX_RENDERED_CHARACTERS:
         raise ModelError(f"{where}: the chat template writes {len(text):,} characters; mend it, or leave the row out")

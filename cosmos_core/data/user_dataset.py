@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,8 @@ from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.data.formats import Located, RowPart
 from cosmos_core.data.kinds.registry import tokenised_kind
 from cosmos_core.data.messages import Row, SkippedRow
-from cosmos_core.errors import ConfigError, DataError, StageFailed
+from cosmos_core.error_handling import convert_errors
+from cosmos_core.errors import ConfigError, CosmosError, DataError, StageFailed
 from cosmos_core.registry import import_user_code, location_of
 from cosmos_core.transient import is_transient
 
@@ -180,17 +181,15 @@ def _reference(reference: Any, policy: AlgorithmConfig) -> Row:
     return {_reference_column(policy): text}
 
 
-@contextmanager
-def _user_code_errors(where: str, function: Any) -> Iterator[None]:
+def _user_code_errors(where: str, function: Any) -> AbstractContextManager[None]:
     """Convert errors of a user's code to a `DataError` with file and line.
 
     `SkippedRow` passes unchanged. A transient error becomes a `StageFailed`, because the data are not at fault.
     """
-    try:
-        yield
-    except (ConfigError, DataError, SkippedRow):
-        raise
-    except Exception as error:
+
+    def convert(error: Exception) -> CosmosError:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         kind = StageFailed if is_transient(error) else DataError
-        raise kind(f"{where}: {reason} ({location_of(error, function)})") from error
+        return kind(f"{where}: {reason} ({location_of(error, function)})")
+
+    return convert_errors(convert, (ConfigError, DataError, SkippedRow))

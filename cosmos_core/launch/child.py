@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.launch.processes import ATTEMPT, kill_marked, make_scratch, remove_scratch, scratch_of
 from cosmos_core.observe.logs import add_quiet_variables
 from cosmos_core.run.process import start_time
@@ -43,7 +44,7 @@ class Child:
             supervisor += ["--inherit", str(descriptor)]
         new_variables = {**environment, ATTEMPT: self.attempt, "TMPDIR": str(scratch_of(self.attempt))}
         try:
-            with open(log, "ab") as output:
+            with cleanup_on_error(self._release_resources), open(log, "ab") as output:
                 self._process = subprocess.Popen(
                     [*supervisor, "--", *command],
                     stdin=subprocess.DEVNULL,
@@ -53,9 +54,6 @@ class Child:
                     pass_fds=inherit,
                     start_new_session=True,
                 )
-        except BaseException:
-            self._release_resources()
-            raise
         finally:
             os.close(reader)
         self.pid = self._process.pid

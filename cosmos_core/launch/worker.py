@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.environment import mask_file, masked
+from cosmos_core.error_handling import log_errors
 from cosmos_core.errors import BY_NAME, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, Preempted, StageFailed
 from cosmos_core.launch.child import Child
 from cosmos_core.launch.processes import kill_marked, remove_scratch
@@ -282,10 +284,8 @@ class _ProgressWatch:
 
 def _call_back(receiver: Callable[[Any], object], value: Any) -> None:
     """Pass a value to a callback; log an error of the callback, which must not fail the training."""
-    try:
+    with log_errors(partial(logger.warning, "progress could not be shown: %s")):
         receiver(value)
-    except Exception as error:  # noqa: BLE001 - a callback may raise any error
-        logger.warning("progress could not be shown: %s", error)
 
 
 def _position(path: Path) -> dict[str, Any]:

@@ -4,8 +4,7 @@ import json
 import os
 import socket
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -24,7 +23,8 @@ from transformers.utils import (
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from cosmos_core.config.load import escape_controls
-from cosmos_core.errors import CosmosError, ModelError
+from cosmos_core.error_handling import convert_errors
+from cosmos_core.errors import ModelError
 from cosmos_core.run.content import is_outside_folder
 from cosmos_core.transient import is_machine_error, is_network_error
 
@@ -46,8 +46,7 @@ def locate_model(model: str, revision: str | None) -> tuple[Path | str, dict[str
     return model, {"revision": revision, "local_files_only": not hub_is_reachable()}
 
 
-@contextmanager
-def translate_load_errors(component: str, model: str) -> Iterator[None]:
+def translate_load_errors(component: str, model: str) -> AbstractContextManager[None]:
     """Convert errors of libraries in the block, which reads `component` of `model`, to one-line errors.
 
     Errors of memory, disk and network, and errors of the class `CosmosError`, are raised unchanged.
@@ -55,14 +54,12 @@ def translate_load_errors(component: str, model: str) -> Iterator[None]:
     Raises:
         ModelError: the files of the model are wrong.
     """
-    try:
-        yield
-    except CosmosError:
-        raise
-    except Exception as error:
-        if is_machine_error(error) or (is_network_error(error) and hub_is_reachable()):
-            raise
-        raise _load_error(component, model, error) from error
+
+    def convert(error: Exception) -> Exception:
+        is_transient = is_machine_error(error) or (is_network_error(error) and hub_is_reachable())
+        return error if is_transient else _load_error(component, model, error)
+
+    return convert_errors(convert)
 
 
 def read_object(file: Path, model: str) -> dict[str, Any]:

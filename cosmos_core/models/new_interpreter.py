@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from pebble import ProcessPool
 
+from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import StageFailed
 from cosmos_core.observe.logs import configure
 from cosmos_core.parent import kill_with_parent
@@ -46,12 +47,9 @@ def call_in_interpreter(
     """
     failed = f"export {folder} failed the check 'reload'"
     future = pool.schedule(function, arguments, timeout=seconds)
-    try:
+    with cleanup_on_error(pool.stop):
         while not wait([future], _POLL_SECONDS).done:
             poll()
-    except BaseException:
-        pool.stop()
-        raise
     try:
         result: T = future.result()
     except TimeoutError:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from cosmos_core.error_handling import convert_errors
 from cosmos_core.rewards.torch_file import SIGNATURE, NotATensorError, read_tensor
 
 ENQUEUE = "/api/reward/enqueue"
@@ -61,6 +62,10 @@ def decode_request(request_body: bytes | bytearray | memoryview) -> tuple[dict[s
     return fields, _parse_torch_file(content) if bytes(content[:4]) == SIGNATURE else decode_array(content)
 
 
+def _header_error(error: Exception) -> ProtocolError:
+    return ProtocolError(f"no array in numpy's format follows the JSON: {type(error).__name__}")
+
+
 def decode_array(content: memoryview) -> np.ndarray:
     """Return the array in a file of numpy's format, without unpickling.
 
@@ -68,16 +73,12 @@ def decode_array(content: memoryview) -> np.ndarray:
         ProtocolError: the content is no array of numbers, or its length differs from its header.
     """
     stream = io.BytesIO(bytes(content[: _MAX_NPY_HEADER + 16]))
-    try:
+    with convert_errors(_header_error, ProtocolError):
         version = np.lib.format.read_magic(stream)
         if version not in {(1, 0), (2, 0)}:
             raise ProtocolError(f"the array has format version {version}; 1.0 and 2.0 are read")
-        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read_header(stream, max_header_size=_MAX_NPY_HEADER)  # type: ignore[call-arg]
-    except ProtocolError:
-        raise
-    except Exception as error:  # parsing a header from an untrusted client may raise anything
-        raise ProtocolError(f"no array in numpy's format follows the JSON: {type(error).__name__}") from error
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read(stream, max_header_size=_MAX_NPY_HEADER)  # type: ignore[call-arg]
     if dtype.str not in _DTYPES:
         raise ProtocolError(f"the array is of {dtype.str!r}; uint8, float16, float32 and float64 are read")
     if not 1 <= len(shape) <= _MAX_AXES or any(type(n) is not int or n < 0 for n in shape):

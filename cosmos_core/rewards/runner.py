@@ -24,6 +24,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from cosmos_core.config.schema.rewards import weights_of
 from cosmos_core.environment import masked
+from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.registry import is_import_path
 from cosmos_core.rewards.base import Reward, error_on_one_line, load_reward, metric_names, request_of
@@ -148,12 +149,8 @@ class RewardRunner(WorkerPool):
             for name in weights:
                 units = [group] if name in self._group_functions else [[request] for request in group]
                 calls += [_Call(name, unit, name in self._group_functions) for unit in units if unit]
-        try:
-            with self._lock:
-                results_of_calls = iter(self._results(calls))
-        except BaseException:
-            self.close()  # processes that are still busy must not delay the next requests
-            raise
+        with cleanup_on_error(self.close), self._lock:  # busy processes must not delay the next requests
+            results_of_calls = iter(self._results(calls))
         results = (result for batch in results_of_calls for result in batch)
         scores = []
         for group, weights in zip(groups, weights_of_groups, strict=True):
@@ -171,19 +168,16 @@ class RewardRunner(WorkerPool):
         names = list(self._weights)
         pool = self._replace_pool(_start, names, self._constants, env=self._env, count=self._num_workers)
         try:
-            loaded = pool.schedule(_load, args=(names,))
-            if not wait_for_futures([loaded], START_SECONDS, self._beat):
-                raise StageFailed(f"loading the rewards {', '.join(names)} failed: not done in {START_SECONDS:g} s")
-            self._group_functions |= loaded.result()
+            with cleanup_on_error(self.close):
+                loaded = pool.schedule(_load, args=(names,))
+                if not wait_for_futures([loaded], START_SECONDS, self._beat):
+                    raise StageFailed(f"loading the rewards {', '.join(names)} failed: not done in {START_SECONDS:g} s")
+                self._group_functions |= loaded.result()
         except (BrokenProcessPool, ProcessExpired) as error:
-            self.close()
             is_transient = self._has_loaded or getattr(error, "exitcode", 0) < 0
             raise (StageFailed if is_transient else RewardError)(
                 f"loading the rewards {', '.join(names)} failed: a process ended while it loaded"
             ) from error
-        except BaseException:
-            self.close()
-            raise
         self._has_loaded = True
         return pool
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from cosmos_core.error_handling import convert_errors
+
 SIGNATURE = b"PK\x03\x04"
 _DIRECTORY_SEARCH_BYTES = 16 * 2**10
 """Number of bytes at the end of the archive that contain its directory."""
@@ -61,12 +63,8 @@ def read_tensor(content: memoryview) -> np.ndarray:
         raise NotATensorError("it has no description of a tensor")
     if bytes(members.get(f"{root}/byteorder", b"little")) != b"little":
         raise NotATensorError("its numbers are not little-endian")
-    try:
+    with convert_errors(_description_error, NotATensorError):
         storage, offset, shape, strides = _tensor(bytes(script))
-    except NotATensorError:
-        raise
-    except Exception as error:  # parsing a file from an untrusted client may raise anything
-        raise NotATensorError(f"its description is none of a tensor: {type(error).__name__}") from error
     dtype = _DTYPES[storage.type_name]
     data = members.get(f"{root}/data/{storage.key}")
     if data is None or len(data) != storage.count * dtype.itemsize:
@@ -78,6 +76,10 @@ def read_tensor(content: memoryview) -> np.ndarray:
     flat = np.frombuffer(data, dtype)[offset:]
     array = np.lib.stride_tricks.as_strided(flat, shape, [step * dtype.itemsize for step in steps], writeable=False)
     return np.ascontiguousarray(array).view(np.uint8) if storage.type_name == "BFloat16Storage" else array
+
+
+def _description_error(error: Exception) -> NotATensorError:
+    return NotATensorError(f"its description is none of a tensor: {type(error).__name__}")
 
 
 def _read_zip_files(content: memoryview) -> dict[str, memoryview]:

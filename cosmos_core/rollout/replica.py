@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from cosmos_core.error_handling import set_future
 from cosmos_core.errors import StageFailed
 from cosmos_core.rollout.base import Bucket, Engine, LoadReceipt, WeightFormat, storage_of
 from cosmos_core.types import Group, Prompt, Sampling
@@ -199,13 +200,7 @@ class Replica:
         """Call a function with the engine between two of its passes, and return the result."""
         result: Future[Any] = Future()
 
-        def run(engine: Engine) -> None:
-            try:
-                result.set_result(call(engine))
-            except Exception as error:  # noqa: BLE001 - raised again in the caller
-                result.set_exception(error)
-
-        self._commands.put(run)
+        self._commands.put(lambda engine: set_future(result, lambda: call(engine)))
         return result.result()
 
     def _run(self, open_engine: Callable[[], Engine]) -> None:
@@ -235,17 +230,17 @@ class Replica:
                 self._has_ended.notify_all()
 
     def _load_buckets(self, engine: Engine, load: _Load, version: int, *, is_queue_drained: bool = False) -> None:
-        """Load the buckets of `load`; with `drained`, first generate until no request is in flight."""
-        while (
-            is_queue_drained and self._in_flight
-        ):  # each forward pass is progress, so the trainer does not kill the engine
+        """Load the buckets of `load`; with `is_queue_drained`, first generate until no request is in flight."""
+        # each forward pass is progress, so the trainer does not kill the engine
+        while is_queue_drained and self._in_flight:
             self._generate(_find_step_method(engine))
-        try:
+
+        def run() -> Any:
             loaded = engine.load_weights(version, _buckets(load))
             self._version = version
-            load.result.set_result(loaded)
-        except Exception as error:  # noqa: BLE001 - raised again in `end_load`
-            load.result.set_exception(error)
+            return loaded
+
+        set_future(load.result, run)
 
 
 def pack(bucket: Bucket) -> PackedBucket:

@@ -10,12 +10,14 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
+from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import DiskFull
 
 logger = logging.getLogger(__name__)
@@ -74,21 +76,22 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     write_bytes(path, text.encode(), durable=durable)
 
 
+def _remove(file: Path) -> None:
+    with suppress(OSError):  # report the first error, not a failed cleanup
+        file.unlink(missing_ok=True)
+
+
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Replace `path` atomically by `content`; with `durable`, wait until the file is on the disk."""
     # Threads of one process may replace the same file at once: parallel stages write the cache of digests.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    try:
+    with cleanup_on_error(partial(_remove, temporary)):
         with open(temporary, "wb") as file:
             file.write(content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):  # report the first error, not a failed cleanup
-            temporary.unlink(missing_ok=True)
-        raise
     if durable:
         sync_folder(path.parent)
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.error_handling import set_future
 from cosmos_core.errors import CosmosError, DataError, ModelError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -100,14 +101,7 @@ def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
         TimeoutError: there is no result after `seconds`; the thread continues.
     """
     result: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - the caller of `within` raises the error
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="within", daemon=True).start()
+    threading.Thread(target=set_future, args=(result, call), name="within", daemon=True).start()
     try:
         return result.result(seconds)
     except TimeoutError as error:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import ConfigError, CosmosError, StageFailed
 from cosmos_core.registry import import_user_code, location_of
 from cosmos_core.run.stage import Stage
@@ -25,11 +26,11 @@ class Hooks:
         """Call the hook named `key`, if the recipe sets it."""
         if (function := self._functions.get(key)) is None:
             return
-        try:
-            function(self._stage, data)
-        except CosmosError:
-            raise
-        except Exception as error:
+
+        def convert(error: Exception) -> CosmosError:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             kind = StageFailed if is_transient(error) else ConfigError
-            raise kind(f"train.hooks.{key}: {reason} ({location_of(error, function)})") from error
+            return kind(f"train.hooks.{key}: {reason} ({location_of(error, function)})")
+
+        with convert_errors(convert):
+            function(self._stage, data)

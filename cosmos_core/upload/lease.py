@@ -10,7 +10,9 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
+from cosmos_core.error_handling import log_errors
 from cosmos_core.errors import StageFailed
 from cosmos_core.run.bucket import SCHEME, Bucket, translate_errors
 from cosmos_core.upload.bundle import exchange_document, read_document
@@ -98,12 +100,10 @@ class Lease:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        try:
-            with translate_errors(self._url):
-                if self._is_own_lease(self._read()[0]):
-                    self._bucket.remove(self._key)
-        except Exception as error:  # noqa: BLE001 - a lease that is not released expires by itself
-            logger.warning("a lease was not given back, it lapses within %.0f s: %s", EXPIRY_SECONDS, error)
+        message = "a lease was not given back, it lapses within %.0f s: %s"
+        with log_errors(partial(logger.warning, message, EXPIRY_SECONDS)), translate_errors(self._url):
+            if self._is_own_lease(self._read()[0]):
+                self._bucket.remove(self._key)
 
     @property
     def _url(self) -> str:
@@ -133,9 +133,7 @@ class Lease:
         while not self._stop.wait(RENEW_SECONDS):
             holder = self._holder
             self._holder = LeaseHolder(holder.machine, holder.pid, holder.started, holder.token, holder.beats + 1)
-            try:
+            with log_errors(partial(logger.warning, "a lease was not renewed, it is tried again: %s")):
                 if not self._put(self._etag):
                     self.is_lost = True
                     return
-            except Exception as error:  # noqa: BLE001 - a later renewal notices a lost lease
-                logger.warning("a lease was not renewed, it is tried again: %s", error)

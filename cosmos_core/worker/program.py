@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.environment import find_secrets, mask_secrets, masked
+from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import (
     EXIT_CRASH,
     EXIT_OK,
@@ -152,17 +153,15 @@ def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
         ConfigError: the function does not return an outcome, or raises an error that is not transient.
     """
     stage_description = f"stage {stage.name!r}: {stage.config.entry}"
-    try:
-        outcome = program(stage, **stage.config.arguments)
-    except CosmosError:
-        raise
-    except Exception as error:
+
+    def convert(error: Exception) -> Exception:
         if not stage.config.entry or is_transient(error):
-            raise
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"{stage_description} raised {reason} ({location_of(error, program)}); traceback in the log"
-        ) from error
+            return error
+        reason = f"{type(error).__name__}: {error} ({location_of(error, program)})"
+        return ConfigError(f"{stage_description} raised {reason}; traceback in the log")
+
+    with convert_errors(convert):
+        outcome = program(stage, **stage.config.arguments)
     if not isinstance(outcome, Outcome):
         returned = "nothing" if outcome is None else f"a {type(outcome).__name__}"
         raise ConfigError(f"{stage_description} returned {returned}; return a cosmos_core.types.Outcome")

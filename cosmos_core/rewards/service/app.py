@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
+from cosmos_core.error_handling import convert_errors
 from cosmos_core.rewards.protocol import (
     ENQUEUE,
     IDEMPOTENCY_KEY,
@@ -292,10 +293,6 @@ async def _read_form(request: Request) -> dict[str, str]:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": bytes(body), "more_body": False}
 
-    try:
+    with convert_errors(lambda error: HTTPException(400, f"no form: {type(error).__name__}"), HTTPException):
         form = await Request(request.scope, receive).form(max_files=0, max_fields=16, max_part_size=_MAX_FORM_BYTES)
-    except HTTPException:
-        raise
-    except Exception as error:
-        raise HTTPException(400, f"no form: {type(error).__name__}") from error
     return {key: value for key, value in form.items() if isinstance(value, str)}

@@ -13,8 +13,10 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.rewards.protocol import ProtocolError
@@ -149,11 +151,8 @@ class Engine:
         if self._has_drained:
             raise ShuttingDown
         self._add_pending(request)
-        try:
+        with cleanup_on_error(partial(self._drop, request)):
             await self.store.accept(uuid, bytes(body))
-        except BaseException:
-            self._drop(request)
-            raise
         self.num_accepted += 1
         self._queue(request)
 

@@ -1,0 +1,51 @@
+"""Handling of exceptions of any class, which users' code, parsers of damaged files and callbacks can raise."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from cosmos_core.errors import CosmosError
+
+
+@contextmanager
+def convert_errors(
+    convert: Callable[[Exception], Exception], unchanged: type[Exception] | tuple[type[Exception], ...] = CosmosError
+) -> Iterator[None]:
+    """Raise `convert(error)` for an exception of the block; exceptions of the classes `unchanged`, and those that
+    `convert` returns itself, are raised as they are."""
+    try:
+        yield
+    except unchanged:
+        raise
+    except Exception as error:
+        if (converted := convert(error)) is error:
+            raise
+        raise converted from error
+
+
+@contextmanager
+def cleanup_on_error(cleanup: Callable[[], object]) -> Iterator[None]:
+    """Call `cleanup` if the block raises an exception of any class, then raise it again."""
+    try:
+        yield
+    except BaseException:
+        cleanup()
+        raise
+
+
+@contextmanager
+def log_errors(log: Callable[[Exception], object]) -> Iterator[None]:
+    """Pass an exception of the block to `log` instead of raising it."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the block must not fail its caller
+        log(error)
+
+
+def set_future(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Store the result of `call`, or the exception that it raises, in a future."""
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - raised again by `future.result()`
+        future.set_exception(error)
