@@ -9,8 +9,9 @@ import base64
 import logging
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -24,10 +25,11 @@ from prefect.artifacts import (
 )
 
 from cosmos_core.config.schema.pipeline import PipelineConfig
+from cosmos_core.error_handling import log_errors
 from cosmos_core.observe import completions, formatting, gallery
 from cosmos_core.observe.costs import cost_card
 from cosmos_core.observe.plots import curves
-from cosmos_core.observe.record import Condition, RunRecord, model_loading_code, read_run
+from cosmos_core.observe.record import Condition, RunRecord, StageRecord, model_loading_code, read_run
 from cosmos_core.observe.report import REPORT_FILE, build
 from cosmos_core.observe.report_server import report_url
 from cosmos_core.run.files import parsed, read_json, write_text
@@ -156,13 +158,9 @@ def write_report(run_path: Path) -> None:
         write_text(run_path / REPORT_FILE, build(run_path))
 
 
-@contextmanager
-def log_ui_errors() -> Iterator[None]:
+def log_ui_errors() -> AbstractContextManager[None]:
     """Log any error of the `with` block as a warning, because an error of Prefect's UI must not fail a stage."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - no error of the UI may fail the stage
-        logger.warning("it cannot be shown now: %s", error)
+    return log_errors(partial(logger.warning, "it cannot be shown now: %s"))
 
 
 def card_key(pipeline: str) -> str:
@@ -207,7 +205,13 @@ def _run_card(run: RunRecord) -> str:
 def approval_form_text(run_path: Path) -> str:
     """Return the text of the form in which a person approves a publication: metrics of stages, and gate conditions."""
     run = read_run(run_path)
-    return "\n".join([f"Publish the model of run {run_path.name}?", "", *_stages(run)])
+    lines = [f"Publish the model of run {run_path.name}?", ""]  # the form is narrow and cuts wide tables
+    for stage in run.stages:
+        for each in stage.conditions:
+            bound = "nothing is published" if each.bound is None else f"bound {each.bound:.6g}"
+            verdict = "holds" if each.passed else "**does not hold**"
+            lines.append(f"- gate {stage.name}: {each.title}: measured {each.value:.6g}, {bound}, {verdict}")
+    return "\n".join([*lines, *(f"- {stage.name}: {text}" for stage in run.stages if (text := _metrics(stage)))])
 
 
 def _stages(run: RunRecord) -> list[str]:
@@ -215,16 +219,19 @@ def _stages(run: RunRecord) -> list[str]:
     each failed stage."""
     lines = ["| stage | kind | state | time | metrics |", "|---|---|---|---|---|"]
     for stage in run.stages:
-        shown_metrics = formatting.key_metrics(stage.metrics).items()
-        metrics = ", ".join(f"{key} {formatting.number(value)}" for key, value in shown_metrics)
         time_ = formatting.duration(stage.seconds)
-        lines.append(f"| {stage.name} | {stage.kind.name} | {stage.status} | {time_} | {metrics} |")
+        lines.append(f"| {stage.name} | {stage.kind.name} | {stage.status} | {time_} | {_metrics(stage)} |")
     for stage in run.stages:
         if stage.conditions:
             lines += ["", f"gate **{stage.name}**", "", conditions_table(stage.conditions)]
         elif stage.status == "failed":
             lines += ["", f"**{stage.name}**: {stage.state.error}"]
     return lines
+
+
+def _metrics(stage: StageRecord) -> str:
+    shown = formatting.table_metrics(stage.metrics).items()
+    return ", ".join(f"{name} {formatting.number(value)}" for name, value in shown)
 
 
 def _result_card(result: Result) -> str:

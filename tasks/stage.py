@@ -68,7 +68,9 @@ from tasks.store_sync import StageSync
 logger = logging.getLogger(__name__)
 
 _MAX_BACKOFF_SECONDS = 60.0
-MAX_RETRIES = 100_000  # practically unlimited: `should_retry` decides about retries
+_MAX_NAMED_STAGES = 3
+"""Largest number of stages that the name of a flow run lists."""
+MAX_RETRIES = 100_000  # practically unlimited: `should_retry` decides run_fields retries
 
 
 @worker.stoppable()
@@ -85,7 +87,8 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
     set_credentials(run.pipeline)
     run_tags: list[str] = []
     with log_ui_errors():
-        words = names if len(names) < len(run.pipeline.stages) else ()
+        shown = names if len(names) <= _MAX_NAMED_STAGES else (names[0], "to", names[-1])
+        words = shown if len(names) < len(run.pipeline.stages) else ()
         run_tags = label_flow_run(run.pipeline.config.name, run.id, *words)
     if flow_run.id and not is_local:
         note_flow_run(run, flow_run.id)

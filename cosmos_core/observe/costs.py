@@ -71,9 +71,13 @@ def cost_of(run_path: Path) -> RunCost:
 
 
 def cost_card(run: RunRecord) -> dict[str, str]:
-    """Return the cost of a run as a dict with one entry, label and text; empty if no stage held GPUs."""
+    """Return the cost of a run as a dict with one entry, label and text; empty if no stage held GPUs, or if no machine
+    has a GPU, so that each process counts as one, and the price is unknown."""
     cost = cost_of(run.path)
-    return {"cost" if cost.price is not None else "GPUs held": str(cost)} if cost.holds else {}
+    if cost.price is not None:
+        return {"cost": str(cost)} if cost.holds else {}
+    has_gpus = any(rank.gpus for stage in run.stages for rank in stage.ranks)
+    return {"GPUs held": str(cost)} if cost.holds and has_gpus else {}
 
 
 def table_of_costs(output_dir: Path, max_runs: int) -> Table:
