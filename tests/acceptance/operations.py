@@ -35,6 +35,7 @@ SEED = int(os.environ.get("OPERATIONS_SEED", "20261127"))
 MINUTES = float(os.environ.get("OPERATIONS_MINUTES", "60"))
 """No fault begins later."""
 TRUE_WITHIN_SECONDS = 120.0
+_EXIT_SECONDS = 60.0
 _CANCEL_SECONDS = 5.0
 """A publication that had asked the server before it accepted the cancel may move its pointer for so long."""
 
@@ -179,7 +180,10 @@ class Operations(Team):
         moved = self.published_at(each.name)
         if each.cancelled and moved > each.cancelled + _CANCEL_SECONDS:
             problems.append(f"published {moved - each.cancelled:.0f} s after a cancel")
-        running = [line for pid, line in processes_below(Path(each.flow_run)).items()]
+        folder, began = Path(each.flow_run), time.monotonic()
+        # The process of a flow run ends after it has sent the final state and its log.
+        while (running := list(processes_below(folder).values())) and time.monotonic() - began < _EXIT_SECONDS:
+            time.sleep(0.5)
         return problems + ([f"processes left: {running}"] if running else [])
 
     def published_at(self, name: str) -> float:
