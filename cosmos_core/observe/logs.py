@@ -4,17 +4,21 @@ Each record is one line, `12:03:44 INFO cosmos_core.train message`. The log cont
 step, at most once per second; `metrics.jsonl` contains all metrics of all steps.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import os
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from cosmos_core.environment import masked
 from cosmos_core.observe import formatting
-from cosmos_core.run.progress import Progress
+
+if TYPE_CHECKING:
+    from cosmos_core.run.progress import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,9 @@ def build(run_path: Path, folder: Path | None = None) -> str:
     )
 
 
+@cache
 def environment() -> Environment:
-    """Return the Jinja environment with the templates of the report and their filters."""
+    """Return the Jinja environment with the templates of the report, which it compiles once, and their filters."""
     templates = Environment(
         loader=PackageLoader("cosmos_core.observe"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )

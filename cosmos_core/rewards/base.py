@@ -16,20 +16,22 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
-from cosmos_core.config.schema.rewards import weights_of
+from cosmos_core.config.source_weights import weights_of
 from cosmos_core.errors import ConfigError, CosmosError, RewardError, StageFailed
 from cosmos_core.registry import import_user_code, is_import_path, location_of, offered_names, suggestion
 from cosmos_core.rewards.binding import KEYWORDS as KEYWORDS
 from cosmos_core.rewards.binding import ParameterBinding, bind
 from cosmos_core.types import Group, Score
 
+if TYPE_CHECKING:
+    from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
+
 PENALTIES = frozenset({"overlong"})
 """Names of packaged rewards whose maximum is 0; all other rewards may reach 1."""
 
-Rewards = dict[str, float] | RemoteRewardConfig
+Rewards: TypeAlias = "dict[str, float] | RemoteRewardConfig"
 """Reward functions with their weights, or the rewards of a remote service."""
 
 Scored = tuple[float, dict[str, float]]

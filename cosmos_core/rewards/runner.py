@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 
-from cosmos_core.config.schema.rewards import weights_of
+from cosmos_core.config.source_weights import weights_of
 from cosmos_core.environment import masked
 from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import RewardError, StageFailed

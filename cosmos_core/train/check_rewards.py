@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cosmos_core.config.schema.rewards import SourceWeights, weights_of
+from cosmos_core.config.source_weights import SourceWeights, weights_of
 from cosmos_core.data.kinds.media_prompts import find_reference
 from cosmos_core.data.kinds.prompts import find_prompts
 from cosmos_core.errors import RewardError

@@ -17,7 +17,7 @@ from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.flow_credit import diversity
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
-from cosmos_core.config.schema.rewards import SourceWeights
+from cosmos_core.config.source_weights import SourceWeights
 from cosmos_core.data.kinds.base import COMPARED_ROWS, HeldOutRows
 from cosmos_core.environment import mask_secrets
 from cosmos_core.errors import DataError

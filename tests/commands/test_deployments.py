@@ -256,7 +256,7 @@ def test_one_stage_of_a_run_is_a_deployment_of_its_own(orchestra: Orchestra, pla
     failed = orchestra.wait_for(early, "FAILED", 60)
     assert "stage 'second_half' starts from 'first', but it is not done" in failed["state"]["message"]
     for name in ("first", "second_half"):
-        flow_run = orchestra.run("stage/local", f"run={run.path}", f"name={name}")
+        flow_run = orchestra.begin("stage/local", run=str(run.path), name=name)
         assert orchestra.wait_for(flow_run, "COMPLETED", 60)["name"] == f"counting {run.id} {name}"
         assert orchestra.task_states(flow_run) == {name: "Completed"}
     assert read_result(run.stage_path("second_half"))["metrics"] == {"count": 6}  # type: ignore[index]
@@ -291,7 +291,7 @@ def test_a_worker_that_is_terminated_leaves_nothing_running_and_resume_completes
     orchestra: Orchestra, place: Workspace
 ) -> None:
     config = write(place, RELEASED)
-    flow_run = orchestra.run("post-train/local", f"config={config}", "run_id=lost")
+    flow_run = orchestra.begin("post-train/local", config=config, run_id="lost")
     wait_until(lambda: min(step(place, "lost", "left"), step(place, "lost", "right")) >= 5, 90, "both at step 5")
     worker = orchestra.ensure_worker()
     worker.send_signal(signal.SIGTERM)
@@ -312,7 +312,7 @@ def test_a_worker_that_is_terminated_leaves_nothing_running_and_resume_completes
 def test_a_run_whose_worker_is_killed_goes_on_to_its_end(orchestra: Orchestra, place: Workspace) -> None:
     config = write(place, RELEASED)
     orchestra.ensure_worker()
-    flow_run = orchestra.run("post-train/local", f"config={config}", "run_id=alone")
+    flow_run = orchestra.begin("post-train/local", config=config, run_id="alone")
     wait_until(lambda: min(step(place, "alone", "left"), step(place, "alone", "right")) >= 5, 90, "both at step 5")
     worker = orchestra.ensure_worker()
     worker.kill()
@@ -330,7 +330,7 @@ def test_retrying_a_failed_flow_run_continues_the_failed_stage(orchestra: Orches
         "[pipeline]", '[pipeline]\noutput_dir = "OUTPUTS"'
     )
     config = write(place, text.replace('after = "first"', 'after = "first"\nretries = 0'))
-    flow_run = orchestra.run("post-train/local", f"config={config}", "run_id=retried")
+    flow_run = orchestra.begin("post-train/local", config=config, run_id="retried")
     orchestra.wait_for(flow_run, "FAILED", 120)
     # Its worker would take the end of the first attempt's process for that of the second, and call it crashed.
     wait_until(lambda: not processes_below(Path(flow_run)), 60, "the first attempt's process has ended")
@@ -359,7 +359,7 @@ def test_the_ghost_of_a_killed_attempt_confuses_nobody_after_a_retry_in_the_ui(
     orchestra: Orchestra, place: Workspace
 ) -> None:
     config = write(place, RELEASED)
-    flow_run = orchestra.run("post-train/local", f"config={config}", "run_id=ghost")
+    flow_run = orchestra.begin("post-train/local", config=config, run_id="ghost")
     wait_until(lambda: min(step(place, "ghost", "left"), step(place, "ghost", "right")) >= 5, 120, "both at step 5")
     for pid in processes_below(Path(flow_run)):
         os.kill(pid, signal.SIGKILL)
@@ -387,7 +387,7 @@ def test_retraining_waits_for_a_person_and_does_what_is_said(
 ) -> None:
     config = write(place, NIGHTLY)
     place.write("outputs/rows.jsonl", '{"accuracy": 0.5}\n')
-    flow_run = orchestra.run("retrain/local", f"config={config}", "approve=true")
+    flow_run = orchestra.begin("retrain/local", config=config, approve=True)
     wait_until(lambda: orchestra.flow_run(flow_run)["state_name"] == "Suspended", 120, "it waits for a person")
     expect_gone(flow_run, 30)
     assert not (place.path / "outputs" / "published").exists()

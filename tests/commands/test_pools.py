@@ -167,7 +167,7 @@ def test_a_reward_service_is_started_on_a_pool_for_a_stage_and_ends_with_it(
 def test_each_stage_runs_on_its_pool_and_a_child_that_is_killed_is_followed_by_one_that_goes_on(
     orchestra: Orchestra, place: Workspace
 ) -> None:
-    flow_run = orchestra.run("post-train/local", f"config={write(place, 60)}", "run_id=pools")
+    flow_run = orchestra.begin("post-train/local", config=write(place, 60), run_id="pools")
     run = place.path / "outputs" / "pools"
     visits = run / "stages" / "first" / "visits.txt"
     wait_until(lambda: visits.exists() and step(run) > 5, 120, "the first stage trains")
@@ -224,7 +224,7 @@ def test_a_child_that_is_cancelled_ends_its_parent_and_a_parent_that_dies_finds_
 
 @pytest.mark.full
 def test_a_parent_that_is_cancelled_cancels_its_child_which_saves(orchestra: Orchestra, place: Workspace) -> None:
-    flow_run = orchestra.run("post-train/local", f"config={write(place, 3000)}", "run_id=cancelled")
+    flow_run = orchestra.begin("post-train/local", config=write(place, 3000), run_id="cancelled")
     run = place.path / "outputs" / "cancelled"
     wait_until(lambda: step(run) > 3, 120, "the first stage trains")
     own = child(run, "first")["flow_run"]

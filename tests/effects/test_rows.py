@@ -11,7 +11,7 @@ import datasets
 import pytest
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.rewards import weights_of
+from cosmos_core.config.source_weights import weights_of
 from cosmos_core.data import prepare
 from cosmos_core.data.kinds.prompts import open_prompts
 from cosmos_core.data.kinds.sequences import open_sequences

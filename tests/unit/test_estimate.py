@@ -44,6 +44,12 @@ def recipe(train_policy: dict[str, Any], *, mesh: dict[str, Any] | None = None, 
     )
 
 
+def counted(train_policy: dict[str, Any], **train: Any) -> Recipe:
+    """A recipe of which no activations are asked: one micro-batch, nothing computed again, so it is traced fast."""
+    config = recipe({**train_policy, "mini_batch": 8}, **train)
+    return config.derived(policy=config.policy.derived(model_gradient_checkpointing=False))
+
+
 _KNOWN: dict[tuple[Path, str, Path | None], Estimate] = {}
 
 
@@ -86,12 +92,12 @@ def test_a_model_of_8_billion_parameters_needs_no_memory_for_them(tmp_path: Path
 
 def test_disk_is_the_checkpoints_that_are_kept_and_the_model(tiny: Path, tmp_path: Path) -> None:
     data = write_statistics(tmp_path / "data", rows=80, longest=60, mean=50.0)  # 10 steps
-    once = of(tiny, recipe(SFT), data)
+    once = of(tiny, counted(SFT), data)
     assert (once.steps, once.trainable) == (10, once.parameters)
     checkpoint, model = 12 * once.parameters, 2 * once.parameters
     assert 0 <= once.disk - checkpoint - model < 4096, "a counter of each tensor of the optimizer"
     for saving, kept in (({"save_freq": 4}, 3), ({"save_freq": 1, "max_keep": -1}, 10)):
-        found = of(tiny, recipe(SFT, ckpt={"enable_checkpoint": True, **saving}), data)
+        found = of(tiny, counted(SFT, ckpt={"enable_checkpoint": True, **saving}), data)
         assert found.disk == kept * (once.disk - model) + model
     assert once.machine["flops"] > 0 and once.machine["memory"] > 1 << 30
 
@@ -99,14 +105,14 @@ def test_disk_is_the_checkpoints_that_are_kept_and_the_model(tiny: Path, tmp_pat
 def test_tied_embeddings_are_counted_once(tmp_path: Path) -> None:
     tied, untied = save_tiny_model(tmp_path / "tied"), save_tiny_model(tmp_path / "untied", tied=False)
     vocabulary = json.loads((tied / "config.json").read_text())["vocab_size"]
-    assert of(untied, recipe(SFT)).parameters - of(tied, recipe(SFT)).parameters == vocabulary * 64
+    assert of(untied, counted(SFT)).parameters - of(tied, counted(SFT)).parameters == vocabulary * 64
 
 
 def test_a_reference_model_is_held_for_a_kl_penalty_only(tiny: Path) -> None:
-    without, with_kl = of(tiny, recipe(GRPO)), of(tiny, recipe({**GRPO, "kl_beta": 0.1}))
+    without, with_kl = of(tiny, counted(GRPO)), of(tiny, counted({**GRPO, "kl_beta": 0.1}))
     assert (without.memory.reference, with_kl.memory.reference) == (0, 4 * with_kl.trainable)
     assert without.engine_weights == 2 * without.parameters  # vLLM, in bfloat16
-    assert of(tiny, recipe(SFT)).engine_weights == 0
+    assert of(tiny, counted(SFT)).engine_weights == 0
 
 
 def test_more_activations_without_checkpointing_and_with_longer_micro_batches(tiny: Path) -> None:
@@ -237,7 +243,7 @@ def test_a_pair_takes_two_sequences(tiny: Path) -> None:
 def test_length_steps_and_tokens_come_from_prepared_rows(
     tiny: Path, tmp_path: Path, policy: dict[str, Any], train: dict[str, Any], expected: tuple[int, int, int, bool]
 ) -> None:
-    found = of(tiny, recipe(policy, **train), write_statistics(tmp_path / "data", 100, 40, 20.5))
+    found = of(tiny, counted(policy, **train), write_statistics(tmp_path / "data", 100, 40, 20.5))
     assert (found.sequence_length, found.steps, found.tokens, found.is_tokens_bound) == expected
     assert (found.rows, found.notes) == (100, ())
 
@@ -245,14 +251,14 @@ def test_length_steps_and_tokens_come_from_prepared_rows(
 def test_rows_of_a_local_file_are_counted_without_those_held_out(tiny: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a"}\n' * 50)
-    found = of(tiny, recipe({**SFT, "dataset": {"name": str(rows), "test_size": 10}}, epoch=2))
+    found = of(tiny, counted({**SFT, "dataset": {"name": str(rows), "test_size": 10}}, epoch=2))
     assert (found.rows, found.steps, found.sequence_length) == (40, 2 * 5, 64)
     assert (found.tokens, found.is_tokens_bound) == (10 * 8 * 64, True)
 
 
 def test_rows_elsewhere_are_unknown_and_said_so(tiny: Path) -> None:
     hub = {**SFT, "dataset": {"name": "someone/rows"}}
-    found, bounded = of(tiny, recipe(hub)), of(tiny, recipe(hub, max_num_steps=7))
+    found, bounded = of(tiny, counted(hub)), of(tiny, counted(hub, max_num_steps=7))
     assert (found.rows, found.steps, found.tokens) == (None, None, None)
     assert found.notes == ("steps and tokens: unknown, because the rows are not on this machine yet",)
     assert (bounded.steps, bounded.tokens, bounded.is_tokens_bound) == (7, 7 * 8 * 64, True)

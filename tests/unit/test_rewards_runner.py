@@ -20,9 +20,11 @@ import asyncio, os, resource, subprocess, sys, time
 
 def act(to_be_evaluated, reference):
     """Does what the answer says."""
-    if to_be_evaluated == "hang":
+    if to_be_evaluated == "spin":
         reference and open(reference, "w").close()
         while True: pass
+    if to_be_evaluated == "hang":
+        time.sleep(1000)
     if to_be_evaluated == "raise":
         raise KeyError("no such\\nthing")
     if to_be_evaluated == "exit":
@@ -105,7 +107,7 @@ def children(pid=None):
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_bad_rewards_invalidate_their_own_completion_and_no_other(act, num_workers):
-    answers = ["0.5", "hang", "1", "raise", "2", "exit", "3", "print", "nan", "4", "text", "sys.exit", "kill", "5"]
+    answers = ["0.5", "spin", "1", "raise", "2", "exit", "3", "print", "nan", "4", "text", "sys.exit", "kill", "5"]
     with RewardRunner({act: 1.0}, timeout_seconds=1, num_workers=num_workers, retries=0) as runner:
         scores = runner.score(requests(*answers))
         again = runner.score(requests("6", "7"))
@@ -114,12 +116,12 @@ def test_bad_rewards_invalidate_their_own_completion_and_no_other(act, num_worke
     file = act.rpartition(":")[0]
     reasons = {a: s.error.removeprefix("act: ") for a, s in zip(answers, scores, strict=True) if s.value is None}
     assert reasons == {
-        "hang": "not done in 1 s",
-        "raise": f"KeyError: 'no such\\nthing' ({file}:10)",
+        "spin": "not done in 1 s",
+        "raise": f"KeyError: 'no such\\nthing' ({file}:12)",
         "exit": "its process exited with code 3",
         "nan": f"ValueError: returned nan; the rule is a finite number ({file}:4)",
         "text": f"ValueError: returned a str; the rule is a number, or (number, dict of numbers) ({file}:4)",
-        "sys.exit": f"SystemExit: enough ({file}:14)",
+        "sys.exit": f"SystemExit: enough ({file}:16)",
         "kill": "its process was killed by signal 9",
     }
     assert all(s.error == "" for s in scores if s.value is not None)
@@ -152,8 +154,8 @@ def test_what_a_reward_raises_is_told_with_its_line_and_once_with_its_traceback(
     with RewardRunner({f"{file}:nothing": 1.0, act: 1.0}, timeout_seconds=5, num_workers=1) as runner:
         scores = runner.score(requests("raise", "raise", "raise"))
     assert {score.error for score in scores} == {
-        f"nothing: ValueError: returned nothing; the rule is a number, or (number, dict of numbers) ({file}:54); "
-        f"act: KeyError: 'no such\\nthing' ({file}:10)"
+        f"nothing: ValueError: returned nothing; the rule is a number, or (number, dict of numbers) ({file}:56); "
+        f"act: KeyError: 'no such\\nthing' ({file}:12)"
     }
     said = capfd.readouterr().err
     assert said.count('raise KeyError("no such\\nthing")') == 1
@@ -302,7 +304,7 @@ def test_children_die_with_a_parent_that_is_killed_while_a_reward_hangs(act, tmp
         "import sys\nfrom cosmos_core.rewards.runner import RewardRunner\n"
         "with RewardRunner({sys.argv[1]: 1.0}, timeout_seconds=1000, num_workers=2) as runner:\n"
         "    print('ready', flush=True)\n"
-        "    runner.score([{'to_be_evaluated': 'hang', 'reference': sys.argv[2]}])\n"
+        "    runner.score([{'to_be_evaluated': 'spin', 'reference': sys.argv[2]}])\n"
     )
     hangs = tmp_path / "hangs"
     parent = subprocess.Popen([sys.executable, "-c", program, act, str(hangs)], stdout=subprocess.PIPE, text=True)
@@ -372,9 +374,11 @@ def test_metrics_are_named_by_the_function_and_by_the_file_too_where_two_share_i
 
 
 @pytest.mark.usefixtures("executed")
-def test_a_child_imports_no_torch(tmp_path):
+def test_a_child_imports_neither_torch_nor_pydantic(tmp_path):
     file = tmp_path / "light.py"
-    file.write_text("import sys\ndef light(completion, reference):\n    return float('torch' not in sys.modules)\n")
+    file.write_text(
+        "import sys\ndef light(completion, reference):\n    return len({'torch', 'pydantic'} & set(sys.modules))\n"
+    )
     with RewardRunner({f"{file}:light": 1.0, "boxed_math": 0.0}, timeout_seconds=5) as runner:
         (score,) = runner.score(requests("1", reference="1"))
-    assert score.value == 1
+    assert score.value == 0

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
+import importlib
 import os
 import signal
 import socket
 import sys
+import weakref
 
+from pydantic import BaseModel
+from sqlalchemy.orm import configure_mappers
+
+from cosmos_core.observe.report import environment
 from tests.warm import spawner  # noqa: F401
 from tests.warm.process import serve
 from tests.warm.programs import READ, import_all
 
+_ENDS = {
+    "logging": "shutdown", "multiprocessing.util": "_exit_function", "multiprocess.util": "_exit_function",
+    "pebble.pool.process": "interpreter_shutdown",
+}  # fmt: skip
+"""What of the registered functions does something for a program that has begun something."""
 _MADV_COLLAPSE = 25
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -29,11 +41,39 @@ def _take_large_pages() -> None:
                 _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_COLLAPSE)
 
 
+def _prepare() -> None:
+    """Do once what programs do at first: build the models of the configuration, those of Prefect's database, and the
+    pages of the report."""
+    configure_mappers()
+    classes: list[type[BaseModel]] = [BaseModel]
+    for each in classes:
+        classes += each.__subclasses__()
+        if not each.__pydantic_complete__ and each.__module__.startswith(("cosmos_core.", "prefect.")):
+            each.model_rebuild(raise_errors=False, _types_namespace={})
+    templates = environment()
+    for page in templates.list_templates(extensions=["html", "svg", "css"]):
+        templates.get_template(page)
+
+
+def _end_quickly() -> None:
+    """Let a forked program end without undoing what was imported here, which would touch, so copy, most of it."""
+    for each in weakref.finalize._registry:  # type: ignore[attr-defined]
+        each.atexit = False
+    atexit._clear()
+    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+    for module, name in _ENDS.items():
+        atexit.register(getattr(importlib.import_module(module), name))
+    if worker := sys.modules.get("ray._private.worker"):  # its end imports further modules, even if nothing was begun
+        atexit.register(lambda: worker.shutdown(True) if worker.is_initialized() else None)
+
+
 def main() -> None:
     """Be a fork server."""
     READ.update(os.environ)
     gc.disable()
     import_all()
+    _prepare()
+    _end_quickly()
     gc.collect()
     gc.freeze()
     gc.enable()

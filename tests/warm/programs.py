@@ -42,7 +42,7 @@ IMPORTED = (
     "alembic.config", "docket", "httpx", "cyclopts", "dateparser", "apprise", "datasets",
     "cosmos_core.models.verify_export", "cosmos_core.models.verify_pipeline_export", "ray",
 )  # fmt: skip
-LATER = ("prefect", "flows.post_train", "flows.retrain", "flows.stage")
+LATER = ("prefect", "flows.post_train", "flows.retrain", "flows.stage", "prefect.server.database.orm_models")
 """What reads Prefect's settings when it is imported, as a program does once it has chosen them."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0",

@@ -11,9 +11,10 @@ from cosmos_core.config.schema.dataset import generator_of
 from cosmos_core.config.schema.marks import NoResult, RequiresSwitch, UnitMark
 from cosmos_core.config.schema.overlong_reward import OverlongRewardConfig
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
-from cosmos_core.config.schema.rewards import RewardWeights, SourceWeights
+from cosmos_core.config.schema.rewards import RewardWeights
 from cosmos_core.config.schema.table import StageContext, warn
 from cosmos_core.config.schema.values import Completions, Names, NonNegativeInt, PositiveFloat, PositiveInt, Tokens
+from cosmos_core.config.source_weights import SourceWeights
 
 DAPO_FETCH = 128
 GENERATED_REWARD = "reasoning_gym"

@@ -1,0 +1,34 @@
+"""Weights of reward functions by the source of a row, without pydantic, so that processes of rewards start fast."""
+
+from collections.abc import Mapping
+
+from cosmos_core.errors import ConfigError
+
+
+class SourceWeights(dict[str, float]):
+    """Weights of the reward functions of all sources together, with those of each source; the source "" has the weights
+    of rows of no source."""
+
+    def __init__(self, by_source: Mapping[str, Mapping[str, float]]) -> None:
+        super().__init__({name: weight for weights in by_source.values() for name, weight in weights.items()})
+        self.by_source = by_source
+
+    def __repr__(self) -> str:
+        return repr(self.by_source)
+
+
+def weights_of(weights: Mapping[str, float], source: str) -> Mapping[str, float]:
+    """Return the weights of the reward functions that score rows of a source.
+
+    Raises:
+        ConfigError: the recipe has data sets, and none of them is the source.
+    """
+    if not isinstance(weights, SourceWeights):
+        return weights
+    if source not in weights.by_source:
+        named = ", ".join(map(repr, filter(None, weights.by_source)))
+        raise ConfigError(
+            f"train.train_policy.datasets has no data set {source!r}, of which the prepared rows have some, so that "
+            f"their reward functions are unknown; it has {named}: take the labels of the stage that prepares the rows"
+        )
+    return weights.by_source[source]
