@@ -84,7 +84,7 @@ def evaluate(  # noqa: PLR0913 - the options of a command
     include_path: Annotated[str, typer.Option(help="Folder with YAML files of your own tasks.")] = "",
     chat: Annotated[bool, typer.Option("--chat", help="Render prompts with the model's chat template.")] = False,
     save: Save = "", dry_run: DryRun = False, overrides: Set = [],  # noqa: B006
-    output_dir: Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")] = Path("outputs"),
+    output_dir: Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")] = Path("outputs")
 ) -> None:  # fmt: skip
     """Run public benchmarks on a model, or on the model of a run or a stage."""
     options = {"method": "eval", "model": model, "tasks": tasks}

@@ -21,15 +21,7 @@ _NETWORK_ERRORS = {
     "NetworkError", "TimeoutException", "RemoteProtocolError", "ProxyError",  # error classes of httpx
     "Timeout", "MaxRetryError", "ProtocolError", "HTTPClientError", "ClientConnectionError",
 }  # fmt: skip
-_CODE_ERRORS = (
-    LookupError,
-    NameError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    FileNotFoundError,
-    PermissionError,
-)
+_CODE_ERRORS = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
 """Classes of programming errors. An error that was handled when one of them was raised is not examined as its cause."""
 _STATUSES = {408, 425, 429}
 """Transient HTTP statuses below 500."""

@@ -76,70 +76,58 @@ def retrain(
     """
     if approve and not deployment.id:
         raise ConfigError("approve = true needs a deployment: a run that is suspended is started again by its worker")
-    unpinned_pipeline = load_pipeline(Path(config).expanduser(), overrides, all_kinds())
-    set_credentials(unpinned_pipeline)
-    note = note_of(unpinned_pipeline, overrides, start)
+    unpinned = load_pipeline(Path(config).expanduser(), overrides, all_kinds())
+    set_credentials(unpinned)
+    note = note_of(unpinned, overrides, start)
     flow_run_note = note_of_flow_run(note, str(flow_run.id))
     with RetrainLease(note, str(flow_run.id), str(deployment.id or "")) as retrain_lease:
-        begun_content = read_seen(flow_run_note)
-        if begun_content is not None:
+        current = read_seen(flow_run_note)
+        if current is not None:
             retrain_lease.acquire()  # a retried or suspended flow run waits, so that a person's decision is not lost
         elif not retrain_lease.try_acquire():
-            last_seen = read_seen(note)
-            run_id = f" of run {last_seen.run_id}" if last_seen is not None and not last_seen.outcome else ""
+            latest = read_seen(note)
+            run_id = f" of run {latest.run_id}" if latest is not None and not latest.outcome else ""
             return Completed(name="StillTraining", message=f"an earlier firing{run_id} has not ended; nothing was done")
         # A resumed flow run uses the data of its start and leaves later changes to the next flow run of the schedule.
-        pipeline = unpinned_pipeline if begun_content else pin_urls(pin_hub_revisions(resolve_gpus(unpinned_pipeline)))
-        digest, last_seen = begun_content.digest if begun_content else content_digest(pipeline), read_seen(note)
-        if last_seen is not None and last_seen.digest == digest and last_seen.outcome:
+        pipeline = unpinned if current else pin_urls(pin_hub_revisions(resolve_gpus(unpinned)))
+        digest, latest = current.digest if current else content_digest(pipeline), read_seen(note)
+        if latest is not None and latest.digest == digest and latest.outcome:
             return Completed(
-                name="NothingNew",
-                message=f"nothing new since run {last_seen.run_id}, which was {last_seen.outcome}",
+                name="NothingNew", message=f"nothing new since run {latest.run_id}, which was {latest.outcome}"
             )
-        if (
-            begun_content is not None
-            and last_seen is not None
-            and last_seen.digest != digest
-            and last_seen.outcome == "published"
-        ):
-            return _outdated_state(begun_content.run_id, f"run {last_seen.run_id} of newer content was published since")
-        run = (
-            open_run(_path(unpinned_pipeline, begun_content.run_id), all_kinds())
-            if begun_content
-            else _find_unfinished_run(pipeline, digest, last_seen)
-        )
+        if current is not None and latest is not None and latest.digest != digest and latest.outcome == "published":
+            return _outdated_run(current.run_id, f"run {latest.run_id} of newer content was published since")
+        run = open_run(_path(unpinned, current.run_id), all_kinds()) if current else None
+        run = run or _unfinished_run(pipeline, digest, latest)
         if run is None:
             beginning = starting_from_published(pipeline) if start == "published" else []
             get_run_logger().info(
                 "something is new; starting from %s", beginning or "the model that the pipeline names"
             )
             run = open_or_create(config, [*overrides, *beginning], "", str(flow_run.id or ""))
-            last_seen = RetrainState(digest=digest, run_id=run.id)
-            write_seen(note, last_seen)
+            latest = RetrainState(digest=digest, run_id=run.id)
+            write_seen(note, latest)
         write_seen(flow_run_note, RetrainState(digest=digest, run_id=run.id))
         names = _stages_before_publication(run)
-        if begun_content is not None and not _has_content(run.pipeline, digest):
+        if current is not None and not _has_content(run.pipeline, digest):
             names = _without_results(run, names)
             if any(run.pipeline.kind_of(run.pipeline.stage(name)).is_reusable for name in names):
-                return _outdated_state(
-                    run.id, "its rows, code or settings were changed; the next firing takes the new ones"
-                )
+                reason = "its rows, code or settings were changed; the next firing takes the new ones"
+                return _outdated_run(run.id, reason)
         state, outcome = _train_and_publish(run, names, approve)
-        if outcome and (
-            last_seen is None or last_seen.digest == digest
-        ):  # a later flow run may have recorded newer content
+        if outcome and (latest is None or latest.digest == digest):  # a later flow run may have recorded newer content
             write_seen(note, RetrainState(digest=digest, run_id=run.id, outcome=outcome))
         return state
 
 
-def _find_unfinished_run(pipeline: Pipeline, content: str, last_seen: RetrainState | None) -> Run | None:
+def _unfinished_run(pipeline: Pipeline, content: str, latest: RetrainState | None) -> Run | None:
     """Return the run that the note `seen` names if the run has the same content and has not ended; otherwise None."""
-    if last_seen is None or last_seen.digest != content:
+    if latest is None or latest.digest != content:
         return None
-    path = _path(pipeline, last_seen.run_id)
+    path = _path(pipeline, latest.run_id)
     if not (path / "pipeline.toml").is_file():
         return None
-    get_run_logger().info("run %s did not end: it is continued", last_seen.run_id)
+    get_run_logger().info("run %s did not end: it is continued", latest.run_id)
     return open_run(path, all_kinds())
 
 
@@ -147,7 +135,7 @@ def _path(pipeline: Pipeline, run_id: str) -> Path:
     return pipeline.output_dir.expanduser().absolute() / run_id
 
 
-def _outdated_state(run_id: str, reason: str) -> State[Any]:
+def _outdated_run(run_id: str, reason: str) -> State[Any]:
     return Completed(name="Outdated", message=f"run {run_id} is not continued: {reason}")
 
 

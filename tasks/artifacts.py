@@ -118,9 +118,7 @@ class StageArtifacts:
     def _show_progress(self, percent: float) -> None:
         if self._progress_id is None:
             created = create_progress_artifact(
-                progress=percent,
-                key=f"{self._key}-progress",
-                description=f"{self._stage_path.name}, {self._run_text}",
+                progress=percent, key=f"{self._key}-progress", description=f"{self._stage_path.name}, {self._run_text}"
             )
             self._progress_id = created if isinstance(created, UUID) else None
         else:

@@ -9,7 +9,7 @@ from cosmos_core.errors import OverBudget, Preempted
 from cosmos_core.launch.gpus import num_reserved_gpus
 from cosmos_core.observe.resuming import resume_command
 from cosmos_core.run.directory import Run, read_facts
-from cosmos_core.run.held import gpu_seconds_of_run
+from cosmos_core.run.gpu_time import gpu_seconds_of_run
 
 _SECONDS = 2.0  # interval in seconds between two computations of the GPU hours of the run
 

@@ -44,7 +44,7 @@ from cosmos_core.run import manifest
 from cosmos_core.run.directory import Run, note_flow_run
 from cosmos_core.run.files import disk_full, warn_if_disk_full
 from cosmos_core.run.fingerprint import Fingerprint, threads
-from cosmos_core.run.held import note_in_result, record_gpu_time
+from cosmos_core.run.gpu_time import note_in_result, record_gpu_time
 from cosmos_core.run.lock import Lock, stage_lock
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.plan import fingerprint_folder, register_result

@@ -73,7 +73,7 @@ class StageTask(Task[Any, StageHandle]):
     def __init__(self, kind: StageKind) -> None:
         super().__init__(
             fn=_function_of(kind), name=kind.name, task_run_name="{name}", retries=MAX_RETRIES,
-            retry_condition_fn=_should_retry_task, cache_policy=NO_CACHE, persist_result=False,
+            retry_condition_fn=_should_retry_task, cache_policy=NO_CACHE, persist_result=False
         )  # fmt: skip
         self.kind = kind
 

@@ -82,12 +82,7 @@ class TrainerView(Protocol):
     """Methods of the trainer that an algorithm may call."""
 
     def evaluate(
-        self,
-        samples: Sequence[Any],
-        request: AnyWants = None,
-        *,
-        weights: str = "policy",
-        size: int | None = None,
+        self, samples: Sequence[Any], request: AnyWants = None, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
         """Return the requested model outputs of each sample, computed without gradient and dropout.
 

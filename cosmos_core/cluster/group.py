@@ -73,10 +73,7 @@ class WorkerGroup:
     """Actors that run alongside the ranks (Ray only) and continue when ranks are restarted; None: no actors."""
 
     def run(
-        self,
-        program: Program,
-        should_stop: Callable[[], bool] = lambda: False,
-        poll: Callable[[], None] = lambda: None,
+        self, program: Program, should_stop: Callable[[], bool] = lambda: False, poll: Callable[[], None] = lambda: None
     ) -> Any:
         """Run `program` on all ranks and return its value on the first rank.
 

@@ -90,8 +90,8 @@ def _check_mixtures(pipeline: Pipeline) -> None:
             continue
         if pipeline.recipes[stage.name].train.train_policy.datasets:
             raise ConfigError(
-                f"{pipeline.source}: stage {stage.name.removesuffix(IMPLIED_SUFFIX)!r}: data = {stage.data!r} takes "
-                f"the place of train.train_policy.datasets; leave data out, or set "
+                f"{pipeline.source}: stage {stage.name.removesuffix(IMPLIED_SUFFIX)!r}: data = {stage.data!r} "
+                f"takes the place of train.train_policy.datasets; leave data out, or set "
                 f"overrides.train.train_policy.datasets = []"
             )
 

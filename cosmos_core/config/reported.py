@@ -12,7 +12,7 @@ from cosmos_core.registry import is_import_path, suggestion
 HELD_OUT = "validation/"
 _ROW_METRICS = ("loss", "loss/*", "perplexity", "token_accuracy", "tokens", "pairs", "rewards/*")
 MEASURED_METRICS = (
-    "reward", "reward_stderr", "accuracy", "invalid", "length_mean", "prompts", "pass@*", "reward/*", *_ROW_METRICS,
+    "reward", "reward_stderr", "accuracy", "invalid", "length_mean", "prompts", "pass@*", "reward/*", *_ROW_METRICS
 )  # fmt: skip
 """Metrics of held-out rows: first the metrics of generated completions, then those of the rows. A user's algorithm may
 report more."""

@@ -118,11 +118,7 @@ def _expand(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: M
             stage = _rename_references(pipeline.stage(member), names)
             new_stages.append(
                 stage.model_copy(
-                    update={
-                        "name": name,
-                        "sweep": None,
-                        "arguments": merge(stage.arguments, _nest_keys(arguments)),
-                    }
+                    update={"name": name, "sweep": None, "arguments": merge(stage.arguments, _nest_keys(arguments))}
                 )
             )
         branches.append(SweepBranch(stages=tuple(names.values()), settings=point.settings))

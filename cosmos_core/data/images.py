@@ -38,7 +38,7 @@ _DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EO
 """Exceptions of Pillow's decoders for damaged files."""
 
 
-def place_images(turns: list[Message], row: Row, where: str) -> tuple[list[Message], list[Any]]:
+def align_images(turns: list[Message], row: Row, where: str) -> tuple[list[Message], list[Any]]:
     """Return the turns with a placeholder part for each image, and the sources of the images in the same order.
 
     Raises:

@@ -228,11 +228,7 @@ class _SplitEncoder:
         return entries
 
     def _shard(
-        self,
-        shard: Sequence[Keyed[T]],
-        encode: Callable[[Sequence[T]], list[Entry | str]],
-        folder: Path,
-        shard_id: int,
+        self, shard: Sequence[Keyed[T]], encode: Callable[[Sequence[T]], list[Entry | str]], folder: Path, shard_id: int
     ) -> str:
         """Copy a shard to the folder of the stage, after encoding it if it is not cached; return its name."""
         if self._stage.stop_requested:

@@ -25,7 +25,7 @@ from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.chat import DEFAULT_RENDERING, PromptRendering
 from cosmos_core.data.formats import Located
-from cosmos_core.data.images import place_images, read_image
+from cosmos_core.data.images import align_images, read_image
 from cosmos_core.data.kinds.base import TokenisedKind
 from cosmos_core.data.messages import Message, ReadRow, Row, SkippedRow, alternative_turns
 from cosmos_core.data.rendering import RefusedRow
@@ -192,7 +192,7 @@ def _count_learned_ends(batch: pa.RecordBatch, job: Job) -> int:
 def read_images(job: Job, turns: list[Message], row: Row, where: str) -> tuple[list[Message], list[Ref], list[Image]]:
     """Return the turns with a placeholder part for each image, the fields of their `ImageRef`s, and the images."""
     assert job.root is not None
-    placed_turns, sources = place_images(turns, row, where)
+    placed_turns, sources = align_images(turns, row, where)
     loaded = [read_image(source, job.root, where) for source in sources]
     return placed_turns, [asdict(ref) for ref, _ in loaded], [image for _, image in loaded]
 

@@ -25,15 +25,7 @@ _MAX_MISSED_HEARTBEATS = 3
 OUTCOMES = ("NothingNew", "StillTraining", "NotPromoted", "Declined", "Outdated", "Refused")
 """Names of the final states that the flows of this project return, in addition to Prefect's."""
 _END_STATES = ("Completed", "Failed", "Cancelled", "Crashed", "TimedOut")
-_IDLE_STATES = (
-    "Suspended",
-    "Paused",
-    "Resuming",
-    "Scheduled",
-    "AwaitingRetry",
-    "AwaitingConcurrencySlot",
-    "Late",
-)
+_IDLE_STATES = ("Suspended", "Paused", "Resuming", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot", "Late")
 """Names of the states in which a flow run has no process and therefore sends no heartbeat."""
 _RESERVED_PREFIX = "prefect"
 _REFUSED_CHARACTERS = set("/%&<>")  # characters that Prefect refuses in names

@@ -155,7 +155,7 @@ def run(launch: AttemptSettings) -> Result:
         update_state(
             path, state="running", attempt=attempt, pid=child.pid, pid_started=child.started, mark=child.attempt,
             **identify_process(), spans=[*spans, (start_time, None)], renewed=start_time, ended=None, error="",
-            error_type="",
+            error_type=""
         )  # fmt: skip
         record_event(path, "started", f"attempt {attempt}")
         with _child_registry.registered(child, lambda: grace_of(path, launch.grace_seconds)):

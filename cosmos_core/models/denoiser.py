@@ -193,7 +193,7 @@ class Denoiser:
     def _forward(self, batch: FlowBatch, request: RequestedOutputs) -> dict[str, Tensor]:
         velocity = self.predict(
             batch.inputs["noisy"], batch.sigma_B, batch.text, batch.num_conditioning_B,
-            negative=batch.negative if request.guidance != 1.0 else None, guidance=request.guidance,
+            negative=batch.negative if request.guidance != 1.0 else None, guidance=request.guidance
         )  # fmt: skip
         return {"velocity": velocity}
 

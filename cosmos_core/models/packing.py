@@ -191,7 +191,7 @@ def _varlen_attention(states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tenso
     output_PKD = varlen_attn(
         query_PKD, key_PKD, value_PKD, on_device, on_device, longest, longest, scale=kwargs.get("scaling"),
         window_size=(window - 1 if window else -1, 0),  # number of visible keys before and after a query; -1: all
-        **(_GQA_ARGUMENTS if query_PKD.shape[1] != key_PKD.shape[1] else {}),
+        **(_GQA_ARGUMENTS if query_PKD.shape[1] != key_PKD.shape[1] else {})
     )  # fmt: skip
     assert isinstance(output_PKD, Tensor)
     return output_PKD.unsqueeze(0)

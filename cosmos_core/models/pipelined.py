@@ -103,11 +103,7 @@ class PipelineRunner:
         return num_passes * self._round_up_to_ranks(-(-num_batches // num_passes))
 
     def run(
-        self,
-        batches: Sequence[Callable[[], Any]],
-        consume: ChunkConsumer,
-        request: RequestedOutputs,
-        size: int,
+        self, batches: Sequence[Callable[[], Any]], consume: ChunkConsumer, request: RequestedOutputs, size: int
     ) -> None:
         """Run micro-batches through the pipeline, in passes of at most `size` rows."""
         micro_batches = [make() for make in batches]
@@ -151,7 +147,7 @@ class PipelineRunner:
         stages: list[Any] = [
             PipelineStage(
                 stage, stage.number, self._total, model.device, group=self._group,
-                input_args=(like_PH,) if stage.number else (), output_args=(like_PH,) * (1 + stage.is_last_stage),
+                input_args=(like_PH,) if stage.number else (), output_args=(like_PH,) * (1 + stage.is_last_stage)
             )
             for stage in self.roots
         ]  # fmt: skip

@@ -270,12 +270,7 @@ class _Task:
     def names(self) -> list[str]:
         """Return the names of the outputs in the order of their computation."""
         top = ["top_logprobs", "top_ids"] if self.num_top_ids else []
-        return [
-            "logprobs",
-            *["entropy"] * bool(self.request.entropy),
-            *top,
-            *["is_top"] * self.request.is_top,
-        ]
+        return ["logprobs", *["entropy"] * bool(self.request.entropy), *top, *["is_top"] * self.request.is_top]
 
     @property
     def differentiable(self) -> set[str]:

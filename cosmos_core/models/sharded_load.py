@@ -137,27 +137,21 @@ def check_file_tensors(
 
 def _audit_values(network: PreTrainedModel, beat: Callable[[], None]) -> None:
     """Check the values of all weights in a loading plan; tied weights stay in memory until they are compared."""
-    unread_plan, state, tied_names = (
-        _LOADING_PLANS.pop(network),
-        network.state_dict(keep_vars=True),
-        dict[int, Tensor](),
-    )
-    num_names = Counter(id(state[name]) for group in unread_plan.groups for name in group.shapes)
-    for group in unread_plan.groups:
-        targets, loaded_names = dict[str, list[Tensor]](), set(tied_names.values())
+    plan, state, tied = (_LOADING_PLANS.pop(network), network.state_dict(keep_vars=True), dict[int, Tensor]())
+    num_names = Counter(id(state[name]) for group in plan.groups for name in group.shapes)
+    for group in plan.groups:
+        targets, loaded = dict[str, list[Tensor]](), set(tied.values())
         for name in group.shapes:
             key = id(state[name])
-            targets[name] = [
-                tied_names[key] if key in tied_names else torch.empty_like(state[name], device="cpu").detach()
-            ]
+            targets[name] = [tied[key] if key in tied else torch.empty_like(state[name], device="cpu").detach()]
             if num_names[key] > 1:
-                tied_names[key] = targets[name][0]
+                tied[key] = targets[name][0]
         try:
-            _read_group(group, targets, network, loaded_names)
+            _read_group(group, targets, network, loaded)
         except (ModelError, SafetensorError, OSError) as error:
             if is_machine_error(error):
                 raise
-            raise ModelError(f"{MODEL_KEY} = {unread_plan.model!r}: {error}") from error
+            raise ModelError(f"{MODEL_KEY} = {plan.model!r}: {error}") from error
         beat()
 
 

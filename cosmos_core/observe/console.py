@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.bar import ProgressBar
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -369,11 +369,7 @@ def _progress_bar(line: _StageLine, width: int, now: float) -> ProgressBar:
         return ProgressBar(total=1, completed=1, width=width)
     is_pulsing = not total and line.state == "running"
     return ProgressBar(
-        total=total or 1,
-        completed=step if total else 0,
-        width=width,
-        pulse=is_pulsing,
-        animation_time=now,
+        total=total or 1, completed=step if total else 0, width=width, pulse=is_pulsing, animation_time=now
     )
 
 

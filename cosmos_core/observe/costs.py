@@ -11,7 +11,7 @@ from rich.table import Table
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, read_pipeline, read_run
 from cosmos_core.run.directory import read_facts, runs_in
-from cosmos_core.run.held import gpu_seconds, intervals_of_run
+from cosmos_core.run.gpu_time import gpu_seconds, intervals_of_run
 from cosmos_core.run.state import GpuInterval
 
 _SECONDS_PER_HOUR = 3600.0

@@ -77,7 +77,7 @@ def environment() -> Environment:
         "metrics": sections.metrics, "operators": sections.operators, "reward_bins": usage.reward_bins,
         "info": sections.info, "curves": sections.curves, "rollouts": sections.rollouts,
         "drawings": sections.completion_media, "services": sections.services, "logs": sections.logs,
-        "outcome_of": sections.outcome_of,
+        "outcome_of": sections.outcome_of
     }  # fmt: skip
     templates.filters |= filters
     return templates

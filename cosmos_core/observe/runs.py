@@ -26,7 +26,7 @@ def table_of_runs(output_dir: Path, max_runs: int) -> Table:
         total_seconds = sum(stage.seconds or 0.0 for stage in run.stages)
         table.add_row(
             facts.run_id, run.name, formatting.clock(facts.started), formatting.duration(total_seconds),
-            f"{num_done}/{len(run.stages)}", run.outcome, _last_metrics(run),
+            f"{num_done}/{len(run.stages)}", run.outcome, _last_metrics(run)
         )  # fmt: skip
         deaths += [f"{facts.run_id}: {message}"] if (message := pause_or_death(run)) else []
     table.caption = "\n".join(deaths) or None

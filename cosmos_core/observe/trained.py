@@ -139,6 +139,6 @@ def _settings(stage: StageRecord, settings: dict[str, Any]) -> list[tuple[str, s
                    setting_text(f"{policy}mini_batch", "micro-batch {}")]),
         ("steps", [f"{step} of {total}" if step and total else "", setting_text("epoch", "at most {} epochs")]),
         ("reward", rewards if is_generated else []),
-        ("seed", [setting_text("seed")]),
+        ("seed", [setting_text("seed")])
     ]  # fmt: skip
     return [(name, ", ".join(str(value) for value in values if value)) for name, values in listed]

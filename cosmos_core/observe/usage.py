@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord
-from cosmos_core.run.held import closed_intervals, gpu_seconds
+from cosmos_core.run.gpu_time import closed_intervals, gpu_seconds
 
 _BINS = 10
 

@@ -133,10 +133,7 @@ Colors = Mapping[str, Sequence[str]]
 
 
 def satisfies_request(
-    include: Sequence[Mapping[str, Any]],
-    excluded: Sequence[Mapping[str, Any]],
-    objects: Objects,
-    colors: Colors,
+    include: Sequence[Mapping[str, Any]], excluded: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors
 ) -> bool:
     """Return True if all requested objects are present, and fewer excluded objects than the request forbids."""
     groups: list[Sequence[Detection] | None] = []

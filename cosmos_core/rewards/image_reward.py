@@ -104,7 +104,7 @@ def _modules(state: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         BlipVisionConfig(
             hidden_size=width, intermediate_size=len(vision["blocks.0.mlp.fc1.weight"]),
             num_hidden_layers=_count(vision, r"blocks\.(\d+)"), num_attention_heads=width // _HEAD_DIM,
-            image_size=num_side_patches * patch.shape[-1], patch_size=patch.shape[-1], layer_norm_eps=1e-6,
+            image_size=num_side_patches * patch.shape[-1], patch_size=patch.shape[-1], layer_norm_eps=1e-6
         )
     )  # fmt: skip
     image_encoder.load_state_dict({_rename_key(name): value for name, value in vision.items()})

@@ -52,10 +52,10 @@ class HfEngine:
     ranks_per_engine = 1
 
     def __init__(self, settings: EngineSettings) -> None:
-        shares_model = is_single_rank() and not settings.is_separate
+        uses_trainer_model = is_single_rank() and not settings.is_separate
         is_adapter = trains_only_linear_factors(settings.model)
-        self.weight_format: WeightFormat = "shared" if shares_model else "adapter" if is_adapter else "module"
-        self._model = settings.model if shares_model else _replica(settings)
+        self.weight_format: WeightFormat = "shared" if uses_trainer_model else "adapter" if is_adapter else "module"
+        self._model = settings.model if uses_trainer_model else _replica(settings)
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
         self._dtype = settings.dtype

@@ -93,7 +93,7 @@ class VllmEngine:
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
         self._vision, self._is_separate = settings.vision, settings.is_separate
         self._version = 0
-        self._sleeping_parts: list[str] = []
+        self._asleep_tags: list[str] = []
         """Names of vLLM's allocations that are released until `wake`."""
         self.sleep_level: Literal[0, 1, 2] = 0
         """Level of the deepest sleep since the last weight load; 0: no sleep."""
@@ -220,10 +220,10 @@ class VllmEngine:
 
         With an adapter, level 2 is reduced to 1, because the base weights are not sent again.
         """
-        if torch.cuda.is_available() and not self._sleeping_parts:
+        if torch.cuda.is_available() and not self._asleep_tags:
             level = level if self._adapter is None else 1
             self._llm.sleep(level=level)
-            self._sleeping_parts = [_WEIGHTS, _KV_CACHE]
+            self._asleep_tags = [_WEIGHTS, _KV_CACHE]
             self.sleep_level = max(self.sleep_level, level)
 
     def wake(self) -> None:
@@ -232,10 +232,10 @@ class VllmEngine:
 
     def _wake(self, name: str) -> None:
         """Reallocate vLLM's allocation `name` after emptying torch's cache, because vLLM allocates from the device."""
-        if name in self._sleeping_parts:
+        if name in self._asleep_tags:
             torch.cuda.empty_cache()
             self._llm.wake_up(tags=[name])
-            self._sleeping_parts.remove(name)
+            self._asleep_tags.remove(name)
 
     def close(self) -> None:
         with nullcontext() if self._owns_process_group else keep_process_group():

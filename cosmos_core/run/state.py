@@ -42,7 +42,7 @@ class State(Document):
     spans: list[tuple[Seconds, Seconds | None]] = []
     """Start and end of each attempt; the end is None if the attempt is running or its launcher was killed."""
     holds: list[GpuInterval] = []
-    """Intervals in which the attempts held GPUs; see `run.held`."""
+    """Intervals in which the attempts held GPUs; see `run.gpu_time`."""
     ended: Seconds | None = None
     """Time at which the stage entered its current state; None while the stage is active."""
     failures: int = 0

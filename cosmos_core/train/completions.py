@@ -220,5 +220,5 @@ def _collapse_messages(first: Mapping[str, float], current: Mapping[str, float])
         if is_short else "",
         "repetition": f"{current['repetition']:.0%} of what completions say is repeated" if is_repetitive else "",
         "entropy": f"the entropy per token is {current['entropy']:.2g}, {first['entropy']:.2g} at first: completions "
-        f"of a prompt are nearly the same" if is_nearly_certain else "",
+        f"of a prompt are nearly the same" if is_nearly_certain else ""
     }  # fmt: skip

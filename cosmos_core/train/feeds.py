@@ -171,7 +171,7 @@ class RowFeed(Feed):
         train, mesh = self._recipe.train, self._recipe.policy.parallelism
         positions = batch_positions(
             train.order_seed, step, self._batch, rows_of(self._rows),
-            train.train_policy.dataloader_shuffle, train.train_policy.drops_last_rows,
+            train.train_policy.dataloader_shuffle, train.train_policy.drops_last_rows
         )  # fmt: skip
         # Limit the micro-batch size so that every data-parallel rank gets a micro-batch.
         num_ranks = mesh.dp_replicate_size * abs(mesh.dp_shard_size)

@@ -63,7 +63,7 @@ class LogprobDrift:
             logger.warning(
                 "step %d: engines and trainer differ by %.3g nats per token, their weights by %g steps, which explains "
                 "%g; see rollout/logprob_difference in metrics.jsonl",
-                step, difference, metrics.get(_LAG_METRIC, 0.0), tolerance,
+                step, difference, metrics.get(_LAG_METRIC, 0.0), tolerance
             )  # fmt: skip
         self._has_warned = exceeds_tolerance
         if exceeds_tolerance and self._stops_training:

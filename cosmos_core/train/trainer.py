@@ -107,12 +107,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(
-        self,
-        samples: Sequence[Any],
-        request: Wants = None,
-        *,
-        weights: str = "policy",
-        size: int | None = None,
+        self, samples: Sequence[Any], request: Wants = None, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
         """Return the outputs that `wants` selects for each sample, under named weights or another model, no dropout.
 

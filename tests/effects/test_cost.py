@@ -16,7 +16,7 @@ from cosmos_core.errors import ConfigError, OverBudget
 from cosmos_core.launch.cost import Cost, cost_table, costs, wall_seconds
 from cosmos_core.launch.machine import machine_of
 from cosmos_core.run.directory import Run, open_or_create_run
-from cosmos_core.run.held import gpu_seconds_of_run
+from cosmos_core.run.gpu_time import gpu_seconds_of_run
 from cosmos_core.run.plan import Decision
 from cosmos_core.run.progress import Position
 from cosmos_core.run.state import GpuInterval, read_state, update_state

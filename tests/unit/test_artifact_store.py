@@ -96,9 +96,8 @@ def test_each_machine_makes_its_stage_of_what_the_others_have_made(
     there = on(run, "second", tmp_path / "there", monkeypatch)
     assert there.path == tmp_path / "there" / "one" and there.output_dir == tmp_path / "there"
     StageSync(there, there.pipeline.stage("second")).receive_inputs()
-    assert (
-        find_damage(there.stage_path("first"), read_result(there.stage_path("first")) or {}, ignores_cache=True) is None
-    )
+    path = there.stage_path("first")
+    assert find_damage(path, read_result(path) or {}, ignores_cache=True) is None
     assert (there.stage_path("first") / "out.txt").read_text() == (run.stage_path("first") / "out.txt").read_text()
     made, was_reused = run_stage(there, "second")
     assert not was_reused

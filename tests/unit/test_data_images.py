@@ -21,7 +21,7 @@ from transformers.utils import is_torchvision_available
 from cosmos_core.config.media import media_settings
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.images import ImageRef, convert_to_rgb, open_image, place_images, read_image
+from cosmos_core.data.images import ImageRef, align_images, convert_to_rgb, open_image, read_image
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.prepare import run
 from cosmos_core.errors import ConfigError, DataError, ModelError
@@ -96,16 +96,16 @@ def prepare(folder: Path, model: Path, rows: list[dict[str, Any]] | Path, **reci
     ],
 )
 def test_images_are_found_in_the_order_in_which_the_turns_show_them(turns, row, sources):
-    placed, found = place_images(turns, row, "a.jsonl:1")
+    placed, found = align_images(turns, row, "a.jsonl:1")
     assert found == sources
     parts = [part for turn in placed if isinstance(turn["content"], list) for part in turn["content"]]
     assert sum(part == BARE for part in parts) == len(sources)
 
 
 def test_words_around_a_mark_are_kept_and_images_without_a_mark_come_first():
-    assert place_images([SHOWN], {"image": "a"}, "row")[0] == [IN_PARTS]
+    assert align_images([SHOWN], {"image": "a"}, "row")[0] == [IN_PARTS]
     both = [{"role": "system", "content": "Be brief."}, ASKED]
-    placed, _ = place_images(both, {"image": "a"}, "row")
+    placed, _ = align_images(both, {"image": "a"}, "row")
     assert placed == [both[0], {"role": "user", "content": [BARE, {"type": "text", "text": "What is it?"}]}]
 
 
@@ -122,7 +122,7 @@ def test_words_around_a_mark_are_kept_and_images_without_a_mark_come_first():
 )
 def test_a_row_that_shows_other_images_than_it_has_is_refused(turns, row, message):
     with pytest.raises(DataError, match=rf"^a\.jsonl:3: .*{message}"):
-        place_images(turns, row, "a.jsonl:3")
+        align_images(turns, row, "a.jsonl:3")
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ def test_a_real_pipeline_is_encoded_as_its_family_does_and_not_loaded_again(tmp_
     assert all(torch.equal(row.text[name], text[name][0]) for name in text)
     pixels = pixels_of(
         Content(is_video(family), tmp_path / "clips" / ("1.mp4" if is_video(family) else "1.png")),
-        FrameSettings((32, 32), num_frames=9 if is_video(family) else 0, sampling="first"), 0.0,
+        FrameSettings((32, 32), num_frames=9 if is_video(family) else 0, sampling="first"), 0.0
     )  # fmt: skip
     assert row.mean.shape == encoders.latent_shape(32, 32, 9)
     assert (row.logvar is not None) == (family == "sd3")

@@ -54,7 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def engine(calls: list[str]) -> VllmEngine:
     made: Any = object.__new__(VllmEngine)
     made._llm, made._adapter, made._has_ranks, made._convert_bucket = Recorder(calls), None, False, list
-    made._receiver, made._in_flight, made._sleeping_parts, made._version, made.sleep_level = Receiver(), {}, [], 0, 0
+    made._receiver, made._in_flight, made._asleep_tags, made._version, made.sleep_level = Receiver(), {}, [], 0, 0
     return made
 
 

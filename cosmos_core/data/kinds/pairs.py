@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.data.conversation import continued_tokens, conversation_tokens, truncate_tokens
-from cosmos_core.data.images import place_images
+from cosmos_core.data.images import align_images
 from cosmos_core.data.kinds.base import IDS, MASK, HeldOutRows, TokenisedKind
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.kinds.sequences import Sequences
@@ -103,7 +103,7 @@ class PairsKind(TokenisedKind):
         if job.root is not None:
             if not isinstance(prompt, str):
                 return _visual_pair(job, [[*_without_prompt_loss(prompt), *turns] for turns in completions], row, where)
-            place_images([], row, where)  # refuse images, since plain text has no turn to show an image in
+            align_images([], row, where)  # refuse images, since plain text has no turn to show an image in
         values: list[list[int]] = []
         is_truncated = is_merged = False
         tools = read_tools(row, where)

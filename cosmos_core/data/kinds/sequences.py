@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.data.conversation import continued_tokens, conversation_tokens, truncate_tokens
-from cosmos_core.data.images import place_images
+from cosmos_core.data.images import align_images
 from cosmos_core.data.kinds.base import IDS, MASK, VALIDATION, HeldOutRows, TokenisedKind
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.messages import Message, Row, SkippedRow, omits_response, plain_text_columns, read_conversation
@@ -113,7 +113,7 @@ class SequencesKind(TokenisedKind):
         if job.root is not None:
             if not isinstance(conversation, str):
                 return _visual_sequence(job, conversation, row, where)
-            place_images([], row, where)  # refuse images, since plain text has no turn to show an image in
+            align_images([], row, where)  # refuse images, since plain text has no turn to show an image in
         tools = read_tools(row, where)
         tokens, is_merged = tokenise_turns(
             lambda turns: conversation_tokens(tokenizer, turns, where, tools, job.end_ids), conversation

@@ -61,7 +61,7 @@ class HttpInterface:
         """Return the FastAPI application with all routes of the service."""
         app = FastAPI(title="Reward service", docs_url=None, redoc_url=None, openapi_url=None)
         for path, handler in (
-            (ENQUEUE, self.enqueue), (PULL_PATH, self.pull), (PING, self.ping), (LATENT_ATTR, self.latent_attr),
+            (ENQUEUE, self.enqueue), (PULL_PATH, self.pull), (PING, self.ping), (LATENT_ATTR, self.latent_attr)
         ):  # fmt: skip
             app.add_route(path, self._guard_handler(handler), methods=["POST"])
         app.add_route("/health", self.health, methods=["GET"])

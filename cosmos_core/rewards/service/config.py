@@ -14,13 +14,7 @@ from cosmos_core.errors import ConfigError
 
 _VIDEO_REWARDS = {"cosmos_reason1", "dance_grpo"}
 _PUBLISHED_VAE = "https://huggingface.co/Wan-AI/Wan2.1-T2V-1.3B/resolve/main/Wan2.1_VAE.pth"
-_UNUSED_KEYS = (
-    "chunk_duration",
-    "temporal_window",
-    "load_mean_std",
-    "wan2pt2_model_path",
-    "wan2pt2_credential_path",
-)
+_UNUSED_KEYS = ("chunk_duration", "temporal_window", "load_mean_std", "wan2pt2_model_path", "wan2pt2_credential_path")
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 

@@ -13,7 +13,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.observe.costs import cost_of, table_of_costs
 from cosmos_core.run.directory import claim, create_run, open_or_create_run, open_run
 from cosmos_core.run.estimated import save_estimate
-from cosmos_core.run.held import (
+from cosmos_core.run.gpu_time import (
     closed_intervals,
     gpu_seconds,
     gpu_seconds_of_run,
