@@ -10,21 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cosmos_core.errors import ConfigError
+from cosmos_core.registry import code_file, is_code
 
 if TYPE_CHECKING:
     from cosmos_core.run.directory import RunFacts
 
 
 def flow_of(configs: Sequence[Path], *, is_toml_required: bool) -> str:
-    """Return the entrypoint `FILE.py:FLOW` that a command names instead of a TOML file; empty if it names a TOML file.
-    `is_toml_only` is True if an option of the command supports only TOML files.
+    """Return the entrypoint `FILE.py:FLOW` of the flow that a command names, as such or as `PACKAGE.MODULE:FLOW`; empty
+    if it names a TOML file. `is_toml_required` is True if an option of the command supports only TOML files.
 
     Raises:
         ConfigError: the command names a flow, but has options or several files, which only TOML files support.
     """
     entrypoint = str(configs[0])
     if ".py:" not in entrypoint:
-        return ""
+        if not is_code(entrypoint) or configs[0].exists():
+            return ""
+        entrypoint = f"{code_file(entrypoint)}:{entrypoint.rpartition(':')[2]}"
     if is_toml_required or len(configs) > 1:
         raise ConfigError(
             f"{entrypoint} is a flow in Python: --set, --from-stage, --verify, --estimate and further files are for "

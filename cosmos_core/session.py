@@ -3,6 +3,7 @@ a summary."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -37,6 +38,7 @@ from cosmos_core.observe.logs import add_quiet_variables, configure
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.resuming import resume_instructions
 from cosmos_core.parent import adopt_orphans
+from cosmos_core.registry import location_of
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import SHARED_FOLDER, disk_full
 from cosmos_core.run.progress import read_progress
@@ -94,10 +96,19 @@ def run_python_flow(
     interrupted, failure, error = False, "", None
     with server:
         wait_for_server()
-        flow, current_run = import_python_flow(entrypoint)
+        flow, current_flow = import_python_flow(entrypoint)
+
+        def current_run() -> Run | None:
+            return current.run if (current := current_flow()) else None
+
+        def run_flow() -> Any:
+            state = flow(**parameters, return_state=True)
+            return asyncio.run(state) if flow.isasync else state
+
         with Display([]) as display, _keep_display_updated(current_run, display):
             try:
-                failure = _final_message(lambda: flow(**parameters, return_state=True), Path.cwd())
+                failure = _final_message(run_flow, Path.cwd(), flow.fn)
+                failure = failure or import_module("tasks.flow_run").unfinished_stage()
             except (KeyboardInterrupt, Preempted):
                 interrupted = True
             except CosmosError as raised:
@@ -116,19 +127,38 @@ def run_python_flow(
     return EXIT_CRASH if failure else EXIT_OK
 
 
-def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Run | None]]:
-    """Return the flow at an entrypoint, and a function that returns the run on which the flow works.
+def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Any]]:
+    """Return the flow at an entrypoint, and a function that returns the state of the flow that is executed.
 
     Raises:
         ConfigError: there is no such flow, or its module raises an error.
     """
     with without_garbage_collection():
+        from prefect.exceptions import ScriptError
         from prefect.flows import load_flow_from_entrypoint
 
-        from tasks.flow_run import newest_run
+        from tasks.flow_run import newest_flow
 
-        with convert_errors(lambda error: ConfigError(f"{entrypoint}: {type(error).__name__}: {error}"), ()):
-            return load_flow_from_entrypoint(entrypoint), newest_run
+        def convert(raised: Exception) -> ConfigError:
+            error = raised.__cause__ if isinstance(raised, ScriptError) and raised.__cause__ else raised
+            location = f" ({location_of(error)})" if error is not raised else ""
+            return ConfigError(f"{entrypoint}: {type(error).__name__}: {error}{location}")
+
+        with convert_errors(convert, ()):
+            # Without `False`, Prefect executes what it can of a file that raises an error.
+            return load_flow_from_entrypoint(_module_entrypoint(entrypoint), False), newest_flow
+
+
+def _module_entrypoint(entrypoint: str) -> str:
+    """Return `PACKAGE.MODULE:FLOW` for a file that belongs to a package, whose relative imports need the package."""
+    file, _, name = entrypoint.rpartition(":")
+    root, parts = Path(file).absolute().parent, [Path(file).stem]
+    while (root / "__init__.py").is_file():
+        root, parts = root.parent, [root.name, *parts]
+    if len(parts) == 1:
+        return entrypoint
+    sys.path.insert(0, str(root))
+    return f"{'.'.join(parts)}:{name}"
 
 
 def _prepare_process() -> None:
@@ -183,16 +213,16 @@ def _run_flow(run: Run, from_stage: str, verify: bool) -> str:
     )
 
 
-def _final_message(run_flow: Callable[[], Any], folder: Path) -> str:
+def _final_message(run_flow: Callable[[], Any], folder: Path, function: Any = None) -> str:
     """Run a flow to its end with `run_flow`, which returns its state; return the reason why it did not complete, or an
-    empty string.
+    empty string. If `function` of the user raised an error, the reason has the location.
 
     Raises:
         Preempted: the flow was stopped or cancelled.
         CosmosError: an error that the flow raised.
     """
     from prefect.events.worker import EventsWorker
-    from prefect.exceptions import TerminationSignal
+    from prefect.exceptions import TerminationSignal, UnfinishedRun
     from prefect.logging.handlers import APILogWorker
 
     try:
@@ -208,10 +238,14 @@ def _final_message(run_flow: Callable[[], Any], folder: Path) -> str:
         EventsWorker.drain_all(timeout=_DRAIN_SECONDS)
     if state.is_cancelled():
         raise Preempted("its flow run was cancelled")
-    raised_error = getattr(state.data, "result", state.data)
-    if isinstance(raised_error, CosmosError):
-        raise raised_error
-    return "" if state.is_completed() else str(state.message)
+    raised = getattr(state.data, "result", state.data)
+    if isinstance(raised, CosmosError):
+        raise raised
+    if isinstance(raised, UnfinishedRun):
+        return "a stage was called with the future of a stage that failed"
+    is_of_user = function is not None and isinstance(raised, Exception) and raised.__traceback__ is not None
+    location = f" ({location_of(raised, function)})" if is_of_user and state.name != "TimedOut" else ""
+    return "" if state.is_completed() else f"{state.message}{location}"
 
 
 def _probe(folder: Path) -> DiskFull | None:

@@ -38,6 +38,7 @@ from cosmos_core.upload.base import check_targets
 from tasks import events
 from tasks.artifacts import log_ui_errors, show_run, write_report
 from tasks.credentials import set_credentials
+from tasks.json_values import json_values
 from tasks.kinds import all_kinds
 from tasks.naming import label_flow_run
 from tasks.store_sync import OUTPUT_DIR
@@ -76,9 +77,13 @@ class FlowInPython:
     parameters: dict[str, Any]
     tags: list[str]
     """Tags of the flow run, which its task runs get too."""
+    is_subflow: bool = False
+    """Whether another flow has called this flow."""
     run: Run | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     """Keys of `[pipeline]` that `configure_run` has set for the run."""
+    futures: dict[str, Any] = field(default_factory=dict)
+    """Futures of the submitted stages, by the name of the stage."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _names: set[str] = field(default_factory=set)
     _num_active: int = 0
@@ -256,22 +261,36 @@ def configure_run(**settings: Any) -> None:
     flow.config()
 
 
-def newest_run() -> Run | None:
-    """Return the run of the flow that this process executed last; None if no executed flow has called a stage."""
-    runs = [flow.run for flow in _all.values() if flow.run is not None]
-    return runs[-1] if runs else None
+def newest_flow() -> FlowInPython | None:
+    """Return the flow that this process executed last, or a flow that it called if it has called no stage itself; None
+    if no executed flow has called a stage."""
+    flows = [flow for flow in _all.values() if flow.run is not None]
+    return max(reversed(flows), key=lambda flow: not flow.is_subflow, default=None)
+
+
+def unfinished_stage() -> str:
+    """Return a line about a submitted stage that is not done, and for which no executed flow has waited; empty if there
+    is none."""
+    attempts = {flow.flow_run: flow for flow in _all.values()}  # the last attempt of each flow run
+    for name, future in (item for flow in attempts.values() for item in flow.futures.items()):
+        if future._final_state is None:  # neither the flow nor a later stage has waited
+            ended = future.wrapped_future
+            if ended.cancelled() or ended.exception() or not ended.result().is_completed():
+                return f"stage {name!r} is not done, and the flow did not wait for it: call .result() of its future"
+    return ""
 
 
 def _identify_flow_run(context: FlowRunContext) -> FlowInPython:
     assert context.flow is not None and context.flow_run is not None
-    run_id, parameters = _identity(context.flow, context.parameters or {})
+    is_subflow = context.flow_run.parent_task_run_id is not None
+    run_id, parameters = _identity(context.flow, context.parameters or {}, is_subflow=is_subflow)
     name, flow_run = context.flow.name, str(context.flow_run.id)
     _stop_on_signals()
     tags: list[str] = []
     with log_ui_errors():
         tags = label_flow_run(name, run_id)
     file, function = _source_of(context.flow)
-    return FlowInPython(name, flow_run, run_id, f"{file}:{function}", parameters, tags)
+    return FlowInPython(name, flow_run, run_id, f"{file}:{function}", parameters, tags, is_subflow)
 
 
 def run_name_and_parameters(flow: Flow[..., Any], arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -287,15 +306,18 @@ def run_name_and_parameters(flow: Flow[..., Any], arguments: Mapping[str, Any]) 
         raise ConfigError(f"flow {flow.name!r}: {error}") from error
 
 
-def _identity(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _identity(
+    flow: Flow[..., Any], parameters: Mapping[str, Any], *, is_subflow: bool = False
+) -> tuple[str, dict[str, Any]]:
     """Return the run name of a flow, and its parameters as JSON values. The name depends only on the flow's file, name
-    and parameters, unless the environment variable COSMOS_RUN_ID or the flow's parameter `run_id` sets it."""
-    values: dict[str, Any] = json.loads(json.dumps(parameters, default=str))
+    and parameters, unless the flow's parameter `run_id` or, for a flow that no other flow has called, the environment
+    variable COSMOS_RUN_ID sets it."""
+    values = json_values(parameters)
     file, function = _source_of(flow)
     identity = hashlib.sha256(json.dumps([file.name, function, values], sort_keys=True).encode()).hexdigest()[:8]
     plain_name = "".join(letter if STAGE_NAME.fullmatch(f"a{letter}") else "-" for letter in flow.name)
     name = f"{(plain_name.strip('-_') or 'flow')[:80]}-{identity}"
-    return str(os.environ.get(RUN_ID) or values.get("run_id") or name), values
+    return str((not is_subflow and os.environ.get(RUN_ID)) or values.get("run_id") or name), values
 
 
 def _source_of(flow: Flow[..., Any]) -> tuple[Path, str]:

@@ -5,7 +5,7 @@ fingerprint and reuse, lock, retries, work pool, artifact store, report and line
 """
 
 import inspect
-import json
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,9 +15,11 @@ from typing import Any
 from prefect import Task, tags
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
+from prefect.context import TaskRunContext
 from prefect.exceptions import TerminationSignal
-from prefect.futures import PrefectConcurrentFuture
+from prefect.futures import PrefectConcurrentFuture, PrefectFutureList
 from prefect.states import Completed
+from prefect.utilities.callables import expand_mapping_parameters, get_call_parameters
 
 from cosmos_core.config.files import read_config
 from cosmos_core.config.inputs import STAGE_PREFIX, source_of
@@ -31,6 +33,7 @@ from cosmos_core.types import StageKind
 from tasks.cancellation import is_cancelled, wait_unless_cancelled
 from tasks.final_states import failed_state
 from tasks.flow_run import Call, FlowInPython, current_flow
+from tasks.json_values import json_values
 from tasks.kinds import all_kinds
 from tasks.stage import MAX_RETRIES, produce_result, should_retry, stage_task
 
@@ -80,15 +83,38 @@ class StageTask(Task[Any, StageHandle]):
     def submit(self, *arguments: Any, name: str = "", **settings: Any) -> Any:
         """Run the stage in parallel to the flow, and return a Prefect future of its `StageHandle`."""
         flow = current_flow()
+        name = flow.reserve_stage_name(self.kind.name, name)
         with tags(*flow.tags):
-            return super().submit(*arguments, name=flow.reserve_stage_name(self.kind.name, name), **settings)
+            future = super().submit(*arguments, name=name, **settings)
+        flow.futures[name] = future
+        return future
+
+    def map(self, *arguments: Any, wait_for: Any = None, return_state: bool = False, **settings: Any) -> Any:
+        """Submit a stage for each element of the arguments that are lists, in their order; return the futures."""
+        parameters = get_call_parameters(self.fn, arguments, settings, apply_defaults=False)
+        calls = [
+            {"first": each["first"], "name": each["name"], "overrides": each["overrides"], **each.get("settings", {})}
+            for each in expand_mapping_parameters(self.fn, parameters)
+        ]
+        submitted = [self.submit(each.pop("first"), wait_for=wait_for, **each) for each in calls]
+        if not return_state:
+            return PrefectFutureList(submitted)  # type: ignore[abstract]
+        for future in submitted:
+            future.wait()
+        return [future.state for future in submitted]
+
+    def with_options(self, **options: Any) -> Any:
+        """Return a task of the same stage kind with other options of Prefect, such as `tags` and `on_failure`."""
+        other = object.__new__(StageTask)
+        other.__dict__ |= super().with_options(**options).__dict__ | {"kind": self.kind}
+        return other
 
     def __call__(self, *arguments: Any, return_state: bool = False, **settings: Any) -> Any:
         """Run the stage until it ends; return its `StageHandle` or, if `return_state` is true, its final state."""
         future: PrefectConcurrentFuture[StageHandle] = self.submit(*arguments, **settings)
         try:
             was_cancelled = wait_unless_cancelled([future.wrapped_future])
-        except (TerminationSignal, KeyboardInterrupt):
+        except (TerminationSignal, KeyboardInterrupt, CancelledError):  # the last one: `timeout_seconds` of the flow
             worker.stop_all()
             future.wait()
             raise
@@ -106,9 +132,10 @@ def stage_task_of(kind: str) -> StageTask:
     return StageTask(all_kinds()[kind])
 
 
-def _should_retry_task(_task: object, task_run: Any, state: State[Any]) -> bool:
+def _should_retry_task(_task: object, _task_run: object, state: State[Any]) -> bool:
     run, error = current_flow().run, getattr(state.data, "result", state.data)
-    return run is not None and should_retry(run, task_run.name, error)
+    context = TaskRunContext.get()
+    return run is not None and context is not None and should_retry(run, context.parameters["name"], error)
 
 
 def _function_of(kind: StageKind) -> Callable[..., Any]:
@@ -181,7 +208,7 @@ def _make_call(
         raise ConfigError(f"stage {name!r}: kind is no argument of a task; call the task of that kind")
     source = Path(flow.entrypoint.rpartition(":")[0])
     tables: Values = {}
-    handles = [after_argument] if isinstance(after_argument, StageHandle | str) else list(after_argument)
+    handles = [after_argument] if isinstance(after_argument, StageHandle | str) else list(after_argument or ())
     predecessors = [_stage_of(flow, name, "after", each) for each in handles]
     if _first_key(kind) == "after" and kind.reads_model and predecessors and not recipe and "model" not in keys:
         keys["model"], tables = _start_of(flow, predecessors[0])
@@ -208,8 +235,21 @@ def _make_call(
         elif value not in ("", None):
             stage[key] = _entry_path(value) if key == "entry" else value
     stage["after"] = list(dict.fromkeys(predecessors))
-    json_values = json.loads(json.dumps({"stage": stage, "tables": tables}, default=str))
-    return Call(**json_values), source
+    for key, value in {**stage, **tables}.items():
+        if handle := _handle_in(value):
+            raise ConfigError(
+                f"stage {name!r}: {key} contains the handle of {handle.name!r}; pass one of its values, such as "
+                f"handle.outputs['model'] or handle.metrics"
+            )
+    return Call(**json_values({"stage": stage, "tables": tables})), source
+
+
+def _handle_in(value: Any) -> StageHandle | None:
+    """Return the first handle in nested dicts and lists; None if there is none."""
+    if isinstance(value, StageHandle):
+        return value
+    elements = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return next(filter(None, map(_handle_in, elements)), None)
 
 
 def _start_of(flow: FlowInPython, name: str) -> tuple[str, Values]:

@@ -134,9 +134,10 @@ def combine(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1)
             merged = base_tensor + _METHODS[config.method](differences, weights_M, config.density)
+    merged = merged.to(first.dtype)  # of float16, a sum may be too large
     if not torch.isfinite(merged).all():
         raise ModelError(f"merge: {name} has values that are not finite; look for them in the merged models")
-    return merged.to(first.dtype)
+    return merged
 
 
 def _models(stage: Stage) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from transformers import AutoConfig
 from cosmos_core.data.kinds.base import TRAIN, VALIDATION
 from cosmos_core.data.prepared import RowImages, has_split, open_table
 from cosmos_core.errors import DataError, StageFailed
+from cosmos_core.export.gguf import FILE
 from cosmos_core.models.verify_export import auto_class
 from cosmos_core.rollout.vllm_logits import prompt_logits
 
@@ -109,7 +110,8 @@ def _logprobs(folder: Path, in_vllm: bool, rows: Sequence[Row]) -> Iterator[Tens
 
 @torch.no_grad()
 def _plain_model_logits(folder: Path, rows: Sequence[Row]) -> Iterator[Tensor]:
-    cls: Any = auto_class(AutoConfig.from_pretrained(folder))
-    model = cls.from_pretrained(folder, dtype="auto").eval()
+    files = {"gguf_file": FILE} if (folder / FILE).exists() else {}
+    cls: Any = auto_class(AutoConfig.from_pretrained(folder, **files))
+    model = cls.from_pretrained(folder, dtype="auto", **files).eval()
     for row in rows:
         yield model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1]

@@ -6,6 +6,7 @@
 
 vLLM loads each quantised model in a separate Python process, where it is compared with the unquantised model. If a
 stage in `after` has run benchmarks on the unquantised model, the same benchmarks are run on each quantised model.
+transformers loads a GGUF file, without benchmarks.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from cosmos_core.export.divergence import (
     save_logprobs,
     text_rows,
 )
+from cosmos_core.export.gguf import FORMAT as GGUF
+from cosmos_core.export.gguf import gguf_problem, write_gguf
 from cosmos_core.export.quantize import Layers, describe, find_layers, quantize_folder, scheme_of
 from cosmos_core.models.hf import load_config, model_without_weights
 from cosmos_core.models.new_interpreter import call_in_interpreter, pool_of_one_process
@@ -54,14 +57,24 @@ class Plan(NamedTuple):
 
     name: str
     scheme: Any
-    layers: Layers
+    """Scheme of compressed-tensors; None: the format is GGUF."""
+    layers: Layers | None
     problem: str
-    """Reason why vLLM cannot run the format on this machine; empty if vLLM can run it."""
+    """Reason why vLLM cannot run the format on this machine; empty if vLLM can run it, and for GGUF."""
+
+    @property
+    def in_vllm(self) -> bool:
+        """Return True if vLLM loads the format to prove it, False if transformers loads it."""
+        return self.layers is not None and not self.problem
 
     @property
     def line(self) -> str:
         """Return a line for the user that describes the format and its quantised layers."""
-        return describe(self.name, self.scheme, self.layers)
+        return (
+            f"{self.name}: one file in bfloat16"
+            if self.layers is None
+            else describe(self.name, self.scheme, self.layers)
+        )
 
 
 def run(stage: Stage) -> Outcome:
@@ -100,21 +113,28 @@ def plans(stage: Stage) -> list[Plan]:
     """Return a plan for each quantised format of the recipe.
 
     Raises:
-        ConfigError: vLLM cannot run a format on this machine, and `export.unproven` is false.
+        ConfigError: vLLM cannot run a format on this machine, and `export.unproven` is false; or the converter of
+            llama.cpp is missing.
         ModelError: a format does not support the layers of the model.
     """
     config = stage.recipe.export
+    if GGUF in config.quantized and (problem := gguf_problem()):
+        raise ConfigError(f"export.formats has 'gguf', but {problem}; leave it out")
+    gguf_plans = [Plan(GGUF, None, None, "") for name in config.quantized if name == GGUF]
+    others = [name for name in config.quantized if name != GGUF]
+    if not others:
+        return gguf_plans
     with torch.device("meta"), meta_device_safe_creation_ops():
         revision = stage.recipe.policy.model_revision
         model = model_without_weights(stage.model, revision=revision, dtype=torch.bfloat16)
     layers = find_layers(model)
-    format_plans = [Plan(name, scheme_of(name, layers), layers, vllm_problem(name)) for name in config.quantized]
+    format_plans = [Plan(name, scheme_of(name, layers), layers, vllm_problem(name)) for name in others]
     for plan in format_plans:
         if plan.problem and not config.unproven:
             raise ConfigError(
                 f"export.formats has {plan.name!r}, but {plan.problem}; leave it out, or set export.unproven = true"
             )
-    return format_plans
+    return format_plans + gguf_plans
 
 
 def _prepared_rows(stage: Stage) -> Path:
@@ -188,10 +208,19 @@ def _write(stage: Stage, plan: Plan, unquantized: Outcome) -> Outcome:
         if stage.stop_requested and num_done < count:
             raise Preempted(f"stage {stage.name!r}: {num_done} of {count} files of {plan.name} are written")
 
+    def while_converting() -> None:
+        stage.progress.beat()
+        if stage.stop_requested:
+            raise Preempted(f"stage {stage.name!r}: stopped while {plan.name} was written")
+
     source = stage.path / str(unquantized.info["model"])
-    quantize_folder(source, partial, plan.scheme, plan.layers, stop_between_files)
+    if plan.layers is None:
+        shutil.rmtree(partial, ignore_errors=True)
+        write_gguf(source, partial, while_converting)
+    else:
+        quantize_folder(source, partial, plan.scheme, plan.layers, stop_between_files)
     partial.rename(target)
-    size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in target.iterdir() if file.suffix in {".safetensors", ".gguf"})
     return Outcome((folder,), {f"export/{plan.name}/bytes": float(size)})
 
 
@@ -199,12 +228,12 @@ def _verify_quantized(stage: Stage, plan: Plan, unquantized: Outcome, folder: Pa
     """Load a quantised model in separate Python processes, and return its divergence and benchmarks as metrics."""
     source, reference = (
         stage.path / str(unquantized.info["model"]),
-        stage.path / _LOGPROBS / ("unproven" if plan.problem else "proven"),
+        stage.path / _LOGPROBS / ("of_engine" if plan.in_vllm else "plain"),
     )
     stage.progress.phase("validate")
     if not reference.exists():
-        _in_fresh_interpreter(stage, save_logprobs, source, not plan.problem, rows, reference)
-    divergence: Divergence = _in_fresh_interpreter(stage, compare, folder, not plan.problem, rows, reference)
+        _in_fresh_interpreter(stage, save_logprobs, source, plan.in_vllm, rows, reference)
+    divergence: Divergence = _in_fresh_interpreter(stage, compare, folder, plan.in_vllm, rows, reference)
     prefix = f"export/{plan.name}/"
     metrics = {
         "kl": divergence.kl,
@@ -213,7 +242,7 @@ def _verify_quantized(stage: Stage, plan: Plan, unquantized: Outcome, folder: Pa
         "proven": float(not plan.problem),
     }
     evaluated = _find_benchmarks(stage)
-    if evaluated is not None and not plan.problem:
+    if evaluated is not None and plan.in_vllm:
         scratch = stage.path / _LOGPROBS / f"{plan.name}-{_BENCHMARKS}"
         scores = _in_fresh_interpreter(
             stage, _evaluate, folder, Path(evaluated["path"]), scratch, progress_file=scratch
@@ -277,11 +306,15 @@ def _format_section(plan: Plan, verification: Outcome, split_name: str, num_rows
     prefix = f"export/{plan.name}/"
     metrics = {name.removeprefix(prefix): value for name, value in verification.metrics.items()}
     kind_of_rows = "held-out" if split_name == VALIDATION else "training"
-    loaded = f"Loaded by vLLM {vllm_version()}" if not plan.problem else f"**Unproven**: {plan.problem}"
-    engine = "" if not plan.problem else ", by transformers"
+    made = f"rounded to nearest, by compressed-tensors {version('compressed-tensors')}"
+    loaded, engine = f"Loaded by vLLM {vllm_version()}", ""
+    if plan.layers is None:
+        made, loaded = "converted by llama.cpp", f"Loaded by transformers {version('transformers')}"
+    elif plan.problem:
+        loaded, engine = f"**Unproven**: {plan.problem}", ", by transformers"
     lines = [
         "", f"## Quantised: `{plan.name}`", "",
-        f"- {plan.line}, rounded to nearest, by compressed-tensors {version('compressed-tensors')}",
+        f"- {plan.line}, {made}",
         f"- {loaded}",
         f"- Divergence KL(bf16 || {plan.name}): {metrics['kl']:.3g} nats per token (standard error "
         f"{metrics['kl_stderr']:.2g}) on {verification.info['tokens']} tokens of {num_rows} {kind_of_rows} "

@@ -34,6 +34,15 @@ def chain(rounds: int, seconds: float = 0.0, run_id: str = ""):
 def broken():
     return {}["missing"]
 
+@flow
+def unmet():
+    first = custom.submit("PROGRAMS/counting.py:count", name="first", arguments={"refuse": True})
+    custom.submit("PROGRAMS/counting.py:count", name="second", after=first).result()
+
+@flow
+async def hasty():
+    custom.submit("PROGRAMS/counting.py:count", name="first", arguments={"refuse": True})
+
 def plain(): ...
 """
 
@@ -87,13 +96,35 @@ def test_a_flow_that_is_killed_is_continued_by_the_same_command_or_resume(worksp
         (["my.py:none"], "my.py:none"),
         (["my.py:plain"], "'plain' is not a flow. Make sure that it is decorated with '@flow'"),
         (["your.py:chain"], "your.py:chain: no such file: your.py"),
-        (["my.py:broken"], "KeyError: 'missing'"),
+        (["my.py:broken"], "KeyError: 'missing' ("),
+        (["my.py:unmet"], "a stage was called with the future of a stage that failed"),
+        (["my.py:hasty"], "stage 'first' is not done, and the flow did not wait for it: call .result() of its future"),
+        (["typo.py:chain"], "typo.py:chain: ModuleNotFoundError: No module named 'numpie' (/"),
+        (["parts.none:chain"], "module 'parts.none' was not found"),
+        (["parts.two:first"], "'first'"),
     ],
 )
 def test_a_mistake_is_one_line(workspace: Workspace, words: list[str], message: str) -> None:
     workspace.write("my.py", FLOW)
+    workspace.write("typo.py", f"import numpie\n{FLOW}")
+    workspace.write("parts/__init__.py", "")
+    workspace.write("parts/two.py", "")
     done = workspace.cosmos("run", *words, code=None)
     assert done.returncode in {1, 64} and message in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_a_flow_of_a_package_is_run_by_its_module_and_resumed(workspace: Workspace) -> None:
+    workspace.write("parts/__init__.py", "")
+    workspace.write("parts/steps.py", "COUNT = 'PROGRAMS/counting.py:count'\n")
+    workspace.write(
+        "parts/two.py",
+        "from prefect import flow\nfrom tasks import custom\nfrom .steps import COUNT\n\n"
+        "@flow\ndef one():\n    custom(COUNT, arguments={'steps': 2})\n",
+    )
+    workspace.cosmos("run", "parts.two:one")
+    [run] = workspace.path.glob("outputs/one-*")
+    assert "custom" in workspace.cosmos("resume", run.name).stdout
+    assert "be reused" in workspace.cosmos("plan", "parts/two.py:one").stdout
 
 
 def example(file: str) -> str:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
 from collections.abc import Callable
+from datetime import date
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from prefect import flow
+from prefect import flow, unmapped
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags, TaskRunFilter, TaskRunFilterTags
 from prefect.flows import load_flow_from_entrypoint
+from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from cosmos_core.cli import app
-from cosmos_core.errors import ConfigError, DataError, GateFailed
-from cosmos_core.run.directory import open_run
+from cosmos_core.errors import ConfigError, DataError, GateFailed, StageFailed
+from cosmos_core.run.directory import open_run, read_facts
 from cosmos_core.run.state import read_state
 from tasks import configure_run, custom, gate, report, sample, upload
+from tasks.flow_run import identity_of, newest_flow, unfinished_stage
 from tasks.kinds import all_kinds
 from tasks.naming import user_name
 from tasks.stage_task import StageHandle
@@ -234,6 +240,115 @@ def test_a_flow_sets_what_pipeline_sets_in_toml_before_its_first_stage(folder: P
         with pytest.raises(ConfigError, match=message):
             private(late=late)
         settings = {key: value for key, value in settings.items() if key in {"threads", "private"}}
+
+
+def test_a_map_names_its_stages_in_the_order_of_the_elements(folder: Path) -> None:
+    @flow
+    def mapped(run_id: str = "mapped") -> list[tuple[str, float]]:
+        first = grown("first", 10)
+        made = custom.map(GROW, arguments=[{"by": 1}, {"by": 2}], model=unmapped(first)).result()
+        states = custom.map(GROW, arguments=[{"by": 3}], model=[custom.submit(GROW)], return_state=True)
+        return [(each.name, each.metrics["size"]) for each in (*made, states[0].result())]
+
+    assert mapped() == [("custom", 11.0), ("custom-2", 12.0), ("custom-4", 4.0)]
+
+
+def test_a_task_with_other_options_of_prefect_adds_a_stage_all_the_same(folder: Path) -> None:
+    seen: list[str] = []
+
+    @flow
+    def optional(run_id: str = "optional") -> str:
+        tagged = custom.with_options(task_run_name="mine-{name}", on_failure=[lambda *_: seen.append("failed")])
+        model = tagged(GROW, arguments={"by": 2})
+        with pytest.raises(StageFailed):
+            tagged.submit(f"{PROGRAMS}/counting.py:never_progress", model=model, retries=0).result()
+        return str(model.name)
+
+    assert optional() == "custom" and seen == ["failed"]
+    assert read_state(folder / "outputs/optional/stages/custom-2").failures == 1
+
+
+class Plan(BaseModel):
+    by: int = 2
+    names: set[str] = {"c", "b", "a"}
+
+
+class Size(Enum):
+    LARGE = 3
+
+
+@flow
+def typed(plan: Plan, size: Size, where: Path, rates: dict[int, float], day: date) -> list[Any]:
+    grown("model", plan.by + size.value)
+    return [plan.names, size, where, rates, day]
+
+
+def test_parameters_of_any_type_are_restored_from_the_run(folder: Path) -> None:
+    given = {"plan": Plan(), "size": Size.LARGE, "where": Path("x"), "rates": {1: 0.5}, "day": date(2026, 1, 2)}
+    values = typed(**given)
+    [path] = folder.glob("outputs/typed-*")
+    saved = read_facts(path)
+    assert saved and saved.parameters["plan"] == {"by": 2, "names": ["a", "b", "c"]}
+    assert typed(**saved.parameters) == values and starts(folder) == ["model"]
+    assert identity_of(typed, saved.parameters) == (path.name, saved.parameters)
+
+
+def test_a_flow_called_by_a_flow_has_a_run_of_its_own_under_any_name_of_the_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @flow
+    def inner(base: str) -> StageHandle:
+        return grown("model", 2, model=base)
+
+    @flow
+    def outer() -> float:
+        made = inner(grown("model").outputs["model"])
+        return grown("last", model=made.outputs["model"]).metrics["size"]
+
+    assert outer() == 4.0
+    current = newest_flow()
+    assert current is not None and current.name == "outer"
+    monkeypatch.setenv("COSMOS_RUN_ID", current.run_id)
+    assert outer() == 4.0 and len(list(folder.glob("outputs/*/pipeline.toml"))) == 2
+
+
+def test_a_flow_whose_time_is_over_stops_its_stage(folder: Path) -> None:
+    @flow(timeout_seconds=15)
+    def late(run_id: str = "late") -> None:
+        custom(f"{PROGRAMS}/counting.py:count", arguments={"steps": 10**6})
+
+    with pytest.raises(TimeoutError):
+        late()
+    assert read_state(folder / "outputs/late/stages/custom").state == "stopped"
+
+
+def test_arguments_are_plain_values_and_no_handles(folder: Path) -> None:
+    @flow
+    def plain(run_id: str = "plain") -> float:
+        made = grown("model", np.int64(2))
+        with pytest.raises(ConfigError, match="stage 'x': arguments contains the handle of 'model'; pass one of its"):
+            custom(GROW, name="x", arguments={"by": [made]})
+        return made.metrics["size"]
+
+    assert plain() == 2.0
+
+
+def test_a_stage_that_nothing_waited_for_is_reported(folder: Path) -> None:
+    @flow
+    def hasty(run_id: str = "hasty") -> None:
+        custom.submit(GROW, arguments={"refuse": True})
+
+    hasty()
+    assert unfinished_stage().startswith("stage 'custom' is not done, and the flow did not wait for it")
+
+
+def test_an_asynchronous_flow_calls_stages(folder: Path) -> None:
+    @flow
+    async def later(run_id: str = "later") -> float:
+        first = custom.submit(GROW)
+        return float(grown("second", model=first).metrics["size"])
+
+    assert asyncio.run(later()) == 2.0
 
 
 def test_a_stage_is_called_in_a_flow() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ from cosmos_core.errors import ConfigError, DataError, ModelError, Preempted, St
 from cosmos_core.export import program
 from cosmos_core.export.divergence import compare, save_logprobs
 from cosmos_core.export.formats import _in_fresh_interpreter, plans
+from cosmos_core.export.gguf import write_gguf
 from cosmos_core.export.quantize import find_layers, quantize_folder, quantize_weight, scheme_of
 from cosmos_core.rollout.vllm_logits import vllm_problem
 from cosmos_core.run.progress import Progress, read_progress
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
-from tests.conftest import wait_until
+from tests.conftest import PROGRAMS, wait_until
 from tests.effects.change import SFT, recipe, stage_of
 from tests.real.rows import write_rows
 from tests.unit.tiny_families import save_family
@@ -230,6 +232,54 @@ def test_an_unproven_format_is_refused_unless_it_is_wanted(model: Path, tmp_path
     outcome = program.run(stage)
     assert outcome.metrics["export/w4a16/proven"] == 0 and outcome.metrics["export/w4a16/kl"] > 0
     assert f"**Unproven**: {problem}" in (stage.path / "w4a16/step_0/README.md").read_text()
+
+
+@pytest.fixture
+def converter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The converter of the tests on PATH."""
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    monkeypatch.setenv("PATH", f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.usefixtures("converter")
+def test_a_gguf_file_is_written_and_loaded_by_transformers(model: Path, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(model)
+    config.head_dim = 128  # transformers does not read it from a GGUF file of a Qwen3
+    shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns("*safetensors*"))
+    model = tmp_path / "model"
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(model)
+    stage = exported(tmp_path, model, ["bf16", "gguf"])
+    assert "gguf: one file in bfloat16" in str(program.check(stage).info["found"])
+    outcome = program.run(stage)
+    assert outcome.info["formats"] == {"bf16": "safetensors/step_0", "gguf": "gguf/step_0"}
+    metrics, file = outcome.metrics, stage.path / "gguf/step_0/model.gguf"
+    assert metrics["export/gguf/proven"] == 1 and 0 <= metrics["export/gguf/kl"] < 0.01
+    assert metrics["export/gguf/bytes"] == file.stat().st_size and metrics["export/gguf/same_top_token"] > 0.9
+    card = (file.parent / "README.md").read_text()
+    assert "converted by llama.cpp" in card and "Loaded by transformers" in card and "4 held-out rows" in card
+    loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    assert torch.equal(loaded.get_parameter(UP), open_model(model).get_parameter(UP).float())
+    written = file.stat().st_mtime_ns
+    assert program.run(stage) == outcome and file.stat().st_mtime_ns == written
+
+
+@pytest.mark.usefixtures("converter")
+def test_a_converter_that_fails_is_quoted_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
+    with pytest.raises(StageFailed, match=r"convert_hf_to_gguf.py failed with exit code 1: ERROR.*is not supported"):
+        write_gguf(other, tmp_path / "gguf", lambda: None)
+    assert not list((tmp_path / "gguf").iterdir())
+
+
+def test_gguf_is_refused_where_the_converter_is_missing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"export.formats has 'gguf', but convert_hf_to_gguf.py .*leave it out"):
+        program.check(exported(tmp_path, model, ["bf16", "gguf"], **{"export.unproven": True}))
 
 
 def test_a_stop_leaves_the_written_files(model: Path, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cosmos_core.checkpoint.merge import combine, run
-from cosmos_core.config.compose import load_pipeline
+from cosmos_core.config.capabilities import check_capabilities
+from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.schema.merge import MergeConfig
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -99,6 +100,20 @@ def test_dare_keeps_random_differences_scaled_up_and_depends_on_seed_and_name(fo
     assert torch.equal(first, merged(0)) and not torch.equal(first, merged(1))
 
 
+def test_a_sum_that_its_dtype_cannot_hold_is_refused() -> None:
+    models = [{"w": torch.full((2,), 6e4, dtype=torch.float16)}] * 2
+    with pytest.raises(ModelError, match="w has values that are not finite"):
+        combine(MergeConfig(), [1.0, 1.0], models, None, "w", 0)
+
+
+def test_a_model_of_other_dtype_and_shards_counts_as_its_values(folder: Path, tmp_path: Path) -> None:
+    half = AutoModelForCausalLM.from_pretrained(folder / "stages/b/model", dtype=torch.bfloat16)
+    half.save_pretrained(folder / "stages/half/model", max_shard_size="50KB")
+    run(stage_of(folder, tmp_path / "merge", ("a", "half")))
+    merged, a, b = (weights(each) for each in (tmp_path / "merge/model", *(folder / f"stages/{n}/model" for n in "ab")))
+    torch.testing.assert_close(merged[NAME], (a[NAME] + b[NAME].bfloat16().float()) / 2, rtol=0, atol=1e-6)
+
+
 def test_the_base_among_the_stages_is_no_model_to_merge(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="names 1 models to merge; name at least two besides the base 'b'"):
         run(stage_of(folder, tmp_path / "ties", model="stage:b", method="ties"))
@@ -138,15 +153,22 @@ def test_a_stop_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "merge").glob("**/*.safetensors"))
 
 
+def pipeline_of(folder: Path, file: Path, after: str, weights: str) -> Pipeline:
+    entry = f'kind = "custom"\nentry = "{PROGRAMS}/counting.py:count"'
+    stages = "".join(f'[[pipeline.stages]]\nname = "{name}"\n{entry}\n' for name in "ab")
+    merge = f'[[pipeline.stages]]\nname = "merged"\nkind = "merge"\nafter = {after}\n'
+    file.write_text(f'{stages}{merge}[policy]\nmodel_name_or_path = "{folder}/base"\n[merge]\nweights = {weights}\n')
+    return load_pipeline(file, (), all_kinds())
+
+
 def test_the_order_of_models_to_merge_counts(folder: Path, tmp_path: Path) -> None:
     def merged(after: str) -> str:
-        stages = "".join(
-            f'[[pipeline.stages]]\nname = "{name}"\nkind = "custom"\nentry = "{PROGRAMS}/counting.py:count"\n'
-            for name in "ab"
-        )
-        merge = f'[[pipeline.stages]]\nname = "merged"\nkind = "merge"\nafter = {after}\n'
-        recipe = f'[policy]\nmodel_name_or_path = "{folder}/base"\n[merge]\nweights = [0.7, 0.3]\n'
-        (tmp_path / "merge.toml").write_text(stages + merge + recipe)
-        return fingerprint_of(load_pipeline(tmp_path / "merge.toml", (), all_kinds()), "merged").value
+        return fingerprint_of(pipeline_of(folder, tmp_path / "merge.toml", after, "[0.7, 0.3]"), "merged").value
 
     assert merged('["a", "b"]') == merged('["a", "b"]') != merged('["b", "a"]')
+
+
+def test_weights_of_a_soup_that_sum_to_0_are_refused_before_the_run(folder: Path, tmp_path: Path) -> None:
+    pipeline = pipeline_of(folder, tmp_path / "merge.toml", '["a", "b"]', "[1.0, -1.0]")
+    with pytest.raises(ConfigError, match=r"merge.weights = \[1.0, -1.0\] sum to 0, so the merged model"):
+        check_capabilities(pipeline)

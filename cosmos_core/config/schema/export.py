@@ -7,7 +7,7 @@ from pydantic import Field
 
 from cosmos_core.config.schema.table import StageContext, Table
 
-Format = Literal["bf16", "fp8", "int8", "w4a16"]
+Format = Literal["bf16", "fp8", "int8", "w4a16", "gguf"]
 UNQUANTIZED = "bf16"
 """Format without quantisation, from which all other formats are made."""
 
@@ -19,7 +19,8 @@ class ExportConfig(Table):
     """Formats to write, each in its own folder. `bf16`: the model itself, with which all others are compared. `fp8`:
     8-bit floating-point weights and activations. `int8`: 8-bit integer weights and activations. `w4a16`: 4-bit integer
     weights in groups of 128. Weights have a scale per output channel or group, activations one per token; only linear
-    layers of the decoder blocks are quantised. Empty: the model in `train.param_dtype`."""
+    layers of the decoder blocks are quantised. `gguf`: one file in bfloat16, written by `convert_hf_to_gguf.py` of
+    llama.cpp on PATH, and loaded by transformers with the package gguf. Empty: the model in `train.param_dtype`."""
     unproven: bool = False
     """Also write a format that vLLM cannot run on the machine of the stage, such as `w4a16` on a CPU without AVX-512.
     Its divergence is then measured with transformers, and its model card says so. False:

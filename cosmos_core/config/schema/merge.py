@@ -8,6 +8,8 @@ from pydantic import Field
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.values import Fraction
 
+_LEAST_SUM = 1e-6
+
 
 class MergeConfig(Table):
     """`[merge]`: how models are combined."""
@@ -24,5 +26,12 @@ class MergeConfig(Table):
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
         """Yield errors for recipes that a stage of kind `merge` does not support."""
-        if stage.kind.table == "merge" and stage.recipe.policy.is_diffusers:
+        if stage.kind.table != "merge":
+            return
+        if stage.recipe.policy.is_diffusers:
             yield "policy.is_diffusers = true: kind merge combines language models; merge pipelines with a custom stage"
+        if self.method == "linear" and self.weights and abs(sum(self.weights)) < _LEAST_SUM:
+            yield (
+                f"merge.weights = {list(self.weights)} sum to 0, so the merged model would have lost what its models "
+                f"share; give weights that sum to 1, or add differences with method = 'dare_linear' and density = 1"
+            )

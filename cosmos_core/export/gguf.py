@@ -1,0 +1,56 @@
+"""Export as one GGUF file, which the converter of llama.cpp writes and transformers loads again."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from cosmos_core.errors import StageFailed
+
+FORMAT = "gguf"
+FILE = "model.gguf"
+CONVERTER = "convert_hf_to_gguf.py"
+_POLL_SECONDS = 1.0
+
+
+def gguf_problem() -> str:
+    """Return the reason why a GGUF file cannot be written and loaded here; empty if it can."""
+    if shutil.which(CONVERTER) is None:
+        return f"{CONVERTER} of llama.cpp is not on PATH, or not executable"
+    if importlib.util.find_spec("gguf") is None:
+        return "the package gguf, with which transformers loads it, is not installed (pip install gguf)"
+    return ""
+
+
+def write_gguf(source: Path, target: Path, meanwhile: Callable[[], None]) -> None:
+    """Write the model in `source` as `target/model.gguf` in bfloat16.
+
+    `meanwhile` is called every second until the converter has ended. If it raises an error, the converter is stopped.
+
+    Raises:
+        StageFailed: the converter failed; the message has the last line of its output.
+    """
+    target.mkdir(parents=True)
+    command = [sys.executable, str(shutil.which(CONVERTER)), str(source), "--outtype", "bf16"]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([*command, "--outfile", str(target / FILE)], stdout=log, stderr=log)
+        try:
+            while process.poll() is None:
+                meanwhile()
+                try:
+                    process.wait(_POLL_SECONDS)
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            process.kill()
+            process.wait()
+        log.seek(0)
+        lines = log.read().decode(errors="replace").split("\n")
+    if process.returncode or not (target / FILE).is_file():
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote no file")
+        raise StageFailed(f"{CONVERTER} failed with exit code {process.returncode}: {last}")
