@@ -277,7 +277,7 @@ class CausalLM:
 
     def _forward(self, scorer: Scorer, batch: TokenBatch, request: RequestedOutputs) -> dict[str, Tensor]:
         outputs: dict[str, Tensor] = scorer(
-            batch.inputs, batch.scored_N, wants=request, dtype=self._dtype, derivative_N=batch.derivative_N,
+            batch.inputs, batch.scored_N, request=request, dtype=self._dtype, derivative_N=batch.derivative_N,
             top_ids_NK=batch.top_ids_NK,
         )  # fmt: skip
         return outputs

@@ -70,7 +70,7 @@ class StageModule(nn.Module):
         with forward_context(self._train, batch.scored_N.device):
             if self.is_last_stage:
                 outputs = self.scorer(
-                    inputs, batch.scored_N, wants=self.micro_batches.request, dtype=self._dtype,
+                    inputs, batch.scored_N, request=self.micro_batches.request, dtype=self._dtype,
                     derivative_N=batch.derivative_N, top_ids_NK=batch.top_ids_NK,
                 )  # fmt: skip
                 self.names = list(outputs)

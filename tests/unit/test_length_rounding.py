@@ -125,7 +125,7 @@ def test_scores_over_longer_chunks_are_the_same(
         outputs = Scorer(model)(
             {"input_ids": ids},
             chosen,
-            wants=RequestedOutputs(entropy="value"),
+            request=RequestedOutputs(entropy="value"),
             dtype=torch.float64,
             derivative_N=expected_N,
         )

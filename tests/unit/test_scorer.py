@@ -108,7 +108,7 @@ def test_all_outputs_and_their_gradients_are_those_of_the_whole_logits(
     model: PreTrainedModel, wants: RequestedOutputs
 ) -> None:
     scorer = scorer_of(model)
-    found = scorer(inputs(), CHOSEN, wants=wants, dtype=torch.float64)
+    found = scorer(inputs(), CHOSEN, request=wants, dtype=torch.float64)
     assert scorer._has_plain_head is True, "the head of this family is known"
     theirs = whole(model, wants)
     assert found.keys() == {
@@ -135,7 +135,7 @@ def test_ids_of_the_caller_are_scored_in_storage_of_the_likeliest(model: PreTrai
 
 
 def test_entropy_for_a_metric_has_no_gradient(model: PreTrainedModel) -> None:
-    found = scorer_of(model)(inputs(), CHOSEN, wants=RequestedOutputs(0.7, entropy="value"), dtype=torch.float64)
+    found = scorer_of(model)(inputs(), CHOSEN, request=RequestedOutputs(0.7, entropy="value"), dtype=torch.float64)
     torch.testing.assert_close(found["entropy"], whole(model, EVERYTHING)["entropy"], rtol=0, atol=1e-12)
     assert found["logprobs"].requires_grad and not found["entropy"].requires_grad
 
@@ -143,7 +143,7 @@ def test_entropy_for_a_metric_has_no_gradient(model: PreTrainedModel) -> None:
 def test_a_head_that_says_nothing_is_uniform(model: PreTrainedModel) -> None:
     torch.nn.init.zeros_(model.get_output_embeddings().weight)
     found = scorer_of(model)(
-        inputs(), CHOSEN, wants=RequestedOutputs(entropy="value", is_top=True), dtype=torch.float64
+        inputs(), CHOSEN, request=RequestedOutputs(entropy="value", is_top=True), dtype=torch.float64
     )
     for name, value in (("logprobs", -math.log(500)), ("entropy", math.log(500)), ("is_top", 1.0)):
         assert found[name].tolist() == pytest.approx([value] * len(CHOSEN), rel=1e-12)
@@ -161,7 +161,11 @@ def guessed(guess: str) -> Tensor | None:
 @pytest.mark.parametrize("guess", GUESSES)
 def test_a_guess_of_the_derivative_changes_no_gradient(model: PreTrainedModel, guess: str) -> None:
     found = scorer_of(model)(
-        inputs(), CHOSEN, wants=RequestedOutputs(0.7, entropy="value"), dtype=torch.float64, derivative_N=guessed(guess)
+        inputs(),
+        CHOSEN,
+        request=RequestedOutputs(0.7, entropy="value"),
+        dtype=torch.float64,
+        derivative_N=guessed(guess),
     )
     theirs = whole(model, EVERYTHING)
     assert_close(found, {name: theirs[name] for name in ("logprobs", "entropy")})
@@ -181,7 +185,7 @@ def test_a_right_guess_saves_the_second_run_of_the_head(model: PreTrainedModel, 
         (RequestedOutputs(top_k=2), 6),
     ):  # eight tokens are three chunks
         runs.clear()
-        (DERIVATIVE * scorer(inputs(), CHOSEN, wants=wants, **settings)["logprobs"]).sum().backward()
+        (DERIVATIVE * scorer(inputs(), CHOSEN, request=wants, **settings)["logprobs"]).sum().backward()
         assert len(runs) == count
 
 
@@ -193,7 +197,7 @@ def test_a_label_is_at_the_top_where_the_whole_logits_have_their_largest_value_a
         # The next token becomes the likeliest; a causal model says the same of that position.
         batch["input_ids"][row, position + 1] = likeliest[2]
         likeliest = model(**batch).logits[:, :-1].argmax(-1).reshape(-1)[CHOSEN]
-        found = scorer_of(model)(batch, CHOSEN, wants=RequestedOutputs(is_top=True))["is_top"]
+        found = scorer_of(model)(batch, CHOSEN, request=RequestedOutputs(is_top=True))["is_top"]
     labels = batch["input_ids"][:, 1:].reshape(-1)[CHOSEN]
     assert found[2] == 1
     assert found.tolist() == (likeliest == labels).float().tolist()
@@ -208,7 +212,7 @@ def test_without_gradient_nothing_is_kept(model: PreTrainedModel) -> None:
 
 def test_no_chosen_token_is_no_gradient(model: PreTrainedModel) -> None:
     wants = RequestedOutputs(entropy="gradient", top_k=3, is_top=True)
-    found = scorer_of(model)(inputs(), CHOSEN[:0], wants=wants, dtype=torch.float64, derivative_N=DERIVATIVE[:0])
+    found = scorer_of(model)(inputs(), CHOSEN[:0], request=wants, dtype=torch.float64, derivative_N=DERIVATIVE[:0])
     assert {name: (tuple(value.shape), value.dtype) for name, value in found.items()} == {
         "logprobs": ((0,), torch.float64), "entropy": ((0,), torch.float64), "top_logprobs": ((0, 3), torch.float64),
         "top_ids": ((0, 3), torch.int64), "is_top": ((0,), torch.float64),
@@ -227,7 +231,7 @@ def test_a_family_that_does_more_after_its_head_keeps_its_own_logits(model: PreT
 
     model.__class__ = Shifted
     scorer = scorer_of(model)
-    found = scorer(inputs(), CHOSEN, wants=EVERYTHING, dtype=torch.float64)
+    found = scorer(inputs(), CHOSEN, request=EVERYTHING, dtype=torch.float64)
     theirs = whole(model, EVERYTHING)
     assert scorer._has_plain_head is False
     assert_close(found, theirs)

@@ -130,5 +130,5 @@ def sequence_logprobs(
         "position_ids": (attention_mask_BT.long().cumsum(-1) - 1).clamp(min=0),
     }
     chosen_N = is_scored_BS.flatten().nonzero().squeeze(-1)
-    logprobs_N = Scorer(model)(inputs, chosen_N, wants=RequestedOutputs(temperature), dtype=dtype)["logprobs"]
+    logprobs_N = Scorer(model)(inputs, chosen_N, request=RequestedOutputs(temperature), dtype=dtype)["logprobs"]
     return logprobs_N.new_zeros(is_scored_BS.numel()).index_put((chosen_N,), logprobs_N).view(is_scored_BS.shape)
