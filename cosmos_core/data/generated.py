@@ -16,6 +16,7 @@ from typing import Any
 
 from cosmos_core.config.schema.dataset import GENERATED
 from cosmos_core.data.formats import Located, RowPart
+from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.registry import suggestion
 
@@ -40,11 +41,12 @@ def make_generated_part(generator: str, arguments: Mapping[str, Any], key: str) 
             f"{suggestion(generator, list(DATASETS))}"
         )
     complete = {"seed": 0, **arguments}
-    try:
+
+    def convert(error: Exception) -> DataError:
+        return DataError(f"{key}.arguments: {generator} refuses {dict(arguments)}: {first_line(error)}")
+
+    with convert_errors(convert):
         dataset = reasoning_gym.create_dataset(generator, **complete)
-    except Exception as error:  # for invalid arguments, generators raise AssertionError or their own exceptions
-        reason = first_line(error) or type(error).__name__
-        raise DataError(f"{key}.arguments: {generator} refuses {dict(arguments)}: {reason}") from error
     return RowPart(f"{GENERATED}{generator}", len(dataset), partial(_rows, dataset, generator, complete))
 
 

@@ -20,6 +20,7 @@ from uuid import UUID
 
 import psutil
 
+from cosmos_core.error_handling import log_errors
 from cosmos_core.machine_properties import git_commit
 
 PREFIX = "cosmos-worker-"
@@ -39,12 +40,10 @@ def start_reporting(pool: str) -> None:
     def report_periodically() -> None:
         pending_since: dict[UUID, float] = {}
         while True:
-            try:
-                with get_client(sync_client=True) as client:
-                    report(client, pool)
-                    crash_lost_starts(client, pool, pending_since)
-            except Exception:  # noqa: BLE001 - no error may end the worker
-                pending_since.clear()  # a process that waits for the server to respond is not lost
+            # A process that waits for the server to respond is not lost.
+            with log_errors(lambda _: pending_since.clear()), get_client(sync_client=True) as client:
+                report(client, pool)
+                crash_lost_starts(client, pool, pending_since)
             time.sleep(_SECONDS)
 
     threading.Thread(target=report_periodically, daemon=True, name="worker-report").start()

@@ -21,6 +21,7 @@ from itertools import chain, takewhile
 from typing import Any, Protocol
 
 from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
+from cosmos_core.error_handling import log_errors
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK
 from cosmos_core.registry import load_named
 from cosmos_core.run.directory import RunFacts, read_facts
@@ -138,10 +139,8 @@ class _SinkThread:
             self._warn(f"not done {seconds:g} s after the end; it may lack the last steps")
 
     def _run(self, first: dict[str, Any]) -> None:
-        try:
+        with log_errors(lambda error: self._warn(f"{type(error).__name__}: {error}")):
             self._send_all(first)
-        except Exception as error:  # noqa: BLE001 - no error of a sink may stop a training
-            self._warn(f"{type(error).__name__}: {error}")
 
     def _send_all(self, first: dict[str, Any]) -> None:
         sink = self._find(self._name)(self._stage, first["step"])
