@@ -253,9 +253,8 @@ def logs(
     """Print the log of a stage's newest attempt."""
     from cosmos_core.observe.tail import print_log
 
-    opened_run = _open(run_name, output_dir)
-    name = opened_run.pipeline.stage(stage).name if stage else ""
-    print_log(opened_run.path, name, follow=follow)
+    opened = _open(run_name, output_dir)
+    print_log(opened.path, opened.pipeline.stage(stage).name if stage else "", follow=follow)
 
 
 @app.command()
@@ -307,13 +306,14 @@ for _command in (
 def main() -> None:
     """Run the command line; print an error as one line on standard error, and exit with the exit code of the error."""
     try:
-        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
+        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="cosmos", standalone_mode=False))
     except CosmosError as error:
         _exit_with_message(masked(str(error)), error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         _exit_with_message("interrupted", EXIT_PREEMPTED)
     except _COMMAND_LINE_ERROR as error:
-        _exit_with_message(error.format_message(), EXIT_USAGE)
+        program = getattr(vars(error).get("ctx"), "command_path", "cosmos")
+        _exit_with_message(f"{error.format_message().rstrip('.')}; see {program} --help", EXIT_USAGE)
     except BrokenPipeError:  # the reader of the output has ended, as in `cosmos logs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_CRASH)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cosmos_core.errors import CosmosError
+from cosmos_core.errors import ConfigError, CosmosError
 
 OutputDir = Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")]
 RunName = Annotated[str, typer.Argument(help="Id or path of a run; empty: the newest run.")]
@@ -67,6 +67,8 @@ def compare(
     from tasks.kinds import all_kinds
 
     paths = [find_run(name, output_dir) for name in (names if len(names) > 1 else [*names, ""])]
+    if len(names) == 1 and paths[0] == paths[1]:
+        raise ConfigError(f"{paths[0].name} is the newest run; name another one too, which cosmos runs lists")
     if html is not None:
         page = overlay.build(paths)
         html.parent.mkdir(parents=True, exist_ok=True)

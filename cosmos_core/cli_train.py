@@ -43,9 +43,15 @@ def sft(  # noqa: PLR0913 - the options of a command
     )
 
 
-def dpo(model: Model, data: Data, save: Save = "", dry_run: DryRun = False, overrides: Set = []) -> None:  # noqa: B006
+def dpo(  # noqa: PLR0913 - the options of a command
+    model: Model, data: Data, prompt: Prompt = "",
+    chosen: Annotated[str, typer.Option(help="Column of the better completion, likewise.")] = "",
+    rejected: Annotated[str, typer.Option(help="Column of the other completion, likewise.")] = "",
+    save: Save = "", dry_run: DryRun = False, overrides: Set = [],  # noqa: B006
+) -> None:  # fmt: skip
     """Train a language model on rows with `prompt`, `chosen` and `rejected` (DPO)."""
-    _train({"method": DPO.command, "model": model, "data": data}, save, dry_run, overrides)
+    columns = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    _train({"method": DPO.command, "model": model, "data": data, **columns}, save, dry_run, overrides)
 
 
 def grpo(  # noqa: PLR0913 - the options of a command
@@ -59,6 +65,8 @@ def grpo(  # noqa: PLR0913 - the options of a command
 
     if is_code(reward):
         code_file(reward)
+    elif reward.endswith(".py"):
+        raise ConfigError(f"--reward {reward}: name a function of the file as well, {reward}:FUNCTION")
     elif reward not in (names := offered_names("cosmos_core.rewards")):
         raise ConfigError(f"--reward {reward}: no such reward{suggestion(reward, names)}; your own is file.py:function")
     opts = {
@@ -151,8 +159,8 @@ def _model_of(name: str, output_dir: Path) -> str:
         if not output:
             raise ConfigError(f"{name}: this stage made no model")
         return str(path / str(output))
-    is_run_path = (path / "pipeline.toml").is_file() or (output_dir / name / "pipeline.toml").is_file()
-    if not is_run_path:
+    is_run = (path / "pipeline.toml").is_file() or (output_dir / name / "pipeline.toml").is_file()
+    if not is_run and not name.isdecimal():  # such as 20260131093000, which is always meant as a run
         return name
     run = read_run(find_run(name, output_dir))
     if run.model is None:
@@ -186,7 +194,8 @@ def _propose_settings(asked: dict[str, str]) -> list[tuple[str, Any, str]]:
     if result.returncode == EXIT_USAGE:
         raise ConfigError(result.stderr.strip().splitlines()[-1])
     if result.returncode:
-        raise CosmosError(f"the look at model and rows ended with {result.returncode}: {result.stderr.strip()[-2000:]}")
+        [*_, reason] = ["", *result.stderr.strip().splitlines()]
+        raise CosmosError(f"the look at model and rows ended with {result.returncode}: {reason[-2000:]}")
     return [(key, value, reason) for key, value, reason in json.loads(result.stdout)]
 
 
@@ -214,16 +223,21 @@ def _write_recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]], s
     """Write the recipe and return its path; a recipe from an earlier command is overwritten unless it was edited.
 
     Raises:
-        ConfigError: the existing file was edited, or was not written by this command.
+        ConfigError: the existing file was edited, was not written by this command, or cannot be written.
     """
     path, text = _path(asked, save), _recipe(asked, settings)
-    if path.exists() and (old_text := path.read_text(encoding="utf-8")) != text:
-        head, _, recipe_text = old_text.partition("\n")
-        if head != f"{_FILE_HEADER}{hashlib.sha256(recipe_text.encode()).hexdigest()[:16]}":
+    try:
+        old = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
+        head, _, body = old.partition("\n")
+        if old != text and head != f"{_FILE_HEADER}{hashlib.sha256(body.encode()).hexdigest()[:16]}":
             raise ConfigError(
                 f"{path} is there and was edited; run it with cosmos run {path}, or write another with --save FILE"
             )
-    path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: the recipe cannot be written: {error.strerror}; name a file in a folder that exists with --save"
+        ) from error
     return path
 
 

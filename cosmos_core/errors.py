@@ -3,6 +3,7 @@
     CosmosError
     ├── ConfigError      the TOML, the command line or a graph of stages is wrong   exit 64
     ├── DataError        a data file or a row in it is wrong                         exit 64
+    │   └── MissingColumn  a row lacks a column of a usual name                     exit 64
     ├── ModelError       a model folder, tokenizer or checkpoint is wrong            exit 64
     ├── RewardError      a reward function does not exist or cannot be used          exit 64
     ├── Preempted        asked to stop; a checkpoint was saved                       exit 75
@@ -42,6 +43,10 @@ class DataError(CosmosError, ValueError):
     """Error for a data file that is missing, malformed or without rows to train on."""
 
     exit_code = EXIT_USAGE
+
+
+class MissingColumn(DataError):
+    """Error for a row none of whose columns has a usual name for what is read."""
 
 
 class ModelError(CosmosError, ValueError):

@@ -78,7 +78,8 @@ def _suggest_keys(name: str) -> str:
     names = sorted({key.name for key in all_keys()})
     similar = [key for key in names if key.rpartition(".")[2] == name.rpartition(".")[2]]
     if not similar and len(name) <= MAX_NAME:  # the comparison of a very long name is slow
-        similar = difflib.get_close_matches(name, names, n=1)
+        at_depth = [key for key in names if key.count(".") == name.count(".")]  # `train` is close to `train.lr`
+        similar = difflib.get_close_matches(name, at_depth, n=1) or difflib.get_close_matches(name, names, n=1)
     return (
         f"; did you mean {' or '.join(map(repr, similar))}?" if similar else "; `cosmos config coverage` lists them all"
     )

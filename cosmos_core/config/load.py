@@ -25,6 +25,7 @@ _SHAPES = {
 # Names that pydantic adds to an error location for members of a union; no table has a key of such a name.
 _UNION_MEMBER = re.compile(r"(constrained-)?(float|int|str|bool)|(tuple|dict|list|literal|function-\w+|nullable)\[.*\]")
 
+_FORMS = {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
 MAX_FILE_BYTES = 16 << 20
 MAX_DEPTH = 32  # maximum depth of nested tables, above that of the schema and below Python's recursion limit
 _MAX_NAMED_KEYS = 3
@@ -52,7 +53,9 @@ def read_toml(path: Path) -> Values:
     except RecursionError:
         raise ConfigError(f"{path}: nested more than {MAX_DEPTH} tables deep") from None
     except ValueError as error:  # invalid TOML, or an integer with more digits than Python parses
-        raise ConfigError(f"{path}: not valid TOML: {_join_lines(str(error))}") from error
+        form = _FORMS.get(path.suffix.lower())
+        problem = f"a configuration is TOML, not {form}; write [table] and key = value" if form else "not valid TOML"
+        raise ConfigError(f"{path}: {problem}: {_join_lines(str(error))}") from error
     if values is None:
         raise ConfigError(f"{path}: more than {MAX_FILE_BYTES} bytes, the most that a configuration may have")
     if problem := describe_unusable(values):

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,6 +35,7 @@ from cosmos_core.transient import is_machine_error
 _BLOCK = 1 << 20  # characters that are read from a file at a time
 _BATCH_ROWS = 1024
 _JSON_WHITESPACE = re.compile(r"[ \t\n\r]*")
+_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 Located = tuple[str, Row]
@@ -180,10 +181,15 @@ def _check_array(path: Path) -> None:
 
 
 def _csv(path: Path) -> Iterator[Located]:
-    """Yield the rows of CSV or TSV with a header; values stay strings, so that the text `007` does not become 7."""
+    """Yield the rows of CSV or TSV with a header; values stay strings, so that the text `007` does not become 7.
+
+    Spreadsheets separate the fields with semicolons where the comma is the decimal separator.
+    """
     csv.field_size_limit(2**31 - 1)  # the default limit of 128 KiB is too small for some conversations
     with _open_text(path, "") as file:
-        reader = csv.reader(file, strict=True, delimiter="\t" if ".tsv" in path.suffixes[-2:] else ",")
+        first = file.readline()
+        separator = _separator(path, first)
+        reader = csv.reader(chain([first], file), strict=True, delimiter=separator)
         lines = filter(None, reader)
         try:
             header = next(lines, [])
@@ -193,11 +199,19 @@ def _csv(path: Path) -> Iterator[Located]:
                 if len(fields) != len(header):
                     raise DataError(
                         f"{path.name}:{reader.line_num}: the line does not have the {len(header)} fields of the "
-                        "header; quote fields that contain commas"
+                        f"header; quote fields that contain {_SEPARATORS[separator]}"
                     )
                 yield f"{path.name}:{reader.line_num}", dict(zip(header, fields, strict=True))
         except csv.Error as error:
             raise DataError(f"{path.name}:{reader.line_num}: malformed CSV, {error}") from None
+
+
+def _separator(path: Path, header: str) -> str:
+    """Return the separator of a file: a tab for TSV, else the first of `_SEPARATORS` in the header outside quotes."""
+    if ".tsv" in path.suffixes[-2:]:
+        return "\t"
+    unquoted = re.sub(r'"[^"]*"', "", header)
+    return next((each for each in _SEPARATORS if each in unquoted), ",")
 
 
 def _text(read: Callable[[Path], Iterator[Located]], path: Path) -> RowPart:

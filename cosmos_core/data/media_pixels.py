@@ -91,12 +91,24 @@ def _decoder_error(error: Exception) -> Exception:
     return error if is_transient(error) else DataError(f"it cannot be decoded: {first_line(error)}")
 
 
+def is_enlarged(content: Content, framing: FrameSettings) -> bool:
+    """Return whether an image has fewer pixels than it is resized to in height or in width."""
+    image = None if content.is_video else _decode_image(content)
+    return image is not None and any(map(int.__lt__, (image.height, image.width), framing.size_of(*image.size[::-1])))
+
+
 def _decode_image(content: Content) -> Image:
     from PIL import Image as pillow
     from PIL import ImageOps
 
-    with pillow.open(BytesIO(content.read())) as image:
-        return convert_to_rgb(ImageOps.exif_transpose(image))
+    data = content.read()
+    try:
+        with pillow.open(BytesIO(data)) as image:
+            return convert_to_rgb(ImageOps.exif_transpose(image))
+    except pillow.UnidentifiedImageError:  # its message has an address in memory
+        raise DataError(
+            f"it cannot be decoded: no image ({len(data)} bytes that begin with {data[:8]!r}); replace it"
+        ) from None
 
 
 def _crop_to_size(image: Image, framing: FrameSettings) -> np.ndarray:

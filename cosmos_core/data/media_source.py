@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from cosmos_core.config.prompt_sets import find_prompt_set, metadata_of, prompt_files
-from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.dataset import DatasetConfig, data_suffix
 from cosmos_core.data.formats import Located
 from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import DataError, first_line
@@ -159,6 +159,8 @@ def _is_media_folder(path: Path) -> bool:
     names = sorted(entry.name for entry in os.scandir(path) if entry.is_file())
     if any(name.lower().endswith((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)) for name in names):
         return True
+    if not any(map(data_suffix, names)):
+        return any(name.lower().endswith(_UNREAD_SUFFIXES) for name in names)
     first = next((name for name in names if name.endswith(".json") and not name.startswith(".")), None)
     if first is None or first in {"dataset_dict.json", "state.json", "dataset_info.json"}:
         return False

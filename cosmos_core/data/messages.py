@@ -14,7 +14,7 @@ from typing import Any
 
 from cosmos_core.data.tool_calls import calls_of, decode_arguments, parse_json
 from cosmos_core.data.turn_weights import check_parts, pop_turn_weight
-from cosmos_core.errors import DataError
+from cosmos_core.errors import DataError, MissingColumn
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -150,7 +150,7 @@ def read_conversation(
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
     if not _has_response_column(row):  # training on one column would leave out a response in another column
         remedy += ", or conversation_column_name for one column of turns or of plain text"
-    raise DataError(f"{where}: no conversation among the columns {columns_of(row)}; {remedy}")
+    raise MissingColumn(f"{where}: no conversation among the columns {columns_of(row)}; {remedy}")
 
 
 def omits_response(row: Row, column: str) -> bool:
@@ -189,7 +189,7 @@ def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit m
             raise DataError(f"{where}: no column {name!r} (train_policy.{key}); the row has {columns_of(row)}")
     column = prompt_column or next((c for c in _PROMPT_COLUMNS if has_value(row, c)), "")
     if not column:
-        raise DataError(
+        raise MissingColumn(
             f"{where}: no prompt among the columns {columns_of(row)}; set train.train_policy.prompt_column_name"
         )
     turns = with_system(as_turns(row, column, "user", where, with_images), read_system_prompt(row) or system_prompt)

@@ -23,7 +23,7 @@ from cosmos_core.data.messages import (
     texts_of,
     with_system,
 )
-from cosmos_core.errors import DataError
+from cosmos_core.errors import DataError, MissingColumn
 
 _PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem")
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
@@ -75,7 +75,7 @@ def read_preference(
             f"{where}: weight = 0 in `chosen` or `rejected` or loss = false: they are compared as a whole; leave it out"
         )
     if not prompt and prompt_column is None:
-        raise DataError(
+        raise MissingColumn(
             f"{where}: no prompt among the columns {columns_of(row)}; name it `prompt`, or set "
             "train.train_policy.prompt_column_name"
         )
@@ -150,7 +150,7 @@ def _comparable_turn(turn: Message) -> tuple[str, list[str]]:
 def _read_completion(row: Row, name: str, where: str, with_images: bool) -> list[Message] | str:
     value = row.get(name)
     if value is None:
-        raise DataError(
+        raise MissingColumn(
             f"{where}: no {name!r} among the columns {columns_of(row)}; give both completions, or set "
             f"train.train_policy.{name}_column_name"
         )

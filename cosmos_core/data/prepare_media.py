@@ -25,7 +25,7 @@ from cosmos_core.data.embeddings import read_embedding
 from cosmos_core.data.kinds.base import TRAIN
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.media_cache import Entry, Keyed, MediaCache, digest_of, shards_of
-from cosmos_core.data.media_pixels import FrameSettings, bucket_sizes, frame_rate, pixels_of
+from cosmos_core.data.media_pixels import FrameSettings, bucket_sizes, frame_rate, is_enlarged, pixels_of
 from cosmos_core.data.media_rows import NULL_TEXT, TENSORS
 from cosmos_core.data.media_source import Content
 from cosmos_core.data.media_splits import Row, Source, Split, frame_settings, map_in_threads, read_splits
@@ -83,11 +83,16 @@ def _preview_split(stage: Stage, source: Source, name: str, split: Split) -> tup
         )
         media = ((row, item.content) for row, item in zip(split.rows, split.items(), strict=False) if row is not None)
         sampled = islice(media, 0, None, stride)
-        for row, rate, problem in map_in_threads(stage, lambda each: _decode_for_preview(*each, framing), sampled):
+        num_enlarged = 0
+        for row, rate, problem, enlarged in map_in_threads(
+            stage, lambda each: _decode_for_preview(*each, framing), sampled
+        ):
             stage.progress.beat()
             rates |= {rate} if rate else set()
+            num_enlarged += enlarged
             skipped += [f"{row.where}: {problem}"] if problem else []
         details = f" (of which {-(-num_remaining // stride):,} were decoded)" if stride > 1 else ""
+        details += f", {num_enlarged:,} images smaller than inference_size, which are enlarged" * bool(num_enlarged)
     num_remaining -= len(skipped) - len(split.skipped)
     _check_skipped(name, skipped, split, num_remaining)
     if rates:
@@ -100,12 +105,13 @@ def _preview_split(stage: Stage, source: Source, name: str, split: Split) -> tup
     return f"{name}: {num_remaining:,} rows{details}", num_remaining, list(prompts)
 
 
-def _decode_for_preview(row: Row, content: Content | None, framing: FrameSettings) -> tuple[Row, float, str]:
-    """Return the row, the frame rate of its clip, and the reason why its media cannot be decoded, or an empty text."""
+def _decode_for_preview(row: Row, content: Content | None, framing: FrameSettings) -> tuple[Row, float, str, bool]:
+    """Return the row, the frame rate of its clip, the reason why its media cannot be decoded, or an empty text, and
+    whether its image is enlarged."""
     decoded = _decode_or_explain(row.media, content, framing)
-    if isinstance(decoded, str):
-        return row, 0.0, decoded
-    return row, frame_rate(content) if content and content.is_video else 0.0, ""
+    if isinstance(decoded, str) or content is None:
+        return row, 0.0, str(decoded), False
+    return row, frame_rate(content) if content.is_video else 0.0, "", is_enlarged(content, framing)
 
 
 def encodes_media(stage: Stage, name: str, split: Split) -> bool:

@@ -80,6 +80,8 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
         remedy = "give a folder in Hugging Face format"
         if is_adapter:
             remedy = "it is an adapter: name its base here, and the folder in policy.lora.lora_path"
+        elif (source / "model_index.json").is_file():
+            remedy = "it is a pipeline of diffusers, which cosmos diffusion-sft trains"
         raise ModelError(f"{MODEL_KEY} = {model!r}: the folder has no config.json; {remedy}")
     for name in ("config.json", "generation_config.json"):
         read_object(Path(source, name), model)

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cosmos_core.errors import EXIT_OK, CosmosError
+from cosmos_core.errors import EXIT_OK, EXIT_PREEMPTED, CosmosError, ModelError, first_line
 
 Respond = Callable[[str, int], str]
 """Function from a prompt and its number to the completion of a model, or to the name of the generated image file."""
@@ -63,10 +63,17 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
 
 def open_image_generator(model: str, name: str, device: torch.device) -> Respond:
     """Return a function that writes the generated image of a prompt to the current folder. The noise is the same for
-    each model."""
+    each model.
+
+    Raises:
+        ModelError: the pipeline cannot be loaded.
+    """
     from diffusers import DiffusionPipeline
 
-    pipeline = DiffusionPipeline.from_pretrained(model).to(device)
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(model).to(device)
+    except (OSError, ValueError, AttributeError, KeyError) as error:  # of a folder that lacks files
+        raise ModelError(f"{model}: the pipeline cannot be loaded: {first_line(error)}; export it again") from error
     pipeline.set_progress_bar_config(disable=True)
 
     def respond(prompt: str, number: int) -> str:
@@ -116,6 +123,9 @@ def main() -> int:
     except CosmosError as error:
         sys.stderr.write(f"cosmos: {' '.join(str(error).split())}\n")
         return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("cosmos: interrupted\n")
+        return EXIT_PREEMPTED
     return EXIT_OK
 
 

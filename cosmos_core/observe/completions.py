@@ -65,10 +65,10 @@ def completion_text(line: dict[str, Any], stage: Path) -> str:
 
 
 def _stage(run: Path, name: str) -> Path:
-    stages = sorted(
-        (each for each in (run / "stages").iterdir() if _files(each)), key=lambda each: each.stat().st_mtime
+    stages = sorted((each for each in run.glob("stages/*") if _files(each)), key=lambda each: each.stat().st_mtime)
+    names = ", ".join(each.name for each in stages) or (
+        f"none, since only RL and validations of it log completions; complete prompts with cosmos try {run.name}"
     )
-    names = ", ".join(each.name for each in stages) or "none"
     chosen = [each for each in stages if not name or each.name == name]
     if not chosen:
         raise ConfigError(

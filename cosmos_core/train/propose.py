@@ -9,6 +9,7 @@ rows and the size of the machine's memory; it loads no weights. It sets only key
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import islice
 from math import ceil, log2
@@ -25,18 +26,19 @@ from cosmos_core.data.kinds.registry import row_kind, tokenised_kind
 from cosmos_core.data.media_source import open_items
 from cosmos_core.data.messages import Row, SkippedRow, columns_of, texts_of
 from cosmos_core.data.rows import load_rows
-from cosmos_core.errors import CosmosError, DataError, ModelError
+from cosmos_core.errors import CosmosError, DataError, MissingColumn, ModelError
 from cosmos_core.models.hf import load_config, load_tokenizer, model_without_weights
+from cosmos_core.registry import import_user_code, is_code
 
 Setting = tuple[str, Any, str]
 """A setting of a recipe: dotted key, value, and the reason for the value."""
 
 _NUM_ROWS = 500
+_NUM_SEEN = 2000  # images that a training sees in all, where the data set is not larger
 _GIB = 2**30
 _STATE_BYTES = 16  # bytes for each trained weight: the weight, its gradient and both moments of Adam in float32
 _STATE_FRACTION = 0.7  # fraction of memory for weights and optimizer state; the rest is for activations
-_COLUMN_KEYS = ("prompt_column_name", "response_column_name")
-_IMAGES = {".png", ".jpg", ".jpeg", ".webp"}
+_COLUMNS = ("prompt", "response", "chosen", "rejected")
 
 
 class Options(NamedTuple):
@@ -48,6 +50,8 @@ class Options(NamedTuple):
     prompt: str = ""
     response: str = ""
     reward: str = ""
+    chosen: str = ""
+    rejected: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,10 +80,13 @@ def propose(options: Options, machine: Machine) -> Iterator[Setting]:
 
     Raises:
         ModelError, DataError: the model or the rows are unusable, or the options must name the columns.
+        ConfigError: the reward cannot be imported.
     """
     method = METHODS[options.method]
     yield "policy.model_name_or_path", options.model, "--model"
     yield from ((key, value, f"cosmos {method.command}") for key, value in method.settings.items())
+    if is_code(options.reward):  # a mistake in it is said before rows are prepared
+        import_user_code(options.reward)
     settings_of = _image_settings if row_kind(method.rows).has_media else _text_settings
     yield from settings_of(options, method, machine)
     yield "train.ckpt.enable_checkpoint", True, "so that a killed run goes on from here"
@@ -94,11 +101,10 @@ def _text_settings(options: Options, method: Method, machine: Machine) -> Iterat
         raise DataError(f"--data {options.data}: no rows")
     columns, reason = _columns(options, method, sample[0][1])
     yield "train.train_policy.dataset.name", options.data, f"--data; {len(rows):,} rows"
-    yield from ((f"train.train_policy.{key}", column, reason) for key, column in columns.items())
+    yield from ((f"train.train_policy.{name}_column_name", column, reason) for name, column in columns.items())
     config, tokenizer = load_config(options.model), load_tokenizer(options.model)
     kind = tokenised_kind(method.rows)
-    prompt, response = (columns.get(name, "") for name in _COLUMN_KEYS)
-    longest = _longest(tokenizer, lambda row, where: kind.read_columns(row, where, prompt, response), sample)
+    longest = _longest(tokenizer, lambda row, where: kind.read_columns(row, where, columns), sample)
     has_turns = kind.is_completed or any(isinstance(value, list) for value in sample[0][1].values())
     if has_turns and not tokenizer.chat_template:  # plain text needs no chat template
         template = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
@@ -137,20 +143,19 @@ def _validation_settings(value: str) -> Iterator[Setting]:
 
 
 def _columns(options: Options, method: Method, row: Row) -> tuple[dict[str, str], str]:
-    """Return the recipe keys that name columns of the rows, and the reason for the choice.
+    """Return the names of the rows' columns that are not usual ones, and the reason for the choice.
 
     Raises:
         DataError: the columns cannot be inferred.
     """
-    option_columns = dict(zip(_COLUMN_KEYS, (options.prompt, options.response), strict=True))
     kind = tokenised_kind(method.rows)
-    if any(option_columns.values()):
-        return {key: value for key, value in option_columns.items() if value}, "named by an option"
+    if named := {name: column for name in _COLUMNS if (column := getattr(options, name))}:
+        return named, "named by an option"
     try:
-        kind.read_columns(row, "the first row", "", "")
+        kind.read_columns(row, f"--data {options.data}: the first row", {})
     except SkippedRow:
         pass
-    except DataError as error:
+    except MissingColumn as error:
         sentence_columns = [
             name for name, value in row.items() if isinstance(value, str) and any(map(str.isalpha, value))
         ]
@@ -159,12 +164,11 @@ def _columns(options: Options, method: Method, row: Row) -> tuple[dict[str, str]
             if len(sentence_columns) == 2
             else [name for name, value in row.items() if isinstance(value, str)]
         )
-        if not kind.has_one_response:
-            raise DataError(f"--data {options.data}: {error}") from error
-        if len(text_columns) != 2:
-            flags = "--prompt COLUMN and --response COLUMN"
+        if len(text_columns) != 2 or not kind.has_one_response:
+            names = ("prompt", "response") if kind.has_one_response else ("prompt", "chosen", "rejected")
+            flags = " and ".join(f"--{name} COLUMN" for name in names)
             raise DataError(f"--data {options.data}: the columns are {columns_of(row)}; name them: {flags}") from error
-        return dict(zip(option_columns, text_columns, strict=True)), "the only two columns of text, in their order"
+        return dict(zip(_COLUMNS, text_columns, strict=False)), "the only two columns of text, in their order"
     return {}, ""
 
 
@@ -177,7 +181,7 @@ def _longest(tokenizer: Any, read_column: Callable[[Row, str], Any], sample: lis
         except SkippedRow:
             continue
         except DataError as error:
-            error_of_row = error
+            error_of_row = error_of_row or error
             continue
         longest = max(longest, sum(len(tokenizer(text)["input_ids"]) + 8 for text in texts))
     if not longest and error_of_row:
@@ -243,21 +247,16 @@ def _image_settings(options: Options, method: Method, machine: Machine) -> Itera
     """Yield the settings of a diffusion model, whose number of weights is estimated from its file sizes."""
     if Path(options.model).is_dir() and not (Path(options.model) / "model_index.json").is_file():
         raise ModelError(f"--model {options.model}: no pipeline of diffusers; cosmos sft trains a language model")
-    problem = ""
-    for item in open_items(DatasetConfig(name=options.data), "--data")():
-        if item.content is not None and not item.problem:
-            break
+    count, problem = 0, ""
+    for item in islice(open_items(DatasetConfig(name=options.data), "--data")(), _NUM_SEEN):
+        count += item.content is not None and not item.problem
         problem = problem or item.problem
-    else:
-        raise DataError(f"--data {options.data}: no image or video with a caption{f'; {problem}' if problem else ''}")
-    folder = Path(options.data)
-    count = sum(path.suffix.lower() in _IMAGES | {".mp4"} for path in folder.rglob("*")) if folder.is_dir() else 0
-    key = "local_dir" if folder.is_dir() else "name"
-    yield (
-        f"train.train_policy.dataset.{key}",
-        options.data,
-        f"--data; {count:,} images and videos" if count else "--data",
-    )
+    if not count:
+        remedy = problem or "give a folder with 0001.png and its caption in 0001.txt, or rows with images"
+        raise DataError(f"--data {options.data}: no image or video with a caption; {remedy}")
+    key = "local_dir" if Path(options.data).is_dir() else "name"
+    shown = f"{count:,}{' or more' * (count == _NUM_SEEN)}"
+    yield f"train.train_policy.dataset.{key}", options.data, f"--data; {shown} images and videos with a caption"
     files = list((Path(options.model) / "transformer").glob("*.safetensors"))
     # Assume 10 billion weights for a model on the Hub, which has no local files to measure.
     num_params = sum(file.stat().st_size for file in files) // 4 if files else 10**10
@@ -267,11 +266,15 @@ def _image_settings(options: Options, method: Method, machine: Machine) -> Itera
         yield "policy.diffusers.max_prompt_length", length, "tokens that the tokenizer takes"
     yield from _size_settings(method, num_params, machine)
     batch = min(16, 2 ** max(0, int(log2(max(1, count // 8)))))
-    yield "train.train_batch_per_replica", batch, f"images of an optimizer step; there are {count:,}"
+    yield "train.train_batch_per_replica", batch, f"images of an optimizer step; there are {shown}"
     yield "train.train_policy.mini_batch", min(batch, 4), "images of one pass"
-    yield "train.epoch", max(3, min(100, 2000 // max(1, count))), "about 2,000 images seen in all, or three epochs"
+    yield (
+        "train.epoch",
+        max(3, min(100, _NUM_SEEN // count)),
+        f"about {_NUM_SEEN:,} images seen in all, or three epochs",
+    )
     if count >= 10:
-        yield "train.train_policy.dataset.test_size", max(1, min(8, count // 20)), f"held out of {count:,}, and drawn"
+        yield "train.train_policy.dataset.test_size", max(1, min(8, count // 20)), f"held out of {shown}, and drawn"
         yield from _validation_settings("the loss of held-out images, and drawings of their captions")
 
 
@@ -298,7 +301,8 @@ def _prompt_length(model: Path) -> int | None:
 def main() -> int:
     """Print the settings as JSON; report an error as one line on standard error and return its exit code."""
     try:
-        settings = list(propose(Options(**json.loads(sys.argv[1])), machine()))
+        with redirect_stdout(sys.stderr):  # the code of a reward may print
+            settings = list(propose(Options(**json.loads(sys.argv[1])), machine()))
     except CosmosError as error:
         sys.stderr.write(f"{' '.join(str(error).split())}\n")
         return error.exit_code

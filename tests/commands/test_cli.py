@@ -104,9 +104,12 @@ def test_every_command_has_a_help_and_no_command_at_all_is_a_question(workspace:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["rnu"], "No such command 'rnu'. Did you mean 'run'?"),
-        (["run"], "Missing argument 'configs'."),
-        (["run", "recipe.toml", "--bogus"], "No such option: --bogus"),
+        (["rnu"], "No such command 'rnu'. Did you mean 'run'?; see cosmos --help"),
+        (["run"], "Missing argument 'configs'; see cosmos run --help"),
+        (["run", "recipe.toml", "--bogus"], "No such option: --bogus; see cosmos run --help"),
+        (["run", "recipe.yaml"],
+         "recipe.yaml: a configuration is TOML, not YAML; write [table] and key = value: Expected '=' after a key in a "
+         "key/value pair (at line 1, column 7)"),
         (["run", "none.toml"], "none.toml: no such file"),
         (["run", "recipe.toml", "--from-stage", "stf"],
          "recipe.toml: no stage 'stf' in this pipeline; did you mean 'sft'?"),
@@ -124,6 +127,7 @@ def test_every_command_has_a_help_and_no_command_at_all_is_a_question(workspace:
 )  # fmt: skip
 def test_a_command_that_makes_no_sense_is_one_line(workspace: Workspace, arguments: list[str], said: str) -> None:
     workspace.write("recipe.toml", RECIPE)
+    workspace.write("recipe.yaml", "policy:\n  model_name_or_path: model\n")
     workspace.write("rows.jsonl", rows(GOOD))
     workspace.write("model/tokenizer.json", "{}")
     assert refusal(workspace, *arguments) == said.replace("FOLDER", str(workspace.path))

@@ -70,6 +70,17 @@ def test_compare_shows_settings_and_metrics_that_differ(outputs: Path) -> None:
     assert "the settings are the same" in said("compare", "one", "one", "--output-dir", str(outputs))
 
 
+def test_a_run_that_is_the_newest_is_compared_with_no_other(outputs: Path) -> None:
+    assert "arguments.steps: 2 -> 4" in said("compare", "one", "--output-dir", str(outputs))
+    with pytest.raises(ConfigError, match="two is the newest run; name another one too"):
+        CliRunner().invoke(app, ["compare", "two", "--output-dir", str(outputs)], catch_exceptions=False)
+
+
+def test_samples_of_a_run_without_completions_says_which_stages_have_some(outputs: Path) -> None:
+    with pytest.raises(ConfigError, match=r"one: no completions; stages with some: none, .* cosmos try one"):
+        CliRunner().invoke(app, ["samples", "one", "--output-dir", str(outputs)], catch_exceptions=False)
+
+
 def test_compare_lays_the_curves_of_several_runs_over_each_other_in_one_page(tmp_path: Path) -> None:
     first = finished_run(tmp_path)
     text = (first / "pipeline.toml").read_text()

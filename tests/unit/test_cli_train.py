@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from cosmos_core import cli_train
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, CosmosError
 
 
 @pytest.mark.parametrize(
     ("reward", "message"),
     [("boxd_math", "did you mean 'boxed_math'"), ("nofile.py:f", "nofile.py"), ("mine.py:g", "mine.py.*'?g"),
-     ("mine.py:", "mine.py")],
+     ("mine.py:", "mine.py"), ("mine.py", "mine.py:FUNCTION")],
 )  # fmt: skip
 def test_a_reward_that_is_not_there_is_refused_before_model_and_rows_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str, message: str
@@ -22,3 +22,39 @@ def test_a_reward_that_is_not_there_is_refused_before_model_and_rows_are_read(
     (tmp_path / "mine.py").write_text("def f(completion):\n    return 1.0\n")
     with pytest.raises(ConfigError, match=message):
         cli_train.grpo(model="none", data="none", reward=reward, dry_run=True)
+
+
+SETTINGS = [("policy.model_name_or_path", "tiny", "--model")]
+
+
+@pytest.mark.parametrize(
+    ("save", "reason"), [("folder", "Is a directory"), ("none/x.toml", "No such file"), ("file/x.toml", "Not a direct")]
+)
+def test_a_recipe_that_cannot_be_written_is_a_mistake_of_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=f"{save}: the recipe cannot be written: {reason}.* with --save"):
+        cli_train._write_recipe({"method": "sft", "model": "tiny"}, SETTINGS, save)
+
+
+def test_a_file_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_bytes(b"\xff\n")
+    with pytest.raises(ConfigError, match="is there and was edited"):
+        cli_train._write_recipe({"method": "sft", "model": "tiny"}, SETTINGS, str(tmp_path / "x.toml"))
+    assert (tmp_path / "x.toml").read_bytes() == b"\xff\n"
+
+
+def test_a_number_is_the_id_of_a_run_and_never_a_model_of_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run '20200101000000'"):
+        cli_train._model_of("20200101000000", tmp_path)
+    assert cli_train._model_of("org/model", tmp_path) == "org/model"
+
+
+def test_a_look_that_crashes_says_its_error_in_one_line() -> None:
+    asked = {"method": "sft", "no_such_option": "x"}
+    with pytest.raises(CosmosError, match=r"ended with 1: TypeError: .*no_such_option") as caught:
+        cli_train._propose(asked)
+    assert "Traceback" not in str(caught.value)

@@ -109,3 +109,9 @@ def test_status_toml_names_keys_that_the_schema_has() -> None:
     known = {(base.__name__, key.rpartition(".")[2]) for key, table, _ in fields for base in table.__mro__}
     assert [at for at in named if at not in known and at[1] != "*"] == []
     assert [table for table, _ in named if table not in {table for table, _ in known}] == []
+
+
+@pytest.mark.parametrize(("name", "meant"), [("train.lr", "train.optm_lr"), ("polcy", "policy")])
+def test_a_misspelt_key_is_compared_with_keys_of_its_depth(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: unknown key; did you mean '{meant}'"):
+        find_key(name)

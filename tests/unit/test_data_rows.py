@@ -362,3 +362,19 @@ def test_csv_rows_of_several_lines_are_read_alone(tmp_path):
     rows = load_rows(DatasetConfig(name=str(tmp_path / "a.csv")))
     assert values(rows) == [{"prompt": 'a\r\nb, "é"', "answer": "1"}, {"prompt": "c", "answer": "2"}]
     assert locations(rows) == ["a.csv:3", "a.csv:5"]
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "byte order mark"])
+@pytest.mark.parametrize(("separator", "said"), [(";", "semicolons"), (",", "commas"), ("\t", "tabs")])
+def test_a_spreadsheet_is_read_with_the_separator_of_its_header(tmp_path, separator, said, mark):
+    lines = [("Frage", '"Antwort, kurz; gut"'), ("Was ist 1+1?", '"2; also 1+1"'), ('"a, b\r\nc"', "d")]
+    text = mark + "".join(separator.join(line) + "\r\n" for line in lines)
+    (tmp_path / "a.csv").write_bytes(text.encode())
+    rows = load_rows(DatasetConfig(name=str(tmp_path / "a.csv")))
+    assert values(rows) == [
+        {"Frage": "Was ist 1+1?", "Antwort, kurz; gut": "2; also 1+1"},
+        {"Frage": "a, b\r\nc", "Antwort, kurz; gut": "d"},
+    ]
+    (tmp_path / "a.csv").write_bytes((text + "one\r\n").encode())
+    with pytest.raises(DataError, match=rf"a\.csv:5: the line .* quote fields that contain {said}"):
+        load_rows(DatasetConfig(name=str(tmp_path / "a.csv")))

@@ -40,6 +40,20 @@ def test_a_look_refuses_what_preparing_would_refuse_and_says_how_many_rows_are_l
     assert preview(prompts, fake_source())["train"][1] == 2
 
 
+def test_a_file_that_is_no_image_is_told_with_its_first_bytes(tmp_path, runs):
+    source = write_pairs(tmp_path / "pairs", 4)
+    (source / "0001.png").write_bytes(b"<html>not found</html>")
+    with pytest.raises(DataError, match=r"0001\.json: .*no image \(22 bytes that begin with b'<html>no'\); replace it"):
+        preview(make_stage(stage_path(runs), source), fake_source())
+
+
+def test_a_look_counts_images_that_are_enlarged(tmp_path, runs):
+    source = write_pairs(tmp_path / "pairs", 4)
+    (source / "0001.png").write_bytes(png(size=(2, 40)))
+    [line, num_rows, _] = preview(make_stage(stage_path(runs), source), fake_source())["train"]
+    assert (line, num_rows) == ("train: 4 rows, 1 images smaller than inference_size, which are enlarged", 4)
+
+
 @pytest.mark.parametrize(("suffix", "kept", "told"), [
     (".mp4", 0.5, "it cannot be decoded"), (".mkv", 0.5, "it is cut off: its head says"),
     (".avi", 0.75, "it is cut off: its head says"), (".webm", 0.75, "it is cut off: its head says"),

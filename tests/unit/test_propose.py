@@ -125,6 +125,66 @@ def write_images(folder: Path, names: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize(
+    ("method", "row", "message"),
+    [
+        ("sft", {"messages": [{"role": "boss", "content": "x"}]}, "the first row, turn 1 .*unknown role 'boss'"),
+        ("sft", {"question": "q", "x": "y", "z": "w"}, "--prompt COLUMN and --response COLUMN"),
+        ("dpo", {"q": "q", "good": "y", "bad": "w"}, "--prompt COLUMN and --chosen COLUMN and --rejected COLUMN"),
+        ("dpo", {"prompt": "q", "chosen": 3, "rejected": 4}, "column 'chosen' holds '3'"),
+    ],
+)
+def test_options_for_columns_are_named_only_where_a_column_is_missing(
+    tmp_path: Path, model: str, method: str, row: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=message) as caught:
+        settings(Options(method, model, str(tmp_path / "rows.jsonl")))
+    assert ("COLUMN" in str(caught.value)) == ("COLUMN" in message)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def f(completion)\n", r"SyntaxError: expected ':' .*mine\.py:1"),
+        ("import no_such_module\n\ndef f(completion): return 1.0\n", "no_such_module"),
+        ("f = 1 / 0\n", r"ZeroDivisionError.*mine\.py:1"),
+    ],
+)
+def test_a_reward_that_cannot_be_imported_is_refused_before_rows_are_read(
+    tmp_path: Path, code: str, message: str
+) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    with pytest.raises(ConfigError, match=message):
+        settings(Options("grpo", "none", "none", reward=f"{tmp_path}/mine.py:f"))
+
+
+def test_pairs_with_columns_of_any_name_are_named_by_options(tmp_path: Path, model: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"q": "q", "good": "y", "bad": "w"}) + "\n")
+    named = Options("dpo", model, str(tmp_path / "rows.jsonl"), prompt="q", chosen="good", rejected="bad")
+    found = settings(named)
+    keys = [found[f"train.train_policy.{name}_column_name"] for name in ("prompt", "chosen", "rejected")]
+    assert keys == ["q", "good", "bad"]
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: no column 'god'"):
+        settings(named._replace(chosen="god"))
+
+
+def test_a_pipeline_of_diffusers_is_refused_where_text_is_learned(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model_index.json").write_text("{}")
+    with pytest.raises(ModelError, match="pipeline of diffusers, which cosmos diffusion-sft trains"):
+        settings(Options("sft", str(tmp_path / "model"), write_csv(tmp_path / "rows.csv", ["nr", "Frage", "Antwort"])))
+
+
+def test_images_of_a_parquet_file_are_counted(tmp_path: Path) -> None:
+    write_images(tmp_path / "images", {"a": "a square"})
+    image = {"bytes": (tmp_path / "images/a.png").read_bytes(), "path": "a.png"}
+    table = pa.table({"image": [image] * 300, "text": ["a square"] * 300})
+    pa.parquet.write_table(table, tmp_path / "train.parquet")
+    found = settings(Options("diffusion-sft", "some/model", str(tmp_path / "train.parquet")))
+    assert found["train.epoch"] == 6, "2,000 images are seen in all"
+
+
+@pytest.mark.parametrize(
     ("names", "message"),
     [({}, "images"), ({"a": ""}, "caption; a.png: there is no a.txt")],
 )

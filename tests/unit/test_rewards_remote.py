@@ -324,6 +324,10 @@ def test_a_file_that_is_not_there_or_no_toml_is_refused_in_one_line(tmp_path: Pa
     file.write_text("port = \n")
     with pytest.raises(ConfigError, match=r"^\S+rewards\.toml: not valid TOML: Invalid value \(at line 1, column 8\)$"):
         read_config(file)
+    for text, message in (("prot = 1", "prot: unknown key; did you mean port?"), ("port = -1", "port = -1: input")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=rf"^\S+rewards\.toml: {re.escape(message)}"):
+            read_config(file)
 
 
 def test_a_file_of_the_original_service_is_read(tmp_path: Path) -> None:

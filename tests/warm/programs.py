@@ -15,7 +15,7 @@ from typing import Any
 PROGRAMS = (
     "cosmos_core", "cosmos_core.worker", "cosmos_core.launch.supervisor", "cosmos_core.launch.prefect", "prefect",
     "prefect.engine", "cosmos_core.machine_properties", "cosmos_core.models.check_model", "cosmos_core.rewards.service",
-    "tests.distributed.killed",
+    "cosmos_core.train.propose", "cosmos_core.models.try_models", "tests.distributed.killed",
 )  # fmt: skip
 MULTIPROCESSING_FORK_SERVER = "from multiprocessing.forkserver"
 _XDIST = "import sys;exec(eval(sys.stdin.readline()))"
@@ -29,7 +29,13 @@ _CODE = (
     "from tests.",
 )
 """Parts of code that a command line has."""
-_STARTS_NONE = {"cosmos_core.launch.prefect", "cosmos_core.machine_properties", "cosmos_core.models.check_model"}
+_STARTS_NONE = {
+    "cosmos_core.launch.prefect",
+    "cosmos_core.machine_properties",
+    "cosmos_core.models.check_model",
+    "cosmos_core.train.propose",
+    "cosmos_core.models.try_models",
+}
 _ALONE = {"--help", "--version", "--schema-only", "config", "status", "runs", "logs", "lineage"}
 """Words of a command that starts no other."""
 SUPERVISOR = "cosmos_core.launch.supervisor"

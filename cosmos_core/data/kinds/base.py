@@ -7,7 +7,7 @@ not depend on the kind of the rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -198,14 +198,13 @@ class TokenisedKind(RowKind):
         column, system_prompt = policy.conversation_column_name, policy.system_prompt
         return self.reader(ReadRow(row, policy.column_names, where), where, column, system_prompt, with_images=True)
 
-    def read_columns(self, row: Row, where: str, prompt: str, response: str) -> Any:
-        """Read a row with its prompt in column `prompt` and response in column `response`; empty: any usual column.
+    def read_columns(self, row: Row, where: str, column_names: Mapping[str, str]) -> Any:
+        """Read a row; `column_names` maps `prompt`, `response`, `chosen`, `rejected` to columns that are not usual.
 
         Raises:
             DataError, SkippedRow: as in `read`.
         """
-        own_names = {key: name for key, name in (("prompt", prompt), ("response", response)) if name}
-        return self.reader(ReadRow(row, own_names, where), where, with_images=True)
+        return self.reader(ReadRow(row, column_names, where), where, with_images=True)
 
     @abstractmethod
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:

@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from cosmos_core.config.load import read_toml
+from cosmos_core.config.load import parse, read_toml
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import NonNegativeFloat, PositiveFloat, PositiveInt, Strings
 from cosmos_core.errors import ConfigError
@@ -205,13 +205,8 @@ def read_config(file: Path, **overrides: Any) -> ServiceConfig:
     Raises:
         ConfigError: the file is missing or invalid.
     """
-    values = read_toml(file)
-    try:
-        config = ServiceConfig.model_validate({**values, **{k: v for k, v in overrides.items() if v is not None}})
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ConfigError(f"{file}: {key}: {first['msg'].removeprefix('Value error, ')}") from error
+    values = {**read_toml(file), **{key: value for key, value in overrides.items() if value is not None}}
+    config = parse(ServiceConfig, values, source=str(file))
     if not config.rewards:
         raise ConfigError(f"{file}: no reward is served; add a [[reward_args]] with a reward_type")
     return config

@@ -1,0 +1,45 @@
+"""`cosmos try`: what it says of a model that cannot be loaded, and how a chat ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cosmos_core.errors import EXIT_PREEMPTED, ModelError
+from cosmos_core.models import try_models
+from tests import tiny_pipelines
+from tests.unit.tiny_model import save_tiny_model
+
+
+def test_a_pipeline_that_lacks_a_file_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = tiny_pipelines.save("sd3", tmp_path / "pipe")
+    (folder / "vae/config.json").unlink()
+    with pytest.raises(ModelError, match="pipe: the pipeline cannot be loaded: ") as caught:
+        try_models.open_image_generator(str(folder), "pipe", torch.device("cpu"))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_interrupt_ends_a_chat_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Keyboard:
+        def isatty(self) -> bool:
+            return False
+
+        def __iter__(self) -> Keyboard:
+            return self
+
+        def __next__(self) -> str:
+            raise KeyboardInterrupt
+
+    model = str(save_tiny_model(tmp_path / "tiny"))
+    options = {"prompt": "", "max_tokens": 1, "temperature": 0.0, "names": [model]}
+    monkeypatch.setattr(sys, "argv", ["try_models", json.dumps(options), model])
+    monkeypatch.setattr(sys, "stdin", Keyboard())
+    monkeypatch.setattr(try_models.logging, "disable", lambda level: None)
+    assert try_models.main() == EXIT_PREEMPTED
+    assert capsys.readouterr().err.splitlines()[-1] == "cosmos: interrupted"
