@@ -4,9 +4,13 @@
 
 A random Qwen3 in float32 goes to an engine on each rank, by shared memory and by gloo's collectives. The engine `copy`
 copies each tensor into memory of its own, as a replica does; `vllm` (1 rank) is the real one, which also packs the
-matrices for its kernels. Memory is anonymous and shared memory of a rank together, sampled every 2 ms, above what it
+matrices for its kernels. `host link` and `native link` go to a `copy` engine in another thread of the first rank, as to
+one in another process: the native link with a queue instead of NCCL, which copies each byte twice more, since there is
+no GPU. Memory is anonymous and shared memory of a rank together, sampled every 2 ms, above what it
 held before the sync; the first sync, which maps memory, is measured apart. On a busy machine compare the CPU time of
-the calling thread. `before` is the way that this one replaced: a whole copy on each rank's host, hashed.
+the calling thread. `MiB sent` and `copies`, the bytes that the ranks and the engine copied over those of the model, are
+counted in a further round; Ray's object store, which is one more copy of the host link, and the queue are not in them.
+`before` is the way that this one replaced: a whole copy on each rank's host, hashed.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,15 +38,22 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 from transformers.initialization import no_init_weights
 
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.parallel.fsdp import copy_without_weights
+from cosmos_core.parallel.mesh import rank_number
 from cosmos_core.rollout.base import Bucket, EngineSettings, LoadReceipt, Receiver, WeightFormat
+from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.publish import BUCKET_BYTES, WeightPublisher
 from cosmos_core.rollout.registry import make_engine
+from cosmos_core.rollout.transfer import NativeTransfer
+from cosmos_core.types import Group
+from tests.unit.replicas import Threaded
+from tests.unit.wire import QueueLink, QueueTransport, Wire
 
 _MIB = 1 << 20
 
@@ -57,9 +69,57 @@ class CopyEngine:
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Copy every tensor."""
-        for name, tensor in self._receiver.tensors(buckets):
-            self.own[name].copy_(tensor)
+        with _counting():
+            for name, tensor in self._receiver.tensors(buckets):
+                self.own[name].copy_(tensor)
         return self._receiver.receipt(version)
+
+
+class LinkedEngine(CopyEngine):
+    """Takes a load in another thread, from host memory or from a queue instead of NCCL."""
+
+    name, ranks_per_engine = "copy", 1
+
+    def __init__(self, model: PreTrainedModel, wire: Wire) -> None:
+        super().__init__(model)
+        self.link = QueueLink(wire)
+
+    def completed(self) -> list[Group]:
+        """Return no group, because none is requested."""
+        return []
+
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
+        """Copy every tensor."""
+        return super().load_weights(version, (self.link.take() if b[0][1].is_meta else b for b in buckets))
+
+
+class _Copies(TorchDispatchMode):
+    """Counts the bytes that this thread copies."""
+
+    num_bytes = 0
+    is_on = False
+    counted = {torch.ops.aten.copy_, torch.ops.aten.clone, torch.ops.aten.cat, torch.ops.aten._to_copy}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in self.counted:
+            _Copies.num_bytes += result.nbytes
+        return result
+
+
+_THREAD = threading.local()
+
+
+@contextmanager
+def _counting() -> Iterator[None]:
+    """Count the copies of this thread, once, in the round that is for that."""
+    if not _Copies.is_on or getattr(_THREAD, "is_counted", False):
+        yield
+        return
+    _THREAD.is_counted = True
+    with _Copies():
+        yield
+    _THREAD.is_counted = False
 
 
 def main() -> None:
@@ -77,6 +137,8 @@ def main() -> None:
         "extra MiB per rank",
         "of a bucket",
         "first sync: MiB",
+        "MiB sent",
+        "copies",
     )
     for ranks in options.ranks or [1, 2]:
         for row in _run(options, ranks):
@@ -118,9 +180,9 @@ def _run(options: argparse.Namespace, ranks: int) -> list[list[str]]:
         most = max(max(each[way]["bytes"][1:]) for each in found)
         first = max(each[way]["bytes"][0] for each in found)
         times = [f"{seconds:.2f}", f"{seconds / plain:.2f}", f"{work / plain_work:.2f}"]
-        rows.append(
-            [way, *times, f"{most / _MIB:.0f}", f"{most / _MIB / options.bucket_mib:.2f}", f"{first / _MIB:.0f}"]
-        )
+        sent, copied = (sum(each[way][name][0] for each in found) for name in ("sent", "copied"))
+        memory = [f"{most / _MIB:.0f}", f"{most / _MIB / options.bucket_mib:.2f}", f"{first / _MIB:.0f}"]
+        rows.append([way, *times, *memory, f"{sent / ranks / _MIB:.0f}", f"{copied / options.gib / _MIB / 1024:.2f}"])
     return rows
 
 
@@ -138,13 +200,17 @@ def _rank(options: argparse.Namespace) -> None:
         for name, tensor in source.items():
             engine.own[name].copy_(tensor)
 
+    fleets: list[Fleet] = []
     ways: dict[str, Callable[[], object]] = {"plain copy": plain}
     if options.engine == "vllm":
         ways["publish to vLLM"] = _vllm(options, model)
     else:
         ways |= _published(engine, model, whole, options.bucket_mib * _MIB)
+        ways |= _linked(model, whole, options.bucket_mib * _MIB, fleets)
         ways["before: a copy, and sha256"] = _before(model)
     found = {name: _measured(way, options.rounds) for name, way in ways.items()}
+    for fleet in fleets:
+        fleet.close()
     Path(options.out, f"{options.rank}.json").write_text(json.dumps(found))
 
 
@@ -156,8 +222,27 @@ def _published(
         publisher = WeightPublisher(
             engine, model, lambda ids: torch.zeros(1), torch.float32, meta_copy=whole, bucket_bytes=bucket_bytes
         )
-        publisher._is_proven = True  # what is measured is the transfer
+        publisher._probed_levels = {0}  # what is measured is the transfer
         ways[name] = _by_collectives(publisher) if "collectives" in name else partial(publisher.publish, 1)
+    return ways
+
+
+def _linked(
+    model: PreTrainedModel, whole: PreTrainedModel | None, bucket_bytes: int, fleets: list[Fleet]
+) -> dict[str, Callable[[], object]]:
+    ways: dict[str, Callable[[], object]] = {}
+    for name in ("host link", "native link"):
+        wire = Wire()
+        handles = [Threaded(partial(LinkedEngine, model, wire))] if rank_number() == 0 else []
+        native = NativeTransfer(QueueTransport(wire), 1) if name == "native link" else None
+        fleet = Fleet(partial(list, handles), max_groups=1, timeout_seconds=600.0, native=native)
+        fleets.append(fleet)
+        fleet.load_weights(0, ())  # connects, so that no engine is new and probed
+        publisher = WeightPublisher(
+            fleet, model, lambda ids: torch.zeros(1), torch.float32, meta_copy=whole, bucket_bytes=bucket_bytes
+        )
+        publisher._probed_levels = {0}
+        ways[name] = partial(publisher.publish, 1)
     return ways
 
 
@@ -215,7 +300,7 @@ def _vllm(options: argparse.Namespace, model: PreTrainedModel) -> Callable[[], o
     tokenizer = _tokenizer(folder)
     settings = EngineSettings(model, tokenizer, str(folder), RolloutConfig(), 512, torch.float32)
     publisher = WeightPublisher(make_engine(settings), model, lambda ids: torch.zeros(1), torch.float32)
-    publisher._is_proven = True
+    publisher._probed_levels = {0}
     return lambda: publisher.publish(1)
 
 
@@ -236,7 +321,12 @@ def _measured(way: Callable[[], object], rounds: int) -> dict[str, list[float]]:
             seconds.append(time.perf_counter() - began)
             work.append(time.thread_time() - worked)
         most.append(float(memory.most))
-    return {"seconds": seconds, "work": work, "bytes": most}
+    _Copies.num_bytes, _Copies.is_on = 0, True
+    with _counting():
+        metrics = way()
+    _Copies.is_on = False
+    sent = metrics.get("sync/bytes", 0.0) if isinstance(metrics, dict) else 0.0
+    return {"seconds": seconds, "work": work, "bytes": most, "sent": [sent], "copied": [float(_Copies.num_bytes)]}
 
 
 class _Memory:

@@ -72,8 +72,9 @@ class Engine(Protocol):
 
     A user-defined engine (`rollout.backend = "file.py:Class"`) is a class with these members, constructed with one
     `EngineSettings`. With several ranks, each has an engine. An engine in a separate process may also have `step()`,
-    one forward pass that returns finished groups as `completed` does, and `abort()`, which discards requests in flight.
-    Weights can then be loaded between two passes rather than between two groups.
+    one forward pass that returns finished groups as `completed` does, `abort()`, which discards requests in flight, and
+    `link`, by which it receives weights without host memory (`vllm_link.VllmLink`). Weights can then be loaded between
+    two passes rather than between two groups.
     """
 
     name: str
@@ -134,6 +135,7 @@ class EngineWrapper:
     def __init__(self, inner: Engine) -> None:
         self._inner = inner
         self.name, self.weight_format, self.ranks_per_engine = inner.name, inner.weight_format, inner.ranks_per_engine
+        self.link = getattr(inner, "link", None)
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights into the wrapped engine; see `Engine.load_weights`."""

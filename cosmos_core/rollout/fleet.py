@@ -16,27 +16,15 @@ import torch
 from cosmos_core.errors import BY_NAME, CosmosError, StageFailed, serialise_error
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rollout.base import Bucket, LoadReceipt, WeightFormat
-from cosmos_core.rollout.engine_pool import POLL_SECONDS, EngineHandle, EnginePool, PooledEngine
-from cosmos_core.rollout.replica import Description, pack
+from cosmos_core.rollout.engine_pool import POLL_SECONDS, EngineHandle, EnginePool
+from cosmos_core.rollout.transfer import EngineProcess, HostLink, Load, NativeTransfer, WeightLink
 from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
 
 
-class _Process(NamedTuple):
-    """Engine of the pool, with the description of its process at the start of a weight load."""
-
-    member: PooledEngine
-    description: Description | None
-
-    @property
-    def is_alive(self) -> bool:
-        """Return whether the engine still runs in the process with which the weight load began."""
-        return self.member.description is self.description
-
-
 class _Reply(NamedTuple):
-    process: _Process
+    process: EngineProcess
     value: Any
 
 
@@ -51,7 +39,7 @@ class Fleet:
     weight_format: WeightFormat
     ranks_per_engine = 1
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one parameter per property of a fleet
         self,
         handles: Callable[[], Sequence[EngineHandle]],
         *,
@@ -59,17 +47,18 @@ class Fleet:
         timeout_seconds: float,
         swap: Literal["disabled", "generation", "inference"] = "disabled",
         sleeps_in_training: bool = False,
+        native: NativeTransfer | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait until the first engine is open.
 
         `swap` is the value of `rollout.async_r2r_sync`. With `sleeps_in_training`, engines share the trainer's GPUs and
-        sleep during training.
+        sleep during training. `native` sends weights without host memory; None: they travel through host memory.
 
         Raises:
             CosmosError: an engine cannot be opened.
         """
-        self._swap, self._sleeps_in_training, self._beat = swap, sleeps_in_training, beat
+        self._swap, self._sleeps_in_training, self._native, self._beat = swap, sleeps_in_training, native, beat
         self._pool = EnginePool(handles, max_groups, timeout_seconds, beat)
         self._submissions: list[tuple[Prompt, Future[Group]]] = []
         self._loads_only_new = False
@@ -140,15 +129,21 @@ class Fleet:
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights into every open engine, see `Engine.load_weights`; engines that die in the load are skipped."""
         self._release_cached_memory()
-        num_sent, loads = 0, self._begin_load(version) if is_first() else []
-        has_new_engine = any(process.member.version is None for process in loads)
-        for bucket in buckets:
-            num_sent += len(bucket)
-            if loads:
-                value = loads[0].member.handle.put(pack(bucket))
-                loads = [reply.process for reply in self._call_each(loads, "bucket", shared=value)]
+        num_sent, load = 0, Load(self._pool, self._processes_to_load() if is_first() else [])
+        link: WeightLink = HostLink(load)
+        if self._native is not None and not self._loads_only_new:
+            link = self._native.link(load)
         if is_first():
-            self._end_load(version, loads, num_sent)
+            self._begin_load(load, version)
+        has_new_engine = any(process.member.version is None for process in load.processes)
+        try:
+            for bucket in buckets:
+                num_sent += len(bucket)
+                link.send(bucket)
+        finally:
+            link.end()
+        if is_first():
+            self._end_load(version, load.processes, num_sent)
         versions = [member.version for member in self._pool.loaded_engines() if member.version is not None]
         self.version, self.has_new_engine = broadcast_object((min(versions, default=version), has_new_engine))
         self.sleep_level = 0
@@ -219,7 +214,7 @@ class Fleet:
     def _call_all(self, method: str) -> None:
         if not (self._sleeps_in_training and is_first()):
             return
-        self._call_each([_Process(member, member.description) for member in self._pool.loaded_engines()], method)
+        self._call_each([EngineProcess(member, member.description) for member in self._pool.loaded_engines()], method)
 
     def _first_description(self) -> tuple[str, WeightFormat, tuple[str, str] | None]:
         """Return the name and weight format of the first open engine, and an error or None."""
@@ -233,7 +228,9 @@ class Fleet:
         assert members[0].description is not None
         return members[0].description.name, members[0].description.weight_format, None
 
-    def _call_each(self, processes: Sequence[_Process], method: str, *arguments: Any, **keywords: Any) -> list[_Reply]:
+    def _call_each(
+        self, processes: Sequence[EngineProcess], method: str, *arguments: Any, **keywords: Any
+    ) -> list[_Reply]:
         """Call a method of each engine process and return the replies; processes that died are marked as lost."""
         futures = [(process, process.member.handle.call(method, *arguments, **keywords)) for process in processes]
         self._pool.await_all([(process.member, reply) for process, reply in futures])
@@ -245,14 +242,17 @@ class Fleet:
                 self._pool.mark_dead(*process, error)
         return replies
 
-    def _begin_load(self, version: int) -> list[_Process]:
-        self._pool.is_loading = True
+    def _processes_to_load(self) -> list[EngineProcess]:
         members = [m for m in self._pool.open_engines() if m.version is None or not self._loads_only_new]
-        processes = [_Process(member, member.description) for member in members]
-        keywords = {"background": self._swap != "disabled", "patience": self._pool.timeout_seconds}
-        return [reply.process for reply in self._call_each(processes, "begin_load", version, **keywords)]
+        return [EngineProcess(member, member.description) for member in members]
 
-    def _end_load(self, version: int, processes: Sequence[_Process], num_sent: int) -> None:
+    def _begin_load(self, load: Load, version: int) -> None:
+        self._pool.is_loading = True
+        keywords = {"background": self._swap != "disabled", "timeout_seconds": self._pool.timeout_seconds}
+        replies = self._call_each(load.processes, "begin_load", version, **keywords)
+        load.processes = [reply.process for reply in replies]
+
+    def _end_load(self, version: int, processes: Sequence[EngineProcess], num_sent: int) -> None:
         keywords = {"background": self._swap != "disabled", "waits": self._swap == "generation"}
         try:
             for process, loaded in self._call_each(processes, "end_load", version, **keywords):

@@ -10,7 +10,7 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from cosmos_core.error_handling import set_future
-from cosmos_core.errors import StageFailed
+from cosmos_core.errors import StageFailed, first_line
 from cosmos_core.rollout.base import Bucket, Engine, LoadReceipt, WeightFormat, storage_of
+from cosmos_core.rollout.link import BucketHeader, TransferFailed
 from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ class Description(NamedTuple):
     name: str
     weight_format: WeightFormat
     pid: int
+    has_link: bool = False
+    """Whether the engine can receive weights through a native link."""
 
 
 class PackedBucket(NamedTuple):
@@ -53,10 +56,20 @@ _ALIGNMENT = 16  # bytes of alignment of each tensor, since a view as a wider dt
 
 
 @dataclass
+class _Incoming:
+    """Bucket that the engine's thread receives through a native link."""
+
+    header: BucketHeader
+    seconds: float
+    """Time limit for the data to arrive."""
+    received: Future[None]
+
+
+@dataclass
 class _Load:
     """A weight load in progress."""
 
-    buckets: queue.Queue[PackedBucket | None]
+    buckets: queue.Queue[PackedBucket | _Incoming | None]
     """Queue of the buckets to load; an entry of None marks the end of the load."""
     result: Future[LoadReceipt]
     seconds: float
@@ -153,6 +166,29 @@ class Replica:
         load = self._current_load()
         load.buckets.put(packed, timeout=load.seconds)
 
+    def join_link(self, backend: str, init_info: dict[str, Any], seconds: float) -> None:
+        """Connect the engine with the trainer between two passes, for native transfer of weights; see `VllmLink.join`.
+
+        Raises:
+            TransferFailed: the engine has no link, or there is no connection after `seconds`.
+        """
+        self._run_on_engine_thread(lambda engine: _link_of(engine).join(backend, init_info, seconds))
+
+    def receive(self, header: BucketHeader, seconds: float) -> None:
+        """Receive the next bucket of the weight load in progress through the native link, and return before its load.
+
+        Raises:
+            TransferFailed: the bucket did not arrive, and can be sent again by `bucket`.
+        """
+        load = self._current_load()
+        incoming = _Incoming(header, seconds, Future())
+        load.buckets.put(incoming, timeout=load.seconds)
+        either: list[Future[Any]] = [incoming.received, load.result]
+        wait(either, return_when=FIRST_COMPLETED)
+        if not incoming.received.done():
+            raise TransferFailed("the engine's weight load has ended")
+        incoming.received.result()
+
     def end_load(self, version: int, *, background: bool, waits: bool) -> LoadReceipt:
         """End the load after the last bucket, and wait until all weights are loaded.
 
@@ -209,7 +245,8 @@ class Replica:
         except Exception as error:  # noqa: BLE001 - raised again in `begin`
             self._description.set_exception(error)
             return
-        self._description.set_result(Description(engine.name, engine.weight_format, os.getpid()))
+        has_link = getattr(engine, "link", None) is not None
+        self._description.set_result(Description(engine.name, engine.weight_format, os.getpid(), has_link))
         while True:
             while self._in_flight == 0 or not self._commands.empty():
                 self._commands.get()(engine)
@@ -236,7 +273,7 @@ class Replica:
             self._generate(_find_step_method(engine))
 
         def run() -> Any:
-            loaded = engine.load_weights(version, _buckets(load))
+            loaded = engine.load_weights(version, _buckets(load, engine))
             self._version = version
             return loaded
 
@@ -276,8 +313,24 @@ def _find_step_method(engine: Engine) -> Callable[[], list[Group]]:
     return step
 
 
-def _buckets(load: _Load) -> Iterator[Bucket]:
+def _link_of(engine: Engine) -> Any:
+    link = getattr(engine, "link", None)
+    if link is None:
+        raise TransferFailed(f"engine {engine.name!r} has no native link")
+    return link
+
+
+def _buckets(load: _Load, engine: Engine) -> Iterator[Bucket]:
     while (bucket := load.buckets.get(timeout=load.seconds)) is not None:
+        if isinstance(bucket, _Incoming):
+            try:
+                _link_of(engine).receive(bucket.header, bucket.seconds)
+            except Exception as error:  # noqa: BLE001 - the trainer sends the bucket again
+                bucket.received.set_exception(TransferFailed(first_line(error)))
+                continue
+            bucket.received.set_result(None)  # the trainer gathers the next bucket while this one is loaded
+            yield bucket.header.placeholder()
+            continue
         if bucket.data is _LOAD_ABANDONED.data:
             raise StageFailed("weight sync: the trainer has gone")
         yield unpack(bucket)

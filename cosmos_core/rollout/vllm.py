@@ -2,9 +2,8 @@
 (`replica`).
 
 In the trainer's process, weights are passed by reference and no child process can outlive the stage. An engine in a
-separate process may have ranks of its own (`vllm_ranks`). `restore_process` undoes what vLLM changes in its process.
-vLLM's own weight transfer (NCCL, CUDA IPC) is not used. The code for GPUs only (sleep levels, CUDA graphs) and prompts
-with images are untested.
+separate process may have ranks of its own (`vllm_ranks`). `restore_process_state` undoes what vLLM changes in its
+process. The code for GPUs only (sleep levels, CUDA graphs, `vllm_link`) and prompts with images are untested.
 """
 
 import logging
@@ -37,6 +36,7 @@ from cosmos_core.rollout.base import (
 from cosmos_core.rollout.mxfp4 import QUANTIZATION_FORMAT, has_mxfp4, quantize_bucket
 from cosmos_core.rollout.sample_tokens import use_uniform_sampling
 from cosmos_core.rollout.vllm_adapter import adapter_of
+from cosmos_core.rollout.vllm_link import VllmLink
 from cosmos_core.rollout.vllm_memory import unique_names, unlink_shared_memory
 from cosmos_core.rollout.vllm_process import keep_process_group, restore_process_state
 from cosmos_core.rollout.vllm_ranks import (
@@ -98,7 +98,10 @@ class VllmEngine:
         self.sleep_level: Literal[0, 1, 2] = 0
         """Level of the deepest sleep since the last weight load; 0: no sleep."""
         self._receiver = Receiver()
-        self._convert_bucket: Callable[[Bucket], Bucket] = quantize_bucket if _holds_mxfp4(settings) else list
+        is_mxfp4 = _holds_mxfp4(settings)
+        self._convert_bucket: Callable[[Bucket], Bucket] = quantize_bucket if is_mxfp4 else list
+        self.link: VllmLink | None = None
+        """Connection through which the ranks receive weights without host memory; None: they do not."""
         self._in_flight: dict[str, tuple[_UnfinishedGroup, int]] = {}
         self._finished_elsewhere: list[Group] = []
         self.weight_format: WeightFormat = "checkpoint"
@@ -125,6 +128,9 @@ class VllmEngine:
                 end_ranks_together(self._llm)
             elif not is_single_rank():
                 unlink_shared_memory()
+        is_native = settings.rollout.weight_transfer == "native" and settings.is_separate
+        if is_native and self.weight_format == "checkpoint" and not is_mxfp4:
+            self.link = VllmLink(self._llm)
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         check_prompts(prompts, self._max_model_len)
@@ -189,7 +195,7 @@ class VllmEngine:
         """Replace all weights, and discard a failed load, which vLLM would continue with the next load's tensors."""
         try:
             received = map(self._convert_bucket, self._receiver.buckets(buckets))
-            if self._has_ranks:
+            if self._has_ranks or self.link is not None:
                 load_on_ranks(self._llm, received)
             else:
                 weights = {"weights_iterator": (each for bucket in received for each in bucket)}

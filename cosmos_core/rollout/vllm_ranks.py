@@ -1,8 +1,8 @@
 """vLLM engine of a separate process with tensor-parallel ranks, which are child processes.
 
 vLLM starts the ranks on the GPUs of the engine's process and communicates over its own queues, which also carry the
-weights, bucket by bucket. Ranks and engine end together; the process manager then starts another engine. Ranks on GPUs
-are untested.
+weights, bucket by bucket, unless a native link does (`vllm_link`). Ranks and engine end together; the process manager
+then starts another engine. Ranks on GPUs are untested.
 """
 
 import os
@@ -32,21 +32,28 @@ def engine_rank_arguments(*, is_cpu: bool) -> dict[str, Any]:
     """Return vLLM's arguments for an engine with ranks, and set the environment that the ranks inherit."""
     for name, value in (_ENVIRONMENT | _CPU_ENVIRONMENT if is_cpu else _ENVIRONMENT).items():
         os.environ.setdefault(name, value)
-    return {"distributed_executor_backend": "mp", "worker_extension_cls": f"{__name__}.{RankExtension.__name__}"}
+    return {"distributed_executor_backend": "mp"}
 
 
 def end_ranks_together(llm: Any) -> None:
     """Make this process exit when a rank dies, and the ranks exit when this process does."""
     llm.llm_engine.model_executor.register_failure_callback(lambda: os._exit(1))
-    llm.collective_rpc("end_with", args=(os.getpid(),))
+    llm.collective_rpc(exit_with_parent, args=(os.getpid(),))
 
 
 def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:
-    """Replace the weights of all ranks, each of which loads its shards."""
-    llm.collective_rpc("begin_weights")
+    """Replace the weights of all ranks, each of which loads its shards.
+
+    A bucket whose tensors are on the meta device stands for the bucket that a native link delivered to the ranks.
+    """
+    llm.collective_rpc(begin_weights)
     for bucket in buckets:
-        llm.collective_rpc("load_bucket", args=(pack(bucket),))
-    llm.collective_rpc("end_weights")
+        arguments = () if bucket[0][1].is_meta else (pack(bucket),)
+        llm.collective_rpc(load_bucket, args=arguments)
+    llm.collective_rpc(end_weights)
+
+
+# vLLM calls the functions below in each rank, with its worker.
 
 
 def discard_load(worker: Any) -> None:
@@ -56,35 +63,35 @@ def discard_load(worker: Any) -> None:
 
     with set_current_vllm_config(worker.vllm_config):
         finalize_layerwise_reload(worker.model_runner.get_model(), worker.model_runner.model_config)
+    if link := getattr(worker, "weight_link", None):
+        link.end_load()
 
 
-class RankExtension:
-    """Methods that are mixed into vLLM's worker class in each rank."""
+def exit_with_parent(worker: Any, pid: int) -> None:
+    """Let the kernel end this process with its parent `pid`, and unlink the name of its shared memory."""
+    kill_with_parent(pid)
+    unlink_shared_memory()
 
-    vllm_config: Any
-    model_runner: Any
 
-    def exit_with_parent(self, pid: int) -> None:
-        """Let the kernel end this process with its parent `pid`, and unlink the name of its shared memory."""
-        kill_with_parent(pid)
-        unlink_shared_memory()
+def begin_weights(worker: Any) -> None:
+    """Prepare a rank to load all weights, as `GPUModelRunner.reload_weights` does."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-    def begin_weights(self) -> None:
-        """Prepare to load all weights, as `GPUModelRunner.reload_weights` does."""
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+    with set_current_vllm_config(worker.vllm_config):
+        initialize_layerwise_reload(worker.model_runner.get_model())
 
-        with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(self.model_runner.get_model())
 
-    def load_bucket(self, bucket: PackedBucket) -> None:
-        """Load the next bucket of weights into this rank."""
-        from vllm.config import set_current_vllm_config
+def load_bucket(worker: Any, bucket: PackedBucket | None = None) -> None:
+    """Load the next bucket of weights into a rank; None: the bucket that its native link received."""
+    from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(self.vllm_config):
-            self.model_runner.get_model().load_weights(unpack(bucket))
+    tensors = unpack(bucket) if bucket is not None else worker.weight_link.take()
+    with set_current_vllm_config(worker.vllm_config):
+        worker.model_runner.get_model().load_weights(tensors)
 
-    def end_weights(self) -> None:
-        """Finish the weight load of this rank."""
-        discard_load(self)
-        self.model_runner.reset_encoder_cache()
+
+def end_weights(worker: Any) -> None:
+    """Finish the weight load of a rank."""
+    discard_load(worker)
+    worker.model_runner.reset_encoder_cache()

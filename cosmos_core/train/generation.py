@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.environment import mask_secrets
@@ -29,6 +30,8 @@ from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.rollout.replica import Replica
+from cosmos_core.rollout.transfer import NativeTransfer
+from cosmos_core.rollout.transport import IpcTransport, NcclTransport
 from cosmos_core.run.stage import Stage, load_stage
 from cosmos_core.train.diffusion_setup import flow_source
 from cosmos_core.train.measure import Rewards, open_rewards, shared
@@ -169,8 +172,21 @@ def _fleet(stage: Stage) -> Fleet:
         timeout_seconds=rollout.engine_timeout_seconds,
         swap=rollout.async_r2r_sync,
         sleeps_in_training=stage.recipe.mode == "colocated_separated",
+        native=_native_transfer(stage.recipe),
         beat=stage.progress.beat,
     )
+
+
+def _native_transfer(recipe: Recipe) -> NativeTransfer | None:
+    """Return the native weight transfer of a stage; None: weights travel through host memory."""
+    rollout = recipe.rollout
+    if rollout.weight_transfer == "host" or rollout.native_obstacles:
+        return None  # `cosmos check` names the obstacle
+    if not torch.cuda.is_available():
+        logger.warning("rollout.weight_transfer = 'native' needs GPUs: weights travel through host memory")
+        return None
+    transport = IpcTransport() if recipe.mode == "colocated_separated" else NcclTransport()
+    return NativeTransfer(transport, rollout.parallelism.tp_size)
 
 
 def open_replica(path: Path) -> Replica:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.kinds.prompts import Prompts
@@ -108,6 +109,22 @@ def test_it_changes_what_engines_get_and_when(
         generation._fleet(stage_of(tmp_path / "stage", recipe, kind="rl"))
     [(name, values)] = expected.items()
     assert (made[0][name], made[1][name]) == values
+
+
+@changes(
+    (Change("rollout.weight_transfer", "native", APART), "nccl"),
+    (Change("rollout.weight_transfer", "native", {**APART, "mode": "colocated_separated"}), "ipc"),
+)
+def test_it_changes_the_way_that_weights_take(
+    change: Change, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert generation._native_transfer(change.before) is None
+    assert generation._native_transfer(change.after) is None and "needs GPUs" in caplog.text
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = generation._native_transfer(change.after)
+    assert found is not None and found.transport.backend == expected
+    other = Change("rollout.async_r2r_sync", "inference", {**APART, "rollout.weight_transfer": "native"}).after
+    assert generation._native_transfer(other) is None
 
 
 @changes(Change("train.sync_weight_interval", 3, GRPO))

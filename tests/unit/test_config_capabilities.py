@@ -109,6 +109,24 @@ def test_a_setting_of_another_algorithm_is_told(setting: str, said: str, switch:
         )
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ((), "has never run on a GPU; without a GPU or NCCL, weights travel through host memory"),
+        (("rollout.backend=hf",), "has no effect with rollout.backend = 'hf'"),
+        (("rollout.quantization=mxfp4",), "has no effect with rollout.quantization = 'mxfp4'"),
+        (("rollout.async_r2r_sync=inference",), "has no effect with rollout.async_r2r_sync = 'inference'"),
+        (("policy.lora.r=8",), "has no effect with policy.lora"),
+        (("mode=colocated",), "has no effect here: with mode = 'colocated'"),
+    ],
+)
+def test_what_native_weight_transfer_cannot_do_is_told(settings: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    key = "rollout.weight_transfer"
+    lines = unique_notices(load(tmp_path, GRPO, "mode=disaggregated", f"{key}=native", *settings))
+    assert sum(line.startswith(key) and said in line for line in lines) == 1, lines
+    assert not any(key in line for line in unique_notices(load(tmp_path, GRPO, "mode=disaggregated", *settings)))
+
+
 def test_settings_of_engines_apart_are_told_where_engines_are_inside(tmp_path: Path) -> None:
     settings = ("rollout.parallelism.n_init_replicas=4", "rollout.mode=async", "rollout.async_r2r_sync=generation",
                 "train.train_policy.outdated_rollout_fetch_batch_size=8")  # fmt: skip

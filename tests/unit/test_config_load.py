@@ -338,7 +338,7 @@ def test_the_fields_that_change_no_result_are_these() -> None:
         *(f"{name}Config.dataloader_num_workers" for name in ("DiffusionSft", "DiffusionNft", "FlowGrpo", "Ddrl")),
         *(f"{name}Config.reward_env" for name in ("DiffusionNft", "FlowGrpo", "Ddrl")),
         "RolloutConfig.enforce_eager", "RolloutConfig.gpu_memory_utilization", "RolloutConfig.probe_interval",
-        "RolloutConfig.engine_timeout_seconds", "RolloutConfig.stop_on_alarm",
+        "RolloutConfig.engine_timeout_seconds", "RolloutConfig.stop_on_alarm", "RolloutConfig.weight_transfer",
         "MultiTurnRolloutConfig.custom_chat_template_path",
         "MultiTurnRolloutConfig.tool_env",
         "RemoteRewardConfig.max_in_flight",

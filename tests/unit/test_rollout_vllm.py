@@ -117,6 +117,36 @@ def test_an_adapter_comes_alone_and_the_engine_computes_what_the_trainer_does(fo
     assert adapted["partial"].startswith("StageFailed: weight sync: 1 tensors did not come, such as model.layers.0")
 
 
+def test_weights_that_came_natively_are_those_of_the_host_path_to_the_bit(found: dict[str, Any]) -> None:
+    for load in found["transferred"]["loads"]:
+        assert load["names_agree"] and load["parameters"] > 10 and load["different"] == [], load
+    assert len(found["transferred"]["loads"]) == 10
+
+
+def test_loads_are_native_idle_and_with_completions_in_flight(found: dict[str, Any]) -> None:
+    loads = found["transferred"]["loads"]
+    assert [load["in_flight"] for load in loads] == [0, 2] * 5
+    numbers = {load["buckets"] for load in loads if load["name"] != "cut off"}
+    assert len(numbers) == 1 and min(numbers) > 2, "each load has the same buckets, all of them native"
+    assert all(len(load["versions"]) == 2 for load in loads if load["in_flight"]), loads
+
+
+def test_a_load_that_is_cut_off_continues_through_host_memory_and_the_next_connects_again(
+    found: dict[str, Any],
+) -> None:
+    [cut] = [load for load in found["transferred"]["loads"] if load["name"] == "cut off"]
+    assert cut["buckets"] == 1
+    [message] = found["transferred"]["messages"]
+    assert message.startswith("native weight transfer: ") and "host memory" in message
+    assert found["transferred"]["worlds"] == [[2, [0, 1]]] * 3  # at first, after the cut, and unpacked
+
+
+def test_vllm_takes_the_infos_that_the_trainer_makes_and_gives_each_rank_of_two_engines_its_number(
+    found: dict[str, Any],
+) -> None:
+    assert found["transferred"]["ranks"] == [[128, rank, 5] for rank in (1, 2, 3, 4)]
+
+
 @pytest.mark.full
 def test_an_engine_apart_may_have_ranks_of_its_own_which_end_with_it(further: dict[str, Any]) -> None:
     spread = further["spread"]

@@ -55,6 +55,7 @@ def engine(calls: list[str]) -> VllmEngine:
     made: Any = object.__new__(VllmEngine)
     made._llm, made._adapter, made._has_ranks, made._convert_bucket = Recorder(calls), None, False, list
     made._receiver, made._in_flight, made._asleep_tags, made._version, made.sleep_level = Receiver(), {}, [], 0, 0
+    made.link = None
     return made
 
 
@@ -143,7 +144,7 @@ def test_vllm_knows_the_arguments_and_variables_that_we_set() -> None:
         "distributed_executor_backend", "logprobs_mode", "generation_config", "skip_tokenizer_init",
         "disable_log_stats", "use_tqdm_on_load", "max_num_seqs", "quantization", "gpu_memory_utilization",
         "enable_sleep_mode", "enable_chunked_prefill", "max_num_batched_tokens", "disable_custom_all_reduce",
-        "worker_extension_cls", "enable_lora", "max_loras", "max_lora_rank",
+        "enable_lora", "max_loras", "max_lora_rank",
     }  # fmt: skip
     known = source("envs.py")
     ours = {**vllm._ENVIRONMENT, **vllm._CPU_ENVIRONMENT, **vllm._OWN_GPU_ENVIRONMENT}

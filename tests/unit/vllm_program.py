@@ -326,6 +326,10 @@ def main(folder: str, out: str, *, further_engines: bool) -> None:
         found["second"] = tokens(generate(second, PROMPTS, sampling(1.0), 4))
         second.close()
         found["spread"] = spread(folder, tokenizer)
+    else:
+        from tests.unit.transfer_program import transferred
+
+        found["transferred"] = transferred(folder, model, tokenizer)
     Path(out).write_text(json.dumps(found))
 
 

@@ -106,6 +106,11 @@ class RolloutConfig(Table):
     completions continue with the new weights. `inference`: all buckets are received while the engine generates, then
     loaded between two passes. `generation`: as `inference`, but loaded after all completions in flight have ended, so
     that each completion is sampled from one version of the weights."""
+    weight_transfer: Annotated[Literal["host", "native"], NoResult] = "host"
+    """How weights reach engines in separate processes. `host`: through host memory. `native`: by vLLM's own weight
+    transfer, which is an NCCL broadcast with `mode = "disaggregated"` and CUDA IPC with `colocated_separated`; it has
+    never run on a GPU. A load that fails, and one to engines that cannot do it (on CPU, without NCCL, of another
+    backend), continues through host memory, with a line in the log."""
     prefetch_rollout: bool = False
     """Prefetch the next prompts during generation."""
     prefetch_queue_maxsize: Annotated[PositiveInt, UnitMark("batches"), RequiresSwitch("prefetch_rollout")] = 2
@@ -117,6 +122,16 @@ class RolloutConfig(Table):
         return self.async_config.max_concurrent_requests if self.mode == "async" else self.batch_size
 
     @property
+    def native_obstacles(self) -> list[str]:
+        """Return the settings with which weights cannot reach engines by `weight_transfer = "native"`."""
+        is_set = {
+            f"backend = {self.backend!r}": self.backend != "vllm",
+            f"quantization = {self.quantization!r}": self.quantization == "mxfp4",
+            f"async_r2r_sync = {self.async_r2r_sync!r}": self.async_r2r_sync != "disabled",
+        }
+        return [f"rollout.{setting}" for setting, is_obstacle in is_set.items() if is_obstacle]
+
+    @property
     def changes_token_distribution(self) -> bool:
         """Return True if training tokens are sampled from another distribution than softmax(logits / temperature)."""
         sampling = self.sampling_config
@@ -126,7 +141,7 @@ class RolloutConfig(Table):
         """Yield notices about settings of engines in separate processes if there are no such engines."""
         if stage.kind.feed != "rollouts" or stage.recipe.mode != "colocated":
             return
-        keys = [f"rollout.{name}" for name in ("mode", "async_r2r_sync") if self.is_set(name)]
+        keys = [f"rollout.{name}" for name in ("mode", "async_r2r_sync", "weight_transfer") if self.is_set(name)]
         if self.parallelism.is_set("n_init_replicas"):
             keys.append("rollout.parallelism.n_init_replicas")
         algorithm = stage.recipe.train.train_policy
@@ -134,6 +149,22 @@ class RolloutConfig(Table):
             keys.append("train.train_policy.outdated_rollout_fetch_batch_size")
         for key in keys:
             yield f"{key} has no effect here: with mode = 'colocated' each rank has an engine inside"
+
+    def _native_notices(self, stage: StageContext) -> Iterator[str]:
+        """Yield notices about native weight transfer to engines in separate processes."""
+        if self.weight_transfer == "host" or stage.kind.feed != "rollouts" or stage.recipe.mode == "colocated":
+            return
+        obstacles = [*self.native_obstacles, *(["policy.lora"] if stage.recipe.policy.lora is not None else [])]
+        if obstacles:
+            yield (
+                f"rollout.weight_transfer = 'native' has no effect with {obstacles[0]}: weights travel through host "
+                f"memory"
+            )
+        else:
+            yield (
+                "rollout.weight_transfer = 'native' has never run on a GPU; without a GPU or NCCL, weights travel "
+                "through host memory"
+            )
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
         yield from self._temperature_errors(stage)
@@ -211,6 +242,7 @@ class RolloutConfig(Table):
         """Yield notices about rollout settings, such as sampling settings with which completions are not sampled from
         the policy."""
         yield from self._engine_notices(stage)
+        yield from self._native_notices(stage)
         policy = stage.recipe.policy
         length, has_text = policy.model_max_length, stage.kind.feed == "rollouts" and not policy.is_diffusers
         if has_text and stage.recipe.may_split_groups:

@@ -1,0 +1,102 @@
+"""What both ends of a native weight transfer share: the header of a bucket, and time limits for calls that may hang."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from cosmos_core.error_handling import set_future
+from cosmos_core.rollout.base import Bucket, storage_of
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.1
+
+
+class TransferFailed(Exception):
+    """Error raised if a bucket did not arrive through a native link; it can be sent again through host memory."""
+
+
+class BucketHeader(NamedTuple):
+    """Names, dtypes and shapes of the tensors of a bucket whose data travel separately, as consecutive bytes."""
+
+    names: list[str]
+    """Names of the tensors, wider dtypes first, so that each tensor starts at a multiple of its element size."""
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    aliases: dict[str, str]
+    """Further names of tied weights, whose data travel only under the name in the value."""
+    extra: dict[str, Any]
+    """Further fields of vLLM's update info, which depend on the transport."""
+
+    def update_info(self) -> dict[str, Any]:
+        """Return the fields of vLLM's update info; a scalar has the shape [1], because vLLM cannot unpack scalars."""
+        shapes = [shape or [1] for shape in self.shapes]
+        return {"names": self.names, "dtype_names": self.dtype_names, "shapes": shapes, **self.extra}
+
+    def bucket(self, tensors: Mapping[str, Tensor]) -> Bucket:
+        """Return the bucket whose tensors arrived as `tensors`, in the sender's shapes and under all names."""
+        own = {name: tensors[name].reshape(shape) for name, shape in zip(self.names, self.shapes, strict=True)}
+        return [*own.items(), *((alias, own[name]) for alias, name in self.aliases.items())]
+
+    def placeholder(self) -> Bucket:
+        """Return the bucket with tensors on the meta device, for an engine whose ranks hold the data already."""
+        each = zip(self.names, self.dtype_names, self.shapes, strict=True)
+        meta = {name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, dtype, shape in each}
+        return self.bucket(meta)
+
+
+def divide(bucket: Bucket) -> tuple[BucketHeader, list[Tensor]]:
+    """Return the header of a bucket, and the tensors whose data travel, in the order of the header."""
+    firsts: dict[Any, str] = {}
+    for name, tensor in bucket:
+        firsts.setdefault(storage_of(tensor), name)
+    aliases = {name: firsts[storage_of(tensor)] for name, tensor in bucket if firsts[storage_of(tensor)] != name}
+    sent = sorted((each for each in bucket if each[0] not in aliases), key=lambda each: -each[1].element_size())
+    dtype_names = [str(tensor.dtype).removeprefix("torch.") for _, tensor in sent]
+    header = BucketHeader([name for name, _ in sent], dtype_names, [list(t.shape) for _, t in sent], aliases, {})
+    return header, [tensor.detach() for _, tensor in sent]
+
+
+def fill(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy tensors into a buffer of bytes, one after the other."""
+    start = 0
+    for tensor in tensors:
+        end = start + tensor.nbytes
+        buffer[start:end].view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
+        start = end
+
+
+def call_within(
+    seconds: float,
+    call: Callable[[], T],
+    *,
+    abort: Callable[[], object] = lambda: None,
+    has_failed: Callable[[], bool] = lambda: False,
+) -> T:
+    """Return the result of a call that may hang, such as a collective whose peer has died.
+
+    The call runs in a thread of its own, on this thread's device, while this thread watches it. Whatever an aborted
+    call returns is ignored, because an aborted collective leaves arbitrary bytes in its buffers without an error.
+
+    Raises:
+        TransferFailed: the call took longer than `seconds`, or `has_failed` returned True; `abort` has been called.
+    """
+    done: Future[T] = Future()
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+    def run() -> None:
+        with nullcontext() if device is None else torch.accelerator.device_index(device):
+            set_future(done, call)
+
+    threading.Thread(target=run, daemon=True, name="weight transfer").start()
+    end = time.monotonic() + seconds
+    while not wait([done], min(_POLL_SECONDS, seconds)).done:
+        if (is_late := time.monotonic() > end) or has_failed():
+            abort()
+            raise TransferFailed(f"it took longer than {seconds:g} s" if is_late else "an engine has failed")
+    return done.result()

@@ -1,0 +1,226 @@
+"""The trainer's end of a weight transfer to engines in separate processes: through host memory, or natively.
+
+`HostLink` sends a bucket as one array in host memory, `NativeLink` by a `transport` of vLLM. An engine loads a bucket
+only after all of it has arrived, so that a bucket that was cut off is sent again by the host link, as are the other
+buckets of that version.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from cosmos_core.error_handling import log_errors
+from cosmos_core.errors import first_line
+from cosmos_core.parallel.mesh import broadcast_object, is_first
+from cosmos_core.rollout.base import Bucket
+from cosmos_core.rollout.engine_pool import EnginePool, PooledEngine
+from cosmos_core.rollout.link import BucketHeader, TransferFailed, call_within
+from cosmos_core.rollout.replica import Description, pack
+from cosmos_core.rollout.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+_BUCKET_SECONDS = 60.0
+"""Time limit in seconds for the transfer of one bucket."""
+_JOIN_SECONDS = 120.0
+"""Time limit in seconds for connecting trainer and engines."""
+_MOST_FAILURES = 2
+"""Number of failures in succession after which native transfer is not tried again with the same engines."""
+
+
+class EngineProcess(NamedTuple):
+    """Engine of the pool, with the description of its process at the start of a weight load."""
+
+    member: PooledEngine
+    description: Description | None
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the engine still runs in the process with which the weight load began."""
+        return self.member.description is self.description
+
+
+class Load:
+    """Engine processes that take part in one weight load; only the first rank has and calls any.
+
+    An engine whose process dies leaves the load.
+    """
+
+    def __init__(self, pool: EnginePool, processes: Sequence[EngineProcess]) -> None:
+        self._pool, self.processes = pool, list(processes)
+        self._called: dict[Future[Any], EngineProcess] = {}
+
+    def start(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], shared: Any = None, only: Sequence[int] = ()
+    ) -> list[Future[Any]]:
+        """Call a method of each engine, or of those at the positions `only`, each with its own arguments."""
+        called = [self.processes[i] for i in only] if only else self.processes
+        each = zip(called, arguments, strict=True)
+        replies = [process.member.handle.call(method, *own, shared=shared) for process, own in each]
+        self._called.update(zip(replies, called, strict=True))
+        return replies
+
+    def finish(self, replies: Sequence[Future[Any]]) -> list[int]:
+        """Wait for replies, and return the positions of the engines that raised `TransferFailed`."""
+        called = [(self._called.pop(reply), reply) for reply in replies]
+        self._pool.await_all([(process.member, reply) for process, reply in called])
+        dead, failed = set(), set()
+        for process, reply in called:
+            try:
+                reply.result()
+            except ConnectionError as error:
+                self._pool.mark_dead(*process, error)
+                dead.add(id(process))
+            except TransferFailed:
+                failed.add(id(process))
+        self.processes = [process for process in self.processes if id(process) not in dead]
+        return [i for i, process in enumerate(self.processes) if id(process) in failed]
+
+
+class WeightLink(Protocol):
+    """Way of the buckets of one weight load from the ranks to the engines; all ranks call its methods together."""
+
+    def send(self, bucket: Bucket) -> None:
+        """Send a bucket, which is equal on all ranks, to all engines of the load."""
+        ...
+
+    def end(self) -> None:
+        """Release the memory of the link after the last bucket."""
+        ...
+
+
+class HostLink:
+    """Link through host memory: the first rank packs a bucket into an array, which all engines read."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+
+    def send(self, bucket: Bucket, only: Sequence[int] = ()) -> None:
+        if processes := self._load.processes:
+            shared = processes[0].member.handle.put(pack(bucket))
+            self._load.finish(self._load.start("bucket", [()] * len(only or processes), shared, only))
+
+    def end(self) -> None: ...
+
+
+@dataclass
+class Connection:
+    """Engine processes that are connected with the trainer, and the failures of transfers to them."""
+
+    members: list[Any] = field(default_factory=list)
+    is_open: bool = False
+    num_failures: int = 0
+    """Number of failures since the engines changed, or since a load that succeeded."""
+
+    def is_for(self, members: Sequence[Any]) -> bool:
+        """Return whether exactly these engine processes are connected, in this order."""
+        return self.is_open and self._are(members)
+
+    def may_open(self, members: Sequence[Any]) -> bool:
+        """Return whether to connect with these engine processes; new processes get new attempts."""
+        if not self._are(members):
+            self.members, self.num_failures, self.is_open = list(members), 0, False
+        return bool(members) and self.num_failures < _MOST_FAILURES
+
+    def _are(self, members: Sequence[Any]) -> bool:
+        # Descriptions are compared by identity: another process may have equal values, such as a number used again.
+        return len(members) == len(self.members) and all(a is b for a, b in zip(members, self.members, strict=True))
+
+
+class NativeTransfer:
+    """Choice of the link of each weight load of a fleet; keeps the connection between loads."""
+
+    def __init__(self, transport: Transport, ranks_per_engine: int) -> None:
+        self.transport, self._ranks_per_engine = transport, ranks_per_engine
+        self.connection = Connection()
+
+    def link(self, load: Load) -> WeightLink:
+        """Return the native link if the engines of the load are or can be connected, else the host link."""
+        is_native = broadcast_object(self._connect(load) if is_first() else False)
+        return NativeLink(self, load) if is_native else HostLink(load)
+
+    def fail(self, reason: str) -> None:
+        """Disconnect after a failure, and log the reason; the next load connects again."""
+        self.transport.abort()
+        self.connection.is_open = False
+        self.connection.num_failures += 1
+        if is_first():
+            is_last = self.connection.num_failures >= _MOST_FAILURES
+            later = ", as all later ones until an engine is replaced" if is_last else ""
+            logger.warning("native weight transfer: %s; these weights travel through host memory%s", reason, later)
+
+    def _connect(self, load: Load) -> bool:
+        members = [process.description for process in load.processes]
+        if self.connection.is_for(members) or not self.connection.may_open(members):
+            return self.connection.is_open
+        with log_errors(lambda error: self.fail(first_line(error))):  # the host link works whatever is missing
+            self._join(load)
+            self.connection.is_open = True
+        return self.connection.is_open
+
+    def _join(self, load: Load) -> None:
+        count = len(load.processes)
+        if not all(process.description and process.description.has_link for process in load.processes):
+            self.connection.num_failures = _MOST_FAILURES  # these engines will not get one
+            raise TransferFailed("an engine has no native link")
+        infos = self.transport.prepare(count, self._ranks_per_engine)
+        replies = load.start("join_link", [(self.transport.backend, info, _JOIN_SECONDS) for info in infos])
+        try:
+            call_within(_JOIN_SECONDS, self.transport.connect, has_failed=_any_failed(replies))
+        finally:
+            failed = load.finish(replies)
+        if failed or len(load.processes) < count:
+            raise TransferFailed("an engine did not connect")
+
+
+class NativeLink:
+    """Link by a transport of vLLM; from a bucket that an engine did not receive it continues as the host link."""
+
+    def __init__(self, transfer: NativeTransfer, load: Load) -> None:
+        self._transfer, self._load, self._host = transfer, load, HostLink(load)
+        self._has_failed = False
+
+    def send(self, bucket: Bucket) -> None:
+        if self._has_failed:
+            self._host.send(bucket)
+            return
+        without: Sequence[int] = range(len(self._load.processes))
+        try:
+            header = self._transfer.transport.stage(bucket)
+        except TransferFailed as error:
+            reason = str(error)
+        else:
+            reason, without = self._deliver(header) if is_first() else ("", ())
+            reason = self._transfer.transport.agree(reason)
+        if reason:
+            self._has_failed = True
+            self._transfer.fail(reason)
+            if without:
+                self._host.send(bucket, without)
+
+    def end(self) -> None:
+        self._transfer.transport.end_load()
+        if not self._has_failed:
+            self._transfer.connection.num_failures = 0
+
+    def _deliver(self, header: BucketHeader) -> tuple[str, Sequence[int]]:
+        """Send a staged bucket; return why that failed, and the positions of the engines that do not have it."""
+        transport, count, reason = self._transfer.transport, len(self._load.processes), ""
+        if not self._transfer.connection.is_for([process.description for process in self._load.processes]):
+            return "an engine died", range(count)
+        replies = self._load.start("receive", [(header, _BUCKET_SECONDS)] * count)
+        try:
+            call_within(_BUCKET_SECONDS, transport.transmit, abort=transport.abort, has_failed=_any_failed(replies))
+        except Exception as error:  # noqa: BLE001 - the engines get the bucket by the host link
+            reason = first_line(error)
+            transport.abort()
+        without = self._load.finish(replies)
+        if without or len(self._load.processes) < count:
+            reason = reason or "an engine did not receive a bucket"
+        return reason, without
+
+
+def _any_failed(replies: Sequence[Future[Any]]) -> Callable[[], bool]:
+    return lambda: any(reply.done() and reply.exception() is not None for reply in replies)

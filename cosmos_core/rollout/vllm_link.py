@@ -1,0 +1,118 @@
+"""The engine's end of a native weight transfer: vLLM's own transfer engines (NCCL, CUDA IPC), one in each rank.
+
+A rank collects a bucket before any of its tensors is loaded, so that a bucket that was cut off can be sent again
+through host memory. Untested on GPUs.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_core.errors import first_line
+from cosmos_core.rollout.base import Bucket
+from cosmos_core.rollout.link import BucketHeader, TransferFailed, call_within
+
+
+class VllmLink:
+    """Connection of all ranks of a vLLM engine with the trainer."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def join(self, backend: str, init_info: dict[str, Any], seconds: float) -> None:
+        """Connect each rank with the trainer through vLLM's transfer engine `backend`, in place of an earlier link."""
+        self._call(_join, backend, init_info, seconds)
+
+    def receive(self, header: BucketHeader, seconds: float) -> None:
+        """Receive a bucket in each rank; the load of weights in progress then loads it.
+
+        Raises:
+            TransferFailed: a rank did not receive the whole bucket within `seconds`.
+        """
+        self._call(_receive, header, seconds)
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        # An error would leave the replies of the other ranks in vLLM's queues, so ranks return what went wrong.
+        if errors := [error for error in self._llm.collective_rpc(_report, args=(function, *arguments)) if error]:
+            raise TransferFailed(errors[0])
+
+
+class _Collector(list[tuple[str, Tensor]]):
+    """Tensors that vLLM's transfer engine hands over, in place of the model, which loads them later."""
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.extend(tensors)
+
+
+class RankLink:
+    """Connection of one rank of an engine with the trainer, and the bucket that has arrived last."""
+
+    def __init__(self, worker: Any, backend: str, init_info: dict[str, Any]) -> None:
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+        self._bucket: Bucket | None = None
+        model, config = worker.model_runner.get_model(), WeightTransferConfig(backend=backend)
+        create: Any = WeightTransferEngineFactory.create_engine  # Any: a collector is no module, as vLLM's types want
+        self._engine = create(config, worker.vllm_config, worker.device, model)
+        self._engine.init_transfer_engine(self._engine.parse_init_info(init_info))
+        if getattr(self._group, "disabled", False):  # it would silently transfer nothing
+            raise TransferFailed("vLLM cannot use NCCL")
+
+    def receive(self, header: BucketHeader, seconds: float) -> None:
+        """Receive a bucket, or raise `TransferFailed` if it has not arrived after `seconds`."""
+        if torch.cuda.is_available():  # vLLM receives on another stream, into memory that loads may still read
+            torch.cuda.current_stream().synchronize()
+        self._bucket, collector = None, _Collector()
+        self._engine.set_weight_update_target(collector, self._engine.model_config)
+        call_within(seconds, lambda: self._engine.update_weights(header.update_info()), abort=self._abort)
+        self._bucket = header.bucket(dict(collector))
+
+    def take(self) -> Bucket:
+        """Return the bucket that has arrived last, and forget it."""
+        assert self._bucket is not None, "a bucket is loaded after it has arrived"
+        bucket, self._bucket = self._bucket, None
+        return bucket
+
+    def end_load(self) -> None:
+        """Release a bucket that was not loaded, and the memory of the trainer that this rank has mapped."""
+        self._bucket = None
+        if importer := getattr(self._engine, "_packed_importer", None):
+            importer.close()
+
+    def close(self) -> None:
+        """Free the communicator and the memory of the link."""
+        self.end_load()
+        self._abort()
+        self._engine.shutdown()
+
+    @property
+    def _group(self) -> Any:
+        return getattr(self._engine, "model_update_group", None)
+
+    def _abort(self) -> None:
+        if self._group is not None:
+            self._group.destroy()
+
+
+def _report(worker: Any, function: Callable[..., None], *arguments: Any) -> str:
+    """Call a function in a rank, and return its error in one line, or an empty string."""
+    try:
+        function(worker, *arguments)
+    except Exception as error:  # noqa: BLE001 - raised again in the engine's process
+        return first_line(error)
+    return ""
+
+
+def _join(worker: Any, backend: str, init_info: dict[str, Any], seconds: float) -> None:
+    if link := getattr(worker, "weight_link", None):
+        link.close()
+    worker.weight_link = None
+    worker.weight_link = call_within(seconds, partial(RankLink, worker, backend, init_info))
+
+
+def _receive(worker: Any, header: BucketHeader, seconds: float) -> None:
+    worker.weight_link.receive(header, seconds)
