@@ -132,7 +132,7 @@ def test_it_changes_the_rows_of_a_forward_pass(
 class Rows(list[Any]):
     """Prepared rows, as samples."""
 
-    is_compared = False
+    has_reference_pair = False
 
     def samples(self, positions: Sequence[int]) -> list[Any]:
         return [self[i] for i in positions]

@@ -28,7 +28,9 @@ DAPO = {**APART, "train.train_policy.variant": "dapo"}
 def ahead(recipe: Recipe, folder: Path) -> AsyncGroupSource:
     """What the training of a recipe takes its groups from."""
     rows: Prompts = type("Rows", (), {"__len__": lambda self: 64})()
-    made: Any = SimpleNamespace(fleet=None, score_here=lambda weights: weights, resync=None, close_with=print)
+    made: Any = SimpleNamespace(
+        engine_fleet=None, make_local_scorer=lambda weights: weights, resync=None, call_before_close=print
+    )
     found: Any = setup._async_source(
         stage_of(folder / "stage", recipe, kind="rl"), rows, PromptOrder(rows, recipe), made
     )
@@ -40,11 +42,11 @@ def ahead(recipe: Recipe, folder: Path) -> AsyncGroupSource:
     (Change("train.train_policy.allowed_outdated_steps", 2, APART), {"max_lag": (4, 2)}),
     (Change("train.train_policy.outdated_rollout_fetch_batch_size", 7, APART), {"num_extra_prompts": (0, 7)}),
     (Change("train.train_policy.outdated_rollout_fetch_batch_size", 7, DAPO), {"num_extra_prompts": (128, 7)}),
-    (Change("train.train_policy.max_inflight_steps", 9, APART), {"most_steps": (None, 9)}),
+    (Change("train.train_policy.max_inflight_steps", 9, APART), {"max_steps_ahead": (None, 9)}),
     (Change("mode", "colocated_separated", APART), {"max_lag": (4, 0)}),
     (Change("mode", "colocated_separated", {**APART, "train.sync_weight_interval": 3}), {"max_lag": (4, 2)}),
     (Change("mode", "colocated_separated", APART), {"sleeps_in_training": (False, True)}),
-    (Change("mode", "colocated_separated", APART), {"most_steps": (None, 1)}),
+    (Change("mode", "colocated_separated", APART), {"max_steps_ahead": (None, 1)}),
     (Change("mode", "colocated_separated", DAPO), {"num_extra_prompts": (128, 0)}),
 )
 def test_it_changes_how_far_engines_run_ahead(change: Change, expected: dict[str, Any], tmp_path: Path) -> None:
@@ -91,14 +93,14 @@ def test_an_engine_with_ranks_of_its_own_takes_what_they_take(tmp_path: Path) ->
 
 
 @changes(
-    (Change("rollout.mode", "async", APART), {"most_groups": (1, 10)}),
-    (Change("rollout.batch_size", 5, APART), {"most_groups": (1, 5)}),
+    (Change("rollout.mode", "async", APART), {"max_groups": (1, 10)}),
+    (Change("rollout.batch_size", 5, APART), {"max_groups": (1, 5)}),
     (
         Change("rollout.async_config.max_concurrent_requests", 3, {**APART, "rollout.mode": "async"}),
-        {"most_groups": (10, 3)},
+        {"max_groups": (10, 3)},
     ),
     (Change("rollout.async_r2r_sync", "generation", APART), {"swap": ("disabled", "generation")}),
-    (Change("rollout.engine_timeout_seconds", 5.0, APART), {"patience": (600.0, 5.0)}),
+    (Change("rollout.engine_timeout_seconds", 5.0, APART), {"timeout_seconds": (600.0, 5.0)}),
 )
 def test_it_changes_what_engines_get_and_when(
     change: Change, expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -56,5 +56,5 @@ def test_a_number_is_the_id_of_a_run_and_never_a_model_of_the_hub(tmp_path: Path
 def test_a_look_that_crashes_says_its_error_in_one_line() -> None:
     asked = {"method": "sft", "no_such_option": "x"}
     with pytest.raises(CosmosError, match=r"ended with 1: TypeError: .*no_such_option") as caught:
-        cli_train._propose(asked)
+        cli_train._propose_settings(asked)
     assert "Traceback" not in str(caught.value)

@@ -47,7 +47,7 @@ def recipe(train_policy: dict[str, Any], *, mesh: dict[str, Any] | None = None, 
 def counted(train_policy: dict[str, Any], **train: Any) -> Recipe:
     """A recipe of which no activations are asked: one micro-batch, nothing computed again, so it is traced fast."""
     config = recipe({**train_policy, "mini_batch": 8}, **train)
-    return config.derived(policy=config.policy.derived(model_gradient_checkpointing=False))
+    return config.derive(policy=config.policy.derive(model_gradient_checkpointing=False))
 
 
 _KNOWN: dict[tuple[Path, str, Path | None], Estimate] = {}

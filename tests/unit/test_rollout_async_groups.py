@@ -115,7 +115,7 @@ def test_a_ceiling_bounds_what_is_fetched_ahead(tmp_path: Path) -> None:
     handle = Threaded()
     with fleet_of(handle, most_groups=40) as fleet:
         fleet.load_weights(0, weights(0))
-        source = source_of(fleet, tmp_path, max_lag=1, num_extra_prompts=30, most_steps=3)
+        source = source_of(fleet, tmp_path, max_lag=1, num_extra_prompts=30, max_steps_ahead=3)
         source.next_groups(0)
         wait_until(lambda: len(handle.engine.seen) >= 16 and not source._pending, 5, "all that they may have ahead")
         look_again(source)
@@ -221,7 +221,11 @@ def test_an_engine_that_dies_while_the_training_computes_is_in_the_metrics_of_th
 
 @pytest.mark.parametrize(
     "window",
-    [{"max_lag": 0}, {"max_lag": 0, "most_steps": 1, "sleeps_in_training": True}, {"max_lag": 1, "most_steps": 2}],
+    [
+        {"max_lag": 0},
+        {"max_lag": 0, "max_steps_ahead": 1, "sleeps_in_training": True},
+        {"max_lag": 1, "max_steps_ahead": 2},
+    ],
 )
 def test_a_step_whose_groups_were_dropped_gets_others_however_few_prompts_engines_may_have(
     window: dict[str, Any], tmp_path: Path
@@ -249,7 +253,7 @@ def test_engines_that_take_turns_get_new_weights_as_seldom_as_the_recipe_says(tm
     handle = Threaded()
     with fleet_of(handle, most_groups=40, sleeps_in_training=True) as fleet:
         fleet.load_weights(0, weights(0))
-        source = source_of(fleet, tmp_path, max_lag=1, most_steps=1, sleeps_in_training=True)
+        source = source_of(fleet, tmp_path, max_lag=1, max_steps_ahead=1, sleeps_in_training=True)
         for step in range(4):
             _, metrics = source.next_groups(step)
             look_again(source)

@@ -323,7 +323,7 @@ def test_the_first_load_after_each_level_of_sleep_is_probed(folder: Path) -> Non
         sender.publish(version)
         probed.append(engine.probed)
     assert probed == [1, 2, 2, 3, 3, 3]
-    inner: Any = SimpleNamespace(name="", weight_format="checkpoint", ranks_per_engine=1, slept=2)
+    inner: Any = SimpleNamespace(name="", weight_format="checkpoint", ranks_per_engine=1, sleep_level=2)
     assert EngineWrapper(inner).sleep_level == 2
 
 

@@ -109,7 +109,7 @@ def _feed(
         return SpreadRolloutFeed(PROMPTS, sync_source(sync, order, config), Grpo(GrpoConfig()), config), publish
     fleet = stack.enter_context(fleet_of(Threaded(Numbering)))
     fleet.load_weights(step, weights(step))
-    source = source_of(fleet, folder, take=order.take_prompts, steps=groups, score=score, max_lag=0, most_steps=1)
+    source = source_of(fleet, folder, take=order.take_prompts, steps=groups, score=score, max_lag=0, max_steps_ahead=1)
     source.sampling = sampling
     stack.callback(source.close)
     feed = SpreadRolloutFeed(PROMPTS, source, Grpo(GrpoConfig()), config)

@@ -28,7 +28,7 @@ def test_what_the_kinds_are_for() -> None:
     }  # fmt: skip
     reads_prepared = {"sft", "rl", "sample", "validate"}
     assert names(has_mesh=True) == names(scores=True) == names(reads_data="prepared") == reads_prepared
-    assert (names(trains=True), names(feed="rollouts"), names(feed="dataset")) == ({"sft", "rl"}, {"rl"}, {"sft"})
+    assert (names(trains_model=True), names(feed="rollouts"), names(feed="dataset")) == ({"sft", "rl"}, {"rl"}, {"sft"})
     assert names(selects_branch=True) == {"select"}
     assert names(reads_model="weights") == {"sft", "rl", "sample", "validate", "evaluate", "export", "merge"}
     assert names(reads_model="tokenizer") == names(reads_data="source") == {"prepare"}
