@@ -228,7 +228,7 @@ def test_given_frames_are_no_part_of_a_log_probability() -> None:
     asked = [replace(prompts()[0], conditioning_clip=torch.rand(3, 4, 4, 4))]
     settings = {
         "num_frames": 4,
-        "given_frames": (2, 2),
+        "given_frame_range": (2, 2),
         "kernel": "flow",
         "trained_on": (1,),
         "keeps_means": True,
@@ -249,7 +249,7 @@ def test_given_frames_are_no_part_of_a_log_probability() -> None:
 def test_given_frames_stay_as_they_are_and_the_others_are_drawn(kernel: str) -> None:
     clip = torch.rand(3, 4, 4, 4)
     asked = [replace(prompt, conditioning_clip=clip) for prompt in prompts()]
-    settings = {"num_frames": 4, "given_frames": (1, 5), "kernel": kernel, "trained_on": (0, 1), "solver": "dpm2"}
+    settings = {"num_frames": 4, "given_frame_range": (1, 5), "kernel": kernel, "trained_on": (0, 1), "solver": "dpm2"}
     counts = set()
     for step in range(4):
         groups = generate(engine(Denoiser(), is_video=True), asked, sampling(**settings), step)
