@@ -50,7 +50,7 @@ class Told:
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
         raise AssertionError("asked for other weights")
 
-    def follow(self, weights: str, fraction: float) -> None:
+    def move_towards_policy(self, weights: str, fraction: float) -> None:
         raise AssertionError("asked for other weights")
 
     def evaluate(

@@ -113,7 +113,7 @@ class Follows:
     def __init__(self) -> None:
         self.fractions: list[float] = []
 
-    def follow(self, weights: str, fraction: float) -> None:
+    def move_towards_policy(self, weights: str, fraction: float) -> None:
         self.fractions.append(fraction)
 
     def evaluate(self, *_: Any, **__: Any) -> Any:

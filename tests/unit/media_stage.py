@@ -20,7 +20,7 @@ from tasks.kinds import all_kinds
 class FakeEncoders:
     """The text's length and first letter as an embedding, the mean colour of pixels as a latent; counts its work."""
 
-    residence = SimpleNamespace(keep_on_device=nullcontext)
+    residency = SimpleNamespace(keep_on_device=nullcontext)
 
     def __init__(self, die_at: int = 0) -> None:
         self.texts: list[str] = []

@@ -209,7 +209,7 @@ def test_the_old_policy_follows_as_in_the_reference_implementation(kind: int, pe
     fractions: list[float] = []
 
     class View(NoView):
-        def follow(self, weights: str, fraction: float) -> None:
+        def move_towards_policy(self, weights: str, fraction: float) -> None:
             fractions.append(fraction)
 
     drawn = DiffusionSample(torch.zeros(1), torch.zeros(2), (1.0, 0.5, 0.0), 0)

@@ -201,6 +201,8 @@ class ThisProcess:
 
     def __exit__(self, *_: object) -> None: ...
 
+    def stop(self) -> None: ...
+
     def schedule(self, function: Callable[..., Any], args: Any, timeout: float) -> Future[Any]:
         done: Future[Any] = Future()
         done.set_result(function(*args))

@@ -74,7 +74,7 @@ class NoView:
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
         raise AssertionError("asked for other weights")
 
-    def follow(self, weights: str, fraction: float) -> None:
+    def move_towards_policy(self, weights: str, fraction: float) -> None:
         raise AssertionError("asked for other weights")
 
 
@@ -89,7 +89,7 @@ class Given:
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
         self.resets.append((weights, optimizer))
 
-    def follow(self, weights: str, fraction: float) -> None:
+    def move_towards_policy(self, weights: str, fraction: float) -> None:
         raise AssertionError("asked for other weights")
 
     def evaluate(
