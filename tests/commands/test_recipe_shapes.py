@@ -158,7 +158,7 @@ def test_a_recipe_of_this_shape_trains_two_steps_and_exports(name: str, workspac
     assert [line["step"] for line in metrics] == [1, 2] and all(math.isfinite(line["loss"]) for line in metrics)
     [exported] = (workspace.stage("export") / "safetensors").iterdir()
     load = AutoModelForImageTextToText if is_visual else AutoModelForCausalLM
-    assert load.from_pretrained(exported).num_params() > 0
+    assert load.from_pretrained(exported).num_parameters() > 0
     assert len(list((workspace.stage(kind) / "checkpoints").iterdir())) == 1
 
 

@@ -53,7 +53,7 @@ def save_large(folder: Path, layers: int, dtype: torch.dtype) -> tuple[int, int]
     for parameter in model.parameters():
         parameter.data.fill_(0.01)
     model.save_pretrained(folder, max_shard_size="100MB")
-    return model.num_params(), sum(parameter.nbytes for parameter in model.parameters())
+    return model.num_parameters(), sum(parameter.nbytes for parameter in model.parameters())
 
 
 def split(model: PreTrainedModel, mesh: dict[str, int], scratch: Path) -> Trainer:

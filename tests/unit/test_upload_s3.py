@@ -268,7 +268,7 @@ def test_after_a_kill_no_part_that_arrived_is_sent_again(tmp_path: Path, target:
     assert not before.keys() & after.keys() and len(before) + len(after) == 10
     found = content(target, "v2")
     assert found.pop("published.json") and found == record["files"]
-    left = target.bucket.client.list_multipart_uploads(Bucket="models").get("Uploads", [])
+    left = target.bucket.client.list_multipart_uploads(Bucket="models", Prefix=f"{target.prefix}/").get("Uploads", [])
     assert left == []
 
 
