@@ -32,9 +32,9 @@ def visits(run_path: Path, stage: str = "first") -> list[str]:
 def performing(run_path: Path) -> subprocess.Popen[str]:
     program = (
         "import sys\nfrom pathlib import Path\nfrom cosmos_core.run.directory import open_run\n"
-        "from tasks.kinds import all_kinds\nfrom tasks.stage import perform\n"
+        "from tasks.kinds import all_kinds\nfrom tasks.stage import run_stage\n"
         "for name in ('first', 'second'):\n"
-        "    print(perform(open_run(Path(sys.argv[1]), all_kinds()), name)[1])\n"
+        "    print(run_stage(open_run(Path(sys.argv[1]), all_kinds()), name)[1])\n"
     )
     environment = {**os.environ, "COSMOS_WORKSPACE": str(run_path)}
     command = [sys.executable, "-c", program, str(run_path)]
