@@ -30,7 +30,7 @@ def test_the_last_step_is_measured_where_the_data_ends_before_anybody_knows(
     tmp_path: Path,
 ) -> None:
     class Ends(RowFeed):
-        def next(self) -> Any:
+        def next_samples(self) -> Any:
             return super().next_samples() if self.step < 3 else None
 
     at = stage(tmp_path / "sft", inputs)
