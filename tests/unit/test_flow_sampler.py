@@ -31,10 +31,10 @@ class Toy:
 
     is_video = False
     max_conditioning_frames = 0
-    shift = 3.0
+    timestep_shift = 3.0
 
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
-        return flow.euler_schedule(num_steps, self.shift)
+        return flow.euler_schedule(num_steps, self.timestep_shift)
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         return (3, frames, height, width) if frames > 1 else (3, height, width)
