@@ -26,7 +26,7 @@ from cosmos_core.errors import ConfigError, DataError, GateFailed, StageFailed
 from cosmos_core.run.directory import open_run, read_facts
 from cosmos_core.run.state import read_state
 from tasks import configure_run, custom, gate, report, sample, upload
-from tasks.flow_run import identity_of, newest_flow, unfinished_stage
+from tasks.flow_run import newest_flow, run_name_and_parameters, unfinished_stage
 from tasks.kinds import all_kinds
 from tasks.naming import user_name
 from tasks.stage_task import StageHandle
@@ -290,7 +290,7 @@ def test_parameters_of_any_type_are_restored_from_the_run(folder: Path) -> None:
     saved = read_facts(path)
     assert saved and saved.parameters["plan"] == {"by": 2, "names": ["a", "b", "c"]}
     assert typed(**saved.parameters) == values and starts(folder) == ["model"]
-    assert identity_of(typed, saved.parameters) == (path.name, saved.parameters)
+    assert run_name_and_parameters(typed, saved.parameters) == (path.name, saved.parameters)
 
 
 def test_a_flow_called_by_a_flow_has_a_run_of_its_own_under_any_name_of_the_first(
