@@ -339,7 +339,7 @@ def _pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
 
 
 def _ready(pipeline: Pipeline, *, is_plan: bool = False) -> Path:
-    """Return the folder of runs after all checks of a pipeline that need no worker. With `is_only_planned`, a setting
+    """Return the folder of runs after all checks of a pipeline that need no worker. With `is_plan`, a setting
     that this version does not support is only reported."""
     from cosmos_core.config.capabilities import check_capabilities
     from cosmos_core.config.mesh import check_meshes

@@ -121,7 +121,7 @@ def retrain(
 
 
 def _unfinished_run(pipeline: Pipeline, content: str, latest: RetrainState | None) -> Run | None:
-    """Return the run that the note `seen` names if the run has the same content and has not ended; otherwise None."""
+    """Return the run that the note `latest` names if the run has the same content and has not ended; otherwise None."""
     if latest is None or latest.digest != content:
         return None
     path = _path(pipeline, latest.run_id)

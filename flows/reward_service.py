@@ -48,7 +48,7 @@ def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
 
 
 def _wait_while(_is_service_needed: Callable[[], bool]) -> None:
-    """Wait until `is_wanted` returns False, or until the Prefect server has not responded for ten minutes."""
+    """Wait until `_is_service_needed` returns False, or until the Prefect server has not responded for ten minutes."""
     last_response = time.monotonic()
     while time.monotonic() - last_response < _MAX_SILENT_SECONDS:
         with suppress(httpx.HTTPError):

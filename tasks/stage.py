@@ -81,7 +81,7 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
     If the flow run is cancelled or terminated, the workers save a checkpoint and the flow waits for them.
 
     Args:
-        is_here: Whether this process runs on the work pool of the stages; otherwise a stage runs on its work pool.
+        is_local: Whether this process runs on the work pool of the stages; otherwise a stage runs on its work pool.
     """
     sweep()
     set_credentials(run.pipeline)
@@ -177,7 +177,7 @@ def produce_result(run: Run, name: str, *, is_local: bool = False) -> State[Any]
     task run.
 
     Args:
-        is_here: Whether this process already runs on the work pool of the stage.
+        is_local: Whether this process already runs on the work pool of the stage.
 
     Raises:
         CosmosError: the attempt failed, and the stage is to be retried.

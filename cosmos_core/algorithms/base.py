@@ -88,7 +88,7 @@ class TrainerView(Protocol):
 
         Args:
             samples: samples to run through the model.
-            wants: outputs to compute; None: the default outputs of the adapter.
+            request: outputs to compute; None: the default outputs of the adapter.
             weights: name of the weight set to use, such as `policy`, `reference` or `teacher`.
             size: number of samples in a forward pass; None: `mini_batch`.
         """

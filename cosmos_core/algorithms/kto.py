@@ -33,10 +33,10 @@ class LabelledLogprobs:
 
 
 def unpaired_loss(responses: LabelledLogprobs, kl: Tensor, config: KtoLossConfig, total: int) -> tuple[Tensor, Metrics]:
-    """Return the loss of the responses `judged`, and metrics that are summed over micro-batches.
+    """Return the loss of the responses `responses`, and metrics that are summed over micro-batches.
 
     Args:
-        judged: responses of a micro-batch.
+        responses: responses of a micro-batch.
         kl: estimate of the KL divergence of the policy from the reference policy, a scalar.
         config: loss settings.
         total: number of responses of the whole optimizer step, the denominator.

@@ -171,8 +171,8 @@ def model_weights(config: MergeConfig, count: int) -> Sequence[float]:
 
 
 def _check_same(first: _Tensors, other: _Tensors, *, may_have_extra: bool = False) -> None:
-    """Check that two models have tensors of the same names and shapes; with `may_have_more`, the model `other` may have
-    further tensors, such as an output layer that is stored although it is tied to the embedding.
+    """Check that two models have tensors of the same names and shapes; with `may_have_extra`, the model `other` may
+    have further tensors, such as an output layer that is stored although it is tied to the embedding.
 
     Raises:
         ModelError: a tensor is missing in one of the models or has another shape.

@@ -198,7 +198,7 @@ class Checkpointer:
     def _commit(self, step: int, records: list[dict[str, Any]]) -> None:
         """Move the files of all ranks into the folder of the checkpoint, and write its manifest.
 
-        `written` has, for each rank, the size and digest of its files by name.
+        `records` has, for each rank, the size and digest of its files by name.
         """
         target = step_folder(self._folder, step)
         with replaced_folder(target) as building:

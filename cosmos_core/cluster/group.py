@@ -77,7 +77,7 @@ class WorkerGroup:
     ) -> Any:
         """Run `program` on all ranks and return its value on the first rank.
 
-        `should_stop` returns True when ranks must stop; `while_waiting` is called while the cluster lacks resources.
+        `should_stop` returns True when ranks must stop; `poll` is called while the cluster lacks resources.
 
         Raises:
             CosmosError: the first error of this package that a rank raised.

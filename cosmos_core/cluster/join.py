@@ -45,7 +45,7 @@ def is_cluster_node(address: str) -> bool:
 def join_cluster(has_joined: Callable[[str], bool] = is_cluster_node) -> Iterator[None]:
     """Add this machine as a node to the Ray cluster at `RAY_ADDRESS` for the duration of the block.
 
-    Nothing is added if `is_there` returns True for the address, which means that this machine is already in the
+    Nothing is added if `has_joined` returns True for the address, which means that this machine is already in the
     cluster.
 
     Raises:

@@ -59,7 +59,7 @@ def reserve_bundles(
 ) -> list[Any]:
     """Reserve all resource bundles at once, and return Ray's scheduling strategy for each bundle.
 
-    `should_stop` and `while_waiting` are called repeatedly while the cluster lacks free resources.
+    `should_stop` and `poll` are called repeatedly while the cluster lacks free resources.
 
     Raises:
         Preempted: a stop was requested while this function waited.

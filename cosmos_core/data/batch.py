@@ -47,7 +47,8 @@ def rows_of(
 ) -> Rows:
     """Collate rows of token ids: padded on the right, or packed.
 
-    `filled` maps the number of tokens of the longest row, or of all packed rows together, to the length after padding.
+    `num_tokens_of` maps the number of tokens of the longest row, or of all packed rows together, to the length after
+    padding.
     """
     if packed:
         return shared_rows(rows, [([index], 0) for index in range(len(rows))], pad_id, num_tokens_of)
@@ -72,7 +73,7 @@ def shared_rows(
     """Collate rows of token ids, packed, with the common first tokens (prompt) of each group of rows only once.
 
     `groups` has the row indices and the prompt length of each group. The model's outputs for prompt tokens belong to no
-    single row. For `pad_id` and `filled` see `rows_of`.
+    single row. For `pad_id` and `num_tokens_of` see `rows_of`.
     """
     pieces: list[tuple[int, int, int, int]] = []  # row number, start and end in the row, prompt's index or -1
     numbers = {}

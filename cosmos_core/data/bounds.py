@@ -29,7 +29,7 @@ def limit_resources(description: str) -> Iterator[None]:
     a signal, which only the main thread of a process receives; other threads have the memory limit only.
 
     Raises:
-        ModelError: the code exceeded a limit; `what` names the code in the message.
+        ModelError: the code exceeded a limit; `description` names the code in the message.
     """
     is_main = threading.current_thread() is threading.main_thread()
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_AS)

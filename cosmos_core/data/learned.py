@@ -74,7 +74,8 @@ def _turn_spans(
 
 
 def _spans_in_turns(chosen: list[Span], marked_spans: list[Span], turn_spans: list[Span], where: str) -> list[Span]:
-    """Return the spans of `marked` that overlap a turn with a loss (`chosen`); `whole` has all assistant turns."""
+    """Return the spans of `marked_spans` that overlap a turn with a loss (`chosen`); `turn_spans` has all assistant
+    turns."""
     selected = [span for span in marked_spans if any(_do_overlap(span, each) for each in chosen)]
     if any(_do_overlap(span, each) for span in selected for each in turn_spans if each not in chosen):
         raise DataError(

@@ -92,9 +92,17 @@ def _decoder_error(error: Exception) -> Exception:
 
 
 def is_enlarged(content: Content, framing: FrameSettings) -> bool:
-    """Return whether an image has fewer pixels than it is resized to in height or in width."""
-    image = None if content.is_video else _decode_image(content)
-    return image is not None and any(map(int.__lt__, (image.height, image.width), framing.size_of(*image.size[::-1])))
+    """Return True if an image has fewer pixels than it is resized to in height or in width; read its header only."""
+    from PIL import Image as pillow
+    from PIL.ExifTags import Base
+
+    if content.is_video:
+        return False
+    with pillow.open(BytesIO(content.read())) as image:
+        width, height = image.size
+        if image.getexif().get(Base.Orientation, 1) >= 5:  # the image is rotated by 90 degrees
+            width, height = height, width
+    return any(map(int.__lt__, (height, width), framing.size_of(height, width)))
 
 
 def _decode_image(content: Content) -> Image:

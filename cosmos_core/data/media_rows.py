@@ -81,7 +81,7 @@ class _Media(IndexedSequence[RowT]):
         return self._table[name][index].as_py()
 
     def _tensors(self, location: dict[str, str]) -> dict[str, Tensor]:
-        """Return the tensors of one entry of a shard, by tensor name; `at` names the shard and the entry."""
+        """Return the tensors of one entry of a shard, by tensor name; `location` names the shard and the entry."""
         path = self._folder / TENSORS / f"{location['shard']}.safetensors"
         try:
             shard, names = _shard(path)

@@ -45,7 +45,7 @@ _MEDIA_MARK = re.compile(r"\A\s*<(image|video)>|<(image|video)>\s*\Z")
 
 
 def row_remedy(max_fraction: float, *, is_every_row: bool) -> str:
-    """Return the end of an error message about unusable rows; at most the fraction `most` of rows may be unusable."""
+    """Return the end of an error message; at most the fraction `max_fraction` of rows may be unusable."""
     if is_every_row:
         return "none of those read can be: this training reads rows of another form; name their columns, or give others"
     return f"more than dataset.max_skipped_fraction = {max_fraction:g} allows; mend them, or raise it"

@@ -169,7 +169,7 @@ def _write_split(
 ) -> tuple[Counts, list[Counts]]:
     """Write the prepared file of one split, and return the statistics of the split and of each of its data sets.
 
-    `done` is the number of processed rows, and `total` the number of rows, of all splits together.
+    `num_done` is the number of processed rows, and `total` the number of rows, of all splits together.
 
     Raises:
         DataError: too many rows cannot be read, or no row of a data set is left to write.

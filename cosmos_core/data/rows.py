@@ -47,7 +47,7 @@ class Rows:
     """Rows of one or several files (parts) with their locations, or a selection of rows, read anew per iteration."""
 
     def __init__(self, parts: Sequence[RowPart], folder: Path, chosen_rows: np.ndarray | None = None) -> None:
-        """Join the rows of files or splits (`parts`), in which paths are relative to `folder`; the mask `is_chosen`
+        """Join the rows of files or splits (`parts`), in which paths are relative to `folder`; the mask `chosen_rows`
         selects rows (None: all rows)."""
         self.folder = folder
         self._row_parts = parts
@@ -81,7 +81,7 @@ class Rows:
         return Rows(self._row_parts, self.folder, chosen_rows & (np.cumsum(chosen_rows) <= count))
 
     def where(self, chosen_rows: np.ndarray) -> Rows:
-        """Return the rows that the mask `is_chosen`, with an entry per row, selects."""
+        """Return the rows that the mask `chosen_rows`, with an entry per row, selects."""
         if self._chosen_rows is not None:
             new_chosen = self._chosen_rows.copy()
             new_chosen[self._chosen_rows] = chosen_rows

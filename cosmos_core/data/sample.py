@@ -43,9 +43,9 @@ class Sample:
 
 
 def batch_within_token_limit(samples: Sequence[Sample], max_tokens: int | None) -> list[Sample]:
-    """Assign samples of similar length and with equally many images to micro-batches of at most `most_tokens` tokens.
+    """Assign samples of similar length and with equally many images to micro-batches of at most `max_tokens` tokens.
 
-    Padding counts towards the limit. If `most_tokens` is None, return the samples unchanged.
+    Padding counts towards the limit. If `max_tokens` is None, return the samples unchanged.
     """
     assigned_samples = list(samples)
     if max_tokens is None:

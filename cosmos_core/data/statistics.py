@@ -59,8 +59,8 @@ class Counts:
     """Statistics of one split, collected chunk by chunk."""
 
     def __init__(self, kind: TokenisedKind, column: str = "", token_limits: tuple[int, int] | None = None) -> None:
-        """Start with counts of 0; `column` is the column that the recipe names, or empty; `room` has the limits of
-        `Job.num_free_tokens`."""
+        """Start with counts of 0; `column` is the column that the recipe names, or empty; `token_limits` has the limits
+        of `Job.num_free_tokens`."""
         self._token_limits = token_limits
         self._row_kind = kind
         self._column = column
@@ -106,7 +106,7 @@ class Counts:
         """Refuse a split of which too many rows cannot be read or are refused by the chat template.
 
         Raises:
-            DataError: these rows are more than the fraction `most` of the split's `total` rows.
+            DataError: these rows are more than the fraction `max_fraction` of the split's `total` rows.
         """
         if self._refused_counter.count > max_fraction * total:
             raise DataError(

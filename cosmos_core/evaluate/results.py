@@ -59,8 +59,8 @@ def item_table(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
 
 
 def texts_of(samples: Mapping[str, list[dict[str, Any]]], max_rows: int) -> list[dict[str, JsonValue]]:
-    """Return the first `most` generated texts of each task, as lines of `samples.jsonl`: prompt, reference, completion
-    and, as reward, the first metric that is a number."""
+    """Return the first `max_rows` generated texts of each task, as lines of `samples.jsonl`: prompt, reference,
+    completion and, as reward, the first metric that is a number."""
     lines: list[dict[str, JsonValue]] = []
     for task_samples in samples.values():
         texts = [each for each in task_samples if each["filter"] == task_samples[0]["filter"] and _is_text(each)]

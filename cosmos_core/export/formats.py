@@ -259,8 +259,8 @@ def _in_fresh_interpreter(
 ) -> Any:
     """Run a function that reads `folder` in a separate Python process, and return its result.
 
-    If the function runs another stage in the folder `followed`, the heartbeats of that stage are passed on to `stage`,
-    and the function may take hours. Without `followed`, the function must end within an hour.
+    If the function runs another stage in the folder `progress_file`, the heartbeats of that stage are passed on to
+    `stage`, and the function may take hours. Without `progress_file`, the function must end within an hour.
 
     Raises:
         Preempted: a stop was requested.

@@ -47,7 +47,7 @@ class Verdict:
 def verdicts(output_dir: Path, *, num_kept: int, older_than_seconds: float) -> list[Verdict]:
     """Return the decision for each run in a folder, the oldest run first, without changing anything.
 
-    The newest `keep` runs of each pipeline are kept, and runs with activity in the last `older_than_seconds`.
+    The newest `num_kept` runs of each pipeline are kept, and runs with activity in the last `older_than_seconds`.
     """
     facts = {output_dir / each.run_id: each for each in runs_in(output_dir)}
     reasons: dict[Path, str] = {}
@@ -95,7 +95,7 @@ def remove(output_dir: Path, verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
 
 
 def _move_unused_downloads(output_dir: Path, trash_folder: Path) -> None:
-    """Move downloaded inputs that no remaining run names to the trash folder `aside`: each retraining may have
+    """Move downloaded inputs that no remaining run names to the trash folder `trash_folder`: each retraining may have
     downloaded a model."""
     fetched = output_dir / SHARED_FOLDER / FETCHED
     for folder in fetched.iterdir() if fetched.is_dir() else ():
@@ -121,7 +121,7 @@ def _last_activity(path: Path) -> float:
 
 def _may_run(path: Path, *, is_claim_checked: bool = False) -> bool:
     """Return True if a process on this machine holds the lock of the run or of a stage, or if a process on another
-    machine may run a stage. With `is_claimed`, the caller itself holds the lock of the run."""
+    machine may run a stage. With `is_claim_checked`, the caller itself holds the lock of the run."""
     files = [*(path / "locks").glob("*.lock"), *([] if is_claim_checked else [path / "locks" / ".run"])]
     for file in files:
         if not file.exists():
@@ -208,7 +208,7 @@ def _spellings(path: Path) -> set[str]:
 
 
 def _remove_shared_entries(output_dir: Path, removed_ids: set[str]) -> None:
-    """Remove the entries about removed runs, whose ids are in `gone`, from the folder that all runs share."""
+    """Remove the entries about removed runs, whose ids are in `removed_ids`, from the folder that all runs share."""
     shared = output_dir / SHARED_FOLDER
     for entry in shared.glob("fingerprints/*/*.json"):
         if str(read_object(entry).get("stage", "")).partition("/")[0] in removed_ids:

@@ -61,8 +61,8 @@ def costs(
     output_dir: Path,
     machine: Machine | None,
 ) -> list[Cost]:
-    """Return the estimated cost of each stage. `found` holds the estimates of trainings, and `gpus` the number of GPUs,
-    by stage name."""
+    """Return the estimated cost of each stage. `estimates` holds the estimates of trainings, and `gpus` the number of
+    GPUs, by stage name."""
     ids = [facts.run_id for facts in runs_in(output_dir) if facts.pipeline == pipeline.config.name]
     earlier = [read_run(output_dir / run_id) for run_id in reversed(ids[-_MAX_COMPARED_RUNS:])]
     costs = []

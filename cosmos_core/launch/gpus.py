@@ -67,8 +67,8 @@ def hold_gpus(
     """Hold `count` GPUs (all GPUs if there are fewer) during the block; yield the environment variable that selects
     them and the lock descriptors that the worker inherits.
 
-    With `takes_more`, hold all free GPUs. On a machine without GPUs, yield empty values. `while_waiting` is called with
-    the reason, repeatedly, and may raise to stop waiting.
+    With `takes_more`, hold all free GPUs. On a machine without GPUs, yield empty values. `report_waiting` is called
+    with the reason, repeatedly, and may raise to stop waiting.
     """
     entries = gpu_entries() if count else {}
     if entries and (reason := _refusal()):
@@ -87,8 +87,8 @@ def hold_gpus(
 
 
 def _lock_free_gpus(entries: Mapping[str, str], min_gpus: int, max_gpus: int) -> dict[str, Lock]:
-    """Lock the first free GPUs, at most `most`; return the lock of each GPU, or no locks if fewer than `least` GPUs are
-    free."""
+    """Lock the first free GPUs, at most `max_gpus`; return the lock of each GPU, or no locks if fewer than `min_gpus`
+    GPUs are free."""
     locks: dict[str, Lock] = {}
     for entry, uuid in entries.items():
         if len(locks) == max_gpus:

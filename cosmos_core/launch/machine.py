@@ -43,11 +43,11 @@ class Machine:
 
 
 def machine_of(config: PipelineConfig, gpu_name: str, estimates: Iterable[Any]) -> Machine | None:
-    """Return the machine for which costs are estimated: the GPU type `on` or, if it is empty, the machine measured with
-    the estimates. Settings of the pipeline take precedence. Return None if no rate is known.
+    """Return the machine for which costs are estimated: the GPU type `gpu_name` or, if it is empty, the machine
+    measured with the estimates. Settings of the pipeline take precedence. Return None if no rate is known.
 
     Raises:
-        ConfigError: `on` is not a known type of GPU.
+        ConfigError: `gpu_name` is not a known type of GPU.
     """
     machine = None
     if gpu_name:

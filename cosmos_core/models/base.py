@@ -95,7 +95,7 @@ class Runner(Protocol):
         Args:
             batches: functions that build the micro-batches.
             consume: function to call with each batch and its outputs, on the ranks that have the last layer.
-            wants: outputs to compute.
+            request: outputs to compute.
             size: maximum number of rows in the model at the same time.
         """
         ...
@@ -190,14 +190,14 @@ class ModelAdapter(Protocol):
 
         Args:
             samples: All samples of the update.
-            ordered: Indices of the samples to arrange, all of one group, by descending cost.
+            order: Indices of the samples to arrange, all of one group, by descending cost.
             size: Number of samples of a default micro-batch.
             num_ranks: Number of data-parallel ranks, which get the micro-batches in turn.
         """
         ...
 
     def collate(self, samples: Sequence[Any], indices: Sequence[int], padding_sample: Any) -> Any:
-        """Collate samples to a `Batch`. Without samples, collate the sample `filler` with an empty loss mask.
+        """Collate samples to a `Batch`. Without samples, collate the sample `padding_sample` with an empty loss mask.
 
         Args:
             indices: Index of each sample among the samples of the update.

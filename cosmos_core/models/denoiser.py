@@ -144,7 +144,8 @@ class Denoiser:
         return None
 
     def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], padding_sample: FlowSample) -> FlowBatch:
-        """Collate samples to model inputs and add noise to latents; without samples, collate the sample `filler`."""
+        """Collate samples to model inputs and add noise to latents; without samples, collate the sample
+        `padding_sample`."""
         samples_or_filler = samples or [padding_sample]
         latents = self._stack_latents([sample.latents for sample in samples_or_filler])
         sigma_B = torch.tensor([sample.sigma for sample in samples_or_filler], dtype=torch.float64, device=self.device)

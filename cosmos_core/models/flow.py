@@ -138,8 +138,8 @@ def unipc_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
 def karras_schedule(num_steps: int, shift: float = 1.0, *, max_sigma: float = 200.0, min_sigma: float = 0.01) -> Tensor:
     """Return the noise levels of diffusers' UniPCMultistepScheduler with Karras' levels.
 
-    The EDM noise levels s from `most` to `least` by the rule of Karras et al. (arXiv 2206.00364, rho = 7) are converted
-    to noise levels s / (1 + s) of a flow; `shift` is ignored. The default range is that of Cosmos-Predict2.5.
+    The EDM noise levels s from `max_sigma` to `min_sigma` by the rule of Karras et al. (arXiv 2206.00364, rho = 7) are
+    converted to noise levels s / (1 + s) of a flow; `shift` is ignored. The default range is that of Cosmos-Predict2.5.
     """
     rho = 7.0
     ramp_N = torch.linspace(0, 1, num_steps, dtype=torch.float64)

@@ -276,7 +276,7 @@ def _check_head(model: nn.Module, lora: LoraConfig) -> None:
 
 
 def _name_without_wrappers(key: str, wrapper_names: set[str]) -> str:
-    """Return a state dict key without the name components of PEFT's `wrappers`; empty for an adapter's tensor."""
+    """Return a state dict key without the name components of PEFT's `wrapper_names`; empty for an adapter's tensor."""
     names, components, i = key.split("."), [], 0
     while i < len(names):
         if ".".join(names[:i]) not in wrapper_names:

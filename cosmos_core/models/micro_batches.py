@@ -32,7 +32,7 @@ def split_by_length(
 
     Args:
         samples: all samples.
-        ordered: indices of the samples to arrange, the longest first.
+        sorted_indices: indices of the samples to arrange, the longest first.
         size: maximum number of rows of a micro-batch.
         num_ranks: number of data-parallel ranks, which get the micro-batches in turn.
         width: function from the length of the longest row of a micro-batch to the padded length.

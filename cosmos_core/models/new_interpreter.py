@@ -39,7 +39,7 @@ def call_in_interpreter(
     """Return the result of `function(*arguments)`, which reads the export in `folder`, called in the interpreter of
     `pool`.
 
-    `meanwhile` is called every few seconds until the function returns. If `meanwhile` raises an error, the interpreter
+    `poll` is called every few seconds until the function returns. If `poll` raises an error, the interpreter
     is stopped.
 
     Raises:

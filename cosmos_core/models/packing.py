@@ -62,7 +62,7 @@ def enable_packing(
         model: model whose attention is replaced.
         roots: modules to call instead of a sharded model.
         compute_dtype: autocast dtype of training, which determines the kernel; None: the dtype of the weights.
-        is_gathered_in_it: whether FSDP gathers weights in `compute_dtype`, so that no other dtype can be tested.
+        gathers_inside_block: whether FSDP gathers weights in `compute_dtype`, so that no other dtype can be tested.
     """
     text = model.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
@@ -300,8 +300,8 @@ def _shorten_windows(model: PreTrainedModel) -> Iterator[None]:
 def _is_exact(model: PreTrainedModel, roots: Sequence[Any], attention_name: str, dtype: torch.dtype) -> bool:
     """Return True if packed rows have the same outputs as separate rows: logits, or last hidden states of each root.
 
-    Separate rows use the attention `plain`, and all rows are computed in `dtype`. Afterwards packed attention is
-    enabled.
+    Separate rows use the attention `attention_name`, and all rows are computed in `dtype`. Afterwards packed attention
+    is enabled.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.config.get_text_config().vocab_size)

@@ -91,7 +91,7 @@ class Scorer(nn.Module):
         derivative_N: Tensor | None = None,
         top_ids_NK: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return outputs of the selected tokens by name: `logprobs` N and, as requested in `wants`, `entropy` N,
+        """Return outputs of the selected tokens by name: `logprobs` N and, as requested in `request`, `entropy` N,
         `top_logprobs` and `top_ids` NK, `is_top` N (1 or 0).
 
         Args:
@@ -101,7 +101,7 @@ class Scorer(nn.Module):
                 BT, the next token of each token, and `scored_N` are then indices in the flat BT grid.
             scored_N: indices of the selected tokens in the flat BS grid of predicted tokens: index b * S + s is token
                 s + 1 of row b, conditioned on the tokens before it.
-            wants: the outputs and their temperature.
+            request: the outputs and their temperature.
             dtype: dtype of the log-softmax.
             derivative_N: derivative of the loss with respect to each log-probability, if known. A wrong value costs
                 time, but changes no result.
@@ -236,7 +236,7 @@ class _OutputHead:
         return [cast_weights.get(name, weight) for name, weight in zip(names, weights, strict=True)]
 
     def __call__(self, hidden_MH: Tensor, cast_weights: dict[str, Tensor]) -> Tensor:
-        """Return the logits MV, computed with the matrices in `cast` if there are any."""
+        """Return the logits MV, computed with the matrices in `cast_weights` if there are any."""
         if self.module is None:
             return self.transform_logits(hidden_MH)
         if not cast_weights:

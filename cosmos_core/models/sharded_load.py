@@ -115,7 +115,7 @@ def init_on_meta(
 def check_file_tensors(
     network: PreTrainedModel, model: str, revision: str | None = None, beat: Callable[[], None] = lambda: None
 ) -> str:
-    """Compare the tensors in a local model folder with those of `built`, a model on the meta device, and check their
+    """Compare the tensors in a local model folder with those of `network`, a model on the meta device, and check their
     values one group at a time, with a call of `beat` after each. Return a notice if the files are too large to read.
 
     Raises:
@@ -289,7 +289,8 @@ def _convert(
 def _read_group(
     group: _Group, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, loaded_tensors: set[Tensor]
 ) -> None:
-    """Fill this rank's shards of the weights of a group; `done` contains the tensors that are already filled."""
+    """Fill this rank's shards of the weights of a group; `loaded_tensors` contains the tensors that are already
+    filled."""
     local_targets = {name: [t for t in targets.get(name, ()) if local_shard(t).numel()] for name in group.shapes}
     if not any(local_targets.values()):
         return
@@ -335,8 +336,8 @@ def _select_experts(sources: Sequence[_Source], rows: slice) -> list[_Source]:
 def _copy(name: str, tensor: Tensor, source: Any, first: int, is_dry_run: bool) -> None:
     """Copy this rank's shard of `source`, a tensor or a slice of a file, to `tensor`.
 
-    `first` is the row of the whole weight with which `source` begins. If `is_check` is True, `tensor` is already filled
-    and is compared with `source` instead.
+    `first` is the row of the whole weight with which `source` begins. If `is_dry_run` is True, `tensor` is already
+    filled and is compared with `source` instead.
     """
     where = shard_bounds(tensor)
     if first:

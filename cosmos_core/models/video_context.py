@@ -104,7 +104,8 @@ def shard_blocks(
         shards: distribution of tokens over ranks, which `adapt` sets.
         dims: token dimension of each argument of a block, except `hidden_states`.
         adapt: function that changes the arguments of a block, by name, before they are sharded.
-        ends: layers after the blocks, by name, with the token dimensions of their arguments that have all tokens.
+        block_sizes: layers after the blocks, by name, with the token dimensions of their arguments that have all
+            tokens.
     """
 
     def shard_in(arguments: dict[str, Any], dims: Dims) -> None:

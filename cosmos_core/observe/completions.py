@@ -22,7 +22,7 @@ def iter_completions(run: Path, stage: str, step: int | None, order: str, max_co
         stage: Name of a stage; empty: the last stage that has completions.
         step: Number of the train step; None: the newest step.
         order: `best` or `worst` completions first; empty: order of the log.
-        most: Maximum number of completions.
+        max_count: Maximum number of completions.
 
     Raises:
         ConfigError: the stage or the step does not exist.
@@ -43,7 +43,8 @@ def iter_completions(run: Path, stage: str, step: int | None, order: str, max_co
 
 
 def newest_completions(stage: Path, max_count: int) -> list[dict[str, Any]]:
-    """Return the first `most` completions with text from the newest logged step of a stage; empty if none exist."""
+    """Return the first `max_count` completions with text from the newest logged step of a stage; empty if none
+    exist."""
     return [line for line in _lines(stage, None) if not line.get("media") and completion_text(line, stage)][:max_count]
 
 

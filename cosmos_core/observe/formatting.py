@@ -148,7 +148,7 @@ def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
 
 
 def key_metrics(metrics: Mapping[str, Any], max_count: int = 4) -> dict[str, float]:
-    """Return at most `most` of the metrics, the most important first: metrics of validation, then reward, loss and
+    """Return at most `max_count` of the metrics, the most important first: metrics of validation, then reward, loss and
     accuracy, then all others."""
 
     def metric_rank(key: str) -> int:

@@ -87,7 +87,7 @@ def save_rows(target: Path, rows: Sequence[Sequence[GeneratedSample]]) -> list[l
 def samples_of_group(
     scored_group: ScoredGroup, indices: Iterable[int], *, is_scored: bool = True
 ) -> list[GeneratedSample]:
-    """Return the generated images or videos of the completions with the indices `at` in a scored group.
+    """Return the generated images or videos of the completions with the indices `indices` in a scored group.
 
     Args:
         is_scored: Whether the scores of the group are rewards to show.

@@ -349,7 +349,7 @@ def time_overhead(run: RunRecord) -> dict[str, float]:
 
 
 def busy_seconds(run: RunRecord, start_time: float) -> float:
-    """Return the number of seconds since the unix time `since` in which at least one worker ran."""
+    """Return the number of seconds since the unix time `start_time` in which at least one worker ran."""
     now = time.time()
     total, covered_until = 0.0, start_time
     for begin, end in sorted(

@@ -16,8 +16,8 @@ from cosmos_core.run.state import ACTIVE, FINISHED
 
 
 def table_of_runs(output_dir: Path, max_runs: int) -> Table:
-    """Return a table of the `most` newest runs of a folder, the newest last, each with its outcome and the metrics of
-    its last stage that has metrics."""
+    """Return a table of the `max_runs` newest runs of a folder, the newest last, each with its outcome and the metrics
+    of its last stage that has metrics."""
     table = Table("run", "pipeline", "began", "took", "stages", "outcome", "metrics", caption_justify="left")
     deaths: list[str] = []
     for facts in runs_in(output_dir)[-max_runs:]:

@@ -46,7 +46,7 @@ class Gatherer:
     def __init__(self, tensors: Mapping[str, Tensor], max_bytes: int) -> None:
         """Store this rank's `tensors`, full or sharded, and exchange with all ranks which rank has which tensor.
 
-        `most_bytes` is the maximum total size of the full tensors in one call of `full`.
+        `max_bytes` is the maximum total size of the full tensors in one call of `full`.
         """
         self.tensors, self._max_bytes = tensors, max_bytes
         self._holders: dict[str, list[int]] = {}

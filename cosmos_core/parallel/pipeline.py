@@ -181,7 +181,7 @@ def _replace_other_stages(
 
     Args:
         model: model whose output head may be replaced.
-        body: base model of `model`, whose embedding, layers and norm may be replaced.
+        base_model: base model of `model`, whose embedding, layers and norm may be replaced.
         stages: indices of the pipeline stages to keep.
         total: total number of pipeline stages.
         drop: function that is called with each replaced module and may free its weights; it returns the module from
@@ -254,10 +254,11 @@ def _check_pipeline_support(model: PreTrainedModel, where: str) -> None:
 def _computation_outside_plan(
     model: PreTrainedModel, base_model: nn.Module, first_names: Sequence[str], last_names: Sequence[str]
 ) -> str:
-    """Return a description of what `body` computes outside the modules of its plan; empty if it computes nothing there.
+    """Return a description of what `base_model` computes outside the modules of its plan; empty if it computes nothing
+    there.
 
-    `before` and `after` are the names of the modules before and after the layers. The body runs with placeholders
-    instead of its modules, because weights may be on the meta device.
+    `first_names` and `last_names` are the names of the modules before and after the layers. The body runs with
+    placeholders instead of its modules, because weights may be on the meta device.
     """
     device = next((buffer.device for buffer in base_model.buffers()), torch.device("cpu"))
     embedding = _EmbeddingPlaceholder(model.get_input_embeddings())

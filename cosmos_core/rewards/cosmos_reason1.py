@@ -132,7 +132,7 @@ class CosmosReason1Reward:
 
 
 def fit_size(size: tuple[int, int], factor: int, max_pixels: int) -> tuple[int, int]:
-    """Return the height and width nearest to a size that are multiples of a factor and have at most `most_pixels`
+    """Return the height and width nearest to a size that are multiples of a factor and have at most `max_pixels`
     pixels."""
     height, width = (max(factor, round(length / factor) * factor) for length in size)
     if height * width > max_pixels:

@@ -114,7 +114,7 @@ class ConditioningFrames:
 
 
 def num_conditioning_frames(bounds: tuple[int, int], max_frames: int, seed: int, step: int, prompt_id: int) -> int:
-    """Return the number of conditioning frames for rollouts of a prompt in a train step, at most `most`."""
+    """Return the number of conditioning frames for rollouts of a prompt in a train step, at most `max_frames`."""
     low, high = (min(frame_bound, max_frames) for frame_bound in bounds)
     return low + int(shuffled(high - low + 1, seed, step, prompt_id, _CONDITIONING_SEED)[0])
 

@@ -269,7 +269,8 @@ class _PreallocatedLayer(DynamicLayer):
 
 
 def _allocate(old_states: Tensor | None, states: Tensor, size: int) -> Tensor:
-    """Return a cache tensor with memory for `size` tokens, which begins with a copy of `before` unless that is None."""
+    """Return a cache tensor with memory for `size` tokens, which begins with a copy of `old_states` unless that is
+    None."""
     buffer = states.new_empty(*states.shape[:-2], size, states.shape[-1])
     if old_states is not None and old_states.numel():
         buffer[..., : old_states.shape[-2], :] = old_states

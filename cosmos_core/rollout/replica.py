@@ -153,7 +153,7 @@ class Replica:
         """Prepare to receive the buckets of a version.
 
         With `background`, the engine generates until the last bucket has arrived, and then loads all buckets.
-        `patience` is the number of seconds after which the trainer kills an engine that does not reply.
+        `timeout_seconds` is the number of seconds after which the trainer kills an engine that does not reply.
         """
         assert self._load is None or self._load.result.done(), "one load at a time"
         seconds = max(_LOAD_SECONDS, _TIMEOUT_FACTOR * timeout_seconds)

@@ -238,7 +238,7 @@ def claim(run: Run, start_time: float | None = None) -> Lock:
     """Acquire the lock that a process must hold to run the stages of `run`, and save a changed price or budget.
 
     Args:
-        since: unix time at which the command began; None: now.
+        start_time: unix time at which the command began; None: now.
 
     Raises:
         ConfigError: another process is running the run.

@@ -57,7 +57,7 @@ def raise_disk_full(where: Path) -> Iterator[None]:
 @contextmanager
 def warn_if_disk_full(description: str) -> Iterator[None]:
     """Context manager that logs a warning and continues if its block cannot write because the disk is full; use it only
-    for information that other files contain too. `what` names the information."""
+    for information that other files contain too. `description` names the information."""
     try:
         yield
     except OSError as error:

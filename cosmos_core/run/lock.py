@@ -32,7 +32,7 @@ class Lock:
         return True
 
     def acquire(self, *, poll: Callable[[], None] = lambda: None) -> None:
-        """Wait for the lock; call `while_waiting` between attempts, which may raise an error to stop waiting."""
+        """Wait for the lock; call `poll` between attempts, which may raise an error to stop waiting."""
         while not self.try_acquire():
             poll()
             time.sleep(_POLL_SECONDS)

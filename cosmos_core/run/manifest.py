@@ -140,8 +140,8 @@ def find_damage(stage_path: Path, result: Result, *, ignores_cache: bool = False
     """Return a description of the first damaged output of a finished stage, or None if all outputs are as committed;
     outputs in an artifact store may be missing on this machine.
 
-    A file whose size, modification time and inode are as recorded is trusted. If one differs, or with `thorough`, the
-    content is hashed again, and the record of a file with the same content is updated.
+    A file whose size, modification time and inode are as recorded is trusted. If one differs, or with `ignores_cache`,
+    the content is hashed again, and the record of a file with the same content is updated.
     """
     has_new_times = False
     for record in result["outputs"]:

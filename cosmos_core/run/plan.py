@@ -149,7 +149,7 @@ def pool_fingerprints(
     output_dir: Path, pipeline: Pipeline, stage: StageConfig, local_fingerprint: Fingerprint
 ) -> list[Fingerprint]:
     """Return the fingerprints, newest first, that machines of the stage's work pool computed in runs of this pipeline
-    and that differ from the fingerprint on this machine, `here`, only in properties of the machine."""
+    and that differ from the fingerprint on this machine, `local_fingerprint`, only in properties of the machine."""
 
     def without_machine_properties(ingredients: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in ingredients.items() if name not in _MACHINE_PROPERTIES}

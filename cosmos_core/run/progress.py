@@ -93,7 +93,7 @@ class Progress:
         self._write(force=True)
 
     def advance(self, num_done: int, count: int) -> None:
-        """Report that `done` of `count` rows, prompts or pairs of the current phase are processed."""
+        """Report that `num_done` of `count` rows, prompts or pairs of the current phase are processed."""
         self._position.done, self._position.count = num_done, count
         self._write(force=False)
 
@@ -158,8 +158,9 @@ class Metrics:
                 os.fsync(file.fileno())
 
     def remove_later_lines(self, step: int, repeated_phase: str = "") -> None:
-        """Remove the lines after `step`, or all lines if `step` is 0, because these steps run again. With `again`, also
-        remove those lines of `step` that have a metric whose name begins with `again`."""
+        """Remove the lines after `step`, or all lines if `step` is 0, because these steps run again. With
+        `repeated_phase`, also remove those lines of `step` that have a metric whose name begins with
+        `repeated_phase`."""
         if not self.path.exists():
             return
         kept_lines = [line for line in read_metrics(self.path) if step > 0 and line["step"] <= step]

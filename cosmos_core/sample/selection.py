@@ -52,8 +52,8 @@ def select_completions(
 def select_pair(
     sampled: SampledPrompt, eligible: Sequence[ScoredCompletion], min_margin: float
 ) -> tuple[ScoredCompletion, ScoredCompletion] | None:
-    """Return the best completion in `passing` and the worst completion of the prompt; None if `passing` is empty, or if
-    the two rewards do not differ by more than `min_margin`."""
+    """Return the best completion in `eligible` and the worst completion of the prompt; None if `eligible` is empty, or
+    if the two rewards do not differ by more than `min_margin`."""
     if not eligible:
         return None
     best, worst_completion = eligible[0], max(_valid_completions(sampled), key=_descending)
@@ -68,7 +68,7 @@ def rows_of(
     eligible: Sequence[ScoredCompletion],
     origin: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return the rows of a prompt for its kept completions (`passing`): conversations, or at most one pair if `config`
+    """Return the rows of a prompt for its kept completions (`eligible`): conversations, or at most one pair if `config`
     sets `pairs`; the columns `origin` are added to each row."""
     if config.pairs:
         best_and_worst = select_pair(sampled, eligible, config.min_margin)

@@ -94,7 +94,7 @@ class AsyncValidation:
     def wait(self, step: int, on_wait: Callable[[], None]) -> None:
         """Wait until no validation is running.
 
-        `on_wait` is called repeatedly during the wait and may raise. `present`: the step of the current weights, which
+        `on_wait` is called repeatedly during the wait and may raise. `step`: the step of the current weights, which
         are sent to engines that were restarted.
         """
         while self.step is not None:

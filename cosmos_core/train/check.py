@@ -102,8 +102,8 @@ def _empty_model(stage: Stage) -> PreTrainedModel:
 
 
 def _batches(stage: Stage, num_rows: int, warnings: list[str]) -> dict[str, JsonValue]:
-    """Append a message about rows that do not fill a batch to the report lines `found`; return an error under the key
-    `too_few` if there are fewer rows than one batch has."""
+    """Append a message about rows that do not fill a batch to the report lines `warnings`; return an error under the
+    key `too_few` if there are fewer rows than one batch has."""
     try:
         warnings += filter(None, [unused_rows_message(stage.recipe, num_rows)])
     except DataError as error:

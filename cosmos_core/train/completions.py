@@ -135,7 +135,8 @@ def _groups_to_log(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
 
 
 def _spread_by_reward(scored_group: ScoredGroup, max_indices: int) -> list[int]:
-    """Return the indices of at most `most` completions of a group, evenly spaced from the best to the worst reward."""
+    """Return the indices of at most `max_indices` completions of a group, evenly spaced from the best to the worst
+    reward."""
     ranked = sorted(range(len(scored_group.scores)), key=lambda k: -_rank(scored_group.scores[k]))
     indices = np.linspace(0, len(ranked) - 1, min(len(ranked), max_indices)).round().astype(int)
     return [ranked[i] for i in indices]

@@ -110,7 +110,7 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared_folder:
         recipe: the recipe of the stage.
         model: folder or Hub id; only its config.json is read.
         progress: receives heartbeats during the trace.
-        prepared: data folder of a finished `prepare` stage; None: the rows of a local dataset are counted.
+        prepared_folder: data folder of a finished `prepare` stage; None: the rows of a local dataset are counted.
 
     Raises:
         ModelError, DataError: config.json or the rows are missing or wrong.

@@ -118,8 +118,8 @@ def _full_reward_of_group(group: ScoredGroup, full_reward: float | dict[str, flo
 
 
 def _estimate_pass_at_k(correct_flags: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """Return pass@k for k = 2, 4, 8, ... over the prompts with at least k valid completions; `rights` has for each
-    prompt one boolean per valid completion: whether the completion has the full reward."""
+    """Return pass@k for k = 2, 4, 8, ... over the prompts with at least k valid completions; `correct_flags` has for
+    each prompt one boolean per valid completion: whether the completion has the full reward."""
     counts = [(len(prompt_flags), sum(prompt_flags)) for prompt_flags in correct_flags]
     largest = max(count for count, _ in counts)
     metrics = {}
@@ -130,7 +130,8 @@ def _estimate_pass_at_k(correct_flags: Sequence[Sequence[bool]]) -> dict[str, fl
 
 
 def pass_at_k(k: int, count: int, num_correct: int) -> float:
-    """Return the probability that `k` random completions of `count` include one of the `right` correct completions.
+    """Return the probability that `k` random completions of `count` include one of the `num_correct` correct
+    completions.
 
     It is 1 - C(count - right, k) / C(count, k) (Chen et al., arXiv 2107.03374, section 2.1).
     """

@@ -63,7 +63,7 @@ class Memory:
 def untraced_memory(model: PreTrainedModel, num_weight_sets: int) -> Memory:
     """Return the memory of a train step that could not be traced; its activations are unknown.
 
-    The memory includes both moments of Adam and `num_named` copies of the trained parameters.
+    The memory includes both moments of Adam and `num_weight_sets` copies of the trained parameters.
     """
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return Memory(

@@ -27,7 +27,7 @@ def build_optimizer(
     """Build the optimizer of `[train]` over the parameters that require a gradient, at the peak learning rates.
 
     Each module path of `optm_lr` has parameter groups of its own. One-dimensional parameters (biases, norms) have
-    separate groups without weight decay. `whole` is the complete model if `model` is a pipeline stage; else None.
+    separate groups without weight decay. `full_model` is the complete model if `model` is a pipeline stage; else None.
 
     Raises:
         ConfigError: a module path or the model has no trained parameters.

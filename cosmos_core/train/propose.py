@@ -201,8 +201,8 @@ def _texts(read_column: Any) -> Iterator[str]:
 
 
 def _size_settings(method: Method, num_params: int, machine: Machine) -> Iterator[Setting]:
-    """Yield the settings that depend on memory and on the number of weights `num`: adapter, learning rate, dtype,
-    sharding."""
+    """Yield the settings that depend on memory and on the number of weights `num_params`: adapter, learning rate,
+    dtype, sharding."""
     if not machine.num_gpus:
         yield "train.param_dtype", "float32", "no GPU here; a CPU is seldom faster in bfloat16"
     size_text = f"{num_params / 1e9:.2f} billion" if num_params >= 1e9 else f"{num_params / 1e6:.3g} million"
@@ -222,7 +222,8 @@ def _size_settings(method: Method, num_params: int, machine: Machine) -> Iterato
 
 
 def _batch_settings(samples_completions: bool, num_rows: int, max_rows: int) -> Iterator[Setting]:
-    """Yield batch sizes, epochs and learning-rate schedule; `fits` is the number of longest rows that fit in memory."""
+    """Yield batch sizes, epochs and learning-rate schedule; `max_rows` is the number of longest rows that fit in
+    memory."""
     if samples_completions:
         prompts = min(8, num_rows)
         batch = 8 * prompts

@@ -109,7 +109,7 @@ class Trainer:
     def evaluate(
         self, samples: Sequence[Any], request: Wants = None, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
-        """Return the outputs that `wants` selects for each sample, under named weights or another model, no dropout.
+        """Return the outputs that `request` selects for each sample, under named weights or another model, no dropout.
 
         All ranks get the outputs of all samples. `size` is the number of samples in a forward pass; None: `mini_batch`.
         """
@@ -295,7 +295,7 @@ class Trainer:
 
 
 def _chunks_of_rank(adapter: ModelAdapter, items: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    """Return this data-parallel rank's part of `ordered` in chunks of `size`; all ranks get the same number of
+    """Return this data-parallel rank's part of `items` in chunks of `size`; all ranks get the same number of
     chunks."""
     num_items = len(items)
     if adapter.mesh:

@@ -107,8 +107,8 @@ class ArtifactStore:
         return result
 
     def fetch_outputs(self, result: Result, stage_path: Path, local_files: Mapping[str, Path]) -> None:
-        """Download the outputs of a result to `stage_path`. `here` maps SHA-256 digests to local files, which are
-        copied instead of downloaded."""
+        """Download the outputs of a result to `stage_path`. `local_files` maps SHA-256 digests to local files, which
+        are copied instead of downloaded."""
         with translate_errors(self.url):
             self._objects.fetch(
                 {stage_path / record["path"]: _file_entry(record) for record in result["outputs"]}, local_files

@@ -104,8 +104,8 @@ class ContentStore:
         return ""
 
     def fetch(self, files: Mapping[Path, Entry], local_files: Mapping[str, Path] | None = None) -> None:
-        """Download contents to local files, except to files that already have their content. `here` maps digests to
-        other local files, which are copied instead of downloaded.
+        """Download contents to local files, except to files that already have their content. `local_files` maps digests
+        to other local files, which are copied instead of downloaded.
 
         Raises:
             UploadError: a content is missing from the bucket, or has the wrong digest after each download.

@@ -188,7 +188,7 @@ class HubTarget:
         return dict(record)
 
     def _retry(self, call: Callable[[], Any], max_seconds: float = math.inf) -> Any:
-        """Call a function until it succeeds, at most five times; no attempt starts more than `most_seconds` after the
+        """Call a function until it succeeds, at most five times; no attempt starts more than `max_seconds` after the
         first one. Between attempts, wait as long as a busy Hub requests."""
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 

@@ -41,7 +41,8 @@ class Lease:
     """Exclusive right of a process to make one result, stored as a document in a bucket."""
 
     def __init__(self, bucket: Bucket, key: str, holder: LeaseHolder, has_died: Callable[[LeaseHolder], bool]) -> None:
-        """Create the lease at `key` without acquiring it. `is_gone` returns True if a holder is known to have ended."""
+        """Create the lease at `key` without acquiring it. `has_died` returns True if a holder is known to have
+        ended."""
         self._bucket, self._key = bucket, key
         self._holder, self._has_died = holder, has_died
         self._etag = ""
@@ -51,7 +52,7 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def acquire(self, report_waiting: Callable[[LeaseHolder], None]) -> bool:
-        """Wait for the lease and acquire it; return True if another process held it before. `while_waiting` is called
+        """Wait for the lease and acquire it; return True if another process held it before. `report_waiting` is called
         with the current holder between attempts, and may raise an error to give up.
 
         Raises:

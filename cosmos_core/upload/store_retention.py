@@ -46,8 +46,8 @@ class Retention:
     def __init__(
         self, url: str, *, num_kept: int, older_than_seconds: float, min_seconds: float = SECONDS_PER_DAY
     ) -> None:
-        """Keep the newest `keep` runs of each pipeline, and everything written in the last `older_than_seconds` or
-        `least_seconds`: a pipeline may wait between two stages, and contents are stored before their result.
+        """Keep the newest `num_kept` runs of each pipeline, and everything written in the last `older_than_seconds` or
+        `min_seconds`: a pipeline may wait between two stages, and contents are stored before their result.
 
         Raises:
             ConfigError: the store refuses a request, or a stage is being made.
@@ -131,7 +131,7 @@ class Retention:
                 run.reason_to_keep = "not old enough"
 
     def _unreferenced_contents(self, kept_folders: list[StoredFolder]) -> list[Object]:
-        """Return the old contents that no result in the folders `staying` names."""
+        """Return the old contents that no result in the folders `kept_folders` names."""
         referenced = {
             each["sha256"] for folder in kept_folders for files in self._results(folder, "outputs") for each in files
         }

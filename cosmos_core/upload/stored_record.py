@@ -33,7 +33,7 @@ class StoredRecord:
         self._etag = ""
 
     def push(self, *, is_final: bool = False) -> None:
-        """Store the files of the stage that have changed; with `is_last`, store the logs as well."""
+        """Store the files of the stage that have changed; with `is_final`, store the logs as well."""
         with translate_errors(self._url):
             if self._known_entries is None:
                 document, _ = read_document(self._bucket, self._index)

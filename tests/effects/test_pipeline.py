@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tomli_w
 from prefect.exceptions import ObjectNotFound
@@ -22,6 +22,7 @@ from cosmos_core.config.mesh import check_meshes
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, GateFailed, RewardError, StageFailed
 from cosmos_core.launch.estimate import estimate_table
+from cosmos_core.rewards.protocol import PING
 from cosmos_core.run.bucket import Bucket
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.stage import Stage
@@ -32,7 +33,6 @@ from tasks.reward_service import reward_service
 from tasks.stage import run_stage, should_retry
 from tasks.stages import gate, upload
 from tests import store
-from tests.conftest import wait_until
 from tests.effects.change import GRPO, SFT, Change, changes, nested
 from tests.unit.tiny_model import save_tiny_model
 
@@ -378,13 +378,12 @@ def test_it_changes_whether_a_reward_service_runs_beside_the_stage(change: Chang
     (tmp_path / "rewards.toml").write_text('[[reward_args]]\nreward_type = "exact_match"\n')
     before, after = (reported(side) for side in sides(change, tmp_path))
     assert (before["value"], after["value"]) == (None, 1.0)
-    host, port = after["url"].removeprefix("http://").partition("/")[0].split(":")
-
-    def is_refused() -> bool:
-        with socket.socket() as client:
-            return client.connect_ex((host, int(port))) != 0
-
-    wait_until(is_refused, 10, "nothing listens there; another test may have taken the port for a while")
+    host = after["url"].removeprefix("http://").partition("/")[0]
+    try:  # another test may have taken the port
+        answer = httpx.get(f"http://{host}{PING}", timeout=5).status_code
+    except httpx.HTTPError:
+        answer = 0
+    assert answer != 200
 
 
 def test_a_reward_service_that_cannot_start_ends_the_stage_with_its_own_line(tmp_path: Path) -> None:

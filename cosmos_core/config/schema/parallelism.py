@@ -104,7 +104,7 @@ class PolicyParallelismConfig(ParallelismConfig):
 
     def require_data_parallel_only(self, setting: str, *, allows_tp: bool = False) -> Iterator[str]:
         """Yield an error for each parallel axis that a setting excludes, because the setting needs whole layers; with
-        `or_tensor` it supports layers that tensor parallelism splits."""
+        `allows_tp` it supports layers that tensor parallelism splits."""
         for axis in ("cp_size", "pp_size", "ep_size") if allows_tp else ("tp_size", "cp_size", "pp_size", "ep_size"):
             if getattr(self, axis) > 1:
                 yield f"{setting} excludes policy.parallelism.{axis} = {getattr(self, axis)} here; set it to 1"

@@ -83,7 +83,7 @@ class HeldOutRows(ABC):
         raise NotImplementedError(type(self).__name__)
 
     def micro_batches(self, positions: np.ndarray, max_rows: int) -> list[list[int]] | None:
-        """Divide the rows of a step into micro-batches of at most `most_rows` rows; None: the trainer divides the
+        """Divide the rows of a step into micro-batches of at most `max_rows` rows; None: the trainer divides the
         samples."""
         return None
 
