@@ -48,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(ImmediateFailures(config))
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="cosmos-")
         # multiprocessing removes a folder of its own there with a priority of -100.
@@ -59,6 +60,21 @@ def pytest_configure(config: pytest.Config) -> None:
             _start_reaper(config)
     if not config.getoption("--fast"):
         spawner.install()
+
+
+class ImmediateFailures:
+    """Prints the name and the error of a test as soon as it fails, because a run that is cut off has no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Print one line if the test failed, or failed and is run again."""
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None and report.outcome not in {"passed", "skipped"}:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            error = (crash.message if crash else str(report.longrepr)).strip().partition("\n")[0]
+            reporter.write_line(f"\n{report.outcome} after {report.duration:.0f} s: {report.nodeid}: {error[:300]}")
 
 
 def _start_reaper(config: pytest.Config) -> None:
@@ -90,7 +106,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put what takes longest first."""
-    items.sort(key=lambda item: schedule.storage_of(item.nodeid))
+    items.sort(key=lambda item: schedule.sort_key(item.nodeid))
 
 
 _measured: dict[str, float] = defaultdict(float)

@@ -47,8 +47,8 @@ def durations() -> dict[str, float]:
     return json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
 
 
-def storage_of(nodeid: str) -> tuple[float, str]:
-    """What tests are sorted by: groups by their time, the longest first; within a group nothing moves."""
+def sort_key(nodeid: str) -> tuple[float, str]:
+    """Return the key by which tests are sorted: the longest group first; within a group the order stays."""
     group = group_of(nodeid)
     return -durations().get(group, UNKNOWN), group
 

@@ -122,7 +122,7 @@ def test_all_outputs_and_their_gradients_are_those_of_the_whole_logits(
     assert_close(ours, gradients(model, sum((theirs[name] * weight).sum() for name, weight in weights.items())))
 
 
-def test_ids_of_the_caller_are_scored_in_storage_of_the_likeliest(model: PreTrainedModel) -> None:
+def test_ids_of_the_caller_are_scored_in_place_of_the_likeliest(model: PreTrainedModel) -> None:
     ids = torch.randint(500, (len(CHOSEN), 5), generator=torch.Generator().manual_seed(3))
     ids[:, 1] = ids[:, 0]  # the same twice
     found = scorer_of(model)(inputs(), CHOSEN, dtype=torch.float64, top_ids_NK=ids)
