@@ -92,7 +92,7 @@ docs: $(INSTALLED)
 
 # The full matrices of the suite, then the long proofs that docs/acceptance.md reports.
 acceptance: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m full
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m full --session-timeout 86400
 	COSMOS_MUTATIONS=2000 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 tests/unit/test_config_mutations.py
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.acceptance
 
