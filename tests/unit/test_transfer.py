@@ -25,7 +25,7 @@ def three(version: int) -> list[Bucket]:
 
 
 def all_open(fleet: Fleet, number: int) -> None:
-    wait_until(lambda: len(fleet._pool.open_engines()) == number, 5, "all engines are open")
+    wait_until(lambda: len(fleet._pool.open_engines()) == number, 60, "all engines are open")
 
 
 def assert_same(handle: Threaded, version: int) -> None:
@@ -42,7 +42,7 @@ def linked(number: int) -> tuple[Wire, list[Threaded]]:
 
 
 def fleet_on(wire: Wire, *handles: Threaded, ranks: int = 1, **keywords: Any) -> Any:
-    return fleet_of(*handles, native=NativeTransfer(QueueTransport(wire), ranks), **keywords)
+    return fleet_of(*handles, patience=600.0, native=NativeTransfer(QueueTransport(wire), ranks), **keywords)
 
 
 def test_a_connection_is_for_processes_and_gives_up_after_two_failures_until_one_is_replaced() -> None:
@@ -74,10 +74,10 @@ def test_an_engine_more_or_less_makes_a_new_communicator() -> None:
     wire, handles = linked(3)
     present = handles[:1]
     native = NativeTransfer(QueueTransport(wire), 1)
-    fleet = Fleet(lambda: present, max_groups=1, timeout_seconds=30.0, native=native)
+    fleet = Fleet(lambda: present, max_groups=1, timeout_seconds=600.0, native=native)
     for version, number in enumerate((1, 3, 2), start=1):
         present = handles[:number]
-        wait_until(lambda: len(fleet._pool.engines) == number, 5, "they are seen")  # noqa: B023 - called in the loop
+        wait_until(lambda: len(fleet._pool.engines) == number, 60, "they are seen")  # noqa: B023 - called in the loop
         all_open(fleet, number)
         fleet.load_weights(version, three(version))
         for handle in present:
@@ -89,7 +89,6 @@ def test_an_engine_more_or_less_makes_a_new_communicator() -> None:
 def test_a_transfer_that_is_cut_off_continues_through_host_memory_and_the_next_is_native_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(transfer, "_BUCKET_SECONDS", 0.2)
     wire, handles = linked(2)
     with fleet_on(wire, *handles) as fleet:
         all_open(fleet, 2)
@@ -97,6 +96,7 @@ def test_a_transfer_that_is_cut_off_continues_through_host_memory_and_the_next_i
         def cut() -> Iterator[Bucket]:
             for i, bucket in enumerate(three(1)):
                 wire.is_cut = i == 1
+                monkeypatch.setattr(transfer, "_BUCKET_SECONDS", 0.2 if wire.is_cut else 60.0)
                 yield bucket
 
         with caplog.at_level(logging.WARNING):
@@ -122,7 +122,7 @@ def test_an_engine_that_dies_between_header_and_data_is_left_out_and_the_next_ve
         survivor = handles[0].engine
         assert fleet.load_weights(2, three(2)) == LoadReceipt(2, 3)  # within the limit of a minute for a bucket
         assert_same(handles[0], 2)
-        wait_until(lambda: fleet.needs_weights, 5, "it is back")
+        wait_until(lambda: fleet.needs_weights, 60, "it is back")
         with fleet.loading_new_engines():
             fleet.load_weights(2, three(2))  # by host memory, which needs no other engine
         assert handles[1].engine.link.received == [] and len(wire.worlds) == 1
@@ -152,7 +152,7 @@ def test_an_engine_that_has_a_bucket_does_not_get_it_again(monkeypatch: pytest.M
         all_open(fleet, 2)
 
         def refuse() -> None:
-            wait_until(lambda: handles[0].engine.link.received, 5, "the other one has it")
+            wait_until(lambda: handles[0].engine.link.received, 60, "the other one has it")
             handles[1].engine.link._end._chunks.task_done()
             raise RuntimeError("out of memory")
 
