@@ -43,7 +43,7 @@ _HEADER = struct.Struct("<16sIII")
 
 
 class CleanedRows(NamedTuple):
-    """Rows that remain, with metrics and notices about the matches."""
+    """Rows that were kept, with metrics and notices about duplicates and benchmark texts."""
 
     rows: Rows
     metrics: dict[str, float]

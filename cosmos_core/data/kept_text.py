@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedTokenizerBase
 
-_MIN_LOST_FRACTION = 0.1  # minimum fraction of lost characters that `cosmos check` reports as an error
+_MIN_LOST_FRACTION = 0.1  # fraction of characters lost by the tokenizer from which `cosmos check` reports an error
 _MAX_CHARACTERS = 2_000  # number of characters at the start of a text that are compared
 _NUM_EXAMPLES = 5
 

@@ -26,7 +26,7 @@ import time
 from cosmos_core.parent import adopt_orphans, kill_with_parent
 
 _POLL_SECONDS = 0.05
-_ORPHAN_GRACE_SECONDS = 10.0  # if the launcher has ended; short, because a retry needs the machine
+_ORPHAN_GRACE_SECONDS = 10.0  # before SIGKILL if the launcher has ended; short, because a retry needs the GPUs
 
 
 class Supervisor:

@@ -48,8 +48,8 @@ class LogprobDrift:
         self._has_warned = False
 
     def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metric `watch/alarm`: 1 if the log-probabilities differ by more than the tolerance, else 0; no
-        metric if no log-probabilities were compared.
+        """Return the metric `watch/alarm`: 1 if the log-probabilities of trainer and rollout engine differ by more
+        than the tolerance, else 0; no metric if none were compared.
 
         Raises:
             StageFailed: the log-probabilities differ and an alarm ends the stage.

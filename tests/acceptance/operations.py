@@ -53,12 +53,12 @@ class Operations(Team):
             "full disk": self.fill_disk, "locked database": self.lock_database, "paused pool": self.pause_pool,
         }  # fmt: skip
 
-    # Faults: each breaks one thing and returns what it was.
+    # Faults: each breaks one thing and returns what it was, or "" if there was nothing to break.
 
     def disturb(self) -> str:
         """Draw a fault that can happen now, let it happen and mend what it broke."""
         what = ""
-        while not what:  # what finds nothing to break is no fault
+        while not what:
             kind = self.random.choice(sorted(self.kinds))
             try:
                 what = self.kinds[kind]()
@@ -284,7 +284,10 @@ def proof(team: Operations, problems: list[str], seconds: float) -> Proof:
             "step is lost or done again behind a checkpoint, published models keep the order of their rows, and every "
             f"flow run is in its final, true state within {TRUE_WITHIN_SECONDS:.0f} s of the last fault."
         ),
-        commands=[f"OPERATIONS_SEED={SEED} OPERATIONS_FAULTS={FAULTS} python -m tests.acceptance operations"],
+        commands=[
+            f"OPERATIONS_SEED={SEED} OPERATIONS_FAULTS={FAULTS} OPERATIONS_MINUTES={MINUTES:g} "
+            "python -m tests.acceptance operations"
+        ],
         body=f"{len(team.happened)} faults: {faults}.\n\n{table(['', ''], rows)}",
         seconds=seconds,
     )

@@ -175,6 +175,12 @@ def test_a_failure_shows_what_the_stages_in_its_folder_said(tmp_path: Path) -> N
     assert '{"state": "failed"}' in done.stdout
 
 
+def test_a_failure_is_printed_before_the_run_ends(tmp_path: Path) -> None:
+    done = subprocess.run(inner(tmp_path, FAILS, "-n", "1"), cwd=ROOT, capture_output=True, text=True)
+    before, _, _ = done.stdout.partition("= FAILURES =")
+    assert "::test_it: assert False" in before
+
+
 def test_durations_name_files_and_tests_that_there_are() -> None:
     files = {group.partition("::")[0] for group in schedule.durations()} | schedule.SPLIT
     assert [file for file in sorted(files) if not (ROOT / file).is_file()] == []

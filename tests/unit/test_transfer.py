@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -74,16 +75,15 @@ def test_an_engine_more_or_less_makes_a_new_communicator() -> None:
     wire, handles = linked(3)
     present = handles[:1]
     native = NativeTransfer(QueueTransport(wire), 1)
-    fleet = Fleet(lambda: present, max_groups=1, timeout_seconds=600.0, native=native)
-    for version, number in enumerate((1, 3, 2), start=1):
-        present = handles[:number]
-        wait_until(lambda: len(fleet._pool.engines) == number, 60, "they are seen")  # noqa: B023 - called in the loop
-        all_open(fleet, number)
-        fleet.load_weights(version, three(version))
-        for handle in present:
-            assert_same(handle, version)
+    with closing(Fleet(lambda: present, max_groups=1, timeout_seconds=600.0, native=native)) as fleet:
+        for version, number in enumerate((1, 3, 2), start=1):
+            present = handles[:number]
+            wait_until(lambda: len(fleet._pool.engines) == number, 60, "they are seen")  # noqa: B023 - called in the loop
+            all_open(fleet, number)
+            fleet.load_weights(version, three(version))
+            for handle in present:
+                assert_same(handle, version)
     assert [(size, sorted(ranks)) for size, ranks in wire.worlds] == [(2, [0, 1]), (4, [0, 1, 2, 3]), (3, [0, 1, 2])]
-    fleet.close()
 
 
 def test_a_transfer_that_is_cut_off_continues_through_host_memory_and_the_next_is_native_again(
@@ -95,9 +95,11 @@ def test_a_transfer_that_is_cut_off_continues_through_host_memory_and_the_next_i
 
         def cut() -> Iterator[Bucket]:
             for i, bucket in enumerate(three(1)):
-                wire.is_cut = i == 1
-                monkeypatch.setattr(transfer, "_BUCKET_SECONDS", 0.2 if wire.is_cut else 60.0)
-                yield bucket
+                with monkeypatch.context() as patch:
+                    if i == 1:
+                        wire.is_cut = True
+                        patch.setattr(transfer, "_BUCKET_SECONDS", 0.2)
+                    yield bucket
 
         with caplog.at_level(logging.WARNING):
             assert fleet.load_weights(1, cut()) == LoadReceipt(1, 3)
