@@ -150,16 +150,18 @@ class Operations(Team):
             "schedules"
         ]:
             httpx.delete(f"{self.orchestra.url}/deployments/{self.deployment}/schedules/{schedule['id']}", timeout=60)
-        began = time.monotonic()
+        began, last = time.monotonic(), ""
         while (left := self.unfinished()) and time.monotonic() - began < 2 * TRUE_WITHIN_SECONDS:
             with suppress(httpx.HTTPError, AssertionError):
                 for run in self.suspended():
                     self.decide(run, publish=self.approved.setdefault(run, True))
+            last = ", ".join(f"{each['name']} {each['state_name']}" for each in left)
             time.sleep(2)
         self.seconds_until_true = time.monotonic() - began
         problems = [f"{each['name']} is {each['state_name']}" for each in left]
-        late = self.seconds_until_true > TRUE_WITHIN_SECONDS
-        return problems + ([f"states became true after {self.seconds_until_true:.0f} s"] if late else [])
+        if self.seconds_until_true > TRUE_WITHIN_SECONDS:
+            problems.append(f"states became true after {self.seconds_until_true:.0f} s, at last {last}")
+        return problems
 
     def unfinished(self) -> list[dict[str, Any]]:
         """Flow runs that are in no final state; scheduled ones count where they are late."""
