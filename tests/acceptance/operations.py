@@ -155,7 +155,10 @@ class Operations(Team):
             with suppress(httpx.HTTPError, AssertionError):
                 for run in self.suspended():
                     self.decide(run, publish=self.approved.setdefault(run, True))
-            last = ", ".join(f"{each['name']} {each['state_name']}" for each in left)
+            now = ", ".join(sorted(f"{each['name']} {each['state_name']}" for each in left))
+            if now != last:
+                logger.info("%.0f s after the last fault: %s", time.monotonic() - began, now)
+            last = now
             time.sleep(2)
         self.seconds_until_true = time.monotonic() - began
         problems = [f"{each['name']} is {each['state_name']}" for each in left]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import re
 import threading
@@ -129,6 +130,7 @@ def peaks(folder: Path, mesh: dict[str, int], warm: Path, scratch: Path, stop: t
     torch.set_num_threads(1)
     split(init_on_meta(str(warm), dtype=torch.float32, device=CPU), mesh, scratch)
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # pages that the small model has freed would hold a part of the large one unseen
     with anonymous_memory() as found:
         rank = split(init_on_meta(str(folder), dtype=torch.float32, device=CPU), mesh, scratch)
     shard = sum(tensor.nbytes for tensor in parts(rank).values())
