@@ -154,7 +154,7 @@ class StepWindow:
     first: int
     """Index of the earliest sampler step that may be stochastic, counted from the noise."""
     end: int
-    """Index after the latest sampler step that may be stochastic (exclusive)."""
+    """First sampler step after those that may be stochastic (exclusive bound)."""
     steps_per_move: int = 0
     """Number of train steps after which the window moves one sampler step towards the data, from the last position back
     to the first (MixGRPO, arXiv 2507.21802); 0: its position is random for each train step (Flow-GRPO-Fast)."""

@@ -25,7 +25,7 @@ from prefect.states import Cancelling, Crashed
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import BY_NAME, Cancelled, ConfigError, CosmosError, OverBudget, Preempted, StageFailed
-from cosmos_core.launch.worker import grace_of, sleep_unless_stopping
+from cosmos_core.launch.worker import max_grace_seconds, sleep_unless_stopping
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import Document, read_document, write_json
 from cosmos_core.run.manifest import Result, find_damage
@@ -97,7 +97,7 @@ def _wait_for_child(run: Run, stage: StageConfig, stored: StageSync, poll: Calla
             wait_reporter = WaitReporter(client, stage, run.stage_path(stage.name), poll)
             return _poll_child(client, stage, UUID(child.flow_run), stored.mirror(), wait_reporter, Budget(run, stage))
         except Preempted:
-            _cancel(client, child, grace_of(run.stage_path(stage.name), run.pipeline.config.grace_seconds))
+            _cancel(client, child, max_grace_seconds(run.stage_path(stage.name), run.pipeline.config.grace_seconds))
             stored.mirror()()
             raise
 

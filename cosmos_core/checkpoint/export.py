@@ -125,7 +125,7 @@ def model_card(stage: Stage, loading: Loading) -> str:
     }
     lines = [
         "---", *metadata, "---", "", f"# {stage.run_path.name}/{stage.name}", "",
-        *(f"- {name}: {fact}" for name, fact in facts.items() if fact), "",
+        *(f"- {name}: {value}" for name, value in facts.items() if value), "",
         "```python", *loading.lines, "```", "",
     ]  # fmt: skip
     if adapter_files(stage):

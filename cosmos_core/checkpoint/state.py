@@ -66,7 +66,7 @@ def named_tensors(state: TrainState) -> dict[str, Tensor]:
         for slot, value in state.optimizer.state.get(parameter, {}).items():
             tensors |= {f"{_OPTIMIZER}{slot}{part}.{name}": tensor for part, tensor in _parts(value).items()}
     for table in _TABLES:
-        _take_tensors(getattr(state, table), table, tensors)
+        _extract_tensors(getattr(state, table), table, tensors)
     return tensors
 
 
@@ -74,7 +74,7 @@ def json_values(state: TrainState) -> dict[str, JsonValue]:
     """Return the JSON values of a training state: `extra` and the states of feed and algorithm, in which a JSON object
     with the name of the tensor represents each tensor."""
     tables = {table: getattr(state, table) for table in _TABLES}
-    return state.extra | {table: _take_tensors(value, table, {}) for table, value in tables.items() if value}
+    return state.extra | {table: _extract_tensors(value, table, {}) for table, value in tables.items() if value}
 
 
 def adopt_json_values(state: TrainState, values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -110,7 +110,7 @@ def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch
         )
     live: dict[str, Tensor] = {}
     for table in _TABLES:
-        _take_tensors(getattr(state, table), table, live)
+        _extract_tensors(getattr(state, table), table, live)
     for name, (shape, dtype) in saved.items():
         parameter = parameters.get(name.removeprefix(_OPTIMIZER).partition(".")[2])
         if name.startswith(_OPTIMIZER) and parameter is not None:
@@ -208,7 +208,7 @@ def _named_weights(state: TrainState) -> dict[str, Tensor]:
     }
 
 
-def _take_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValue:
+def _extract_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValue:
     """Return `value` as JSON, with each tensor replaced by an object with its name, and add the tensors to `tensors`.
 
     `name` is the prefix of the tensor names.
@@ -218,15 +218,15 @@ def _take_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValu
         return {_TENSOR: name}
     if isinstance(value, dict):
         assert all(isinstance(key, str) for key in value), f"{name}: JSON has no other keys than strings"
-        return {key: _take_tensors(each, f"{name}.{key}", tensors) for key, each in value.items()}
+        return {key: _extract_tensors(each, f"{name}.{key}", tensors) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_take_tensors(each, f"{name}.{i}", tensors) for i, each in enumerate(value)]
+        return [_extract_tensors(each, f"{name}.{i}", tensors) for i, each in enumerate(value)]
     json_value: JsonValue = value
     return json_value
 
 
 def _put_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return JSON in which each object that names a tensor is replaced by the tensor; inverse of `_take_tensors`."""
+    """Return JSON in which each object that names a tensor is replaced by the tensor; inverse of `_extract_tensors`."""
     if isinstance(value, dict):
         if value.keys() == {_TENSOR}:
             return tensors[value[_TENSOR]]

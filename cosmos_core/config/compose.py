@@ -53,7 +53,7 @@ from cosmos_core.registry import suggestion
 from cosmos_core.types import StageKind
 
 _OUTPUTS: str = TrainConfig.model_fields["output_dir"].default
-Kinds = Mapping[str, StageKind]
+StageKinds = Mapping[str, StageKind]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Pipeline:
     config: PipelineConfig
     recipes: dict[str, Recipe]
     """Recipe of each stage, by stage name."""
-    kinds: Kinds
+    kinds: StageKinds
     """Every available stage kind, by name."""
     notices: tuple[str, ...] = ()
     """Notices about values of the configuration files that were changed or ignored, without duplicates."""
@@ -136,7 +136,7 @@ class Pipeline:
         return without_none({"pipeline": pipeline})
 
 
-def load_pipeline(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Path] = ()) -> Pipeline:
+def load_pipeline(path: Path, overrides: Sequence[str], kinds: StageKinds, over: Sequence[Path] = ()) -> Pipeline:
     """Read, compose and check the pipeline or recipe in `path`. The files `over` take precedence over `path`, and
     `overrides` take precedence over all files.
 
@@ -189,7 +189,7 @@ def _check_saveable(pipeline: Pipeline) -> Pipeline:
     return pipeline
 
 
-def _compose(path: Path, shared: Values, overrides: Sequence[str], kinds: Kinds, notices: list[str]) -> Pipeline:
+def _compose(path: Path, shared: Values, overrides: Sequence[str], kinds: StageKinds, notices: list[str]) -> Pipeline:
     table = shared.pop("pipeline", {})
     parsed = drop_dead([parse_setting(text) for text in overrides], notices)
     entries = _entries(path, table)
@@ -244,7 +244,7 @@ def _recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> Values:
     return values
 
 
-def _stages_of_recipe(recipe: Recipe, kinds: Kinds) -> tuple[StageConfig, ...]:
+def _stages_of_recipe(recipe: Recipe, kinds: StageKinds) -> tuple[StageConfig, ...]:
     """Return one stage for each step that a recipe without `[pipeline]` needs, named like its kind."""
     prepare, train = _kind(kinds, makes="data"), _kind(kinds, feed=_feed(recipe))
     data = f"{STAGE_PREFIX}{prepare}"
@@ -262,7 +262,7 @@ def _stages_of_recipe(recipe: Recipe, kinds: Kinds) -> tuple[StageConfig, ...]:
     return tuple(stages)
 
 
-def _kind(kinds: Kinds, **policy: object) -> str:
+def _kind(kinds: StageKinds, **policy: object) -> str:
     """Return the name of the first stage kind whose properties have these values."""
     return next(name for name, kind in kinds.items() if all(getattr(kind, key) == policy[key] for key in policy))
 
@@ -327,7 +327,7 @@ def _formats_of(pipeline: Pipeline, name: str | None) -> tuple[str, ...]:
     return pipeline.recipes[name].export.formats if name in exports else ()
 
 
-def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: Kinds) -> None:
+def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: StageKinds) -> None:
     """Refuse keys that a kind ignores, missing keys that it requires, and a kind that cannot train with the recipe."""
     kind = kinds[stage.kind]
     for key in dict.fromkeys(key for other in kinds.values() for key in other.allowed_keys):

@@ -21,7 +21,7 @@ from cosmos_core.types import StageKind
 
 logger = logging.getLogger(__name__)
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def num_gpus(kind: StageKind, recipe: Recipe) -> int:
@@ -83,7 +83,7 @@ def hold_gpus(
             report_waiting(f"waits for {count} of the {len(entries)} GPUs of this machine, which other stages have")
         for lock in locks.values():
             stack.callback(lock.release)
-        yield {_VISIBLE: ",".join(locks)}, [lock.descriptor for lock in locks.values()]
+        yield {_VISIBLE_DEVICES: ",".join(locks)}, [lock.descriptor for lock in locks.values()]
 
 
 def _lock_free_gpus(entries: Mapping[str, str], min_gpus: int, max_gpus: int) -> dict[str, Lock]:

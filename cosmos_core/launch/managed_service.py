@@ -110,7 +110,7 @@ class _Service:
             StageFailed: the service ended for another reason, or did not load in time.
         """
         self._ready.unlink(missing_ok=True)
-        self._child = self._started()
+        self._child = self._start_child()
         deadline = time.monotonic() + _LOAD_SECONDS
         while not self._ready.is_file():
             check()
@@ -147,13 +147,13 @@ class _Service:
             if self._is_stopping.wait(_PAUSE_SECONDS):
                 return
             try:
-                self._child = self._started()
+                self._child = self._start_child()
             except OSError as error:  # a full disk or a limit on processes may be transient
                 logger.warning("the reward service cannot be started: %s", error)
                 continue
             self.restarts += 1
 
-    def _started(self) -> Child:
+    def _start_child(self) -> Child:
         return Child(
             [
                 self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config), "--host", self._host,

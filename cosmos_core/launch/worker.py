@@ -158,7 +158,7 @@ def run(launch: AttemptSettings) -> Result:
             error_type=""
         )  # fmt: skip
         record_event(path, "started", f"attempt {attempt}")
-        with _child_registry.registered(child, lambda: grace_of(path, launch.grace_seconds)):
+        with _child_registry.registered(child, lambda: max_grace_seconds(path, launch.grace_seconds)):
             code, reason, stop = _wait_for_worker(launch, child, log)
     finally:
         child.kill()
@@ -171,7 +171,7 @@ def run(launch: AttemptSettings) -> Result:
     return _outcome(path, code, reason, log)
 
 
-def grace_of(stage_path: Path, grace_seconds: float) -> float:
+def max_grace_seconds(stage_path: Path, grace_seconds: float) -> float:
     """Return the seconds between SIGTERM and SIGKILL of a worker: the configured time for a checkpoint plus the time of
     the longest step, because a step is finished first."""
     progress = read_progress(stage_path) or Position()
@@ -200,7 +200,7 @@ def _environment(launch: AttemptSettings) -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         # Compiled kernels are cached for other attempts and runs, unlike files in TMPDIR.
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
-        # Passwords of the Prefect server are emptied, so that user code cannot read them.
+        # Passwords of the Prefect server are set to an empty value, so that user code cannot read them.
         **dict.fromkeys(("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"), ""),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch requires this for deterministic matrix products on a GPU
         "PYTHONUNBUFFERED": "1",
@@ -230,7 +230,7 @@ def _wait_for_worker(launch: AttemptSettings, child: Child, log: Path) -> tuple[
         if not reason and (reason := launch.must_end()):
             child.kill()
         if stop is None and (stop := launch.must_stop()) is not None:
-            child.stop(grace_of(launch.stage_path, launch.grace_seconds))
+            child.stop(max_grace_seconds(launch.stage_path, launch.grace_seconds))
         if progress_watch.is_hung() and not reason:
             reason = (
                 f"no sign of life for {progress_watch.silent_seconds:.0f} s in phase {progress_watch.phase!r}: it hangs"
@@ -238,7 +238,7 @@ def _wait_for_worker(launch: AttemptSettings, child: Child, log: Path) -> tuple[
             child.kill()
         if launch.timeout_seconds and time.monotonic() - start_time > launch.timeout_seconds and not reason:
             reason = f"longer than timeout = {launch.timeout_seconds:.0f} s"
-            child.stop(grace_of(launch.stage_path, launch.grace_seconds))
+            child.stop(max_grace_seconds(launch.stage_path, launch.grace_seconds))
         if time.monotonic() - last_state > _STATE_SECONDS:
             last_state = time.monotonic()
             _call_back(lambda position: update_state(launch.stage_path, **position), _position(launch.stage_path))

@@ -407,7 +407,7 @@ class _Gradients:
     ) -> None:
         self._task, self._hidden_NH, self._weights = task, hidden_NH, weights
         self._cast = task.head.cast(compute_dtype)
-        self._differentiated = task.head.differentiated_tensors(self._cast, weights)
+        self._tensors_with_grad = task.head.differentiated_tensors(self._cast, weights)
         self._hidden_gradient = torch.empty_like(hidden_NH)
         self._weight_gradients: list[Tensor] = []
         self._has_many = len(hidden_NH) > task.num_rows
@@ -423,7 +423,7 @@ class _Gradients:
     def add(self, derivative_MV: Tensor) -> None:
         """Add the gradients of the newest chunk, given the derivative of the loss with respect to its logits."""
         self._hidden_gradient[self._chunk], *weight_gradients = torch.autograd.grad(
-            self._logits_MV, [self._hidden_MH, *self._differentiated], derivative_MV.to(self._logits_MV.dtype)
+            self._logits_MV, [self._hidden_MH, *self._tensors_with_grad], derivative_MV.to(self._logits_MV.dtype)
         )
         del self._logits_MV
         if not self._weight_gradients:

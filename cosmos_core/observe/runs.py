@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from cosmos_core.config.compose import Kinds, load_pipeline
+from cosmos_core.config.compose import StageKinds, load_pipeline
 from cosmos_core.config.difference import pipeline_differences
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord, read_run
@@ -40,7 +40,7 @@ def _last_metrics(run: RunRecord) -> str:
     return ""
 
 
-def run_differences(first: Path, other: Path, kinds: Kinds) -> Iterator[str | Table]:
+def run_differences(first: Path, other: Path, kinds: StageKinds) -> Iterator[str | Table]:
     """Yield the differences between two runs: the settings as lines of text, then a table of the metrics of stages that
     both runs have.
 

@@ -140,12 +140,12 @@ def satisfies_request(
     for request in include:
         name, count = request["class"], request["count"]
         matches = objects[name][:count]
-        has_enough = len(matches) >= count
-        if has_enough and "color" in request:
-            has_enough = list(colors[name][:count]).count(request["color"]) >= count
-        if has_enough and "position" in request:
-            has_enough = _has_relations(matches, request["position"], groups)
-        groups.append(matches if has_enough else None)
+        is_satisfied = len(matches) >= count
+        if is_satisfied and "color" in request:
+            is_satisfied = list(colors[name][:count]).count(request["color"]) >= count
+        if is_satisfied and "position" in request:
+            is_satisfied = _has_relations(matches, request["position"], groups)
+        groups.append(matches if is_satisfied else None)
     return None not in groups and all(len(objects[each["class"]]) < each["count"] for each in excluded)
 
 

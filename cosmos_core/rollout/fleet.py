@@ -17,7 +17,7 @@ from cosmos_core.errors import BY_NAME, CosmosError, StageFailed, serialise_erro
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rollout.base import Bucket, LoadReceipt, WeightFormat
 from cosmos_core.rollout.engine_pool import POLL_SECONDS, EngineHandle, EnginePool
-from cosmos_core.rollout.transfer import EngineProcess, HostLink, Load, NativeTransfer, WeightLink
+from cosmos_core.rollout.transfer import EngineProcess, HostLink, NativeTransfer, WeightLink, WeightLoad
 from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class Fleet:
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights into every open engine, see `Engine.load_weights`; engines that die in the load are skipped."""
         self._release_cached_memory()
-        num_sent, load = 0, Load(self._pool, self._processes_to_load() if is_first() else [])
+        num_sent, load = 0, WeightLoad(self._pool, self._processes_to_load() if is_first() else [])
         link: WeightLink = HostLink(load)
         if self._native is not None and not self._loads_only_new:
             link = self._native.link(load)
@@ -246,7 +246,7 @@ class Fleet:
         members = [m for m in self._pool.open_engines() if m.version is None or not self._loads_only_new]
         return [EngineProcess(member, member.description) for member in members]
 
-    def _begin_load(self, load: Load, version: int) -> None:
+    def _begin_load(self, load: WeightLoad, version: int) -> None:
         self._pool.is_loading = True
         keywords = {"background": self._swap != "disabled", "timeout_seconds": self._pool.timeout_seconds}
         replies = self._call_each(load.processes, "begin_load", version, **keywords)

@@ -50,7 +50,7 @@ class BucketHeader(NamedTuple):
         return self.bucket(meta)
 
 
-def divide(bucket: Bucket) -> tuple[BucketHeader, list[Tensor]]:
+def split_bucket(bucket: Bucket) -> tuple[BucketHeader, list[Tensor]]:
     """Return the header of a bucket, and the tensors whose data travel, in the order of the header."""
     firsts: dict[Any, str] = {}
     for name, tensor in bucket:
@@ -62,7 +62,7 @@ def divide(bucket: Bucket) -> tuple[BucketHeader, list[Tensor]]:
     return header, [tensor.detach() for _, tensor in sent]
 
 
-def fill(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+def fill_bucket(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy tensors into a buffer of bytes, one after the other."""
     start = 0
     for tensor in tensors:

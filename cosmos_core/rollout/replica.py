@@ -66,7 +66,7 @@ class _Incoming:
 
 
 @dataclass
-class _Load:
+class _WeightLoad:
     """A weight load in progress."""
 
     buckets: queue.Queue[PackedBucket | _Incoming | None]
@@ -88,7 +88,7 @@ class Replica:
         self._session = ""
         self._num_passes = 0
         self._in_flight = 0
-        self._load: _Load | None = None
+        self._load: _WeightLoad | None = None
         self._version: int | None = None
         self._description: Future[Description] = Future()
         threading.Thread(target=self._run, args=(open_engine,), daemon=True).start()
@@ -157,7 +157,9 @@ class Replica:
         """
         assert self._load is None or self._load.result.done(), "one load at a time"
         seconds = max(_LOAD_SECONDS, _TIMEOUT_FACTOR * timeout_seconds)
-        self._load = load = _Load(queue.Queue(0 if background else 1), Future(), seconds, is_scheduled=not background)
+        self._load = load = _WeightLoad(
+            queue.Queue(0 if background else 1), Future(), seconds, is_scheduled=not background
+        )
         if not background:
             self._commands.put(lambda engine: self._load_buckets(engine, load, version))
 
@@ -204,7 +206,7 @@ class Replica:
             self._commands.put(lambda engine: self._load_buckets(engine, load, version, is_queue_drained=waits))
         return load.result.result()
 
-    def _current_load(self) -> _Load:
+    def _current_load(self) -> _WeightLoad:
         """Return the weight load in progress.
 
         Raises:
@@ -266,7 +268,7 @@ class Replica:
                 self._groups += groups
                 self._has_ended.notify_all()
 
-    def _load_buckets(self, engine: Engine, load: _Load, version: int, *, is_queue_drained: bool = False) -> None:
+    def _load_buckets(self, engine: Engine, load: _WeightLoad, version: int, *, is_queue_drained: bool = False) -> None:
         """Load the buckets of `load`; with `is_queue_drained`, first generate until no request is in flight."""
         # each forward pass is progress, so the trainer does not kill the engine
         while is_queue_drained and self._in_flight:
@@ -320,7 +322,7 @@ def _link_of(engine: Engine) -> Any:
     return link
 
 
-def _buckets(load: _Load, engine: Engine) -> Iterator[Bucket]:
+def _buckets(load: _WeightLoad, engine: Engine) -> Iterator[Bucket]:
     while (bucket := load.buckets.get(timeout=load.seconds)) is not None:
         if isinstance(bucket, _Incoming):
             try:

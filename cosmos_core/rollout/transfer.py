@@ -42,7 +42,7 @@ class EngineProcess(NamedTuple):
         return self.member.description is self.description
 
 
-class Load:
+class WeightLoad:
     """Engine processes that take part in one weight load; only the first rank has and calls any.
 
     An engine whose process dies leaves the load.
@@ -94,7 +94,7 @@ class WeightLink(Protocol):
 class HostLink:
     """Link through host memory: the first rank packs a bucket into an array, which all engines read."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: WeightLoad) -> None:
         self._load = load
 
     def send(self, bucket: Bucket, only: Sequence[int] = ()) -> None:
@@ -136,7 +136,7 @@ class NativeTransfer:
         self.transport, self._ranks_per_engine = transport, ranks_per_engine
         self.connection = Connection()
 
-    def link(self, load: Load) -> WeightLink:
+    def link(self, load: WeightLoad) -> WeightLink:
         """Return the native link if the engines of the load are or can be connected, else the host link."""
         is_native = broadcast_object(self._connect(load) if is_first() else False)
         return NativeLink(self, load) if is_native else HostLink(load)
@@ -151,7 +151,7 @@ class NativeTransfer:
             later = ", as all later ones until an engine is replaced" if is_last else ""
             logger.warning("native weight transfer: %s; these weights travel through host memory%s", reason, later)
 
-    def _connect(self, load: Load) -> bool:
+    def _connect(self, load: WeightLoad) -> bool:
         members = [process.description for process in load.processes]
         if self.connection.is_for(members) or not self.connection.may_open(members):
             return self.connection.is_open
@@ -160,7 +160,7 @@ class NativeTransfer:
             self.connection.is_open = True
         return self.connection.is_open
 
-    def _join(self, load: Load) -> None:
+    def _join(self, load: WeightLoad) -> None:
         count = len(load.processes)
         if not all(process.description and process.description.has_link for process in load.processes):
             self.connection.num_failures = _MOST_FAILURES  # these engines will not get one
@@ -178,7 +178,7 @@ class NativeTransfer:
 class NativeLink:
     """Link by a transport of vLLM; from a bucket that an engine did not receive it continues as the host link."""
 
-    def __init__(self, transfer: NativeTransfer, load: Load) -> None:
+    def __init__(self, transfer: NativeTransfer, load: WeightLoad) -> None:
         self._transfer, self._load, self._host = transfer, load, HostLink(load)
         self._has_failed = False
 

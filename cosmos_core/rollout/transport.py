@@ -13,7 +13,7 @@ from torch import Tensor
 from cosmos_core.errors import first_line
 from cosmos_core.parallel.mesh import all_gather_object, broadcast_object, is_first
 from cosmos_core.rollout.base import Bucket
-from cosmos_core.rollout.link import BucketHeader, TransferFailed, divide, fill
+from cosmos_core.rollout.link import BucketHeader, TransferFailed, fill_bucket, split_bucket
 
 _ONE_CHUNK = (1 << 63) - 1
 """Size in bytes of vLLM's receive buffers; its maximum makes vLLM receive each bucket by one broadcast."""
@@ -70,7 +70,7 @@ class Transport:
         if self.staged is None or self.staged.numel() < num_bytes:
             self.staged = None  # free the old memory before allocating
             self.staged = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        fill(self.staged, tensors)
+        fill_bucket(self.staged, tensors)
         self.stream().synchronize()  # another thread or process reads the buffer
         return self.staged[:num_bytes]
 
@@ -111,7 +111,7 @@ class NcclTransport(Transport):
             raise TransferFailed("vLLM cannot use NCCL")
 
     def stage(self, bucket: Bucket) -> BucketHeader:
-        header, tensors = divide(bucket)
+        header, tensors = split_bucket(bucket)
         if is_first():
             try:
                 self._sent = self.fill_buffer(tensors)
@@ -140,7 +140,7 @@ class IpcTransport(Transport):
         self._handle: dict[str, tuple[Any, ...]] = {}
 
     def stage(self, bucket: Bucket) -> BucketHeader:
-        header, tensors = divide(bucket)
+        header, tensors = split_bucket(bucket)
         problem = ""
         try:
             previous = self.staged

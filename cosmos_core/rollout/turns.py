@@ -188,13 +188,13 @@ class Turns(EngineWrapper):
         conversation.segments.append(Segment(ids, False, (), version))
         number, attempt = conversation.num_turns, 0
         while (
-            id_ := later_turn_id(group.prompt.id, group.step, conversation.k, number, attempt)
+            id_ := turn_request_id(group.prompt.id, group.step, conversation.k, number, attempt)
         ) in self._conversations:
             attempt += 1
         return replace(group.prompt, id=id_, token_ids=all_ids)
 
 
-def later_turn_id(prompt_id: int, step: int, k: int, turn: int, attempt: int = 0) -> int:
+def turn_request_id(prompt_id: int, step: int, k: int, turn: int, attempt: int = 0) -> int:
     """Return the id under which the prompt of a later turn is submitted to the inner engine.
 
     Seeds are derived from the id (`request_seed`), so they are a function of run seed, step, prompt, completion and

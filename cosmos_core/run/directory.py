@@ -20,7 +20,7 @@ from typing import Any
 import tomli_w
 
 from cosmos_core.config.capabilities import check_capabilities
-from cosmos_core.config.compose import Kinds, Pipeline, load_pipeline
+from cosmos_core.config.compose import Pipeline, StageKinds, load_pipeline
 from cosmos_core.config.load import parse, read_toml, without_none
 from cosmos_core.config.schema.pipeline import BUDGET_KEYS, PipelineConfig
 from cosmos_core.environment import masked
@@ -201,7 +201,7 @@ def with_budget(run: Run, config: PipelineConfig) -> Run:
     return replace(run, pipeline=replace(run.pipeline, config=old_config.model_copy(update=money)), has_new_money=True)
 
 
-def open_run(path: Path, kinds: Kinds) -> Run:
+def open_run(path: Path, kinds: StageKinds) -> Run:
     """Open an existing run from its directory, and check that its pipeline can be loaded.
 
     Raises:

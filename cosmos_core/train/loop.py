@@ -89,7 +89,7 @@ class Loop:
             self.validation.begin(start)
         elif self.validation.was_interrupted(start) and self._measure_last():
             self._save()
-        if self.validation.measure and self.validation.config.val_before_train and start == 0:
+        if self.validation.compute_metrics and self.validation.config.val_before_train and start == 0:
             self._log(0, self._validation_metrics())
         with StepProfiler(self.stage, start) as profiler:
             self._train(profiler)

@@ -68,7 +68,7 @@ from cosmos_core.train.rollout_feed import (
 from cosmos_core.train.spread_feed import SpreadRolloutFeed
 from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer
-from cosmos_core.train.validation import Measure, Validation
+from cosmos_core.train.validation import MetricsFn, Validation
 from cosmos_core.types import JsonValue, Outcome, Prompt
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def train(stage: Stage) -> TrainingResult:
         for notice in notices:
             logger.warning("%s", notice)
         validation = Validation(
-            recipe.validation, stage.progress, _measure(stage, trainer, algorithm, generation),
+            recipe.validation, stage.progress, _metrics_fn(stage, trainer, algorithm, generation),
             async_validation=async_validation,
             publish=generation.publish if has_rollouts else _no_metrics,
             publish_every=recipe.train.sync_weight_interval,
@@ -257,13 +257,13 @@ def _async_source(
     return source
 
 
-def _measure(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: Generation) -> Measure | None:
+def _metrics_fn(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: Generation) -> MetricsFn | None:
     """Return the validation of the training, on held-out rows or on completions of held-out prompts; None: disabled."""
     if not stage.recipe.validation.enable:
         return None
     recipe = stage.recipe
     rows, prompts = open_held_out(prepared_folder(stage), recipe.train.train_policy, recipe.policy, trainer.adapter)
-    completion_metrics = _no_metrics if prompts is None else _completions(prompts, generation, stage)
+    completion_metrics = _no_metrics if prompts is None else _completion_metrics_fn(prompts, generation, stage)
     if rows is None:
         return completion_metrics
     if rows.has_reference_pair:
@@ -286,7 +286,7 @@ def _async_validation(stage: Stage, generation: Generation) -> AsyncValidation |
     return AsyncValidation(completions, generation.engine_fleet, generation.resync, stage.progress.beat)
 
 
-def _completions(prompts: Sequence[Prompt], generation: Generation, stage: Stage) -> Measure:
+def _completion_metrics_fn(prompts: Sequence[Prompt], generation: Generation, stage: Stage) -> MetricsFn:
     """Return a function that validates on completions of held-out prompts."""
     score = generation.score(reward_weights(stage.recipe), max_held_out_tokens(stage.recipe))
     completions = Completions(prompts, generation.engine, score, stage)

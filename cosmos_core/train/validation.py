@@ -12,7 +12,7 @@ from cosmos_core.run.progress import Progress
 from cosmos_core.train.async_validation import AsyncValidation, FinishedValidation
 from cosmos_core.types import JsonValue
 
-Measure = Callable[[int], dict[str, float]]
+MetricsFn = Callable[[int], dict[str, float]]
 """Function that returns the held-out metrics, named `validation/...`, after a number of train steps."""
 
 
@@ -22,7 +22,7 @@ class Validation:
 
     config: ValidationConfig
     progress: Progress
-    measure: Measure | None = None
+    compute_metrics: MetricsFn | None = None
     """Function that computes held-out metrics; None: no validation during training."""
     async_validation: AsyncValidation | None = None
     """Validation that runs while the training continues, except for the first and the last one; None: disabled."""
@@ -61,11 +61,11 @@ class Validation:
 
     def is_due(self, step: int, *, is_last_step: bool) -> bool:
         """Return whether the recipe sets a validation after train step `step`; the last step is always validated."""
-        return self.measure is not None and (step % self.config.freq == 0 or is_last_step)
+        return self.compute_metrics is not None and (step % self.config.freq == 0 or is_last_step)
 
     def is_missing(self, step: int) -> bool:
         """Return whether the last step `step` was not validated because the data ended unexpectedly."""
-        return self.measure is not None and step != 0 and self._measured_at != step
+        return self.compute_metrics is not None and step != 0 and self._measured_at != step
 
     def was_interrupted(self, step: int) -> bool:
         """Return True if a stop was requested while the step to resume from was being validated."""
@@ -89,16 +89,16 @@ class Validation:
         Raises:
             StopRequested: a signal requested a stop.
         """
-        assert self.measure is not None
+        assert self.compute_metrics is not None
         self.progress.phase("validate")
         start = time.perf_counter()
         self._begin_validation(step)
         if self.average is None:
-            metrics = self.measure(step)
+            metrics = self.compute_metrics(step)
         else:
             with self.average():
                 self.publish(step)
-                metrics = self.measure(step)
+                metrics = self.compute_metrics(step)
             self.publish(step)
         self._finish_validation(step, metrics)
         return {**metrics, "time/validate": time.perf_counter() - start}

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from cosmos_core.rollout.link import TransferFailed, call_within, divide, fill
+from cosmos_core.rollout.link import TransferFailed, call_within, fill_bucket, split_bucket
 
 TIED = torch.randn(4, 3)
 BUCKET = [
@@ -18,10 +18,10 @@ BUCKET = [
 
 
 def test_a_bucket_is_consecutive_bytes_each_tensor_aligned_and_tied_weights_once() -> None:
-    header, tensors = divide(BUCKET)
+    header, tensors = split_bucket(BUCKET)
     assert header.names == ["turned", "embed", "scale", "none", "a", "small"] and header.aliases == {"head": "embed"}
     buffer = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
-    fill(buffer, tensors)
+    fill_bucket(buffer, tensors)
     info = header.update_info()
     sizes = [tensor.nbytes for tensor in tensors]
     # As vLLM's `unpack_tensor` does.
@@ -34,7 +34,7 @@ def test_a_bucket_is_consecutive_bytes_each_tensor_aligned_and_tied_weights_once
 
 
 def test_a_placeholder_has_names_shapes_and_dtypes_without_data() -> None:
-    found = dict(divide(BUCKET)[0].placeholder())
+    found = dict(split_bucket(BUCKET)[0].placeholder())
     assert {name: (t.shape, t.dtype, t.is_meta) for name, t in found.items()} == {
         name: (t.shape, t.dtype, True) for name, t in BUCKET
     }

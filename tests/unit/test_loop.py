@@ -32,7 +32,7 @@ from cosmos_core.train.measure import held_out_batch, row_metrics
 from cosmos_core.train.resume_from import adopt_checkpoint
 from cosmos_core.train.setup import export_trained, open_trainer
 from cosmos_core.train.setup import train as train_stage
-from cosmos_core.train.validation import Measure, Validation
+from cosmos_core.train.validation import MetricsFn, Validation
 from tests.effects.change import SFT, recipe, stage_of
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import sft
@@ -66,7 +66,7 @@ def stage(path: Path, inputs: Path, **settings: Any) -> Stage:
     return stage_of(path, config, model=inputs / "model", data=inputs / "rows/data")
 
 
-def validation(at: Stage, measure: Measure, **settings: Any) -> Validation:
+def validation(at: Stage, measure: MetricsFn, **settings: Any) -> Validation:
     return Validation(at.recipe.validation, at.progress, measure, **settings)
 
 

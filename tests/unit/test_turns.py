@@ -23,7 +23,7 @@ from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout.base import Engine, EngineSettings, completion, generate, request_seed
 from cosmos_core.rollout.groups import turn_metrics
 from cosmos_core.rollout.registry import make_engine
-from cosmos_core.rollout.turns import Turns, later_turn_id
+from cosmos_core.rollout.turns import Turns, turn_request_id
 from cosmos_core.tools.base import ToolResult
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
 from tests.unit.data_tokenizers import CHATML, FORGETS_THOUGHTS, MISTRAL, PLAIN_WORDS
@@ -197,7 +197,7 @@ def test_each_completion_of_a_group_is_a_conversation_of_its_own(talk: Any) -> N
     sizes = [(len(prompts), sampling.num_completions) for prompts, sampling, _ in inner.asked]
     assert sizes == [(1, 3), (2, 1), (1, 1)]
     ids = [prompt.id for prompts, _, _ in inner.asked[1:] for prompt in prompts]
-    assert ids == [later_turn_id(7, 3, 1, 1), later_turn_id(7, 3, 2, 1), later_turn_id(7, 3, 1, 2)]
+    assert ids == [turn_request_id(7, 3, 1, 1), turn_request_id(7, 3, 2, 1), turn_request_id(7, 3, 1, 2)]
     assert len({request_seed(SAMPLING.seed, 3, id_, 0) for id_ in ids}) == 3
 
 

@@ -17,5 +17,5 @@ def test_it_gives_its_memory_to_the_training_from_the_start(settings: Settings, 
     engine = SimpleNamespace(sleep=lambda level: slept.append(level))
     generation: Any = SimpleNamespace(engine=engine, score=lambda *rewards: None)
     stage: Any = SimpleNamespace(recipe=recipe(settings))
-    setup._completions([], generation, stage)  # type: ignore[arg-type]
+    setup._completion_metrics_fn([], generation, stage)  # type: ignore[arg-type]
     assert slept == levels

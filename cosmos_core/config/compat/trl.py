@@ -4,12 +4,12 @@ replaces it."""
 import tomllib
 from importlib.resources import files
 
-_GROUPS = tomllib.loads(files("cosmos_core.config.compat").joinpath("trl.toml").read_text("utf-8"))
-_REPLACEMENTS: dict[str, str] = _GROUPS.pop("without_key")
+_SETTING_GROUPS = tomllib.loads(files("cosmos_core.config.compat").joinpath("trl.toml").read_text("utf-8"))
+_REPLACEMENTS: dict[str, str] = _SETTING_GROUPS.pop("without_key")
 """Replacement for each name of transformers or TRL that has no corresponding key."""
 NAMES: dict[str, tuple[str, ...]] = {
     name: (keys,) if isinstance(keys, str) else tuple(keys)
-    for group in _GROUPS.values()
+    for group in _SETTING_GROUPS.values()
     for name, keys in group.items()
 }
 """Corresponding key for each name of transformers or TRL; several keys if the key depends on the algorithm."""

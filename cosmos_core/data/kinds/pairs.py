@@ -117,13 +117,13 @@ class PairsKind(TokenisedKind):
                 )
             is_truncated, is_merged = is_truncated or len(tokens[0]) > job.max_tokens, is_merged or merged
             values += truncate_tokens(tokens, job.max_tokens, where)
-        _check_differ(values, where, is_truncated=is_truncated)
+        _check_pair_differs(values, where, is_truncated=is_truncated)
         if job.root is not None:
             return Record((*values, [], where), is_merged, {"truncated_rows": is_truncated})
         return Record((*values, where), is_merged, {"truncated_rows": is_truncated})
 
 
-def _check_differ(values: list[list[int]], where: str, *, is_truncated: bool) -> None:
+def _check_pair_differs(values: list[list[int]], where: str, *, is_truncated: bool) -> None:
     if values[0] == values[2]:
         up_to = " up to policy.model_max_length" if is_truncated else ""
         raise SkippedRow(where, f"with equal chosen and rejected{up_to}")
@@ -146,7 +146,7 @@ def _visual_pair(job: Job, conversations: list[list[Message]], row: Row, where: 
         values += truncate_visual(tokens, job.max_tokens, where)
     if image_refs[0] != image_refs[1]:
         raise DataError(f"{where}: chosen and rejected show different images; show them in the prompt")
-    _check_differ(values, where, is_truncated=is_truncated)
+    _check_pair_differs(values, where, is_truncated=is_truncated)
     counts = {"truncated_rows": is_truncated, "images": len(image_refs[0]), "image_tokens": num_image_tokens}
     return Record((*values, image_refs[0], where), is_merged, counts)
 
