@@ -59,6 +59,8 @@ class StageKind:
     runs each time."""
     recipe_tables: tuple[str, ...] = ()
     """Dotted prefixes of the recipe keys that this kind reads; only these keys enter its fingerprint."""
+    keys_by_modality: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Recipe keys that this kind reads only for models of one modality, by the name of the modality."""
     unread: tuple[str, ...] = ()
     """Recipe keys below `recipe_tables` that this kind does not read; `run.fingerprint.reads_of` adds keys that other
     settings disable."""
@@ -73,16 +75,14 @@ class StageKind:
     """Recipe table that only this kind reads; its keys are also keywords of the task of the kind. Empty: no table."""
     check: str = "cosmos_core.train.check:run"
     """Import path of the program with which `cosmos check` checks a stage that reads a model."""
-    extras: dict[str, str] = field(default_factory=dict)
-    """Packages that the stage's program needs in addition to those of every installation, each with the extra that
-    installs it."""
     libraries: tuple[str, ...] = ()
     """Packages that affect the results of the stage's program; their versions in the worker's interpreter enter the
     fingerprint."""
 
     def reads_key(self, key: str) -> bool:
         """Return True if a stage of this kind reads a key of its recipe."""
-        return is_at_or_below(key, self.recipe_tables) and not is_at_or_below(key, self.unread)
+        read_keys = (*self.recipe_tables, *(each for keys in self.keys_by_modality.values() for each in keys))
+        return is_at_or_below(key, read_keys) and not is_at_or_below(key, self.unread)
 
     @property
     def trains_model(self) -> bool:

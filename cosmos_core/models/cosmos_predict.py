@@ -80,8 +80,8 @@ class CosmosPredict(SanaVideo):
             "padding_mask": latents.new_zeros(1, 1, height * in_space, width * in_space),
         }
 
-    def probe(self) -> dict[str, Any]:
-        return DiffusionModel.probe(self)
+    def call_settings(self, *size: Any, **settings: Any) -> dict[str, Any]:
+        return DiffusionModel.call_settings(self, *size, **settings)
 
     def check_context(self, size: int) -> None:
         """Check that `size` ranks can divide the attention heads among them, as Ulysses attention requires.

@@ -354,10 +354,17 @@ class DiffusionModel:
 
     def probe(self) -> dict[str, Any]:
         """Return the arguments of a small and quick call of the pipeline, without prompt and seed."""
-        in_time = self.pixels_per_latent[0]
         image_size = self.size_multiple * 2
-        frames = {"num_frames": in_time + 1} if self.is_video else {}
-        return {"height": image_size, "width": image_size, "num_inference_steps": 2, "guidance_scale": 1.0,
+        return self.call_settings((image_size, image_size), self.pixels_per_latent[0] + 1, 2, guidance_scale=1.0)
+
+    def call_settings(
+        self, size: tuple[int, int], num_frames: int, num_steps: int, *, guidance_scale: float
+    ) -> dict[str, Any]:
+        """Return the arguments of a call of the pipeline, without prompt and seed. `size`: height and width in pixels;
+        `num_frames`: ignored by families of image models."""
+        height, width = size
+        frames = {"num_frames": num_frames} if self.is_video else {}
+        return {"height": height, "width": width, "num_inference_steps": num_steps, "guidance_scale": guidance_scale,
                 "max_sequence_length": self.config.max_prompt_length, **frames}  # fmt: skip
 
     def load_denoiser(self, dtype: torch.dtype) -> Any:

@@ -63,9 +63,9 @@ class Sana(DiffusionModel):
             "encoder_attention_mask": text["prompt_attention_mask"],
         }
 
-    def probe(self) -> dict[str, Any]:
-        """Return the arguments of a small call of the pipeline that keeps the requested image size."""
-        return super().probe() | {"use_resolution_binning": False}
+    def call_settings(self, *size: Any, **settings: Any) -> dict[str, Any]:
+        """Return the arguments of a call of the pipeline that keeps the requested image size."""
+        return super().call_settings(*size, **settings) | {"use_resolution_binning": False}
 
     @property
     def timestep_scale(self) -> float:

@@ -36,9 +36,9 @@ class SanaVideo(Sana):
     def pixels_per_latent(self) -> tuple[int, int]:
         return video_compression(self.folder.settings("vae"))
 
-    def probe(self) -> dict[str, Any]:
-        settings = super().probe()
-        return settings | {"frames": settings.pop("num_frames")}
+    def call_settings(self, *size: Any, **settings: Any) -> dict[str, Any]:
+        arguments = super().call_settings(*size, **settings)
+        return arguments | {"frames": arguments.pop("num_frames")}
 
     def check_context(self, size: int) -> None:
         """Accept any number of context-parallel ranks, because each rank gets whole frames."""

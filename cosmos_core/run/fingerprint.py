@@ -113,6 +113,7 @@ def fingerprint(
     world_size = recipe.policy.parallelism.world_size if kind.has_mesh else None
     libraries = (*kind.libraries, *(clean_packages(recipe) if kind.reads_data == "source" else ()))
     libraries += QUANTIZATION if is_read("export.formats") else ()
+    libraries += recipe.policy.modality.evaluation_libraries if kind.keys_by_modality else ()
     facts = stage_facts(pipeline, is_group=(world_size or 1) > 1)
     ingredients: dict[str, Any] = {
         "kind": kind.name,
@@ -146,8 +147,8 @@ def _uses_reasoning_gym(each: Input) -> bool:
 def _counts(each: Input, kind: StageKind, is_read: Callable[[str], bool]) -> bool:
     """Return True if an input can change the result of a stage."""
     if each.role in {"code", "reward"}:
-        runs_rewards = kind.scores or kind.trains_model or each.key in _ENCODING
-        return each.form == "code" and runs_rewards and is_read(each.key)
+        runs_code = _runs_rewards(each, kind) or each.key in _ENCODING
+        return each.form == "code" and runs_code and is_read(each.key)
     if each.role in {"chat_template", "template"}:
         return is_read(each.key)
     if each.role == "end_tokens":
@@ -155,6 +156,11 @@ def _counts(each: Input, kind: StageKind, is_read: Callable[[str], bool]) -> boo
     if each.role == "media":
         return bool(files_of(Path(each.location), each.patterns))
     return each.role != "hook" and not (each.role == "data" and each.form == "stage")
+
+
+def _runs_rewards(each: Input, kind: StageKind) -> bool:
+    """Return True if a stage of this kind computes the rewards that an input names."""
+    return kind.scores or kind.trains_model or each.key == "evaluate.rewards"
 
 
 def _digest(each: Input, digests: Digests) -> Any:
@@ -170,6 +176,8 @@ def _digest(each: Input, digests: Digests) -> Any:
     path = Path(each.location)
     if each.role == "end_tokens":
         return read_object(path)[_END_TOKENS]
+    if each.key == "evaluate.prompts":  # metrics have the name of the prompt set
+        return [path.stem, digests.digest_files(path, files_of(path)) if path.is_dir() else digests.digest_file(path)]
     if not path.is_dir():
         return digests.digest_file(path)
     files = files_of_model if each.role in {"model", "teacher", "carried"} else files_of
@@ -230,14 +238,19 @@ def read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str]
         ignored_keys.append("rollout")
     if not recipe.uses_judge:
         ignored_keys.append("judge")
+    for modality, keys in kind.keys_by_modality.items():
+        ignored_keys += keys if modality != recipe.policy.modality.name else ()
     if not recipe.export.quantized:
         ignored_keys += ["export.formats", "export.unproven"]
 
     def is_key_read(key: str) -> bool:
         return kind.reads_key(key) and not is_at_or_below(key, ignored_keys)
 
-    if "custom" in kind.recipe_tables and not stage.entry and not _labels(pipeline.inputs(stage), is_key_read):
-        ignored_keys += [f"custom.{name}" for name in recipe.custom if name not in _PACKAGE_CUSTOM_TABLES]
+    if is_key_read("custom") and not stage.entry and not _labels(pipeline.inputs(stage), is_key_read):
+        rewards = {
+            each.location for each in pipeline.inputs(stage) if each.role == "reward" and _runs_rewards(each, kind)
+        }
+        ignored_keys += [f"custom.{name}" for name in recipe.custom if name not in {*_PACKAGE_CUSTOM_TABLES, *rewards}]
     return is_key_read
 
 

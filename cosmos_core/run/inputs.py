@@ -26,9 +26,9 @@ _REWARDS = "cosmos_core.rewards"
 GENERATORS = "reasoning-gym"
 """Package that generates rows of reasoning tasks and computes their reward."""
 _NEAR_DUPLICATES_KEY = "train.train_policy.clean.near_duplicates"
-_KEYS_BY_KIND = ("sample.endpoint", _NEAR_DUPLICATES_KEY)
+_KEYS_BY_KIND = ("evaluate.tasks", "sample.endpoint", _NEAR_DUPLICATES_KEY)
 """Keys whose package is needed only by stages of the kinds that read the key."""
-_EXTRAS = {"datasketch": "clean", "mlflow-skinny": "mlflow"}
+_EXTRAS = {"datasketch": "clean", "lm-eval": "eval", "mlflow-skinny": "mlflow"}
 """Name of the extra that installs a package, if it differs from the name of the package."""
 
 
@@ -39,7 +39,6 @@ def check_inputs(pipeline: Pipeline) -> None:
         ModelError, DataError, RewardError, ConfigError: an input is missing; the message names stage and key.
     """
     missing = {package for recipe in pipeline.recipes.values() for package in _packages(recipe)}
-    missing |= {package for stage in pipeline.stages for package in pipeline.kind_of(stage).extras}
     if missing:
         missing -= measure_workers(sorted(missing), pipeline.config.python).versions.keys()
     for stage in pipeline.stages:
@@ -52,17 +51,12 @@ def check_inputs(pipeline: Pipeline) -> None:
                     files_of_model(Path(each.location))
                 if each.form == "code" and each.role not in {"reward", "data_code"}:
                     _check_code(each)
-                if each.role == "reward" and kind.scores:
+                if each.role == "reward" and (kind.scores or kind.reads_key(each.key)):
                     _check_reward(each)
             if kind.trains_model:
                 _check_gpu(recipe)
                 if not stage.work_pool:  # a stage of a work pool is checked by the machine that runs it
                     _check_compiler(recipe, pipeline.config.python)
-            for package in missing & kind.extras.keys():
-                raise ConfigError(
-                    f"kind {kind.name!r} needs the package {package}, which is not installed; pip install "
-                    f"'cosmos-posttrain[{kind.extras[package]}]'"
-                )
             unused = {} if kind.trains_model else kernel_packages(recipe)
             for package, key in _packages(recipe).items():
                 if package in missing and package not in unused and (key not in _KEYS_BY_KIND or kind.reads_key(key)):
@@ -182,6 +176,8 @@ def _packages(recipe: Recipe) -> dict[str, str]:
     package is also the name of the extra that installs it, unless `_EXTRAS` has another."""
     sinks = [name for name in recipe.logging.logger if name != CONSOLE and not is_import_path(name)]
     packages = {load_named(name, SINKS_FOLDER, "Sink").package: f"logging.logger {name!r}" for name in sinks}
+    if recipe.evaluate.tasks:
+        packages["lm-eval"] = "evaluate.tasks"
     if recipe.sample.endpoint:
         packages["openai"] = "sample.endpoint"
     if clean_packages(recipe):

@@ -40,7 +40,7 @@ from cosmos_core.rewards.service.config import read_config
 from cosmos_core.rewards.wan_latents import inspect_vae
 from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool_names
-from cosmos_core.train.check_rewards import call_rewards, first_prompts
+from cosmos_core.train.check_rewards import call_rewards, first_prompts, groups_of_rows
 from cosmos_core.train.feeds import unused_rows_message
 from cosmos_core.train.measure import Rewards, reward_weights, trained_rewards
 from cosmos_core.types import JsonValue, Outcome
@@ -192,7 +192,7 @@ def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
             if weights.video_vae:
                 lines.append(inspect_vae("remote_reward.video_vae", weights.video_vae))
             continue
-        lines.append(call_rewards(stage, weights, splits, num_frames))
+        lines.append(call_rewards(stage, weights, groups_of_rows(stage, splits, num_frames)))
     return lines
 
 

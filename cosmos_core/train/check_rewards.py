@@ -39,20 +39,18 @@ def first_prompts(folder: Path) -> dict[str, JsonValue]:
     return prompts_of_split
 
 
-def call_rewards(stage: Stage, weights: Mapping[str, float], splits: Sequence[str], num_frames: int | None) -> str:
+def call_rewards(stage: Stage, weights: Mapping[str, float], groups: Sequence[Group]) -> str:
     """Call rewards on made-up completions, and return a line with their names and with messages about missing scores.
 
     Args:
         stage: the stage that uses the rewards.
         weights: weight of each reward, by the name of the reward.
-        splits: the splits that the prompts come from.
-        num_frames: number of frames of a made-up video, 1 for an image; None if completions are text.
+        groups: groups of made-up completions, see `groups_of_rows`.
 
     Raises:
         RewardError: a reward cannot be loaded, or scores no completion.
     """
     summary = f"rewards {', '.join(weights)}"
-    groups = _groups(stage, splits, num_frames)
     unit_weights: dict[str, float] = dict.fromkeys(weights, 1.0)
     if isinstance(weights, SourceWeights):
         unit_weights = SourceWeights({source: dict.fromkeys(each, 1.0) for source, each in weights.by_source.items()})
@@ -82,7 +80,11 @@ def _unscored_message(reward: str, name: str, groups: Sequence[ScoredGroup]) -> 
     )
 
 
-def _groups(stage: Stage, splits: Sequence[str], num_frames: int | None) -> list[Group]:
+def groups_of_rows(stage: Stage, splits: Sequence[str], num_frames: int | None) -> list[Group]:
+    """Return made-up completions of the first rows of splits.
+
+    `num_frames`: number of frames of a made-up video, 1 for an image; None if completions are text.
+    """
     prompts_of_split = _prompts(stage)
     size = stage.recipe.policy.diffusers.inference_size
     column = getattr(stage.recipe.train.train_policy, "response_column_name", "")
@@ -95,7 +97,7 @@ def _groups(stage: Stage, splits: Sequence[str], num_frames: int | None) -> list
                 completions = (_text(_EXAMPLE_COMPLETION), _text(reference))
             else:
                 reference = find_reference(columns, column)
-                completions = (_make_image_completion((*((num_frames,) if num_frames > 1 else ()), *size, 3)),) * 2
+                completions = _made_up_samples(num_frames, size)
             groups.append(Group(Prompt(i, (0,), row["text"], reference, **prompt_fields), completions, 0))
     return groups
 
@@ -112,6 +114,13 @@ def _text(text: str) -> Completion:
     return Completion((Segment((0,) * length, True, (-1.0,) * length, 0),), "stop", text)
 
 
-def _make_image_completion(shape: tuple[int, ...]) -> Completion:
+def made_up_groups(prompts: Sequence[Prompt], num_frames: int, size: tuple[int, int]) -> list[Group]:
+    """Return made-up images, or videos of several frames, of height and width `size` for each prompt."""
+    return [Group(prompt, _made_up_samples(num_frames, size), 0) for prompt in prompts]
+
+
+def _made_up_samples(num_frames: int, size: tuple[int, int]) -> tuple[Completion, Completion]:
+    shape = (*((num_frames,) if num_frames > 1 else ()), *size, 3)
     pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    return Completion((), "stop", "", diffusion_sample=DiffusionSample(pixels, None, (), 0))
+    completion = Completion((), "stop", "", diffusion_sample=DiffusionSample(pixels, None, (), 0))
+    return completion, completion

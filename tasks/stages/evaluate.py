@@ -1,4 +1,4 @@
-"""Stage kind `evaluate`: run public benchmarks, the tasks of lm-eval, on one model."""
+"""Stage kind `evaluate`: run benchmarks of lm-eval on a language model, or prompt sets on a diffusion model."""
 
 from cosmos_core.run.libraries import EVALUATION
 from cosmos_core.types import StageKind
@@ -14,7 +14,17 @@ KIND = StageKind(
     allowed_keys=("format",),
     table="evaluate",
     recipe_tables=("evaluate", "rollout.backend", "rollout.parallelism.tp_size"),
+    keys_by_modality={
+        "diffusion": (
+            "policy.diffusers.inference_size",
+            "policy.diffusers.inference_frames",
+            "policy.diffusers.max_prompt_length",
+            "policy.diffusers.sample",
+            "policy.model_class",
+            "train.param_dtype",
+            "custom",
+        )
+    },
     reports=("evaluation/*",),
-    extras={"lm-eval": "eval"},
     libraries=EVALUATION,
 )

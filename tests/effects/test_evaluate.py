@@ -1,4 +1,4 @@
-"""Keys of benchmarks: what is asked, how, of how many items, and by which engine."""
+"""Keys of evaluations: what is asked, how, of how many items, by which engine, and which rewards score samples."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.evaluate import program
 from cosmos_core.evaluate.engines.registry import engine_of, open_model
 from tests.effects.change import SFT, Change, changes, stage_of
+from tests.tiny_pipelines import save
 from tests.unit.benchmark_tasks import save_model, write_tasks
 
 BASE = {**SFT, "evaluate.tasks": ["choice"], "evaluate.include_path": "tasks", "evaluate.engine": "hf"}
@@ -82,3 +83,27 @@ def test_it_allows_code_to_be_executed(change: Change) -> None:
     with pytest.raises(ConfigError, match="executes code that the model writes"):
         asked(change.before)
     assert len(asked(change.after)[1]) == 8
+
+
+PROMPTS = {"policy.is_diffusers": True, "policy.diffusers.inference_size": [32, 32], "train.param_dtype": "float32",
+           "policy.diffusers.sample.eval_num_steps": 1, "evaluate.prompts": ["colours.txt"],
+           "evaluate.rewards": ["tests.reference.redness:redness"]}  # fmt: skip
+
+
+@changes(
+    (Change("evaluate.prompts", ["words.txt"], PROMPTS), ({"words/redness"}, 1)),
+    (Change("evaluate.rewards", ["rewards.py:one"], PROMPTS), ({"colours/one"}, 1)),
+    (Change("evaluate.samples_per_prompt", 3, PROMPTS), ({"colours/redness"}, 3)),
+)
+def test_it_changes_what_is_sampled_and_scored(change: Change, expected: Any) -> None:
+    save("sd3", Path("pipeline"))
+    Path("colours.txt").write_text("red\n")
+    Path("words.txt").write_text("blue\n")
+    Path("rewards.py").write_text("def one(to_be_evaluated, reference, *, media):\n    return 1.0\n")
+    results = []
+    for name, recipe in (("before", change.before), ("after", change.after)):
+        stage = stage_of(Path(name).absolute(), recipe, kind="evaluate", model=Path("pipeline").absolute())
+        metrics = {metric.removeprefix("evaluation/") for metric in program.run(stage).metrics}
+        images = list(stage.path.glob("visual_output/step_0/0-*.png"))
+        results.append(({metric for metric in metrics if not metric.endswith("invalid")}, len(images)))
+    assert results == [({"colours/redness"}, 1), expected]

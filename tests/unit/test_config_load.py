@@ -321,7 +321,8 @@ def test_the_fields_that_change_no_result_are_these() -> None:
     assert found == {
         "BenchmarkRowsConfig.name", "DatasetConfig.name", "DatasetConfig.local_dir", "HeldOutConfig.name",
         "SourceConfig.name", "SourceConfig.pass_rates", "DatasetConfig.pass_rates", "HeldOutConfig.pass_rates",
-        "DataTermConfig.name", "EvaluateConfig.include_path", "JudgeConfig.cache", "JudgeConfig.key_env",
+        "DataTermConfig.name", "EvaluateConfig.include_path", "EvaluateConfig.prompts",
+        "JudgeConfig.cache", "JudgeConfig.key_env",
         "SampleStageConfig.endpoint_key_env", "SampleStageConfig.endpoint_requests",
         "HeldOutConfig.local_dir", "PolicyConfig.model_name_or_path", "DistillationConfig.model_name_or_path",
         "PolicyConfig.model_safetensor_path", "PolicyConfig.chat_template", "LoraConfig.lora_path",

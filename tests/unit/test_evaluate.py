@@ -196,7 +196,7 @@ def test_local_rows_count_however_a_task_names_them(tmp_path: Path, file: str, t
     ("setting", "reason"),
     [
         ("evaluate.tasks=[]", "evaluate.tasks is empty; name tasks of lm-eval"),
-        ("policy.is_diffusers=true", "measure a diffusion model with a stage of kind validate"),
+        ("policy.is_diffusers=true", "evaluate.tasks is for language models"),
     ],
 )
 def test_a_stage_without_tasks_or_a_model_of_text_is_refused(tmp_path: Path, setting: str, reason: str) -> None:

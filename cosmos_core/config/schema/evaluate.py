@@ -1,15 +1,22 @@
-"""`[evaluate]`: public benchmarks of lm-eval, which stages of kind `evaluate` run."""
+"""`[evaluate]`: public benchmarks of lm-eval, or prompt sets of a diffusion model, for stages of kind `evaluate`."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
-from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresSwitch, UnitMark
+from cosmos_core.config.schema.marks import IfSet, NamedThing, NoResult, RequiresSwitch, UnitMark
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.values import Names, NonNegativeInt, PositiveInt, Tokens
 
+_TEXT_KEYS = (
+    "tasks", "include_path", "num_fewshot", "apply_chat_template", "max_length", "engine", "confirm_run_unsafe_code"
+)  # fmt: skip
+_DIFFUSION_KEYS = ("prompts", "rewards", "samples_per_prompt")
+
 
 class EvaluateConfig(Table):
-    """`[evaluate]`: the benchmarks of a stage of kind `evaluate`, with the settings of lm-eval's command line."""
+    """`[evaluate]`: what a stage of kind `evaluate` measures. A language model runs benchmarks, with the settings of
+    lm-eval's command line; a diffusion model samples prompt sets, whose images or videos rewards score."""
 
     tasks: Names = ()
     """Names of benchmarks: tasks, groups and tags of lm-eval (`lm-eval ls tasks`), or tasks of `include_path`; a
@@ -20,33 +27,54 @@ class EvaluateConfig(Table):
     num_fewshot: NonNegativeInt | None = None
     """Number of solved examples in each prompt; None: that of the task."""
     limit: Annotated[PositiveInt | None, UnitMark("items")] = None
-    """Maximum number of items of each task, from the first; None: all."""
+    """Maximum number of items of each task, or of prompts of each prompt set, from the first; None: all."""
     apply_chat_template: bool = False
     """Render prompts as conversations with the model's chat template; False: plain text."""
     fewshot_as_multiturn: Annotated[bool, RequiresSwitch("apply_chat_template")] = True
     """Render each solved example as a user turn and an assistant turn; False: all examples are part of a single user
     turn."""
     batch_size: Annotated[PositiveInt | None, UnitMark("prompts")] = None
-    """Prompts per forward pass, or per call of vLLM; None: 1, and 256 with vLLM."""
+    """Prompts per forward pass, per call of vLLM, or per call of a diffusion pipeline; None: 1, and 256 with vLLM."""
     max_length: Tokens | None = None
     """Maximum number of tokens of prompt and completion together; a longer prompt loses its beginning. None: the
     maximum of the model."""
     seed: NonNegativeInt | None = None
     """Seed of Python, NumPy, torch and the choice of examples; None: 0 for Python, 1234 for the others, as lm-eval
-    does."""
+    does. For a diffusion model the seed of the noise; None: 0."""
     engine: Literal["auto", "vllm", "hf"] = "auto"
     """`hf`: forward passes of transformers. `auto`: `rollout.backend` if that is vLLM and vLLM is installed, otherwise
     `hf`."""
     confirm_run_unsafe_code: bool = False
     """Allow tasks that execute code which the model wrote, without a sandbox."""
+    prompts: Annotated[Names, NamedThing.PATH, NoResult] = ()
+    """Prompt sets of a diffusion model: files with a prompt per line (`.txt`), files of rows with a column `prompt`,
+    folders, or known sets such as `geneval`. The name of a set in metrics is that of its file without the suffix."""
+    rewards: Annotated[Names, NamedThing.CODE, IfSet] = ()
+    """Rewards that score each image or video of a diffusion model, each as a metric `evaluation/PROMPT_SET/REWARD`:
+    names such as `clip_score`, or your own as `file.py:function`."""
+    samples_per_prompt: Annotated[PositiveInt | None, UnitMark("images or videos"), IfSet] = None
+    """Number of images or videos of each prompt of a diffusion model, whose mean is the prompt's reward; None: 1."""
+
+    @property
+    def prompt_sets(self) -> dict[str, str]:
+        """Return the location of each prompt set by its name."""
+        return {Path(location).name.removesuffix(Path(location).suffix): location for location in self.prompts}
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
         if stage.kind.table != "evaluate":
             return
-        if stage.recipe.policy.is_diffusers:
+        is_diffusion = stage.recipe.policy.is_diffusers
+        if wrong_keys := [key for key in (_TEXT_KEYS if is_diffusion else _DIFFUSION_KEYS) if self.is_set(key)]:
+            remedy = "name evaluate.prompts and evaluate.rewards" if is_diffusion else "name evaluate.tasks"
             yield (
-                "policy.is_diffusers = true: the benchmarks of lm-eval are for models of text; measure a diffusion "
-                "model with a stage of kind validate and the rewards of its recipe"
+                f"evaluate.{wrong_keys[0]} is for {'language' if is_diffusion else 'diffusion'} models, and "
+                f"policy.is_diffusers = {str(is_diffusion).lower()}; {remedy}"
             )
-        elif not self.tasks:
+        elif is_diffusion and not self.prompts:
+            yield "evaluate.prompts is empty; name files of prompts, such as ['prompts.txt']"
+        elif is_diffusion and not self.rewards:
+            yield "evaluate.rewards is empty; name rewards, such as ['clip_score'] or ['rewards.py:brightness']"
+        elif len(self.prompt_sets) < len(self.prompts):
+            yield "evaluate.prompts: two prompt sets have the same name; rename a file, since metrics have its name"
+        elif not is_diffusion and not self.tasks:
             yield "evaluate.tasks is empty; name tasks of lm-eval, such as ['gsm8k'], or of evaluate.include_path"

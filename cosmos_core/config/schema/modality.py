@@ -20,7 +20,8 @@ class Modality:
     """Properties of all models of one modality; file patterns are those of `run.content.matches`."""
 
     name: str
-    """Name of the modality in the declarations of algorithms; also the name of the module that opens its models."""
+    """Name of the modality in the declarations of algorithms and stage kinds; also the name of the modules that open
+    and evaluate its models."""
     encoder_files: tuple[str, ...]
     """Patterns of the files of a model folder that prepared rows depend on."""
     data_files: tuple[str, ...]
@@ -35,11 +36,14 @@ class Modality:
     """Whether rollout engines generate text and may run in processes of their own."""
     is_estimated: bool
     """Whether `cosmos plan --estimate` computes memory and steps."""
+    evaluation_libraries: tuple[str, ...]
+    """Packages that evaluations of the modality compute with, beside those of all evaluations."""
 
 
 CAUSAL_LM = Modality(
     "causal_lm", TOKENIZER_FILES, DATA_FILES, _IMAGES,
     decodes_media=False, names_prompt_sets=False, has_engines_of_text=True, is_estimated=True,
+    evaluation_libraries=(),
 )  # fmt: skip
 _DENOISER = ("transformer", "transformer_2", "unet", "scheduler", "lora")
 # A diffusion model reads media, prompts and embeddings, which have many file types: no file of a data folder is left
@@ -47,4 +51,5 @@ _DENOISER = ("transformer", "transformer_2", "unet", "scheduler", "lora")
 DIFFUSION = Modality(
     "diffusion", tuple(f"!{part}/*" for part in _DENOISER), ALL, ALL,
     decodes_media=True, names_prompt_sets=True, has_engines_of_text=False, is_estimated=False,
+    evaluation_libraries=("diffusers",),
 )  # fmt: skip

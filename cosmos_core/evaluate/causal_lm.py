@@ -1,0 +1,109 @@
+"""Worker program of stage kind `evaluate`: run benchmarks with lm-eval, with the results of lm-eval's command line.
+
+Writes `evaluation.json` (metrics and settings of each task), `items.parquet` (one row per item of a task, so that two
+models can be compared on the same items) and `samples.jsonl` (some generated texts, for the report). Responses are
+cached until the end, so that a stage that was stopped or killed continues after the last response.
+"""
+
+import json
+import logging
+from importlib.metadata import version
+from typing import Any
+
+import pyarrow.parquet as pq
+from lm_eval import evaluator
+
+from cosmos_core.errors import ModelError, Preempted
+from cosmos_core.evaluate.benchmarks import open_benchmarks
+from cosmos_core.evaluate.engines.registry import engine_of, open_model
+from cosmos_core.evaluate.results import describe_tasks, item_table, metrics_of, texts_of
+from cosmos_core.models.hf import load_config, load_tokenizer
+from cosmos_core.models.model_files import check_weights
+from cosmos_core.run.files import write_json, write_text
+from cosmos_core.run.stage import Stage
+from cosmos_core.types import Outcome
+
+REPORT, ITEMS, SAMPLES = "evaluation.json", "items.parquet", "samples.jsonl"
+_NUM_SAMPLES = 24
+_RESPONSES = "responses"
+_SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
+"""Default seeds of lm-eval's command line."""
+
+
+def check(stage: Stage) -> Outcome:
+    """Check that the tasks of the stage can be run, and that its model can be read.
+
+    Raises:
+        ConfigError, DataError, ModelError: a task or the model has a problem.
+    """
+    architecture = _describe_model(stage)
+    counts = open_benchmarks(stage.recipe.evaluate).num_items
+    items = ", ".join(f"{name} ({count} items)" for name, count in counts.items())
+    return Outcome(info={"found": f"{architecture}, engine {engine_of(stage.recipe)}; {items}"})
+
+
+def run(stage: Stage) -> Outcome:
+    """Run the benchmarks, and return their metrics as `evaluation/TASK/METRIC`.
+
+    Raises:
+        ConfigError, DataError, ModelError: see `check`.
+        Preempted: a stop was requested.
+    """
+    _describe_model(stage)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm-eval logs a warning for each default setting of a task
+    stage.progress.phase("prepare")
+    settings = stage.recipe.evaluate
+    benchmarks = open_benchmarks(settings)
+    responses = 0
+
+    def stop_if_requested() -> None:
+        nonlocal responses
+        responses += 1
+        stage.progress.beat()
+        if stage.stop_requested:
+            raise Preempted(f"stopped after {responses} responses, which are kept")
+
+    stage.progress.phase("load")
+    model = open_model(stage, stop_if_requested)
+    stage.progress.phase("evaluate", deadline_seconds=3600)
+    evaluator.add_env_info = lambda storage: None  # skip lm-eval's slow list of packages
+    results: Any = evaluator.simple_evaluate(
+        model=model,
+        tasks=benchmarks.names,
+        task_manager=benchmarks.manager,
+        num_fewshot=settings.num_fewshot,
+        limit=settings.limit,
+        apply_chat_template=settings.apply_chat_template,
+        fewshot_as_multiturn=settings.apply_chat_template and settings.fewshot_as_multiturn,
+        confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
+        use_cache=str(stage.path / f"{_RESPONSES}-{stage.fingerprint[:16]}"),
+        **(_SEEDS if settings.seed is None else dict.fromkeys(_SEEDS, settings.seed)),
+    )
+    metrics = metrics_of(results["results"])
+    stage.metrics.log(0, metrics)
+    report = {
+        "lm_eval": version("lm-eval"),
+        "engine": engine_of(stage.recipe),
+        "settings": settings.model_dump(exclude={"include_path"}),
+        "tasks": describe_tasks(results),
+        "metrics": metrics,
+    }
+    write_json(stage.path / REPORT, report)
+    pq.write_table(item_table(results["samples"]), stage.path / ITEMS)
+    lines = (json.dumps(line, ensure_ascii=False) for line in texts_of(results["samples"], _NUM_SAMPLES))
+    write_text(stage.path / SAMPLES, "".join(f"{line}\n" for line in lines))
+    for file in stage.path.glob(f"{_RESPONSES}-*"):
+        file.unlink()
+    return Outcome(outputs=(REPORT, ITEMS), metrics=metrics)
+
+
+def _describe_model(stage: Stage) -> str:
+    """Check that the model has weights, a tokenizer and, if the tasks need one, a chat template, and return the model's
+    architecture."""
+    revision = stage.recipe.policy.model_revision
+    config = load_config(stage.model, revision)
+    tokenizer = load_tokenizer(stage.model, revision)
+    if stage.recipe.evaluate.apply_chat_template and not tokenizer.chat_template:
+        raise ModelError(f"evaluate.apply_chat_template = true: {stage.model!r} has no chat template; set it to false")
+    check_weights(stage.model)
+    return next(iter(config.architectures or ()), type(config).__name__)

@@ -1,0 +1,183 @@
+"""Evaluation of a diffusion model: images or videos of prompt sets, sampled with the pipeline of diffusers and scored.
+
+Writes `evaluation.json` (metrics and settings), `items.parquet` (one row per prompt with the mean of each reward, so
+that two models can be compared on the same prompts), `samples.jsonl` and a grid of the first prompts. Scores are kept
+after each batch, so that a stage that was stopped or killed continues with the next batch.
+"""
+
+import shutil
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from cosmos_core.errors import Preempted, RewardError
+from cosmos_core.evaluate.prompt_sets import read_prompt_sets
+from cosmos_core.evaluate.scored_prompts import ScoredPrompt, append_scores, item_table, metrics_of, read_scores
+from cosmos_core.models.diffusion import DiffusionModel
+from cosmos_core.models.families import open_family
+from cosmos_core.observe import gallery
+from cosmos_core.rollout.base import request_seed
+from cosmos_core.run.files import raise_disk_full, write_json
+from cosmos_core.run.paired_items import ITEMS
+from cosmos_core.run.stage import Stage
+from cosmos_core.train.check_rewards import call_rewards, made_up_groups
+from cosmos_core.train.measure import SAMPLES, add_samples, open_rewards
+from cosmos_core.types import Completion, DiffusionSample, Group, Outcome, Prompt, Score, ScoredGroup
+
+REPORT = "evaluation.json"
+_PARTIAL = "partial"
+_CHECKED_PROMPTS = 2
+
+
+def check(stage: Stage) -> Outcome:
+    """Check the pipeline, the prompt sets and the rewards without reading weights.
+
+    Raises:
+        ConfigError, DataError, ModelError, RewardError: one of them has a problem.
+    """
+    family, settings = open_family(stage.model, stage.recipe.policy), stage.recipe.evaluate
+    diffusers = stage.recipe.policy.diffusers
+    num_frames = diffusers.inference_frames if family.is_video else 1
+    family.latent_shape(*diffusers.inference_size, num_frames)
+    sets = read_prompt_sets(settings)
+    prompts = [prompt for each in sets.values() for prompt in each[:_CHECKED_PROMPTS]]
+    groups = made_up_groups(prompts, num_frames, diffusers.inference_size)
+    rewards = call_rewards(stage, dict.fromkeys(settings.rewards, 1.0), groups)
+    counts = ", ".join(f"{name} ({len(each)} prompts)" for name, each in sets.items())
+    return Outcome(info={"found": f"{family.folder.class_name}; {counts}; {rewards}"})
+
+
+def run(stage: Stage) -> Outcome:
+    """Sample and score all prompts, and return the metrics `evaluation/PROMPT_SET/REWARD`.
+
+    Raises:
+        ConfigError, DataError, ModelError: see `check`.
+        RewardError: a reward cannot be loaded, or no sample of a prompt set has a valid reward.
+        Preempted: a stop was requested; finished batches are kept.
+    """
+    sets = read_prompt_sets(stage.recipe.evaluate)
+    partial = stage.path / f"{_PARTIAL}-{stage.fingerprint[:16]}"
+    num_shown = max(1, gallery.MAX_PROMPTS // len(sets))
+    try:
+        scored = _score_all(stage, sets, partial, num_shown)
+        metrics = metrics_of(scored)
+    except RewardError:
+        shutil.rmtree(partial, ignore_errors=True)  # a repeated stage scores again
+        raise
+    stage.metrics.log(0, metrics)
+    shown = {name: prompts[:num_shown] for name, prompts in sets.items()}
+    with raise_disk_full(stage.path):
+        groups = [_shown_group(partial, scored, name, prompt) for name, prompts in shown.items() for prompt in prompts]
+        add_samples(stage.path / SAMPLES, 0, groups)
+        write_json(stage.path / REPORT, _report(stage, sets, metrics))
+        pq.write_table(item_table(scored, sets), stage.path / ITEMS)
+        shutil.rmtree(partial)
+    return Outcome(outputs=(REPORT, ITEMS, SAMPLES, gallery.FOLDER), metrics=metrics)
+
+
+def _score_all(stage: Stage, sets: dict[str, list[Prompt]], partial: Path, num_shown: int) -> list[ScoredPrompt]:
+    """Return the scores of all prompts, after those of an earlier attempt; keep the samples of the first `num_shown`
+    prompts of each set for the grid."""
+    settings, prompts = stage.recipe.evaluate, [(name, prompt) for name, each in sets.items() for prompt in each]
+    partial.mkdir(parents=True, exist_ok=True)
+    scored = read_scores(partial)
+    if len(scored) == len(prompts):
+        return scored
+    stage.progress.phase("load")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    family = open_family(stage.model, stage.recipe.policy, device)
+    dtype = getattr(torch, stage.recipe.train.param_dtype)
+    pipeline = type(family).load_pipeline(family.folder, dtype).to(device)
+    size, call_settings = settings.batch_size or 1, _call_settings(stage, family)
+    with open_rewards(stage, dict.fromkeys(settings.rewards, 1.0 / len(settings.rewards))) as score:
+        stage.progress.phase("evaluate")
+        for start in range(len(scored), len(prompts), size):
+            batch = prompts[start : start + size]
+            samples = _sample(pipeline, call_settings, [prompt for _, prompt in batch], stage)
+            groups = score([_make_group(prompt, each) for (_, prompt), each in zip(batch, samples, strict=True)])
+            new = [ScoredPrompt.of(name, group) for (name, _), group in zip(batch, groups, strict=True)]
+            if not scored and not any(value for each in new for value in each.rewards):
+                raise RewardError(f"no reward of the first batch is valid; the first: {new[0].error}")
+            with raise_disk_full(stage.path):
+                _save_shown_samples(partial, batch, samples, num_shown)
+                append_scores(partial, new)
+            scored += new
+            stage.progress.step(len(scored), len(prompts))
+            if stage.stop_requested and len(scored) < len(prompts):
+                raise Preempted(f"stopped; the scores of {len(scored)} prompts are kept")
+    return scored
+
+
+def _call_settings(stage: Stage, family: DiffusionModel) -> dict[str, Any]:
+    """Return the arguments of the pipeline's call, without prompts and seeds."""
+    diffusers = stage.recipe.policy.diffusers
+    return family.call_settings(
+        diffusers.inference_size,
+        diffusers.inference_frames,
+        diffusers.sample.eval_num_steps,
+        guidance_scale=diffusers.sample.guidance_scale,
+    )
+
+
+@torch.no_grad()
+def _sample(pipeline: Any, call_settings: dict[str, Any], prompts: Sequence[Prompt], stage: Stage) -> list[Tensor]:
+    """Return the samples of each prompt as uint8 (samples, [frames,] height, width, 3), on the CPU.
+
+    The noise of a sample depends only on the seed, the position of the prompt in its set and the number of the sample.
+    """
+    count, seed = stage.recipe.evaluate.samples_per_prompt or 1, stage.recipe.evaluate.seed or 0
+    seeds = [request_seed(seed, 0, prompt.id, k) for prompt in prompts for k in range(count)]
+    pixels = pipeline(
+        prompt=[prompt.text for prompt in prompts for _ in range(count)],
+        generator=[torch.Generator().manual_seed(each) for each in seeds],
+        output_type="pt", return_dict=False, **call_settings,
+    )[0]  # fmt: skip
+    scaled = (torch.as_tensor(pixels).float().clamp(0, 1) * 255).round().to("cpu", torch.uint8)
+    return list(scaled.movedim(-3, -1).contiguous().split(count))
+
+
+def _make_group(prompt: Prompt, samples: Tensor) -> Group:
+    completions = [Completion((), "stop", "", diffusion_sample=DiffusionSample(each, None, (), 0)) for each in samples]
+    return Group(prompt, tuple(completions), 0)
+
+
+def _sample_file(partial: Path, name: str, prompt: Prompt) -> Path:
+    return partial / f"{name}-{prompt.id}.npy"
+
+
+def _save_shown_samples(
+    partial: Path, batch: Sequence[tuple[str, Prompt]], samples: Sequence[Tensor], num_shown: int
+) -> None:
+    for (name, prompt), pixels in zip(batch, samples, strict=True):
+        if prompt.id < num_shown:
+            np.save(_sample_file(partial, name, prompt), pixels.numpy())
+
+
+def _shown_group(partial: Path, scored: Sequence[ScoredPrompt], name: str, prompt: Prompt) -> ScoredGroup:
+    """Return a prompt with its samples and their mean rewards."""
+    group = _make_group(prompt, torch.from_numpy(np.load(_sample_file(partial, name, prompt))))
+    rewards = next(each.rewards for each in scored if (each.set_name, each.id) == (name, prompt.id))
+    return ScoredGroup(
+        group, tuple(Score(float(np.mean(list(values.values()))) if values else None) for values in rewards)
+    )
+
+
+def _report(stage: Stage, sets: dict[str, list[Prompt]], metrics: dict[str, float]) -> dict[str, Any]:
+    settings = stage.recipe.evaluate
+    family = open_family(stage.model, stage.recipe.policy)
+    return {
+        "diffusers": version("diffusers"),
+        "pipeline": family.folder.class_name,
+        "settings": {
+            **_call_settings(stage, family), "seed": settings.seed or 0, "rewards": list(settings.rewards),
+            "samples_per_prompt": settings.samples_per_prompt or 1, "dtype": stage.recipe.train.param_dtype,
+        },
+        "prompts": {name: len(prompts) for name, prompts in sets.items()},
+        "metrics": metrics,
+    }  # fmt: skip

@@ -1,0 +1,40 @@
+"""Prompt sets on which a diffusion model is evaluated."""
+
+import os
+from pathlib import Path
+
+from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.evaluate import EvaluateConfig
+from cosmos_core.data.kinds.media_prompts import find_reference
+from cosmos_core.data.media_source import open_items
+from cosmos_core.errors import DataError
+from cosmos_core.types import Prompt
+
+_KEY = "evaluate.prompts"
+
+
+def read_prompt_sets(settings: EvaluateConfig) -> dict[str, list[Prompt]]:
+    """Return the prompts of each set, at most `evaluate.limit`, by the name of the set; the id of a prompt is its
+    position.
+
+    A folder with one file per split contributes its split `test`. Columns beside the prompt are metadata for rewards.
+
+    Raises:
+        DataError: a set is missing or empty, or one of its rows has no prompt.
+    """
+    return {name: _read(location, settings.limit) for name, location in settings.prompt_sets.items()}
+
+
+def _read(location: str, limit: int | None) -> list[Prompt]:
+    split = "test" if Path(os.path.expanduser(location)).is_dir() else "train"
+    prompts: list[Prompt] = []
+    for item in open_items(DatasetConfig(name=location, split=(split,)), _KEY)():
+        if len(prompts) == limit:
+            break
+        if item.problem or not item.prompt:
+            raise DataError(f"{_KEY}: {location}: {item.problem or f'{item.where}: the prompt is empty'}")
+        reference = find_reference(item.metadata, "")
+        prompts.append(Prompt(len(prompts), (0,), item.prompt, reference, metadata=item.metadata))
+    if not prompts:
+        raise DataError(f"{_KEY}: {location} has no prompts")
+    return prompts

@@ -1,0 +1,194 @@
+"""Prompt sets of a diffusion model: samples are those of the pipeline of diffusers, and rewards become metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from cosmos_core.config.capabilities import check_capabilities
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.errors import ConfigError, DataError, Preempted, RewardError
+from cosmos_core.evaluate import diffusion, program
+from cosmos_core.rollout.base import request_seed
+from cosmos_core.run.stage import Stage
+from tasks.kinds import all_kinds
+from tests.effects.change import recipe, stage_of
+from tests.tiny_pipelines import CLIPS, FAMILIES, save
+from tests.unit.run_folder import fingerprint_of
+
+REWARDS = """
+import numpy as np
+
+def redness(to_be_evaluated, reference, *, media, **keywords):
+    return float(np.asarray(media)[..., 0].mean()) / 255
+
+def letters(to_be_evaluated, reference, *, prompt, media, **keywords):
+    if prompt == "unknown":
+        raise ValueError("no such prompt")
+    return len(prompt) + len(reference)
+"""
+SETTINGS: dict[str, Any] = {
+    "policy.is_diffusers": True, "policy.diffusers.inference_size": [32, 32], "policy.diffusers.inference_frames": 5,
+    "policy.diffusers.sample.eval_num_steps": 2, "policy.diffusers.max_prompt_length": 16,
+    "train.param_dtype": "float32", "evaluate.samples_per_prompt": 2, "evaluate.batch_size": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def evaluation(folder: Path, model: Path, **settings: Any) -> Stage:
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "colours.txt").write_text("red\nblue sky\n\ngreen\n")
+    (folder / "counts.jsonl").write_text(json.dumps({"prompt": "two", "answer": "2"}) + "\n")
+    given = {
+        **SETTINGS, "evaluate.prompts": [str(folder / "colours.txt"), str(folder / "counts.jsonl")],
+        "evaluate.rewards": [f"{folder / 'rewards.py'}:{name}" for name in ("redness", "letters")], **settings,
+    }  # fmt: skip
+    name = f"evaluate-{len(list(folder.glob('stages/*')))}"
+    return stage_of(folder / "stages" / name, recipe(given), kind="evaluate", model=model)
+
+
+def plain_samples(model: Path, prompt: str, index: int) -> np.ndarray:
+    """Two samples of a prompt, of the pipeline as a user calls it, as bytes."""
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(model)
+    pipeline.set_progress_bar_config(disable=True)
+    generators = [torch.Generator().manual_seed(request_seed(0, 0, index, k)) for k in range(2)]
+    output = pipeline([prompt] * 2, height=32, width=32, num_inference_steps=2, guidance_scale=4.5,
+                      generator=generators, max_sequence_length=16, output_type="np", return_dict=False)[0]  # fmt: skip
+    return np.asarray(np.asarray(output) * 255).round().astype(np.uint8)
+
+
+def test_metrics_are_rewards_of_the_samples_of_diffusers(models: Path, tmp_path: Path) -> None:
+    stage = evaluation(tmp_path, model := save("sd3", models / "sd3"))
+    assert "3 prompts" in str(program.check(stage).info["found"])
+    outcome = program.run(stage)
+    redness = [
+        plain_samples(model, text, i)[..., 0].mean() / 255 for i, text in enumerate(("red", "blue sky", "green"))
+    ]
+    assert outcome.metrics["evaluation/colours/redness"] == pytest.approx(np.mean(redness), abs=1e-3)
+    assert outcome.metrics["evaluation/colours/letters"] == (3 + 8 + 5) / 3
+    assert outcome.metrics["evaluation/colours/letters_stderr"] == pytest.approx(np.std([3, 8, 5], ddof=1) / 3**0.5)
+    assert outcome.metrics["evaluation/counts/letters"] == 4 and outcome.metrics["evaluation/counts/invalid"] == 0
+    items = pq.read_table(stage.path / "items.parquet").to_pylist()
+    assert [(each["task"], each["doc_id"], each["letters"]) for each in items] == [
+        ("colours", 0, 3), ("colours", 1, 8), ("colours", 2, 5), ("counts", 0, 4)
+    ]  # fmt: skip
+    lines = [json.loads(line) for line in (stage.path / "samples.jsonl").read_text().splitlines()]
+    assert [len(line["media"]) for line in lines] == [2] * 4
+    assert (stage.path / "visual_output" / "step_0" / "grid.png").exists()
+    assert not list(stage.path.glob("partial-*"))
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "sd3"])
+def test_every_family_is_sampled(family: str, models: Path, tmp_path: Path) -> None:
+    stage = evaluation(
+        tmp_path, save(family, models / family), **{"evaluate.limit": 1, "evaluate.samples_per_prompt": 1}
+    )
+    metrics = program.run(stage).metrics
+    assert 0 < metrics["evaluation/colours/redness"] < 1
+    suffix = "mp4" if family in CLIPS else "png"
+    assert (stage.path / "visual_output" / "step_0" / f"0-0.{suffix}").exists()
+
+
+def test_a_stopped_stage_continues_with_the_next_batch(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save("sd3", models / "kept")
+    stage, whole = evaluation(tmp_path, model), evaluation(tmp_path, model)
+    expected = program.run(whole).metrics
+    stage.stop_requested = True
+    with pytest.raises(Preempted, match="the scores of 2 prompts are kept"):
+        program.run(stage)
+    stage.stop_requested = False
+    [scores] = stage.path.glob("partial-*/scores.jsonl")
+    scores.write_text(scores.read_text() + '{"set_name": "colours", "i')  # killed while it wrote
+    sampled: list[str] = []
+    sample = diffusion._sample
+
+    def record(pipeline: Any, call_settings: Any, prompts: Any, stage: Stage) -> Any:
+        sampled.extend(prompt.text for prompt in prompts)
+        return sample(pipeline, call_settings, prompts, stage)
+
+    monkeypatch.setattr(diffusion, "_sample", record)
+    assert program.run(stage).metrics == expected and sampled == ["green", "two"]
+
+
+def test_an_invalid_reward_is_counted_and_never_zero(models: Path, tmp_path: Path) -> None:
+    stage = evaluation(tmp_path, save("sd3", models / "invalid"))
+    (tmp_path / "colours.txt").write_text("red\nunknown\n")
+    metrics = program.run(stage).metrics
+    assert metrics["evaluation/colours/letters"] == 3 and metrics["evaluation/colours/invalid"] == 2
+    items = pq.read_table(stage.path / "items.parquet").to_pylist()
+    assert [each["letters"] for each in items] == [3, None, 4]
+    failing = evaluation(tmp_path, models / "invalid", **{"evaluate.batch_size": 1})
+    (tmp_path / "colours.txt").write_text("unknown\n")
+    (tmp_path / "rewards.py").write_text(REWARDS.replace("/ 255", "/ missing"))
+    with pytest.raises(RewardError, match="no reward of the first batch is valid; the first: redness: NameError"):
+        program.run(failing)
+    assert not list(failing.path.glob("partial-*"))
+
+
+def refused(folder: Path, evaluate: str, policy: str = "is_diffusers = true") -> str:
+    (folder / "pipeline.toml").write_text(
+        f'[pipeline]\nname = "p"\n[[pipeline.stages]]\nname = "e"\nkind = "evaluate"\nmodel = "model"\n'
+        f"[policy]\n{policy}\n[evaluate]\n{evaluate}\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        check_capabilities(load_pipeline(folder / "pipeline.toml", [], all_kinds()))
+    return str(error.value)
+
+
+def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "evaluate.prompts is empty" in refused(tmp_path, 'rewards = ["clip_score"]')
+    assert "evaluate.rewards is empty" in refused(tmp_path, 'prompts = ["a.txt"]')
+    assert "same name" in refused(tmp_path, 'prompts = ["a.txt", "b/a.jsonl"]\nrewards = ["clip_score"]')
+    assert "evaluate.tasks is for language models" in refused(tmp_path, 'tasks = ["gsm8k"]')
+    assert "evaluate.prompts is for diffusion models" in refused(tmp_path, 'prompts = ["a.txt"]', "")
+
+
+def test_a_prompt_set_that_cannot_be_read_is_refused(models: Path, tmp_path: Path) -> None:
+    stage = evaluation(tmp_path, save("sd3", models / "refused"))
+    for content, message in (("\n\n", "counts.jsonl: file holds no rows"), ('{"text": 3}\n', "it has no text prompt")):
+        (tmp_path / "counts.jsonl").write_text(content)
+        with pytest.raises(DataError, match=message):
+            program.check(stage)
+
+
+def test_content_of_prompts_and_rewards_and_settings_of_sampling_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save("sd3", tmp_path / "model")
+    (tmp_path / "colours.txt").write_text("red\n")
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    text = (
+        '[pipeline]\nname = "p"\n[[pipeline.stages]]\nname = "e"\nkind = "evaluate"\nmodel = "model"\n'
+        "[policy]\nis_diffusers = true\n[policy.diffusers.sample]\neval_num_steps = 4\n"
+        '[custom.redness]\nscale = 1\n[evaluate]\nprompts = ["colours.txt"]\nrewards = ["rewards.py:redness"]\n'
+    )
+
+    def mark(changed: str = "") -> str:
+        (tmp_path / "p.toml").write_text(changed or text)
+        return fingerprint_of(load_pipeline(tmp_path / "p.toml", [], all_kinds()), "e").value
+
+    marks = [mark(), mark(text.replace("eval_num_steps = 4", "eval_num_steps = 5")), mark(text.replace("= 1", "= 2"))]
+    marks += [mark(text + "samples_per_prompt = 2\n"), mark(text + "seed = 3\n")]
+    (tmp_path / "colours.txt").write_text("green\n")
+    marks.append(mark())
+    (tmp_path / "colours.txt").rename(tmp_path / "tints.txt")
+    marks.append(mark(text := text.replace("colours.txt", "tints.txt")))
+    (tmp_path / "rewards.py").write_text(REWARDS + "\n# changed\nX = 1\n")
+    marks.append(mark())
+    assert len(set(marks)) == len(marks)
+    assert mark(text.replace("eval_num_steps = 4", "eval_num_steps = 4\nnum_steps = 7")) != marks[-1]
