@@ -114,6 +114,7 @@ def run_python_flow(
             except CosmosError as raised:
                 error = raised
     kill_below()
+    import_module("tasks.cancellation").confirm_cancellations()
     run = current_run()
     if run is not None:
         print_summary(run.path)

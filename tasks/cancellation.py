@@ -4,13 +4,15 @@ Prefect's worker process stops the process of a cancelled flow run. But it stops
 when the server was unreachable for half a minute.
 """
 
+import atexit
 import logging
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import lru_cache
 from typing import Any
@@ -23,6 +25,7 @@ from prefect.context import SyncClientContext
 from prefect.exceptions import ObjectNotFound, TerminationSignal
 from prefect.futures import PrefectFuture, wait
 from prefect.runtime import flow_run
+from prefect.states import Cancelled as CancelledState
 
 from cosmos_core.errors import Cancelled, StageFailed
 from cosmos_core.launch import worker
@@ -34,6 +37,7 @@ _CANCELLED = {StateType.CANCELLING, StateType.CANCELLED}
 _MAX_SILENT_SECONDS = 600.0
 _POLL_SECONDS = 1.0
 _MAX_REQUEST_SECONDS = 5.0
+_executed_flow_runs: set[UUID] = set()
 
 
 def wait_unless_cancelled(pending: Collection[futures.Future[Any]], seconds: float = _MAX_REQUEST_SECONDS) -> bool:
@@ -64,6 +68,23 @@ def is_cancelled() -> bool | None:
         return False
     except httpx.HTTPError:
         return None
+
+
+def confirm_cancellation_at_exit() -> None:
+    """Let this process set the state Cancelled of the current flow run when it exits, if the flow run is then in the
+    state Cancelling. A worker usually does so, but may have died; the server would do so after five minutes."""
+    if flow_run.id and os.environ.get("PREFECT_API_URL"):  # otherwise the server ends with this process
+        if not _executed_flow_runs:
+            atexit.register(confirm_cancellations)
+        _executed_flow_runs.add(UUID(flow_run.id))
+
+
+def confirm_cancellations() -> None:
+    """Set the state Cancelled of each flow run that this process has executed and that is in the state Cancelling."""
+    for executed in _executed_flow_runs:
+        with suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as client:
+            if client.read_flow_run(executed).state_type == StateType.CANCELLING:
+                client.set_flow_run_state(executed, CancelledState(message="cancelled: its process ends"))
 
 
 def listen_for_stop(run: Run) -> None:

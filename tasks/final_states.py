@@ -48,10 +48,11 @@ def state_of(future: PrefectFuture[Any]) -> State[Any]:
 def flow_state(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is_cancelled: bool) -> State[Any]:
     """Return the final state of a flow run from the futures of its stages."""
     incomplete = {name: state_of(future) for name, future in futures.items() if not has_result(future)}
+    if is_cancelled:
+        outcome = f"it goes on with: cosmos resume {run.path}" if incomplete else "all of its stages are complete"
+        return CancelledState(message=f"run {run.id}: cancelled; {outcome}")
     if not incomplete:
         return completed(run, list(futures))
-    if is_cancelled:
-        return CancelledState(message=f"run {run.id}: cancelled; it goes on with: cosmos resume {run.path}")
     errors = list({str(error): error for error in map(_error_of, incomplete.values()) if error})
     refusals = [error for error in map(_error_of, incomplete.values()) if isinstance(error, GateFailed)]
     if refusals and len(refusals) == sum(state.is_failed() for state in incomplete.values()):

@@ -37,6 +37,7 @@ from cosmos_core.upload.artifact_store import check_store
 from cosmos_core.upload.base import check_targets
 from tasks import events
 from tasks.artifacts import log_ui_errors, show_run, write_report
+from tasks.cancellation import confirm_cancellation_at_exit
 from tasks.credentials import set_credentials
 from tasks.json_values import json_values
 from tasks.kinds import all_kinds
@@ -286,6 +287,7 @@ def _identify_flow_run(context: FlowRunContext) -> FlowInPython:
     run_id, parameters = _identity(context.flow, context.parameters or {}, is_subflow=is_subflow)
     name, flow_run = context.flow.name, str(context.flow_run.id)
     _stop_on_signals()
+    confirm_cancellation_at_exit()
     tags: list[str] = []
     with log_ui_errors():
         tags = label_flow_run(name, run_id)

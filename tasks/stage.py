@@ -55,7 +55,13 @@ from cosmos_core.upload.checkpoint_upload import checkpoint_url, upload_checkpoi
 from tasks import events
 from tasks.artifacts import StageArtifacts, log_ui_errors, show_run, write_report
 from tasks.budget import Budget
-from tasks.cancellation import is_cancelled, listen_for_stop, stop_stages, wait_unless_cancelled
+from tasks.cancellation import (
+    confirm_cancellation_at_exit,
+    is_cancelled,
+    listen_for_stop,
+    stop_stages,
+    wait_unless_cancelled,
+)
 from tasks.credentials import set_credentials
 from tasks.final_states import failed_state, flow_state, has_result, skipped_state
 from tasks.layout import prepare_stage_folder
@@ -94,6 +100,7 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
         note_flow_run(run, flow_run.id)
     futures: dict[str, PrefectConcurrentFuture[Any]] = {}
     slots = branch_slots(run.pipeline)
+    confirm_cancellation_at_exit()
     try:
         listen_for_stop(run)
         for name in names:
@@ -109,7 +116,8 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
         # The signal reaches only the main thread, while the tasks wait in other threads.
         stop_stages(run, list(futures.values()))
         raise
-    state = flow_state(run, futures, is_cancelled=was_cancelled)
+    # A stage may have noticed the cancellation first. The server accepts no final state but Cancelled then.
+    state = flow_state(run, futures, is_cancelled=was_cancelled or bool(is_cancelled()))
     if not is_local:
         write_report(run.path)
         show_run(run.path)

@@ -11,6 +11,8 @@ import os
 import socket
 import subprocess
 import threading
+from collections.abc import Collection
+from concurrent import futures
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any
@@ -33,13 +35,15 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.states import Cancelling, Pending, Running
 
 from cosmos_core.config.schema.pipeline import PipelineConfig
+from cosmos_core.errors import Cancelled
 from cosmos_core.launch.bootstrap import AUTOMATION, OUTCOMES, bootstrap
 from cosmos_core.launch.worker_report import DIRECTORY, crash_lost_starts, max_pending_seconds, recent_reports, report
 from cosmos_core.observe import gallery
+from cosmos_core.run.directory import Run
 from cosmos_core.run.state import read_state
 from flows.post_train import post_train
 from tasks.artifacts import StageArtifacts
-from tasks.final_states import REFUSED
+from tasks.final_states import REFUSED, failed_state
 from tasks.naming import user_name
 from tasks.retrain_lease import RetrainLease
 from tests.conftest import PROGRAMS, wait_until
@@ -243,6 +247,26 @@ def test_a_flow_run_that_is_cancelled_and_not_told_so_saves_and_ends_and_publish
     stopped = read_state(stage)
     assert (stopped.state, stopped.failures) == ("stopped", 0) and (stopped.checkpoint_step or 0) >= 3
     assert not (tmp_path / "published").exists()
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_cancelled_flow_run_ends_as_cancelled_though_a_stage_noticed_it_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
+    def wait_for_stages(pending: Collection[futures.Future[Any]]) -> bool:
+        futures.wait(pending)
+        return False
+
+    def cancel_and_end(run: Run, name: str, **_: Any) -> Any:
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(UUID(prefect.runtime.flow_run.id), Cancelling())
+        return {} if is_done else failed_state(Cancelled("its flow run was cancelled"))
+
+    monkeypatch.setattr("tasks.stage.wait_unless_cancelled", wait_for_stages)
+    monkeypatch.setattr("tasks.stage.produce_result", cancel_and_end)
+    one_stage = PIPELINE.partition('[[pipeline.stages]]\nname = "gate"')[0]
+    state, _, flow_run = run(tmp_path, one_stage, "Cancelled_2")
+    assert (state.type, flow_run.state_type) == ("CANCELLED", "CANCELLED")
 
 
 def test_a_worker_reports_its_machine_to_the_server(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -171,6 +172,18 @@ def test_reap_corrects_a_flow_run_whose_process_is_gone(
     server.words = {OWN: [said]}
     assert len(list(reap(tmp_path))) == bool(corrected)
     assert server.set == ({OWN: corrected} if corrected else {})
+
+
+@pytest.mark.parametrize(("said", "confirmed"), [("CANCELLING", "CANCELLED"), ("CANCELLED", ""), ("RUNNING", "")])
+def test_a_process_that_ends_confirms_its_cancellation_because_its_worker_may_be_gone(
+    server: Server, said: str, confirmed: str
+) -> None:
+    server.words = {OWN: [said]}
+    code = "from tasks.cancellation import confirm_cancellation_at_exit; confirm_cancellation_at_exit(); raise OSError"
+    settings = {"PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "0", "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "0"}
+    ended = subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.rstrip().endswith("OSError"), ended.stderr
+    assert server.set == ({OWN: confirmed} if confirmed else {})
 
 
 @pytest.mark.parametrize(("newest", "is_stopped"), [("CANCELLED", True), ("CANCELLING", True), ("RUNNING", False)])
