@@ -87,24 +87,37 @@ def diffusion_sft(model: Model, data: Data, save: Save = "", dry_run: DryRun = F
 
 def evaluate(  # noqa: PLR0913 - the options of a command
     model: Annotated[str, typer.Option(help="A model, run, or run/stages/STAGE.")],
-    tasks: Annotated[str, typer.Option(help="Tasks of lm-eval, separated by commas.")],
-    limit: Annotated[int, typer.Option(min=0, help="Maximum number of items per task; 0: all.")] = 0,
+    tasks: Annotated[str, typer.Option(help="Tasks of lm-eval, separated by commas.")] = "",
+    prompts: Annotated[str, typer.Option(help="Diffusion model: files of prompts, separated by commas.")] = "",
+    reward: Annotated[str, typer.Option(help="Diffusion model: rewards, names or file.py:function, with commas.")] = "",
+    size: Annotated[int, typer.Option(min=0, help="Diffusion model: pixels on each side; 0: as in the recipe.")] = 0,
+    limit: Annotated[int, typer.Option(min=0, help="Maximum number of items per task or prompt set; 0: all.")] = 0,
     include_path: Annotated[str, typer.Option(help="Folder with YAML files of your own tasks.")] = "",
     chat: Annotated[bool, typer.Option("--chat", help="Render prompts with the model's chat template.")] = False,
     save: Save = "", dry_run: DryRun = False, overrides: Set = [],  # noqa: B006
     output_dir: Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")] = Path("outputs")
 ) -> None:  # fmt: skip
-    """Run public benchmarks on a model, or on the model of a run or a stage."""
-    options = {"method": "eval", "model": model, "tasks": tasks}
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    """Run public benchmarks on a model, or on the model of a run or a stage; of a diffusion model, sample prompt sets,
+    which rewards score."""
+    if bool(tasks) == bool(prompts) or bool(prompts) != bool(reward):
+        raise ConfigError("give --tasks for a language model, or --prompts and --reward for a diffusion model")
+    options = {"method": "eval", "model": model, "tasks": tasks, "prompts": prompts, "reward": reward}
     settings = [
         ("policy.model_name_or_path", _model_of(model, output_dir), "--model"),
-        ("evaluate.tasks", names, "--tasks"),
+        *([("evaluate.tasks", _names(tasks), "--tasks")] if tasks else []),
+        *([("policy.is_diffusers", True, "--prompts")] if prompts else []),
+        *([("evaluate.prompts", _names(prompts), "--prompts")] if prompts else []),
+        *([("evaluate.rewards", _names(reward), "--reward")] if reward else []),
+        *([("policy.diffusers.inference_size", [size, size], "--size")] if size else []),
         *([("evaluate.limit", limit, "--limit")] if limit else []),
         *([("evaluate.include_path", include_path, "--include-path")] if include_path else []),
         *([("evaluate.apply_chat_template", True, "--chat")] if chat else []),
     ]
     _write_and_run(options, settings, save, dry_run, overrides)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def init() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,15 @@ def test_a_look_that_crashes_says_its_error_in_one_line() -> None:
     with pytest.raises(CosmosError, match=r"ended with 1: TypeError: .*no_such_option") as caught:
         cli_train._propose_settings(asked)
     assert "Traceback" not in str(caught.value)
+
+
+def test_an_evaluation_has_tasks_of_a_language_model_or_prompts_and_rewards_of_a_diffusion_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for options in ({}, {"tasks": "gsm8k", "prompts": "a.txt", "reward": "x"}, {"prompts": "a.txt"}, {"reward": "x"}):
+        with pytest.raises(ConfigError, match="give --tasks for a language model, or --prompts and --reward for"):
+            cli_train.evaluate(model="org/model", dry_run=True, **options)
+    cli_train.evaluate(model="org/model", prompts="a.txt, b.jsonl", reward="clip_score", size=512, dry_run=True)
+    recipe = tomllib.loads(capsys.readouterr().out)
+    assert recipe["evaluate"] == {"prompts": ["a.txt", "b.jsonl"], "rewards": ["clip_score"]}
+    assert recipe["policy"]["is_diffusers"] and recipe["policy"]["diffusers"]["inference_size"] == [512, 512]
