@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
@@ -83,10 +84,9 @@ def fingerprint_of(pipeline: Pipeline, stage: str, **upstream: str) -> Fingerpri
     """The fingerprint of a stage, with nothing remembered."""
     config = pipeline.stage(stage)
     upstream = upstream or {name: f"digest of {name}" for name in config.after}
-    cache = Digests(pipeline.source.parent / "no-such-folder" / "digests.jsonl")
-    found = fingerprint(pipeline, config, all_kinds()[config.kind], upstream, cache)
-    (pipeline.source.parent / "no-such-folder" / "digests.jsonl").unlink(missing_ok=True)
-    return found
+    with tempfile.TemporaryDirectory() as folder:
+        digests = Digests(Path(folder, "digests.jsonl"))
+        return fingerprint(pipeline, config, all_kinds()[config.kind], upstream, digests)
 
 
 def counting_run(folder: Path, *overrides: str) -> Run:
