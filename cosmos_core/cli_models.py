@@ -18,7 +18,7 @@ def promote(
 ) -> None:
     """Publish a stored version of a target; without a version, list the stored versions from old to new and mark the
     published one."""
-    target_store = _open_target(target)
+    target_store = _open_publication_target(target)
     history = target_store.history()
     versions = target_store.versions() if hasattr(target_store, "versions") else list(dict.fromkeys(history))
     if not version:
@@ -46,7 +46,7 @@ def _format_metrics(target_store: Any, version: str) -> str:
 
 def rollback(target: Where) -> None:
     """Publish the previously published version again; the current version stays stored."""
-    target_store = _open_target(target)
+    target_store = _open_publication_target(target)
     history = target_store.history()
     if len(history) < 2:
         problem = f"only {history[0]!r} was published" if history else "nothing was published"
@@ -55,7 +55,7 @@ def rollback(target: Where) -> None:
     typer.echo(f"published: {target_store.where(history[-2])}; before: {history[-1]}")
 
 
-def _open_target(target: str) -> Any:
+def _open_publication_target(target: str) -> Any:
     from cosmos_core.upload.base import open_target
     from tasks.credentials import set_command_credentials
 

@@ -58,7 +58,7 @@ class CreditSettings:
     """Whether completions of a group with equal rewards get the advantage 0; False: they get None and are excluded."""
 
 
-def flow_advantages(
+def diffusion_advantages(
     groups: Sequence[Sequence[Score]], settings: CreditSettings
 ) -> tuple[list[list[float | None]], dict[str, float]]:
     """Return the advantage of each completion, (reward - mean of its group) / (std + 1e-4), and metrics of the rewards.

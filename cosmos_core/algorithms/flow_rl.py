@@ -21,7 +21,7 @@ from cosmos_core.algorithms.flow_credit import (
     CreditSettings,
     FlowRollout,
     RewardMonitor,
-    flow_advantages,
+    diffusion_advantages,
     make_noise,
     make_rollouts,
 )
@@ -83,7 +83,7 @@ class FlowRl(Algorithm):
             each=self._weights if self.config.normalise_each_reward else {},
             keeps_constant=self.keeps_equal_groups,
         )
-        values, metrics = flow_advantages([group.scores for group in groups], settings)
+        values, metrics = diffusion_advantages([group.scores for group in groups], settings)
         if self.diffusers.flow_rl.exp_reward:
             values = [[None if a is None else -math.exp(min(-a, _MAX_EXPONENT)) for a in row] for row in values]
         return make_rollouts(groups, values, self._noise_seed), metrics | self._reward_monitor.metrics(groups)

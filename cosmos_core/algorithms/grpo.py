@@ -182,7 +182,7 @@ class Grpo(Algorithm):
             returns = whitened_returns(samples, logprobs_before, reference, self.config.kl_beta)
         correction = self._correction
         if correction is not None and old_logprobs is not None and self.config.self_normalised_weights:
-            correction = self_normalise(correction, map(_correction_rows, samples, old_logprobs))
+            correction = self_normalise(correction, map(_importance_ratio_rows, samples, old_logprobs))
         teacher = None
         if self.teacher is not None:
             samples, teacher = score_with_teacher(self.teacher, samples, view, self._request)
@@ -359,7 +359,7 @@ def _rollout_row(sample: Sample) -> Tensor:
     return row
 
 
-def _correction_rows(sample: Sample, old_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _importance_ratio_rows(sample: Sample, old_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return old log-probabilities, rollout log-probabilities and mask of one sample, for `self_normalise`."""
     rollout_S = _rollout_row(sample).to(old_S)
     is_sampled_S = torch.as_tensor(sample.loss_mask[1:], device=old_S.device).bool() & ~rollout_S.isnan()

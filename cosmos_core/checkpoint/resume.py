@@ -21,7 +21,7 @@ from cosmos_core.checkpoint.state import (
     TrainState,
     adopt_json_values,
     adopt_optimizer_tensors,
-    empty_tensors,
+    allocate_tensors,
     init_missing_weight_sets,
 )
 from cosmos_core.errors import ModelError
@@ -176,7 +176,7 @@ def _fill(state: TrainState, policy: Path) -> None:
     for name, entry in reader.read_metadata().state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
         saved[name] = (entry.size, entry.properties.dtype)
-    tensors = empty_tensors(state, saved)
+    tensors = allocate_tensors(state, saved)
     with unwrap_checkpoint_errors():
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     adopt_optimizer_tensors(state, tensors)

@@ -84,7 +84,7 @@ def adopt_json_values(state: TrainState, values: dict[str, Any], tensors: Mappin
     state.extra = values
 
 
-def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+def allocate_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
     """Return the tensors into which this rank loads a checkpoint, by name.
 
     Tensors of the model and of the named weights are the existing ones; those of optimizer, feed and algorithm are new.
@@ -123,7 +123,7 @@ def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch
 
 
 def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
-    """Load `tensors`, a result of `empty_tensors` into which a checkpoint was read, into the optimizer of `state`."""
+    """Load `tensors`, a result of `allocate_tensors` filled from a checkpoint, into the optimizer of `state`."""
     live = state.optimizer.state_dict()
     parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
     indices = {id(parameter): index for index, parameter in enumerate(parameters)}

@@ -36,7 +36,7 @@ _BLOCK = 1 << 20  # characters that are read from a file at a time
 _BATCH_ROWS = 1024
 _JSON_WHITESPACE = re.compile(r"[ \t\n\r]*")
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
-_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_OPEN_BY_SUFFIX: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 Located = tuple[str, Row]
 """Location and row; the location is `train.jsonl:12` in formats with lines, else `train.parquet row 11`."""
@@ -60,7 +60,7 @@ def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
     """
     with ExitStack() as stack:
         with reader_errors(f"{path.name} cannot be read"):
-            file = stack.enter_context(_OPENERS.get(path.suffix, open)(path, "rb"))
+            file = stack.enter_context(_OPEN_BY_SUFFIX.get(path.suffix, open)(path, "rb"))
             marks = 0  # bytes of byte order marks, which some programs repeat with each save
             while file.read(len(BOM_UTF8)) == BOM_UTF8:
                 marks += len(BOM_UTF8)
@@ -317,4 +317,4 @@ def open_part(path: Path) -> RowPart:
     Raises:
         DataError: the file is malformed.
     """
-    return _READERS[path.with_suffix("").suffix if path.suffix in _OPENERS else path.suffix](path)
+    return _READERS[path.with_suffix("").suffix if path.suffix in _OPEN_BY_SUFFIX else path.suffix](path)

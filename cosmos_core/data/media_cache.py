@@ -86,7 +86,7 @@ class MediaCache:
         self._record(shard).unlink(missing_ok=True)
         return False
 
-    def refusal_reasons(self, shard: str) -> dict[str, str]:
+    def skip_reasons(self, shard: str) -> dict[str, str]:
         """Return the reasons why items of a shard could not be encoded, by key."""
         record = read_json(self._record(shard))
         return dict(record.get("refused", {})) if isinstance(record, dict) else {}
@@ -110,8 +110,8 @@ class MediaCache:
         size = building.stat().st_size
         building.replace(path)
         sync_folder(path.parent)
-        refusal_reasons = {key: entry for key, entry in entries.items() if isinstance(entry, str)}
-        write_json(self._record(shard), {"size": size, "sha256": digest, "refused": refusal_reasons})
+        skip_reasons = {key: entry for key, entry in entries.items() if isinstance(entry, str)}
+        write_json(self._record(shard), {"size": size, "sha256": digest, "refused": skip_reasons})
 
     def copy(self, shard: str, target: Path) -> None:
         """Copy a shard to `target`, as a copy-on-write clone if the file system supports it."""

@@ -316,7 +316,8 @@ def read_content(content: Any, where: str, with_images: bool = False) -> Any:
 
 
 def _is_image_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # no set: `type` may be unhashable
+    # A tuple and not a set, because `type` may be unhashable.
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
 
 
 def _normalise_part(part: Any, where: str) -> dict[str, Any]:

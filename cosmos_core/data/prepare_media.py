@@ -35,7 +35,7 @@ from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.families import open_family
 from cosmos_core.registry import code_digest
 from cosmos_core.run.content import files_of_model
-from cosmos_core.run.digests import shared_digests
+from cosmos_core.run.digests import shared_digest_cache
 from cosmos_core.run.files import SHARED_FOLDER, replaced_folder, write_json
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome
@@ -132,7 +132,7 @@ def source_of(stage: Stage) -> Source:
     for each in bucket_sizes(size, family.size_multiple) if has_buckets else [size]:
         family.latent_shape(*each)
     folder = family.folder.path
-    weights = shared_digests(stage.run_path.parent).digest_files(
+    weights = shared_digest_cache(stage.run_path.parent).digest_files(
         folder, files_of_model(folder, policy.modality.encoder_files)
     )
     settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, family.size_multiple)
@@ -193,7 +193,7 @@ class _SplitEncoder:
         skipped = list(split.skipped)
         records = []
         for row in split.kept_rows:
-            problem = texts.refusal_reasons.get(row.text) or media.refusal_reasons.get(row.media)
+            problem = texts.skip_reasons.get(row.text) or media.skip_reasons.get(row.media)
             if problem:
                 skipped.append(f"{row.where}: {problem}")
                 continue
@@ -226,7 +226,7 @@ class _SplitEncoder:
             keyed = (Keyed(row.text, item.embedding or row.prompt) for row, item in pairs)
         for shard in shards_of(keyed):
             name = self._shard(shard, encode, folder, int(is_media))
-            entries.refusal_reasons.update(self._cache.refusal_reasons(name))
+            entries.skip_reasons.update(self._cache.skip_reasons(name))
             shapes = self._cache.shapes(name, "mean") if is_media else {}
             for each in shard:
                 entries.locations[each.key] = {"shard": name, "entry": each.key}
@@ -323,7 +323,7 @@ class _EncodedEntries(NamedTuple):
     """Location of each encoded item: shard and entry, by the key of the item."""
     shapes: dict[str, list[int]]
     """Shape of each encoded latent, by the key of the item."""
-    refusal_reasons: dict[str, str]
+    skip_reasons: dict[str, str]
     """Reasons why items could not be encoded, by the key of the item."""
 
 

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from cosmos_core.config.prompt_sets import find_prompt_set
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.evaluate import EvaluateConfig
 from cosmos_core.data.kinds.media_prompts import find_reference
@@ -26,9 +27,10 @@ def read_prompt_sets(settings: EvaluateConfig) -> dict[str, list[Prompt]]:
 
 
 def _read(location: str, limit: int | None) -> list[Prompt]:
-    split = "test" if Path(os.path.expanduser(location)).is_dir() else "train"
+    path = find_prompt_set(location, _KEY) or Path(os.path.expanduser(location))
+    split = "test" if path.is_dir() else "train"
     prompts: list[Prompt] = []
-    for item in open_items(DatasetConfig(name=location, split=(split,)), _KEY)():
+    for item in open_items(DatasetConfig(name=str(path), split=(split,)), _KEY)():
         if len(prompts) == limit:
             break
         if item.problem or not item.prompt:

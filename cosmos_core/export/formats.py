@@ -208,7 +208,7 @@ def _write(stage: Stage, plan: Plan, unquantized: Outcome) -> Outcome:
         if stage.stop_requested and num_done < count:
             raise Preempted(f"stage {stage.name!r}: {num_done} of {count} files of {plan.name} are written")
 
-    def while_converting() -> None:
+    def report_progress() -> None:
         stage.progress.beat()
         if stage.stop_requested:
             raise Preempted(f"stage {stage.name!r}: stopped while {plan.name} was written")
@@ -216,7 +216,7 @@ def _write(stage: Stage, plan: Plan, unquantized: Outcome) -> Outcome:
     source = stage.path / str(unquantized.info["model"])
     if plan.layers is None:
         shutil.rmtree(partial, ignore_errors=True)
-        write_gguf(source, partial, while_converting)
+        write_gguf(source, partial, report_progress)
     else:
         quantize_folder(source, partial, plan.scheme, plan.layers, stop_between_files)
     partial.rename(target)
@@ -241,16 +241,16 @@ def _verify_quantized(stage: Stage, plan: Plan, unquantized: Outcome, folder: Pa
         "same_top_token": divergence.top_token_agreement,
         "proven": float(not plan.problem),
     }
-    evaluated = _find_benchmarks(stage)
-    if evaluated is not None and plan.in_vllm:
+    benchmark_result = _find_benchmarks(stage)
+    if benchmark_result is not None and plan.in_vllm:
         scratch = stage.path / _LOGPROBS / f"{plan.name}-{_BENCHMARKS}"
         scores = _in_fresh_interpreter(
-            stage, _evaluate, folder, Path(evaluated["path"]), scratch, progress_file=scratch
+            stage, _evaluate, folder, Path(benchmark_result["path"]), scratch, progress_file=scratch
         )
         for name, score in scores.items():
             metrics[name] = score
             if not name.endswith("_stderr"):
-                metrics[f"lost/{name.removeprefix(_BENCHMARKS)}"] = evaluated["metrics"][name] - score
+                metrics[f"lost/{name.removeprefix(_BENCHMARKS)}"] = benchmark_result["metrics"][name] - score
     return Outcome((), {prefix + name: value for name, value in metrics.items()}, {"tokens": divergence.num_tokens})
 
 

@@ -17,7 +17,7 @@ from cosmos_core.launch.managed_service import service_named
 from cosmos_core.launch.processes import PREVIEW_FOLDER_PREFIX, sweep
 from cosmos_core.launch.worker import AttemptSettings, run, stoppable
 from cosmos_core.run.content import files_of, link_weights_over_model
-from cosmos_core.run.digests import shared_digests
+from cosmos_core.run.digests import shared_digest_cache
 from cosmos_core.run.files import write_json
 from cosmos_core.run.fingerprint import fingerprint, threads
 from cosmos_core.run.manifest import Result
@@ -125,7 +125,7 @@ def _has_prepared_rows(pipeline: Pipeline, stage: StageConfig) -> bool:
     output_dir = pipeline.output_dir.expanduser().absolute()
     if stage.after:
         return False
-    stage_fingerprint = fingerprint(pipeline, stage, pipeline.kind_of(stage), {}, shared_digests(output_dir))
+    stage_fingerprint = fingerprint(pipeline, stage, pipeline.kind_of(stage), {}, shared_digest_cache(output_dir))
     return fingerprint_folder(output_dir, stage_fingerprint.value).exists()
 
 

@@ -234,8 +234,8 @@ class DiffusionModel:
         these are missing, from its training noise levels."""
         max_level, min_level = self.scheduler.get("sigma_max"), self.scheduler.get("sigma_min")
         if max_level is None or min_level is None:
-            alphas = self.folder.load("scheduler").alphas_cumprod.double()
-            training_levels = ((1 - alphas) / alphas).sqrt()
+            alphas_cumprod = self.folder.load("scheduler").alphas_cumprod.double()
+            training_levels = ((1 - alphas_cumprod) / alphas_cumprod).sqrt()
             max_level, min_level = max_level or training_levels[-1].item(), min_level or training_levels[0].item()
         return float(max_level), float(min_level)
 

@@ -110,8 +110,8 @@ def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch
     with torch.autocast(model.device.type, dtype, enabled=dtype != model.dtype):
         outputs = [_outputs(model, roots, each.inputs) for each in (rows_of(rows, 0, packed=True), shared)]
     model.train(was_training)
-    separate_outputs, num_prompt = outputs[0], len(prompt)
-    expected = torch.cat([separate_outputs[: len(rows[0])], separate_outputs[len(rows[0]) + num_prompt :]])
+    unpacked_outputs, num_prompt = outputs[0], len(prompt)
+    expected = torch.cat([unpacked_outputs[: len(rows[0])], unpacked_outputs[len(rows[0]) + num_prompt :]])
     return _is_close(outputs[1], expected, dtype)
 
 

@@ -172,8 +172,8 @@ def _draw(axes: Axes, name: str, series: Series) -> None:
 
 def _figure_to_svg(figure: Figure, label: str) -> str:
     buffer = io.StringIO()
-    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
+    empty_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", transparent=True, metadata=empty_metadata)
     svg = buffer.getvalue()
     paths = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
     # Style sheets and ids of an SVG that is embedded in HTML apply to the whole page.

@@ -26,7 +26,7 @@ _PIXEL_STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
 _MAX_TEXT_TOKENS = 35
 _HEAD_DIM = 64
 """Dimension of each attention head, in BERT and in the ViT."""
-_VISION = {
+_VISION_NAMES = {
     "cls_token": "embeddings.class_embedding", "pos_embed": "embeddings.position_embedding",
     "patch_embed.proj": "embeddings.patch_embedding", "blocks": "encoder.layers", "norm1": "layer_norm1",
     "norm2": "layer_norm2", "attn.qkv": "self_attn.qkv", "attn.proj": "self_attn.projection",
@@ -138,7 +138,7 @@ def _count(state: Mapping[str, Any], pattern: str) -> int:
 
 def _rename_key(name: str) -> str:
     name = re.sub(r"^norm\.", "post_layernorm.", name)
-    for old_name, new in _VISION.items():
+    for old_name, new in _VISION_NAMES.items():
         name = re.sub(rf"(^|\.){re.escape(old_name)}(?=\.|$)", rf"\g<1>{new}", name)
     return name
 

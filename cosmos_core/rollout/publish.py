@@ -173,7 +173,7 @@ class _Weights:
         self, model: PreTrainedModel, full_model: PreTrainedModel | None, form: WeightFormat, bucket_bytes: int
     ) -> None:
         self._model, self._form = model, form
-        units = _factors(full_model or model) if form == "adapter" else _units(full_model or model)
+        units = _factor_units(full_model or model) if form == "adapter" else _units(full_model or model)
         # On a mesh a bucket has half the size, because one bucket is read while the next is gathered.
         self._bucket_units = _pack_buckets(units, bucket_bytes if full_model is None else bucket_bytes // 2)
         max_bytes = max(sum(unit.num_bytes for unit in units) for units in self._bucket_units)
@@ -229,11 +229,11 @@ def _units(full_model: PreTrainedModel) -> list[_WeightUnit]:
     return list(units.values())
 
 
-def _factors(full_model: PreTrainedModel) -> list[_WeightUnit]:
+def _factor_units(full_model: PreTrainedModel) -> list[_WeightUnit]:
     """Return a unit for each factor of the LoRA adapter, which has the name of its key in the state dict."""
     state, names = full_model.state_dict(keep_vars=True), names_without_adapter(full_model)
-    factors = [key for key, name in names.items() if not name]
-    return [_WeightUnit({key: FullTensor(state[key].shape, state[key].dtype)}, {key: key}) for key in factors]
+    factor_keys = [key for key, name in names.items() if not name]
+    return [_WeightUnit({key: FullTensor(state[key].shape, state[key].dtype)}, {key: key}) for key in factor_keys]
 
 
 def _parent(name: str) -> str:

@@ -155,7 +155,8 @@ class NativeTransfer:
         members = [process.description for process in load.processes]
         if self.connection.is_for(members) or not self.connection.may_open(members):
             return self.connection.is_open
-        with log_errors(lambda error: self.fail(first_line(error))):  # the host link works whatever is missing
+        # The transfer through host memory goes on, which needs neither NCCL nor CUDA IPC.
+        with log_errors(lambda error: self.fail(first_line(error))):
             self._join(load)
             self.connection.is_open = True
         return self.connection.is_open

@@ -29,7 +29,7 @@ def restore_process_state() -> Iterator[None]:
     `torch.set_num_threads` by a function that refuses calls, and adds libraries to LD_PRELOAD for its child processes,
     which would affect the trainer's child processes. Variables named VLLM_* stay, because vLLM reads them again.
     """
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    python_rng_state, numpy_rng_state = random.getstate(), np.random.get_state()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     environment = dict(os.environ)
@@ -37,8 +37,8 @@ def restore_process_state() -> Iterator[None]:
         with torch.random.fork_rng():
             yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        random.setstate(python_rng_state)
+        np.random.set_state(numpy_rng_state)
         torch.set_num_threads = set_num_threads
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)

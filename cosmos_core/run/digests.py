@@ -65,7 +65,7 @@ class Digests:
         return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
-def shared_digests(output_dir: Path, *, ignores_cache: bool = False) -> Digests:
+def shared_digest_cache(output_dir: Path, *, ignores_cache: bool = False) -> Digests:
     """Return the cache of digests that all runs in an output folder share."""
     return Digests(output_dir / SHARED_FOLDER / "digests.jsonl", ignores_cache=ignores_cache)
 

@@ -26,7 +26,7 @@ from cosmos_core.config.schema.pipeline import BUDGET_KEYS, PipelineConfig
 from cosmos_core.environment import masked
 from cosmos_core.errors import ConfigError
 from cosmos_core.machine_properties import git_commit
-from cosmos_core.run.digests import Digests, shared_digests
+from cosmos_core.run.digests import Digests, shared_digest_cache
 from cosmos_core.run.estimated import saved_estimate
 from cosmos_core.run.files import (
     SHARED_FOLDER,
@@ -102,7 +102,7 @@ class Run:
     @cached_property
     def digests(self) -> Digests:
         """Return the cache of content digests that all runs share."""
-        return shared_digests(self.output_dir, ignores_cache=self.verify)
+        return shared_digest_cache(self.output_dir, ignores_cache=self.verify)
 
     def stage_path(self, name: str) -> Path:
         """Return the directory of the stage `name` in the run."""

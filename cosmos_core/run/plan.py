@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.run.digests import shared_digests
+from cosmos_core.run.digests import shared_digest_cache
 from cosmos_core.run.directory import RUNS, Run
 from cosmos_core.run.files import SHARED_FOLDER, read_json, read_object, write_json
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint
@@ -85,7 +85,7 @@ def plan_stages(
     Raises:
         ConfigError, ModelError, DataError: an input of a stage is missing.
     """
-    digests = shared_digests(output_dir, ignores_cache=ignores_cache)
+    digests = shared_digest_cache(output_dir, ignores_cache=ignores_cache)
     decisions: dict[str, Decision] = {}
     for stage in pipeline.stages:
         kind = kinds[stage.kind]

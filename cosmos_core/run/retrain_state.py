@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.run.digests import shared_digests
+from cosmos_core.run.digests import shared_digest_cache
 from cosmos_core.run.files import SHARED_FOLDER, Document, read_document, write_json
 from cosmos_core.run.fingerprint import fingerprint
 from cosmos_core.run.lock import Lock
@@ -38,7 +38,7 @@ def content_digest(pipeline: Pipeline) -> str:
     Raises:
         DataError, ConfigError: an input that the pipeline names is missing.
     """
-    digests = shared_digests(pipeline.output_dir.expanduser().absolute())
+    digests = shared_digest_cache(pipeline.output_dir.expanduser().absolute())
     content: dict[str, Any] = {}
     for stage in pipeline.stages:
         if not pipeline.kind_of(stage).is_reusable:  # the inputs of gates and uploads are outputs of other stages

@@ -75,8 +75,7 @@ def _unscored_message(reward: str, name: str, groups: Sequence[ScoredGroup]) -> 
     if len(missing) < len(scores):
         return f"{reward} has no score for {len(missing)} of {len(scores)} made-up completions ({error})"
     raise RewardError(
-        f"the reward {reward!r} has no score for any of {len(scores)} made-up completions of rows, so no step could "
-        f"learn: {error}"
+        f"the reward {reward!r} has no score for any of {len(scores)} made-up completions of rows: {error}"
     )
 
 

@@ -53,7 +53,7 @@ def run(stage: Stage) -> Outcome:
         _add_corrected_p_values(report[first:])
         failed += [_refusal(condition, entry) for entry in report[first:] if not entry["passed"]]
     stage.path.mkdir(parents=True, exist_ok=True)
-    write_json(stage.path / CONDITIONS, report)  # here, because a gate that refuses a model returns no outcome
+    write_json(stage.path / CONDITIONS, report)  # here, because a gate that refuses a model raises an error
     if failed:
         raise GateFailed(f"gate {stage.name!r}: {'; '.join(failed)}")
     return Outcome(metrics=metrics, info={"conditions": [*report]})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.base import equal_batches
-from cosmos_core.algorithms.flow_credit import CreditSettings, FlowRollout, RewardMonitor, flow_advantages
+from cosmos_core.algorithms.flow_credit import CreditSettings, FlowRollout, RewardMonitor, diffusion_advantages
 from cosmos_core.algorithms.flow_rl import FlowRl
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.policy import PolicyConfig
@@ -323,14 +323,14 @@ def scores(*rows: Sequence[float | None], **named: Sequence[Sequence[float]]) ->
 
 
 def test_advantages_have_the_mean_of_their_prompt_and_the_spread_of_the_step() -> None:
-    values, metrics = flow_advantages(scores([1.0, 3.0], [5.0, 5.0], [0.0, None]), CreditSettings())
+    values, metrics = diffusion_advantages(scores([1.0, 3.0], [5.0, 5.0], [0.0, None]), CreditSettings())
     std = torch.tensor([1.0, 3.0, 5.0, 5.0, 0.0], dtype=torch.float64).std(correction=0).item() + 1e-4
     assert values[0] == pytest.approx([-1 / std, 1 / std])
     assert values[1:] == [[None, None], [None, None]]
     assert metrics["reward/constant_groups"] == pytest.approx(2 / 3)
-    of_group, _ = flow_advantages(scores([1.0, 3.0], [5.0, 9.0]), CreditSettings("group"))
+    of_group, _ = diffusion_advantages(scores([1.0, 3.0], [5.0, 9.0]), CreditSettings("group"))
     assert of_group == [pytest.approx([-1 / 1.0001, 1 / 1.0001]), pytest.approx([-2 / 2.0001, 2 / 2.0001])]
-    plain, _ = flow_advantages(scores([1.0, 3.0]), CreditSettings(divides_by_std=False))
+    plain, _ = diffusion_advantages(scores([1.0, 3.0]), CreditSettings(divides_by_std=False))
     assert plain == [[-1.0, 1.0]]
 
 
@@ -344,8 +344,8 @@ def test_the_exponential_of_a_large_advantage_is_a_number(tmp_path: Path) -> Non
 
 def test_rewards_that_are_normalised_each_do_not_drown_each_other() -> None:
     groups = scores([100.1, 200.0], big=[[100.0, 200.0]], small=[[0.1, 0.0]])
-    together, _ = flow_advantages(groups, CreditSettings("group"))
-    each, _ = flow_advantages(groups, CreditSettings("group", each={"big": 1.0, "small": 1.0}))
+    together, _ = diffusion_advantages(groups, CreditSettings("group"))
+    each, _ = diffusion_advantages(groups, CreditSettings("group", each={"big": 1.0, "small": 1.0}))
     assert together[0][1] == pytest.approx(1.0, abs=1e-3)
     assert each[0] == pytest.approx([-0.5 / (0.5 + 1e-6) + 0.05 / (0.05 + 1e-4)] * 1 + [1 - 0.05 / 0.0501], abs=2e-3)
 

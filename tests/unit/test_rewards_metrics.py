@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from cosmos_core.algorithms.base import metric_weights
-from cosmos_core.algorithms.flow_credit import CreditSettings, flow_advantages
+from cosmos_core.algorithms.flow_credit import CreditSettings, diffusion_advantages
 from cosmos_core.config.schema.flow_rl import FlowPolicyConfig
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.types import Score
@@ -34,7 +34,7 @@ def test_two_functions_of_one_reward_are_normalised_each_by_itself() -> None:
     weights = metric_weights(config)
     assert weights == {"v/vq": 1.0, "v/mq": 0.5}
     scores = scored(config, {"vq": [0.0, 0.0, 1.0, 1.0], "mq": [0.0, 1.0, 0.0, 1.0]})
-    [advantages] = flow_advantages([scores], CreditSettings(std_scope="group", each=weights))[0]
+    [advantages] = diffusion_advantages([scores], CreditSettings(std_scope="group", each=weights))[0]
     assert advantages == pytest.approx([-1.5, -0.5, 0.5, 1.5], rel=1e-3)
 
 

@@ -13,7 +13,9 @@ from cosmos_core.errors import ConfigError
 _DATA: dict[str, Any] = tomllib.loads(files("cosmos_core.config.compat").joinpath("keys.toml").read_text("utf-8"))
 _POLICY = "train.train_policy"
 _CURRENT_TABLES = {*Recipe.model_fields, "pipeline", "extends"}
-_WFM = ("model", "optimizer", "scheduler", "dataloader_train", "dataloader_val", "trainer", "model_parallel", "job")
+_WORLD_MODEL_TABLES = (
+    "model", "optimizer", "scheduler", "dataloader_train", "dataloader_val", "trainer", "model_parallel", "job"
+)  # fmt: skip
 """Top-level tables of the deprecated `--wfm-mode` schema."""
 RENAMED_KEYS: dict[str, str] = _DATA["moved"] | _DATA["moved_in_dpo"]
 """Current name of each renamed key of an older generation, by its old name."""
@@ -61,7 +63,7 @@ def with_current_keys(values: Values, source: str, notices: list[str]) -> Values
 def _refuse_wfm(values: Values, source: str) -> None:
     """Refuse a recipe of the deprecated `--wfm-mode` schema; a current recipe may have a table `[model]` for a user's
     script."""
-    tables = [name for name in _WFM if isinstance(values.get(name), dict)]
+    tables = [name for name in _WORLD_MODEL_TABLES if isinstance(values.get(name), dict)]
     if tables and (not _CURRENT_TABLES & values.keys() or ("model" in tables and len(tables) > 1)):
         raise ConfigError(
             f"{source}: [{tables[0]}] is of the deprecated --wfm-mode schema; `python tools/convert_wfm.py {source}` "

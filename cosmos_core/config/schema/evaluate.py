@@ -70,8 +70,8 @@ class EvaluateConfig(Table):
                 f"evaluate.{wrong_keys[0]} is for {'language' if is_diffusion else 'diffusion'} models, and "
                 f"policy.is_diffusers = {str(is_diffusion).lower()}; {remedy}"
             )
-        elif is_diffusion and not self.prompts:
-            yield "evaluate.prompts is empty; name files of prompts, such as ['prompts.txt']"
+        elif is_diffusion and not (self.prompts and all(self.prompts)):
+            yield "evaluate.prompts is empty, or one of its names is; name files of prompts, such as ['prompts.txt']"
         elif is_diffusion and not self.rewards:
             yield "evaluate.rewards is empty; name rewards, such as ['clip_score'] or ['rewards.py:brightness']"
         elif len(self.prompt_sets) < len(self.prompts):

@@ -80,8 +80,8 @@ class ValidationConfig(Table):
         """Yield notices about text completions that cannot differ from each other, and about completions that exceed
         the model's maximum length."""
         max_response, length = self.max_response_length or 0, stage.recipe.policy.model_max_length
-        completes = stage.measures_held_out and stage.recipe.completes_held_out and not stage.recipe.policy.is_diffusers
-        if completes and max_response >= length:
+        has_prompts = stage.measures_held_out and stage.recipe.completes_held_out
+        if has_prompts and not stage.recipe.policy.is_diffusers and max_response >= length:
             yield (
                 f"validation.max_response_length = {max_response}: a completion gets the tokens that its prompt "
                 f"leaves of policy.model_max_length = {length}"
