@@ -38,7 +38,7 @@ class AestheticReward:
 def aesthetic(to_be_evaluated: str, reference: str, *, media: Any, custom: Any) -> tuple[float, dict[str, float]]:
     """Return the aesthetic score of one image or video; `[custom.aesthetic]` sets `model_path`, `predictor` and
     `device`."""
-    return score_one("aesthetic", AestheticReward, Item("", media), custom)
+    return score_one("aesthetic", Item("", media), custom)
 
 
 def _layers(file: Path, device: Any) -> list[tuple[Any, Any]]:

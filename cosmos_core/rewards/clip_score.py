@@ -27,4 +27,4 @@ def clip_score(
     to_be_evaluated: str, reference: str, *, prompt: str, media: Any, custom: Any
 ) -> tuple[float, dict[str, float]]:
     """Return the CLIPScore of one image or video; `[custom.clip_score]` sets `model_path` and `device`."""
-    return score_one("clip_score", ClipScoreReward, Item(prompt, media), custom)
+    return score_one("clip_score", Item(prompt, media), custom)

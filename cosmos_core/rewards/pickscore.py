@@ -28,4 +28,4 @@ def pickscore(
     to_be_evaluated: str, reference: str, *, prompt: str, media: Any, custom: Any
 ) -> tuple[float, dict[str, float]]:
     """Return the PickScore of one image or video; `[custom.pickscore]` sets `model_path` and `device`."""
-    return score_one("pickscore", PickscoreReward, Item(prompt, media), custom)
+    return score_one("pickscore", Item(prompt, media), custom)

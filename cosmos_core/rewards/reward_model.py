@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from cosmos_core.errors import RewardError
-from cosmos_core.registry import class_name, import_object, import_user_code, offered_names, suggestion
+from cosmos_core.registry import import_user_code, load_named, offered_names, suggestion
 from cosmos_core.rewards.base import Reward, error_on_one_line, load_reward, to_json_value
 
 FOLDER = "cosmos_core.rewards"
@@ -104,8 +104,7 @@ def load_served(name: str, entry: str, settings: Settings) -> Scorer:
             return cast(Callable[[Settings], Scorer], user_object)(settings)
         return FunctionReward(name, load_reward(entry), settings)
     if name in classes:
-        reward_class: Callable[[Settings], Scorer] = import_object(f"{FOLDER}.{name}:{class_name(name)}Reward")
-        return reward_class(settings)
+        return cast(Callable[[Settings], Scorer], load_named(name, FOLDER, "Reward"))(settings)
     names = sorted({*classes, *offered_names(FOLDER)})
     if name not in names:
         raise RewardError(
@@ -164,21 +163,35 @@ def require_packages(name: str, extra: str, *modules: str) -> None:
         raise RewardError(f"the reward {name!r} needs {', '.join(missing)}, not installed here; {extra}")
 
 
-def score_one(
-    name: str, reward: type[Any], item: Item, custom: Mapping[str, Any] | None
-) -> tuple[float, dict[str, float]]:
-    """Return the score of one item in this process; the model is loaded at the first call, with the settings in
-    `[custom.NAME]` of the recipe.
+def has_model(name: str) -> bool:
+    """Return whether a built-in reward function scores with a model, which `open_model` loads."""
+    return name in offered_names(FOLDER, "Reward")
+
+
+def open_model(name: str, custom: Mapping[str, Any] | None) -> Scorer:
+    """Return the model of a built-in reward, with the settings in `[custom.NAME]` of the recipe; it is loaded at the
+    first call in this process.
 
     Raises:
-        ValueError: the item has no score.
+        RewardError: the model cannot be loaded.
     """
     settings = dict((custom or {}).get(name) or {})
     key = (name, repr(sorted(settings.items())))
     if key not in _loaded:
         fields = {k: settings.pop(k) for k in list(settings) if k in Settings.__dataclass_fields__}
+        reward: Callable[[Settings], Scorer] = load_named(name, FOLDER, "Reward")
         _loaded[key] = reward(Settings(**fields, options=settings | dict(fields.pop("options", {}))))
-    columns, errors = replace_nonfinite(_loaded[key].score([item]), 1)
+    return _loaded[key]
+
+
+def score_one(name: str, item: Item, custom: Mapping[str, Any] | None) -> tuple[float, dict[str, float]]:
+    """Return the score of one item by the model of a built-in reward, see `open_model`.
+
+    Raises:
+        RewardError: the model cannot be loaded.
+        ValueError: the item has no score.
+    """
+    columns, errors = replace_nonfinite(open_model(name, custom).score([item]), 1)
     numbers = {k: v[0] for k, v in columns.items() if isinstance(v, list) and isinstance(v[0], int | float)}
     value = numbers.pop(next(iter(columns)), None)
     if value is None:
@@ -186,4 +199,4 @@ def score_one(
     return float(value), {k: float(v) for k, v in numbers.items()}
 
 
-_loaded: dict[tuple[str, str], Any] = {}
+_loaded: dict[tuple[str, str], Scorer] = {}

@@ -29,6 +29,7 @@ from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.registry import is_import_path
 from cosmos_core.rewards.base import Reward, error_on_one_line, load_reward, metric_names, request_of
 from cosmos_core.rewards.process import START_SECONDS, WorkerPool, begin, describe_exit, wait_for_futures
+from cosmos_core.rewards.reward_model import has_model, open_model
 from cosmos_core.transient import is_transient
 from cosmos_core.types import Group, Score, ScoredGroup
 
@@ -112,12 +113,12 @@ class RewardRunner(WorkerPool):
         beat: Callable[[], None] = lambda: None,
         by_group: bool = False,
     ) -> None:
-        """Set up the runner; `num_workers` None starts one process per core."""
+        """Set up the runner; `num_workers` None starts one process per core, or one process if a reward has a model."""
         self._weights = weights
         self._group_functions = {name for name in weights if by_group and is_import_path(name)}
         self._names = metric_names(weights)
         self._timeout = timeout_seconds
-        self._num_workers = num_workers or len(os.sched_getaffinity(0))
+        self._num_workers = num_workers or (1 if any(map(has_model, weights)) else len(os.sched_getaffinity(0)))
         self._max_timeouts = _MAX_TIMEOUTS * self._num_workers
         self._retries = retries
         self._constants = {"custom": {}, **(constants or {})}
@@ -255,7 +256,9 @@ def _start(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str
 
 
 def _load(names: Sequence[str]) -> set[str]:
-    """Load the rewards, and return the names of rewards whose parameters require lists."""
+    """Load the rewards with their models, and return the names of rewards whose parameters require lists."""
+    for name in filter(has_model, names):
+        open_model(name, _constants["custom"])
     return {name for name in names if _reward(name).binding.takes_group}
 
 

@@ -29,6 +29,7 @@ from cosmos_core.rewards.jpeg_size import jpeg_size
 from cosmos_core.rewards.ocr import ocr, similarity
 from cosmos_core.rewards.pickscore import PickscoreReward
 from cosmos_core.rewards.reward_model import Item, Settings, load_served
+from cosmos_core.rewards.runner import RewardRunner
 from cosmos_core.rewards.service.self_test import make_word_image
 from cosmos_core.rewards.unified_reward import UnifiedRewardReward
 from tests.unit.tiny_vlms import picture, save_vlm
@@ -336,3 +337,17 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_recipe_may_name_them_as_reward_functions() -> None:
     for name in ("jpeg_size", "ocr", "clip_score", "aesthetic", "pickscore"):
         assert {"media"} <= set(load_reward(name).keywords)
+
+
+def test_a_reward_function_loads_its_model_before_its_first_call_in_one_process(clip: Path, tmp_path: Path) -> None:
+    def runner(model: Path) -> RewardRunner:
+        custom = {"clip_score": {"model_path": str(model)}}
+        return RewardRunner({"clip_score": 1.0}, timeout_seconds=60, constants={"custom": custom})
+
+    [item] = items(1)
+    with runner(clip) as running:
+        assert running._num_workers == 1
+        [score] = running.score([{"to_be_evaluated": "", "reference": "", "prompt": item.prompt, "media": item.media}])
+    assert score.value == pytest.approx(2.5 * max(cosines(clip, [item])[0], 0), abs=1e-6)
+    with pytest.raises(RewardError, match=r"cannot load .*; download it and set model_path"), runner(tmp_path):
+        pass
