@@ -2,7 +2,7 @@
 disk space, and whether the folders of its deployments exist.
 
 A thread of `cosmos worker` renews the report, which is a Prefect variable with one name per work pool and host. It also
-marks flow runs as crashed whose process died before it set a state.
+sets the final state of flow runs whose process died while it started or while it was being cancelled.
 """
 
 import math
@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import psutil
-
 from cosmos_core.error_handling import log_errors
 from cosmos_core.machine_properties import git_commit
+from cosmos_core.run.process import start_time
 
 PREFIX = "cosmos-worker-"
 DIRECTORY = "prefect.deployments.steps.set_working_directory"
@@ -29,8 +28,8 @@ DIRECTORY = "prefect.deployments.steps.set_working_directory"
 _SECONDS = 20.0
 _REPORT_WINDOW_SECONDS = 300.0
 _DEAD_SECONDS, _MAX_PENDING_SECONDS, _UNKNOWN_SECONDS = 10.0, 60.0, 600.0
-"""Seconds in the state Pending after which a flow run is lost: with a dead process, without a process, and with a
-process that may be on another host."""
+"""Seconds in the state Pending or Cancelling after which a flow run is lost: with a dead process, without a process,
+and with a process that may be on another host."""
 
 
 def start_reporting(pool: str) -> None:
@@ -38,12 +37,12 @@ def start_reporting(pool: str) -> None:
     from prefect.client.orchestration import get_client  # two threads must not import Prefect at once
 
     def report_periodically() -> None:
-        pending_since: dict[UUID, float] = {}
+        seen_since: dict[UUID, float] = {}
         while True:
             # A process that waits for the server to respond is not lost.
-            with log_errors(lambda _: pending_since.clear()), get_client(sync_client=True) as client:
+            with log_errors(lambda _: seen_since.clear()), get_client(sync_client=True) as client:
                 report(client, pool)
-                crash_lost_starts(client, pool, pending_since)
+                end_lost_flow_runs(client, pool, seen_since)
             time.sleep(_SECONDS)
 
     threading.Thread(target=report_periodically, daemon=True, name="worker-report").start()
@@ -62,42 +61,43 @@ def report(client: Any, pool: str) -> None:
         client.update_variable(VariableUpdate(name=name, value=value))
 
 
-def crash_lost_starts(client: Any, pool: str, pending_since: dict[UUID, float]) -> None:
-    """Mark flow runs of a process pool as crashed whose process died before it set a state, or for which no worker
-    started a process. Prefect would leave them in the state Pending.
+def end_lost_flow_runs(client: Any, pool: str, seen_since: dict[UUID, float]) -> None:
+    """Set the state of flow runs of a process pool that are Pending or Cancelling and whose process died, or for which
+    no worker started a process: Crashed or Cancelled. Prefect would leave them Pending, or Cancelling for five minutes.
 
-    `pending_since` is kept from one call to the next: the time, by `time.monotonic`, at which each flow run was first
-    seen in the state Pending.
+    `seen_since` is kept from one call to the next: the time, by `time.monotonic`, at which each flow run was first seen
+    in such a state.
     """
     from prefect.client.schemas import filters
     from prefect.client.schemas.objects import StateType
-    from prefect.states import Crashed
+    from prefect.states import Cancelled, Crashed
 
     if client.read_work_pool(pool).type != "process":
         return
     hosts = {worker["host"] for worker, _ in recent_reports(client) if worker["pool"] == pool}
-    is_pending = filters.FlowRunFilterStateType(any_=[StateType.PENDING])
-    pending = client.read_flow_runs(
+    final_states = {StateType.PENDING: Crashed, StateType.CANCELLING: Cancelled}
+    is_starting_or_ending = filters.FlowRunFilterStateType(any_=list(final_states))
+    found = client.read_flow_runs(
         work_pool_filter=filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[pool])),
-        flow_run_filter=filters.FlowRunFilter(state=filters.FlowRunFilterState(type=is_pending)),
+        flow_run_filter=filters.FlowRunFilter(state=filters.FlowRunFilterState(type=is_starting_or_ending)),
     )
-    for started_id in pending_since.keys() - {flow_run.id for flow_run in pending}:
-        del pending_since[started_id]
-    for flow_run in pending:
-        seconds = time.monotonic() - pending_since.setdefault(flow_run.id, time.monotonic())
-        if seconds > max_pending_seconds(flow_run.infrastructure_pid or "", hosts):
-            message = f"pending for {seconds:.0f} s: its process is gone"
-            client.set_flow_run_state(flow_run.id, Crashed(message=message), force=True)
+    for other_id in seen_since.keys() - {flow_run.id for flow_run in found}:
+        del seen_since[other_id]
+    for flow_run in found:
+        seconds = time.monotonic() - seen_since.setdefault(flow_run.id, time.monotonic())
+        if seconds > max_seconds_without_process(flow_run.infrastructure_pid or "", hosts):
+            message = f"{flow_run.state_name} for {seconds:.0f} s: its process is gone"
+            client.set_flow_run_state(flow_run.id, final_states[flow_run.state_type](message=message), force=True)
 
 
-def max_pending_seconds(pid: str, hosts: Collection[str]) -> float:
-    """Return how long a flow run may stay in the state Pending. `pid` is its process, on any of the `hosts` that have
-    workers; empty if no process was started."""
+def max_seconds_without_process(pid: str, hosts: Collection[str]) -> float:
+    """Return how long a flow run may stay in the state Pending or Cancelling. `pid` is its process, on any of the
+    `hosts` that have workers; empty if no process was started."""
     if not pid:
         return _MAX_PENDING_SECONDS
     if not pid.isdigit() or set(hosts) != {socket.gethostname()}:
         return _UNKNOWN_SECONDS
-    return math.inf if psutil.pid_exists(int(pid)) else _DEAD_SECONDS
+    return math.inf if start_time(int(pid)) is not None else _DEAD_SECONDS
 
 
 def recent_reports(client: Any) -> Iterator[tuple[dict[str, Any], float]]:

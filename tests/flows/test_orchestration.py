@@ -37,7 +37,13 @@ from prefect.states import Cancelling, Pending, Running
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.errors import Cancelled
 from cosmos_core.launch.bootstrap import AUTOMATION, OUTCOMES, bootstrap
-from cosmos_core.launch.worker_report import DIRECTORY, crash_lost_starts, max_pending_seconds, recent_reports, report
+from cosmos_core.launch.worker_report import (
+    DIRECTORY,
+    end_lost_flow_runs,
+    max_seconds_without_process,
+    recent_reports,
+    report,
+)
 from cosmos_core.observe import gallery
 from cosmos_core.run.directory import Run
 from cosmos_core.run.state import read_state
@@ -284,23 +290,27 @@ def test_a_worker_reports_its_machine_to_the_server(tmp_path: Path) -> None:
             (tmp_path / "clone" / "flows").mkdir(parents=True, exist_ok=True)
 
 
-def test_a_flow_run_whose_process_died_while_it_was_pending_is_crashed() -> None:
+def test_a_flow_run_whose_process_died_while_it_started_or_was_cancelled_gets_its_final_state() -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
     here = {socket.gethostname()}
-    limits = [max_pending_seconds(pid, here) for pid in ("", str(dead.pid), str(os.getpid()))]
+    limits = [max_seconds_without_process(pid, here) for pid in ("", str(dead.pid), str(os.getpid()))]
     assert limits == [60, 10, math.inf]
-    assert max_pending_seconds(str(dead.pid), here | {"other"}) == 600, "it may be a process of the other"
+    assert max_seconds_without_process(str(dead.pid), here | {"other"}) == 600, "it may be a process of the other"
     with get_client(sync_client=True) as client:
         client.create_work_pool(WorkPoolCreate(name="lost", type="process"))
         deployment = client.create_deployment(client.create_flow(post_train), "lost", work_pool_name="lost")
-        run = client.create_flow_run_from_deployment(deployment, state=Pending())
-        pending_since: dict[UUID, float] = {UUID(int=1): 0.0}
-        crash_lost_starts(client, "lost", pending_since)
-        assert list(pending_since) == [run.id] and client.read_flow_run(run.id).state_type == StateType.PENDING
-        pending_since[run.id] -= 120
-        crash_lost_starts(client, "lost", pending_since)
-        assert client.read_flow_run(run.id).state_type == StateType.CRASHED
+        ids = [client.create_flow_run_from_deployment(deployment, state=Pending()).id for _ in range(2)]
+        client.set_flow_run_state(ids[1], Cancelling())
+        seen_since: dict[UUID, float] = {UUID(int=1): 0.0}
+        end_lost_flow_runs(client, "lost", seen_since)
+        states = [client.read_flow_run(each).state_type for each in ids]
+        assert set(seen_since) == {*ids} and states == [StateType.PENDING, StateType.CANCELLING]
+        for each in ids:
+            seen_since[each] -= 120
+        end_lost_flow_runs(client, "lost", seen_since)
+        states = [client.read_flow_run(each).state_type for each in ids]
+        assert states == [StateType.CRASHED, StateType.CANCELLED]
 
 
 def test_a_flow_run_that_is_tried_again_on_another_machine_has_its_own_lease(tmp_path: Path) -> None:
