@@ -88,7 +88,9 @@ def confirm_cancellations() -> None:
 
 
 def listen_for_stop(run: Run) -> None:
-    """Install handlers that end the flow on the signals of `train.signal_to_handle`, as Prefect does on SIGTERM."""
+    """Install handlers that end the flow on the signals of `train.signal_to_handle`, as Prefect does on SIGTERM, and
+    confirm a cancellation when the process exits."""
+    confirm_cancellation_at_exit()
 
     def terminate(number: int, frame: object) -> None:
         raise TerminationSignal(signal=number)

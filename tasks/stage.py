@@ -55,13 +55,7 @@ from cosmos_core.upload.checkpoint_upload import checkpoint_url, upload_checkpoi
 from tasks import events
 from tasks.artifacts import StageArtifacts, log_ui_errors, show_run, write_report
 from tasks.budget import Budget
-from tasks.cancellation import (
-    confirm_cancellation_at_exit,
-    is_cancelled,
-    listen_for_stop,
-    stop_stages,
-    wait_unless_cancelled,
-)
+from tasks.cancellation import is_cancelled, listen_for_stop, stop_stages, wait_unless_cancelled
 from tasks.credentials import set_credentials
 from tasks.final_states import failed_state, flow_state, has_result, skipped_state
 from tasks.layout import prepare_stage_folder
@@ -100,7 +94,6 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
         note_flow_run(run, flow_run.id)
     futures: dict[str, PrefectConcurrentFuture[Any]] = {}
     slots = branch_slots(run.pipeline)
-    confirm_cancellation_at_exit()
     try:
         listen_for_stop(run)
         for name in names:

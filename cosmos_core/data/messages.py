@@ -316,8 +316,7 @@ def read_content(content: Any, where: str, with_images: bool = False) -> Any:
 
 
 def _is_image_part(part: Any) -> bool:
-    # A tuple and not a set, because `type` may be unhashable.
-    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # no set: it may be unhashable
 
 
 def _normalise_part(part: Any, where: str) -> dict[str, Any]:

@@ -322,8 +322,8 @@ def test_the_fields_that_change_no_result_are_these() -> None:
         "BenchmarkRowsConfig.name", "DatasetConfig.name", "DatasetConfig.local_dir", "HeldOutConfig.name",
         "SourceConfig.name", "SourceConfig.pass_rates", "DatasetConfig.pass_rates", "HeldOutConfig.pass_rates",
         "DataTermConfig.name", "EvaluateConfig.include_path", "EvaluateConfig.prompts",
-        "JudgeConfig.cache", "JudgeConfig.key_env",
-        "SampleStageConfig.endpoint_key_env", "SampleStageConfig.endpoint_requests",
+        "JudgeConfig.cache", "JudgeConfig.key_env", "SampleStageConfig.endpoint_key_env",
+        "SampleStageConfig.endpoint_requests",
         "HeldOutConfig.local_dir", "PolicyConfig.model_name_or_path", "DistillationConfig.model_name_or_path",
         "PolicyConfig.model_safetensor_path", "PolicyConfig.chat_template", "LoraConfig.lora_path",
         "CheckpointConfig.enable_checkpoint", "CheckpointConfig.save_freq", "CheckpointConfig.save_mode",
@@ -331,8 +331,7 @@ def test_the_fields_that_change_no_result_are_these() -> None:
         "TrainConfig.resume",  # of these eight the content counts
         "TrainConfig.save_ckpt_at_exit", "TrainConfig.signal_to_handle",
         "TrainConfig.output_dir", "TrainConfig.timestamp", "SftConfig.dataloader_num_workers",
-        "DpoConfig.dataloader_num_workers", "KtoConfig.dataloader_num_workers",
-        "GrpoConfig.dataloader_num_workers",
+        "DpoConfig.dataloader_num_workers", "KtoConfig.dataloader_num_workers", "GrpoConfig.dataloader_num_workers",
         "LoggingConfig.log_completions",
         "CheckpointConfig.upload_s3", "CheckpointConfig.s3_bucket", "CheckpointConfig.s3_prefix",
         "CheckpointConfig.upload_hf", "CheckpointConfig.hf_repo_name",  # stages behind the export
