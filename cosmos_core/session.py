@@ -170,7 +170,7 @@ def _prepare_process() -> None:
 
 
 def _is_outside_run(record: logging.LogRecord) -> bool:
-    """Return True if a log record does not belong to a Prefect flow or task run: such records are not displayed,
+    """Return True if a log record does not belong to a Prefect flow or task run. Records of those runs are hidden,
     because the end of each stage is displayed separately."""
     return not record.name.startswith(("prefect.task_runs", "prefect.flow_runs"))
 

@@ -76,9 +76,9 @@ def retrain(
     """
     if approve and not deployment.id:
         raise ConfigError("approve = true needs a deployment: a run that is suspended is started again by its worker")
-    unpinned = load_pipeline(Path(config).expanduser(), overrides, all_kinds())
-    set_credentials(unpinned)
-    note = note_of(unpinned, overrides, start)
+    unpinned_pipeline = load_pipeline(Path(config).expanduser(), overrides, all_kinds())
+    set_credentials(unpinned_pipeline)
+    note = note_of(unpinned_pipeline, overrides, start)
     flow_run_note = note_of_flow_run(note, str(flow_run.id))
     with RetrainLease(note, str(flow_run.id), str(deployment.id or "")) as retrain_lease:
         current = read_seen(flow_run_note)
@@ -89,7 +89,7 @@ def retrain(
             run_id = f" of run {latest.run_id}" if latest is not None and not latest.outcome else ""
             return Completed(name="StillTraining", message=f"an earlier firing{run_id} has not ended; nothing was done")
         # A resumed flow run uses the data of its start and leaves later changes to the next flow run of the schedule.
-        pipeline = unpinned if current else pin_urls(pin_hub_revisions(resolve_gpus(unpinned)))
+        pipeline = unpinned_pipeline if current else pin_urls(pin_hub_revisions(resolve_gpus(unpinned_pipeline)))
         digest, latest = current.digest if current else content_digest(pipeline), read_seen(note)
         if latest is not None and latest.digest == digest and latest.outcome:
             return Completed(
@@ -97,7 +97,7 @@ def retrain(
             )
         if current is not None and latest is not None and latest.digest != digest and latest.outcome == "published":
             return _outdated_run(current.run_id, f"run {latest.run_id} of newer content was published since")
-        run = open_run(_path(unpinned, current.run_id), all_kinds()) if current else None
+        run = open_run(_path(unpinned_pipeline, current.run_id), all_kinds()) if current else None
         run = run or _unfinished_run(pipeline, digest, latest)
         if run is None:
             beginning = starting_from_published(pipeline) if start == "published" else []

@@ -25,7 +25,7 @@ from cosmos_core.config.load import Values, merge, parse, read_toml, short_text,
 from cosmos_core.config.schema.declared import TYPES, field_of
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Table, all_fields
-from cosmos_core.config.schema.values import Fraction, NonNegativeInt, PositiveFloat
+from cosmos_core.config.schema.value_types import Fraction, NonNegativeInt, PositiveFloat
 from cosmos_core.errors import ConfigError
 
 DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))

@@ -50,7 +50,7 @@ class Correction:
     rule: Rule = "truncate"
     low: float = 0.0
     high: float = MAX_TRUNCATED_WEIGHT
-    geometric: tuple[float, float] | None = None
+    geometric_mean_range: tuple[float, float] | None = None
     """Accepted range of the geometric mean of w over a sequence, such as (0.99, 1.01); None: any mean.
 
     Sequences outside the range get weight 0.
@@ -91,8 +91,8 @@ def importance_weights(
         weights_BT = torch.ones_like(ratio_BT)
     elif correction.rule.endswith("mask"):
         accepted_BT = kept_BT & (ratio_BT >= correction.low) & (ratio_BT <= correction.high)
-    if correction.geometric is not None:
-        low, high = correction.geometric
+    if correction.geometric_mean_range is not None:
+        low, high = correction.geometric_mean_range
         mean_B1 = (log_ratio_BT.sum(-1, keepdim=True) / kept_BT.sum(-1, keepdim=True).clamp(min=1)).exp()
         accepted_BT = accepted_BT & (mean_B1 >= low) & (mean_B1 <= high)
     if correction.mean_k3 is not None or correction.max_k3 is not None:
@@ -121,7 +121,7 @@ def self_normalise(correction: Correction, rows: Iterable[tuple[Tensor, Tensor, 
     has the log-probabilities of a sample under the old policy, those under the rollout policy, and the loss mask, shape
     T each.
     """
-    rule = replace(correction, geometric=None, mean_k3=None, max_k3=None)
+    rule = replace(correction, geometric_mean_range=None, mean_k3=None, max_k3=None)
     total, count = 0.0, 0
     for old_T, rollout_T, mask_T in rows:
         num_tokens = int(mask_T.sum())

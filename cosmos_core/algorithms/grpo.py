@@ -327,8 +327,8 @@ def make_sample(
 def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | None:
     """Return the rule for the importance weights of tokens that another policy sampled; None: no weights."""
     off = config.geometric_mask
-    geometric = None if off is None else (1 - off, 1 + off)
-    correction = Correction("none", 0.0, math.inf, geometric, config.mean_k3_mask, config.max_k3_mask)
+    geometric_mean_range = None if off is None else (1 - off, 1 + off)
+    correction = Correction("none", 0.0, math.inf, geometric_mean_range, config.mean_k3_mask, config.max_k3_mask)
     if config.use_decoupled_loss:
         correction = replace(correction, rule="mask", high=config.behav_imp_weight_cap or math.inf)
     elif config.rollout_correction:
@@ -338,7 +338,9 @@ def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | N
         pass  # the objective already contains the ratio to the rollout policy, so importance weights would repeat it
     elif sampling is not None and sampling.is_off_policy:
         correction = replace(correction, rule="truncate", high=config.rollout_correction_high)
-    refuses = any(limit is not None for limit in (correction.geometric, correction.mean_k3, correction.max_k3))
+    refuses = any(
+        limit is not None for limit in (correction.geometric_mean_range, correction.mean_k3, correction.max_k3)
+    )
     return correction if refuses or correction.rule != "none" else None
 
 

@@ -9,8 +9,8 @@ from cosmos_core.types import StageKind
 def is_open(recipe: Recipe, kind: StageKind) -> bool:
     """Return True if `mode` depends on the number of GPUs, as in a recipe for Cosmos-RL that leaves `mode` out; the
     default of Cosmos-RL is `disaggregated`."""
-    has_choice = kind.feed == "rollouts" and recipe.policy.modality.has_engines_of_text
-    return has_choice and "mode" not in recipe.model_fields_set and recipe.has_cosmos_rl_keys
+    may_be_disaggregated = kind.feed == "rollouts" and recipe.policy.modality.has_engines_of_text
+    return may_be_disaggregated and "mode" not in recipe.model_fields_set and recipe.has_cosmos_rl_keys
 
 
 def with_default_mode(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:

@@ -113,7 +113,7 @@ def _decode_image(content: Content) -> Image:
     try:
         with pillow.open(BytesIO(data)) as image:
             return convert_to_rgb(ImageOps.exif_transpose(image))
-    except pillow.UnidentifiedImageError:  # its message has an address in memory
+    except pillow.UnidentifiedImageError:  # its message has a memory address, which differs between runs
         raise DataError(
             f"it cannot be decoded: no image ({len(data)} bytes that begin with {data[:8]!r}); replace it"
         ) from None

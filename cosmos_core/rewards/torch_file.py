@@ -26,7 +26,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 _REBUILD_TENSOR = ("torch._utils", "_rebuild_tensor_v2")
 _NO_HOOKS = ("collections", "OrderedDict")
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_STACK_MARK = object()
+_PICKLE_MARK = object()
 
 
 class NotATensorError(ValueError):
@@ -168,9 +168,9 @@ def _apply(name: str, argument: Any, stack: list[Any]) -> None:
     if name == "GLOBAL":
         stack.append(_GlobalName(tuple(argument.split(" "))))
     elif name == "MARK":
-        stack.append(_STACK_MARK)
+        stack.append(_PICKLE_MARK)
     elif name == "TUPLE":
-        start = len(stack) - 1 - next(i for i, each in enumerate(reversed(stack)) if each is _STACK_MARK)
+        start = len(stack) - 1 - next(i for i, each in enumerate(reversed(stack)) if each is _PICKLE_MARK)
         stack[start:] = [tuple(stack[start + 1 :])]
     elif name in {"TUPLE1", "TUPLE2", "TUPLE3"}:
         count = int(name[-1])

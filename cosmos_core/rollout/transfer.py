@@ -26,7 +26,7 @@ _BUCKET_SECONDS = 60.0
 """Time limit in seconds for the transfer of one bucket."""
 _JOIN_SECONDS = 120.0
 """Time limit in seconds for connecting trainer and engines."""
-_MOST_FAILURES = 2
+_MAX_FAILURES = 2
 """Number of failures in succession after which native transfer is not tried again with the same engines."""
 
 
@@ -122,7 +122,7 @@ class Connection:
         """Return whether to connect with these engine processes; new processes get new attempts."""
         if not self._are(members):
             self.members, self.num_failures, self.is_open = list(members), 0, False
-        return bool(members) and self.num_failures < _MOST_FAILURES
+        return bool(members) and self.num_failures < _MAX_FAILURES
 
     def _are(self, members: Sequence[Any]) -> bool:
         # Descriptions are compared by identity: another process may have equal values, such as a number used again.
@@ -147,7 +147,7 @@ class NativeTransfer:
         self.connection.is_open = False
         self.connection.num_failures += 1
         if is_first():
-            is_last = self.connection.num_failures >= _MOST_FAILURES
+            is_last = self.connection.num_failures >= _MAX_FAILURES
             later = ", as all later ones until an engine is replaced" if is_last else ""
             logger.warning("native weight transfer: %s; these weights travel through host memory%s", reason, later)
 
@@ -164,7 +164,7 @@ class NativeTransfer:
     def _join(self, load: WeightLoad) -> None:
         count = len(load.processes)
         if not all(process.description and process.description.has_link for process in load.processes):
-            self.connection.num_failures = _MOST_FAILURES  # these engines will not get one
+            self.connection.num_failures = _MAX_FAILURES  # do not try again with these engines
             raise TransferFailed("an engine has no native link")
         infos = self.transport.prepare(count, self._ranks_per_engine)
         replies = load.start("join_link", [(self.transport.backend, info, _JOIN_SECONDS) for info in infos])

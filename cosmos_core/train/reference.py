@@ -23,7 +23,8 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.train.trainer import Trainer
 
 REFERENCE_WEIGHTS = "reference"
-"""Name of the weights of the reference policy, and of the stage's folder with the reference log-probabilities."""
+"""Name of the set of weights of the reference policy, and of the folder in the stage with the log-probabilities under
+these weights."""
 _SAVE_SECONDS = 60.0
 _COLUMNS = ("chosen", "rejected")
 """Names of the columns with the log-probabilities of a row's two samples; a row with a label has a labelled and a

@@ -164,7 +164,10 @@ def test_advantages_of_tokens_leave_out_sequences_not_tokens():
 def test_the_geometric_mask_leaves_out_whole_sequences():
     rollout_BT = torch.tensor([[-1.0, -1.0], [-1.0, -1.2]], dtype=torch.float64)
     weights_BT, metrics = importance_weights(
-        torch.full((2, 2), -1.0, dtype=torch.float64), rollout_BT, torch.ones(2, 2), Correction(geometric=(0.99, 1.01))
+        torch.full((2, 2), -1.0, dtype=torch.float64),
+        rollout_BT,
+        torch.ones(2, 2),
+        Correction(geometric_mean_range=(0.99, 1.01)),
     )
     assert weights_BT.tolist() == [[1.0, 1.0], [0.0, 0.0]]
     assert means(metrics)["rollout/weight_refused"] == 0.5

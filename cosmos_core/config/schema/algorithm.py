@@ -16,7 +16,7 @@ from cosmos_core.config.schema.dataset import DatasetConfig, SourceConfig
 from cosmos_core.config.schema.marks import IfSet, NamedThing, NoResult, UnitMark
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.values import NameOrImportPath, Rows
+from cosmos_core.config.schema.value_types import NameOrImportPath, Rows
 from cosmos_core.types import FlowSampling
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.marks import NamedThing, NoResult, UnitMark
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.values import Fraction, PositiveInt, Splits
+from cosmos_core.config.schema.value_types import Fraction, PositiveInt, Splits
 
 BENCHMARKS = "train.train_policy.clean.decontaminate_against"
 """Key of the benchmarks of a recipe."""
@@ -26,7 +26,7 @@ class BenchmarkRowsConfig(Table):
     revision: str = ""
     """Commit, tag or branch of the data set on the Hub; empty: the newest commit."""
     split: Splits = ("train",)
-    """Split or list of splits, concatenated; a benchmark on the Hub mostly has `test`."""
+    """Split, or list of splits to concatenate; a benchmark on the Hub usually has `test`."""
 
     @property
     def dataset(self) -> DatasetConfig:

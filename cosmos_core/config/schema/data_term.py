@@ -5,7 +5,7 @@ from typing import Annotated
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.marks import NamedThing, NoResult
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.values import Fraction, NonNegativeFloat, Rows, Splits
+from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, Rows, Splits
 
 
 class DataTermConfig(Table):

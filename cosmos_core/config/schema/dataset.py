@@ -10,7 +10,7 @@ from cosmos_core.config.conditions import parse_range
 from cosmos_core.config.schema.marks import IfSet, NamedThing, NoResult
 from cosmos_core.config.schema.rewards import RewardWeights
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.values import Fraction, PositiveFloat, Splits
+from cosmos_core.config.schema.value_types import Fraction, PositiveFloat, Splits
 
 _TEXTS = (".jsonl", ".json", ".csv", ".tsv")
 _PACKED = (".gz", ".bz2", ".xz")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from cosmos_core.config.schema.marks import UnitMark
-from cosmos_core.config.schema.values import Names, NonNegativeFloat, PositiveInt
+from cosmos_core.config.schema.value_types import Names, NonNegativeFloat, PositiveInt
 
 TYPES: dict[str, Any] = {
     "switch": bool, "text": str, "integer": int, "count": PositiveInt, "not below 0": NonNegativeFloat, "names": Names,

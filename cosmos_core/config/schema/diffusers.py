@@ -9,7 +9,7 @@ from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.marks import UnitMark
 from cosmos_core.config.schema.planned import TokenizerConfig
 from cosmos_core.config.schema.table import Table, check_order
-from cosmos_core.config.schema.values import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class DiffusersConfig(Table):

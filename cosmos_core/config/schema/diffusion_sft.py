@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from cosmos_core.config.schema.marks import NamedThing, SupportedValues
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.config.schema.values import NameOrImportPath
+from cosmos_core.config.schema.value_types import NameOrImportPath
 
 
 class DiffusionSftConfig(SupervisedConfig):

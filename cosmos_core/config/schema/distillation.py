@@ -8,7 +8,7 @@ from pydantic import ValidationInfo, field_validator
 from cosmos_core.config.schema.marks import NamedThing, NoResult, UnitMark
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.values import DType, Fraction, NonNegativeFloat, Rows, Tokens
+from cosmos_core.config.schema.value_types import DType, Fraction, NonNegativeFloat, Rows, Tokens
 
 
 class TeacherParallelismConfig(Table):

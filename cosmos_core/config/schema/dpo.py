@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.values import Names, NonNegativeFloat, PositiveFloat
+from cosmos_core.config.schema.value_types import Names, NonNegativeFloat, PositiveFloat
 
 LossType = Literal[
     "sigmoid", "bco_pair", "sft", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm", "simpo", "orpo"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cosmos_core.config.schema.marks import IfSet, NamedThing, NoResult, RequiresSwitch, UnitMark
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.values import Names, NonNegativeInt, PositiveInt, Tokens
+from cosmos_core.config.schema.value_types import Names, NonNegativeInt, PositiveInt, Tokens
 
 _TEXT_KEYS = (
     "tasks", "include_path", "num_fewshot", "apply_chat_template", "max_length", "engine", "confirm_run_unsafe_code"

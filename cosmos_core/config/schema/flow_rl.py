@@ -9,7 +9,7 @@ from pydantic import field_validator
 from cosmos_core.config.schema.flow_sampling import KERNELS
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.table import StageContext
-from cosmos_core.config.schema.values import Fraction
+from cosmos_core.config.schema.value_types import Fraction
 from cosmos_core.types import FlowSampling
 
 if TYPE_CHECKING:

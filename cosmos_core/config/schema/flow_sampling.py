@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from cosmos_core.config.schema.marks import RequiresSwitch, UnitMark
 from cosmos_core.config.schema.table import Table, check_order
-from cosmos_core.config.schema.values import NonNegativeFloat, NonNegativeInt, PositiveInt
+from cosmos_core.config.schema.value_types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from cosmos_core.types import StepWindow
 
 KERNELS = ("flow", "dance", "ddim", "cps")

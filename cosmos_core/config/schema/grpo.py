@@ -9,7 +9,7 @@ from cosmos_core.config.schema.data_term import DataTermConfig
 from cosmos_core.config.schema.marks import NamedThing, RequiresSwitch, SupportedValues
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.table import StageContext, warn
-from cosmos_core.config.schema.values import NameOrImportPath, NonNegativeFloat, PositiveFloat, Steps, Tokens
+from cosmos_core.config.schema.value_types import NameOrImportPath, NonNegativeFloat, PositiveFloat, Steps, Tokens
 from cosmos_core.registry import is_code
 
 Algo = Literal["grpo", "rloo", "batch-std", "reinforce++", "reinforce++-baseline", "maxrl", "gdpo"]

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from cosmos_core.config.schema.marks import NamedThing, NoResult
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.values import NameOrImportPath
+from cosmos_core.config.schema.value_types import NameOrImportPath
 
 Hook = Annotated[NameOrImportPath | Literal[""], NoResult, NamedThing.CODE]
 

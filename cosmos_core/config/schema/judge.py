@@ -7,7 +7,7 @@ from pydantic import Field
 
 from cosmos_core.config.schema.marks import NoResult
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.values import NonNegativeFloat, PositiveInt, Tokens
+from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveInt, Tokens
 
 
 class JudgeConfig(Table):

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from cosmos_core.config.schema.sft import SftConfig
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.values import NonNegativeFloat, PositiveFloat
+from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveFloat
 
 
 class KtoLossConfig(Table):

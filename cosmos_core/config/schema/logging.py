@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from cosmos_core.config.schema.marks import NamedThing, NoResult
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.values import NameOrImportPath, Steps
+from cosmos_core.config.schema.value_types import NameOrImportPath, Steps
 from cosmos_core.registry import is_import_path, offered_names
 
 CONSOLE = "console"

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from cosmos_core.config.schema.marks import NamedThing, NoResult
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.values import Fraction, PositiveFloat, PositiveInt, Strings
+from cosmos_core.config.schema.value_types import Fraction, PositiveFloat, PositiveInt, Strings
 
 _INIT = {"gaussian", "eva", "olora", "pissa"}
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.values import Fraction
+from cosmos_core.config.schema.value_types import Fraction
 
 _LEAST_SUM = 1e-6
 

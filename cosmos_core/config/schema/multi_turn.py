@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresSwitch, UnitMark
 from cosmos_core.config.schema.table import StageContext, Table, warn
-from cosmos_core.config.schema.values import NameOrImportPath, Names, PositiveFloat, PositiveInt
+from cosmos_core.config.schema.value_types import NameOrImportPath, Names, PositiveFloat, PositiveInt
 
 _KEY = "rollout.multi_turn_config"
 

@@ -1,7 +1,7 @@
 """`[train.train_policy.overlong_reward]`: a penalty near the longest completion (DAPO, arXiv 2503.14476)."""
 
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.values import NonNegativeFloat, Tokens
+from cosmos_core.config.schema.value_types import NonNegativeFloat, Tokens
 
 
 class OverlongRewardConfig(Table):

@@ -7,7 +7,7 @@ from pydantic import field_validator
 
 from cosmos_core.config.schema.marks import UnitMark
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.values import PositiveInt, Ranks
+from cosmos_core.config.schema.value_types import PositiveInt, Ranks
 
 
 class ParallelismConfig(Table):

@@ -10,7 +10,7 @@ from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.schema.marks import NamedThing, NoResult, UnitMark
 from cosmos_core.config.schema.sweep import SweepConfig
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.values import Fraction, Names, NonNegativeInt, PositiveFloat, PositiveInt
+from cosmos_core.config.schema.value_types import Fraction, Names, NonNegativeInt, PositiveFloat, PositiveInt
 from cosmos_core.config.target import TARGETS_FOLDER, split_target
 from cosmos_core.registry import is_import_path, offered_names
 

@@ -12,7 +12,7 @@ from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresSwitch
 from cosmos_core.config.schema.modality import CAUSAL_LM, DIFFUSION, Modality
 from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
 from cosmos_core.config.schema.table import StageContext, Table, as_toml
-from cosmos_core.config.schema.values import NameOrImportPath, NonNegativeFloat, Strings, Tokens
+from cosmos_core.config.schema.value_types import NameOrImportPath, NonNegativeFloat, Strings, Tokens
 
 
 class PolicyConfig(Table):

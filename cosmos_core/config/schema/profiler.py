@@ -6,7 +6,7 @@ from pydantic import Field
 
 from cosmos_core.config.schema.marks import NoResult, RequiresSwitch, UnitMark
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.values import NonNegativeInt, PositiveInt
+from cosmos_core.config.schema.value_types import NonNegativeInt, PositiveInt
 
 
 class SubProfilerConfig(Table):

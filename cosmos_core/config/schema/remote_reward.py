@@ -6,7 +6,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.marks import NamedThing, NoResult, UnitMark
 from cosmos_core.config.schema.table import Table, check_order
-from cosmos_core.config.schema.values import Completions, NonNegativeInt, PositiveFloat, PositiveInt
+from cosmos_core.config.schema.value_types import Completions, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class RewardFunctionConfig(Table):

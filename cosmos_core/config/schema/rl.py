@@ -13,7 +13,7 @@ from cosmos_core.config.schema.overlong_reward import OverlongRewardConfig
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
 from cosmos_core.config.schema.table import StageContext, warn
-from cosmos_core.config.schema.values import Completions, Names, NonNegativeInt, PositiveFloat, PositiveInt, Tokens
+from cosmos_core.config.schema.value_types import Completions, Names, NonNegativeInt, PositiveFloat, PositiveInt, Tokens
 from cosmos_core.config.source_weights import SourceWeights
 
 DAPO_FETCH = 128

@@ -9,7 +9,7 @@ from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresSwitch
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
 from cosmos_core.config.schema.table import StageContext, Table, warn
-from cosmos_core.config.schema.values import (
+from cosmos_core.config.schema.value_types import (
     Completions,
     Fraction,
     NameOrImportPath,

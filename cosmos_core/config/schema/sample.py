@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from cosmos_core.config.schema.marks import NoResult
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.values import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
+from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 
 class KeepConfig(Table):

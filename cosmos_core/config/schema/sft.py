@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from cosmos_core.config.schema.marks import NamedThing, SupportedValues
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.config.schema.values import NameOrImportPath
+from cosmos_core.config.schema.value_types import NameOrImportPath
 
 
 class SftConfig(SupervisedConfig):

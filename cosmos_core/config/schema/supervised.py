@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.marks import RequiresSwitch, UnitMark
-from cosmos_core.config.schema.values import PositiveInt, Tokens
+from cosmos_core.config.schema.value_types import PositiveInt, Tokens
 
 
 class SupervisedConfig(AlgorithmConfig):

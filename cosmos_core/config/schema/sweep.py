@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from cosmos_core.config.schema.marks import NoResult
 from cosmos_core.config.schema.table import Table, flat_keys
-from cosmos_core.config.schema.values import Names, PositiveInt
+from cosmos_core.config.schema.value_types import Names, PositiveInt
 
 _MAX_BRANCHES = 256
 

@@ -23,7 +23,7 @@ from cosmos_core.config.schema.precision import FP8Config
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.sft import SftConfig
 from cosmos_core.config.schema.table import StageContext, Table, as_toml, warn
-from cosmos_core.config.schema.values import (
+from cosmos_core.config.schema.value_types import (
     DType,
     Fraction,
     NonNegativeFloat,

@@ -10,7 +10,7 @@ from cosmos_core.config.schema.marks import NoResult, RequiresSwitch
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
 from cosmos_core.config.schema.table import StageContext, Table, warn
-from cosmos_core.config.schema.values import (
+from cosmos_core.config.schema.value_types import (
     Completions,
     Names,
     NonNegativeFloat,

@@ -13,8 +13,9 @@ from cosmos_core.run.stage import Stage
 
 _NEWEST = "step"
 """Name of the metric whose value is the newest step that the MLflow server has."""
-_MAX_PARAMS = 100  # maximum number of parameters per request; _MOST_LETTERS is the maximum length of a value
-_MAX_VALUE_LETTERS = 6000
+# Limits of one request: number of parameters, and characters of a value.
+_MAX_PARAMS = 100
+_MAX_VALUE_CHARACTERS = 6000
 
 
 class MlflowSink:
@@ -36,7 +37,7 @@ class MlflowSink:
         self._client.update_run(self._run_id, status="RUNNING")
         settings = flat(stage.recipe.model_dump(mode="json"))
         params = [
-            Param(metric_name(key), str(value)[:_MAX_VALUE_LETTERS])
+            Param(metric_name(key), str(value)[:_MAX_VALUE_CHARACTERS])
             for key, value in settings.items()
             if metric_name(key) not in run.data.params  # MLflow refuses to change parameters of a resumed run
         ]

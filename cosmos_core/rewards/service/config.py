@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from cosmos_core.config.load import parse, read_toml
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.values import NonNegativeFloat, PositiveFloat, PositiveInt, Strings
+from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveFloat, PositiveInt, Strings
 from cosmos_core.errors import ConfigError
 
 _VIDEO_REWARDS = {"cosmos_reason1", "dance_grpo"}
