@@ -21,7 +21,7 @@ from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.rollout import transfer
 from cosmos_core.rollout.base import Bucket, EngineSettings, EngineWrapper, LoadReceipt
 from cosmos_core.rollout.fleet import Fleet
-from cosmos_core.rollout.link import divide
+from cosmos_core.rollout.link import split_bucket
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.transfer import NativeTransfer
 from cosmos_core.rollout.transport import IpcTransport, NcclTransport, Transport
@@ -76,7 +76,7 @@ def ranks_of_two_engines() -> list[tuple[int, int, int]]:
             parallel = SimpleNamespace(data_parallel_index=0, world_size=2, rank=rank)
             common.worker_init_process_group(common.NCCLWeightTransferInitInfo(**info), parallel)
     IPCWeightTransferInitInfo(**IpcTransport().prepare(1, 1)[0])
-    header, _ = divide([("a", torch.ones(2)), ("b", torch.tensor(1.0))])
+    header, _ = split_bucket([("a", torch.ones(2)), ("b", torch.tensor(1.0))])
     NCCLWeightTransferUpdateInfo(**header.update_info())
     sent = header._replace(extra={"ipc_handles": {"GPU": (1,)}, "tensor_sizes": [8, 4]})
     IPCWeightTransferUpdateInfo(**sent.update_info())
