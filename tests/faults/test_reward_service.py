@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -264,10 +265,10 @@ def test_a_poisonous_request_gets_an_error_and_takes_no_other_with_it(tmp_path: 
 
 
 def test_beyond_its_room_it_says_when_to_come_back_and_the_client_does(tmp_path: Path) -> None:
-    config = {"reward_args": [counted(tmp_path, options={"seconds": 0.3}, batch_size=1)], "max_pending": 1}
-    with running(tmp_path, config) as server:
-        said = [server.post("enqueue", content=body("1", counted=1.0)) for _ in range(4)]
-        full = next(each for each in said if each.status_code == 429)
+    config = {"reward_args": [counted(tmp_path, options={"seconds": 1}, batch_size=1)], "max_pending": 1}
+    with running(tmp_path, config) as server, ThreadPoolExecutor(8) as clients:
+        said = clients.map(lambda _: server.post("enqueue", content=body("1", counted=1.0)), range(8))
+        full = next(each for each in list(said) if each.status_code == 429)
         assert full.headers["Retry-After"].isdigit()
         remote = RemoteRewards(asked("counted", max_in_flight=4), server.service)
         assert [score.value for score in remote.score(noise(4))] == [0.0, 1.0, 2.0, 3.0]
