@@ -24,7 +24,7 @@ class FlowUnet(DiffusionModel):
     def size_multiple(self):
         return self.pixels_per_latent[1] * 4
 
-    def probe(self):
-        settings = super().probe()
-        settings.pop("max_sequence_length")
-        return settings
+    def call_settings(self, *size, **settings):
+        arguments = super().call_settings(*size, **settings)
+        arguments.pop("max_sequence_length")
+        return arguments
