@@ -338,10 +338,9 @@ def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | N
         pass  # the objective already contains the ratio to the rollout policy, so importance weights would repeat it
     elif sampling is not None and sampling.is_off_policy:
         correction = replace(correction, rule="truncate", high=config.rollout_correction_high)
-    refuses = any(
-        limit is not None for limit in (correction.geometric_mean_range, correction.mean_k3, correction.max_k3)
-    )
-    return correction if refuses or correction.rule != "none" else None
+    limits = (correction.geometric_mean_range, correction.mean_k3, correction.max_k3)
+    rejects = any(limit is not None for limit in limits)
+    return correction if rejects or correction.rule != "none" else None
 
 
 def _logprobs(view: TrainerView, samples: Sequence[Sample], request: RequestedOutputs, weights: str) -> list[Tensor]:
