@@ -51,7 +51,7 @@ def check_inputs(pipeline: Pipeline) -> None:
                     files_of_model(Path(each.location))
                 if each.form == "code" and each.role not in {"reward", "data_code"}:
                     _check_code(each)
-                if each.role == "reward" and (kind.scores or kind.reads_key(each.key)):
+                if each.role == "reward" and (kind.scores or each.key == "evaluate.rewards"):
                     _check_reward(each)
             if kind.trains_model:
                 _check_gpu(recipe)

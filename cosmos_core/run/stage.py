@@ -153,4 +153,5 @@ def read_kind(table: dict[str, Any]) -> StageKind:
         TypeError: the fields differ, because another version wrote the table.
     """
     values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in table.items()}
-    return StageKind(**values)
+    keys_by_modality = {name: tuple(keys) for name, keys in values.pop("keys_by_modality", {}).items()}
+    return StageKind(**values, keys_by_modality=keys_by_modality)
