@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,9 @@ def kill_while_loading(service: subprocess.Popen[bytes], loads: Path, times: int
         wait_until(loads.exists, 60, "it loads", pause=0.02)
         loads.unlink()
         for process in psutil.Process(service.pid).children(recursive=True):
-            if "worker" in " ".join(process.cmdline()) and process.name() != "bash":
-                process.kill()
+            with suppress(psutil.NoSuchProcess):  # it has ended since; a zombie is one of these
+                if "worker" in " ".join(process.cmdline()) and process.name() != "bash":
+                    process.kill()
 
 
 @pytest.mark.parametrize("by_a_shell", [pytest.param(False, marks=pytest.mark.full), True])
