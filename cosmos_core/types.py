@@ -81,8 +81,8 @@ class StageKind:
 
     def reads_key(self, key: str) -> bool:
         """Return True if a stage of this kind reads a key of its recipe."""
-        read_keys = (*self.recipe_tables, *(each for keys in self.keys_by_modality.values() for each in keys))
-        return is_at_or_below(key, read_keys) and not is_at_or_below(key, self.unread)
+        is_read = any(is_at_or_below(key, keys) for keys in (self.recipe_tables, *self.keys_by_modality.values()))
+        return is_read and not is_at_or_below(key, self.unread)
 
     @property
     def trains_model(self) -> bool:

@@ -81,10 +81,10 @@ def confirm_cancellation_at_exit() -> None:
 
 def confirm_cancellations() -> None:
     """Set the state Cancelled of each flow run that this process has executed and that is in the state Cancelling."""
-    for executed in _executed_flow_runs:
+    for flow_run_id in _executed_flow_runs:
         with suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as client:
-            if client.read_flow_run(executed).state_type == StateType.CANCELLING:
-                client.set_flow_run_state(executed, CancelledState(message="cancelled: its process ends"))
+            if client.read_flow_run(flow_run_id).state_type == StateType.CANCELLING:
+                client.set_flow_run_state(flow_run_id, CancelledState(message="cancelled: its process ends"))
 
 
 def listen_for_stop(run: Run) -> None:

@@ -40,7 +40,7 @@ _EXCLUDED_TRAINING_FILES = tuple(f"!{pattern}" for pattern in TRAINING_FILES)
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
 ANNOTATIONS, MEDIA = "custom.dataset.annotation_path", "custom.dataset.media_path"
 _TRAIN_ROWS = "train.train_policy.dataset"
-_EVALUATION_REWARDS = "evaluate.rewards"
+EVALUATION_PROMPTS, EVALUATION_REWARDS = "evaluate.prompts", "evaluate.rewards"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 Role = Literal[
@@ -209,9 +209,9 @@ def _media(stage: StageConfig, recipe: Recipe, media: Media, model: Input | None
 def _benchmarks(recipe: Recipe, kind: StageKind) -> Iterator[Input]:
     """Yield the folder of the user's lm-eval tasks with the local data files that these tasks name, and the prompt sets
     of a diffusion model."""
-    if kind.reads_key("evaluate.prompts"):
+    if kind.reads_key(EVALUATION_PROMPTS):
         for name in recipe.evaluate.prompts:
-            yield replace(_data("evaluate.prompts", name, ALL, has_sets=True), form="folder")
+            yield replace(_data(EVALUATION_PROMPTS, name, ALL, has_sets=True), form="folder")
     key = "evaluate.include_path"
     if kind.reads_key(key) and (folder := recipe.evaluate.include_path):
         yield Input(key, "data", location := _resolve_existing(folder), "folder", TASK_FILES)
@@ -263,13 +263,13 @@ def _code(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input
         if find_mark(field, NamedThing) is NamedThing.CODE:
             names = (value,) if isinstance(value, str) else value or ()
             role: Role = "code" if affects_result(field) else "hook"
-            score_functions = {*policy.rewards, *held_out} if isinstance(value, dict) else recipe.evaluate.rewards
+            score_functions = {*policy.rewards, *held_out, *recipe.evaluate.rewards}
             yield from (Input(key, role, n, "code") for n in names if is_import_path(n) and n not in score_functions)
     reward_names: dict[str, Iterable[str]] = {
         "train.train_policy.reward_function": policy.rewards, "validation.reward_function": held_out
     }  # fmt: skip
-    if kind.reads_key(_EVALUATION_REWARDS):
-        reward_names = {_EVALUATION_REWARDS: recipe.evaluate.rewards}
+    if kind.reads_key(EVALUATION_REWARDS):
+        reward_names = {EVALUATION_REWARDS: recipe.evaluate.rewards}
     for key, names in reward_names.items():
         yield from (Input(key, "reward", n, "code" if is_import_path(n) else "literal") for n in names)
     if kind.reads_data == "source":

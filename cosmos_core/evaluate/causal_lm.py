@@ -1,4 +1,4 @@
-"""Worker program of stage kind `evaluate`: run benchmarks with lm-eval, with the results of lm-eval's command line.
+"""Evaluation of a language model: benchmarks of lm-eval, with the results of lm-eval's command line.
 
 Writes `evaluation.json` (metrics and settings of each task), `items.parquet` (one row per item of a task, so that two
 models can be compared on the same items) and `samples.jsonl` (some generated texts, for the report). Responses are

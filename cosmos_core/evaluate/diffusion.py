@@ -16,12 +16,15 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from cosmos_core.config.schema.evaluate import EvaluateConfig
 from cosmos_core.errors import Preempted, RewardError
 from cosmos_core.evaluate.prompt_sets import read_prompt_sets
 from cosmos_core.evaluate.scored_prompts import ScoredPrompt, append_scores, item_table, metrics_of, read_scores
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import open_family
 from cosmos_core.observe import gallery
+from cosmos_core.registry import is_import_path
+from cosmos_core.rewards.base import load_reward
 from cosmos_core.rollout.base import request_seed
 from cosmos_core.run.files import raise_disk_full, write_json
 from cosmos_core.run.paired_items import ITEMS
@@ -31,7 +34,7 @@ from cosmos_core.train.measure import SAMPLES, add_samples, open_rewards
 from cosmos_core.types import Completion, DiffusionSample, Group, Outcome, Prompt, Score, ScoredGroup
 
 REPORT = "evaluation.json"
-_PARTIAL = "partial"
+_UNFINISHED = "unfinished"
 _CHECKED_PROMPTS = 2
 
 
@@ -42,6 +45,7 @@ def check(stage: Stage) -> Outcome:
         ConfigError, DataError, ModelError, RewardError: one of them has a problem.
     """
     family, settings = open_family(stage.model, stage.recipe.policy), stage.recipe.evaluate
+    _check_rewards(settings.rewards)
     diffusers = stage.recipe.policy.diffusers
     num_frames = diffusers.inference_frames if family.is_video else 1
     family.latent_shape(*diffusers.inference_size, num_frames)
@@ -61,32 +65,42 @@ def run(stage: Stage) -> Outcome:
         RewardError: a reward cannot be loaded, or no sample of a prompt set has a valid reward.
         Preempted: a stop was requested; finished batches are kept.
     """
+    _check_rewards(stage.recipe.evaluate.rewards)
     sets = read_prompt_sets(stage.recipe.evaluate)
-    partial = stage.path / f"{_PARTIAL}-{stage.fingerprint[:16]}"
+    unfinished = stage.path / f"{_UNFINISHED}-{stage.fingerprint[:16]}"
     num_shown = max(1, gallery.MAX_PROMPTS // len(sets))
     try:
-        scored = _score_all(stage, sets, partial, num_shown)
+        scored = _score_all(stage, sets, unfinished, num_shown)
         metrics = metrics_of(scored)
     except RewardError:
-        shutil.rmtree(partial, ignore_errors=True)  # a repeated stage scores again
+        shutil.rmtree(unfinished, ignore_errors=True)  # a repeated stage scores again
         raise
     stage.metrics.log(0, metrics)
-    shown = {name: prompts[:num_shown] for name, prompts in sets.items()}
+    shown_prompts = [(name, prompt) for name, prompts in sets.items() for prompt in prompts[:num_shown]]
     with raise_disk_full(stage.path):
-        groups = [_shown_group(partial, scored, name, prompt) for name, prompts in shown.items() for prompt in prompts]
+        groups = [_shown_group(unfinished, scored, name, prompt) for name, prompt in shown_prompts]
         add_samples(stage.path / SAMPLES, 0, groups)
         write_json(stage.path / REPORT, _report(stage, sets, metrics))
         pq.write_table(item_table(scored, sets), stage.path / ITEMS)
-        shutil.rmtree(partial)
+        shutil.rmtree(unfinished)
     return Outcome(outputs=(REPORT, ITEMS, SAMPLES, gallery.FOLDER), metrics=metrics)
 
 
-def _score_all(stage: Stage, sets: dict[str, list[Prompt]], partial: Path, num_shown: int) -> list[ScoredPrompt]:
+def _check_rewards(names: Sequence[str]) -> None:
+    """Check that no built-in reward scores text alone, which an image or a video does not have."""
+    for name in names:
+        if not is_import_path(name) and "media" not in load_reward(name).keywords:
+            raise RewardError(
+                f"evaluate.rewards: {name!r} scores texts, and samples are images or videos; leave it out"
+            )
+
+
+def _score_all(stage: Stage, sets: dict[str, list[Prompt]], unfinished: Path, num_shown: int) -> list[ScoredPrompt]:
     """Return the scores of all prompts, after those of an earlier attempt; keep the samples of the first `num_shown`
     prompts of each set for the grid."""
     settings, prompts = stage.recipe.evaluate, [(name, prompt) for name, each in sets.items() for prompt in each]
-    partial.mkdir(parents=True, exist_ok=True)
-    scored = read_scores(partial)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    scored = read_scores(unfinished)
     if len(scored) == len(prompts):
         return scored
     stage.progress.phase("load")
@@ -94,19 +108,19 @@ def _score_all(stage: Stage, sets: dict[str, list[Prompt]], partial: Path, num_s
     family = open_family(stage.model, stage.recipe.policy, device)
     dtype = getattr(torch, stage.recipe.train.param_dtype)
     pipeline = type(family).load_pipeline(family.folder, dtype).to(device)
-    size, call_settings = settings.batch_size or 1, _call_settings(stage, family)
+    size, call_settings = settings.batch_size or 1, _call_settings(family)
     with open_rewards(stage, dict.fromkeys(settings.rewards, 1.0 / len(settings.rewards))) as score:
         stage.progress.phase("evaluate")
         for start in range(len(scored), len(prompts), size):
             batch = prompts[start : start + size]
-            samples = _sample(pipeline, call_settings, [prompt for _, prompt in batch], stage)
+            samples = _sample(pipeline, call_settings, [prompt for _, prompt in batch], settings)
             groups = score([_make_group(prompt, each) for (_, prompt), each in zip(batch, samples, strict=True)])
             new = [ScoredPrompt.of(name, group) for (name, _), group in zip(batch, groups, strict=True)]
             if not scored and not any(value for each in new for value in each.rewards):
                 raise RewardError(f"no reward of the first batch is valid; the first: {new[0].error}")
             with raise_disk_full(stage.path):
-                _save_shown_samples(partial, batch, samples, num_shown)
-                append_scores(partial, new)
+                _save_shown_samples(unfinished, batch, samples, num_shown)
+                append_scores(unfinished, new)
             scored += new
             stage.progress.step(len(scored), len(prompts))
             if stage.stop_requested and len(scored) < len(prompts):
@@ -114,24 +128,23 @@ def _score_all(stage: Stage, sets: dict[str, list[Prompt]], partial: Path, num_s
     return scored
 
 
-def _call_settings(stage: Stage, family: DiffusionModel) -> dict[str, Any]:
+def _call_settings(family: DiffusionModel) -> dict[str, Any]:
     """Return the arguments of the pipeline's call, without prompts and seeds."""
-    diffusers = stage.recipe.policy.diffusers
+    config, sample = family.config, family.config.sample
     return family.call_settings(
-        diffusers.inference_size,
-        diffusers.inference_frames,
-        diffusers.sample.eval_num_steps,
-        guidance_scale=diffusers.sample.guidance_scale,
+        config.inference_size, config.inference_frames, sample.eval_num_steps, guidance_scale=sample.guidance_scale
     )
 
 
 @torch.no_grad()
-def _sample(pipeline: Any, call_settings: dict[str, Any], prompts: Sequence[Prompt], stage: Stage) -> list[Tensor]:
+def _sample(
+    pipeline: Any, call_settings: dict[str, Any], prompts: Sequence[Prompt], settings: EvaluateConfig
+) -> list[Tensor]:
     """Return the samples of each prompt as uint8 (samples, [frames,] height, width, 3), on the CPU.
 
     The noise of a sample depends only on the seed, the position of the prompt in its set and the number of the sample.
     """
-    count, seed = stage.recipe.evaluate.samples_per_prompt or 1, stage.recipe.evaluate.seed or 0
+    count, seed = settings.samples_per_prompt or 1, settings.seed or 0
     seeds = [request_seed(seed, 0, prompt.id, k) for prompt in prompts for k in range(count)]
     pixels = pipeline(
         prompt=[prompt.text for prompt in prompts for _ in range(count)],
@@ -147,21 +160,21 @@ def _make_group(prompt: Prompt, samples: Tensor) -> Group:
     return Group(prompt, tuple(completions), 0)
 
 
-def _sample_file(partial: Path, name: str, prompt: Prompt) -> Path:
-    return partial / f"{name}-{prompt.id}.npy"
+def _sample_file(unfinished: Path, name: str, prompt: Prompt) -> Path:
+    return unfinished / f"{name}-{prompt.id}.npy"
 
 
 def _save_shown_samples(
-    partial: Path, batch: Sequence[tuple[str, Prompt]], samples: Sequence[Tensor], num_shown: int
+    unfinished: Path, batch: Sequence[tuple[str, Prompt]], samples: Sequence[Tensor], num_shown: int
 ) -> None:
     for (name, prompt), pixels in zip(batch, samples, strict=True):
         if prompt.id < num_shown:
-            np.save(_sample_file(partial, name, prompt), pixels.numpy())
+            np.save(_sample_file(unfinished, name, prompt), pixels.numpy())
 
 
-def _shown_group(partial: Path, scored: Sequence[ScoredPrompt], name: str, prompt: Prompt) -> ScoredGroup:
+def _shown_group(unfinished: Path, scored: Sequence[ScoredPrompt], name: str, prompt: Prompt) -> ScoredGroup:
     """Return a prompt with its samples and their mean rewards."""
-    group = _make_group(prompt, torch.from_numpy(np.load(_sample_file(partial, name, prompt))))
+    group = _make_group(prompt, torch.from_numpy(np.load(_sample_file(unfinished, name, prompt))))
     rewards = next(each.rewards for each in scored if (each.set_name, each.id) == (name, prompt.id))
     return ScoredGroup(
         group, tuple(Score(float(np.mean(list(values.values()))) if values else None) for values in rewards)
@@ -175,7 +188,7 @@ def _report(stage: Stage, sets: dict[str, list[Prompt]], metrics: dict[str, floa
         "diffusers": version("diffusers"),
         "pipeline": family.folder.class_name,
         "settings": {
-            **_call_settings(stage, family), "seed": settings.seed or 0, "rewards": list(settings.rewards),
+            **_call_settings(family), "seed": settings.seed or 0, "rewards": list(settings.rewards),
             "samples_per_prompt": settings.samples_per_prompt or 1, "dtype": stage.recipe.train.param_dtype,
         },
         "prompts": {name: len(prompts) for name, prompts in sets.items()},

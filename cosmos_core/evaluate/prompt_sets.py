@@ -1,6 +1,7 @@
 """Prompt sets on which a diffusion model is evaluated."""
 
 import os
+from itertools import islice
 from pathlib import Path
 
 from cosmos_core.config.prompt_sets import find_prompt_set
@@ -30,9 +31,7 @@ def _read(location: str, limit: int | None) -> list[Prompt]:
     path = find_prompt_set(location, _KEY) or Path(os.path.expanduser(location))
     split = "test" if path.is_dir() else "train"
     prompts: list[Prompt] = []
-    for item in open_items(DatasetConfig(name=str(path), split=(split,)), _KEY)():
-        if len(prompts) == limit:
-            break
+    for item in islice(open_items(DatasetConfig(name=str(path), split=(split,)), _KEY)(), limit):
         if item.problem or not item.prompt:
             raise DataError(f"{_KEY}: {location}: {item.problem or f'{item.where}: the prompt is empty'}")
         reference = find_reference(item.metadata, "")

@@ -34,8 +34,8 @@ def num_gpus(kind: StageKind, recipe: Recipe) -> int:
 def num_reserved_gpus(kind: StageKind, recipe: Recipe) -> int:
     """Return the number of GPUs that the placement of a stage assigns to its ranks and engines, on any machine; 0 for a
     stage without a mesh and without an engine. On a machine without GPUs each such process counts as one GPU."""
-    if kind.has_engine:
-        return recipe.rollout.parallelism.tp_size
+    if kind.has_engine:  # of a diffusion model, one process samples on one GPU
+        return recipe.rollout.parallelism.tp_size if recipe.policy.modality.has_engines_of_text else 1
     if kind.reads_key("export.formats") and recipe.export.quantized:
         return 1
     return recipe.num_gpus(has_rollouts=kind.feed == "rollouts") if kind.has_mesh else 0

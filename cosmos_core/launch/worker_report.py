@@ -77,13 +77,13 @@ def end_lost_flow_runs(client: Any, pool: str, seen_since: dict[UUID, float]) ->
     hosts = {worker["host"] for worker, _ in recent_reports(client) if worker["pool"] == pool}
     final_states = {StateType.PENDING: Crashed, StateType.CANCELLING: Cancelled}
     is_starting_or_ending = filters.FlowRunFilterStateType(any_=list(final_states))
-    found = client.read_flow_runs(
+    flow_runs = client.read_flow_runs(
         work_pool_filter=filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[pool])),
         flow_run_filter=filters.FlowRunFilter(state=filters.FlowRunFilterState(type=is_starting_or_ending)),
     )
-    for other_id in seen_since.keys() - {flow_run.id for flow_run in found}:
+    for other_id in seen_since.keys() - {flow_run.id for flow_run in flow_runs}:
         del seen_since[other_id]
-    for flow_run in found:
+    for flow_run in flow_runs:
         seconds = time.monotonic() - seen_since.setdefault(flow_run.id, time.monotonic())
         if seconds > max_seconds_without_process(flow_run.infrastructure_pid or "", hosts):
             message = f"{flow_run.state_name} for {seconds:.0f} s: its process is gone"

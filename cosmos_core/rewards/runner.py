@@ -257,9 +257,10 @@ def _start(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str
 
 def _load(names: Sequence[str]) -> set[str]:
     """Load the rewards with their models, and return the names of rewards whose parameters require lists."""
+    group_functions = {name for name in names if _reward(name).binding.takes_group}
     for name in filter(has_model, names):
         open_model(name, _constants["custom"])
-    return {name for name in names if _reward(name).binding.takes_group}
+    return group_functions
 
 
 @cache

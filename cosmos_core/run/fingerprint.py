@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.inputs import Input, Role, source_of
+from cosmos_core.config.inputs import EVALUATION_PROMPTS, EVALUATION_REWARDS, Input, Role, source_of
 from cosmos_core.config.media import MEDIA_PATHS
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.rl import GENERATED_REWARD
@@ -160,7 +160,7 @@ def _counts(each: Input, kind: StageKind, is_read: Callable[[str], bool]) -> boo
 
 def _runs_rewards(each: Input, kind: StageKind) -> bool:
     """Return True if a stage of this kind computes the rewards that an input names."""
-    return kind.scores or kind.trains_model or each.key == "evaluate.rewards"
+    return kind.scores or kind.trains_model or each.key == EVALUATION_REWARDS
 
 
 def _digest(each: Input, digests: Digests) -> Any:
@@ -176,7 +176,7 @@ def _digest(each: Input, digests: Digests) -> Any:
     path = Path(each.location)
     if each.role == "end_tokens":
         return read_object(path)[_END_TOKENS]
-    if each.key == "evaluate.prompts":  # metrics have the name of the prompt set
+    if each.key == EVALUATION_PROMPTS:  # metrics have the name of the prompt set
         return [path.stem, digests.digest_files(path, files_of(path)) if path.is_dir() else digests.digest_file(path)]
     if not path.is_dir():
         return digests.digest_file(path)
@@ -246,10 +246,9 @@ def read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str]
     def is_key_read(key: str) -> bool:
         return kind.reads_key(key) and not is_at_or_below(key, ignored_keys)
 
-    if is_key_read("custom") and not stage.entry and not _labels(pipeline.inputs(stage), is_key_read):
-        rewards = {
-            each.location for each in pipeline.inputs(stage) if each.role == "reward" and _runs_rewards(each, kind)
-        }
+    inputs = pipeline.inputs(stage)
+    if is_key_read("custom") and not stage.entry and not _labels(inputs, is_key_read):
+        rewards = {each.location for each in inputs if each.role == "reward" and _runs_rewards(each, kind)}
         ignored_keys += [f"custom.{name}" for name in recipe.custom if name not in {*_PACKAGE_CUSTOM_TABLES, *rewards}]
     return is_key_read
 

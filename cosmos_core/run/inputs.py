@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.inputs import WEIGHTS_SUFFIXES, Input
+from cosmos_core.config.inputs import EVALUATION_REWARDS, WEIGHTS_SUFFIXES, Input
 from cosmos_core.config.prompt_sets import find_prompt_set
 from cosmos_core.config.schema.dataset import generator_of
 from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
@@ -51,7 +51,7 @@ def check_inputs(pipeline: Pipeline) -> None:
                     files_of_model(Path(each.location))
                 if each.form == "code" and each.role not in {"reward", "data_code"}:
                     _check_code(each)
-                if each.role == "reward" and (kind.scores or each.key == "evaluate.rewards"):
+                if each.role == "reward" and (kind.scores or each.key == EVALUATION_REWARDS):
                     _check_reward(each)
             if kind.trains_model:
                 _check_gpu(recipe)

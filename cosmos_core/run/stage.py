@@ -152,6 +152,10 @@ def read_kind(table: dict[str, Any]) -> StageKind:
     Raises:
         TypeError: the fields differ, because another version wrote the table.
     """
-    values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in table.items()}
-    keys_by_modality = {name: tuple(keys) for name, keys in values.pop("keys_by_modality", {}).items()}
-    return StageKind(**values, keys_by_modality=keys_by_modality)
+    return StageKind(**_lists_to_tuples(table))
+
+
+def _lists_to_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _lists_to_tuples(each) for key, each in value.items()}
+    return tuple(value) if isinstance(value, list) else value

@@ -13,17 +13,19 @@ KIND = StageKind(
     reads_model="weights",
     allowed_keys=("format",),
     table="evaluate",
-    recipe_tables=("evaluate", "rollout.backend", "rollout.parallelism.tp_size"),
+    recipe_tables=("evaluate",),
     keys_by_modality={
+        "causal_lm": ("rollout.backend", "rollout.parallelism.tp_size"),
         "diffusion": (
             "policy.diffusers.inference_size",
             "policy.diffusers.inference_frames",
             "policy.diffusers.max_prompt_length",
-            "policy.diffusers.sample",
+            "policy.diffusers.sample.eval_num_steps",
+            "policy.diffusers.sample.guidance_scale",
             "policy.model_class",
             "train.param_dtype",
             "custom",
-        )
+        ),
     },
     reports=("evaluation/*",),
     libraries=EVALUATION,

@@ -16,6 +16,7 @@ from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError, DataError, Preempted, RewardError
 from cosmos_core.evaluate import diffusion, program
+from cosmos_core.launch.gpus import num_reserved_gpus
 from cosmos_core.rollout.base import request_seed
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
@@ -86,7 +87,7 @@ def test_metrics_are_rewards_of_the_samples_of_diffusers(models: Path, tmp_path:
     lines = [json.loads(line) for line in (stage.path / "samples.jsonl").read_text().splitlines()]
     assert [len(line["media"]) for line in lines] == [2] * 4
     assert (stage.path / "visual_output" / "step_0" / "grid.png").exists()
-    assert not list(stage.path.glob("partial-*"))
+    assert not list(stage.path.glob("unfinished-*"))
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "sd3"])
@@ -110,14 +111,14 @@ def test_a_stopped_stage_continues_with_the_next_batch(
     with pytest.raises(Preempted, match="the scores of 2 prompts are kept"):
         program.run(stage)
     stage.stop_requested = False
-    [scores] = stage.path.glob("partial-*/scores.jsonl")
+    [scores] = stage.path.glob("unfinished-*/scores.jsonl")
     scores.write_text(scores.read_text() + '{"set_name": "colours", "i')  # killed while it wrote
     sampled: list[str] = []
     sample = diffusion._sample
 
-    def record(pipeline: Any, call_settings: Any, prompts: Any, stage: Stage) -> Any:
+    def record(pipeline: Any, call_settings: Any, prompts: Any, settings: Any) -> Any:
         sampled.extend(prompt.text for prompt in prompts)
-        return sample(pipeline, call_settings, prompts, stage)
+        return sample(pipeline, call_settings, prompts, settings)
 
     monkeypatch.setattr(diffusion, "_sample", record)
     assert program.run(stage).metrics == expected and sampled == ["green", "two"]
@@ -135,7 +136,7 @@ def test_an_invalid_reward_is_counted_and_never_zero(models: Path, tmp_path: Pat
     (tmp_path / "rewards.py").write_text(REWARDS.replace("/ 255", "/ missing"))
     with pytest.raises(RewardError, match="no reward of the first batch is valid; the first: redness: NameError"):
         program.run(failing)
-    assert not list(failing.path.glob("partial-*"))
+    assert not list(failing.path.glob("unfinished-*"))
 
 
 def refused(folder: Path, evaluate: str, policy: str = "is_diffusers = true") -> str:
@@ -191,4 +192,14 @@ def test_content_of_prompts_and_rewards_and_settings_of_sampling_count(
     (tmp_path / "rewards.py").write_text(REWARDS + "\n# changed\nX = 1\n")
     marks.append(mark())
     assert len(set(marks)) == len(marks)
-    assert mark(text.replace("eval_num_steps = 4", "eval_num_steps = 4\nnum_steps = 7")) != marks[-1]
+    unread = "eval_num_steps = 4\nnum_steps = 7\n[rollout.parallelism]\ntp_size = 2"
+    assert mark(text.replace("eval_num_steps = 4", unread)) == marks[-1]
+
+
+def test_a_reward_of_texts_is_refused_and_the_stage_takes_one_gpu(models: Path, tmp_path: Path) -> None:
+    stage = evaluation(tmp_path, save("sd3", models / "texts"), **{"evaluate.rewards": ["overlong"],
+                                                                 "rollout.parallelism.tp_size": 4})  # fmt: skip
+    for program_of in (program.check, program.run):
+        with pytest.raises(RewardError, match="'overlong' scores texts, and samples are images or videos"):
+            program_of(stage)
+    assert num_reserved_gpus(stage.kind, stage.recipe) == 1

@@ -58,7 +58,7 @@ class EvaluateConfig(Table):
     @property
     def prompt_sets(self) -> dict[str, str]:
         """Return the location of each prompt set by its name."""
-        return {Path(location).name.removesuffix(Path(location).suffix): location for location in self.prompts}
+        return {Path(location).stem: location for location in self.prompts}
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
         if stage.kind.table != "evaluate":
