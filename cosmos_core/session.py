@@ -287,7 +287,7 @@ def _keep_display_updated(current_run: Callable[[], Run | None], display: Displa
             return
         for stage in run.pipeline.stages:
             path = run.stage_path(stage.name)
-            display.update(stage.name, read_state(path).state, read_progress(path))
+            display.update(stage.name, read_state(path).status, read_progress(path))
 
     def update_periodically() -> None:
         was_stopping = False

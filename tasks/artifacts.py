@@ -222,7 +222,7 @@ def _stages(run: RunRecord) -> list[str]:
     for stage in run.stages:
         if stage.conditions:
             lines += ["", f"gate **{stage.name}**", "", conditions_table(stage.conditions)]
-        elif stage.status == "failed":
+        elif stage.state.state == "failed":
             lines += ["", f"**{stage.name}**: {stage.state.error}"]
     return lines
 

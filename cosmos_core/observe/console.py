@@ -34,11 +34,11 @@ MIN_LINE_SECONDS = 10.0
 
 STATE_STYLES = {
     "waiting": "dim", "running": "cyan", "retrying": "yellow", "reused": "blue", "done": "green",
-    "failed": "bold red", "stopped": "yellow", "died": "bold red",
+    "failed": "bold red", "refused": "bold red", "stopped": "yellow", "died": "bold red",
 }  # fmt: skip
 _STATE_MARKS = {
-    "waiting": "·", "running": "▶", "retrying": "↻", "reused": "≡", "done": "✓", "failed": "✗", "stopped": "■",
-    "died": "✗",
+    "waiting": "·", "running": "▶", "retrying": "↻", "reused": "≡", "done": "✓", "failed": "✗", "refused": "✗",
+    "stopped": "■", "died": "✗",
 }  # fmt: skip
 _SPARKLINE_LEVELS = "▁▂▃▄▅▆▇█"
 _MEMORY = {"GPU": "memory/gpu_gib", "memory": "memory/host_gib"}
@@ -229,7 +229,7 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     facts |= cost_card(run)
     if (run.path / "report.html").is_file():
         facts["report"] = report_url(run.path) or str(run.path / "report.html")
-    if run.outcome in {"failed", "stopped"}:  # the model of an incomplete run may be its base model
+    if run.outcome in {"failed", "refused", "stopped"}:  # the model of an incomplete run may be its base model
         facts |= {
             f"model of stage {stage.name!r}": str(stage.path / stage.info["model"]) for stage in run.trained_models
         }
@@ -259,7 +259,7 @@ def _list_notices(run: RunRecord) -> list[Text]:
     stage, for example about skipped rows."""
     lines = []
     for stage in run.stages:
-        if stage.status == "failed" and stage.state.error:
+        if stage.state.state == "failed" and stage.state.error:
             lines.append(Text(f"{stage.name}: {stage.state.error}", style="red"))
         if stage.reason_for_rerun:
             lines.append(Text(f"{stage.name}: remade: {stage.reason_for_rerun}", style="yellow"))

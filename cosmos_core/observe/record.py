@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.load import read_toml
-from cosmos_core.errors import EXIT_REFUSED, ConfigError
+from cosmos_core.errors import ConfigError
 from cosmos_core.launch.service_health import FILE as HEALTH
 from cosmos_core.run.directory import PIPELINE, RunFacts, read_facts
 from cosmos_core.run.files import Document, Seconds, json_objects, parsed, read_document, read_json, read_object
@@ -133,8 +133,8 @@ class StageRecord:
 
     @property
     def status(self) -> str:
-        """Return the displayed status: the state in `state.json`, or `died` for a stage that was killed."""
-        return "died" if self.died_at is not None else self.state.state
+        """Return the displayed status: `died` for a stage that was killed, otherwise `State.status`."""
+        return "died" if self.died_at is not None else self.state.status
 
     @cached_property
     def died_at(self) -> float | None:
@@ -185,7 +185,7 @@ class StageRecord:
     @property
     def has_refused(self) -> bool:
         """Return True if the stage is a gate that refused."""
-        return self.state.state == "failed" and self.state.exit_code == EXIT_REFUSED
+        return self.status == "refused"
 
     @cached_property
     def best_step(self) -> BestStep | None:
@@ -247,12 +247,12 @@ class RunRecord:
 
     @property
     def outcome(self) -> str:
-        """Return the displayed outcome of the run: `failed`, `stopped` or `died` if a stage is, `done` if all stages
-        are finished, `waiting` for approval, `declined`, `died` if the process of the run has ended, otherwise
-        `running`."""
+        """Return the displayed outcome of the run: `failed`, `refused`, `stopped` or `died` if a stage is, `done` if
+        all stages are finished, `waiting` for approval, `declined`, `died` if the process of the run has ended,
+        otherwise `running`."""
         # A report stage shows the outcome, so its own status must not affect the outcome.
         states = {stage.status for stage in self.stages if stage.kind.makes != "page"}
-        for state in ("failed", "stopped", "died"):
+        for state in ("failed", "refused", "stopped", "died"):
             if state in states:
                 return state
         if states <= FINISHED and self.stages:

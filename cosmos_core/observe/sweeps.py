@@ -5,7 +5,7 @@ from typing import Any
 
 from cosmos_core.observe.record import RunRecord, StageRecord
 
-_STATUS_ORDER = ("failed", "died", "stopped", "running", "retrying", "waiting", "done", "reused")
+_STATUS_ORDER = ("failed", "refused", "died", "stopped", "running", "retrying", "waiting", "done", "reused")
 
 
 @dataclass(frozen=True)

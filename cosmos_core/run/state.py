@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cosmos_core.environment import mask_error
-from cosmos_core.errors import EXIT_CRASH, CosmosError, OverBudget, Preempted, ProgramError
+from cosmos_core.errors import EXIT_CRASH, EXIT_REFUSED, CosmosError, OverBudget, Preempted, ProgramError
 from cosmos_core.run.files import Document, Seconds, read_document, warn_if_disk_full, write_json
 from cosmos_core.run.manifest import read_result
 
@@ -82,6 +82,11 @@ class State(Document):
     checkpoint_step: int | None = None
     longest_step_seconds: float = 0.0
     """Longest step of all attempts in seconds: a worker that must stop gets this time to finish its current step."""
+
+    @property
+    def status(self) -> str:
+        """Return the displayed state: `refused` for a gate that refused, otherwise `state`."""
+        return "refused" if self.state == "failed" and self.exit_code == EXIT_REFUSED else self.state
 
     @property
     def is_over_budget(self) -> bool:

@@ -45,3 +45,4 @@ def test_a_model_that_a_gate_refused_is_not_offered_and_one_that_it_did_not_judg
     out = io.StringIO()
     print_summary(run, stream=out)
     assert [line.split()[3] for line in out.getvalue().splitlines() if "safetensors" in line] == ["'other'"]
+    assert "refused after" in out.getvalue() and "✗ refused" in out.getvalue() and "failed" not in out.getvalue()
