@@ -7,7 +7,7 @@ not correct for FSDP, which averages gradients over ranks; `train/` does.
 Shapes: B sequences (a sequence is never split between micro-batches), T tokens.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -69,6 +69,13 @@ def token_metric(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Return the metric `[sum, count]` of the values at unmasked tokens, without gradient."""
     sum_ = apply_mask(values_BT.detach(), mask_BT).sum(dtype=torch.float64)
     return torch.stack([sum_, mask_BT.bool().sum().to(torch.float64)])
+
+
+def source_masks(sources: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the label of each data set of a mixture with the mask of its samples, of which `sources` has the labels;
+    nothing for samples of a single data set, whose label is empty."""
+    for name in dict.fromkeys(filter(None, sources)):
+        yield name, torch.tensor([source == name for source in sources])
 
 
 def add_metrics(total: Metrics, other: Metrics) -> Metrics:

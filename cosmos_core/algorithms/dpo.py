@@ -10,13 +10,13 @@ Shapes: B sequences, T tokens, P pairs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from cosmos_core.algorithms.aggregate import Metrics, apply_mask, denominator, means
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, denominator, means, source_masks
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.config.schema.dpo import DpoConfig, DpoLossConfig
 from cosmos_core.data.sample import Sample
@@ -72,6 +72,21 @@ def preference_loss(pairs: PairLogprobs, config: DpoLossConfig, total: Denominat
     count = torch.tensor(float(len(chosen_P)), dtype=torch.float64, device=chosen_P.device)
     metrics = {k: torch.stack([v.detach().sum(dtype=torch.float64), count]) for k, v in values.items()}
     return loss, metrics
+
+
+def loss_of_sources(pairs: PairLogprobs, sources: Sequence[str], config: DpoLossConfig, total: Denominators) -> Metrics:
+    """Return the mean loss of the pairs of each data set of a mixture, as metric `loss/SOURCE`.
+
+    `sources` has the label of the data set of each pair. The mean of these losses, weighted by the numbers of pairs, is
+    the loss of the optimizer step with the denominators `total`.
+    """
+    per_pair = Denominators(1.0, total.chosen_tokens / total.pairs)
+    metrics = {}
+    for name, mask_P in source_masks(sources):
+        subset = PairLogprobs(*(getattr(pairs, each.name).detach()[mask_P] for each in fields(pairs)))
+        loss, _ = preference_loss(subset, config, per_pair)
+        metrics[f"loss/{name}"] = torch.stack([loss.double(), mask_P.sum().to(loss.device, torch.float64)])
+    return metrics
 
 
 def _smooth_log_sigmoid(margin_P: Tensor, smoothing: float) -> Tensor:
@@ -150,26 +165,30 @@ class Dpo(Algorithm):
             pairs = PairLogprobs(
                 *(values_B[rows_of_side] for values_B in columns for rows_of_side in (chosen_P, rejected_P))
             )
-            return Loss(*preference_loss(pairs, self.config.dpo, total))
+            value, metrics = preference_loss(pairs, self.config.dpo, total)
+            sources = [micro.samples[b].source for b in chosen_P]
+            return Loss(value, metrics | loss_of_sources(pairs, sources, self.config.dpo, total))
 
         yield Update(samples, loss)
 
     def measure(self, chunks: Iterable[Sequence[Sample]], view: TrainerView, size: int) -> dict[str, float]:
-        """Return metrics of held-out pairs: loss, mean rewards, and the fraction whose chosen response has the higher
-        reward.
+        """Return metrics of held-out pairs: loss, also of each data set, mean rewards, and the fraction whose chosen
+        response has the higher reward.
 
         `size`: number of pairs in a forward pass.
         """
-        logps, references, tokens = [], [], []
+        logps, references, tokens, sources = [], [], [], []
         for samples in chunks:
             rows = view.evaluate(samples, size=2 * size)
             logps.append(torch.stack([row["logprobs"].sum(dtype=torch.float64) for row in rows]).cpu())
             references += [sample.reference_logprob for sample in samples]
             tokens += [sample.num_learned for sample in samples]
+            sources += [sample.source for sample in samples[::2]]
         columns = (torch.cat(logps), *(torch.tensor(values, dtype=torch.float64) for values in (references, tokens)))
         pairs = PairLogprobs(*(values[start::2] for values in columns for start in (0, 1)))
         total = Denominators(len(pairs.chosen), float(sum(tokens[::2])))
         loss, metrics = preference_loss(pairs, self.config.dpo, total)
+        metrics |= loss_of_sources(pairs, sources, self.config.dpo, total)
         return {"loss": loss.item(), **means(metrics), "pairs": float(len(pairs.chosen))}
 
 

@@ -8,12 +8,12 @@ Shapes: B sequences, T tokens.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, apply_mask, means
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, means, source_masks
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.config.schema.kto import KtoConfig, KtoLossConfig
 from cosmos_core.data.sample import Sample, swap_responses
@@ -56,6 +56,17 @@ def unpaired_loss(responses: LabelledLogprobs, kl: Tensor, config: KtoLossConfig
     return loss, metrics | {"kl": torch.stack([kl.double(), torch.ones_like(kl).double()])}
 
 
+def loss_of_sources(responses: LabelledLogprobs, sources: Sequence[str], kl: Tensor, config: KtoLossConfig) -> Metrics:
+    """Return the mean loss of the responses of each data set of a mixture, as metric `loss/SOURCE`. `sources` has the
+    label of the data set of each response."""
+    metrics = {}
+    for name, mask_B in source_masks(sources):
+        subset = LabelledLogprobs(*(getattr(responses, each.name).detach()[mask_B] for each in fields(responses)))
+        loss, _ = unpaired_loss(subset, kl, config, total=1)
+        metrics[f"loss/{name}"] = torch.stack([loss.double(), mask_B.sum().to(loss.device, torch.float64)])
+    return metrics
+
+
 class Kto(Algorithm):
     """KTO: one optimizer step per train step, with the mean loss over all responses of the train step."""
 
@@ -73,21 +84,25 @@ class Kto(Algorithm):
                 list(micro.indices),
             )
             responses = LabelledLogprobs(logps_B, reference_B[indices], is_desirable_B[indices])
-            return Loss(*unpaired_loss(responses, kl, self.config.kto, len(samples)))
+            value, metrics = unpaired_loss(responses, kl, self.config.kto, len(samples))
+            sources = [sample.source for sample in micro.samples]
+            return Loss(value, metrics | loss_of_sources(responses, sources, kl, self.config.kto))
 
         yield Update(samples, loss)
 
     def measure(self, chunks: Iterable[Sequence[Sample]], view: TrainerView, size: int) -> dict[str, float]:
-        """Return the loss and the mean rewards of held-out rows, with one KL estimate over all rows.
+        """Return the loss, also of each data set, and the mean rewards of held-out rows, with one KL estimate.
 
         `chunks` alternate between the labelled sample of a row and a sample with the response of another row; both
         carry their reference log-probabilities. `size`: number of samples in a forward pass.
         """
         labels: list[bool] = []
+        sources: list[str] = []
         logps, references, divergences = [], [], []
         for samples in chunks:
             labelled, mismatched = samples[::2], samples[1::2]
             labels += [sample.reward > 0 for sample in labelled]
+            sources += [sample.source for sample in labelled]
             logps.append(_sums(view, labelled, "policy", size))
             references.append(logps[-1].new_tensor([sample.reference_logprob for sample in labelled]))
             if self.config.kto.loss_type == "kto":
@@ -97,6 +112,7 @@ class Kto(Algorithm):
         responses = LabelledLogprobs(logps_B, torch.cat(references), torch.tensor(labels, device=logps_B.device))
         kl = torch.cat(divergences).mean().clamp(min=0) if divergences else logps_B.new_zeros(())
         loss, metrics = unpaired_loss(responses, kl, self.config.kto, len(labels))
+        metrics |= loss_of_sources(responses, sources, kl, self.config.kto)
         return {"loss": loss.item(), **means(metrics)}
 
     def _reference(self, samples: Sequence[Sample], view: TrainerView) -> tuple[Tensor, Tensor]:

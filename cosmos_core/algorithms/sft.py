@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, apply_mask, denominator, token_metric
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, denominator, source_masks, token_metric
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
@@ -26,11 +26,9 @@ def sft_loss(logprobs_BT: Tensor, loss_mask_BT: Tensor, total: float) -> tuple[T
 
 def loss_of_sources(batch: MicroBatch) -> Metrics:
     """Return the mean negative log-likelihood of the labels of each data set of a mixture, as metric `loss/SOURCE`."""
-    sources = [sample.source for sample in batch.samples]
-    mask_BS, is_source = batch.mask_BS, lambda name: batch.mask_BS.new_tensor([each == name for each in sources])
     return {
-        f"loss/{name}": token_metric(-batch.logprobs_BS, mask_BS * is_source(name).unsqueeze(-1))
-        for name in dict.fromkeys(filter(None, sources))
+        f"loss/{name}": token_metric(-batch.logprobs_BS, batch.mask_BS * mask_B.unsqueeze(-1).to(batch.mask_BS))
+        for name, mask_B in source_masks([sample.source for sample in batch.samples])
     }
 
 

@@ -148,13 +148,17 @@ def test_the_losses_by_hand(settings: dict[str, Any], expected: float) -> None:
     for i in range(2):
         for name, num in (("chosen", (3, 1)[i]), ("rejected", (2, 1)[i])):
             mask = np.array([0] + [1] * num, dtype=np.uint8)
-            samples.append(Sample(np.arange(1 + num), mask, reference_logprob=REFERENCE[name][i]))
+            samples.append(Sample(np.arange(1 + num), mask, reference_logprob=REFERENCE[name][i], source="ab"[i]))
             rows.append([LOGPS[name][i] / num] * num + [99.0] * (3 - num))
     (update,) = Dpo(DpoConfig(type="sft", dpo=DpoLossConfig(beta=0.5, **settings))).updates(samples, NoView())
     logprobs_BS = torch.tensor(rows, dtype=torch.float64)
     found = update.loss(micro_batch(samples[::-1], logprobs_BS.flip(0), logprobs_BS.flip(0) != 99, [3, 2, 1, 0]))
     assert found.value.item() == pytest.approx(expected, rel=1e-12)
-    assert means(found.metrics) == pytest.approx(
+    metrics = means(found.metrics)
+    of_sources = [metrics.pop("loss/a"), metrics.pop("loss/b")]
+    assert sum(of_sources) / 2 == pytest.approx(expected, rel=1e-12)
+    assert settings or of_sources == pytest.approx([softplus(-0.5), softplus(-0.75)], rel=1e-12)
+    assert metrics == pytest.approx(
         {
             "rewards/chosen": 0.375, "rewards/rejected": -0.25, "rewards/margin": 0.625, "rewards/accuracy": 1.0,
             "logps/chosen": -2.0, "logps/rejected": -3.0,

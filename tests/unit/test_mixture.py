@@ -143,6 +143,29 @@ def test_stopped_and_resumed_ends_with_the_same_bits_and_metrics_by_data_set(
         assert min(losses[:2]) < losses[2] < max(losses[:2])
 
 
+@pytest.mark.parametrize("trainer_type", ["dpo", "kto"])
+def test_a_preference_has_a_loss_by_data_set(task: Path, tmp_path: Path, trainer_type: str) -> None:
+    if trainer_type == "dpo":
+        rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "0"} for i in range(4)]
+    else:
+        rows = [{"prompt": f"{i}+1=", "completion": str(i + 1), "label": i % 2 == 0} for i in range(4)]
+    names = [write(tmp_path / f"{name}.jsonl", rows) for name in "ab"]
+    policy = {
+        "type": "sft", "trainer_type": trainer_type, "mini_batch": 3,
+        "datasets": [{"name": name, "test_size": 1} for name in names],
+    }  # fmt: skip
+    values = recipe(policy, train_batch_per_replica=6, max_num_steps=2).model_dump(exclude_unset=True)
+    config = Recipe.model_validate(values | {"validation": {"enable": True, "freq": 1}})
+    prepared = make_stage(tmp_path / "data", "prepare", config, task / "task/model")
+    prepare.run(prepared)
+    at = make_stage(tmp_path / "train", "sft", config, task / "task/model", prepared.path / "data")
+    train(at)
+    line = curve(at)[-1]
+    for prefix in ("", "validation/"):
+        losses = [line[f"{prefix}loss/{name}"] for name in "ab"]
+        assert min(losses) <= line[f"{prefix}loss"] <= max(losses)
+
+
 def test_pairs_are_mixed_with_columns_of_their_own(task: Path, tmp_path: Path) -> None:
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
     names = write(tmp_path / "a.jsonl", [pair] * 4), write(tmp_path / "b.jsonl", [{**pair, "good": "4"}] * 2)
