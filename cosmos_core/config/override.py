@@ -119,7 +119,7 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
                 f"to set a key of it, or set one of its recipe with {stage}.KEY=VALUE"
             )
         else:
-            allowed = [*names, *Recipe.model_fields, "pipeline"]
+            allowed = list(dict.fromkeys([*names, *Recipe.model_fields, "pipeline"]))
             raise ConfigError(
                 f"--set {setting.text!r}: {first!r} is no stage and no table of a recipe{suggestion(first, allowed)}"
             )

@@ -61,6 +61,8 @@ def read_preference(
         raise SkippedRow(where, "with equal chosen and rejected")
     prompt_column = next((c for c in (column, *_PROMPT_COLUMNS) if has_value(row, c)), None)
     if prompt_column is None and isinstance(first_completion, str) and isinstance(other, str):
+        if any(name in row for name in (column, *_PROMPT_COLUMNS)):
+            raise SkippedRow(where, "without a prompt")
         return _split_plain_preference(first_completion, other, where)
     chosen, rejected = _response_turns(first_completion), _response_turns(other)
     prompt = [] if prompt_column is None else as_turns(row, prompt_column, "user", where, with_images)

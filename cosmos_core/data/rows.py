@@ -40,6 +40,8 @@ from cosmos_core.transient import is_machine_error, is_network_error
 
 _TRAIN = "train"
 _SLICE = re.compile(r"(.+?)\[(-?\d+%?)?:(-?\d+%?)?\]")
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\b")
+"""Start of the name of one of the files into which `datasets` divides a split; the group is the split."""
 _HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 
 
@@ -110,6 +112,7 @@ def load_rows(dataset: RowsConfig, key: str = "dataset", opener: Opener | None =
     # Path.expanduser and Path.exists raise for some names, unlike the functions of os.path.
     path = Path(os.path.expanduser(dataset.name))
     if os.path.exists(path):
+        path = _folder_of_rows(path, dataset.subset)
         parts = [part for split in dataset.split for part in _sliced_parts(path, split, key)]
     elif is_code(dataset.name) and opener:
         parts = [opener.make_part(dataset.name, key)]
@@ -197,7 +200,7 @@ def _parse_slice_bound(text: str | None, total: int) -> int | None:
 
 
 def _local_parts(path: Path, split: str, key: str) -> list[RowPart]:
-    if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+    if path.is_dir() and _is_saved(path):
         return [_load_saved_split(path, split, key)]
     if path.is_dir():
         return [_read(file) for file in _files_of_split(path, split, key)]
@@ -216,32 +219,57 @@ def _read(file: Path) -> RowPart:
     return open_part(file)
 
 
+def _is_saved(folder: Path) -> bool:
+    """Return whether `save_to_disk` of `datasets` has written the folder."""
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
 def _data_files(folder: Path) -> list[Path]:
     files = (file for file in folder.iterdir() if data_suffix(file.name) and not file.name.startswith("."))
     return sorted(file for file in files if file.is_file())
 
 
 def _has_split_name(file: Path, split: str) -> bool:
-    """Return whether a file name is that of a split: `train.jsonl`, `train-00000-of-00002.parquet`, `train_1.json`."""
+    """Return whether a file name is that of a split: `train.jsonl`, `train-00000-of-00002.parquet`, `train_1.json`; but
+    `train_sft-00000-of-00001.parquet` is of the split `train_sft`."""
+    if match := _SHARD.match(file.name):
+        return match[1] == split
     return file.name.startswith(tuple(split + separator for separator in ".-_"))
 
 
 def _files_of_split(folder: Path, split: str, key: str) -> list[Path]:
     files = _data_files(folder)
     chosen = [file for file in files if _has_split_name(file, split)]
-    if not chosen and split == _TRAIN:  # files without split names are training rows
+    splits = {match[1] for file in files if (match := _SHARD.match(file.name))}
+    if not chosen and split == _TRAIN and len(splits) < 2:  # files without split names are training rows
         chosen = [file for file in files if not any(_has_split_name(file, name) for name in _HELD_OUT_SPLITS)]
     if not chosen:
         contents = ", ".join(file.name for file in files[:5]) or f"no data file{_mention_subfolders(folder)}"
-        raise DataError(f"{key}.name: {folder} has no file for the split {split!r}; it holds {contents}")
+        remedy = f"; set {key}.split to one of {', '.join(sorted(splits))}" if splits else ""
+        raise DataError(f"{key}.name: {folder} has no file for the split {split!r}; it holds {contents}{remedy}")
     return chosen
 
 
+def _folder_of_rows(path: Path, subset: str) -> Path:
+    """Return the path with the data files of a data set. In a copy of a data set of the Hub these are in a sub-folder:
+    that of `subset`, or else the only one with data files."""
+    if not path.is_dir() or _is_saved(path):
+        return path
+    if subset and (path / subset).is_dir():
+        return path / subset
+    subfolders = _subfolders(path)
+    return subfolders[0] if len(subfolders) == 1 and not _data_files(path) else path
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    """Return the sub-folders with data files."""
+    return sorted(each for each in folder.iterdir() if each.is_dir() and _data_files(each))
+
+
 def _mention_subfolders(folder: Path) -> str:
-    """Return the part of a message that names sub-folders with data files, as in a copy of a data set of the Hub."""
-    subfolders = sorted(each for each in folder.iterdir() if each.is_dir() and _data_files(each))
-    names = " or ".join(repr(str(each)) for each in subfolders[:5])
-    return f", and its folders are not looked into; name {names}" if subfolders else ""
+    """Return the part of a message that names sub-folders with data files."""
+    names = " or ".join(repr(str(each)) for each in _subfolders(folder)[:5])
+    return f", and its folders are not looked into; name {names}" if names else ""
 
 
 def _load_saved_split(path: Path, split: str, key: str) -> RowPart:

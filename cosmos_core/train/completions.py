@@ -4,7 +4,8 @@
     <stage>/completions/step_000012/0-1.png   an image (or 0-1.mp4, a video) of a completion; grid.png shows all
 
 A reward can rise because the policy exploits the reward. A warning is logged at early signs: groups of equal rewards,
-one reward that rises while other rewards fall, and completions that become short, repetitive or low in entropy.
+one reward that rises while other rewards fall, and completions that are all truncated or become short, repetitive or
+low in entropy.
 `measure.py` logs held-out completions.
 """
 
@@ -104,11 +105,17 @@ class CompletionLog:
             f"step {step}: the completions of each of {len(groups)} groups have equal rewards, of which nothing is "
             f"learned; take other prompts, rewards or a higher temperature",
         )  # fmt: skip
+        completions = [each for scored_group in groups for each in scored_group.group.completions]
+        self._warn_once(
+            "truncated", all(each.finish_reason == "length" for each in completions),
+            f"step {step}: all {len(completions)} completions end at the maximum length, none with the end token; "
+            f"raise rollout.max_response_length (with mask_truncated_completions nothing is learned of them)",
+        )  # fmt: skip
         self._rewards.append({name: mean for name, mean in reward_means(groups).items() if "/" not in name})
         opposed = _opposed_message(self._rewards)
         self._warn_once("opposed", bool(opposed), f"steps {step - _WINDOW + 1} to {step}: {opposed}; a reward may be "
                    f"exploited: cosmos samples --step {step} --best")  # fmt: skip
-        shape = _text_statistics([each for scored_group in groups for each in scored_group.group.completions])
+        shape = _text_statistics(completions)
         if not shape:
             return
         self._shapes.append(shape)

@@ -249,6 +249,8 @@ def _step_problem(at: Stage, recipe: Any) -> str:
     lines = [line for line in read_metrics(at.path / "metrics.jsonl") if line["step"] > 0]
     if [line["step"] for line in lines] != [1]:
         return f"{len(lines)} steps in place of 1"
+    if lines[0].get("completion/truncated") == 1.0 and recipe.train.train_policy.mask_truncated_completions:
+        return ""  # nothing is learned, as a warning says
     bad = [name for name, value in lines[0].items() if isinstance(value, float) and not math.isfinite(value)]
     if bad or "loss" not in lines[0]:
         return f"step 1 has no finite {bad or 'loss'}"
@@ -284,7 +286,8 @@ def _draw_case(folder: Path, place: Path, draw: random.Random) -> dict[str, Any]
     for one, other in (("prompt", "response"), ("response", "prompt")):  # half of such recipes name both
         if name == "sft" and f"{_POLICY}.{one}_column_name" in settings and draw.random() < 0.5:
             settings.setdefault(f"{_POLICY}.{other}_column_name", {"prompt": "prompt", "response": "completion"}[other])
-    settings[f"{_POLICY}.dataset.name"], is_plain = _write_rows(place, name, draw)
+    settings[f"{_POLICY}.dataset.name"], form = _write_rows(place, name, draw)
+    is_plain = form == "text" or (form == "columns" and settings.get(f"{_POLICY}.conversation_column_name") == "prompt")
     has_template = _write_model(folder, place / "model", draw)
     (place / "recipe.toml").write_text(tomli_w.dumps(nested(settings)))
     return {**settings, "is_plain": is_plain or not has_template}
@@ -321,8 +324,8 @@ def _edit(file: Path, **values: Any) -> None:
     file.write_text(json.dumps({name: v for name, v in {**table_, **values}.items() if v is not None}))
 
 
-def _write_rows(place: Path, name: str, draw: random.Random) -> tuple[str, bool]:
-    """Write rows that the algorithm reads, some of them odd; the name of the file, and whether they are plain text."""
+def _write_rows(place: Path, name: str, draw: random.Random) -> tuple[str, str]:
+    """Write rows that the algorithm reads, some of them odd; the name of the file, and their form."""
     form = draw.choice(["turns", "turns", "columns", "talk", "text"] if name == "sft" else ["turns", "columns"])
     rows = [_row(name, form, i, draw) for i in range(draw.choice([1, 2, 3, 5, 8, 12]))]
     for _ in range(draw.choice([0, 0, 0, 1, 2])):
@@ -342,7 +345,7 @@ def _write_rows(place: Path, name: str, draw: random.Random) -> tuple[str, bool]
         file.write_text(text, encoding="utf-8", errors="replace")
     else:
         file.write_text(lines)
-    return file.name, form == "text"
+    return file.name, form
 
 
 def _row(name: str, form: str, i: int, draw: random.Random) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +142,19 @@ def test_groups_without_a_difference_are_warned_of_once_until_there_is_one(
     assert [message.partition(":")[0] for message in caplog.messages] == ["step 2", "step 5"]
     log(6, [ScoredGroup(group(1, [0.0, 0.0]).group, (Score(0.0),) * 2)])  # bypassed
     assert len(caplog.messages) == 2
+
+
+def test_completions_that_all_end_at_the_maximum_length_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, whole = opened(tmp_path, writes=False), group(1, (0.0, 1.0))
+    cut = tuple(replace(each, finish_reason="length") for each in whole.group.completions)
+    log(1, [replace(whole, group=replace(whole.group, completions=(cut[0], whole.group.completions[1])))])
+    assert not caplog.messages
+    for step in (2, 3):
+        log(step, [replace(whole, group=replace(whole.group, completions=cut))])
+    [message] = caplog.messages
+    assert message.startswith("step 2: all 2 completions end at the maximum length") and "max_response" in message
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,14 @@ def test_plain_texts_share_their_beginning_and_end_with_the_end_token(tmp_path: 
         assert "".join(learned(tokenizer, ids.tolist(), mask.tolist())).strip() == f"{text}<|im_end|>"
 
 
+def test_plain_texts_beside_an_empty_prompt_have_none(tmp_path: Path) -> None:
+    rows = [{"prompt": empty, "chosen": "it is 4", "rejected": "it is 5"} for empty in (None, "")]
+    rows.append({"prompt": "2+2?", "chosen": "it is 4", "rejected": "it is 5"})
+    made = stage(tmp_path, rows, **{"dataset.max_skipped_fraction": 1.0})
+    run(made)
+    assert len(open_pairs(made.path / "data", "train").chosen) == 1
+
+
 def test_long_answers_are_cut_and_the_pair_is_counted_once(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "chosen": "c" * 90, "rejected": "r"}, {"prompt": "p", "chosen": "a", "rejected": "b"}]
     made = stage(tmp_path, rows)

@@ -156,12 +156,32 @@ def test_a_shard_without_rows_is_passed_over_where_others_have_some(tmp_path):
         load_rows(DatasetConfig(name=str(tmp_path)))
 
 
-def test_a_folder_of_folders_says_which_to_name(tmp_path):
-    (tmp_path / "data").mkdir()
-    write_jsonl(tmp_path / "data" / "train-0.jsonl")
-    (tmp_path / "other").mkdir()
-    with pytest.raises(DataError, match=r"it holds no data file, and its folders are not looked into; name .*/data'$"):
+def test_a_copy_of_a_hub_data_set_is_read_from_the_folder_of_its_files(tmp_path):
+    for folder, part in [("main", ROWS[:2]), ("socratic", ROWS[2:])]:
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "train-00000-of-00001.jsonl", part)
+    (tmp_path / "images").mkdir()
+    with pytest.raises(DataError, match=r"its folders are not looked into; name .*/main' or .*/socratic'$"):
         load_rows(DatasetConfig(name=str(tmp_path)))
+    rows = load_rows(DatasetConfig(name=str(tmp_path), subset="socratic"))
+    assert values(rows) == ROWS[2:] and rows.folder == tmp_path / "socratic"
+    (tmp_path / "socratic" / "train-00000-of-00001.jsonl").unlink()
+    rows = load_rows(DatasetConfig(name=str(tmp_path)))
+    assert values(rows) == ROWS[:2] and rows.folder == tmp_path / "main"
+    write_jsonl(tmp_path / "train.jsonl", ROWS[4:])
+    assert values(load_rows(DatasetConfig(name=str(tmp_path)))) == ROWS[4:]
+
+
+def test_shards_are_of_the_split_that_they_name_and_of_no_other(tmp_path):
+    for name, part in [("train_sft", ROWS[:1]), ("train_prefs", ROWS[1:2]), ("test_prefs", ROWS[2:])]:
+        write_jsonl(tmp_path / f"{name}-00000-of-00001-0a1b.jsonl", part)
+    assert values(load_rows(DatasetConfig(name=str(tmp_path), split=("train_prefs",)))) == ROWS[1:2]
+    with pytest.raises(DataError, match=r"split 'train'; .*; set dataset\.split to one of test_prefs, train_prefs, "):
+        load_rows(DatasetConfig(name=str(tmp_path)))
+    (tmp_path / "shards").mkdir()
+    for i in range(2):
+        write_jsonl(tmp_path / "shards" / f"part-0000{i}-of-00002.jsonl", ROWS[i : i + 1])
+    assert values(load_rows(DatasetConfig(name=str(tmp_path / "shards")))) == ROWS[:2]
 
 
 def test_a_row_knows_its_line_although_blank_lines_are_passed_over(tmp_path):

@@ -48,7 +48,8 @@ class RowsConfig(Table):
     """Arguments of the generator of `reasoning-gym:NAME`: `size` (number of rows, 500 if left out), `seed` (0 if left
     out), and those of the generator itself."""
     subset: str = ""
-    """Configuration name of the data set on the Hub; empty: the default configuration."""
+    """Configuration name of the data set on the Hub, or sub-folder of a local copy of it; empty: the default
+    configuration, or the only sub-folder with data files of a folder that has none."""
     revision: str = ""
     """Commit, tag or branch of the data set on the Hub; empty: the newest commit."""
     split: Splits = ("train",)
