@@ -72,9 +72,11 @@ def held_out() -> list[dict[str, Any]]:
 
 
 def brief(to_be_evaluated: str, reference: str) -> float:
-    """Return the reward of a completion: 0 without the capital, else a half, and a half divided by its words."""
-    words = to_be_evaluated.split()
-    return 0.5 + 0.5 / len(words) if reference in to_be_evaluated else 0.0
+    """Return the reward of a completion: 0 without the capital, else 1 divided by the number of its words.
+
+    A larger reward of long completions was learned in place of the task: sentences have the capital more often.
+    """
+    return 1 / len(to_be_evaluated.split()) if reference in to_be_evaluated else 0.0
 
 
 def items(**_: Any) -> dict[str, Any]:
