@@ -26,10 +26,10 @@ DEMO = Path(capitals.__file__).parents[1]
 
 @pytest.mark.parametrize(
     ("text", "reward"),
-    [("Oslo", 1.0), (" Oslo.\n", 1.0), ("Oslo?!", 1.0), ("Rome", 0.0), ("It is Oslo.", 1 / 3), ("in Oslo", 0.5),
+    [("Oslo", 1.0), (" Oslo.\n", 1.0), ("Oslo?!", 1.0), ("Rome", 0.0), ("It is Oslo.", 0.0), ("in Oslo", 0.0),
      ("", 0.0), ("\n", 0.0)],
 )  # fmt: skip
-def test_a_wrong_capital_has_no_reward_and_few_words_have_more(text: str, reward: float) -> None:
+def test_only_the_capital_and_nothing_else_has_a_reward(text: str, reward: float) -> None:
     assert capitals.brief(text, "Oslo") == pytest.approx(reward)
     metrics = {"exact_match": float(text.strip() in {"Oslo", "Oslo."}), "reward": pytest.approx(reward)}
     assert capitals.score({"solution": "Oslo"}, [text]) == metrics

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import string
 from typing import Any
 
 from cosmos_core.run.files import replaced_folder
@@ -72,11 +73,11 @@ def held_out() -> list[dict[str, Any]]:
 
 
 def brief(to_be_evaluated: str, reference: str) -> float:
-    """Return the reward of a completion: 0 without the capital, else 1 divided by the number of its words.
+    """Return the reward of a completion: 1 for the capital and nothing else but punctuation, otherwise 0.
 
-    A larger reward of long completions was learned in place of the task: sentences have the capital more often.
+    A reward of sentences with the capital, however small, was learned in place of the task: they are right more often.
     """
-    return 1 / len(to_be_evaluated.split()) if reference in to_be_evaluated else 0.0
+    return float(to_be_evaluated.strip(string.whitespace + string.punctuation) == reference)
 
 
 def items(**_: Any) -> dict[str, Any]:
