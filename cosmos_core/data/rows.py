@@ -262,8 +262,9 @@ def _folder_of_rows(path: Path, subset: str) -> Path:
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    """Return the sub-folders with data files."""
-    return sorted(each for each in folder.iterdir() if each.is_dir() and _data_files(each))
+    """Return the sub-folders with data files, except hidden ones."""
+    folders = (each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+    return sorted(each for each in folders if _data_files(each))
 
 
 def _mention_subfolders(folder: Path) -> str:

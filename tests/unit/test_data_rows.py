@@ -157,7 +157,7 @@ def test_a_shard_without_rows_is_passed_over_where_others_have_some(tmp_path):
 
 
 def test_a_copy_of_a_hub_data_set_is_read_from_the_folder_of_its_files(tmp_path):
-    for folder, part in [("main", ROWS[:2]), ("socratic", ROWS[2:])]:
+    for folder, part in [("main", ROWS[:2]), ("socratic", ROWS[2:]), (".cache", ROWS)]:
         (tmp_path / folder).mkdir()
         write_jsonl(tmp_path / folder / "train-00000-of-00001.jsonl", part)
     (tmp_path / "images").mkdir()
