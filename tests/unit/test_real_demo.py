@@ -30,7 +30,7 @@ DEMO = Path(capitals.__file__).parents[1]
      ("", 0.0), ("\n", 0.0)],
 )  # fmt: skip
 def test_only_the_capital_and_nothing_else_has_a_reward(text: str, reward: float) -> None:
-    assert capitals.brief(text, "Oslo") == pytest.approx(reward)
+    assert capitals.capital_alone(text, "Oslo") == pytest.approx(reward)
     metrics = {"exact_match": float(text.strip() in {"Oslo", "Oslo."}), "reward": pytest.approx(reward)}
     assert capitals.score({"solution": "Oslo"}, [text]) == metrics
 

@@ -1,6 +1,6 @@
 """The task of the demo of a real model: name the capital of a country, and say nothing else.
 
-Used by stages and by lm-eval: `make` is the entry of a custom stage, `brief` a reward, `items` and `score` belong to
+Used by stages and by lm-eval: `make` is the entry of a custom stage, `capital_alone` a reward, `items` and `score` belong to
 the benchmark `capitals.yaml`.
 """
 
@@ -72,7 +72,7 @@ def held_out() -> list[dict[str, Any]]:
     return [_row(_QUESTIONS[0], country) for country in _countries()[:_NUM_HELD_OUT]]
 
 
-def brief(to_be_evaluated: str, reference: str) -> float:
+def capital_alone(to_be_evaluated: str, reference: str) -> float:
     """Return the reward of a completion: 1 for the capital and nothing else but punctuation, otherwise 0.
 
     A reward of sentences with the capital, however small, was learned in place of the task: they are right more often.
@@ -91,7 +91,7 @@ def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     """Return the metrics of an item, for `process_results` of lm-eval. A full stop at the end is no error."""
     text, reference = results[0], doc["solution"]
     is_right = text.strip().removesuffix(".") == reference
-    return {"exact_match": float(is_right), "reward": brief(text, reference)}
+    return {"exact_match": float(is_right), "reward": capital_alone(text, reference)}
 
 
 def _countries() -> list[str]:
