@@ -1,7 +1,7 @@
 """The task of the demo of a real model: name the capital of a country, and say nothing else.
 
-Used by stages and by lm-eval: `make` is the entry of a custom stage, `capital_alone` a reward, `items` and `score` belong to
-the benchmark `capitals.yaml`.
+Used by stages and by lm-eval: `make` is the entry of a custom stage, `capital_alone` a reward, `items` and `score`
+belong to the benchmark `capitals.yaml`.
 """
 
 from __future__ import annotations
