@@ -83,10 +83,7 @@ def prompt_rendering(config: MultiTurnRolloutConfig, tools: Sequence[dict[str, A
 def open_tools(config: MultiTurnRolloutConfig, num_workers: int | None = None) -> ToolRunner:
     """Return a `ToolRunner` for the tools of a recipe, whose context is not entered yet."""
     return ToolRunner(
-        config.enabled_tools,
-        timeout_seconds=config.tool_timeout_seconds,
-        env=config.tool_env,
-        num_workers=num_workers,
+        config.enabled_tools, timeout_seconds=config.tool_timeout_seconds, env=config.tool_env, num_workers=num_workers
     )
 
 

@@ -85,11 +85,7 @@ def clean(stage: Stage, rows: Rows, held_out: Sequence[Rows], folder: Path, open
 
 
 def _matches(
-    stage: Stage,
-    config: CleanConfig,
-    rows: Rows,
-    held_out: Sequence[Rows],
-    pack: Callable[[Row, str], Row] | None,
+    stage: Stage, config: CleanConfig, rows: Rows, held_out: Sequence[Rows], pack: Callable[[Row, str], Row] | None
 ) -> Iterator[tuple[int, bool, dict[str, Any]]]:
     """Yield the number of each training row with a match, whether the match is a reason to drop the row, and the match.
     Matches with benchmarks and held-out rows come first, then duplicates."""

@@ -109,11 +109,7 @@ def frame_settings(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Fr
             f"policy.diffusers.train_frames = {frames} must be 1 more than a multiple of {source.frame_multiple}"
         )
     return FrameSettings(
-        diffusers.inference_size,
-        frames,
-        source.multiple,
-        dataset.aspect_ratio_buckets,
-        dataset.frame_sampling,
+        diffusers.inference_size, frames, source.multiple, dataset.aspect_ratio_buckets, dataset.frame_sampling
     )
 
 

@@ -22,10 +22,7 @@ from transformers import PreTrainedModel
 from cosmos_core.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
-_FUSED = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "down_proj": (("down_proj",), ("w2",)),
-}
+_FUSED = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 """Names of the projections that a stacked parameter of experts contains, for each naming scheme of checkpoints.
 
 Checkpoints store each projection separately.

@@ -116,12 +116,7 @@ def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch
 
 
 def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Compute the attention of packed rows, BKPD to BPKD; without `sequence_bounds`, compute the attention `sdpa`.
 
@@ -198,12 +193,7 @@ def _varlen_attention(states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tenso
 
 
 def packed_eager_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Compute the attention of packed rows with the eager attention of the model's family, which may have sinks or soft
     caps.

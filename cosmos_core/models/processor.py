@@ -22,12 +22,7 @@ from cosmos_core.models.hf import load_config
 from cosmos_core.models.model_files import MODEL_KEY, locate_model
 from cosmos_core.types import ImageRef
 
-FILES = (
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.json",
-)
+FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
 """Names of the files of a processor, except for the files of its tokenizer, such as `chat_template.jinja`."""
 _PIXEL_LIMIT_KEYS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
