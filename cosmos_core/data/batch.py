@@ -45,11 +45,8 @@ def rows_of(
     packed: bool,
     num_tokens_of: Callable[[int], int] = lambda length: length,
 ) -> Rows:
-    """Collate rows of token ids: padded on the right, or packed.
-
-    `num_tokens_of` maps the number of tokens of the longest row, or of all packed rows together, to the length after
-    padding.
-    """
+    """Collate rows of token ids: padded on the right, or packed. `num_tokens_of` maps the number of tokens of the
+    longest row, or of all packed rows together, to the length after padding."""
     if packed:
         return shared_rows(rows, [([index], 0) for index in range(len(rows))], pad_id, num_tokens_of)
     tensors = [torch.as_tensor(ids, dtype=torch.int64) for ids in rows]

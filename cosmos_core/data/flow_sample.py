@@ -55,9 +55,7 @@ class NoiseSampler:
 
     def sample(self, row: MediaRow, seed: int, *, dropout: float | None = None) -> FlowSample:
         """Return the sample of a row, with noise, noise level, text and conditioning frames sampled from `seed`.
-
-        `dropout` overrides the configured probability of dropping the prompt.
-        """
+        `dropout` overrides the configured probability of dropping the prompt."""
         generator = torch.Generator().manual_seed(seed)
         config = self.config
         sigma_1 = draw_noise_levels(

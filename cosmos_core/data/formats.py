@@ -127,9 +127,8 @@ def _json(path: Path) -> Iterator[Located]:
 
 
 def _iterate_json_array(file: TextIO, text: str) -> Iterator[Any]:
-    """Yield each element of a JSON array that begins with `text` and continues in `file`.
-
-    The file is read in blocks: memory holds at most one block and one element.
+    """Yield each element of a JSON array that begins with `text` and continues in `file`. The file is read in blocks:
+    memory holds at most one block and one element.
 
     Raises:
         ValueError: the text is not an array, or ends too early.
@@ -182,9 +181,7 @@ def _check_array(path: Path) -> None:
 
 def _csv(path: Path) -> Iterator[Located]:
     """Yield the rows of CSV or TSV with a header; values stay strings, so that the text `007` does not become 7.
-
-    Spreadsheets separate the fields with semicolons where the comma is the decimal separator.
-    """
+    Spreadsheets separate the fields with semicolons where the comma is the decimal separator."""
     csv.field_size_limit(2**31 - 1)  # the default limit of 128 KiB is too small for some conversations
     with _open_text(path, "") as file:
         first = file.readline()

@@ -90,10 +90,8 @@ def _do_overlap(_extend_by_end_token: Span, other: Span) -> bool:
 
 
 def _with_end(span: Span, full: str, end_texts: Sequence[str], *, is_marked: bool) -> Span:
-    """Extend the span by the end token after it, without which a model never learns to stop.
-
-    Marks often exclude the end token. In some models, such as GLM-4, the first token of the next turn is the end token.
-    """
+    """Extend the span by the end token after it, without which a model never learns to stop. Marks often exclude the
+    end token. In some models, such as GLM-4, the first token of the next turn is the end token."""
     start, stop = span
     if not is_marked and full[start:stop].endswith(tuple(end_texts)):
         return span
@@ -130,10 +128,8 @@ def _find_marked_spans(
     full: str,
     tools: Tools,
 ) -> list[Span] | None:
-    """Return the spans that the template marks with {% generation %}; None if the template has no such marks.
-
-    Spans are positions of characters, because transformers' token mask is wrong after a character of several tokens.
-    """
+    """Return the spans that the template marks with {% generation %}; None if the template has no such marks. Spans are
+    positions of characters, because transformers' token mask is wrong after a character of several tokens."""
     template = (
         owner.get_chat_template(tools=tools) if isinstance(owner, PreTrainedTokenizerBase) else owner.chat_template
     )

@@ -71,8 +71,7 @@ def bucket_sizes(size: Size, multiple: int) -> tuple[Size, ...]:
 
 
 def pixels_of(content: Content, framing: FrameSettings, position: float) -> np.ndarray:
-    """Return an image (HWC) or a clip (FHWC) as uint8; `position` in [0, 1] selects the clip if `sampling` is
-    random.
+    """Return an image (HWC) or a clip (FHWC) as uint8; `position` in [0, 1] selects the clip if `sampling` is random.
 
     Raises:
         DataError: the content cannot be decoded completely, or a video has too few frames.

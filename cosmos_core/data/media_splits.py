@@ -42,9 +42,8 @@ class Encoders(Protocol):
         ...
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return mean and log-variance of the normalised latents of pixels (BC[F]HW) in [-1, 1].
-
-        The log-variance is None for a deterministic VAE."""
+        """Return mean and log-variance of the normalised latents of pixels (BC[F]HW) in [-1, 1]. The log-variance is
+        None for a deterministic VAE."""
         ...
 
 

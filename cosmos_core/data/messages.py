@@ -335,10 +335,8 @@ def texts_of(message: Message) -> list[str]:
 
 
 def alternative_turns(turns: list[Message]) -> Iterator[list[Message]]:
-    """Yield alternative forms of the turns for a chat template that refuses their sequence of roles.
-
-    The closest form comes first: consecutive turns of one role are merged. Then system turns become user turns too.
-    """
+    """Yield alternative forms of the turns for a chat template that refuses their sequence of roles. The closest form
+    comes first: consecutive turns of one role are merged. Then system turns become user turns too."""
     yield merge_turns(turns)
     yield merge_turns([{**turn, "role": "user"} if turn["role"] == "system" else turn for turn in turns])
 

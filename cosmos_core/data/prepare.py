@@ -168,7 +168,6 @@ def _write_split(
     stage: Stage, path: Path, jobs: list[Job], sources: list[_Source], num_done: int, total: int
 ) -> tuple[Counts, list[Counts]]:
     """Write the prepared file of one split, and return the statistics of the split and of each of its data sets.
-
     `num_done` is the number of processed rows, and `total` the number of rows, of all splits together.
 
     Raises:

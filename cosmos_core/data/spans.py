@@ -113,9 +113,7 @@ def _texts_before_completions(
 
 def _generation_prompt(render: Render, preceding_messages: list[Message]) -> tuple[str, str] | None:
     """Return the template's text between the last turn and a completion: the turn's end, and the generation prompt.
-
-    Return None if adding the generation prompt changes the rendering of the turns.
-    """
+    Return None if adding the generation prompt changes the rendering of the turns."""
     try:
         without, with_prompt = render(preceding_messages, False), render(preceding_messages, True)
     except TemplateError:
@@ -139,9 +137,7 @@ def _last_text(preceding_messages: list[Message]) -> str:
 
 def _split_at_generation_prompt(part: str, asked: str, turn_end: str, prompt: str) -> TextBeforeCompletion:
     """Return the template's text up to the end of the generation prompt or of its longest prefix, and the missing rest.
-
-    If a generation prompt ends with `<think>`, a completion without thoughts follows only a prefix of the prompt.
-    """
+    If a generation prompt ends with `<think>`, a completion without thoughts follows only a prefix of the prompt."""
     candidate = asked + turn_end + prompt
     if candidate in part:
         return part[: part.rfind(candidate) + len(candidate)], ""

@@ -33,10 +33,8 @@ def calls_of(text: Any) -> list[Any] | None:
 
 
 def decode_arguments(calls: Any) -> Any:
-    """Return tool calls with their arguments decoded from JSON strings, which OpenAI's interface uses, to objects.
-
-    Chat templates serialise arguments to JSON, and would quote the string.
-    """
+    """Return tool calls with their arguments decoded from JSON strings, which OpenAI's interface uses, to objects. Chat
+    templates serialise arguments to JSON, and would quote the string."""
     return _with_arguments(calls, _decode_object)
 
 

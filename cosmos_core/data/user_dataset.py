@@ -46,10 +46,8 @@ _UNSUPPORTED_METHODS = (
 
 
 class Opener:
-    """Opener of the user-defined data sets and packers of one recipe.
-
-    `load_tokenizer` is called only if a `setup` method takes a tokenizer.
-    """
+    """Opener of the user-defined data sets and packers of one recipe. `load_tokenizer` is called only if a `setup`
+    method takes a tokenizer."""
 
     def __init__(self, recipe: Recipe, load_tokenizer: Callable[[], Any]) -> None:
         self._recipe, self._load_tokenizer = recipe, load_tokenizer
@@ -106,10 +104,8 @@ class Opener:
 
 
 def _instantiate(imported: Any, recipe: Recipe) -> Any:
-    """Return the data set or packer of imported user code: `named` itself, or the result of calling `named`.
-
-    A function is called with the recipe if it takes any argument, a class only if it has a required argument.
-    """
+    """Return the data set or packer of imported user code: `named` itself, or the result of calling `named`. A function
+    is called with the recipe if it takes any argument, a class only if it has a required argument."""
     is_class = inspect.isclass(imported)
     if not callable(imported) or (not is_class and hasattr(imported, "__getitem__")):
         return imported
@@ -182,10 +178,8 @@ def _reference(reference: Any, policy: AlgorithmConfig) -> Row:
 
 
 def _user_code_errors(where: str, function: Any) -> AbstractContextManager[None]:
-    """Convert errors of a user's code to a `DataError` with file and line.
-
-    `SkippedRow` passes unchanged. A transient error becomes a `StageFailed`, because the data are not at fault.
-    """
+    """Convert errors of a user's code to a `DataError` with file and line. `SkippedRow` passes unchanged. A transient
+    error becomes a `StageFailed`, because the data are not at fault."""
 
     def convert(error: Exception) -> CosmosError:
         reason = " ".join(f"{type(error).__name__}: {error}".split())

@@ -121,10 +121,7 @@ class Export:
 
 class ModelAdapter(Protocol):
     """Interface of a model that is sharded over the mesh: it converts samples to model inputs, and outputs to
-    micro-batches.
-
-    Only implementations handle tokens, images or latents.
-    """
+    micro-batches. Only implementations handle tokens, images or latents."""
 
     model: Any
     """Module of the model; with a mesh, this rank's shard of it."""
@@ -217,10 +214,8 @@ class ModelAdapter(Protocol):
         ...
 
     def attach_loss_derivative(self, batch: Any, loss: Callable[[MicroBatch], Tensor]) -> Any:
-        """Return the batch with the derivative of `loss`, so that the forward pass can already compute gradients.
-
-        The derivative of `loss` must not depend on the outputs of the model.
-        """
+        """Return the batch with the derivative of `loss`, so that the forward pass can already compute gradients. The
+        derivative of `loss` must not depend on the outputs of the model."""
         ...
 
     def check_parallel_plan(self) -> None:

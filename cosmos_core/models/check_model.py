@@ -40,10 +40,8 @@ class Check(NamedTuple):
 
 
 def check_model(model: str, model_class: str | None = None, max_prompt_length: int = 64) -> Iterator[Check]:
-    """Yield the results of the checks of a pipeline.
-
-    A check that raises an error has failed. If no family supports the pipeline, all further checks are skipped.
-    """
+    """Yield the results of the checks of a pipeline. A check that raises an error has failed. If no family supports the
+    pipeline, all further checks are skipped."""
     diffusers = DiffusersConfig(max_prompt_length=max_prompt_length)
     policy = PolicyConfig(is_diffusers=True, model_name_or_path=model, model_class=model_class, diffusers=diffusers)
     try:

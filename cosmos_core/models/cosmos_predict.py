@@ -146,9 +146,7 @@ class CosmosPredict(SanaVideo):
 
 def substitute_torchvision() -> None:
     """Replace `torchvision.transforms` in the network's module, if torchvision is not installed, by a resize function.
-
-    The network uses torchvision only to resize its padding mask.
-    """
+    The network uses torchvision only to resize its padding mask."""
     if importlib.util.find_spec("torchvision") is not None:
         return
 

@@ -71,10 +71,7 @@ class DiffusionModel:
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return mean and log-variance of the normalised latents of images or videos (B, C, [F,] H, W) with values in
-        [-1, 1].
-
-        The log-variance is None for a deterministic VAE.
-        """
+        [-1, 1]. The log-variance is None for a deterministic VAE."""
         with self._working("vae") as vae:
             posterior = vae.encode(pixels.to(self.device, torch.float32)).latent_dist
             scale, shift = self._scaling
@@ -194,10 +191,8 @@ class DiffusionModel:
         )
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
-        """Divide the tokens of each clip among the ranks of a mesh inside the denoiser.
-
-        Every rank calls the denoiser with whole clips and gets whole velocities.
-        """
+        """Divide the tokens of each clip among the ranks of a mesh inside the denoiser. Every rank calls the denoiser
+        with whole clips and gets whole velocities."""
         raise NotImplementedError(type(self).__name__)
 
     def pipeline_with_logprob(self, sample: Callable[..., Any], predict: Predict, *args: Any, **kwargs: Any) -> Any:

@@ -87,11 +87,8 @@ def save_pipeline_adapter(family: DiffusionModel, model: Any, folder: Path) -> N
 
 
 def adapter_settings(model: Any) -> dict[str, Any]:
-    """Return the settings of the model's LoRA adapter as JSON values, in the same order in every process.
-
-    Dropout is set to 0, because diffusers would keep it enabled, and a pipeline would return another image in each
-    call.
-    """
+    """Return the settings of the model's LoRA adapter as JSON values, in the same order in every process. Dropout is
+    set to 0, because diffusers would keep it enabled, and a pipeline would return another image in each call."""
     settings = model.peft_config[_ADAPTER].to_dict() | {"inference_mode": True, "lora_dropout": 0.0}
     json_settings = {key: sorted(value) if isinstance(value, (set, list)) else value for key, value in settings.items()}
     values: dict[str, Any] = json.loads(json.dumps(json_settings, default=str, sort_keys=True))
@@ -100,9 +97,7 @@ def adapter_settings(model: Any) -> dict[str, Any]:
 
 def export_state(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return the tensors of the denoiser by name for the export, on the CPU, with floating-point tensors in `dtype`.
-
-    Call this function inside `merge_adapter`, so that the weights include the LoRA adapter.
-    """
+    Call this function inside `merge_adapter`, so that the weights include the LoRA adapter."""
     return {
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
         for name, tensor in merged_state_dict(model).items()

@@ -59,10 +59,8 @@ def _lookup(model: nn.Module) -> nn.Parameter | None:
 @torch.no_grad()
 @cache
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the peak rate of matrix products on `device` in FLOP/s, measured once per process.
-
-    The matrices grow until a product takes 0.03 s; the result is the best rate over all sizes and tries.
-    """
+    """Return the peak rate of matrix products on `device` in FLOP/s, measured once per process. The matrices grow until
+    a product takes 0.03 s; the result is the best rate over all sizes and tries."""
     size, best = _MIN_MATRIX_SIZE, 0.0
     while size <= _MAX_MATRIX_SIZE.get(device.type, 1024):
         matrix = torch.randn(size, size, device=device, dtype=dtype)

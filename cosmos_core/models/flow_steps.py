@@ -73,10 +73,7 @@ def dance_grpo_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Tr
 
 def flow_cps_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
     """Return the stochastic step of FlowCPS (arXiv 2509.05952), in which the fraction sin(eta pi / 2) of the noise is
-    new.
-
-    The total noise after the step is exactly that of the next noise level.
-    """
+    new. The total noise after the step is exactly that of the next noise level."""
     new = levels.next * math.sin(eta * math.pi / 2)
     kept_noise = torch.sqrt((levels.next**2 - new**2).clamp(min=0))
     clean, noise = clean_estimate(x, v, levels.sigma), noise_estimate(x, v, levels.sigma)
@@ -132,10 +129,8 @@ def log_prob(distribution: Transition, next_latents: Tensor, mask: Tensor | None
 
 
 def euler_step(x: Tensor, v: Tensor, sigma: Tensor, next_sigma: Tensor) -> Tensor:
-    """Return the latents after an Euler step from noise level `sigma` to `next_sigma`.
-
-    DDIM with eta = 0 and DPM-Solver++ of order 1 are the same step.
-    """
+    """Return the latents after an Euler step from noise level `sigma` to `next_sigma`. DDIM with eta = 0 and
+    DPM-Solver++ of order 1 are the same step."""
     return x + v * broadcast_per_sample(next_sigma - sigma, x)
 
 

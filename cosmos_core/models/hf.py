@@ -164,9 +164,7 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the name in a checkpoint and the tensor of every weight; tied weights appear under each of their names.
-
-    Tensors are not copied, except for weights that an adapter changes, which are merged.
-    """
+    Tensors are not copied, except for weights that an adapter changes, which are merged."""
     with merge_adapter(model):
         yield from revert_weight_conversion(model, merged_state_dict(model)).items()
 
@@ -219,10 +217,7 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
 
 def _model_class(config: PretrainedConfig) -> Any:
     """Return the model class that config.json names or, as a fallback, the class registered for the type of the config;
-    None: neither exists.
-
-    The named class supports most multimodal models; the fallback supports outdated names.
-    """
+    None: neither exists. The named class supports most multimodal models; the fallback supports outdated names."""
     names = config.architectures
     if not names:
         return AutoModelForCausalLM

@@ -137,10 +137,8 @@ def merge_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a model with an adapter, under the key names of the model without the adapter.
-
-    Call this function inside `merge_adapter`, so that the weights include the adapter.
-    """
+    """Return the state dict of a model with an adapter, under the key names of the model without the adapter. Call this
+    function inside `merge_adapter`, so that the weights include the adapter."""
     names = names_without_adapter(model)
     return {names[key]: tensor for key, tensor in model.state_dict().items() if names[key]}
 
@@ -186,10 +184,8 @@ def factor_of(key: str) -> tuple[str, str]:
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapter of a model to a folder in PEFT's format.
-
-    `PeftModel.from_pretrained(base, folder)` then loads the adapter onto the original base model.
-    """
+    """Write the adapter of a model to a folder in PEFT's format. `PeftModel.from_pretrained(base, folder)` then loads
+    the adapter onto the original base model."""
     config = portable_config(model.peft_config[_NAME], model)
     config.inference_mode = True
     for name in (
@@ -291,10 +287,7 @@ def _name_without_wrappers(key: str, wrapper_names: set[str]) -> str:
 
 def _convert_to_original_base(model: PreTrainedModel, state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Convert an adapter whose initialisation B0 A0 changed the base weights to an adapter for the original base
-    weights.
-
-    The new adapter has twice the rank: B A - B0 A0 = [B -B0] [A; A0].
-    """
+    weights. The new adapter has twice the rank: B A - B0 A0 = [B -B0] [A; A0]."""
     buffers = dict(model.named_buffers())
     doubled_factors = {}
     for name, tensor in state.items():

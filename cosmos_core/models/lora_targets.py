@@ -24,9 +24,7 @@ from cosmos_core.errors import ConfigError
 ALL_LINEAR = "all-linear"
 _FUSED = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 """Names of the projections that a stacked parameter of experts contains, for each naming scheme of checkpoints.
-
-Checkpoints store each projection separately.
-"""
+Checkpoints store each projection separately."""
 _KEY = "policy.lora.target_modules"
 _ADAPTER_MARKERS = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
 
@@ -144,10 +142,8 @@ def portable_config(config: Any, model: nn.Module) -> Any:
 
 
 def resolve_saved_targets(config: Any, model: nn.Module) -> None:
-    """Change the configuration of a saved adapter so that it names layers of `model` as `find_targets` does.
-
-    Linear layers that `portable_config` listed as parameters are listed as modules again.
-    """
+    """Change the configuration of a saved adapter so that it names layers of `model` as `find_targets` does. Linear
+    layers that `portable_config` listed as parameters are listed as modules again."""
     listed = set(config.target_parameters or ())
     linear = {
         name: {target for target in listed if _has_suffix(f"{name}.weight", target)}
@@ -174,10 +170,8 @@ def adapted_names(model: nn.Module) -> list[str]:
 
 
 def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> str:
-    """Return a text about the adapter of a model: the number of adapted layers by kind.
-
-    For the setting `all-linear`, the text also lists the layers that the adapter does not change.
-    """
+    """Return a text about the adapter of a model: the number of adapted layers by kind. For the setting `all-linear`,
+    the text also lists the layers that the adapter does not change."""
     layers = adapted_layers(model)
     adapted = Counter(map(_kind, layers.values(), layers))
     text = "LoRA on " + ", ".join(f"{count} {kind}" for kind, count in adapted.items())
@@ -202,10 +196,8 @@ def name_without_prefix(name: str) -> str:
 
 @torch.no_grad()
 def is_plain_linear(layer: nn.Linear) -> bool:
-    """Return True if a linear layer computes a plain matrix product.
-
-    Routers and grouped layers also inherit from `nn.Linear`, but return several tensors or expect another shape.
-    """
+    """Return True if a linear layer computes a plain matrix product. Routers and grouped layers also inherit from
+    `nn.Linear`, but return several tensors or expect another shape."""
     if type(layer) is nn.Linear:
         return True
     weight = layer.weight

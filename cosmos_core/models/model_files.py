@@ -186,10 +186,8 @@ def merge_error(model: str) -> ModelError:
 
 
 def hub_is_reachable() -> bool:
-    """Return True if the host name of the Hugging Face Hub resolves, or if a proxy is configured.
-
-    Without this check, libraries on a machine without network retry each file for 20 s.
-    """
+    """Return True if the host name of the Hugging Face Hub resolves, or if a proxy is configured. Without this check,
+    libraries on a machine without network retry each file for 20 s."""
     if constants.HF_HUB_OFFLINE:
         return False
     if urllib.request.getproxies():

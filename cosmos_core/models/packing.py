@@ -118,10 +118,8 @@ def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Compute the attention of packed rows, BKPD to BPKD; without `sequence_bounds`, compute the attention `sdpa`.
-
-    The signature is that of attention functions in transformers.
-    """
+    """Compute the attention of packed rows, BKPD to BPKD; without `sequence_bounds`, compute the attention `sdpa`. The
+    signature is that of attention functions in transformers."""
     bounds, window = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
     if bounds is None and not (window and attention_mask is None and query.shape[2] == key.shape[2]):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -172,9 +170,7 @@ def _log_once(reason: str) -> None:
 
 def _autocast(state: Tensor) -> Tensor:
     """Cast queries, keys or values to the dtype of autocast, which casts the inputs of `sdpa` but not of `varlen_attn`.
-
-    The cast is needed because a norm of queries or keys returns them in the dtype of its weights.
-    """
+    The cast is needed because a norm of queries or keys returns them in the dtype of its weights."""
     kind = state.device.type
     return state.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else state
 
@@ -196,10 +192,7 @@ def packed_eager_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Compute the attention of packed rows with the eager attention of the model's family, which may have sinks or soft
-    caps.
-
-    The signature is that of attention functions in transformers.
-    """
+    caps. The signature is that of attention functions in transformers."""
     eager = sys.modules[type(module).__module__].eager_attention_forward
     bounds, window = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
     if bounds is None and attention_mask is not None:
@@ -271,10 +264,8 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
 
 @contextmanager
 def _shorten_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Make sliding windows shorter than the rows of the probe during the block.
-
-    The probe thus detects model families whose packed attention ignores the window.
-    """
+    """Make sliding windows shorter than the rows of the probe during the block. The probe thus detects model families
+    whose packed attention ignores the window."""
     holders: list[Any] = [model.config.get_text_config(), *model.modules()]
     windows = [(holder, holder.sliding_window) for holder in holders if getattr(holder, "sliding_window", None)]
     try:

@@ -149,11 +149,8 @@ class ImageReader:
         return len(row.images) if is_cross_attending else min(len(row.images), 1)
 
     def num_before_images(self, token_ids: Sequence[int]) -> int:
-        """Return the number of tokens before the first image token.
-
-        A policy may sample image tokens although there is no image; such a completion is truncated before the first
-        one.
-        """
+        """Return the number of tokens before the first image token. A policy may sample image tokens although there is
+        no image; such a completion is truncated before the first one."""
         [is_image] = self._kinds(torch.tensor([list(token_ids)])).bool().tolist() if token_ids else [[]]
         return is_image.index(True) if True in is_image else len(is_image)
 
@@ -187,10 +184,8 @@ class ImageReader:
         return torch.as_tensor(self._processor.create_mm_token_type_ids(ids_BT.tolist()), dtype=torch.int64)
 
     def _cross_attention_mask(self, rows: Sequence[RowWithImages], inputs: Mapping[str, Tensor], width: int) -> Tensor:
-        """Return a mask of the image tiles to which each token attends, of shape (B, T, images, tiles).
-
-        `width` is the number of tokens T.
-        """
+        """Return a mask of the image tiles to which each token attends, of shape (B, T, images, tiles). `width` is the
+        number of tokens T."""
         from transformers.models.mllama.processing_mllama import (
             convert_sparse_cross_attention_mask_to_dense,
             get_cross_attention_token_mask,

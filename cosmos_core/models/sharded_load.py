@@ -188,9 +188,8 @@ def _plan_loading(
     device: torch.device,
     files: list[str],
 ) -> str:
-    """Plan the reading of weight files in slices, and create the buffers of the model.
-
-    Return the reason why the files cannot be read in slices, or an empty string.
+    """Plan the reading of weight files in slices, and create the buffers of the model. Return the reason why the files
+    cannot be read in slices, or an empty string.
 
     Raises:
         ModelError: a file is damaged, or a tensor is missing, unexpected or of the wrong shape.
@@ -225,10 +224,8 @@ def _open_files(files: Sequence[str]) -> Iterator[Any]:
 
 
 def _plan(network: PreTrainedModel, slices: Mapping[str, Any], model: str) -> tuple[list[_Group], LoadStateDictInfo]:
-    """Return the groups of tensors in files that become weights, and the loading information of transformers.
-
-    The loading information lists missing and unexpected tensors, and tensors of another shape.
-    """
+    """Return the groups of tensors in files that become weights, and the loading information of transformers. The
+    loading information lists missing and unexpected tensors, and tensors of another shape."""
     state = network.state_dict()
     mapping = get_model_conversion_mapping(network)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]

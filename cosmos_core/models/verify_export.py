@@ -123,11 +123,8 @@ def check_export_possible(config: PretrainedConfig, tokenizer: PreTrainedTokeniz
 
 
 def _check_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.dtype | None) -> list[str]:
-    """Check that the weight files and their index contain exactly the tensors `expected` of the model.
-
-    Of tied weights at least one key must exist. Each tensor on disk must equal the trainer's tensor in `dtype`, bit for
-    bit.
-    """
+    """Check that the weight files and their index contain exactly the tensors `expected` of the model. Of tied weights
+    at least one key must exist. Each tensor on disk must equal the trainer's tensor in `dtype`, bit for bit."""
     file_by_key: dict[str, str] = {}
     problems: list[str] = []
     for file, key, tensor in tensors_of(target):
@@ -317,10 +314,8 @@ def _load_with_adapter(folder: Path, probe: Probe) -> Any:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return the auto class of transformers that loads the architecture in a model config.
-
-    AutoModelForCausalLM does not support some vision-language models, and loads others without their vision tower.
-    """
+    """Return the auto class of transformers that loads the architecture in a model config. AutoModelForCausalLM does
+    not support some vision-language models, and loads others without their vision tower."""
     name = (config.architectures or [""])[0]
     image_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -337,10 +332,8 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def are_bits_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors have the same dtype, shape and bits.
-
-    Unlike in torch.equal, NaN equals the same NaN, and 0.0 does not equal -0.0.
-    """
+    """Return True if two tensors have the same dtype, shape and bits. Unlike in torch.equal, NaN equals the same NaN,
+    and 0.0 does not equal -0.0."""
     if tensor.dtype != other.dtype or tensor.shape != other.shape:
         return False
     return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other)))

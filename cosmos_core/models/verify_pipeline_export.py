@@ -136,10 +136,8 @@ def _generate_rounded(family: DiffusionModel, model: Any, dtype: torch.dtype) ->
 
 @contextmanager
 def _round_weights(model: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Round the tensors of a model during the block, as diffusers does when it loads an export in `dtype`.
-
-    diffusers converts some modules back to float32, and does not change tensors that are in no file.
-    """
+    """Round the tensors of a model during the block, as diffusers does when it loads an export in `dtype`. diffusers
+    converts some modules back to float32, and does not change tensors that are in no file."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     originals = {tensor: tensor.data for _, tensor in tensors}
     float32_modules = set(getattr(model, "_keep_in_fp32_modules", None) or ())

@@ -30,10 +30,8 @@ Dims = Mapping[str, int]
 
 
 class ClipSharding:
-    """Distribution of the tokens of the current clip over the ranks.
-
-    Each block sets the distribution again, so that a block that is recomputed in the backward pass uses the same one.
-    """
+    """Distribution of the tokens of the current clip over the ranks. Each block sets the distribution again, so that a
+    block that is recomputed in the backward pass uses the same one."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
@@ -71,10 +69,8 @@ class ClipSharding:
         return total
 
     def add_borders(self, frames_BCFS: Tensor) -> Tensor:
-        """Return the frames of this rank with one more frame at each end, from the neighbouring ranks.
-
-        The frames before the first and after the last frame of the clip are zeros.
-        """
+        """Return the frames of this rank with one more frame at each end, from the neighbouring ranks. The frames
+        before the first and after the last frame of the clip are zeros."""
         own_borders = torch.stack([frames_BCFS[:, :, 0], frames_BCFS[:, :, -1]])
         all_borders = self.all_reduce(
             functional.pad(own_borders[None], (0,) * 2 * own_borders.ndim + (self.rank, self.size - 1 - self.rank))
@@ -197,11 +193,8 @@ class SummedLinearAttention:
 
 
 def exchange_borders(convolution: nn.Module, shards: ClipSharding, tokens_per_frame: Callable[[], int]) -> None:
-    """Make a convolution over time (B, C, F, S) use the neighbouring frames of other ranks at both ends.
-
-    Otherwise the convolution would pad each rank's frames with zeros. `tokens_per_frame` returns the number of tokens
-    of a frame.
-    """
+    """Make a convolution over time (B, C, F, S) use the neighbouring frames of other ranks at both ends. Otherwise the
+    convolution would pad each rank's frames with zeros. `tokens_per_frame` returns the number of tokens of a frame."""
 
     def extend_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         (frames_BCFS,) = args

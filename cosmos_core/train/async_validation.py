@@ -92,11 +92,8 @@ class AsyncValidation:
         self.on_end(FinishedValidation(step, metrics))
 
     def wait(self, step: int, on_wait: Callable[[], None]) -> None:
-        """Wait until no validation is running.
-
-        `on_wait` is called repeatedly during the wait and may raise. `step`: the step of the current weights, which
-        are sent to engines that were restarted.
-        """
+        """Wait until no validation is running. `on_wait` is called repeatedly during the wait and may raise. `step`:
+        the step of the current weights, which are sent to engines that were restarted."""
         while self.step is not None:
             if is_first():
                 self._done.wait(_POLL_SECONDS)
@@ -131,10 +128,8 @@ class AsyncValidation:
 
 
 def supports_async_validation(recipe: Any) -> bool:
-    """Return whether validation can run while the training continues.
-
-    It needs disaggregated engines, checkpoints to resume from if the engines die, and no moving average to validate.
-    """
+    """Return whether validation can run while the training continues. It needs disaggregated engines, checkpoints to
+    resume from if the engines die, and no moving average to validate."""
     train = recipe.train
     return bool(
         train.train_policy.has_rollouts

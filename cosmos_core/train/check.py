@@ -117,10 +117,8 @@ def _warn_of_no_validation(splits: Container[str]) -> dict[str, JsonValue]:
 
 
 def _check_model(stage: Stage) -> list[str]:
-    """Build the model with its LoRA adapter but without weights, and return report lines about the adapter.
-
-    With pipeline parallelism, also divide the model into pipeline stages.
-    """
+    """Build the model with its LoRA adapter but without weights, and return report lines about the adapter. With
+    pipeline parallelism, also divide the model into pipeline stages."""
     policy, sizes = stage.recipe.policy, stage.recipe.policy.parallelism
     dtype = getattr(torch, stage.recipe.train.master_dtype)
     is_pipelined = stage.kind.has_mesh and sizes.pp_size > 1
@@ -197,10 +195,8 @@ def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
 
 
 def _check_reward_service(stage: Stage, names: list[str]) -> str:
-    """Check that the stage's reward service provides the rewards `names`.
-
-    A running service is queried. For a service that the run will start, only the configuration file is read.
-    """
+    """Check that the stage's reward service provides the rewards `names`. A running service is queried. For a service
+    that the run will start, only the configuration file is read."""
     service_file = stage.config.reward_service
     if not service_file or service_file.startswith(BLOCK):
         ping(service_of(), names)

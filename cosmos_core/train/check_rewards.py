@@ -80,10 +80,8 @@ def _unscored_message(reward: str, name: str, groups: Sequence[ScoredGroup]) -> 
 
 
 def groups_of_rows(stage: Stage, splits: Sequence[str], num_frames: int | None) -> list[Group]:
-    """Return made-up completions of the first rows of splits.
-
-    `num_frames`: number of frames of a made-up video, 1 for an image; None if completions are text.
-    """
+    """Return made-up completions of the first rows of splits. `num_frames`: number of frames of a made-up video, 1 for
+    an image; None if completions are text."""
     prompts_of_split = _prompts(stage)
     size = stage.recipe.policy.diffusers.inference_size
     column = getattr(stage.recipe.train.train_policy, "response_column_name", "")

@@ -171,10 +171,8 @@ def _line(step: int, scored_group: ScoredGroup, k: int) -> dict[str, Any]:
 
 
 def _opposed_message(step_means: Sequence[Mapping[str, float]]) -> str:
-    """Return a message if exactly one reward rose while others fell, else an empty string.
-
-    A reward rose or fell if all values of the later half of the window lie beyond all values of the earlier half.
-    """
+    """Return a message if exactly one reward rose while others fell, else an empty string. A reward rose or fell if all
+    values of the later half of the window lie beyond all values of the earlier half."""
     if len(step_means) < _WINDOW:
         return ""
     half, changes = _WINDOW // 2, {}
@@ -193,10 +191,8 @@ def _opposed_message(step_means: Sequence[Mapping[str, float]]) -> str:
 
 
 def _text_statistics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return the mean number of sampled tokens, fraction of repeated 4-grams and entropy of text completions.
-
-    The entropy is estimated as the mean of -log p of the sampled tokens. The result is empty for images and videos.
-    """
+    """Return the mean number of sampled tokens, fraction of repeated 4-grams and entropy of text completions. The
+    entropy is estimated as the mean of -log p of the sampled tokens. The result is empty for images and videos."""
     texts = [each for each in completions if each.diffusion_sample is None and each.num_sampled]
     if not texts:
         return {}

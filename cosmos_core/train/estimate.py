@@ -323,10 +323,8 @@ def _estimate_training_length(recipe: Recipe, rows: _Rows, prepared_folder: Path
 
 
 def _balanced_training_length(recipe: Recipe, prepared_folder: Path | None) -> _TrainingLength:
-    """Return the number of steps and tokens of a training whose batches are filled by tokens.
-
-    The numbers equal those of the feed; without prepared rows they are the maximum that the token budget allows.
-    """
+    """Return the number of steps and tokens of a training whose batches are filled by tokens. The numbers equal those
+    of the feed; without prepared rows they are the maximum that the token budget allows."""
     assert recipe.train.max_num_steps is not None  # the schema requires max_num_steps for batches filled by tokens
     if prepared_folder is None:
         steps, policy = recipe.train.max_num_steps, recipe.train.train_policy

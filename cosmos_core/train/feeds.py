@@ -75,10 +75,8 @@ def total_steps(recipe: Recipe, num_rows: int) -> int:
 
 
 def rows_per_step(recipe: Recipe) -> int:
-    """Return the number of dataset rows that a train step reads.
-
-    For rollouts, a row is a prompt with `n_generation` completions, and the number is rounded up.
-    """
+    """Return the number of dataset rows that a train step reads. For rollouts, a row is a prompt with `n_generation`
+    completions, and the number is rounded up."""
     size = recipe.train.train_batch_per_replica
     return -(-size // recipe.rollout.n_generation) if recipe.train.train_policy.has_rollouts else size
 
@@ -126,10 +124,8 @@ def micro_batch_tokens(recipe: Recipe) -> int:
 
 
 class RowFeed(Feed):
-    """Feed of prepared rows, in an order that is a pure function of seed, epoch and position.
-
-    Rows that take long to read are read in a thread one step in advance, while the current step is trained.
-    """
+    """Feed of prepared rows, in an order that is a pure function of seed, epoch and position. Rows that take long to
+    read are read in a thread one step in advance, while the current step is trained."""
 
     def __init__(self, rows: HeldOutRows, recipe: Recipe) -> None:
         self._rows, self._recipe = rows, recipe

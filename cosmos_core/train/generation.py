@@ -118,10 +118,8 @@ class Generation:
         return shared(self.make_local_scorer(weights, max_tokens))
 
     def make_local_scorer(self, weights: Rewards, max_tokens: int | None = None) -> ScoreGroups:
-        """Return a function that scores groups by the rewards `weights` on the first rank.
-
-        `max_tokens`: maximum number of tokens of a completion; None: as in training.
-        """
+        """Return a function that scores groups by the rewards `weights` on the first rank. `max_tokens`: maximum number
+        of tokens of a completion; None: as in training."""
         token_limit = max_tokens or self._stage.recipe.rollout.max_response_length
         key = (repr(weights), token_limit) if isinstance(weights, dict) else weights
         if key not in self._scores:

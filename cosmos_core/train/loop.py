@@ -61,10 +61,8 @@ class Loop:
     """Number of optimizer steps taken; a train step may have several."""
     _hooks: Hooks = field(init=False)
     _last_metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the newest step, and maxima over all steps for names that end in `_max`.
-
-    Every checkpoint has these metrics, so that a run that is killed after its last step reports the same metrics.
-    """
+    """Metrics of the newest step, and maxima over all steps for names that end in `_max`. Every checkpoint has these
+    metrics, so that a run that is killed after its last step reports the same metrics."""
 
     def __post_init__(self) -> None:
         self._hooks = Hooks(self.stage)
@@ -162,10 +160,8 @@ class Loop:
         return True
 
     def _validation_metrics(self, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Return the validation metrics of the current step.
-
-        If a stop is requested during the validation, the train step's metrics (`metrics`) are logged first.
-        """
+        """Return the validation metrics of the current step. If a stop is requested during the validation, the train
+        step's metrics (`metrics`) are logged first."""
         try:
             return self.validation.run(self.step)
         except StopRequested:
@@ -213,10 +209,8 @@ class Loop:
         }
 
     def _save_and_make_error(self) -> Preempted:
-        """Save a checkpoint if the recipe sets `save_ckpt_at_exit`, and return the error to raise.
-
-        Call this function only if no weight has changed since the last completed step.
-        """
+        """Save a checkpoint if the recipe sets `save_ckpt_at_exit`, and return the error to raise. Call this function
+        only if no weight has changed since the last completed step."""
         progress_text = f"stopped after step {self.step} of {self.feed.total_steps or 'an unknown number'}"
         if not (self.stage.recipe.train.save_ckpt_at_exit and self.step > 0):
             return Preempted(f"{progress_text}; nothing saved")

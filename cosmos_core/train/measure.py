@@ -41,10 +41,8 @@ SAMPLES = "samples.jsonl"
 PREFIX = "validation/"
 _NUM_SAMPLES = 24
 _SEED_STEP = 0
-"""Value that replaces the step number in the seeds of held-out completions.
-
-All validations use the same seeds, so that the results of two validations differ only by the weights.
-"""
+"""Value that replaces the step number in the seeds of held-out completions. All validations use the same seeds, so that
+the results of two validations differ only by the weights."""
 
 
 def row_metrics(
@@ -131,10 +129,7 @@ def _estimate_pass_at_k(correct_flags: Sequence[Sequence[bool]]) -> dict[str, fl
 
 def pass_at_k(k: int, count: int, num_correct: int) -> float:
     """Return the probability that `k` random completions of `count` include one of the `num_correct` correct
-    completions.
-
-    It is 1 - C(count - right, k) / C(count, k) (Chen et al., arXiv 2107.03374, section 2.1).
-    """
+    completions. It is 1 - C(count - right, k) / C(count, k) (Chen et al., arXiv 2107.03374, section 2.1)."""
     return 1.0 - math.comb(count - num_correct, k) / math.comb(count, k)
 
 

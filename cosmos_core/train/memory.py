@@ -61,10 +61,8 @@ class Memory:
 
 
 def untraced_memory(model: PreTrainedModel, num_weight_sets: int) -> Memory:
-    """Return the memory of a train step that could not be traced; its activations are unknown.
-
-    The memory includes both moments of Adam and `num_weight_sets` copies of the trained parameters.
-    """
+    """Return the memory of a train step that could not be traced; its activations are unknown. The memory includes both
+    moments of Adam and `num_weight_sets` copies of the trained parameters."""
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return Memory(
         weights=sum(tensor.nbytes for tensor in _state(model)),
@@ -164,10 +162,8 @@ class _LiveByteCounter(TorchDispatchMode):
                 hook.remove()
 
     def peak(self) -> Memory:
-        """Return the bytes of each use at the moment of peak memory.
-
-        The optimizer's state counts from the start, as in every step but the first.
-        """
+        """Return the bytes of each use at the moment of peak memory. The optimizer's state counts from the start, as in
+        every step but the first."""
         optimizer = sum(size for size, use in zip(self._sizes, self._use_by_storage, strict=True) if use == "optimizer")
         events = [(self._use_by_storage[number], sign * self._sizes[number]) for number, sign in self._events]
         events = [event for event in events if event[0] != "optimizer"]

@@ -28,10 +28,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__([group for optimizer in self._optimizers.values() for group in optimizer.param_groups], {})
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take one step of Muon and one step of AdamW.
-
-        Both optimizers first get the current parameter groups and state, because loading a checkpoint replaces these.
-        """
+        """Take one step of Muon and one step of AdamW. Both optimizers first get the current parameter groups and
+        state, because loading a checkpoint replaces these."""
         for is_matrix, optimizer in self._optimizers.items():
             optimizer.param_groups = [group for group in self.param_groups if group["is_matrix"] == is_matrix]
             optimizer.state = self.state

@@ -17,10 +17,7 @@ _NUM_OPERATORS = 20
 
 class StepProfiler:
     """Profiler of one rank's train steps, which records at the start of a training or when `cosmos profile` requests a
-    trace.
-
-    A context manager whose `step` is called after each train step.
-    """
+    trace. A context manager whose `step` is called after each train step."""
 
     def __init__(self, stage: Stage, start: int) -> None:
         """Prepare the profiler; `start` is the number of completed train steps."""

@@ -39,10 +39,8 @@ _MESH = (CARRIED_FILES, "world_size", "config.policy.parallelism", "config.rollo
 
 
 def adopt_checkpoint(stage: Stage) -> None:
-    """Link the newest complete checkpoint of an earlier run of this stage, the best checkpoint and the metrics.
-
-    Do nothing if the stage has a checkpoint already. Log a warning if no checkpoint can be adopted.
-    """
+    """Link the newest complete checkpoint of an earlier run of this stage, the best checkpoint and the metrics. Do
+    nothing if the stage has a checkpoint already. Log a warning if no checkpoint can be adopted."""
     own_folder = stage.path / "checkpoints"
     if newest_complete_step(own_folder, stage.checkpoint_fingerprint) is not None:
         return

@@ -56,10 +56,8 @@ class CarriedSamples:
         self._metrics = metrics
 
     def take_samples(self, count: int, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Remove and return the samples of the next `count` completions, with the metrics of the newest groups.
-
-        The metrics include the age of the sampling weights at train step `step`.
-        """
+        """Remove and return the samples of the next `count` completions, with the metrics of the newest groups. The
+        metrics include the age of the sampling weights at train step `step`."""
         entries, self._entries = self._entries[:count], self._entries[count:]
         lags = [step - version for version, _ in entries]
         lag_metrics = {"rollout/version_lag": float(max(lags)), "rollout/version_lag_mean": float(np.mean(lags))}

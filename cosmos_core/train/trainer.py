@@ -63,9 +63,7 @@ class Trainer:
     @contextmanager
     def weights(self, name: str) -> Iterator[None]:
         """Return a context manager in which the model computes with named weights; `policy` are the trained weights.
-
-        Parameters that FSDP has gathered from the previous weights are freed on entry and on exit.
-        """
+        Parameters that FSDP has gathered from the previous weights are freed on entry and on exit."""
         with self.named_weights.use(name):
             self.adapter.runner.reshard()
             try:
@@ -142,10 +140,7 @@ class Trainer:
 
     def _weights_equal_to_policy(self, names: Sequence[str]) -> list[str]:
         """Return the names of the weights that equal the policy's on all ranks, so that their outputs equal the
-        policy's.
-
-        With dropout no outputs are equal, so the list is empty.
-        """
+        policy's. With dropout no outputs are equal, so the list is empty."""
         if not names or has_dropout(self.adapter.model):
             return []
         equal = [name for name in names if self.named_weights.equals_policy(name)]
@@ -295,8 +290,7 @@ class Trainer:
 
 
 def _chunks_of_rank(adapter: ModelAdapter, items: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    """Return this data-parallel rank's part of `items` in chunks of `size`; all ranks get the same number of
-    chunks."""
+    """Return this data-parallel rank's part of `items` in chunks of `size`; all ranks get the same number of chunks."""
     num_items = len(items)
     if adapter.mesh:
         num_items = -(-len(items) // adapter.mesh.data.size())

@@ -33,11 +33,8 @@ class LabelledSequences(Sequences):
     def samples(
         self, positions: Sequence[int], seed: tuple[int, int] | None = None, micro_batch: int | None = None
     ) -> list[Sample]:
-        """Return a sample for each sequence, whose reward is the row's label.
-
-        For held-out rows, each sample is followed by a mismatched sample: the same prompt with the response of another
-        row of `positions`.
-        """
+        """Return a sample for each sequence, whose reward is the row's label. For held-out rows, each sample is
+        followed by a mismatched sample: the same prompt with the response of another row of `positions`."""
         rows = zip(positions, super().samples(positions, seed, micro_batch), strict=True)
         labelled = [replace(sample, reward=float(self.labels[i])) for i, sample in rows]
         if seed is not None:
