@@ -137,11 +137,10 @@ class CosmosPredict(SanaVideo):
         return super().load_denoiser(dtype)
 
     def _encode(self, prompt: str) -> Tensor:
-        embeddings: Tensor = self.pipeline.encode_prompt(
+        return self.pipeline.encode_prompt(
             [prompt], do_classifier_free_guidance=False, device=self.device,
             max_sequence_length=self.config.max_prompt_length,
-        )[0]  # fmt: skip
-        return embeddings.cpu()
+        )[0].cpu()  # fmt: skip
 
 
 def substitute_torchvision() -> None:
@@ -153,13 +152,9 @@ def substitute_torchvision() -> None:
     def resize(image: Tensor, size: list[int], interpolation: object = None) -> Tensor:
         return functional.interpolate(image, size=size, mode="nearest")
 
-    network = importlib.import_module(_NETWORK)
-    network.__dict__.setdefault(
-        "transforms",
-        SimpleNamespace(
-            functional=SimpleNamespace(resize=resize), InterpolationMode=SimpleNamespace(NEAREST="nearest")
-        ),
-    )
+    modes = SimpleNamespace(NEAREST="nearest")
+    transforms = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=modes)
+    importlib.import_module(_NETWORK).__dict__.setdefault("transforms", transforms)
 
 
 FAMILY = CosmosPredict

@@ -27,9 +27,8 @@ class TrainFlops:
         """Count the FLOPs per token of an unsharded `model` on any device, including the meta device."""
         config: Any = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        chosen = getattr(text, "num_experts_per_tok", 1) / (
-            getattr(text, "num_experts", 0) or getattr(text, "num_local_experts", 0) or 1
-        )
+        num_experts = getattr(text, "num_experts", 0) or getattr(text, "num_local_experts", 0) or 1
+        chosen = getattr(text, "num_experts_per_tok", 1) / num_experts
         lookup_parameters = _lookup(model)
         self.flops_per_token = 0.0
         for parameter in model.parameters():

@@ -89,9 +89,8 @@ def ddim_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transiti
     variance = (sigma**2 - (kept_noise_factor * next_sigma) ** 2).clamp(min=0)
     std = torch.minimum(eta * next_sigma / sigma * torch.sqrt(variance), next_sigma)
     kept_noise = torch.sqrt(next_sigma**2 - std**2)
-    mean = broadcast_per_sample(1 - next_sigma, x) * clean_estimate(x, v, sigma) + broadcast_per_sample(
-        kept_noise, x
-    ) * noise_estimate(x, v, sigma)
+    clean, noise = clean_estimate(x, v, sigma), noise_estimate(x, v, sigma)
+    mean = broadcast_per_sample(1 - next_sigma, x) * clean + broadcast_per_sample(kept_noise, x) * noise
     return Transition(mean, std, std / torch.sqrt(sigma - next_sigma))
 
 

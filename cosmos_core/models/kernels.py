@@ -35,9 +35,8 @@ def use_liger(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: Liger has no kernels for the model family.
     """
-    families: dict[str, Any] = importlib.import_module("liger_kernel.transformers.monkey_patch").__dict__[
-        "MODEL_TYPE_TO_APPLY_LIGER_FN"
-    ]
+    liger: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    families = liger.MODEL_TYPE_TO_APPLY_LIGER_FN
     family = model.config.model_type
     if family not in families:
         raise ConfigError(f"policy.enable_liger_kernel = true: Liger has no kernels for {family}; leave it out")

@@ -62,9 +62,7 @@ def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -
     if target_modules is None:
         return Targets(None, [], [], [])
     if isinstance(target_modules, str):
-        excluded = [
-            name for name, each in model.named_modules() if isinstance(each, nn.Linear) and not is_plain_linear(each)
-        ]
+        excluded = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and not is_plain_linear(m)]
         kinds = sorted(set(map(name_without_prefix, stacked)))
         return Targets(ALL_LINEAR, kinds, excluded, [kind for kind in kinds if kind.endswith("gate_up_proj")])
     parameters: set[str] = set()
@@ -72,32 +70,26 @@ def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -
     used: set[str] = set()
     for name in stacked:
         container, _, last_name = name.rpartition(".")
-        if matching_targets := [target for target in target_modules if _has_suffix(name, target)]:
-            parameters.add(_target_name(name, matching_targets))
-            used |= set(matching_targets)
+        if matches := [target for target in target_modules if _has_suffix(name, target)]:
+            parameters.add(_target_name(name, matches))
+            used |= set(matches)
         for projections in _FUSED.get(last_name, ()):
-            matching_targets = [
-                t for t in target_modules for each in projections if _has_suffix(f"{container}.{each}", t)
-            ]
-            if matching_targets and len(matching_targets) < len(projections):
+            matches = [t for t in target_modules for each in projections if _has_suffix(f"{container}.{each}", t)]
+            if matches and len(matches) < len(projections):
                 raise ConfigError(
-                    f"{_KEY} names {matching_targets[0]!r} alone, but the experts of {name_without_prefix(container)} "
+                    f"{_KEY} names {matches[0]!r} alone, but the experts of {name_without_prefix(container)} "
                     f"hold {' and '.join(projections)} in one matrix; name both or neither"
                 )
-            if matching_targets:
-                parameters.add(_target_name(name, matching_targets))
-                used |= set(matching_targets)
-                double_rank |= {_target_name(name, matching_targets)} if len(projections) > 1 else set()
+            if matches:
+                parameters.add(_target_name(name, matches))
+                used |= set(matches)
+                double_rank |= {_target_name(name, matches)} if len(projections) > 1 else set()
     for name, module in model.named_modules():
-        if _is_matrix(module) and (
-            matching_targets := [target for target in target_modules if _has_suffix(name, target)]
-        ):
-            parameters.add(f"{_target_name(name, matching_targets)}.weight")
-            used |= set(matching_targets)
+        if _is_matrix(module) and (matches := [target for target in target_modules if _has_suffix(name, target)]):
+            parameters.add(f"{_target_name(name, matches)}.weight")
+            used |= set(matches)
     names = [name for name, module in model.named_modules() if not _is_matrix(module)]
-    modules = [
-        target for target in target_modules if target not in used or any(_has_suffix(name, target) for name in names)
-    ]
+    modules = [t for t in target_modules if t not in used or any(_has_suffix(name, t) for name in names)]
     return Targets(modules, sorted(parameters), [], sorted(double_rank))
 
 

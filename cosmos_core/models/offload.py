@@ -19,11 +19,8 @@ def activations_on_cpu() -> saved_tensors_hooks:
 
     def pack(tensor: Tensor) -> Any:
         base = tensor._base if tensor._base is not None else tensor
-        return (
-            tensor
-            if isinstance(base, nn.Parameter) or tensor.numel() < MIN_OFFLOADED_ELEMENTS
-            else save_context.pack_hook(tensor)
-        )
+        stays = isinstance(base, nn.Parameter) or tensor.numel() < MIN_OFFLOADED_ELEMENTS
+        return tensor if stays else save_context.pack_hook(tensor)
 
     def unpack(packed: Any) -> Tensor:
         return packed if isinstance(packed, Tensor) else save_context.unpack_hook(packed)

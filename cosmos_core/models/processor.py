@@ -17,9 +17,9 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import cached_file, is_torchvision_available
 
 from cosmos_core.data.images import open_image
-from cosmos_core.errors import ConfigError, DataError, ModelError
+from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.models.hf import load_config
-from cosmos_core.models.model_files import MODEL_KEY, locate_model
+from cosmos_core.models.model_files import locate_model, model_error
 from cosmos_core.types import ImageRef
 
 FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
@@ -38,12 +38,8 @@ def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,  # offline, a file that is not in the cache counts as missing
     }
-    files = {}
-    for name in FILES:
-        path = cached_file(str(source), name, **options)
-        if path is not None:
-            files[name] = Path(path).read_bytes()
-    return files
+    paths = {name: cached_file(str(source), name, **options) for name in FILES}
+    return {name: Path(path).read_bytes() for name, path in paths.items() if path is not None}
 
 
 def load_processor(
@@ -71,7 +67,7 @@ def load_processor(
             processor = AutoProcessor.from_pretrained(str(source), **options)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{MODEL_KEY} = {model!r}: cannot load the processor: {reason}") from error
+        raise model_error(model, f"cannot load the processor: {reason}") from error
     if getattr(processor, "image_processor", None) is None:
         return None
     if processor.chat_template is None:  # older checkpoints store the template only in tokenizer_config.json
@@ -82,8 +78,7 @@ def load_processor(
 
 def image_word(processor: ProcessorMixin) -> str:
     """Return the word that represents an image in a text, which the processor expands to the tokens of the image."""
-    word: str = cast(Any, processor).image_token
-    return word
+    return cast(Any, processor).image_token
 
 
 def _load_without_videos(cls: Any, source: str, options: dict[str, Any]) -> ProcessorMixin:
@@ -99,21 +94,16 @@ def _load_without_videos(cls: Any, source: str, options: dict[str, Any]) -> Proc
         "tokenizer": AutoTokenizer.from_pretrained(source, **options),
         "video_processor": None,
     }
-    processor: ProcessorMixin = lenient_class.from_args_and_dict(
-        [components[name] for name in cls.get_attributes()], settings
-    )
-    return processor
+    return lenient_class.from_args_and_dict([components[name] for name in cls.get_attributes()], settings)
 
 
 def _resize(processor: ProcessorMixin, pixels: Mapping[str, int]) -> None:
     # With `merge_size`, the limits in `size` are numbers of pixels; in other processors, lengths of edges.
     if pixels and not hasattr(processor.image_processor, "merge_size"):
-        key, value = next(iter(pixels.items()))
-        raise ConfigError(
-            f"custom.vision.{key} = {value}: {type(processor).__name__} has no such setting; leave it out"
-        )
-    for key, value in pixels.items():
-        setattr(processor.image_processor.size, _PIXEL_LIMIT_KEYS[key], value)
+        key, size = next(iter(pixels.items()))
+        raise ConfigError(f"custom.vision.{key} = {size}: {type(processor).__name__} has no such setting; leave it out")
+    for key, size in pixels.items():
+        setattr(processor.image_processor.size, _PIXEL_LIMIT_KEYS[key], size)
 
 
 class RowWithImages(Protocol):
@@ -122,12 +112,10 @@ class RowWithImages(Protocol):
     @property
     def input_ids(self) -> np.ndarray:
         """Return the token ids of the row."""
-        ...
 
     @property
     def images(self) -> Sequence[ImageRef]:
         """Return the images of the row, in the order of their tokens."""
-        ...
 
 
 class ImageReader:
@@ -184,8 +172,7 @@ class ImageReader:
         return torch.as_tensor(self._processor.create_mm_token_type_ids(ids_BT.tolist()), dtype=torch.int64)
 
     def _cross_attention_mask(self, rows: Sequence[RowWithImages], inputs: Mapping[str, Tensor], width: int) -> Tensor:
-        """Return a mask of the image tiles to which each token attends, of shape (B, T, images, tiles). `width` is the
-        number of tokens T."""
+        """Return a mask of the image tiles to which each of the T = `width` tokens attends: (B, T, images, tiles)."""
         from transformers.models.mllama.processing_mllama import (
             convert_sparse_cross_attention_mask_to_dense,
             get_cross_attention_token_mask,

@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from cosmos_core.errors import ModelError, ProgramError, StageFailed
+from cosmos_core.errors import ProgramError, StageFailed
 from cosmos_core.models.first_layers import (
     FirstLayers,
     is_removed,
@@ -42,7 +42,7 @@ from cosmos_core.models.first_layers import (
     truncate_config,
 )
 from cosmos_core.models.lora import FOLDER, has_changed_base, is_adapted, merge_adapter, merged_state_dict
-from cosmos_core.models.model_files import MODEL_KEY, translate_load_errors
+from cosmos_core.models.model_files import model_error, translate_load_errors
 from cosmos_core.models.new_interpreter import call_in_interpreter, pool_of_one_process
 
 _INDEX_FILE = "model.safetensors.index.json"
@@ -117,9 +117,7 @@ def check_export_possible(config: PretrainedConfig, tokenizer: PreTrainedTokeniz
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if _describe_tokenizer(AutoTokenizer.from_pretrained(folder)) != _describe_tokenizer(tokenizer):
-            raise ModelError(
-                f"{MODEL_KEY} = {model!r}: the tokenizer, saved by transformers, is another when it is loaded"
-            )
+            raise model_error(model, "the tokenizer, saved by transformers, is another when it is loaded")
 
 
 def _check_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.dtype | None) -> list[str]:
@@ -239,8 +237,7 @@ def _compare_logits(
     first: FirstLayers | None,
     fraction: float = _TOLERANCE,
 ) -> str:
-    """Return a text about a check that passed; raise an error if the logits differ by more than a fraction of the
-    largest logit."""
+    """Return a text about a passed check; raise an error if logits differ by more than a fraction of the largest."""
     suffix = f" (first {first.num_first_layers} of {first.num_layers} layers)" if first else ""
     if are_bits_equal(trainer_BTV, reloaded_BTV):
         return f"{check}{suffix}: bit-identical"
@@ -260,10 +257,7 @@ def _compare_logits(
 @torch.no_grad()
 def _trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.Tensor:
     """Return the logits BTV that the model computes in float32 with weights rounded to `dtype`, as in the export."""
-    weights = {
-        name: (parameter if dtype is None else parameter.to(dtype)).float()
-        for name, parameter in model.named_parameters()
-    }
+    weights = {name: (p if dtype is None else p.to(dtype)).float() for name, p in model.named_parameters()}
     was_training = model.training
     model.eval()
     try:
@@ -294,9 +288,8 @@ def _load_exported(folder: Path, probe: Probe) -> Any:
     )
     model, loading = loaded
     loading["unexpected_keys"] = {key for key in loading["unexpected_keys"] if not is_removed(str(key), probe.first)}
-    loading_problems = {name: sorted(map(str, keys)) for name, keys in loading.items() if keys}
-    if loading_problems:
-        raise StageFailed(f"transformers found {loading_problems}")
+    if problems := {name: sorted(map(str, keys)) for name, keys in loading.items() if keys}:
+        raise StageFailed(f"transformers found {problems}")
     return model
 
 

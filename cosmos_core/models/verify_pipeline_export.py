@@ -114,11 +114,8 @@ def _check_images(
         policy_images["adapter"] = _generate_rounded(family, model, model.dtype)
         base = family.folder.path
         probes["adapter"] = Probe(base, target / FOLDER, settings, model.dtype, model_class, num_threads)
-    export_images = _draw_in_interpreter(list(probes.values()))
-    return [
-        _compare_images(check, policy_images[check], each, target)
-        for check, each in zip(probes, export_images, strict=True)
-    ]
+    images = _draw_in_interpreter(list(probes.values()))
+    return [_compare_images(name, policy_images[name], each, target) for name, each in zip(probes, images, strict=True)]
 
 
 @torch.no_grad()
@@ -169,12 +166,10 @@ def _draw_in_interpreter(probes: Sequence[Probe]) -> list[Tensor]:
     return [torch.from_numpy(image) for image in images]
 
 
-def _compare_images(check: str, policy_image: Tensor, export_image: Tensor, target: Path) -> str:
-    if are_bits_equal(policy_image, export_image):
+def _compare_images(check: str, expected: Tensor, exported: Tensor, target: Path) -> str:
+    if are_bits_equal(expected, exported):
         return f"{check}: bit-identical"
-    difference = (
-        float((policy_image - export_image).abs().max()) if policy_image.shape == export_image.shape else float("inf")
-    )
+    difference = float((expected - exported).abs().max()) if expected.shape == exported.shape else float("inf")
     raise StageFailed(
         f"export {target} failed the check {check!r}: what a fresh interpreter draws differs by {difference:.2g} from "
         f"what the policy draws; it must not be used, run the stage again"
@@ -196,5 +191,4 @@ def generate_image(probe: Probe) -> np.ndarray:
         pipeline.load_lora_weights(str(probe.adapter))
         if not pipeline.get_active_adapters():
             raise StageFailed("load_lora_weights attached nothing")
-    image: np.ndarray = _generate(pipeline, probe.settings, prompt=[_PROMPT]).numpy()
-    return image
+    return _generate(pipeline, probe.settings, prompt=[_PROMPT]).numpy()
