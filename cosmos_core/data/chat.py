@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.data.bounds import limit_resources
 from cosmos_core.data.messages import Message
+from cosmos_core.data.spans import num_shared
 from cosmos_core.data.tool_calls import with_texts
 from cosmos_core.errors import DataError, ModelError
 from cosmos_core.tools.base import ToolCall, ToolResult, parse_calls
@@ -179,9 +180,7 @@ class ToolText:
                 prompt = self._render([_USER], add_generation_prompt=False)
                 turn = {"role": "assistant", "content": "", "tool_calls": form}
                 text = self._render([_USER, turn], add_generation_prompt=False)
-                text = text[
-                    next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt)) :
-                ]
+                text = text[num_shared(prompt, text) :]
                 if parse_calls(text) == [expected]:
                     return
                 call_text = text if expected.name in text else call_text

@@ -65,11 +65,8 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def _read_pickled_array(path: Path) -> np.ndarray:
-    """Return the array of a pickle, which may be inside lists of one element.
-
-    Raises:
-        DataError: the pickle is damaged or holds other objects, none of which is loaded.
-    """
+    """Return the array of a pickle, which may be inside lists of one element; raise DataError, and load nothing, if the
+    pickle is damaged or holds other objects."""
 
     def convert(error: Exception) -> Exception:
         is_of_disk = isinstance(error, OSError) and is_machine_error(error)

@@ -98,6 +98,11 @@ class Job:
         return policy.column_names if isinstance(policy, SupervisedConfig) else {}
 
     @property
+    def no_images(self) -> list[list[Ref]]:
+        """Return the value of the column of images for a row without images; nothing if rows have no such column."""
+        return [] if self.root is None else [[]]
+
+    @property
     def schema(self) -> pa.Schema:
         """Return the Arrow schema of the prepared file."""
         return self.kind.schema_of(self.root)

@@ -65,7 +65,4 @@ def swap_responses(samples: Sequence[Sample], max_tokens: int) -> list[Sample]:
         prompt, other = getattr(samples[i], name)[: starts[i]], getattr(samples[i - 1], name)[starts[i - 1] :]
         return np.concatenate([prompt, other])[:max_tokens]
 
-    return [
-        replace(sample, input_ids=join("input_ids", i), loss_mask=join("loss_mask", i))
-        for i, sample in enumerate(samples)
-    ]
+    return [replace(s, input_ids=join("input_ids", i), loss_mask=join("loss_mask", i)) for i, s in enumerate(samples)]

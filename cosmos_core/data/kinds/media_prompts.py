@@ -69,8 +69,7 @@ class MediaPromptsKind(RowKind):
     def prepare(self, stage: Stage) -> Outcome:
         """Encode the rows of a stage with the encoders of its model."""
         # Imported here, because `prepare_media` imports diffusers, which is slow.
-        outcome: Outcome = import_module("cosmos_core.data.prepare_media").run(stage)
-        return outcome
+        return import_module("cosmos_core.data.prepare_media").run(stage)
 
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
         return MediaPromptList(open_media_prompts(folder, split), getattr(policy, "response_column_name", ""))
