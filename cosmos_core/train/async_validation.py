@@ -65,9 +65,7 @@ class AsyncValidation:
         self._problem = None
         if is_first():
             prompts, sampling, seed_step = self._completions.validation_requests
-            futures = [
-                self._fleet.request(prompt, sampling, seed_step, version=self._fleet.version) for prompt in prompts
-            ]
+            futures = [self._fleet.request(each, sampling, seed_step, version=self._fleet.version) for each in prompts]
             threading.Thread(target=self._run, args=(step, futures), daemon=True, name="validation").start()
 
     def check(self) -> None:
@@ -131,9 +129,5 @@ def supports_async_validation(recipe: Any) -> bool:
     """Return whether validation can run while the training continues. It needs disaggregated engines, checkpoints to
     resume from if the engines die, and no moving average to validate."""
     train = recipe.train
-    return bool(
-        train.train_policy.has_rollouts
-        and recipe.mode == "disaggregated"
-        and train.ckpt.enable_checkpoint
-        and not train.ema_enable
-    )
+    has_async_engines = train.train_policy.has_rollouts and recipe.mode == "disaggregated"
+    return bool(has_async_engines and train.ckpt.enable_checkpoint and not train.ema_enable)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Container
 from contextlib import nullcontext
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -69,9 +69,9 @@ def run(stage: Stage) -> Outcome:
         outcome = prepare.run(stage)
         if problem := outcome.info.get("loses_text"):
             raise DataError(str(problem))
-        lines += [*_rows(stage), *cast(list[str], outcome.info.get("notices", []))]
-        lines += filter(None, [check_rows(config, stage.path / "data", lambda: _empty_model(stage))])
         statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
+        lines += [*_rows(stage, statistics), *cast(list[str], outcome.info.get("notices", []))]
+        lines += filter(None, [check_rows(config, stage.path / "data", lambda: _empty_model(stage))])
         info |= _batches(stage, statistics["train"]["rows"], lines) | _warn_of_no_validation(statistics)
         info["prompts"] = first_prompts(stage.path / "data")
         info["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MAX_EXAMPLES))
@@ -230,8 +230,7 @@ def _tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [f"tools {', '.join(tool_names(config.enabled_tools))}"]
 
 
-def _rows(stage: Stage) -> list[str]:
-    statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
+def _rows(stage: Stage, statistics: dict[str, Any]) -> list[str]:
     lines = []
     for split_name, numbers in statistics.items():
         text = f"{split_name}: {numbers['rows']:,} rows, {numbers['tokens']:,} tokens"

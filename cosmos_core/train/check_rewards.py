@@ -101,8 +101,7 @@ def groups_of_rows(stage: Stage, splits: Sequence[str], num_frames: int | None) 
 
 def _prompts(stage: Stage) -> dict[str, list[dict[str, Any]]]:
     if (file := stage.path / CHECKED_PROMPTS).exists():
-        prompts_of_split: dict[str, list[dict[str, Any]]] = json.loads(file.read_text(encoding="utf-8"))
-        return prompts_of_split
+        return json.loads(file.read_text(encoding="utf-8"))
     return first_prompts(stage.data) if stage.data is not None else {}  # type: ignore[return-value]
 
 

@@ -39,7 +39,6 @@ from cosmos_core.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-
 _ALL_WEIGHTS: tuple[WeightFormat, ...] = ("checkpoint", "module")
 
 
@@ -97,11 +96,8 @@ class Generation:
 
     @property
     def _transfer_dtype(self) -> torch.dtype | None:
-        """Return the dtype that weights are cast to before they are sent to the engine; None: no cast.
-
-        vLLM converts weights to `param_dtype`, so sending a wider dtype would only transfer more bytes. The factors of
-        a LoRA adapter are not cast, because they are first scaled in float32.
-        """
+        """Return the dtype that weights are cast to before they are sent to the engine, to send no more bytes than vLLM
+        keeps in `param_dtype`; None: no cast, as for the factors of an adapter, which are first scaled in float32."""
         recipe, configured = self._stage.recipe, transfer_dtype_of(self._stage.recipe.train)
         holds_narrower = self.engine.weight_format == "checkpoint"
         if configured is None and holds_narrower and recipe.train.master_dtype == "float32" != recipe.train.param_dtype:
@@ -202,10 +198,9 @@ def open_engine(stage: Stage) -> Engine:
     """Return the rollout engine of a stage with the weights of the stage's model, without a trainer."""
     policy = stage.recipe.policy
     tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
+    dtype = getattr(torch, stage.recipe.train.master_dtype)
     with torch.device("meta"):
-        model = model_without_weights(
-            stage.model, revision=policy.model_revision, dtype=getattr(torch, stage.recipe.train.master_dtype)
-        )
+        model = model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
     if stage.kind.trains_model:
         # The engine must know the shapes of the adapter, so that later only the adapter's weights are sent.
         mark_trained_weights(model, policy)

@@ -150,8 +150,7 @@ class Loop:
             raise self._save_and_make_error() from None
 
     def _measure_last(self) -> bool:
-        """Validate the last step if its validation is missing because the data ended unexpectedly, and return whether
-        it was validated."""
+        """Validate the last step if the data ended before its validation was due; return whether it was validated."""
         if not self.validation.is_missing(self.step):
             return False
         # The engine may lack the weights of the last step, because a further step was expected.
@@ -160,8 +159,7 @@ class Loop:
         return True
 
     def _validation_metrics(self, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Return the validation metrics of the current step. If a stop is requested during the validation, the train
-        step's metrics (`metrics`) are logged first."""
+        """Return the validation metrics of the current step; log the train step's `metrics` before a requested stop."""
         try:
             return self.validation.run(self.step)
         except StopRequested:
@@ -225,10 +223,7 @@ class Loop:
 
     def _restore(self) -> tuple[int, bool]:
         """Resume from the newest complete checkpoint; return its step, and whether the step must be validated again.
-
-        Raises:
-            ConfigError: the checkpoint of another run has as many steps as this training, or more.
-        """
+        Raise ConfigError if the checkpoint of another run has as many steps as this training, or more."""
         state, total = self._state(), self.feed.total_steps
         own_step = self.checkpointer.load_latest(state) or 0
         start = own_step or (load_from(self.begin_from, state) if self.begin_from else 0)

@@ -39,8 +39,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     """Return the two-dimensional parameters of a model except embeddings and the output head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    excluded_modules = [module for module in model.modules() if isinstance(module, nn.Embedding)] + (
-        [head] if head else []
-    )
+    excluded_modules = [m for m in model.modules() if isinstance(m, nn.Embedding)] + ([head] if head else [])
     excluded = {parameter for module in excluded_modules for parameter in module.parameters()}
     return {parameter for parameter in model.parameters() if parameter.ndim == 2} - excluded

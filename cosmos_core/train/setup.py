@@ -135,8 +135,7 @@ def _add_data_term(algorithm: Algorithm, stage: Stage) -> Algorithm:
 def open_model(stage: Stage) -> ModelAdapter:
     """Return the model adapter of a stage; only the module of its modality is imported."""
     module = importlib.import_module(f"cosmos_core.models.open_{stage.recipe.policy.modality.name}")
-    adapter: ModelAdapter = module.open_model(stage)
-    return adapter
+    return module.open_model(stage)
 
 
 def open_trainer(stage: Stage) -> Trainer:
@@ -144,9 +143,8 @@ def open_trainer(stage: Stage) -> Trainer:
     stage.progress.phase("load")
     trainer = Trainer(open_model(stage), stage.recipe.train, stage.progress)
     policy = stage.recipe.train.train_policy
-    if (
-        stage.kind.trains_model and not policy.scores_rows_once
-    ):  # no reference weights if rows are scored before step 1, while the policy equals the reference policy
+    # No reference weights if rows are scored before step 1, while the policy equals the reference policy.
+    if stage.kind.trains_model and not policy.scores_rows_once:
         for name in policy.named_weights:
             trainer.named_weights.add(name)
     if teacher := stage.recipe.teacher_of(stage.kind):
@@ -194,7 +192,6 @@ def _feed(
     if recipe.policy.is_diffusers:
         prepare_algorithm(stage, trainer, algorithm)
     order = PromptOrder(prompts, recipe)
-    source: GroupSource
     if recipe.num_engines:
         source = _async_source(stage, prompts, order, generation, async_validation)
     else:
@@ -269,9 +266,7 @@ def _metrics_fn(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation
     if rows.has_reference_pair:
         rows.reference = reference_logprobs(stage, trainer, rows, VALIDATION, np.arange(len(rows)))
     size = held_out_batch(recipe)
-    return lambda step: {
-        **row_metrics(trainer, algorithm, rows, size, stage.progress), **completion_metrics(step)
-    }  # fmt: skip
+    return lambda step: row_metrics(trainer, algorithm, rows, size, stage.progress) | completion_metrics(step)
 
 
 def _async_validation(stage: Stage, generation: Generation) -> AsyncValidation | None:
