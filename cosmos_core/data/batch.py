@@ -28,13 +28,9 @@ class Bounds:
     __slots__ = ("ends", "prompts")
 
     def __init__(self, ends: np.ndarray, prompts: Sequence[int] | None = None) -> None:
-        """Store the boundaries.
-
-        Args:
-            ends: boundaries of the B sequences, int32, (B + 1), beginning with 0.
-            prompts: for each sequence the index of the sequence that it continues and attends to, its prompt; -1: the
-                sequence is whole. None: all sequences are whole.
-        """
+        """Store the boundaries `ends` of the B sequences, int32, (B + 1), beginning with 0. `prompts` has for each
+        sequence the index of the sequence that it continues and attends to, its prompt; -1, or None for all: the
+        sequence is whole."""
         self.ends, self.prompts = ends, prompts or [-1] * (len(ends) - 1)
 
 

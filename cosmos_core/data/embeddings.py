@@ -29,11 +29,8 @@ _ALLOWED_GLOBALS = {
 
 
 def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return the tensors of a text embedding, without a batch dimension.
-
-    Args:
-        path: the file.
-        names: names of the text encoder's outputs; a pickle has no names, so it needs exactly one.
+    """Return the tensors of a text embedding, without a batch dimension, by the `names` of the text encoder's outputs;
+    a pickle has no names, so it needs exactly one.
 
     Raises:
         DataError: the file is damaged, holds other objects than arrays, or lacks one of the names.

@@ -110,11 +110,8 @@ Items = Callable[[], Iterator[Item]]
 
 
 def open_items(dataset: DatasetConfig, key: str) -> Items:
-    """Return a function that iterates over the items of all splits of a data set, in order.
-
-    Args:
-        dataset: location and splits of the data set.
-        key: name of the data set's table in the TOML, for messages.
+    """Return a function that iterates over the items of all splits of a data set, in order; `key` is the name of the
+    data set's table in the TOML, for messages.
 
     Raises:
         DataError: the data set is missing, or its format is not supported.

@@ -84,12 +84,8 @@ class Rows:
 
 
 def load_rows(dataset: RowsConfig, key: str = "dataset", opener: Opener | None = None) -> Rows:
-    """Return the rows of all splits of a data set, in order.
-
-    Args:
-        dataset: location and splits of the data set.
-        key: name of the data set's table in the TOML, for messages.
-        opener: opener of user-defined data set classes; None: such classes are not allowed.
+    """Return the rows of all splits of a data set, in order; `key` is the name of the data set's table in the TOML, for
+    messages. Without an `opener` of user-defined data set classes, such classes are not allowed.
 
     Raises:
         ConfigError: the user's class does not exist.

@@ -179,11 +179,8 @@ class ModelAdapter(Protocol):
         """
 
     def collate(self, samples: Sequence[Any], indices: Sequence[int], padding_sample: Any) -> Any:
-        """Collate samples to a `Batch`. Without samples, collate the sample `padding_sample` with an empty loss mask.
-
-        Args:
-            indices: Index of each sample among the samples of the update.
-        """
+        """Collate samples to a `Batch`; `indices` are their indices among the samples of the update. Without samples,
+        collate the sample `padding_sample` with an empty loss mask."""
 
     def gather_outputs(self, batch: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gather outputs from all ranks that process the same samples, and return the full outputs."""

@@ -98,11 +98,8 @@ class CausalLM:
         mesh: Mesh | None = None,
         balance: Balance | None = None,
     ) -> None:
-        """Parallelise the model over the mesh and prepare it for training.
-
-        Args:
-            balance: Settings of the load-balancing loss of experts, which each update adds; None: no such loss.
-        """
+        """Parallelise the model over the mesh and prepare it for training. Each update adds the load-balancing loss of
+        experts with the settings `balance`; None: no such loss."""
         self.model = model
         self.has_model_loss = balance is not None
         self.mesh = mesh

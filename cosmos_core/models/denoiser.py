@@ -59,11 +59,8 @@ class Denoiser:
     """None, because samples of a diffusion model contain latents instead of images."""
 
     def __init__(self, model: Any, family: DiffusionModel, train: TrainConfig, mesh: Mesh | None = None) -> None:
-        """Shard the denoiser over the mesh and prepare it for training.
-
-        Args:
-            model: Denoiser from `family.load_denoiser`, with its LoRA adapter if it has one.
-        """
+        """Shard the denoiser `model`, with its LoRA adapter if it has one, over the mesh and prepare it for
+        training."""
         self.model, self.family, self.mesh = model, family, mesh
         self.device = torch.device(mesh.data.device_type) if mesh else next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype

@@ -99,15 +99,8 @@ KERNELS: dict[str, Kernel] = {"flow": flow_sde, "dance": dance_grpo_step, "cps":
 
 
 def transition(kernel: str, x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
-    """Return the distribution of the latents after a stochastic step.
-
-    Args:
-        kernel: Name of the step function, a key of `KERNELS`.
-        x: Latents before the step.
-        v: Velocity that the network predicts.
-        levels: Noise levels at the start and at the end of the step.
-        eta: Strength of the noise.
-    """
+    """Return the distribution of the latents after a stochastic step from the latents `x` with the predicted velocity
+    `v`; `kernel` is a key of `KERNELS`, `eta` the strength of the noise."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return KERNELS[kernel](x.to(dtype), v.to(dtype), levels, eta)
 

@@ -57,13 +57,8 @@ def use_fp8(model: PreTrainedModel, fp8: FP8Config) -> None:
 
 
 def convert_to_fp8(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = False) -> None:
-    """Convert the linear layers in the blocks of a model to fp8 products, on any machine.
-
-    Args:
-        model: Model to change.
-        fp8: Settings of the fp8 products.
-        emulate: Whether to compute the same numbers as an fp8 GPU in higher precision, slowly.
-    """
+    """Convert the linear layers in the blocks of a model to fp8 products, on any machine; `emulate` computes the same
+    numbers as an fp8 GPU in higher precision, slowly."""
     float8: Any = importlib.import_module("torchao.float8")
     # Inner dimensions are padded: fp8 products need multiples of 16, micro-batches have any number of tokens.
     config = replace(float8.Float8LinearConfig.from_recipe_name(fp8.quant_recipe), pad_inner_dim=True, emulate=emulate)

@@ -97,16 +97,15 @@ class Scorer(nn.Module):
         Args:
             inputs: inputs of the model, with `input_ids` BT. If an earlier pipeline stage computed embeddings: also
                 `inputs_embeds` BTH, which the model reads instead. If rows continue on another rank: also
-                `shift_labels`
-                BT, the next token of each token, and `scored_N` are then indices in the flat BT grid.
+                `shift_labels` BT, the next token of each token; `scored_N` are then indices in the flat BT grid.
             scored_N: indices of the selected tokens in the flat BS grid of predicted tokens: index b * S + s is token
                 s + 1 of row b, conditioned on the tokens before it.
             request: the outputs and their temperature.
             dtype: dtype of the log-softmax.
             derivative_N: derivative of the loss with respect to each log-probability, if known. A wrong value costs
                 time, but changes no result.
-            top_ids_NK: ids whose `top_logprobs` are computed instead of the model's own `wants.top_k`, such as the most
-                likely ids of a teacher.
+            top_ids_NK: ids whose `top_logprobs` are computed instead of the model's own `request.top_k`, such as the
+                most likely ids of a teacher.
         """
         has_labels = "shift_labels" in inputs
         labels_BS = inputs["shift_labels"] if has_labels else inputs["input_ids"][:, 1:]

@@ -80,14 +80,10 @@ def verify_export(
     tokenizer: PreTrainedTokenizerBase | None = None,
     memory: int | None = None,
 ) -> list[str]:
-    """Compare the export in `target` with the model in memory, and return the names of the checks that passed.
-
-    A model with an adapter is compared in merged form, and the adapter is compared separately.
-
-    Args:
-        dtype: Dtype of the exported weights; None: their own dtype.
-        tokenizer: Tokenizer whose ids and chat template the export must have; None: not checked.
-        memory: Number of bytes that copies of the model may use; None: the free memory of this machine.
+    """Compare the export in `target` with the model in memory, and return the names of the checks that passed. A model
+    with an adapter is compared in merged form, and the adapter is compared separately. `dtype`: dtype of the exported
+    weights; None: their own. `tokenizer`: the tokenizer whose ids and chat template the export must have; None: not
+    checked. `memory`: bytes that copies of the model may use; None: the free memory of this machine.
 
     Raises:
         StageFailed: a check failed; the message names the tensors or the difference.

@@ -39,14 +39,8 @@ class AsyncValidation:
     def __init__(
         self, completions: Completions, fleet: Fleet, resync: Callable[[int], object], beat: Callable[[], None]
     ) -> None:
-        """Prepare to run asynchronous validations.
-
-        Args:
-            completions: generates and scores held-out completions; it scores on the first rank only.
-            fleet: the disaggregated engines.
-            resync: sends the current weights, labelled with a step number, to engines without weights.
-            beat: reports that the stage is alive.
-        """
+        """Prepare to run asynchronous validations; the first rank scores the `completions`. `resync` sends the current
+        weights, labelled with a step number, to engines without weights; `beat` reports that the stage is alive."""
         self._completions, self._fleet, self._resync, self._beat = completions, fleet, resync, beat
         self.step: int | None = None
         """Number of the step that is being validated; None: no validation is running."""

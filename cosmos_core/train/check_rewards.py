@@ -40,12 +40,8 @@ def first_prompts(folder: Path) -> dict[str, JsonValue]:
 
 
 def call_rewards(stage: Stage, weights: Mapping[str, float], groups: Sequence[Group]) -> str:
-    """Call rewards on made-up completions, and return a line with their names and with messages about missing scores.
-
-    Args:
-        stage: the stage that uses the rewards.
-        weights: weight of each reward, by the name of the reward.
-        groups: groups of made-up completions, see `groups_of_rows`.
+    """Call the rewards with the names in `weights` on made-up completions, see `groups_of_rows`, and return a line with
+    these names and with messages about missing scores.
 
     Raises:
         RewardError: a reward cannot be loaded, or scores no completion.

@@ -104,13 +104,8 @@ def run(stage: Stage) -> Outcome:
 
 
 def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared_folder: Path | None = None) -> Estimate:
-    """Estimate the needs of one training stage.
-
-    Args:
-        recipe: the recipe of the stage.
-        model: folder or Hub id; only its config.json is read.
-        progress: receives heartbeats during the trace.
-        prepared_folder: data folder of a finished `prepare` stage; None: the rows of a local dataset are counted.
+    """Estimate the needs of one training stage; of `model`, a folder or Hub id, only the config.json is read. Without
+    the data folder of a finished `prepare` stage (`prepared_folder`), the rows of a local dataset are counted.
 
     Raises:
         ModelError, DataError: config.json or the rows are missing or wrong.

@@ -128,13 +128,8 @@ class RowKind(ABC):
         """Prepare the rows of a stage: the program of a `prepare` stage."""
 
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> HeldOutRows:
-        """Return the rows of a split to learn.
-
-        Args:
-            folder: data folder of a `prepare` stage.
-            split: name of the split.
-            model: settings of the model.
-            adapter: adapter of the model; needed only for diffusion models.
+        """Return the rows of a split in the data folder of a `prepare` stage, to learn; `adapter`, the adapter of the
+        model, is needed only for diffusion models.
 
         Raises:
             DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
