@@ -34,9 +34,9 @@ def run(stage: Stage) -> Outcome:
     for key, source in training_sources(stage).items():
         _check_readable(source.dataset, key, partial(kind.read, policy=source))
     if term := policy.supervised_rows:
-        columns = {"column": term.conversation_column_name, "system_prompt": getattr(policy, "system_prompt", "")}
-        read_term_row = partial(read_conversation, **columns, with_images=True)
-        _check_readable(term.dataset, "train.train_policy.data_term", read_term_row)
+        prompt = getattr(policy, "system_prompt", "")
+        read = partial(read_conversation, column=term.conversation_column_name, system_prompt=prompt, with_images=True)
+        _check_readable(term.dataset, "train.train_policy.data_term", read)
     if validation.dataset.name:
         held_out = tokenised_kind(kind.held_out_kinds(has_rewards=bool(validation.reward_function))[VALIDATION])
         _check_readable(validation.dataset, "validation.dataset", partial(held_out.read, policy=policy))

@@ -140,7 +140,8 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Locate
             skipped.append(SkippedSource(skip.reason, where))
         except DataError as error:
             skipped.append(SkippedSource("that cannot be read", str(error), str(error)))
-    batch = _batch(records, job.schema)
+    arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(job.schema)]
+    batch = pa.RecordBatch.from_arrays(arrays, schema=job.schema)
     counts["learned_ends"] = _count_learned_ends(batch, job)
     for record in records:
         counts.update(record.counts)
@@ -244,8 +245,3 @@ def check_characters(content: Any, where: str) -> None:
         json.dumps(content, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
         raise SkippedRow(where, "with half a character (a lone surrogate)") from None
-
-
-def _batch(records: list[Record], schema: pa.Schema) -> pa.RecordBatch:
-    arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(schema)]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -30,7 +30,6 @@ class Sample:
     top_ids: np.ndarray | None = None
     """Token ids whose log-probabilities are needed at each position with mask 1, in order, int64. None: the most likely
     tokens, if log-probabilities of alternatives are needed at all."""
-
     source: str = ""
     """Name of the row's data set in a mixture of data sets; empty: there is one data set."""
 

@@ -92,7 +92,8 @@ def check_weights(model: str) -> None:
     for file in _local_files(folder, model):
         if not file.is_file():
             raise model_error(model, f"{file} is no file, or a link to none; copy it again")
-        (_check_safetensors if file.suffix == ".safetensors" else _check_pickled)(file, model)
+        check = _check_safetensors if file.suffix == ".safetensors" else _check_pickled
+        check(file, model)
 
 
 def weight_files(model: str, revision: str | None) -> tuple[list[str], str]:

@@ -21,8 +21,7 @@ from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng, seed_rng
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.ema import EMA_WEIGHTS as EMA
-from cosmos_core.train.ema import MovingAverage
+from cosmos_core.train.ema import EMA_WEIGHTS, MovingAverage
 from cosmos_core.train.feeds import Feed
 from cosmos_core.train.hooks import Hooks
 from cosmos_core.train.measure import PREFIX
@@ -98,7 +97,7 @@ class Loop:
             self._save()
             self.checkpointer.wait()
         if self.average:
-            self.trainer.named_weights.copy_to_policy(EMA)
+            self.trainer.named_weights.copy_to_policy(EMA_WEIGHTS)
         hooks("post_training_hook", final_step=self.step, total_steps=self.feed.total_steps, **self._last_metrics)
         return self._last_metrics
 

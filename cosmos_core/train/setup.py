@@ -37,8 +37,7 @@ from cosmos_core.train.async_validation import AsyncValidation, supports_async_v
 from cosmos_core.train.completions import FOLDER as COMPLETIONS
 from cosmos_core.train.completions import CompletionLog
 from cosmos_core.train.diffusion_setup import prepare_algorithm
-from cosmos_core.train.ema import EMA_WEIGHTS as EMA
-from cosmos_core.train.ema import MovingAverage
+from cosmos_core.train.ema import EMA_WEIGHTS, MovingAverage
 from cosmos_core.train.feeds import Feed, RowFeed, rows_per_step, sft_rows, total_steps
 from cosmos_core.train.generation import Generation, transfer_dtype_of
 from cosmos_core.train.logprob_drift import LogprobDrift
@@ -111,7 +110,7 @@ def train(stage: Stage) -> TrainingResult:
             async_validation=async_validation,
             publish=generation.publish if has_rollouts else _no_metrics,
             publish_every=recipe.train.sync_weight_interval,
-            average=partial(trainer.weights, EMA) if recipe.train.ema_enable else None,
+            average=partial(trainer.weights, EMA_WEIGHTS) if recipe.train.ema_enable else None,
         )  # fmt: skip
         loop = Loop(
             stage, trainer, feed, algorithm, _checkpointer(stage, stack), validation,

@@ -119,7 +119,7 @@ def _bytes(content: bytes) -> torch.Tensor:
 
 
 def _sample_of(state: dict[str, Any]) -> Sample:
-    values = {name: each.numpy() if isinstance(each, torch.Tensor) else each for name, each in state.items()}
+    values: dict[str, Any] = {name: v.numpy() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
     images = [
         ImageRef(**{**each, "content": None if each["content"] is None else each["content"].numpy().tobytes()})
         for each in state["images"]

@@ -129,19 +129,12 @@ class RowKind(ABC):
 
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> HeldOutRows:
         """Return the rows of a split in the data folder of a `prepare` stage, to learn; `adapter`, the adapter of the
-        model, is needed only for diffusion models.
-
-        Raises:
-            DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
-        """
+        model, is needed only for diffusion models; errors are those of `open_table`."""
         raise NotImplementedError(f"{self.name} are not learned")
 
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
-        """Return the rows of a split as prompts to complete, with the references and clips that the algorithm reads.
-
-        Raises:
-            DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
-        """
+        """Return the rows of a split as prompts to complete, with the references and clips that the algorithm reads;
+        errors are those of `open_table`."""
         raise NotImplementedError(f"{self.name} are not completed")
 
     def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:

@@ -67,11 +67,7 @@ class Pairs(HeldOutRows):
 
 
 def open_pairs(folder: Path, split: str) -> Pairs:
-    """Return the memory-mapped pairs of a split.
-
-    Raises:
-        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
-    """
+    """Return the memory-mapped pairs of a split; errors are those of `open_table`."""
     return Pairs(open_table(folder, split, row_kind("pairs")), split_path(folder, split))
 
 

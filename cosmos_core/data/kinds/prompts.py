@@ -56,11 +56,7 @@ class Prompts(IndexedSequence[Prompt]):
 
 
 def open_prompts(folder: Path, split: str) -> Prompts:
-    """Return the memory-mapped prompts of a split.
-
-    Raises:
-        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
-    """
+    """Return the memory-mapped prompts of a split; errors are those of `open_table`."""
     return Prompts(open_table(folder, split, row_kind("prompts")), mixture_of(split_path(folder, split)))
 
 

@@ -69,11 +69,7 @@ class Sequences(HeldOutRows):
 
 
 def open_sequences(folder: Path, split: str) -> Sequences:
-    """Return the memory-mapped sequences of a split.
-
-    Raises:
-        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
-    """
+    """Return the memory-mapped sequences of a split; errors are those of `open_table`."""
     return Sequences(open_table(folder, split, row_kind("sequences")), split_path(folder, split))
 
 
