@@ -84,11 +84,8 @@ def shared_rows(
     if missing:
         ids, positions = [*ids, torch.full((missing,), pad_id)], [*positions, torch.arange(missing)]
         ends, prompts = np.append(ends, ends[-1] + missing), [*prompts, -1]
-    inputs = {
-        "input_ids": torch.cat(ids).unsqueeze(0),
-        "position_ids": torch.cat(positions).unsqueeze(0),
-        **packed_bounds(ends, prompts),
-    }
+    ids_1P, positions_1P = torch.cat(ids).unsqueeze(0), torch.cat(positions).unsqueeze(0)
+    inputs = {"input_ids": ids_1P, "position_ids": positions_1P, **packed_bounds(ends, prompts)}
     return Rows(inputs, [int(ends[numbers[index]]) - pieces[numbers[index]][1] for index in range(len(rows))])
 
 
@@ -101,12 +98,9 @@ def packed_bounds(bounds: np.ndarray, prompts: Sequence[int] | None = None) -> d
     bounds = np.asarray(bounds, dtype=np.int32)
     longest, on_device = int(np.diff(bounds).max()), torch.from_numpy(bounds)
     return {
-        "sequence_bounds": Bounds(bounds, prompts),
-        "cu_seq_lens_q": on_device,
-        "cu_seq_lens_k": on_device,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+        "sequence_bounds": Bounds(bounds, prompts), "cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device,
+        "max_length_q": longest, "max_length_k": longest,
+    }  # fmt: skip
 
 
 def to_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -131,12 +131,9 @@ def _find_marked_spans(
     if not isinstance(template, str) or not _GENERATION_MARK.search(template):
         return None
     texts, mark_offsets = cast(Any, render_jinja_template)(
-        conversations=[turns],
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        tools=tools,
+        conversations=[turns], chat_template=template, return_assistant_tokens_mask=True, tools=tools,
         **tokenizer.special_tokens_map,
-    )
+    )  # fmt: skip
     if texts[0] != full:
         return None
     return [(start, stop) for start, stop in mark_offsets[0]]

@@ -109,12 +109,9 @@ def _texts_before_completions(
     texts_before = []
     for number, i in enumerate(turns):
         generation_prompt = first if first == last else _generation_prompt(render, messages[:i])
-        last_text = _last_text(messages[max(0, i - 1) : i])
-        texts_before.append(
-            _split_at_generation_prompt(template_parts[number], last_text, *generation_prompt)
-            if generation_prompt
-            else (template_parts[number], "")
-        )
+        part, last_text = template_parts[number], _last_text(messages[max(0, i - 1) : i])
+        split = generation_prompt and _split_at_generation_prompt(part, last_text, *generation_prompt)
+        texts_before.append(split or (part, ""))
     return texts_before
 
 

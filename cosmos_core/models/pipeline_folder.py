@@ -52,11 +52,8 @@ class PipelineFolder:
     @property
     def components(self) -> tuple[str, ...]:
         """Return the names of the components of the pipeline."""
-        return tuple(
-            name
-            for name, entry in self.index.items()
-            if not name.startswith("_") and isinstance(entry, list) and len(entry) == 2 and entry[1]
-        )
+        named = {name: entry for name, entry in self.index.items() if not name.startswith("_")}
+        return tuple(name for name, entry in named.items() if isinstance(entry, list) and len(entry) == 2 and entry[1])
 
     def component_class(self, name: str) -> Any:
         """Return the class of the component `name`.

@@ -29,7 +29,6 @@ from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.flops import measure_matmul_flops
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import model_without_weights
-from cosmos_core.models.recompute import Recompute
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import micro_batch_tokens, plan_balanced_steps, total_steps
@@ -201,17 +200,11 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
     """Return the model with fake tensors, its memory before sharding, and notes about memory that is unknown."""
     train, policy = recipe.train, recipe.policy
     weight_names = () if train.train_policy.scores_rows_once else train.train_policy.named_weights
-
-    def build(checkpointing: Recompute) -> PreTrainedModel:
-        return model_without_weights(
-            model,
-            revision=policy.model_revision,
-            dtype=getattr(torch, train.master_dtype),
-            gradient_checkpointing=checkpointing,
-        )
-
     with torch.device("meta"):  # meta tensors instead of fake tensors, to which PEFT cannot add adapters
-        empty_model = build(policy.model_gradient_checkpointing)
+        empty_model = model_without_weights(
+            model, revision=policy.model_revision, dtype=getattr(torch, train.master_dtype),
+            gradient_checkpointing=policy.model_gradient_checkpointing,
+        )  # fmt: skip
         mark_trained_weights(empty_model, policy)
     notes: list[str] = []
     with FakeTensorMode():

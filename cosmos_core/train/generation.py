@@ -85,14 +85,10 @@ class Generation:
     def _publisher(self) -> WeightPublisher:
         adapter = self._trainer.adapter
         return WeightPublisher(
-            self.engine,
-            adapter.model,
-            self._probe_logprobs,
-            getattr(torch, self._stage.recipe.train.param_dtype),
-            meta_copy=adapter.meta_copy,
-            transfer_dtype=self._transfer_dtype,
+            self.engine, adapter.model, self._probe_logprobs, getattr(torch, self._stage.recipe.train.param_dtype),
+            meta_copy=adapter.meta_copy, transfer_dtype=self._transfer_dtype,
             probe_interval=self._stage.recipe.rollout.probe_interval,
-        )
+        )  # fmt: skip
 
     @property
     def _transfer_dtype(self) -> torch.dtype | None:
@@ -146,16 +142,10 @@ def _settings(
     stage: Stage, model: PreTrainedModel, tokenizer: Any, vision: ImageReader | None, *, is_separate: bool = False
 ) -> EngineSettings:
     return EngineSettings(
-        model,
-        tokenizer,
-        stage.model,
-        stage.recipe.rollout,
-        max_model_len=stage.recipe.policy.model_max_length,
-        dtype=getattr(torch, stage.recipe.train.param_dtype),
-        custom=stage.recipe.custom,
-        is_separate=is_separate,
+        model, tokenizer, stage.model, stage.recipe.rollout, max_model_len=stage.recipe.policy.model_max_length,
+        dtype=getattr(torch, stage.recipe.train.param_dtype), custom=stage.recipe.custom, is_separate=is_separate,
         vision=vision,
-    )
+    )  # fmt: skip
 
 
 def _fleet(stage: Stage) -> Fleet:

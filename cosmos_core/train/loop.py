@@ -280,12 +280,9 @@ class Loop:
 
     def _state(self) -> TrainState:
         return TrainState(
-            self.trainer.adapter.model,
-            self.trainer.optimizer,
-            named_weights=self.trainer.named_weights.tensors,
-            feed=self.feed.state_dict(),
-            algorithm=self.algorithm.state_dict(),
-        )
+            self.trainer.adapter.model, self.trainer.optimizer, named_weights=self.trainer.named_weights.tensors,
+            feed=self.feed.state_dict(), algorithm=self.algorithm.state_dict(),
+        )  # fmt: skip
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         largest = {name: value for name, value in self._last_metrics.items() if name.endswith("_max")}

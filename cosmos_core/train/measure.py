@@ -192,12 +192,9 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, has_rew
     for index, group in enumerate(groups):
         completion, score, prompt = group.group.completions[0], group.scores[0], group.group.prompt
         record: dict[str, Any] = {
-            "step": step,
-            "prompt": prompt.text,
-            "reference": prompt.reference,
-            "completion": completion.text,
+            "step": step, "prompt": prompt.text, "reference": prompt.reference, "completion": completion.text,
             "reward": score.value if has_rewards else None,
-        }
+        }  # fmt: skip
         if index < len(media_files):
             record["media"] = media_files[index]
             record |= {"rewards": [score.value for score in group.scores]} if has_rewards else {}

@@ -58,13 +58,9 @@ def untraced_memory(model: PreTrainedModel, num_weight_sets: int) -> Memory:
     moments of Adam and `num_weight_sets` copies of the trained parameters."""
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return Memory(
-        weights=sum(tensor.nbytes for tensor in _state(model)),
-        gradients=gradients,
-        optimizer=2 * gradients,
-        reference=num_weight_sets * gradients,
-        casts=None,
-        activations=None,
-    )
+        weights=sum(tensor.nbytes for tensor in _state(model)), gradients=gradients, optimizer=2 * gradients,
+        reference=num_weight_sets * gradients, casts=None, activations=None,
+    )  # fmt: skip
 
 
 def eight_bit_moments(model: PreTrainedModel) -> int:

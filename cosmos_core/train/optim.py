@@ -54,12 +54,9 @@ def build_optimizer(
     is_8bit = train.optm_name.endswith("8bit")
     implementation = {} if is_8bit else {name: train.optm_impl == name for name in ("fused", "foreach")}
     return _optimizer_class(train.optm_name)(
-        [group for group in groups if group["params"]],
-        lr=rates[GLOBAL],
-        betas=train.optm_betas,
-        eps=train.epsilon,
+        [group for group in groups if group["params"]], lr=rates[GLOBAL], betas=train.optm_betas, eps=train.epsilon,
         **implementation,
-    )
+    )  # fmt: skip
 
 
 def learning_rate_factor(step: int, total_steps: int | None, train: TrainConfig) -> float:

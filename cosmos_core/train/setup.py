@@ -235,20 +235,11 @@ def _async_source(
     if recipe.may_split_groups or filtered:
         take = partial(order.take_prompts, end=None if filtered else steps.first(num_steps))
     source = AsyncGroupSource(
-        generation.engine_fleet,
-        take,
-        generation.make_local_scorer(trained_rewards(recipe)),
-        training_sampling(recipe),
-        stage.progress,
-        steps=steps,
-        max_lag=max_lag,
-        resync=generation.resync,
-        on_wait=check_validation,
-        num_extra_prompts=num_extra_prompts,
-        max_steps_ahead=max_steps_ahead,
-        filter=filtered,
-        sleeps_in_training=sleeps_in_training,
-    )
+        generation.engine_fleet, take, generation.make_local_scorer(trained_rewards(recipe)),
+        training_sampling(recipe), stage.progress, steps=steps, max_lag=max_lag, resync=generation.resync,
+        on_wait=check_validation, num_extra_prompts=num_extra_prompts, max_steps_ahead=max_steps_ahead,
+        filter=filtered, sleeps_in_training=sleeps_in_training,
+    )  # fmt: skip
     generation.call_before_close(source.close)
     return source
 
@@ -313,13 +304,9 @@ def _drift_check(stage: Stage) -> Callable[[int, dict[str, float]], dict[str, fl
 def _checkpointer(stage: Stage, stack: ExitStack) -> Checkpointer:
     ckpt = stage.recipe.train.ckpt
     checkpointer = Checkpointer(
-        stage.path / "checkpoints",
-        fingerprint=stage.checkpoint_fingerprint,
-        max_keep=ckpt.max_keep,
-        asynchronous=ckpt.save_mode == "async",
-        on_saved=stage.progress.report_checkpoint,
-        beat=stage.progress.beat,
-    )
+        stage.path / "checkpoints", fingerprint=stage.checkpoint_fingerprint, max_keep=ckpt.max_keep,
+        asynchronous=ckpt.save_mode == "async", on_saved=stage.progress.report_checkpoint, beat=stage.progress.beat,
+    )  # fmt: skip
     stack.callback(checkpointer.close)
     if stage.recipe.train.resume is True and is_first():
         adopt_checkpoint(stage)
