@@ -26,11 +26,8 @@ class Budget:
 
 
 def fill_batches(lengths: Sequence[int], order: Sequence[int], budget: Budget) -> list[list[int]]:
-    """Divide the rows of `order` into micro-batches, each row once.
-
-    A micro-batch starts with the first row of the pool. While rows fit into the token budget, the row is added that
-    leaves the micro-batch with the fewest tokens.
-    """
+    """Divide the rows of `order` into micro-batches, each row once. A micro-batch starts with the first row of the
+    pool. While rows fit into the token budget, the row is added that leaves the micro-batch with the fewest tokens."""
     waiting = iter(order)
     pool = list(islice(waiting, budget.pool_size))
     batches = []

@@ -28,13 +28,9 @@ class Bounds:
     __slots__ = ("ends", "prompts")
 
     def __init__(self, ends: np.ndarray, prompts: Sequence[int] | None = None) -> None:
-        """Store the boundaries.
-
-        Args:
-            ends: boundaries of the B sequences, int32, (B + 1), beginning with 0.
-            prompts: for each sequence the index of the sequence that it continues and attends to, its prompt; -1: the
-                sequence is whole. None: all sequences are whole.
-        """
+        """Store the boundaries `ends` of the B sequences, int32, (B + 1), beginning with 0. `prompts` has for each
+        sequence the index of the sequence that it continues and attends to, its prompt; -1, or None for all: the
+        sequence is whole."""
         self.ends, self.prompts = ends, prompts or [-1] * (len(ends) - 1)
 
 
@@ -45,11 +41,8 @@ def rows_of(
     packed: bool,
     num_tokens_of: Callable[[int], int] = lambda length: length,
 ) -> Rows:
-    """Collate rows of token ids: padded on the right, or packed.
-
-    `num_tokens_of` maps the number of tokens of the longest row, or of all packed rows together, to the length after
-    padding.
-    """
+    """Collate rows of token ids: padded on the right, or packed. `num_tokens_of` maps the number of tokens of the
+    longest row, or of all packed rows together, to the length after padding."""
     if packed:
         return shared_rows(rows, [([index], 0) for index in range(len(rows))], pad_id, num_tokens_of)
     tensors = [torch.as_tensor(ids, dtype=torch.int64) for ids in rows]
@@ -91,11 +84,8 @@ def shared_rows(
     if missing:
         ids, positions = [*ids, torch.full((missing,), pad_id)], [*positions, torch.arange(missing)]
         ends, prompts = np.append(ends, ends[-1] + missing), [*prompts, -1]
-    inputs = {
-        "input_ids": torch.cat(ids).unsqueeze(0),
-        "position_ids": torch.cat(positions).unsqueeze(0),
-        **packed_bounds(ends, prompts),
-    }
+    ids_1P, positions_1P = torch.cat(ids).unsqueeze(0), torch.cat(positions).unsqueeze(0)
+    inputs = {"input_ids": ids_1P, "position_ids": positions_1P, **packed_bounds(ends, prompts)}
     return Rows(inputs, [int(ends[numbers[index]]) - pieces[numbers[index]][1] for index in range(len(rows))])
 
 
@@ -108,12 +98,9 @@ def packed_bounds(bounds: np.ndarray, prompts: Sequence[int] | None = None) -> d
     bounds = np.asarray(bounds, dtype=np.int32)
     longest, on_device = int(np.diff(bounds).max()), torch.from_numpy(bounds)
     return {
-        "sequence_bounds": Bounds(bounds, prompts),
-        "cu_seq_lens_q": on_device,
-        "cu_seq_lens_k": on_device,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+        "sequence_bounds": Bounds(bounds, prompts), "cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device,
+        "max_length_q": longest, "max_length_k": longest,
+    }  # fmt: skip
 
 
 def to_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -15,6 +15,7 @@ SECONDS = 10.0
 MEMORY = 2 << 30
 """Memory limit in bytes, in addition to what the process already uses."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_REMEDY = "mend the template, or leave the row out"
 
 
 class _TimeExceeded(Exception):
@@ -38,17 +39,13 @@ def limit_resources(description: str) -> Iterator[None]:
     try:
         resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard_limit))
         if is_main:
-            signal.setitimer(
-                signal.ITIMER_REAL, SECONDS, 1.0
-            )  # repeat the signal each second, in case a destructor swallows the exception
+            # Repeat the signal each second, in case a destructor swallows the exception.
+            signal.setitimer(signal.ITIMER_REAL, SECONDS, 1.0)
         yield
     except _TimeExceeded as error:
-        raise ModelError(
-            f"{description} runs on beyond {SECONDS:g} s; mend the template, or leave the row out"
-        ) from error
+        raise ModelError(f"{description} runs on beyond {SECONDS:g} s; {_REMEDY}") from error
     except MemoryError as error:
-        limit = f"{MEMORY / 2**30:g} GiB of memory"
-        raise ModelError(f"{description} takes more than {limit}; mend the template, or leave the row out") from error
+        raise ModelError(f"{description} takes more than {MEMORY / 2**30:g} GiB of memory; {_REMEDY}") from error
     finally:
         if is_main:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.data.bounds import limit_resources
 from cosmos_core.data.messages import Message
+from cosmos_core.data.spans import num_shared
 from cosmos_core.data.tool_calls import with_texts
 from cosmos_core.errors import DataError, ModelError
 from cosmos_core.tools.base import ToolCall, ToolResult, parse_calls
@@ -83,10 +84,7 @@ def prompt_rendering(config: MultiTurnRolloutConfig, tools: Sequence[dict[str, A
 def open_tools(config: MultiTurnRolloutConfig, num_workers: int | None = None) -> ToolRunner:
     """Return a `ToolRunner` for the tools of a recipe, whose context is not entered yet."""
     return ToolRunner(
-        config.enabled_tools,
-        timeout_seconds=config.tool_timeout_seconds,
-        env=config.tool_env,
-        num_workers=num_workers,
+        config.enabled_tools, timeout_seconds=config.tool_timeout_seconds, env=config.tool_env, num_workers=num_workers
     )
 
 
@@ -182,9 +180,7 @@ class ToolText:
                 prompt = self._render([_USER], add_generation_prompt=False)
                 turn = {"role": "assistant", "content": "", "tool_calls": form}
                 text = self._render([_USER, turn], add_generation_prompt=False)
-                text = text[
-                    next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt)) :
-                ]
+                text = text[num_shared(prompt, text) :]
                 if parse_calls(text) == [expected]:
                     return
                 call_text = text if expected.name in text else call_text
@@ -219,12 +215,9 @@ class ToolText:
     def _render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
         options = {name: value for name, value in self._chat.options.items() if name != "continue_final_message"}
         text: Any = self._tokenizer.apply_chat_template(
-            messages,
-            tools=list(self._chat.tools) or None,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **options,
-        )
+            messages, tools=list(self._chat.tools) or None, tokenize=False,
+            add_generation_prompt=add_generation_prompt, **options,
+        )  # fmt: skip
         return str(text)
 
     def _escape_special_tokens(self, text: str) -> str:

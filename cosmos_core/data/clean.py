@@ -85,11 +85,7 @@ def clean(stage: Stage, rows: Rows, held_out: Sequence[Rows], folder: Path, open
 
 
 def _matches(
-    stage: Stage,
-    config: CleanConfig,
-    rows: Rows,
-    held_out: Sequence[Rows],
-    pack: Callable[[Row, str], Row] | None,
+    stage: Stage, config: CleanConfig, rows: Rows, held_out: Sequence[Rows], pack: Callable[[Row, str], Row] | None
 ) -> Iterator[tuple[int, bool, dict[str, Any]]]:
     """Yield the number of each training row with a match, whether the match is a reason to drop the row, and the match.
     Matches with benchmarks and held-out rows come first, then duplicates."""
@@ -127,7 +123,9 @@ def _readable(stage: Stage, rows: Rows, pack: Callable[[Row, str], Row] | None) 
     policy, kind = stage.recipe.train.train_policy, tokenised_kind(stage.recipe.train.train_policy.rows)
     for number, (where, row) in enumerate(rows):
         if number % 256 == 0:
-            _beat_or_stop(stage, number)
+            stage.progress.beat()
+            if stage.stop_requested:
+                raise Preempted(f"stopped after {number} rows were compared; preparing starts anew")
         with suppress(DataError):
             yield number, where, list(texts_of(kind.read(pack(row, where) if pack else row, where, policy)))
 
@@ -143,12 +141,6 @@ def _make_compared_row(where: str, texts: list[str], normal: list[str], turns: l
     grams = np.unique(ngrams(hashes_of([*chain.from_iterable(turns)]), _SHINGLE))
     text = "\n".join(texts)[:_MAX_CHARACTERS].encode("utf-8", "replace").decode()
     return ComparedRow(digest, where, text, grams)
-
-
-def _beat_or_stop(stage: Stage, number: int) -> None:
-    stage.progress.beat()
-    if stage.stop_requested:
-        raise Preempted(f"stopped after {number} rows were compared; preparing starts anew")
 
 
 def texts_of(value: Any) -> Iterator[str]:
@@ -279,9 +271,9 @@ class Benchmarks:
         self._texts: list[tuple[str, str]] = []
         grams, owners = array("Q"), array("I")
         self._sizes: set[int] = set()
-        for number, table in enumerate(tables):
+        for index, table in enumerate(tables):
             count = len(self._texts)
-            for where, row in load_rows(table.dataset, f"{BENCHMARKS}.{number}"):
+            for where, row in load_rows(table.dataset, f"{BENCHMARKS}.{index}"):
                 for text in texts_of(row):
                     if len(words := _words_to_compare(text)) >= self._min_words:
                         self._sizes.add(min(ngram, len(words)))
@@ -289,9 +281,7 @@ class Benchmarks:
                         owners.extend([len(self._texts)] * (len(grams) - len(owners)))
                         self._texts.append((where, text))
             if len(self._texts) == count:
-                raise DataError(
-                    f"{BENCHMARKS}.{number}: no text of at least {self._min_words} words; name rows of text"
-                )
+                raise DataError(f"{BENCHMARKS}.{index}: no text of at least {self._min_words} words; name rows of text")
         order = np.argsort(np.frombuffer(grams, dtype=np.uint64), kind="stable")
         self._grams, self._owners = np.frombuffer(grams, dtype=np.uint64)[order], np.frombuffer(owners, "I")[order]
 

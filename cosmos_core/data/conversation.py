@@ -88,14 +88,8 @@ def tokenize_prompt(
     where: str,
     chat: PromptRendering = DEFAULT_RENDERING,
 ) -> tuple[list[int], str]:
-    """Return token ids and text of a prompt, with the generation prompt of the chat template unless `chat` has none.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        messages: turns up to the one to complete.
-        max_length: maximum number of tokens: `policy.model_max_length` minus one for a completion.
-        where: location of the row, for messages.
-        chat: rendering settings.
+    """Return token ids and text of the turns up to the one to complete, with the generation prompt of the chat template
+    unless `chat` has none; `max_length` is `policy.model_max_length` minus one token for a completion.
 
     Raises:
         SkippedRow: the prompt is longer than `max_length`.

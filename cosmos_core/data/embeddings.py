@@ -29,11 +29,8 @@ _ALLOWED_GLOBALS = {
 
 
 def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return the tensors of a text embedding, without a batch dimension.
-
-    Args:
-        path: the file.
-        names: names of the text encoder's outputs; a pickle has no names, so it needs exactly one.
+    """Return the tensors of a text embedding, without a batch dimension, by the `names` of the text encoder's outputs;
+    a pickle has no names, so it needs exactly one.
 
     Raises:
         DataError: the file is damaged, holds other objects than arrays, or lacks one of the names.
@@ -65,11 +62,8 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def _read_pickled_array(path: Path) -> np.ndarray:
-    """Return the array of a pickle, which may be inside lists of one element.
-
-    Raises:
-        DataError: the pickle is damaged or holds other objects, none of which is loaded.
-    """
+    """Return the array of a pickle, which may be inside lists of one element; raise DataError, and load nothing, if the
+    pickle is damaged or holds other objects."""
 
     def convert(error: Exception) -> Exception:
         is_of_disk = isinstance(error, OSError) and is_machine_error(error)

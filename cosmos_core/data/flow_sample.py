@@ -55,32 +55,23 @@ class NoiseSampler:
 
     def sample(self, row: MediaRow, seed: int, *, dropout: float | None = None) -> FlowSample:
         """Return the sample of a row, with noise, noise level, text and conditioning frames sampled from `seed`.
-
-        `dropout` overrides the configured probability of dropping the prompt.
-        """
+        `dropout` overrides the configured probability of dropping the prompt."""
         generator = torch.Generator().manual_seed(seed)
         config = self.config
         sigma_1 = draw_noise_levels(
             1, config.weighting_scheme, generator, logit_mean=config.logit_mean, logit_std=config.logit_std,
             shift=self.shift,
         )  # fmt: skip
-        is_dropped = torch.rand((), generator=generator).item() < (
-            config.prompt_dropout if dropout is None else dropout
-        )
+        probability = config.prompt_dropout if dropout is None else dropout
+        text = self.null_text if torch.rand((), generator=generator).item() < probability else row.text
         num_frames = self._random_conditioning_count(row, generator)
         latents = row.mean
         if row.logvar is not None:
             std = torch.exp(0.5 * row.logvar)
             latents = row.mean + std * torch.randn(row.mean.shape, generator=generator, dtype=row.mean.dtype)
         noise = torch.randn(row.mean.shape, generator=generator, dtype=row.mean.dtype)
-        return FlowSample(
-            latents,
-            sigma_1.item(),
-            self.null_text if is_dropped else row.text,
-            noise,
-            num_conditioning_frames=num_frames,
-            weight=loss_weights(sigma_1, config.weighting_scheme).item(),
-        )
+        weight = loss_weights(sigma_1, config.weighting_scheme).item()
+        return FlowSample(latents, sigma_1.item(), text, noise, num_conditioning_frames=num_frames, weight=weight)
 
     def _random_conditioning_count(self, row: MediaRow, generator: torch.Generator) -> int:
         """Return a random number of conditioning frames, at least one fewer than the row's latent frames."""

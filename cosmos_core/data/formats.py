@@ -53,11 +53,7 @@ class RowPart:
 
 @contextmanager
 def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
-    """Open a text file and skip its byte order marks.
-
-    Raises:
-        DataError: the file cannot be read, or is not UTF-8.
-    """
+    """Open a text file and skip its byte order marks; raise DataError if it cannot be read, or is not UTF-8."""
     with ExitStack() as stack:
         with reader_errors(f"{path.name} cannot be read"):
             file = stack.enter_context(_OPEN_BY_SUFFIX.get(path.suffix, open)(path, "rb"))
@@ -127,13 +123,8 @@ def _json(path: Path) -> Iterator[Located]:
 
 
 def _iterate_json_array(file: TextIO, text: str) -> Iterator[Any]:
-    """Yield each element of a JSON array that begins with `text` and continues in `file`.
-
-    The file is read in blocks: memory holds at most one block and one element.
-
-    Raises:
-        ValueError: the text is not an array, or ends too early.
-    """
+    """Yield each element of a JSON array that begins with `text` and continues in `file`, with at most one block and
+    one element in memory; raise ValueError if the text is not an array, or ends too early."""
     decoder = json.JSONDecoder()
     position = text.index("[") + 1
     separator, size = ",", _BLOCK
@@ -157,18 +148,14 @@ def _iterate_json_array(file: TextIO, text: str) -> Iterator[Any]:
 
 
 def _skip_whitespace(text: str, position: int) -> int:
-    """Return the index after the JSON whitespace that starts at `at`."""
+    """Return the index after the JSON whitespace that starts at `position`."""
     match = _JSON_WHITESPACE.match(text, position)
     assert match
     return match.end()
 
 
 def _check_array(path: Path) -> None:
-    """Parse the whole file with `json` to get its precise error message; accept an empty array.
-
-    Raises:
-        DataError: the array is malformed.
-    """
+    """Parse the whole file with `json`, to raise a DataError with its precise message; accept an empty array."""
     try:
         with _open_text(path, "\n") as file:
             elements = json.loads(file.read())
@@ -182,9 +169,7 @@ def _check_array(path: Path) -> None:
 
 def _csv(path: Path) -> Iterator[Located]:
     """Yield the rows of CSV or TSV with a header; values stay strings, so that the text `007` does not become 7.
-
-    Spreadsheets separate the fields with semicolons where the comma is the decimal separator.
-    """
+    Spreadsheets separate the fields with semicolons where the comma is the decimal separator."""
     csv.field_size_limit(2**31 - 1)  # the default limit of 128 KiB is too small for some conversations
     with _open_text(path, "") as file:
         first = file.readline()

@@ -41,11 +41,8 @@ def make_generated_part(generator: str, arguments: Mapping[str, Any], key: str) 
             f"{suggestion(generator, list(DATASETS))}"
         )
     complete = {"seed": 0, **arguments}
-
-    def convert(error: Exception) -> DataError:
-        return DataError(f"{key}.arguments: {generator} refuses {dict(arguments)}: {first_line(error)}")
-
-    with convert_errors(convert):
+    refusal = f"{key}.arguments: {generator} refuses {dict(arguments)}"
+    with convert_errors(lambda error: DataError(f"{refusal}: {first_line(error)}")):
         dataset = reasoning_gym.create_dataset(generator, **complete)
     return RowPart(f"{GENERATED}{generator}", len(dataset), partial(_rows, dataset, generator, complete))
 

@@ -68,11 +68,9 @@ def align_images(turns: list[Message], row: Row, where: str) -> tuple[list[Messa
             f"{where}: the turns show {len(sources)} images and the row has "
             f"{len(sources) - num_missing + num_unplaced}; write <image> once for each image"
         )
-    if marked_turn := next(
-        (turn for turn in turns if isinstance(turn["content"], str) and _has_image_mark(turn)), None
-    ):
+    if marked := next((turn for turn in turns if isinstance(turn["content"], str) and _has_image_mark(turn)), None):
         raise DataError(
-            f"{where}: the turn {marked_turn['content'][:40]!r} shows an image, and the row names none; give it a "
+            f"{where}: the turn {marked['content'][:40]!r} shows an image, and the row names none; give it a "
             f"column `image` or `images`"
         )
     return placed_turns, sources
@@ -158,11 +156,7 @@ def _source(part: dict[str, Any], unused: Iterator[Any]) -> Any:
 
 
 def _locate_image(source: Any, where: str) -> tuple[str | None, bytes | None]:
-    """Return the path of an image, or its bytes.
-
-    Raises:
-        DataError: the source has neither a local path nor bytes.
-    """
+    """Return the path of an image, or its bytes; raise DataError if the source has neither a local path nor bytes."""
     if isinstance(source, dict):  # OpenAI's format has `url`, Hugging Face data sets have `bytes` and `path`
         content = source.get("bytes")
         source = content if content is not None else source.get("url") or source.get("path")
@@ -191,16 +185,14 @@ def _decode_data_uri(uri: str, where: str) -> bytes:
         raise DataError(f"{where}: the image {uri[:30]!r}... cannot be decoded: {error}") from error
 
 
-def _read(file: Path, description: str) -> bytes:
+def _read(file: Path, image: str) -> bytes:
     try:
         if not S_ISREG(file.stat().st_mode):
-            raise DataError(f"{description}: {file} is no regular file, and a device or a pipe may be read without end")
+            raise DataError(f"{image}: {file} is no regular file, and a device or a pipe may be read without end")
         return file.read_bytes()
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
-        raise DataError(
-            f"{description}: {reason} ({file}); check the path, or set custom.dataset.media_path"
-        ) from error
+        raise DataError(f"{image}: {reason} ({file}); check the path, or set custom.dataset.media_path") from error
 
 
 def convert_to_rgb(image: Image) -> Image:
@@ -221,11 +213,8 @@ def _digest(content: bytes) -> str:
 
 
 def _decode_image(content: bytes, description: str) -> Image:
-    """Decode an image as the processors of transformers do: in RGB, rotated according to its EXIF orientation.
-
-    Raises:
-        DataError: the content is not an image, is truncated, or exceeds the size limit of Pillow.
-    """
+    """Decode an image as the processors of transformers do, in RGB and rotated by its EXIF orientation; raise DataError
+    if it is no image, is truncated, or exceeds the size limit of Pillow."""
     from PIL import Image as pillow  # imported here, since rows of text do not need Pillow
     from PIL import ImageOps
 

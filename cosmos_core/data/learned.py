@@ -18,9 +18,7 @@ from cosmos_core.data.spans import Render, Span, prefix_spans, spans_by_placehol
 from cosmos_core.data.turn_weights import is_learned_turn
 from cosmos_core.errors import DataError
 
-_MIN_SKELETON_TURNS = (
-    64  # number of turns above which `skeleton_spans` is tried before `prefix_spans`, whose time is quadratic
-)
+_MIN_PLACEHOLDER_TURNS = 64  # turns above which placeholders are tried before `prefix_spans`, whose time is quadratic
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -66,7 +64,7 @@ def _turn_spans(
     render_part: Render, turns: list[Message], full: str, special_tokens: Sequence[str]
 ) -> list[Span] | None:
     """Return the span of each assistant turn for a template without {% generation %} marks; None if this fails."""
-    has_many_turns = len(turns) > _MIN_SKELETON_TURNS
+    has_many_turns = len(turns) > _MIN_PLACEHOLDER_TURNS
     spans = None if has_many_turns else prefix_spans(render_part, turns, full)
     if spans is None:
         spans = spans_by_placeholders(render_part, turns, full, special_tokens)
@@ -74,8 +72,7 @@ def _turn_spans(
 
 
 def _spans_in_turns(chosen: list[Span], marked_spans: list[Span], turn_spans: list[Span], where: str) -> list[Span]:
-    """Return the spans of `marked_spans` that overlap a turn with a loss (`chosen`); `turn_spans` has all assistant
-    turns."""
+    """Return the `marked_spans` that overlap a turn with a loss (`chosen`), of all assistant turns in `turn_spans`."""
     selected = [span for span in marked_spans if any(_do_overlap(span, each) for each in chosen)]
     if any(_do_overlap(span, each) for span in selected for each in turn_spans if each not in chosen):
         raise DataError(
@@ -85,15 +82,13 @@ def _spans_in_turns(chosen: list[Span], marked_spans: list[Span], turn_spans: li
     return selected
 
 
-def _do_overlap(_extend_by_end_token: Span, other: Span) -> bool:
-    return max(_extend_by_end_token[0], other[0]) < min(_extend_by_end_token[1], other[1])
+def _do_overlap(span: Span, other: Span) -> bool:
+    return max(span[0], other[0]) < min(span[1], other[1])
 
 
 def _with_end(span: Span, full: str, end_texts: Sequence[str], *, is_marked: bool) -> Span:
-    """Extend the span by the end token after it, without which a model never learns to stop.
-
-    Marks often exclude the end token. In some models, such as GLM-4, the first token of the next turn is the end token.
-    """
+    """Extend the span by the end token after it, without which a model never learns to stop. Marks often exclude the
+    end token. In some models, such as GLM-4, the first token of the next turn is the end token."""
     start, stop = span
     if not is_marked and full[start:stop].endswith(tuple(end_texts)):
         return span
@@ -130,22 +125,15 @@ def _find_marked_spans(
     full: str,
     tools: Tools,
 ) -> list[Span] | None:
-    """Return the spans that the template marks with {% generation %}; None if the template has no such marks.
-
-    Spans are positions of characters, because transformers' token mask is wrong after a character of several tokens.
-    """
-    template = (
-        owner.get_chat_template(tools=tools) if isinstance(owner, PreTrainedTokenizerBase) else owner.chat_template
-    )
+    """Return the spans that the template marks with {% generation %}; None if the template has no such marks. Spans are
+    positions of characters, because transformers' token mask is wrong after a character of several tokens."""
+    template = owner.chat_template if isinstance(owner, ProcessorMixin) else owner.get_chat_template(tools=tools)
     if not isinstance(template, str) or not _GENERATION_MARK.search(template):
         return None
     texts, mark_offsets = cast(Any, render_jinja_template)(
-        conversations=[turns],
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        tools=tools,
+        conversations=[turns], chat_template=template, return_assistant_tokens_mask=True, tools=tools,
         **tokenizer.special_tokens_map,
-    )
+    )  # fmt: skip
     if texts[0] != full:
         return None
     return [(start, stop) for start, stop in mark_offsets[0]]

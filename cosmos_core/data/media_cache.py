@@ -92,10 +92,8 @@ class MediaCache:
         return dict(record.get("refused", {})) if isinstance(record, dict) else {}
 
     def write(self, shard: str, entries: Mapping[str, Entry | str]) -> None:
-        """Write a shard: first its tensors, then its record, which marks it as complete.
-
-        A string instead of an entry is the reason why the item could not be encoded.
-        """
+        """Write a shard: first its tensors, then its record, which marks it as complete. A string instead of an entry
+        is the reason why the item could not be encoded."""
         path = self.path(shard)
         building = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         encoded = {key: entry for key, entry in entries.items() if not isinstance(entry, str)}

@@ -30,9 +30,7 @@ Size = tuple[int, int]
 """Height and width of an image or a frame, in pixels."""
 _STEPS = 8
 """Number of bucket sizes between the aspect ratios 1:1 and 1:2."""
-_MIN_READABLE_FRACTION = (
-    0.95  # minimum readable fraction of the duration in a video's header, which some programs round
-)
+_MIN_READABLE_FRACTION = 0.95  # of the duration in a video's header, which some programs round
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,7 @@ def bucket_sizes(size: Size, multiple: int) -> tuple[Size, ...]:
 
 
 def pixels_of(content: Content, framing: FrameSettings, position: float) -> np.ndarray:
-    """Return an image (HWC) or a clip (FHWC) as uint8; `position` in [0, 1] selects the clip if `sampling` is
-    random.
+    """Return an image (HWC) or a clip (FHWC) as uint8; `position` in [0, 1] selects the clip if `sampling` is random.
 
     Raises:
         DataError: the content cannot be decoded completely, or a video has too few frames.
@@ -158,11 +155,8 @@ def _frame_indices(total: int, framing: FrameSettings, position: float) -> list[
 
 
 def _count(content: Content) -> int:
-    """Return the number of frames of a video.
-
-    Raises:
-        DataError: the file has no video stream, or ends before the length in its header.
-    """
+    """Return the number of frames of a video; raise DataError if it has no video stream, or ends before the length in
+    its header."""
     with _open_container(content) as container:
         if not container.streams.video:
             raise DataError("it cannot be decoded: it has no video stream, or is cut off before it")
@@ -176,9 +170,8 @@ def _count(content: Content) -> int:
             count += 1
             if packet.pts is not None:
                 start = float((packet.pts - (stream.start_time or 0)) * packet.time_base)
-                end = max(
-                    end, start + (float(packet.duration * packet.time_base) if packet.duration else frame_seconds)
-                )
+                duration = float(packet.duration * packet.time_base) if packet.duration else frame_seconds
+                end = max(end, start + duration)
     min_end = min(_MIN_READABLE_FRACTION * seconds, seconds - 0.75 * frame_seconds)
     is_truncated = count < header_frames if header_frames else end < min_end and (end > 0 or not count)
     if is_truncated:

@@ -128,20 +128,13 @@ class MediaPrompts(_Media[MediaPrompt]):
 
 
 def open_media(folder: Path, split: str) -> MediaRows:
-    """Return the images or clips of a split of a prepare stage's data folder.
-
-    Raises:
-        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
-    """
+    """Return the images or clips of a split of a prepare stage's data folder; errors are those of `open_table`."""
     return MediaRows(open_table(folder, split, row_kind("media")), folder)
 
 
 def open_media_prompts(folder: Path, split: str) -> MediaPrompts:
-    """Return the prompts of a split of a prepare stage's data folder, whose rows have prompts alone or also media.
-
-    Raises:
-        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
-    """
+    """Return the prompts of a split of a prepare stage's data folder, whose rows have prompts alone or also media;
+    errors are those of `open_table`."""
     return MediaPrompts(open_table(folder, split, row_kind("media_prompts"), row_kind("media")), folder)
 
 

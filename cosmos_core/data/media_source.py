@@ -110,11 +110,8 @@ Items = Callable[[], Iterator[Item]]
 
 
 def open_items(dataset: DatasetConfig, key: str) -> Items:
-    """Return a function that iterates over the items of all splits of a data set, in order.
-
-    Args:
-        dataset: location and splits of the data set.
-        key: name of the data set's table in the TOML, for messages.
+    """Return a function that iterates over the items of all splits of a data set, in order; `key` is the name of the
+    data set's table in the TOML, for messages.
 
     Raises:
         DataError: the data set is missing, or its format is not supported.
@@ -164,14 +161,10 @@ def _is_media_folder(path: Path) -> bool:
     first = next((name for name in names if name.endswith(".json") and not name.startswith(".")), None)
     if first is None or first in {"dataset_dict.json", "state.json", "dataset_info.json"}:
         return False
-    return isinstance(_json_of(path / first), dict)
-
-
-def _json_of(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8-sig"))
+        return isinstance(json.loads((path / first).read_text(encoding="utf-8-sig")), dict)
     except (OSError, ValueError, RecursionError):
-        return None
+        return False
 
 
 def _pairs(folder: Path) -> Iterator[Item]:
@@ -217,20 +210,8 @@ def _caption(media: Path) -> str | None:
 
 def _items_from_metas(folder: Path) -> Iterator[Item]:
     """Yield an item for each metas/NAME.txt, with the video or image NAME."""
-    media = {
-        file.stem: file
-        for media_folder in _MEDIA_FOLDERS
-        if (folder / media_folder).is_dir()
-        for file in sorted((folder / media_folder).iterdir())
-        if file.suffix.lower() in _MEDIA_SUFFIXES
-    }
-    embeddings = {
-        file.stem: file
-        for media_folder in _EMBEDDING_FOLDERS
-        if (folder / media_folder).is_dir()
-        for file in sorted((folder / media_folder).iterdir())
-        if file.suffix in EMBEDDING_SUFFIXES
-    }
+    media = {file.stem: file for file in _files(folder, _MEDIA_FOLDERS) if file.suffix.lower() in _MEDIA_SUFFIXES}
+    embeddings = {file.stem: file for file in _files(folder, _EMBEDDING_FOLDERS) if file.suffix in EMBEDDING_SUFFIXES}
     text_files = sorted((folder / "metas").glob("[!.]*.txt"))
     for file in text_files:
         where = f"metas/{file.name}"
@@ -247,6 +228,11 @@ def _items_from_metas(folder: Path) -> Iterator[Item]:
     for stem in sorted(media.keys() - {file.stem for file in text_files}):
         where = f"{media[stem].parent.name}/{media[stem].name}"
         yield Item(where, "", problem=f"{where}: there is no metas/{stem}.txt with its prompt")
+
+
+def _files(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Return the files in those of the sub-folders `names` that exist."""
+    return [file for name in names if (folder / name).is_dir() for file in sorted((folder / name).iterdir())]
 
 
 def _content(path: Path | None) -> Content | None:
@@ -284,11 +270,8 @@ def _items_from_tar(path: Path) -> Iterator[Item]:
 
 
 def _check_end(path: Path, offset: int) -> None:
-    """Check that reading a tar file stopped at its end: `tarfile` also stops silently at a damaged header.
-
-    Raises:
-        tarfile.ReadError: the block at `offset` is not the block of zeros that follows the last member.
-    """
+    """Raise tarfile.ReadError if reading a tar file did not stop at the block of zeros that follows its last member:
+    `tarfile` also stops silently at a damaged header."""
     with open(path, "rb") as file:
         file.seek(offset)
         block = file.read(tarfile.BLOCKSIZE)

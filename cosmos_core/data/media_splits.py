@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 from torch import Tensor
 
 from cosmos_core.config.schema.dataset import DatasetConfig
@@ -21,7 +20,7 @@ from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.media_cache import digest_of
 from cosmos_core.data.media_pixels import FrameSettings
 from cosmos_core.data.media_source import Content, Item, Items, open_items
-from cosmos_core.data.order import shuffled
+from cosmos_core.data.rows import held_out_mask
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.run.stage import Stage
 
@@ -39,13 +38,10 @@ class Encoders(Protocol):
 
     def text_embedding(self, prompts: list[str]) -> dict[str, Tensor]:
         """Return the embeddings of prompts, each with a batch dimension."""
-        ...
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return mean and log-variance of the normalised latents of pixels (BC[F]HW) in [-1, 1].
-
-        The log-variance is None for a deterministic VAE."""
-        ...
+        """Return mean and log-variance of the normalised latents of pixels (BC[F]HW) in [-1, 1]. The log-variance is
+        None for a deterministic VAE."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +105,7 @@ def frame_settings(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Fr
             f"policy.diffusers.train_frames = {frames} must be 1 more than a multiple of {source.frame_multiple}"
         )
     return FrameSettings(
-        diffusers.inference_size,
-        frames,
-        source.multiple,
-        dataset.aspect_ratio_buckets,
-        dataset.frame_sampling,
+        diffusers.inference_size, frames, source.multiple, dataset.aspect_ratio_buckets, dataset.frame_sampling
     )
 
 
@@ -122,10 +114,8 @@ def read_splits(stage: Stage, source: Source) -> dict[str, Split]:
     splits, max_rows = _read_source_splits(stage, source), stage.recipe.validation.max_rows
     if VALIDATION in splits and max_rows is not None:
         held_out, other_rows = splits[VALIDATION], iter(range(max_rows))
-        limited_rows = [
-            row if row is not None and next(other_rows, None) is not None else None for row in held_out.rows
-        ]
-        splits[VALIDATION] = held_out._replace(rows=limited_rows)
+        limited = [row if row is not None and next(other_rows, None) is not None else None for row in held_out.rows]
+        splits[VALIDATION] = held_out._replace(rows=limited)
     return splits
 
 
@@ -143,14 +133,9 @@ def _read_source_splits(stage: Stage, source: Source) -> dict[str, Split]:
     size = policy.dataset.test_size
     if size is None:
         return {TRAIN: train}
-    count = int(np.ceil(len(train.rows) * size)) if isinstance(size, float) else size
-    if count >= len(train.rows):
-        raise DataError(
-            f"test_size = {size} of {len(train.rows)} rows leaves none to train on; lower dataset.test_size"
-        )
-    indices = set(shuffled(len(train.rows), stage.seed)[:count].tolist())
-    held_out = train._replace(rows=[row if i in indices else None for i, row in enumerate(train.rows)], skipped=[])
-    train = train._replace(rows=[None if i in indices else row for i, row in enumerate(train.rows)])
+    is_held_out = held_out_mask(len(train.rows), size, stage.seed)
+    held_out = train._replace(rows=[row if is_held_out[i] else None for i, row in enumerate(train.rows)], skipped=[])
+    train = train._replace(rows=[None if is_held_out[i] else row for i, row in enumerate(train.rows)])
     return {TRAIN: train, VALIDATION: held_out}
 
 
@@ -164,9 +149,8 @@ def _read_and_digest(stage: Stage, source: Source, config: DatasetConfig, key: s
         stage.progress.beat()
         rows.append(None if isinstance(row_or_reason, str) else row_or_reason)
         if isinstance(row_or_reason, str):
-            skipped.append(
-                _printable(row_or_reason if row_or_reason.startswith(item.where) else f"{item.where}: {row_or_reason}")
-            )
+            names_row = row_or_reason.startswith(item.where)
+            skipped.append(_printable(row_or_reason if names_row else f"{item.where}: {row_or_reason}"))
     if not rows:
         raise DataError(f"{key}: {config.local_dir or config.name} holds no rows; at least one is needed")
     return Split(items, rows, skipped, len(rows), config)

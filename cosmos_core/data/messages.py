@@ -270,9 +270,7 @@ def read_turns(value: Any, column: str, where: str, with_images: bool = False) -
         raise DataError(f"{where}: column {column!r} holds {str(value)[:40]!r}; a conversation is a list of turns")
     if not value:
         raise SkippedRow(where, "empty")
-    return [
-        _turn(turn, f"{where}, turn {number} of {column!r}", with_images) for number, turn in enumerate(value, start=1)
-    ]
+    return [_turn(turn, f"{where}, turn {number} of {column!r}", with_images) for number, turn in enumerate(value, 1)]
 
 
 def _turn(turn: Any, where: str, with_images: bool) -> Message:
@@ -307,11 +305,10 @@ def read_content(content: Any, where: str, with_images: bool = False) -> Any:
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise DataError(f"{where}: content {str(content)[:40]!r} is not text; {_TEXT_ONLY}")
-    mark = _MEDIA_MARK.search(content)
-    if mark and not (with_images and (mark[1] or mark[2]) == "image"):
-        raise DataError(
-            f"{where}: the turn shows an {mark[1] or mark[2]}, and {_TEXT_ONLY}; take rows without {mark[0].strip()}"
-        )
+    if mark := _MEDIA_MARK.search(content):
+        kind = mark[1] or mark[2]
+        if not (with_images and kind == "image"):
+            raise DataError(f"{where}: the turn shows an {kind}, and {_TEXT_ONLY}; take rows without {mark[0].strip()}")
     return content
 
 
@@ -335,10 +332,8 @@ def texts_of(message: Message) -> list[str]:
 
 
 def alternative_turns(turns: list[Message]) -> Iterator[list[Message]]:
-    """Yield alternative forms of the turns for a chat template that refuses their sequence of roles.
-
-    The closest form comes first: consecutive turns of one role are merged. Then system turns become user turns too.
-    """
+    """Yield alternative forms of the turns for a chat template that refuses their sequence of roles. The closest form
+    comes first: consecutive turns of one role are merged. Then system turns become user turns too."""
     yield merge_turns(turns)
     yield merge_turns([{**turn, "role": "user"} if turn["role"] == "system" else turn for turn in turns])
 

@@ -55,11 +55,9 @@ class Mixture:
         """
         rows, times, start = [], [], 0
         for i, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
-            epoch_numbers, positions = np.divmod(np.arange(count, dtype=np.int64) + epoch * count, size)
-            orders = {
-                n: shuffled(size, seed, n, i) if shuffle else np.arange(size) for n in np.unique(epoch_numbers).tolist()
-            }
-            rows += [start + orders[n][position] for n, position in zip(epoch_numbers.tolist(), positions, strict=True)]
+            passes, positions = np.divmod(np.arange(count, dtype=np.int64) + epoch * count, size)
+            orders = {n: shuffled(size, seed, n, i) if shuffle else np.arange(size) for n in np.unique(passes).tolist()}
+            rows += [start + orders[n][position] for n, position in zip(passes.tolist(), positions, strict=True)]
             times.append((np.arange(count) + 0.5) / max(1, count))
             start += size
         return np.array(rows, dtype=np.int64)[np.argsort(np.concatenate(times), kind="stable")]
@@ -120,13 +118,11 @@ def left_over_notice(train: TrainConfig, size: int, num_rows: int) -> str:
     count = num_rows % size if train.train_policy.drops_last_rows else 0
     if not count or (train.max_num_steps or math.inf) * size <= num_rows - count:
         return ""
-    row_group = "others in each epoch" if train.train_policy.dataloader_shuffle and train.epoch > 1 else "the same ones"
+    which = "others in each epoch" if train.train_policy.dataloader_shuffle and train.epoch > 1 else "the same ones"
     remedy = "lower train.train_batch_per_replica" if train.train_policy.has_rollouts else (
         "train.train_policy.dataloader_drop_last = false learns them in a smaller batch"
     )  # fmt: skip
-    return (
-        f"{count:,} of {num_rows:,} rows fill no batch of {size} and are left out of an epoch ({row_group}); {remedy}"
-    )
+    return f"{count:,} of {num_rows:,} rows fill no batch of {size} and are left out of an epoch ({which}); {remedy}"
 
 
 def batch_positions(

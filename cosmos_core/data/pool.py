@@ -11,10 +11,8 @@ from cosmos_core.observe.logs import configure
 
 
 def begin() -> None:
-    """Configure logging as in the worker, and exit when the parent process ends.
-
-    Without the exit, a process of the pool outlives a killed parent, because it waits on a pipe that it keeps open.
-    """
+    """Configure logging as in the worker, and exit when the parent process ends. Without the exit, a process of the
+    pool outlives a killed parent, because it waits on a pipe that it keeps open."""
     configure()
     parent = multiprocessing.parent_process()
     assert parent is not None

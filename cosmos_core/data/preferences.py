@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cosmos_core.data.messages import (
     IMAGE_MARK,
@@ -23,6 +21,7 @@ from cosmos_core.data.messages import (
     texts_of,
     with_system,
 )
+from cosmos_core.data.spans import num_shared
 from cosmos_core.errors import DataError, MissingColumn
 
 _PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem")
@@ -67,7 +66,7 @@ def read_preference(
     chosen, rejected = _response_turns(first_completion), _response_turns(other)
     prompt = [] if prompt_column is None else as_turns(row, prompt_column, "user", where, with_images)
     if "assistant" not in {chosen[0]["role"], rejected[0]["role"]}:
-        shared = chosen[: _num_shared(chosen, rejected)]
+        shared = chosen[: num_shared(chosen, rejected)]
         chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
         prompt = _longer_prompt(prompt, shared, prompt_column, where) if shared else []
     if any(not turns or turns[0]["role"] != "assistant" for turns in (chosen, rejected)):
@@ -127,11 +126,8 @@ def read_labelled(
 
 
 def _longer_prompt(prompt: list[Message], shared: list[Message], column: str | None, where: str) -> list[Message]:
-    """Return the longer of the prompt in a column and the turns that both completions begin with.
-
-    Raises:
-        DataError: neither list of turns contains the other, so the prompts differ.
-    """
+    """Return the longer of the prompt in a column and the turns that both completions begin with; raise DataError if
+    neither contains the other."""
     prompt_words, shared_words = ([_comparable_turn(turn) for turn in turns] for turns in (prompt, shared))
     has_no_words = not any(words for _, words in prompt_words)
     if has_no_words or any(shared_words[i : i + len(prompt_words)] == prompt_words for i in range(len(shared_words))):
@@ -163,7 +159,7 @@ def _read_completion(row: Row, name: str, where: str, with_images: bool) -> list
 
 
 def _split_plain_preference(chosen: str, rejected: str, where: str) -> Preference:
-    prompt = chosen[: _num_shared(chosen, rejected)]
+    prompt = chosen[: num_shared(chosen, rejected)]
     if not prompt.strip():
         raise DataError(
             f"{where}: the texts of `chosen` and `rejected` begin differently, and there is no column `prompt`; give "
@@ -176,8 +172,3 @@ def _split_plain_preference(chosen: str, rejected: str, where: str) -> Preferenc
 
 def _response_turns(response: list[Message] | str) -> list[Message]:
     return [{"role": "assistant", "content": response}] if isinstance(response, str) else response
-
-
-def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of the common prefix of two sequences."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -26,7 +26,6 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.media import media_settings
-from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.dataset import DatasetConfig, RowsConfig, SourceConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -168,12 +167,8 @@ def _write_split(
     stage: Stage, path: Path, jobs: list[Job], sources: list[_Source], num_done: int, total: int
 ) -> tuple[Counts, list[Counts]]:
     """Write the prepared file of one split, and return the statistics of the split and of each of its data sets.
-
-    `num_done` is the number of processed rows, and `total` the number of rows, of all splits together.
-
-    Raises:
-        DataError: too many rows cannot be read, or no row of a data set is left to write.
-    """
+    `num_done` rows of `total`, of all splits together, are processed before. Raise DataError if too many rows cannot be
+    read, or a data set has no row left to write."""
     counts = Counts(jobs[0].kind, jobs[0].column, jobs[0].num_free_tokens)
     counts_of_sources = [Counts(job.kind, job.column, job.num_free_tokens) for job in jobs]
     with pa.ipc.new_file(path, jobs[0].schema) as file, closing(_chunks(stage, jobs, sources)) as chunks:
@@ -208,11 +203,8 @@ def _chunks(stage: Stage, jobs: list[Job], sources: list[_Source]) -> Generator[
 
 
 def _mixture_statistics(sources: list[_Source], source_counts: list[Counts]) -> list[dict[str, Any]]:
-    """Return the statistics of each data set of a mixture, with its weight.
-
-    Raises:
-        DataError: a weight is so small that an epoch has no row of its data set.
-    """
+    """Return the statistics of each data set of a mixture, with its weight; raise DataError if a weight is so small
+    that an epoch has no row of its data set."""
     entries = [
         {
             "source": source.label,
@@ -256,13 +248,13 @@ def _split_each_source(stage: Stage) -> tuple[list[_Source], list[_Source]]:
         source_recipe, mixture = recipe, dict[str, Any]()
         dataset: RowsConfig = policy.dataset
         if isinstance(dataset, SourceConfig):
-            source_recipe, mixture = _with_policy(recipe, policy), {"label": dataset.source, "weight": dataset.weight}
+            source_recipe = recipe.derive(train=recipe.train.derive(train_policy=policy))
+            mixture = {"label": dataset.source, "weight": dataset.weight}
         rows = load_rows(dataset, key, None if stage.data is not None else _opener(stage, source_recipe))
         train.append(_Source(rows, source_recipe, dataset, **mixture))
-    validation_dataset: RowsConfig | None = validation.dataset if validation.dataset.name else None
-    if validation_dataset is not None:
-        rows = load_rows(validation_dataset, "validation.dataset", _opener(stage, recipe))
-        return train, [_Source(rows, recipe, validation_dataset)]
+    if validation.dataset.name:
+        rows = load_rows(validation.dataset, "validation.dataset", _opener(stage, recipe))
+        return train, [_Source(rows, recipe, validation.dataset)]
     if stage.data is not None and has_local_split(stage.data, VALIDATION):
         rows = load_rows(DatasetConfig(name=str(stage.data), split=(VALIDATION,)), f"stage {stage.name!r}: data")
         return train, [_Source(rows, recipe, _without_pass_rates(train[0].dataset))]
@@ -285,11 +277,6 @@ def _without_pass_rates(dataset: RowsConfig) -> RowsConfig:
     """Return the data set of held-out rows without a range of pass rates: held-out rows stay the same if a stage trains
     on a selection of rows, and files of pass rates have only training prompts."""
     return dataset.derive(keep="", pass_rates="")
-
-
-def _with_policy(recipe: Recipe, policy: AlgorithmConfig) -> Recipe:
-    """Return the recipe with another `[train.train_policy]`."""
-    return recipe.derive(train=recipe.train.derive(train_policy=policy))
 
 
 def _kinds_by_split(recipe: Recipe) -> dict[str, str]:
@@ -319,20 +306,17 @@ def _job(stage: Stage, split: str, source: _Source) -> Job:
     media = media_settings(recipe)
     root: Path | None = Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows.folder
     revision = recipe.policy.model_revision
-    pass_rate_range, rates_file = source.dataset.keep, source.dataset.pass_rates
-    rates = read_pass_rates(Path(rates_file)) if rates_file else None
+    rates = read_pass_rates(Path(source.dataset.pass_rates)) if source.dataset.pass_rates else None
     processor_settings = (revision, media.pixels, recipe.policy.chat_template)
     if not processor_files(stage.model, revision) or processor_of(stage.model, *processor_settings) is None:
         root = None
+    job = Job(recipe, kind, max_length, stage.model, root, pass_rate_range=source.dataset.keep)
     if not kind.is_completed:
-        return Job(
-            recipe, kind, max_length, stage.model, root, pass_rate_range=pass_rate_range, is_data_term=is_data_term
-        )
+        return replace(job, is_data_term=is_data_term)
     longest = recipe.rollout.max_response_length
     if split == VALIDATION:
         longest = validation.max_response_length or longest
-    job = Job(recipe, kind, max_length - 1, stage.model, root, longest_completion=longest)
-    return replace(job, rates=rates, pass_rate_range=pass_rate_range)
+    return replace(job, max_tokens=max_length - 1, longest_completion=longest, rates=rates)
 
 
 def _tokenise_rows(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:

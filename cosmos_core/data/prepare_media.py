@@ -77,16 +77,12 @@ def _preview_split(stage: Stage, source: Source, name: str, split: Split) -> tup
     skipped, rates, num_remaining = list(split.skipped), set[float](), len(split.kept_rows)
     details = ""
     if encodes_media(stage, name, split):
-        framing, stride = (
-            frame_settings(stage.recipe, split.config, source),
-            -(-num_remaining // _MAX_DECODED_MEDIA) or 1,
-        )
+        framing = frame_settings(stage.recipe, split.config, source)
+        stride = -(-num_remaining // _MAX_DECODED_MEDIA) or 1
         media = ((row, item.content) for row, item in zip(split.rows, split.items(), strict=False) if row is not None)
         sampled = islice(media, 0, None, stride)
         num_enlarged = 0
-        for row, rate, problem, enlarged in map_in_threads(
-            stage, lambda each: _decode_for_preview(*each, framing), sampled
-        ):
+        for row, rate, problem, enlarged in map_in_threads(stage, lambda each: _inspect_row(*each, framing), sampled):
             stage.progress.beat()
             rates |= {rate} if rate else set()
             num_enlarged += enlarged
@@ -99,13 +95,11 @@ def _preview_split(stage: Stage, source: Source, name: str, split: Split) -> tup
         details += f", clips of {min(rates):g}" + (f" to {max(rates):g}" if len(rates) > 1 else "") + " frames a second"
         details += ", which are learned frame by frame" if len(rates) > 1 else ""
     details += f", {len(skipped):,} left out (first: {skipped[0]})" if skipped else ""
-    prompts = [
-        {"text": row.prompt, "reference": "", "metadata": json.loads(row.metadata)} for row in split.kept_rows[:2]
-    ]
-    return f"{name}: {num_remaining:,} rows{details}", num_remaining, list(prompts)
+    first = [{"text": row.prompt, "reference": "", "metadata": json.loads(row.metadata)} for row in split.kept_rows[:2]]
+    return f"{name}: {num_remaining:,} rows{details}", num_remaining, list(first)
 
 
-def _decode_for_preview(row: Row, content: Content | None, framing: FrameSettings) -> tuple[Row, float, str, bool]:
+def _inspect_row(row: Row, content: Content | None, framing: FrameSettings) -> tuple[Row, float, str, bool]:
     """Return the row, the frame rate of its clip, the reason why its media cannot be decoded, or an empty text, and
     whether its image is enlarged."""
     decoded = _decode_or_explain(row.media, content, framing)
@@ -132,9 +126,8 @@ def source_of(stage: Stage) -> Source:
     for each in bucket_sizes(size, family.size_multiple) if has_buckets else [size]:
         family.latent_shape(*each)
     folder = family.folder.path
-    weights = shared_digest_cache(stage.run_path.parent).digest_files(
-        folder, files_of_model(folder, policy.modality.encoder_files)
-    )
+    cache = shared_digest_cache(stage.run_path.parent)
+    weights = cache.digest_files(folder, files_of_model(folder, policy.modality.encoder_files))
     settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, family.size_multiple)
     code = [code_digest(policy.model_class)] if policy.model_class else []
     digest = digest_of(weights, type(family).__name__, settings, *code)
@@ -165,9 +158,8 @@ def prepare(stage: Stage, source: Source) -> Outcome:
         write_json(folder / "statistics.json", metrics)
     logger.info("%d texts and %d images or clips were encoded, the others were known", *work.num_encoded)
     metrics |= {"data/encoded_texts": float(work.num_encoded[0]), "data/encoded_media": float(work.num_encoded[1])}
-    return Outcome(
-        outputs=("data",), metrics=metrics, info={"data": "data", **({"notices": notices} if notices else {})}
-    )
+    info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
+    return Outcome(outputs=("data",), metrics=metrics, info=info)
 
 
 class _SplitEncoder:
@@ -255,10 +247,10 @@ class _SplitEncoder:
         prompts = [text for text in texts if isinstance(text, str)]
         entries: list[Entry] = []
         for start in range(0, len(prompts), _TEXT_BATCH_SIZE):
+            part = prompts[start : start + _TEXT_BATCH_SIZE]
             with torch.no_grad():
-                batch = self._source.encoders.text_embedding(prompts[start : start + _TEXT_BATCH_SIZE])
-            size = len(prompts[start : start + _TEXT_BATCH_SIZE])
-            entries += [{name: values[i] for name, values in batch.items()} for i in range(size)]
+                batch = self._source.encoders.text_embedding(part)
+            entries += [{name: values[i] for name, values in batch.items()} for i in range(len(part))]
         encoded = iter(entries)
         return [next(encoded) if isinstance(text, str) else self._read_given_embedding(text) for text in texts]
 
@@ -286,9 +278,8 @@ class _SplitEncoder:
         """Return the latent of each image or clip, or why it cannot be decoded; media of one shape share batches."""
         latents: dict[int, Entry | str] = {}
         waiting: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
-        for index, pixels in enumerate(
-            map_in_threads(self._stage, lambda item: _decode_or_explain(item[0], item[1], framing), items)
-        ):
+        decoded = map_in_threads(self._stage, lambda item: _decode_or_explain(*item, framing), items)
+        for index, pixels in enumerate(decoded):
             self._stage.progress.beat()
             if isinstance(pixels, str):
                 latents[index] = pixels

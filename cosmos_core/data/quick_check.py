@@ -9,10 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
+from cosmos_core.config.schema.dataset import RowsConfig
 from cosmos_core.data.kinds.base import VALIDATION
 from cosmos_core.data.kinds.registry import tokenised_kind
 from cosmos_core.data.messages import Row, SkippedRow, read_conversation, row_remedy
-from cosmos_core.data.rows import Rows, load_rows, training_sources
+from cosmos_core.data.rows import load_rows, training_sources
 from cosmos_core.errors import DataError
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
@@ -31,27 +32,20 @@ def run(stage: Stage) -> Outcome:
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     kind = tokenised_kind(policy.rows)
     for key, source in training_sources(stage).items():
-        _check_readable(
-            load_rows(source.dataset, key), partial(kind.read, policy=source), source.dataset.max_skipped_fraction
-        )
-    if data_term := policy.supervised_rows:
-        rows = load_rows(data_term.dataset, "train.train_policy.data_term")
-        columns = (data_term.conversation_column_name, getattr(policy, "system_prompt", ""))
-        _check_readable(
-            rows,
-            lambda row, where: read_conversation(row, where, *columns, with_images=True),
-            data_term.max_skipped_fraction,
-        )
+        _check_readable(source.dataset, key, partial(kind.read, policy=source))
+    if term := policy.supervised_rows:
+        prompt = getattr(policy, "system_prompt", "")
+        read = partial(read_conversation, column=term.conversation_column_name, system_prompt=prompt, with_images=True)
+        _check_readable(term.dataset, "train.train_policy.data_term", read)
     if validation.dataset.name:
-        rows = load_rows(validation.dataset, "validation.dataset")
         held_out = tokenised_kind(kind.held_out_kinds(has_rewards=bool(validation.reward_function))[VALIDATION])
-        _check_readable(
-            rows, lambda row, where: held_out.read(row, where, policy), validation.dataset.max_skipped_fraction
-        )
+        _check_readable(validation.dataset, "validation.dataset", partial(held_out.read, policy=policy))
     return Outcome()
 
 
-def _check_readable(rows: Rows, read_row: Reader, max_fraction: float) -> None:
+def _check_readable(dataset: RowsConfig, key: str, read_row: Reader) -> None:
+    """Read the first rows of a data set, whose table in the TOML is named `key`."""
+    rows, max_fraction = load_rows(dataset, key), dataset.max_skipped_fraction
     errors: list[DataError] = []
     count = min(_NUM_GENERATED_ROWS if rows.is_generated else _NUM_ROWS, len(rows))
     for where, row in islice(rows, count):

@@ -98,6 +98,11 @@ class Job:
         return policy.column_names if isinstance(policy, SupervisedConfig) else {}
 
     @property
+    def no_images(self) -> list[list[Ref]]:
+        """Return the value of the column of images for a row without images; nothing if rows have no such column."""
+        return [] if self.root is None else [[]]
+
+    @property
     def schema(self) -> pa.Schema:
         """Return the Arrow schema of the prepared file."""
         return self.kind.schema_of(self.root)
@@ -135,7 +140,8 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Locate
             skipped.append(SkippedSource(skip.reason, where))
         except DataError as error:
             skipped.append(SkippedSource("that cannot be read", str(error), str(error)))
-    batch = _batch(records, job.schema)
+    arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(job.schema)]
+    batch = pa.RecordBatch.from_arrays(arrays, schema=job.schema)
     counts["learned_ends"] = _count_learned_ends(batch, job)
     for record in records:
         counts.update(record.counts)
@@ -239,8 +245,3 @@ def check_characters(content: Any, where: str) -> None:
         json.dumps(content, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
         raise SkippedRow(where, "with half a character (a lone surrogate)") from None
-
-
-def _batch(records: list[Record], schema: pa.Schema) -> pa.RecordBatch:
-    arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(schema)]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)

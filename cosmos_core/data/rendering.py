@@ -43,11 +43,9 @@ def render(
         ModelError: there is no chat template.
     """
     if not (options.get("chat_template") or owner.chat_template):
-        owner_name = (
-            "the processor" if isinstance(owner, ProcessorMixin) else f"the tokenizer of {owner.name_or_path!r}"
-        )
+        name = "the processor" if isinstance(owner, ProcessorMixin) else f"the tokenizer of {owner.name_or_path!r}"
         raise ModelError(
-            f"{owner_name} has no chat template; set policy.chat_template to a Jinja file, 'plain' or 'chatml', start "
+            f"{name} has no chat template; set policy.chat_template to a Jinja file, 'plain' or 'chatml', start "
             "from an instruct model, or give plain text: a column `text`, or `prompt` and `completion`"
         )
     renderings: list[tuple[list[Message], list[Message], str]] = []
@@ -57,13 +55,11 @@ def render(
             renderings.append((_find_missing_turns(form, text), form, text))
         except TemplateError as error:
             reason = error
-    rewritten = _with_written_arguments(turns)
-    if rewritten != turns and (
+    written = _with_written_arguments(turns)
+    if written != turns and (
         not renderings or any(uses_python_notation(turn.get("tool_calls"), renderings[0][2]) for turn in turns)
     ):
-        return render(
-            owner, rewritten, where, add_generation_prompt=add_generation_prompt, tools=tools, options=options
-        )
+        return render(owner, written, where, add_generation_prompt=add_generation_prompt, tools=tools, options=options)
     if not renderings:
         raise RefusedRow(where, f"refused by the chat template ({reason})")
     missing_turns, form, text = min(renderings, key=lambda each: len(each[0]))
@@ -99,11 +95,8 @@ def _find_missing_turns(turns: list[Message], text: str) -> list[Message]:
 
 
 def _check_tool_calls(messages: list[Message], text: str, where: str) -> None:
-    """Refuse a rendering without the row's tool calls, from which the model would learn not to call tools.
-
-    Raises:
-        RefusedRow: the name of a called function does not occur in the text.
-    """
+    """Raise RefusedRow if the name of a called function does not occur in the text: without the row's tool calls the
+    model would learn not to call tools."""
     for call in (call for message in messages for call in message.get("tool_calls") or []):
         function = call.get("function", call) if isinstance(call, dict) else None
         if isinstance(function, dict) and str(function.get("name", "")) not in text:

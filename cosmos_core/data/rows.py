@@ -52,15 +52,11 @@ class Rows:
         """Join the rows of files or splits (`parts`), in which paths are relative to `folder`; the mask `chosen_rows`
         selects rows (None: all rows)."""
         self.folder = folder
-        self._row_parts = parts
-        self._chosen_rows = chosen_rows
+        self._row_parts, self._chosen_rows = parts, chosen_rows
+        self._num_all = sum(part.num_rows for part in parts)
 
     def __len__(self) -> int:
-        return (
-            sum(part.num_rows for part in self._row_parts)
-            if self._chosen_rows is None
-            else int(self._chosen_rows.sum())
-        )
+        return self._num_all if self._chosen_rows is None else int(self._chosen_rows.sum())
 
     @property
     def is_generated(self) -> bool:
@@ -75,11 +71,7 @@ class Rows:
         """Return the first `count` rows; None returns all rows."""
         if count is None or count >= len(self):
             return self
-        chosen_rows = (
-            np.ones(sum(part.num_rows for part in self._row_parts), bool)
-            if self._chosen_rows is None
-            else self._chosen_rows
-        )
+        chosen_rows = np.ones(self._num_all, bool) if self._chosen_rows is None else self._chosen_rows
         return Rows(self._row_parts, self.folder, chosen_rows & (np.cumsum(chosen_rows) <= count))
 
     def where(self, chosen_rows: np.ndarray) -> Rows:
@@ -92,12 +84,8 @@ class Rows:
 
 
 def load_rows(dataset: RowsConfig, key: str = "dataset", opener: Opener | None = None) -> Rows:
-    """Return the rows of all splits of a data set, in order.
-
-    Args:
-        dataset: location and splits of the data set.
-        key: name of the data set's table in the TOML, for messages.
-        opener: opener of user-defined data set classes; None: such classes are not allowed.
+    """Return the rows of all splits of a data set, in order; `key` is the name of the data set's table in the TOML, for
+    messages. Without an `opener` of user-defined data set classes, such classes are not allowed.
 
     Raises:
         ConfigError: the user's class does not exist.
@@ -117,10 +105,8 @@ def load_rows(dataset: RowsConfig, key: str = "dataset", opener: Opener | None =
     elif is_code(dataset.name) and opener:
         parts = [opener.make_part(dataset.name, key)]
     elif _looks_like_path(dataset.name):
-        search_note = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
-        raise DataError(
-            f"{key}.name = {str(path)!r}: it does not exist{search_note}; give a file, a folder or a Hub id"
-        )
+        note = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
+        raise DataError(f"{key}.name = {str(path)!r}: it does not exist{note}; give a file, a folder or a Hub id")
     else:
         parts = [_load_hub_split(dataset, split, key) for split in dataset.split]
     if not any(part.num_rows for part in parts):  # some shards may be empty, but not all shards
@@ -148,22 +134,24 @@ def has_local_split(path: Path, split: str) -> bool:
 
 
 def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Rows]:
-    """Divide rows into (train, held-out), both in the order of the file; the division depends only on the seed.
+    """Divide rows into (train, held-out), both in the order of the file; the arguments are those of `held_out_mask`."""
+    held_out = held_out_mask(len(rows), test_size, seed)
+    return rows.where(~held_out), rows.where(held_out)
 
-    Args:
-        rows: all rows.
-        test_size: number of held-out rows, or a fraction below 1, rounded up.
-        seed: seed of the random choice.
+
+def held_out_mask(num_rows: int, test_size: int | float, seed: int) -> np.ndarray:
+    """Return a mask of the rows to hold out, chosen by the seed alone; `test_size` is their number, or a fraction below
+    1 of all rows, rounded up.
 
     Raises:
         DataError: no row would be left to train on.
     """
-    count = math.ceil(len(rows) * test_size) if isinstance(test_size, float) else test_size
-    if count >= len(rows):
-        raise DataError(f"test_size = {test_size} of {len(rows)} rows leaves none to train on; lower dataset.test_size")
-    held_out = np.zeros(len(rows), dtype=bool)
-    held_out[shuffled(len(rows), seed)[:count]] = True
-    return rows.where(~held_out), rows.where(held_out)
+    count = math.ceil(num_rows * test_size) if isinstance(test_size, float) else test_size
+    if count >= num_rows:
+        raise DataError(f"test_size = {test_size} of {num_rows} rows leaves none to train on; lower dataset.test_size")
+    is_held_out = np.zeros(num_rows, dtype=bool)
+    is_held_out[shuffled(num_rows, seed)[:count]] = True
+    return is_held_out
 
 
 def _looks_like_path(name: str) -> bool:
@@ -212,9 +200,8 @@ def _local_parts(path: Path, split: str, key: str) -> list[RowPart]:
 
 
 def _read(file: Path) -> RowPart:
-    if re.search(
-        "[\0-\x1f\ud800-\udfff]", file.name
-    ):  # the file name becomes part of row locations in messages and in prepared rows
+    # The file name becomes part of row locations in messages and in prepared rows.
+    if re.search("[\0-\x1f\ud800-\udfff]", file.name):
         raise DataError(f"{file.name!r}: the name of a data file must be UTF-8 without control characters; rename it")
     return open_part(file)
 
@@ -289,9 +276,8 @@ def _load_hub_split(dataset: RowsConfig, split: str, key: str) -> RowPart:
 
     try:
         with _set_offline_if_unreachable():
-            loaded = datasets.load_dataset(
-                dataset.name, dataset.subset or None, revision=dataset.revision or None, split=split
-            )
+            subset, revision = dataset.subset or None, dataset.revision or None
+            loaded = datasets.load_dataset(dataset.name, subset, revision=revision, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         if is_machine_error(error) or (is_network_error(error) and hub_is_reachable()):
             raise

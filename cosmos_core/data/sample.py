@@ -19,9 +19,8 @@ class Sample:
     advantage: float = 0.0
     reward: float = 0.0
     rollout_logprobs: np.ndarray | None = None
-    """Log-probabilities that the engine returned for the tokens with mask 1, in order, float32.
-
-    The value is NaN for a token that was not sampled; None: the sequence has no sampled token."""
+    """Log-probabilities that the engine returned for the tokens with mask 1, in order, float32. The value is NaN for a
+    token that was not sampled; None: the sequence has no sampled token."""
     reference_logprob: float = 0.0
     """Sum of the log-probabilities of learned tokens under the reference policy; 0 without a reference policy."""
     images: tuple[ImageRef, ...] = ()
@@ -29,10 +28,8 @@ class Sample:
     micro_batch: int | None = None
     """Number of the sample's micro-batch; None: micro-batches are `mini_batch` samples of similar length."""
     top_ids: np.ndarray | None = None
-    """Token ids whose log-probabilities are needed at each position with mask 1, in order, int64.
-
-    None: the most likely tokens, if log-probabilities of alternatives are needed at all."""
-
+    """Token ids whose log-probabilities are needed at each position with mask 1, in order, int64. None: the most likely
+    tokens, if log-probabilities of alternatives are needed at all."""
     source: str = ""
     """Name of the row's data set in a mixture of data sets; empty: there is one data set."""
 
@@ -44,9 +41,7 @@ class Sample:
 
 def batch_within_token_limit(samples: Sequence[Sample], max_tokens: int | None) -> list[Sample]:
     """Assign samples of similar length and with equally many images to micro-batches of at most `max_tokens` tokens.
-
-    Padding counts towards the limit. If `max_tokens` is None, return the samples unchanged.
-    """
+    Padding counts towards the limit. If `max_tokens` is None, return the samples unchanged."""
     assigned_samples = list(samples)
     if max_tokens is None:
         return assigned_samples
@@ -69,7 +64,4 @@ def swap_responses(samples: Sequence[Sample], max_tokens: int) -> list[Sample]:
         prompt, other = getattr(samples[i], name)[: starts[i]], getattr(samples[i - 1], name)[starts[i - 1] :]
         return np.concatenate([prompt, other])[:max_tokens]
 
-    return [
-        replace(sample, input_ids=join("input_ids", i), loss_mask=join("loss_mask", i))
-        for i, sample in enumerate(samples)
-    ]
+    return [replace(s, input_ids=join("input_ids", i), loss_mask=join("loss_mask", i)) for i, s in enumerate(samples)]

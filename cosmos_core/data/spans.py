@@ -5,6 +5,8 @@ model has to generate. Each of the two methods checks its result against the ren
 """
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Any
 
 from jinja2.exceptions import TemplateError
 
@@ -71,6 +73,11 @@ def trimmed(span: Span, text: str, closing_tokens: Sequence[str]) -> Span:
     return (start, start + len(stripped)) if stripped.endswith(tuple(closing_tokens)) else span
 
 
+def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of the common prefix of two sequences."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
 def _assistant_turns(messages: list[Message]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
@@ -102,20 +109,15 @@ def _texts_before_completions(
     texts_before = []
     for number, i in enumerate(turns):
         generation_prompt = first if first == last else _generation_prompt(render, messages[:i])
-        last_text = _last_text(messages[max(0, i - 1) : i])
-        texts_before.append(
-            _split_at_generation_prompt(template_parts[number], last_text, *generation_prompt)
-            if generation_prompt
-            else (template_parts[number], "")
-        )
+        part, last_text = template_parts[number], _last_text(messages[max(0, i - 1) : i])
+        split = generation_prompt and _split_at_generation_prompt(part, last_text, *generation_prompt)
+        texts_before.append(split or (part, ""))
     return texts_before
 
 
 def _generation_prompt(render: Render, preceding_messages: list[Message]) -> tuple[str, str] | None:
     """Return the template's text between the last turn and a completion: the turn's end, and the generation prompt.
-
-    Return None if adding the generation prompt changes the rendering of the turns.
-    """
+    Return None if adding the generation prompt changes the rendering of the turns."""
     try:
         without, with_prompt = render(preceding_messages, False), render(preceding_messages, True)
     except TemplateError:
@@ -132,16 +134,13 @@ def _generation_prompt(render: Render, preceding_messages: list[Message]) -> tup
 
 def _last_text(preceding_messages: list[Message]) -> str:
     """Return the last text of the last turn; empty if there is no turn or no text."""
-    return (
-        texts_of(preceding_messages[-1])[-1].strip() if preceding_messages and texts_of(preceding_messages[-1]) else ""
-    )
+    texts = texts_of(preceding_messages[-1]) if preceding_messages else []
+    return texts[-1].strip() if texts else ""
 
 
 def _split_at_generation_prompt(part: str, asked: str, turn_end: str, prompt: str) -> TextBeforeCompletion:
     """Return the template's text up to the end of the generation prompt or of its longest prefix, and the missing rest.
-
-    If a generation prompt ends with `<think>`, a completion without thoughts follows only a prefix of the prompt.
-    """
+    If a generation prompt ends with `<think>`, a completion without thoughts follows only a prefix of the prompt."""
     candidate = asked + turn_end + prompt
     if candidate in part:
         return part[: part.rfind(candidate) + len(candidate)], ""
@@ -164,10 +163,7 @@ def _turn_end(part: str, end_of_conversation: str, closing_tokens: Sequence[str]
     This is the common prefix with the last turn's ending, up to the end of a whole token: `<|end|><|user|>` and
     `<|end|><|endoftext|>` share `<|end|><|`, of which `<|end|>` is returned.
     """
-    shared = next(
-        (i for i, (a, b) in enumerate(zip(part, end_of_conversation, strict=False)) if a != b),
-        min(len(part), len(end_of_conversation)),
-    )
+    shared = num_shared(part, end_of_conversation)
     end_positions = [part.rfind(token, 0, shared) + len(token) for token in closing_tokens if token in part[:shared]]
     return part[: max(end_positions)] if end_positions else part[:shared]
 

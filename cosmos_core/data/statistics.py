@@ -61,15 +61,11 @@ class Counts:
     def __init__(self, kind: TokenisedKind, column: str = "", token_limits: tuple[int, int] | None = None) -> None:
         """Start with counts of 0; `column` is the column that the recipe names, or empty; `token_limits` has the limits
         of `Job.num_free_tokens`."""
-        self._token_limits = token_limits
-        self._row_kind = kind
-        self._column = column
+        self._row_kind, self._column, self._token_limits = kind, column, token_limits
         self._lengths: list[np.ndarray] = []
-        self._counts: Counter[str] = Counter()
-        self._unread_counts: Counter[str] = Counter()
+        self._counts, self._unread_counts = Counter[str](), Counter[str]()
         self._skipped: dict[str, _FirstItemCounter] = {}
-        self._refused_counter = _FirstItemCounter()
-        self._merged = _FirstItemCounter()
+        self._refused_counter, self._merged = _FirstItemCounter(), _FirstItemCounter()
 
     def add(self, chunk: Chunk) -> None:
         """Add the rows of the next chunk."""
@@ -133,11 +129,9 @@ class Counts:
                 f"{count} of {self.num_rows} rows are learned as the text of column {self._column!r} alone, and have a "
                 "response in another column; leave train.train_policy.conversation_column_name out to learn that"
             )
-        if self._token_limits and (
-            num_too_short := sum(int((lengths > self._token_limits[0]).sum()) for lengths in self._lengths)
-        ):
+        if self._token_limits and (count := sum(int((each > self._token_limits[0]).sum()) for each in self._lengths)):
             lines.append(
-                f"{num_too_short} of {self.num_rows} prompts leave less room in policy.model_max_length than the "
+                f"{count} of {self.num_rows} prompts leave less room in policy.model_max_length than the "
                 f"{self._token_limits[1]} tokens of max_response_length: their completions end earlier"
             )
         if self._merged.count:

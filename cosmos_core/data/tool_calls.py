@@ -33,25 +33,20 @@ def calls_of(text: Any) -> list[Any] | None:
 
 
 def decode_arguments(calls: Any) -> Any:
-    """Return tool calls with their arguments decoded from JSON strings, which OpenAI's interface uses, to objects.
-
-    Chat templates serialise arguments to JSON, and would quote the string.
-    """
+    """Return tool calls with their arguments decoded from JSON strings, which OpenAI's interface uses, to objects. Chat
+    templates serialise arguments to JSON, and would quote the string."""
     return _with_arguments(calls, _decode_object)
 
 
 def with_texts(calls: Any) -> Any:
     """Return tool calls with their arguments as JSON strings, for chat templates that concatenate them with strings."""
-    return _with_arguments(
-        calls, lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    )
+    return _with_arguments(calls, lambda each: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False))
 
 
 def uses_python_notation(calls: Any, text: str) -> bool:
     """Return whether a rendering has arguments in Python's notation: the chat template then expects JSON strings."""
-    functions = [
-        call.get("function", call) for call in (calls if isinstance(calls, list) else ()) if isinstance(call, dict)
-    ]
+    listed_calls = calls if isinstance(calls, list) else []
+    functions = [call.get("function", call) for call in listed_calls if isinstance(call, dict)]
     arguments_of_calls = [function.get("arguments") for function in functions if isinstance(function, dict)]
     return any(arguments and isinstance(arguments, dict) and str(arguments) in text for arguments in arguments_of_calls)
 

@@ -18,10 +18,8 @@ def pop_turn_weight(turn: dict[str, Any], role: str, where: str) -> dict[str, in
     Raises:
         DataError: a key has another value than 0 and 1, or marks a turn of another role than the assistant as learned.
     """
-    numeric_keys = [key for key, value in turn.items() if key not in _KEYS and isinstance(value, int | float)]
-    if partial := [key for key in turn if key in _PARTIAL_KEYS] + list(
-        filter(_TURN_SELECTION_KEY.search, numeric_keys)
-    ):
+    numeric = [key for key, value in turn.items() if key not in _KEYS and isinstance(value, int | float)]
+    if partial := [key for key in turn if key in _PARTIAL_KEYS] + list(filter(_TURN_SELECTION_KEY.search, numeric)):
         raise DataError(f"{where}: {partial[0]!r} is not read; a turn is learned as a whole (`weight` = 1) or not (0)")
     flags = {key: turn.pop(key) for key in _KEYS if key in turn}
     for key, value in flags.items():

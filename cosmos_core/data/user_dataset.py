@@ -26,7 +26,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.data.formats import Located, RowPart
 from cosmos_core.data.kinds.registry import tokenised_kind
-from cosmos_core.data.messages import Row, SkippedRow
+from cosmos_core.data.messages import Row
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import ConfigError, CosmosError, DataError, StageFailed
 from cosmos_core.registry import import_user_code, location_of
@@ -46,10 +46,8 @@ _UNSUPPORTED_METHODS = (
 
 
 class Opener:
-    """Opener of the user-defined data sets and packers of one recipe.
-
-    `load_tokenizer` is called only if a `setup` method takes a tokenizer.
-    """
+    """Opener of the user-defined data sets and packers of one recipe. `load_tokenizer` is called only if a `setup`
+    method takes a tokenizer."""
 
     def __init__(self, recipe: Recipe, load_tokenizer: Callable[[], Any]) -> None:
         self._recipe, self._load_tokenizer = recipe, load_tokenizer
@@ -62,7 +60,7 @@ class Opener:
             DataError: the class raised an error, or has no length.
         """
         loaded = import_user_code(name)
-        with _user_code_errors(f"{key}.name = {name!r}", None):
+        with user_code_errors(f"{key}.name = {name!r}", None):
             dataset = _instantiate(loaded, self._recipe)
             self._set_up(dataset)
             length = len(dataset)
@@ -78,15 +76,14 @@ class Opener:
         if not policy.data_packer:
             return None
         loaded = import_user_code(policy.data_packer)
-        if unused := [
-            name for name in _UNSUPPORTED_METHODS if name in vars(loaded if inspect.isclass(loaded) else type(loaded))
-        ]:
+        methods = vars(loaded if inspect.isclass(loaded) else type(loaded))
+        if unused := [name for name in _UNSUPPORTED_METHODS if name in methods]:
             raise ConfigError(
                 f"train.train_policy.data_packer = {policy.data_packer!r} has {', '.join(unused)}, which nothing calls "
                 "here: batches are made by the model's adapter; remove it, or write an algorithm of your own"
             )
         method_name = tokenised_kind(policy.rows).packer_method
-        with _user_code_errors(f"train.train_policy.data_packer = {policy.data_packer!r}", loaded):
+        with user_code_errors(f"train.train_policy.data_packer = {policy.data_packer!r}", loaded):
             packer = _instantiate(loaded, self._recipe)
             self._set_up(packer)
         method = getattr(packer, method_name, None) if method_name else None
@@ -106,10 +103,8 @@ class Opener:
 
 
 def _instantiate(imported: Any, recipe: Recipe) -> Any:
-    """Return the data set or packer of imported user code: `named` itself, or the result of calling `named`.
-
-    A function is called with the recipe if it takes any argument, a class only if it has a required argument.
-    """
+    """Return the data set or packer of imported user code: `imported` itself, or the result of calling it. A function
+    is called with the recipe if it takes any argument, a class only if it has a required argument."""
     is_class = inspect.isclass(imported)
     if not callable(imported) or (not is_class and hasattr(imported, "__getitem__")):
         return imported
@@ -124,7 +119,7 @@ def _items(dataset: Any, name: str, length: int, policy: AlgorithmConfig) -> Ite
     find_reference = getattr(dataset, "get_reference_answer", None) if isinstance(policy, RlConfig) else None
     for index in range(length):
         where = f"{name} item {index}"
-        with _user_code_errors(where, getattr(type(dataset), "__getitem__", None)):
+        with user_code_errors(where, getattr(type(dataset), "__getitem__", None)):
             row = _row(dataset[index], policy, where)
             if find_reference is not None:
                 row |= _reference(find_reference(index), policy)
@@ -133,7 +128,7 @@ def _items(dataset: Any, name: str, length: int, policy: AlgorithmConfig) -> Ite
 
 def _packed(method: Callable[[Any], Any], policy: AlgorithmConfig, row: Row, where: str) -> Row:
     """Return the row that a packer's method makes of a row; a prompt keeps its columns with a reference."""
-    with _user_code_errors(where, method):
+    with user_code_errors(where, method):
         packed = method(row)
     if isinstance(packed, dict) or not isinstance(policy, RlConfig):
         return _row(packed, policy, where)
@@ -151,9 +146,7 @@ def _reference_column(policy: AlgorithmConfig) -> str:
 def _row(item: Any, policy: AlgorithmConfig, where: str) -> Row:
     """Convert an item of a user's data set or packer to a row with the columns that the recipe reads."""
     is_prompt = isinstance(policy, RlConfig)
-    column = (policy.prompt_column_name if isinstance(policy, RlConfig) else "") or (
-        "prompt" if is_prompt else "messages"
-    )
+    column = (policy.prompt_column_name or "prompt") if isinstance(policy, RlConfig) else "messages"
     if isinstance(item, dict):
         return dict(item)
     if isinstance(item, str):
@@ -181,15 +174,18 @@ def _reference(reference: Any, policy: AlgorithmConfig) -> Row:
     return {_reference_column(policy): text}
 
 
-def _user_code_errors(where: str, function: Any) -> AbstractContextManager[None]:
-    """Convert errors of a user's code to a `DataError` with file and line.
-
-    `SkippedRow` passes unchanged. A transient error becomes a `StageFailed`, because the data are not at fault.
-    """
+def user_code_errors(
+    where: str,
+    function: Any,
+    error_class: type[CosmosError] = DataError,
+    unchanged: type[Exception] | tuple[type[Exception], ...] = (ConfigError, DataError),
+) -> AbstractContextManager[None]:
+    """Convert errors of a user's code to an `error_class` with file and line, except those of the classes `unchanged`;
+    a transient error becomes a `StageFailed`, because neither the code nor the data are at fault."""
 
     def convert(error: Exception) -> CosmosError:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        kind = StageFailed if is_transient(error) else DataError
+        kind = StageFailed if is_transient(error) else error_class
         return kind(f"{where}: {reason} ({location_of(error, function)})")
 
-    return convert_errors(convert, (ConfigError, DataError, SkippedRow))
+    return convert_errors(convert, unchanged)

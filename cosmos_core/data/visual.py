@@ -125,10 +125,9 @@ def _expand_images(
     starts, token_ends = np.asarray(encoded["offset_mapping"][0], dtype=np.int64).reshape(-1, 2).T
 
     mask, is_image = np.zeros(len(ids), dtype=bool), np.zeros(len(ids), dtype=bool)
-    for span in spans:
-        mask |= mask_of_span(
-            (_expanded_position(span[0], words), _expanded_position(span[1], words)), starts, token_ends
-        )
+    for start, end in spans:
+        span = _expanded_position(start, words), _expanded_position(end, words)
+        mask |= mask_of_span(span, starts, token_ends)
     for _, new in words:
         is_image |= mask_of_span(new, starts, token_ends)
     images_end = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
@@ -148,6 +147,4 @@ def _image_spans(processor: ProcessorMixin, full: str, encoded: Any, where: str)
 
 def _expanded_position(character: int, words: list[tuple[Span, Span]]) -> int:
     """Return the position in the expanded text of a character outside of images."""
-    return character + sum(
-        (new[1] - new[0]) - (old_span[1] - old_span[0]) for old_span, new in words if old_span[1] <= character
-    )
+    return character + sum((new[1] - new[0]) - (old[1] - old[0]) for old, new in words if old[1] <= character)

@@ -15,7 +15,8 @@ from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.errors import ConfigError, ModelError
 
 _KEY = "policy.lora.lora_path"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+"""Text before the name of each tensor in the file of a saved adapter."""
 _KEYS = {
     "r": "r", "lora_alpha": "lora_alpha", "target_modules": "target_modules", "use_rslora": "use_rslora",
     "modules_to_save": "modules_to_save", "alpha_pattern": "alpha_pattern", "r_pattern": "rank_pattern",
@@ -54,14 +55,9 @@ def load_saved_settings(lora: LoraConfig) -> peft.LoraConfig:
         )
     new = LoraConfig()
     for key, name in _KEYS.items():
-        setting, saved_setting = getattr(lora, key), getattr(saved, name)
-        if setting not in (getattr(new, key), "all-linear") and _normalise_setting(setting) != _normalise_setting(
-            saved_setting
-        ):
-            raise ConfigError(
-                f"policy.lora.{key} = {_normalise_setting(setting)}, but the adapter in lora_path has "
-                f"{_normalise_setting(saved_setting)}; leave it out"
-            )
+        setting, stored = _normalise_setting(getattr(lora, key)), _normalise_setting(getattr(saved, name))
+        if getattr(lora, key) not in (getattr(new, key), "all-linear") and setting != stored:
+            raise ConfigError(f"policy.lora.{key} = {setting}, but the adapter in lora_path has {stored}; leave it out")
     saved.lora_dropout = lora.lora_dropout or saved.lora_dropout
     saved.inference_mode = False
     return saved
@@ -75,16 +71,13 @@ def load_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
     """
     file = _folder(lora) / "adapter_model.safetensors"
     try:
-        state = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(file).items()}
+        state = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{_KEY}: {file} cannot be read: {error}; copy it again") from error
     expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    for problem_kind, names in (
-        ("has no", expected.keys() - state.keys()),
-        ("has the unknown", state.keys() - expected.keys()),
-    ):
+    for kind, names in (("no", expected.keys() - state.keys()), ("the unknown", state.keys() - expected.keys())):
         if names:
-            raise ModelError(f"{_KEY}: {file} {problem_kind} {min(names)}; it is of another model or adapter")
+            raise ModelError(f"{_KEY}: {file} has {kind} {min(names)}; it is of another model or adapter")
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
             raise ModelError(
@@ -101,6 +94,4 @@ def _folder(lora: LoraConfig) -> Path:
 
 def _normalise_setting(value: Any) -> Any:
     """Return a setting in a form for comparison and messages: collections are sorted, an empty value becomes None."""
-    if isinstance(value, (tuple, list, set)):
-        return sorted(value)
-    return value or None
+    return sorted(value) if isinstance(value, (tuple, list, set)) else value or None

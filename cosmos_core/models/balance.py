@@ -60,12 +60,8 @@ def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> Balan
 
 
 def sequences_of(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the inputs of `Scorer` that assign each token of padded or packed rows to its sequence.
-
-    Args:
-        inputs: Model inputs of the rows.
-        lengths: Number of tokens of each sequence.
-    """
+    """Return the inputs of `Scorer` that assign each token of padded or packed rows with the model inputs `inputs` to
+    its sequence; `lengths` are the numbers of tokens of the sequences."""
     numbers = torch.arange(len(lengths))
     if "attention_mask" in inputs:
         sequence_BT = torch.where(inputs["attention_mask"].bool(), numbers.unsqueeze(-1), len(lengths))
@@ -76,14 +72,8 @@ def sequences_of(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, An
 
 
 def balance_loss(balance: Balance, logits: Sequence[Tensor], sequence_of_M: Tensor, num_sequences: int) -> Tensor:
-    """Return the load-balancing loss of a micro-batch, the coefficient times the sum over sequences of tokens * loss.
-
-    Args:
-        balance: Settings of the loss.
-        logits: Router logits ME of each layer.
-        sequence_of_M: Sequence index of each token; padding has the index `num_sequences`.
-        num_sequences: Number of sequences R.
-    """
+    """Return the load-balancing loss of a micro-batch, the coefficient times the sum over sequences of tokens * loss,
+    from the router logits ME of each layer; padding has the sequence index `num_sequences`."""
     shape = (num_sequences + 1, balance.num_experts)
     logits = [logits_ME.flatten(0, -2) for logits_ME in logits]
     dtype = torch.promote_types(logits[0].dtype, torch.float32)

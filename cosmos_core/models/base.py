@@ -67,8 +67,8 @@ class Batch:
 
 
 Wants = Any
-"""Type of the outputs that an update requests from a model: `scorer.Wants` for token models, `denoiser.Wants` for
-diffusion models, or None for the default outputs (`ModelAdapter.default_wants`)."""
+"""Type of the outputs that an update requests: `scorer.RequestedOutputs` for token models, `denoiser.RequestedOutputs`
+for diffusion models, or None for the default outputs (`ModelAdapter.default_outputs`)."""
 
 ChunkConsumer = Callable[[Any, dict[str, Tensor]], Tensor | None]
 """Function from a batch and the raw outputs of the model to the loss of the batch, if gradients are enabled."""
@@ -79,7 +79,6 @@ class Runner(Protocol):
 
     def rows(self, size: int) -> int:
         """Return the number of rows of a micro-batch if at most `size` rows may be in the model at the same time."""
-        ...
 
     def count(self, num_batches: int, size: int) -> int:
         """Return the number of micro-batches to run for `num_batches` micro-batches with samples.
@@ -87,7 +86,6 @@ class Runner(Protocol):
         The number is larger if the runner needs additional, empty micro-batches. `size` is the maximum number of rows
         in the model at the same time.
         """
-        ...
 
     def run(self, batches: Sequence[Callable[[], Any]], consume: ChunkConsumer, request: Wants, size: int) -> None:
         """Run each micro-batch forward and, if gradients are enabled, backward.
@@ -98,15 +96,12 @@ class Runner(Protocol):
             request: outputs to compute.
             size: maximum number of rows in the model at the same time.
         """
-        ...
 
     def train(self, mode: bool) -> None:
         """Switch the model to training mode (with dropout) if `mode` is True, otherwise to evaluation mode."""
-        ...
 
     def reshard(self) -> None:
         """Free the gathered weights that FSDP keeps after a forward pass without a backward pass."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +116,7 @@ class Export:
 
 class ModelAdapter(Protocol):
     """Interface of a model that is sharded over the mesh: it converts samples to model inputs, and outputs to
-    micro-batches.
-
-    Only implementations handle tokens, images or latents.
-    """
+    micro-batches. Only implementations handle tokens, images or latents."""
 
     model: Any
     """Module of the model; with a mesh, this rank's shard of it."""
@@ -139,26 +131,21 @@ class ModelAdapter(Protocol):
     @property
     def runner(self) -> Runner:
         """Return the runner that runs micro-batches through this model."""
-        ...
 
     @property
     def default_outputs(self) -> Wants:
         """Return the outputs to compute for an update that requests no outputs."""
-        ...
 
     @property
     def tokenizer(self) -> Any:
         """Return the tokenizer of the model; None: the model has no tokenizer."""
-        ...
 
     @property
     def vision(self) -> Any:
         """Return the object that converts images of samples to model inputs; None: samples have no images."""
-        ...
 
     def whole_model(self) -> Any:
         """Return the model with all weights; with a mesh, a copy on the CPU of the first rank, else None."""
-        ...
 
     def export(self, target: Path) -> Export | None:
         """Write the model to a folder in its training dtype, and verify that the written model has the same outputs.
@@ -168,19 +155,15 @@ class ModelAdapter(Protocol):
         Raises:
             StageFailed: the disk is full, or the written model differs from the trained one.
         """
-        ...
 
     def num_tokens(self, sample: Any) -> int:
         """Return the cost of a sample in tokens, for micro-batches of similar cost and for the reported speed."""
-        ...
 
     def batching_key(self, sample: Any) -> Any:
         """Return the group of a sample, an orderable value. A micro-batch contains samples of one group only."""
-        ...
 
     def assigned_batch(self, sample: Any) -> Hashable | None:
         """Return the id of the micro-batch to which the data feed assigned a sample; None: the feed assigned none."""
-        ...
 
     def arrange(
         self, samples: Sequence[Any], order: Sequence[int], size: int, num_ranks: int
@@ -194,34 +177,23 @@ class ModelAdapter(Protocol):
             size: Number of samples of a default micro-batch.
             num_ranks: Number of data-parallel ranks, which get the micro-batches in turn.
         """
-        ...
 
     def collate(self, samples: Sequence[Any], indices: Sequence[int], padding_sample: Any) -> Any:
-        """Collate samples to a `Batch`. Without samples, collate the sample `padding_sample` with an empty loss mask.
-
-        Args:
-            indices: Index of each sample among the samples of the update.
-        """
-        ...
+        """Collate samples to a `Batch`; `indices` are their indices among the samples of the update. Without samples,
+        collate the sample `padding_sample` with an empty loss mask."""
 
     def gather_outputs(self, batch: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gather outputs from all ranks that process the same samples, and return the full outputs."""
-        ...
 
     def micro_batch(self, batch: Any, outputs: dict[str, Tensor]) -> MicroBatch:
         """Convert gathered outputs to a `MicroBatch` with one row per sample."""
-        ...
 
     def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
         """Return the outputs of each sample of a micro-batch, without padding."""
-        ...
 
     def attach_loss_derivative(self, batch: Any, loss: Callable[[MicroBatch], Tensor]) -> Any:
-        """Return the batch with the derivative of `loss`, so that the forward pass can already compute gradients.
-
-        The derivative of `loss` must not depend on the outputs of the model.
-        """
-        ...
+        """Return the batch with the derivative of `loss`, so that the forward pass can already compute gradients. The
+        derivative of `loss` must not depend on the outputs of the model."""
 
     def check_parallel_plan(self) -> None:
         """Check with a few tokens that the parallel plan of the model covers all its operations.
@@ -229,4 +201,3 @@ class ModelAdapter(Protocol):
         Raises:
             ModelError: an operation outside the plan makes ranks compute different values.
         """
-        ...

@@ -36,8 +36,7 @@ from cosmos_core.models.micro_batches import (
     prompt_length,
     split_by_length,
 )
-from cosmos_core.models.packing import PACKED_ATTENTION as PACKED
-from cosmos_core.models.packing import can_merge_prompts, enable_packing
+from cosmos_core.models.packing import PACKED_ATTENTION, can_merge_prompts, enable_packing
 from cosmos_core.models.pipelined import PipelineRunner
 from cosmos_core.models.processor import ImageReader
 from cosmos_core.models.scorer import LOGPROBS, RequestedOutputs, Scorer
@@ -89,6 +88,8 @@ class InputProcessing(NamedTuple):
 class CausalLM:
     """Causal language model, sharded over the mesh; implements `models.base.ModelAdapter`."""
 
+    default_outputs: RequestedOutputs = LOGPROBS
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -97,11 +98,8 @@ class CausalLM:
         mesh: Mesh | None = None,
         balance: Balance | None = None,
     ) -> None:
-        """Parallelise the model over the mesh and prepare it for training.
-
-        Args:
-            balance: Settings of the load-balancing loss of experts, which each update adds; None: no such loss.
-        """
+        """Parallelise the model over the mesh and prepare it for training. Each update adds the load-balancing loss of
+        experts with the settings `balance`; None: no such loss."""
         self.model = model
         self.has_model_loss = balance is not None
         self.mesh = mesh
@@ -120,10 +118,6 @@ class CausalLM:
         for scorer in (module for root in self.runner.roots for module in root.modules()):
             if isinstance(scorer, Scorer):
                 scorer.num_ids, scorer.balance = reading.num_ids, balance
-
-    @property
-    def default_outputs(self) -> RequestedOutputs:
-        return LOGPROBS
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -217,10 +211,8 @@ class CausalLM:
         """Convert outputs to a `MicroBatch` with tensors of shape BS, which are 0 for tokens that are not trained."""
         outputs = dict(outputs)
         balance = outputs.pop(BALANCE, None)
-        number = np.repeat(np.arange(len(batch.samples)), [len(s) for s in batch.trained_positions])
-        positions = tuple(
-            torch.from_numpy(i).to(self.device) for i in (number, np.concatenate(batch.trained_positions))
-        )
+        row_N = np.repeat(np.arange(len(batch.samples)), [len(s) for s in batch.trained_positions])
+        positions = tuple(torch.from_numpy(i).to(self.device) for i in (row_N, np.concatenate(batch.trained_positions)))
         shape = (len(batch.samples), max(len(sample.input_ids) for sample in batch.samples) - 1)
 
         def scatter_to_rows(values_N: Tensor) -> Tensor:
@@ -232,9 +224,7 @@ class CausalLM:
 
     def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
         lengths = [len(sample.input_ids) - 1 for sample in micro.samples]
-        return [
-            {name: values[b, :length] for name, values in micro.outputs.items()} for b, length in enumerate(lengths)
-        ]
+        return [{name: value[b, :length] for name, value in micro.outputs.items()} for b, length in enumerate(lengths)]
 
     def attach_loss_derivative(self, batch: TokenBatch, loss: Callable[[MicroBatch], Tensor]) -> TokenBatch:
         count = sum(len(positions) for positions in batch.trained_positions)
@@ -272,22 +262,18 @@ class CausalLM:
         if self._is_packed:
             self._pack(runner)
         if mesh and mesh.context:
-            apply_cp(model, mesh.context, PACKED)
+            apply_cp(model, mesh.context, PACKED_ATTENTION)
         return runner
 
     def _forward(self, scorer: Scorer, batch: TokenBatch, request: RequestedOutputs) -> dict[str, Tensor]:
-        outputs: dict[str, Tensor] = scorer(
+        return scorer(
             batch.inputs, batch.scored_N, request=request, dtype=self._dtype, derivative_N=batch.derivative_N,
             top_ids_NK=batch.top_ids_NK,
         )  # fmt: skip
-        return outputs
 
     def _pack(self, runner: SequentialRunner | PipelineRunner) -> None:
-        """Enable packed rows, or use padded rows if the model does not support packing.
-
-        Raises:
-            ModelError: context parallelism needs packing, which the model does not support.
-        """
+        """Enable packed rows, or use padded rows if the model does not support packing; raise ModelError if context
+        parallelism needs packing."""
         mesh = self.mesh
         compute_dtype = getattr(torch, self._train.param_dtype)
         roots = runner.roots if mesh else ()

@@ -22,11 +22,8 @@ TEMPLATES = {
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
-    """Set the chat template of a tokenizer.
-
-    Args:
-        tokenizer: Tokenizer to change.
-        name: Key of `TEMPLATES`, or path of a Jinja file; None: keep the template of the tokenizer.
+    """Set the chat template of a tokenizer; `name` is a key of `TEMPLATES`, or the path of a Jinja file; None: keep the
+    template of the tokenizer.
 
     Raises:
         ConfigError: the template does not exist, or the tokenizer lacks a token of the template.

@@ -40,10 +40,8 @@ class Check(NamedTuple):
 
 
 def check_model(model: str, model_class: str | None = None, max_prompt_length: int = 64) -> Iterator[Check]:
-    """Yield the results of the checks of a pipeline.
-
-    A check that raises an error has failed. If no family supports the pipeline, all further checks are skipped.
-    """
+    """Yield the results of the checks of a pipeline. A check that raises an error has failed. If no family supports the
+    pipeline, all further checks are skipped."""
     diffusers = DiffusersConfig(max_prompt_length=max_prompt_length)
     policy = PolicyConfig(is_diffusers=True, model_name_or_path=model, model_class=model_class, diffusers=diffusers)
     try:
@@ -144,13 +142,11 @@ def _check_gradient(family: DiffusionModel) -> str:
     text = family.text_embedding(_PROMPTS)
     velocity = family.predict(network, torch.randn(2, *shape), torch.tensor([0.2, 0.8]), text)
     velocity.square().mean().backward()  # type: ignore[no-untyped-call]
-    trained_names = [name for name, weight in network.named_parameters() if weight.grad is not None]
+    trained = [name for name, weight in network.named_parameters() if weight.grad is not None]
     total = sum(1 for _ in network.parameters())
-    if not trained_names or not torch.isfinite(velocity).all():
+    if not trained or not torch.isfinite(velocity).all():
         return f"{_MISMATCH}no weight has a gradient, or a prediction is not finite"
-    return (
-        f"{len(trained_names)} of {total} weights, {sum(p.numel() for p in network.parameters()) / 1e6:.3g} M numbers"
-    )
+    return f"{len(trained)} of {total} weights, {sum(p.numel() for p in network.parameters()) / 1e6:.3g} M numbers"
 
 
 def _check_adapter(family: DiffusionModel) -> str:

@@ -137,31 +137,24 @@ class CosmosPredict(SanaVideo):
         return super().load_denoiser(dtype)
 
     def _encode(self, prompt: str) -> Tensor:
-        embeddings: Tensor = self.pipeline.encode_prompt(
+        return self.pipeline.encode_prompt(
             [prompt], do_classifier_free_guidance=False, device=self.device,
             max_sequence_length=self.config.max_prompt_length,
-        )[0]  # fmt: skip
-        return embeddings.cpu()
+        )[0].cpu()  # fmt: skip
 
 
 def substitute_torchvision() -> None:
     """Replace `torchvision.transforms` in the network's module, if torchvision is not installed, by a resize function.
-
-    The network uses torchvision only to resize its padding mask.
-    """
+    The network uses torchvision only to resize its padding mask."""
     if importlib.util.find_spec("torchvision") is not None:
         return
 
     def resize(image: Tensor, size: list[int], interpolation: object = None) -> Tensor:
         return functional.interpolate(image, size=size, mode="nearest")
 
-    network = importlib.import_module(_NETWORK)
-    network.__dict__.setdefault(
-        "transforms",
-        SimpleNamespace(
-            functional=SimpleNamespace(resize=resize), InterpolationMode=SimpleNamespace(NEAREST="nearest")
-        ),
-    )
+    modes = SimpleNamespace(NEAREST="nearest")
+    transforms = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=modes)
+    importlib.import_module(_NETWORK).__dict__.setdefault("transforms", transforms)
 
 
 FAMILY = CosmosPredict

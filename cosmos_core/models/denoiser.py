@@ -51,13 +51,16 @@ class Denoiser:
 
     model_class: str | None = None
     """Import path of a user-defined model family that the recipe names; None: a built-in family."""
+    default_outputs: RequestedOutputs = RequestedOutputs()
+    """Outputs of an update that requests none: the velocity without guidance."""
+    tokenizer: Any = None
+    """None, because a denoiser has no tokenizer; the model family encodes text."""
+    vision: Any = None
+    """None, because samples of a diffusion model contain latents instead of images."""
 
     def __init__(self, model: Any, family: DiffusionModel, train: TrainConfig, mesh: Mesh | None = None) -> None:
-        """Shard the denoiser over the mesh and prepare it for training.
-
-        Args:
-            model: Denoiser from `family.load_denoiser`, with its LoRA adapter if it has one.
-        """
+        """Shard the denoiser `model`, with its LoRA adapter if it has one, over the mesh and prepare it for
+        training."""
         self.model, self.family, self.mesh = model, family, mesh
         self.device = torch.device(mesh.data.device_type) if mesh else next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
@@ -69,21 +72,6 @@ class Denoiser:
         if mesh:
             apply_fsdp(root, model, mesh, train)
         self.runner = SequentialRunner(root, self._forward, train, self.device)
-
-    @property
-    def default_outputs(self) -> RequestedOutputs:
-        """Return the default outputs of an update: the velocity without guidance."""
-        return RequestedOutputs()
-
-    @property
-    def tokenizer(self) -> Any:
-        """Return None, because a denoiser has no tokenizer; the model family encodes text."""
-        return None
-
-    @property
-    def vision(self) -> Any:
-        """Return None, because samples of a diffusion model contain latents instead of images."""
-        return None
 
     def whole_model(self) -> Any:
         return self.model if self.meta_copy is None else gather_into(self.meta_copy, self.model)
@@ -111,10 +99,9 @@ class Denoiser:
             with forward_context(self._train, self.device):
                 return self.family.predict(root, latents, sigma_B, on_device, num_conditioning_B, dtype=self.dtype)
 
-        conditional = velocity(text)
-        return (
-            conditional if negative is None else self.family.apply_guidance(conditional, velocity(negative), guidance)
-        )
+        if negative is None:
+            return velocity(text)
+        return self.family.apply_guidance(velocity(text), velocity(negative), guidance)
 
     def export(self, target: Path) -> Export | None:
         model = self.whole_model()
@@ -146,30 +133,21 @@ class Denoiser:
     def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], padding_sample: FlowSample) -> FlowBatch:
         """Collate samples to model inputs and add noise to latents; without samples, collate the sample
         `padding_sample`."""
-        samples_or_filler = samples or [padding_sample]
-        latents = self._stack_latents([sample.latents for sample in samples_or_filler])
-        sigma_B = torch.tensor([sample.sigma for sample in samples_or_filler], dtype=torch.float64, device=self.device)
-        counts = [sample.num_conditioning_frames for sample in samples_or_filler]
+        collated = samples or [padding_sample]
+        latents = self._stack_latents([sample.latents for sample in collated])
+        sigma_B = torch.tensor([sample.sigma for sample in collated], dtype=torch.float64, device=self.device)
+        counts = [sample.num_conditioning_frames for sample in collated]
         num_conditioning_B = torch.tensor(counts, device=self.device) if any(counts) else None
         inputs = {"noisy": latents}
-        if samples_or_filler[0].noise is not None:
-            noise = self._stack_latents([sample.noise for sample in samples_or_filler if sample.noise is not None])
+        if collated[0].noise is not None:
+            noise = self._stack_latents([sample.noise for sample in collated if sample.noise is not None])
             noisy = self.family.add_noise(latents, noise, sigma_B.to(latents.dtype), num_conditioning_B)
             inputs = {"noisy": noisy, "latents": latents, "noise": noise}
         negative = None
-        if samples_or_filler[0].negative is not None:
-            negative = self._stack_texts(
-                [sample.negative for sample in samples_or_filler if sample.negative is not None]
-            )
-        return FlowBatch(
-            samples,
-            indices,
-            inputs,
-            sigma_B,
-            self._stack_texts([sample.text for sample in samples_or_filler]),
-            negative,
-            num_conditioning_B,
-        )
+        if collated[0].negative is not None:
+            negative = self._stack_texts([sample.negative for sample in collated if sample.negative is not None])
+        text = self._stack_texts([sample.text for sample in collated])
+        return FlowBatch(samples, indices, inputs, sigma_B, text, negative, num_conditioning_B)
 
     def gather_outputs(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return `outputs` unchanged, because every rank has the full velocities of its samples."""

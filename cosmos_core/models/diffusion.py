@@ -71,10 +71,7 @@ class DiffusionModel:
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return mean and log-variance of the normalised latents of images or videos (B, C, [F,] H, W) with values in
-        [-1, 1].
-
-        The log-variance is None for a deterministic VAE.
-        """
+        [-1, 1]. The log-variance is None for a deterministic VAE."""
         with self._working("vae") as vae:
             posterior = vae.encode(pixels.to(self.device, torch.float32)).latent_dist
             scale, shift = self._scaling
@@ -85,8 +82,7 @@ class DiffusionModel:
         """Decode normalised latents to pixels (B, C, [F,] H, W) with values of approximately [-1, 1]."""
         with self._working("vae") as vae:
             scale, shift = self._scaling
-            pixels: Tensor = vae.decode(latents.to(self.device, torch.float32) / scale + shift, return_dict=False)[0]
-            return pixels
+            return vae.decode(latents.to(self.device, torch.float32) / scale + shift, return_dict=False)[0]
 
     def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
         """Return the text inputs for a prompt that prompt dropout removed. The default is `empty`, the text inputs of
@@ -107,20 +103,17 @@ class DiffusionModel:
             exact_N = flow.karras_schedule(num_steps, max_sigma=max_level, min_sigma=min_level)
         else:
             exact_N = flow.SCHEDULES[self.schedule](num_steps, self.timestep_shift)
-        scheduler, table_mismatch = (
-            self.folder.load("scheduler"),
-            f"policy.model_name_or_path = {self.folder.model!r}: ",
-        )
+        scheduler = self.folder.load("scheduler")
+        table_mismatch = f"policy.model_name_or_path = {self.folder.model!r}: "
         try:
             scheduler.set_timesteps(num_steps)
         except (ValueError, ImportError) as error:
             raise ConfigError(f"{table_mismatch}its scheduler has no table of noise levels here: {error}") from error
         sigmas_N = scheduler.sigmas.double()
-        if sigmas_N.shape == exact_N.shape and (sigmas_N - exact_N).abs().max() < _MAX_TABLE_DIFFERENCE:
+        has_all_levels = sigmas_N.shape == exact_N.shape
+        if has_all_levels and (sigmas_N - exact_N).abs().max() < _MAX_TABLE_DIFFERENCE:
             return exact_N
-        if not (
-            sigmas_N.shape == exact_N.shape and sigmas_N[0] <= 1 and sigmas_N[-1] == 0 and sigmas_N.diff().max() < 0
-        ):
+        if not (has_all_levels and sigmas_N[0] <= 1 and sigmas_N[-1] == 0 and sigmas_N.diff().max() < 0):
             raise ConfigError(
                 f"{table_mismatch}the {len(sigmas_N)} noise levels of its {type(scheduler).__name__} for {num_steps} "
                 f"steps go from {sigmas_N[0]:g} to {sigmas_N[-1]:g}; they must fall from at most 1 to 0 at each step: "
@@ -161,11 +154,9 @@ class DiffusionModel:
         """
         sigma_B = sigma_B.to(latents.device, torch.float32)
         arguments = self.nft_prepare_transformer_input(latents, sigma_B, text, num_conditioning_B)
-        weight_dtype = dtype or latents.dtype
+        dtype = dtype or latents.dtype
         # Half precision cannot represent a timestep such as 961.3, so `timestep` stays float32.
-        cast_inputs = {
-            name: value if name == "timestep" else _cast(value, weight_dtype) for name, value in arguments.items()
-        }
+        cast_inputs = {name: value if name == "timestep" else _cast(value, dtype) for name, value in arguments.items()}
         velocity = self.velocity_of(denoiser(**cast_inputs, return_dict=False)[0], latents).to(latents.dtype)
         mask = self.trained_frames_mask(latents, num_conditioning_B)
         return velocity if mask is None else velocity * mask
@@ -194,10 +185,8 @@ class DiffusionModel:
         )
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
-        """Divide the tokens of each clip among the ranks of a mesh inside the denoiser.
-
-        Every rank calls the denoiser with whole clips and gets whole velocities.
-        """
+        """Divide the tokens of each clip among the ranks of a mesh inside the denoiser. Every rank calls the denoiser
+        with whole clips and gets whole velocities."""
         raise NotImplementedError(type(self).__name__)
 
     def pipeline_with_logprob(self, sample: Callable[..., Any], predict: Predict, *args: Any, **kwargs: Any) -> Any:
@@ -284,17 +273,15 @@ class DiffusionModel:
             raise ConfigError(
                 f"policy.diffusers.inference_frames = {frames} must be 1 more than a multiple of {in_time}"
             )
-        space = (height // in_space, width // in_space)
+        grid = (height // in_space, width // in_space)
         settings = self.folder.settings(self.denoiser_name)
         limit, patch = settings.get("pos_embed_max_size"), settings.get("patch_size") or 1
-        if limit and max(space) // patch > limit:
+        if limit and max(grid) // patch > limit:
             raise ConfigError(
                 f"policy.diffusers.inference_size = {[height, width]}: the model has position embeddings for at most "
                 f"{limit * patch * in_space} pixels a side; lower it"
             )
-        return (
-            (self.num_channels, (frames - 1) // in_time + 1, *space) if self.is_video else (self.num_channels, *space)
-        )
+        return (self.num_channels, (frames - 1) // in_time + 1, *grid) if self.is_video else (self.num_channels, *grid)
 
     @property
     def num_channels(self) -> int:
@@ -342,12 +329,10 @@ class DiffusionModel:
 
     @classmethod
     def load_pipeline(cls, folder: PipelineFolder, dtype: torch.dtype) -> Any:
-        """Load a whole pipeline with `from_pretrained`, as a user would, except for the components in `substitutes`."""
-        absent_components = {
-            name: None for name, entry in folder.index.items() if isinstance(entry, list) and not any(entry)
-        }
+        """Load a whole pipeline with `from_pretrained`, as a user would, except for the `component_placeholders`."""
+        absent = {name: None for name, entry in folder.index.items() if isinstance(entry, list) and not any(entry)}
         pipeline = folder.pipeline_class.from_pretrained(
-            str(folder.path), dtype=dtype, local_files_only=True, **absent_components | cls.component_placeholders()
+            str(folder.path), dtype=dtype, local_files_only=True, **absent | cls.component_placeholders()
         )
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
@@ -391,7 +376,7 @@ class DiffusionModel:
         """Move pipeline components to the device during the block, without gradients, and yield the last component.
 
         With `policy.diffusers.offload` the components return to host memory after the block, or at the end of an
-        enclosing `residence.keep_on_device`.
+        enclosing `residency.keep_on_device`.
         """
         named_components = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
         components = [each for each in named_components if each is not None]

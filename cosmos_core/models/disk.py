@@ -3,13 +3,15 @@
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cosmos_core.errors import StageFailed
+from cosmos_core.run.files import replaced_folder
 
 # ENOSPC: the disk is full; EFBIG: a file exceeds the size limit; EDQUOT: a quota is used up. Freeing space helps.
 _DISK_FULL_ERRORS = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
@@ -32,6 +34,20 @@ def translate_disk_errors(name: str, describe_rest: Callable[[], str]) -> Iterat
         raise _disk_error(cause, name, describe_rest) from error
     except (OSError, SafetensorError) as error:
         raise _disk_error(error, name, describe_rest) from error
+
+
+@contextmanager
+def write_export(target: Path, extra_files: Mapping[str, bytes]) -> Iterator[Path]:
+    """Yield a folder that replaces `target` when the block ends; `extra_files` are written to it by their paths.
+
+    Raises:
+        StageFailed: the disk is full, read-only or missing.
+    """
+    with translate_disk_errors(f"export {target}", lambda: "nothing is left of it"), replaced_folder(target) as folder:
+        yield folder
+        for name, content in extra_files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
 
 
 @contextmanager

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cosmos_core.models.disk import translate_disk_errors
+from cosmos_core.models.disk import write_export
 from cosmos_core.models.generation_config import default_generation_config, save_generation_config
 from cosmos_core.models.lora import FOLDER, is_adapted, merge_adapter, merged_state_dict, save_adapter
-from cosmos_core.run.files import replaced_folder
 
 
 def export_model(
@@ -36,10 +35,7 @@ def export_model(
     Raises:
         StageFailed: the disk is full or broken.
     """
-    with (
-        translate_disk_errors(f"export {target}", lambda: "nothing is left of it"),
-        replaced_folder(target) as building,
-    ):
+    with write_export(target, extra_files) as building:
         with merge_adapter(model), default_generation_config(model):
             model.save_pretrained(building, state_dict=_cast_weights(model, dtype), max_shard_size=max_shard_size)
         _export_config(model, dtype).save_pretrained(building)
@@ -47,9 +43,6 @@ def export_model(
         tokenizer.save_pretrained(building)
         if is_adapted(model):
             save_adapter(model, building / FOLDER)
-        for name, content in extra_files.items():
-            (building / name).parent.mkdir(exist_ok=True)
-            (building / name).write_bytes(content)
 
 
 def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

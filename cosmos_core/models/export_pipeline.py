@@ -17,10 +17,10 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from cosmos_core.models.diffusion import DiffusionModel
-from cosmos_core.models.disk import translate_disk_errors
+from cosmos_core.models.disk import write_export
 from cosmos_core.models.lora import FOLDER, has_changed_base, is_adapted, merge_adapter, merged_state_dict
 from cosmos_core.models.pipeline_folder import INDEX, PipelineFolder
-from cosmos_core.run.files import copy_file, replaced_folder
+from cosmos_core.run.files import copy_file
 
 ADAPTER_FILE = "model.safetensors"
 _WEIGHTS = "diffusion_pytorch_model{suffix}.safetensors"
@@ -43,20 +43,17 @@ def export_pipeline(
     Raises:
         StageFailed: the disk is full or broken.
     """
-    with (
-        translate_disk_errors(f"export {target}", lambda: "nothing is left of it"),
-        replaced_folder(target) as building,
-    ):
+    with write_export(target, extra_files) as building:
         for file in untrained_files(family.folder, family.denoiser_name):
             (building / file).parent.mkdir(parents=True, exist_ok=True)
             copy_file(family.folder.path / file, building / file)
         with merge_adapter(model):
-            _save_denoiser(model, building / family.denoiser_name, dtype)
+            denoiser_folder = building / family.denoiser_name
+            model.save_config(denoiser_folder)
+            weights = export_state(model, dtype)
+            save_torch_state_dict(weights, denoiser_folder, filename_pattern=_WEIGHTS, metadata={"format": "pt"})
         if is_adapted(model):
             save_pipeline_adapter(family, model, building / FOLDER)
-        for name, content in extra_files.items():
-            (building / name).parent.mkdir(exist_ok=True)
-            (building / name).write_bytes(content)
 
 
 def untrained_files(folder: PipelineFolder, denoiser_name: str) -> Iterator[Path]:
@@ -87,28 +84,17 @@ def save_pipeline_adapter(family: DiffusionModel, model: Any, folder: Path) -> N
 
 
 def adapter_settings(model: Any) -> dict[str, Any]:
-    """Return the settings of the model's LoRA adapter as JSON values, in the same order in every process.
-
-    Dropout is set to 0, because diffusers would keep it enabled, and a pipeline would return another image in each
-    call.
-    """
+    """Return the settings of the model's LoRA adapter as JSON values, in the same order in every process. Dropout is
+    set to 0, because diffusers would keep it enabled, and a pipeline would return another image in each call."""
     settings = model.peft_config[_ADAPTER].to_dict() | {"inference_mode": True, "lora_dropout": 0.0}
     json_settings = {key: sorted(value) if isinstance(value, (set, list)) else value for key, value in settings.items()}
-    values: dict[str, Any] = json.loads(json.dumps(json_settings, default=str, sort_keys=True))
-    return values
+    return json.loads(json.dumps(json_settings, default=str, sort_keys=True))
 
 
 def export_state(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return the tensors of the denoiser by name for the export, on the CPU, with floating-point tensors in `dtype`.
-
-    Call this function inside `merge_adapter`, so that the weights include the LoRA adapter.
-    """
+    Call this function inside `merge_adapter`, so that the weights include the LoRA adapter."""
     return {
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
         for name, tensor in merged_state_dict(model).items()
     }
-
-
-def _save_denoiser(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
-    model.save_config(folder)
-    save_torch_state_dict(export_state(model, dtype), folder, filename_pattern=_WEIGHTS, metadata={"format": "pt"})

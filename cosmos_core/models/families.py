@@ -51,8 +51,7 @@ def find_family(folder: PipelineFolder, model_class: str | None = None) -> type[
             f"{MODEL_KEY} = {folder.model!r}: {folder.class_name} is of no family here"
             f"{suggestion(folder.class_name, list(modules))}; write one of your own and name it in policy.model_class"
         )
-    family: type[DiffusionModel] = importlib.import_module(f"cosmos_core.models.{modules[folder.class_name]}").FAMILY
-    return family
+    return importlib.import_module(f"cosmos_core.models.{modules[folder.class_name]}").FAMILY
 
 
 @cache

@@ -27,9 +27,8 @@ class TrainFlops:
         """Count the FLOPs per token of an unsharded `model` on any device, including the meta device."""
         config: Any = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        chosen = getattr(text, "num_experts_per_tok", 1) / (
-            getattr(text, "num_experts", 0) or getattr(text, "num_local_experts", 0) or 1
-        )
+        num_experts = getattr(text, "num_experts", 0) or getattr(text, "num_local_experts", 0) or 1
+        chosen = getattr(text, "num_experts_per_tok", 1) / num_experts
         lookup_parameters = _lookup(model)
         self.flops_per_token = 0.0
         for parameter in model.parameters():
@@ -59,10 +58,8 @@ def _lookup(model: nn.Module) -> nn.Parameter | None:
 @torch.no_grad()
 @cache
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the peak rate of matrix products on `device` in FLOP/s, measured once per process.
-
-    The matrices grow until a product takes 0.03 s; the result is the best rate over all sizes and tries.
-    """
+    """Return the peak rate of matrix products on `device` in FLOP/s, measured once per process. The matrices grow until
+    a product takes 0.03 s; the result is the best rate over all sizes and tries."""
     size, best = _MIN_MATRIX_SIZE, 0.0
     while size <= _MAX_MATRIX_SIZE.get(device.type, 1024):
         matrix = torch.randn(size, size, device=device, dtype=dtype)

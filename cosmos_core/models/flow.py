@@ -49,10 +49,8 @@ def broadcast_per_sample(values_B: Tensor, like: Tensor) -> Tensor:
 
 
 def mean_per_sample(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the mean of `values` of each sample over the elements with mask 1; conditioning frames have mask 0.
-
-    If the mask is None or a scalar, the mean is over all elements of the sample.
-    """
+    """Return the mean of `values` of each sample over the elements with mask 1; conditioning frames have mask 0. If the
+    mask is None or a scalar, the mean is over all elements of the sample."""
     if mask is None or not mask.ndim:
         return values.flatten(1).mean(1)
     weights = mask.to(values).expand_as(values).flatten(1)
@@ -112,9 +110,7 @@ def flow_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
 
 def euler_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the noise levels of diffusers' FlowMatchEulerDiscreteScheduler, which the papers on RL with flows used.
-
-    This scheduler shifts its smallest level twice, so its last step is very small.
-    """
+    This scheduler shifts its smallest level twice, so its last step is very small."""
     smallest = shift_levels(torch.tensor(1 / _TRAIN_LEVELS, dtype=torch.float64), shift).item()
     return _append_zero(shift_levels(torch.linspace(1, smallest, num_steps, dtype=torch.float64), shift))
 
@@ -127,10 +123,7 @@ def dpm_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
 
 def unipc_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the noise levels of diffusers' UniPCMultistepScheduler for flows: from 1 down to above 0.001, shifted,
-    followed by 0.
-
-    The scheduler itself starts at 1 - 1e-6, because its steps take a logarithm.
-    """
+    followed by 0. The scheduler itself starts at 1 - 1e-6, because its steps take a logarithm."""
     smallest = 1 / _TRAIN_LEVELS
     return _append_zero(shift_levels(torch.linspace(1, smallest, num_steps + 1, dtype=torch.float64)[:-1], shift))
 

@@ -73,10 +73,7 @@ def dance_grpo_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Tr
 
 def flow_cps_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
     """Return the stochastic step of FlowCPS (arXiv 2509.05952), in which the fraction sin(eta pi / 2) of the noise is
-    new.
-
-    The total noise after the step is exactly that of the next noise level.
-    """
+    new. The total noise after the step is exactly that of the next noise level."""
     new = levels.next * math.sin(eta * math.pi / 2)
     kept_noise = torch.sqrt((levels.next**2 - new**2).clamp(min=0))
     clean, noise = clean_estimate(x, v, levels.sigma), noise_estimate(x, v, levels.sigma)
@@ -92,9 +89,8 @@ def ddim_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transiti
     variance = (sigma**2 - (kept_noise_factor * next_sigma) ** 2).clamp(min=0)
     std = torch.minimum(eta * next_sigma / sigma * torch.sqrt(variance), next_sigma)
     kept_noise = torch.sqrt(next_sigma**2 - std**2)
-    mean = broadcast_per_sample(1 - next_sigma, x) * clean_estimate(x, v, sigma) + broadcast_per_sample(
-        kept_noise, x
-    ) * noise_estimate(x, v, sigma)
+    clean, noise = clean_estimate(x, v, sigma), noise_estimate(x, v, sigma)
+    mean = broadcast_per_sample(1 - next_sigma, x) * clean + broadcast_per_sample(kept_noise, x) * noise
     return Transition(mean, std, std / torch.sqrt(sigma - next_sigma))
 
 
@@ -103,15 +99,8 @@ KERNELS: dict[str, Kernel] = {"flow": flow_sde, "dance": dance_grpo_step, "cps":
 
 
 def transition(kernel: str, x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
-    """Return the distribution of the latents after a stochastic step.
-
-    Args:
-        kernel: Name of the step function, a key of `KERNELS`.
-        x: Latents before the step.
-        v: Velocity that the network predicts.
-        levels: Noise levels at the start and at the end of the step.
-        eta: Strength of the noise.
-    """
+    """Return the distribution of the latents after a stochastic step from the latents `x` with the predicted velocity
+    `v`; `kernel` is a key of `KERNELS`, `eta` the strength of the noise."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return KERNELS[kernel](x.to(dtype), v.to(dtype), levels, eta)
 
@@ -132,10 +121,8 @@ def log_prob(distribution: Transition, next_latents: Tensor, mask: Tensor | None
 
 
 def euler_step(x: Tensor, v: Tensor, sigma: Tensor, next_sigma: Tensor) -> Tensor:
-    """Return the latents after an Euler step from noise level `sigma` to `next_sigma`.
-
-    DDIM with eta = 0 and DPM-Solver++ of order 1 are the same step.
-    """
+    """Return the latents after an Euler step from noise level `sigma` to `next_sigma`. DDIM with eta = 0 and
+    DPM-Solver++ of order 1 are the same step."""
     return x + v * broadcast_per_sample(next_sigma - sigma, x)
 
 

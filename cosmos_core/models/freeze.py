@@ -1,7 +1,7 @@
 """Selection of the weights to train: the weights of a LoRA adapter, or all weights that the recipe does not freeze."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -64,14 +64,7 @@ def _set_trained(
 ) -> None:
     parameters = [parameter for name, parameter in names.items() if matches(name)]
     if not parameters:
-        raise ConfigError(
-            f"{key}: {name_or_pattern!r} matches no weight{suggestion(name_or_pattern, _suggest_names(names))}"
-        )
+        known = sorted({re.split(r"\.\d+\.", name)[0] for name in names})  # names of weights up to the layer number
+        raise ConfigError(f"{key}: {name_or_pattern!r} matches no weight{suggestion(name_or_pattern, known)}")
     for parameter in parameters:
         parameter.requires_grad_(is_trained)
-
-
-def _suggest_names(names: Iterable[str]) -> list[str]:
-    """Return the names to suggest after a typing error: the names of weights up to the layer number."""
-    short = {re.split(r"\.\d+\.", name)[0] for name in names}
-    return sorted(short)

@@ -29,7 +29,7 @@ from cosmos_core.errors import ModelError
 from cosmos_core.models.chat_templates import set_template
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.lora import merge_adapter, merged_state_dict
-from cosmos_core.models.model_files import MODEL_KEY, check_weights, locate_model, read_object, translate_load_errors
+from cosmos_core.models.model_files import check_weights, locate_model, model_error, read_object, translate_load_errors
 from cosmos_core.models.recompute import Recompute, recompute
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -47,23 +47,17 @@ def load_tokenizer(
     source, options = locate_model(model, revision)
     if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
         # Without this check, transformers creates an empty tokenizer from config.json alone.
-        raise ModelError(
-            f"{MODEL_KEY} = {model!r}: the folder has no tokenizer; save one beside the weights (tokenizer.json)"
-        )
+        raise model_error(model, "the folder has no tokenizer; save one beside the weights (tokenizer.json)")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         read_object(Path(source, name), model)
     with translate_load_errors("tokenizer", model):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), **options)
     if not isinstance(tokenizer.model_max_length, int | float):
-        raise ModelError(
-            f"{MODEL_KEY} = {model!r}: tokenizer_config.json has model_max_length = {tokenizer.model_max_length!r}, "
-            "which is no number of tokens; write one, or leave it out"
-        )
+        problem = f"tokenizer_config.json has model_max_length = {tokenizer.model_max_length!r}"
+        raise model_error(model, f"{problem}, which is no number of tokens; write one, or leave it out")
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
-        raise ModelError(
-            f"{MODEL_KEY} = {model!r}: the tokenizer has neither a pad_token nor an eos_token; name one of its tokens "
-            "in tokenizer_config.json"
-        )
+        problem = "the tokenizer has neither a pad_token nor an eos_token"
+        raise model_error(model, f"{problem}; name one of its tokens in tokenizer_config.json")
     set_template(tokenizer, chat_template)
     return tokenizer
 
@@ -76,13 +70,12 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     """
     source, options = locate_model(model, revision)
     if isinstance(source, Path) and not (source / "config.json").is_file():
-        is_adapter = (source / "adapter_config.json").is_file()
         remedy = "give a folder in Hugging Face format"
-        if is_adapter:
+        if (source / "adapter_config.json").is_file():
             remedy = "it is an adapter: name its base here, and the folder in policy.lora.lora_path"
         elif (source / "model_index.json").is_file():
             remedy = "it is a pipeline of diffusers, which cosmos diffusion-sft trains"
-        raise ModelError(f"{MODEL_KEY} = {model!r}: the folder has no config.json; {remedy}")
+        raise model_error(model, f"the folder has no config.json; {remedy}")
     for name in ("config.json", "generation_config.json"):
         read_object(Path(source, name), model)
     with translate_load_errors("config.json", model):
@@ -120,7 +113,7 @@ def load_model(
     check_loaded_tensors(loaded, info, model)
     for name, tensor in loaded.state_dict().items():
         if problem := nonfinite_message(name, tensor):
-            raise ModelError(f"{MODEL_KEY} = {model!r}: {problem}")
+            raise model_error(model, problem)
     # Rollout engines load the revision that the config records, but transformers does not always record it.
     loaded.config._commit_hash = getattr(loaded.config, "_commit_hash", None) or revision
     nn.Module.to(loaded, device)
@@ -164,9 +157,7 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the name in a checkpoint and the tensor of every weight; tied weights appear under each of their names.
-
-    Tensors are not copied, except for weights that an adapter changes, which are merged.
-    """
+    Tensors are not copied, except for weights that an adapter changes, which are merged."""
     with merge_adapter(model):
         yield from revert_weight_conversion(model, merged_state_dict(model)).items()
 
@@ -175,54 +166,40 @@ def _build_empty(config: PretrainedConfig, model: str, dtype: torch.dtype) -> Pr
     _check_architecture(config, model)
     cls = _model_class(config)
     build = cls.from_config if cls is AutoModelForCausalLM else cls._from_config
-    with (
-        translate_load_errors("architecture", model),
-        no_init_weights(),
-    ):  # skip initialisations that read weights, because meta tensors have no values
-        empty_model: PreTrainedModel = build(config, dtype=dtype, **_attention(cls, config))
-    return empty_model
+    # Skip initialisations that read weights, because meta tensors have no values.
+    with translate_load_errors("architecture", model), no_init_weights():
+        return build(config, dtype=dtype, **_attention(cls, config))
 
 
 def _check_architecture(config: PretrainedConfig, model: str) -> None:
-    """Refuse a config.json whose architecture cannot be trained, or whose quantized weights cannot be read.
-
-    Raises:
-        ModelError: the architecture is no model of transformers, does not generate text, or does not match
-            `model_type`; or the weights are quantized, and the package that reads them is missing.
-    """
+    """Refuse, by a ModelError, a config.json whose architecture cannot be trained or does not match `model_type`, or
+    whose quantized weights cannot be read here."""
     names = config.architectures
     with translate_load_errors("architecture", model):  # importing the model class fails if a library is missing
         cls = _model_class(config)
     if names:
-        key_text = f"{MODEL_KEY} = {model!r}: config.json has architectures = {names!r}"
+        entry = f"config.json has architectures = {names!r}"
         if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-            raise ModelError(f"{key_text}, which transformers has no model for; name a causal language model there")
-        if not cls.can_generate():
-            raise ModelError(
-                f"{MODEL_KEY} = {model!r}: {cls.__name__} does not generate text; give a causal language model"
+            raise model_error(
+                model, f"{entry}, which transformers has no model for; name a causal language model there"
             )
+        if not cls.can_generate():
+            raise model_error(model, f"{cls.__name__} does not generate text; give a causal language model")
         config_class: Any = cls.config_class
         if config_class and not any(isinstance(each, config_class) for each in (config, config.get_text_config())):
-            raise ModelError(f"{key_text} and model_type = {config.model_type!r}, which do not belong together")
+            raise model_error(model, f"{entry} and model_type = {config.model_type!r}, which do not belong together")
     for key, default_value in (("output_attentions", False), ("return_dict", True)):
         if (value := getattr(config, key, default_value)) != default_value:
-            raise ModelError(
-                f"{MODEL_KEY} = {model!r}: config.json has {key} = {value}, which changes what a forward pass "
-                f"returns; leave it out there"
-            )
-    with (
-        translate_load_errors("quantized weights", model),
-        suppress(RuntimeError),
-    ):  # the quantizer raises RuntimeError on a machine without GPU, although a machine with GPU may load the weights
+            problem = f"config.json has {key} = {value}, which changes what a forward pass returns"
+            raise model_error(model, f"{problem}; leave it out there")
+    # The quantizer raises RuntimeError on a machine without GPU, although a machine with GPU may load the weights.
+    with translate_load_errors("quantized weights", model), suppress(RuntimeError):
         get_hf_quantizer(copy.deepcopy(config), None, None, True, {})
 
 
 def _model_class(config: PretrainedConfig) -> Any:
     """Return the model class that config.json names or, as a fallback, the class registered for the type of the config;
-    None: neither exists.
-
-    The named class supports most multimodal models; the fallback supports outdated names.
-    """
+    None: neither exists. The named class supports most multimodal models; the fallback supports outdated names."""
     names = config.architectures
     if not names:
         return AutoModelForCausalLM
@@ -255,9 +232,7 @@ def check_loaded_tensors(loaded: PreTrainedModel, info: dict[str, Any], model: s
     if info.get("error_msgs"):
         messages.append("; ".join(info["error_msgs"]))
     if messages:
-        raise ModelError(
-            f"{MODEL_KEY} = {model!r}: {'; '.join(messages)}; the weights do not belong to this config.json"
-        )
+        raise model_error(model, f"{'; '.join(messages)}; the weights do not belong to this config.json")
 
 
 def nonfinite_message(name: str, tensor: Tensor) -> str:

@@ -35,9 +35,8 @@ def use_liger(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: Liger has no kernels for the model family.
     """
-    families: dict[str, Any] = importlib.import_module("liger_kernel.transformers.monkey_patch").__dict__[
-        "MODEL_TYPE_TO_APPLY_LIGER_FN"
-    ]
+    liger: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    families = liger.MODEL_TYPE_TO_APPLY_LIGER_FN
     family = model.config.model_type
     if family not in families:
         raise ConfigError(f"policy.enable_liger_kernel = true: Liger has no kernels for {family}; leave it out")
@@ -58,13 +57,8 @@ def use_fp8(model: PreTrainedModel, fp8: FP8Config) -> None:
 
 
 def convert_to_fp8(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = False) -> None:
-    """Convert the linear layers in the blocks of a model to fp8 products, on any machine.
-
-    Args:
-        model: Model to change.
-        fp8: Settings of the fp8 products.
-        emulate: Whether to compute the same numbers as an fp8 GPU in higher precision, slowly.
-    """
+    """Convert the linear layers in the blocks of a model to fp8 products, on any machine; `emulate` computes the same
+    numbers as an fp8 GPU in higher precision, slowly."""
     float8: Any = importlib.import_module("torchao.float8")
     # Inner dimensions are padded: fp8 products need multiples of 16, micro-batches have any number of tokens.
     config = replace(float8.Float8LinearConfig.from_recipe_name(fp8.quant_recipe), pad_inner_dim=True, emulate=emulate)

@@ -17,18 +17,14 @@ def round_length(length: int) -> int:
 
 
 def kernel_length(length: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Return the length to which rows of `length` tokens are padded for a computation in `dtype` on `device`.
-
-    The length is rounded up if the device compiles a kernel for each shape, otherwise unchanged.
-    """
+    """Return the length to which rows of `length` tokens are padded for a computation in `dtype` on `device`. The
+    length is rounded up if the device compiles a kernel for each shape, otherwise unchanged."""
     return round_length(length) if device.type == "cpu" and dtype in _HALF_DTYPES else length
 
 
 def pad_to_kernel(tensor: Tensor, dim: int) -> Tensor:
-    """Pad a tensor with zeros at the end of the negative dimension `dim`, up to the `kernel_length` of its size.
-
-    The dtype of the computation is that of autocast if autocast is enabled, otherwise that of the tensor.
-    """
+    """Pad a tensor with zeros at the end of the negative dimension `dim`, up to the `kernel_length` of its size. The
+    dtype of the computation is that of autocast if autocast is enabled, otherwise that of the tensor."""
     kind, length = tensor.device.type, tensor.shape[dim]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
     missing = kernel_length(length, tensor.device, dtype) - length

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.errors import ConfigError
-from cosmos_core.models.adapter import load_saved_settings, load_weights
+from cosmos_core.models.adapter import PREFIX, load_saved_settings, load_weights
 from cosmos_core.models.lora_targets import (
     ExactLora,
     adapted_layers,
@@ -137,20 +137,16 @@ def merge_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a model with an adapter, under the key names of the model without the adapter.
-
-    Call this function inside `merge_adapter`, so that the weights include the adapter.
-    """
+    """Return the state dict of a model with an adapter, under the key names of the model without the adapter. Call this
+    function inside `merge_adapter`, so that the weights include the adapter."""
     names = names_without_adapter(model)
     return {names[key]: tensor for key, tensor in model.state_dict().items() if names[key]}
 
 
 def names_without_adapter(model: nn.Module) -> dict[str, str]:
     """Return for each key of a model's state dict the key in the model without the adapter; empty for LoRA tensors."""
-    wrapper_names = {
-        name for name, module in model.named_modules() if isinstance(module, (LoraLayer, ModulesToSaveWrapper))
-    }
-    return {key: _name_without_wrappers(key, wrapper_names) for key in model.state_dict()}
+    wrappers = {name for name, module in model.named_modules() if isinstance(module, (LoraLayer, ModulesToSaveWrapper))}
+    return {key: _name_without_wrappers(key, wrappers) for key in model.state_dict()}
 
 
 def trains_only_linear_factors(model: nn.Module) -> bool:
@@ -186,18 +182,12 @@ def factor_of(key: str) -> tuple[str, str]:
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapter of a model to a folder in PEFT's format.
-
-    `PeftModel.from_pretrained(base, folder)` then loads the adapter onto the original base model.
-    """
+    """Write the adapter of a model to a folder in PEFT's format. `PeftModel.from_pretrained(base, folder)` then loads
+    the adapter onto the original base model."""
     config = portable_config(model.peft_config[_NAME], model)
     config.inference_mode = True
-    for name in (
-        "target_modules",
-        "target_parameters",
-        "modules_to_save",
-        "exclude_modules",
-    ):  # sorted, because PEFT stores sets, whose order differs between processes
+    # PEFT stores sets, whose order differs between processes.
+    for name in ("target_modules", "target_parameters", "modules_to_save", "exclude_modules"):
         if isinstance(names := getattr(config, name), (set, list)):
             setattr(config, name, sorted(names))
     state = peft.get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False)
@@ -205,9 +195,7 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
         state = _convert_to_original_base(model, state, config)
     folder.mkdir(parents=True)
     # Each tensor is copied, because safetensors refuses tensors that share memory, such as tied weights.
-    tensors = {
-        f"base_model.model.{name}": tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()
-    }
+    tensors = {PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(str(folder))
 
@@ -219,11 +207,10 @@ def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraCon
             f"{_KEY}.init_lora_weights = {lora.init_lora_weights!r} starts from linear layers, and "
             f"{targets.parameters[0]} is none; use true, or leave it out of target_modules"
         )
-    double_rank_patterns = [
-        f".*{re.escape(name)}" for name in targets.double_rank
-    ]  # two stacked projections need twice the rank
+    # Two stacked projections need twice the rank.
+    double_rank_patterns = [f".*{re.escape(name)}" for name in targets.double_rank]
     build: Any = peft.LoraConfig  # Any: the type annotations of LoraConfig are narrower than the values that it accepts
-    config: peft.LoraConfig = build(
+    return build(
         task_type="CAUSAL_LM" if isinstance(model, PreTrainedModel) else None,
         r=lora.r,
         lora_alpha=lora.lora_alpha,
@@ -236,10 +223,9 @@ def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraCon
         ensure_weight_tying=keeps_ties,
         alpha_pattern=dict(lora.alpha_pattern or {}) | dict.fromkeys(double_rank_patterns, 2 * lora.lora_alpha),
         rank_pattern=dict(lora.r_pattern or {}) | dict.fromkeys(double_rank_patterns, 2 * lora.r),
-        init_lora_weights=next(model.parameters()).is_meta
-        or lora.init_lora_weights,  # True on the meta device, where weights have no values to decompose
+        # True on the meta device, where weights have no values to decompose.
+        init_lora_weights=next(model.parameters()).is_meta or lora.init_lora_weights,
     )
-    return config
 
 
 def _check_targets(
@@ -291,10 +277,7 @@ def _name_without_wrappers(key: str, wrapper_names: set[str]) -> str:
 
 def _convert_to_original_base(model: PreTrainedModel, state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Convert an adapter whose initialisation B0 A0 changed the base weights to an adapter for the original base
-    weights.
-
-    The new adapter has twice the rank: B A - B0 A0 = [B -B0] [A; A0].
-    """
+    weights. The new adapter has twice the rank: B A - B0 A0 = [B -B0] [A; A0]."""
     buffers = dict(model.named_buffers())
     doubled_factors = {}
     for name, tensor in state.items():
@@ -303,9 +286,7 @@ def _convert_to_original_base(model: PreTrainedModel, state: Mapping[str, Tensor
         if initial is None:  # the tensor is no LoRA factor but a weight in `modules_to_save`
             doubled_factors[name] = tensor
         else:
-            doubled_factors[name] = torch.cat(
-                [tensor, initial] if factor == "A" else [tensor, -initial], 0 if factor == "A" else 1
-            )
+            doubled_factors[name] = torch.cat([tensor, initial]) if factor == "A" else torch.cat([tensor, -initial], 1)
     # alpha grows with the rank, so that the scale of the adapter, alpha / r or alpha / sqrt(r), does not change.
     growth = math.sqrt(2) if config.use_rslora else 2.0
     config.r, config.lora_alpha = 2 * config.r, growth * config.lora_alpha

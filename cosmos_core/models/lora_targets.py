@@ -22,14 +22,9 @@ from transformers import PreTrainedModel
 from cosmos_core.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
-_FUSED = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "down_proj": (("down_proj",), ("w2",)),
-}
+_FUSED = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 """Names of the projections that a stacked parameter of experts contains, for each naming scheme of checkpoints.
-
-Checkpoints store each projection separately.
-"""
+Checkpoints store each projection separately."""
 _KEY = "policy.lora.target_modules"
 _ADAPTER_MARKERS = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
 
@@ -67,9 +62,7 @@ def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -
     if target_modules is None:
         return Targets(None, [], [], [])
     if isinstance(target_modules, str):
-        excluded = [
-            name for name, each in model.named_modules() if isinstance(each, nn.Linear) and not is_plain_linear(each)
-        ]
+        excluded = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and not is_plain_linear(m)]
         kinds = sorted(set(map(name_without_prefix, stacked)))
         return Targets(ALL_LINEAR, kinds, excluded, [kind for kind in kinds if kind.endswith("gate_up_proj")])
     parameters: set[str] = set()
@@ -77,32 +70,26 @@ def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -
     used: set[str] = set()
     for name in stacked:
         container, _, last_name = name.rpartition(".")
-        if matching_targets := [target for target in target_modules if _has_suffix(name, target)]:
-            parameters.add(_target_name(name, matching_targets))
-            used |= set(matching_targets)
+        if matches := [target for target in target_modules if _has_suffix(name, target)]:
+            parameters.add(_target_name(name, matches))
+            used |= set(matches)
         for projections in _FUSED.get(last_name, ()):
-            matching_targets = [
-                t for t in target_modules for each in projections if _has_suffix(f"{container}.{each}", t)
-            ]
-            if matching_targets and len(matching_targets) < len(projections):
+            matches = [t for t in target_modules for each in projections if _has_suffix(f"{container}.{each}", t)]
+            if matches and len(matches) < len(projections):
                 raise ConfigError(
-                    f"{_KEY} names {matching_targets[0]!r} alone, but the experts of {name_without_prefix(container)} "
+                    f"{_KEY} names {matches[0]!r} alone, but the experts of {name_without_prefix(container)} "
                     f"hold {' and '.join(projections)} in one matrix; name both or neither"
                 )
-            if matching_targets:
-                parameters.add(_target_name(name, matching_targets))
-                used |= set(matching_targets)
-                double_rank |= {_target_name(name, matching_targets)} if len(projections) > 1 else set()
+            if matches:
+                parameters.add(_target_name(name, matches))
+                used |= set(matches)
+                double_rank |= {_target_name(name, matches)} if len(projections) > 1 else set()
     for name, module in model.named_modules():
-        if _is_matrix(module) and (
-            matching_targets := [target for target in target_modules if _has_suffix(name, target)]
-        ):
-            parameters.add(f"{_target_name(name, matching_targets)}.weight")
-            used |= set(matching_targets)
+        if _is_matrix(module) and (matches := [target for target in target_modules if _has_suffix(name, target)]):
+            parameters.add(f"{_target_name(name, matches)}.weight")
+            used |= set(matches)
     names = [name for name, module in model.named_modules() if not _is_matrix(module)]
-    modules = [
-        target for target in target_modules if target not in used or any(_has_suffix(name, target) for name in names)
-    ]
+    modules = [t for t in target_modules if t not in used or any(_has_suffix(name, t) for name in names)]
     return Targets(modules, sorted(parameters), [], sorted(double_rank))
 
 
@@ -147,10 +134,8 @@ def portable_config(config: Any, model: nn.Module) -> Any:
 
 
 def resolve_saved_targets(config: Any, model: nn.Module) -> None:
-    """Change the configuration of a saved adapter so that it names layers of `model` as `find_targets` does.
-
-    Linear layers that `portable_config` listed as parameters are listed as modules again.
-    """
+    """Change the configuration of a saved adapter so that it names layers of `model` as `find_targets` does. Linear
+    layers that `portable_config` listed as parameters are listed as modules again."""
     listed = set(config.target_parameters or ())
     linear = {
         name: {target for target in listed if _has_suffix(f"{name}.weight", target)}
@@ -177,10 +162,8 @@ def adapted_names(model: nn.Module) -> list[str]:
 
 
 def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> str:
-    """Return a text about the adapter of a model: the number of adapted layers by kind.
-
-    For the setting `all-linear`, the text also lists the layers that the adapter does not change.
-    """
+    """Return a text about the adapter of a model: the number of adapted layers by kind. For the setting `all-linear`,
+    the text also lists the layers that the adapter does not change."""
     layers = adapted_layers(model)
     adapted = Counter(map(_kind, layers.values(), layers))
     text = "LoRA on " + ", ".join(f"{count} {kind}" for kind, count in adapted.items())
@@ -205,10 +188,8 @@ def name_without_prefix(name: str) -> str:
 
 @torch.no_grad()
 def is_plain_linear(layer: nn.Linear) -> bool:
-    """Return True if a linear layer computes a plain matrix product.
-
-    Routers and grouped layers also inherit from `nn.Linear`, but return several tensors or expect another shape.
-    """
+    """Return True if a linear layer computes a plain matrix product. Routers and grouped layers also inherit from
+    `nn.Linear`, but return several tensors or expect another shape."""
     if type(layer) is nn.Linear:
         return True
     weight = layer.weight

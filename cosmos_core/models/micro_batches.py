@@ -53,9 +53,7 @@ def split_by_length(
     while bounds[-1]:
         bounds.append(starts[bounds[-1]])
     slices = [(num_ranks * start, num_ranks * end) for start, end in pairwise(reversed(bounds))]
-    batches = [
-        list(sorted_indices[start + rank : end : num_ranks]) for start, end in slices for rank in range(num_ranks)
-    ]
+    batches = [[*sorted_indices[start + rank : end : num_ranks]] for start, end in slices for rank in range(num_ranks)]
     return [batch for batch in batches if batch]
 
 
@@ -91,7 +89,7 @@ def merge_prompts(
     few for the ranks.
 
     A micro-batch has at most as many tokens as `size` of the longest samples without sharing. The arguments are those
-    of `cut_by_length`.
+    of `split_by_length`.
     """
     groups = [[sorted_indices[k] for k in group] for group in group_by_prompt([samples[i] for i in sorted_indices])]
     totals = [num_shared_tokens([samples[i] for i in group]) for group in groups]

@@ -13,13 +13,7 @@ import torch
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 from transformers.modeling_utils import load_state_dict
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    cached_file,
-)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from cosmos_core.config.load import escape_controls
@@ -29,6 +23,11 @@ from cosmos_core.run.content import is_outside_folder
 from cosmos_core.transient import is_machine_error, is_network_error
 
 MODEL_KEY = "policy.model_name_or_path"
+
+
+def model_error(model: str, problem: str) -> ModelError:
+    """Return the error for a model that cannot be used because of `problem`."""
+    return ModelError(f"{MODEL_KEY} = {model!r}: {problem}")
 
 
 def locate_model(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
@@ -42,7 +41,7 @@ def locate_model(model: str, revision: str | None) -> tuple[Path | str, dict[str
         return path, {}
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or os.path.exists(path):
         problem = "is a file, not a folder" if os.path.exists(path) else "does not exist"
-        raise ModelError(f"{MODEL_KEY} = {model!r}: {path} {problem}; give a folder in Hugging Face format or a Hub id")
+        raise model_error(model, f"{path} {problem}; give a folder in Hugging Face format or a Hub id")
     return model, {"revision": revision, "local_files_only": not hub_is_reachable()}
 
 
@@ -75,9 +74,9 @@ def read_object(file: Path, model: str) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{MODEL_KEY} = {model!r}: {file} is not valid JSON ({error}); copy it again") from error
+        raise model_error(model, f"{file} is not valid JSON ({error}); copy it again") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{MODEL_KEY} = {model!r}: {file} is not a JSON object; copy it again")
+        raise model_error(model, f"{file} is not a JSON object; copy it again")
     return value
 
 
@@ -92,11 +91,9 @@ def check_weights(model: str) -> None:
         return
     for file in _local_files(folder, model):
         if not file.is_file():
-            raise ModelError(f"{MODEL_KEY} = {model!r}: {file} is no file, or a link to none; copy it again")
-        if file.suffix == ".safetensors":
-            _check_safetensors(file, model)
-        else:
-            _check_pickled(file, model)
+            raise model_error(model, f"{file} is no file, or a link to none; copy it again")
+        check = _check_safetensors if file.suffix == ".safetensors" else _check_pickled
+        check(file, model)
 
 
 def weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
@@ -122,24 +119,20 @@ def _local_files(folder: Path, model: str) -> list[Path]:
             return [folder / single]
         if os.path.lexists(folder / index):
             return _files_in_index(folder / index, model)
-    raise ModelError(
-        f"{MODEL_KEY} = {model!r}: cannot load the weights: the folder has no {SAFE_WEIGHTS_NAME} and no "
-        f"{SAFE_WEIGHTS_INDEX_NAME}; copy them again"
-    )
+    missing = f"the folder has no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}"
+    raise model_error(model, f"cannot load the weights: {missing}; copy them again")
 
 
 def _files_in_index(file: Path, model: str) -> list[Path]:
     index = read_object(file, model)
     names = index.get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise ModelError(f"{MODEL_KEY} = {model!r}: {file} has no weight_map from tensors to files; copy it again")
+        raise model_error(model, f"{file} has no weight_map from tensors to files; copy it again")
     if not isinstance(index.get("metadata"), dict):  # transformers fails on an index without metadata
-        raise ModelError(f"{MODEL_KEY} = {model!r}: {file} has no metadata; copy it again")
+        raise model_error(model, f"{file} has no metadata; copy it again")
     for name in sorted(set(names.values())):
         if is_outside_folder(name):
-            raise ModelError(
-                f"{MODEL_KEY} = {model!r}: {file} names {name!r}, which lies outside of its folder; copy it there"
-            )
+            raise model_error(model, f"{file} names {name!r}, which lies outside of its folder; copy it there")
     return [file.parent / name for name in sorted(set(names.values()))]
 
 
@@ -150,7 +143,7 @@ def _check_safetensors(file: Path, model: str) -> None:
     except (SafetensorError, OSError) as error:
         if is_machine_error(error):
             raise
-        raise ModelError(f"{MODEL_KEY} = {model!r}: {file} is damaged ({error}); copy it again") from error
+        raise model_error(model, f"{file} is damaged ({error}); copy it again") from error
 
 
 def _check_pickled(file: Path, model: str) -> None:
@@ -159,43 +152,36 @@ def _check_pickled(file: Path, model: str) -> None:
     except Exception as error:
         if is_machine_error(error):
             raise
-        raise ModelError(
-            f"{MODEL_KEY} = {model!r}: {file} is damaged, or holds more than tensors, which could run any code when "
-            "read; copy it again, or save the model as safetensors"
-        ) from error
+        problem = f"{file} is damaged, or holds more than tensors, which could run any code when read"
+        raise model_error(model, f"{problem}; copy it again, or save the model as safetensors") from error
     if not isinstance(state, dict):
-        raise ModelError(f"{MODEL_KEY} = {model!r}: {file} holds no tensors by name; save the model as safetensors")
+        raise model_error(model, f"{file} holds no tensors by name; save the model as safetensors")
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ModelError(f"{MODEL_KEY} = {model!r}: {file} holds {name!r}, which is no tensor; remove it")
+            raise model_error(model, f"{file} holds {name!r}, which is no tensor; remove it")
 
 
 def _load_error(component: str, model: str, error: Exception) -> ModelError:
     if "automatic conversion of the weights" in str(error):
         return merge_error(model)
     if not os.path.exists(os.path.expanduser(model)) and not hub_is_reachable():
-        return ModelError(
-            f"{MODEL_KEY} = {model!r}: no such folder, the Hugging Face Hub cannot be reached from here, and its cache "
-            f"has no {component} of that name; give a local folder or download the model first"
-        )
+        problem = f"the Hugging Face Hub cannot be reached from here, and its cache has no {component} of that name"
+        remedy = "give a local folder or download the model first"
+        return model_error(model, f"no such folder, {problem}; {remedy}")
     text = repr(error) if isinstance(error, KeyError) else str(error)  # str() of a KeyError contains only the key
     reason = escape_controls(text)[:300] or type(error).__name__
-    return ModelError(f"{MODEL_KEY} = {model!r}: cannot load the {component}: {reason}")
+    return model_error(model, f"cannot load the {component}: {reason}")
 
 
 def merge_error(model: str) -> ModelError:
     """Return the error for tensors that transformers cannot merge into one weight, such as experts of a layer."""
-    return ModelError(
-        f"{MODEL_KEY} = {model!r}: of tensors that belong together, like the experts of a layer, some are missing "
-        "or of another shape; the weights do not belong to this config.json"
-    )
+    problem = "of tensors that belong together, like the experts of a layer, some are missing or of another shape"
+    return model_error(model, f"{problem}; the weights do not belong to this config.json")
 
 
 def hub_is_reachable() -> bool:
-    """Return True if the host name of the Hugging Face Hub resolves, or if a proxy is configured.
-
-    Without this check, libraries on a machine without network retry each file for 20 s.
-    """
+    """Return True if the host name of the Hugging Face Hub resolves, or if a proxy is configured. Without this check,
+    libraries on a machine without network retry each file for 20 s."""
     if constants.HF_HUB_OFFLINE:
         return False
     if urllib.request.getproxies():

@@ -51,13 +51,12 @@ def call_in_interpreter(
         while not wait([future], _POLL_SECONDS).done:
             poll()
     try:
-        result: T = future.result()
+        return future.result()
     except TimeoutError:
         raise StageFailed(f"{failed}: not loaded after {seconds:g} s") from None
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise StageFailed(f"{failed}: a fresh interpreter cannot load it: {reason[-300:]}") from error
-    return result
 
 
 def _start(parent: int) -> None:

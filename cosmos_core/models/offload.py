@@ -13,19 +13,14 @@ MIN_OFFLOADED_ELEMENTS = 1 << 10
 
 
 def activations_on_cpu() -> saved_tensors_hooks:
-    """Return hooks that offload activations to host memory, like torch's `save_on_cpu`.
-
-    Small tensors and parameters, which FSDP manages, stay on the device.
-    """
+    """Return hooks that offload activations to host memory, like torch's `save_on_cpu`. Small tensors and parameters,
+    which FSDP manages, stay on the device."""
     save_context = save_on_cpu(pin_memory=torch.cuda.is_available())
 
     def pack(tensor: Tensor) -> Any:
         base = tensor._base if tensor._base is not None else tensor
-        return (
-            tensor
-            if isinstance(base, nn.Parameter) or tensor.numel() < MIN_OFFLOADED_ELEMENTS
-            else save_context.pack_hook(tensor)
-        )
+        stays = isinstance(base, nn.Parameter) or tensor.numel() < MIN_OFFLOADED_ELEMENTS
+        return tensor if stays else save_context.pack_hook(tensor)
 
     def unpack(packed: Any) -> Tensor:
         return packed if isinstance(packed, Tensor) else save_context.unpack_hook(packed)

@@ -52,11 +52,8 @@ def open_model(stage: Stage) -> Denoiser:
 
 
 def recompute_blocks(model: Any, how: Recompute) -> None:
-    """Make the blocks of a denoiser recompute activations in the backward pass.
-
-    If the denoiser does not support recomputation, log a warning and keep all activations. `how` is a setting of the
-    type `recompute.Recompute`.
-    """
+    """Make the blocks of a denoiser recompute activations in the backward pass. If the denoiser does not support
+    recomputation, log a warning and keep all activations. `how` is a setting of the type `recompute.Recompute`."""
     if not how:
         return
     settings: dict[str, Any] = {"context_fn": selective} if how == "selective" else {}

@@ -37,9 +37,7 @@ _PACKABLE = {"full_attention", "sliding_attention"}
 _PROBE_LENGTHS, _PROBE_WINDOW = (5, 9), 3
 _TOLERANCE = 1e-3
 _VARLEN_DEVICE, _VARLEN_DTYPES, _VARLEN_HEAD, _VARLEN_CAPABILITY = "cuda", {torch.bfloat16, torch.float16}, 256, (8, 0)
-_GQA_ARGUMENTS: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
+_GQA_OPTIONS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Arguments of `varlen_attn` for grouped-query attention; older versions of torch need none."""
 
 logger = logging.getLogger(__name__)
@@ -89,7 +87,7 @@ def enable_packing(
 def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch.dtype) -> bool:
     """Return True if a packed row may contain a prompt once for several sequences. Packed rows must be enabled already.
 
-    Sharing requires the packed attention `NAME` without windows in all layers, a CPU, and no dropout, which would be
+    Sharing requires `PACKED_ATTENTION` without windows in all layers, a CPU, and no dropout, which would be
     the same for all sequences. A probe compares outputs in `dtype`. `roots` are the modules to call instead of a
     sharded model, on all ranks.
     """
@@ -116,17 +114,10 @@ def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch
 
 
 def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Compute the attention of packed rows, BKPD to BPKD; without `sequence_bounds`, compute the attention `sdpa`.
-
-    The signature is that of attention functions in transformers.
-    """
+    """Compute the attention of packed rows, BKPD to BPKD; without `sequence_bounds`, compute the attention `sdpa`. The
+    signature is that of attention functions in transformers."""
     bounds, window = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
     if bounds is None and not (window and attention_mask is None and query.shape[2] == key.shape[2]):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -177,9 +168,7 @@ def _log_once(reason: str) -> None:
 
 def _autocast(state: Tensor) -> Tensor:
     """Cast queries, keys or values to the dtype of autocast, which casts the inputs of `sdpa` but not of `varlen_attn`.
-
-    The cast is needed because a norm of queries or keys returns them in the dtype of its weights.
-    """
+    The cast is needed because a norm of queries or keys returns them in the dtype of its weights."""
     kind = state.device.type
     return state.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else state
 
@@ -191,38 +180,27 @@ def _varlen_attention(states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tenso
     output_PKD = varlen_attn(
         query_PKD, key_PKD, value_PKD, on_device, on_device, longest, longest, scale=kwargs.get("scaling"),
         window_size=(window - 1 if window else -1, 0),  # number of visible keys before and after a query; -1: all
-        **(_GQA_ARGUMENTS if query_PKD.shape[1] != key_PKD.shape[1] else {})
+        **(_GQA_OPTIONS if query_PKD.shape[1] != key_PKD.shape[1] else {})
     )  # fmt: skip
     assert isinstance(output_PKD, Tensor)
     return output_PKD.unsqueeze(0)
 
 
 def packed_eager_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Compute the attention of packed rows with the eager attention of the model's family, which may have sinks or soft
-    caps.
-
-    The signature is that of attention functions in transformers.
-    """
+    caps. The signature is that of attention functions in transformers."""
     eager = sys.modules[type(module).__module__].eager_attention_forward
     bounds, window = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
     if bounds is None and attention_mask is not None:
         return eager(module, query, key, value, attention_mask, **kwargs)[0], None
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        length = query.shape[2]
-        lowest = torch.finfo(query.dtype).min
-        mask = query.new_zeros(length, length).masked_fill(
-            ~_sliding_window_mask(length, window or length, query.device), lowest
-        )
-        attended_BPKD: Tensor = eager(module, query, key, value, mask[None, None], **kwargs)[0]
-        return attended_BPKD
+        length, lowest = query.shape[2], torch.finfo(query.dtype).min
+        is_visible = _sliding_window_mask(length, window or length, query.device)
+        mask = query.new_zeros(length, length).masked_fill(~is_visible, lowest)
+        return eager(module, query, key, value, mask[None, None], **kwargs)[0]
 
     return _attend_per_sequence(bounds, attend, query, key, value), None
 
@@ -246,7 +224,7 @@ def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *
 
     If `bounds` is None, the row is one sequence. A sequence with a shared prompt (`Bounds.prompts`) also attends to the
     prompt. Sequences of similar length form a batch, padded on the right, which causal attention ignores. The row is
-    divided by `split`, because the gradient of each slice would be as large as the row.
+    divided by `Tensor.split`, because the gradient of each slice would be as large as the row.
     """
     if bounds is None:
         return attend(*states)
@@ -257,9 +235,7 @@ def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *
         indices_by_length.setdefault((round_length(length), prompts[index]), []).append(index)
     outputs: dict[int, Tensor] = {}
     for (length, prompt), indices in indices_by_length.items():
-        batch = [
-            torch.stack([pad(each[index], [0, 0, 0, length - lengths[index]]) for index in indices]) for each in slices
-        ]
+        batch = [torch.stack([pad(each[i], [0, 0, 0, length - lengths[i]]) for i in indices]) for each in slices]
         if prompt >= 0:  # prepend the keys and values of the shared prompt
             prompt_tensors = (each[prompt].expand(len(indices), -1, -1, -1) for each in slices[1:])
             batch[1:] = [torch.cat(pair, dim=2) for pair in zip(prompt_tensors, batch[1:], strict=True)]
@@ -281,10 +257,8 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
 
 @contextmanager
 def _shorten_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Make sliding windows shorter than the rows of the probe during the block.
-
-    The probe thus detects model families whose packed attention ignores the window.
-    """
+    """Make sliding windows shorter than the rows of the probe during the block. The probe thus detects model families
+    whose packed attention ignores the window."""
     holders: list[Any] = [model.config.get_text_config(), *model.modules()]
     windows = [(holder, holder.sliding_window) for holder in holders if getattr(holder, "sliding_window", None)]
     try:
@@ -298,11 +272,8 @@ def _shorten_windows(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def _is_exact(model: PreTrainedModel, roots: Sequence[Any], attention_name: str, dtype: torch.dtype) -> bool:
-    """Return True if packed rows have the same outputs as separate rows: logits, or last hidden states of each root.
-
-    Separate rows use the attention `attention_name`, and all rows are computed in `dtype`. Afterwards packed attention
-    is enabled.
-    """
+    """Return True if packed rows have the same outputs as separate rows, which use the attention `attention_name`:
+    logits, or last hidden states of each root, in `dtype`. Afterwards packed attention is enabled."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.config.get_text_config().vocab_size)
     rows = [torch.randint(vocabulary, (length,), generator=generator).numpy() for length in _PROBE_LENGTHS]
@@ -317,12 +288,7 @@ def _is_exact(model: PreTrainedModel, roots: Sequence[Any], attention_name: str,
         _set_attention(model, _NAMES[attention_name])
         try:
             packed = logits(rows, packed=True)
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-            AttributeError,
-        ):  # the forward method of this model family refuses packed inputs
+        except (TypeError, ValueError, RuntimeError, AttributeError):  # this model family refuses packed inputs
             return False
         finally:
             model.train(was_training)
@@ -334,8 +300,7 @@ def _outputs(model: PreTrainedModel, roots: Sequence[Any], inputs: dict[str, Any
     inputs = to_device(inputs, model.device)
     if roots:
         return torch.cat([root.probe(inputs)[0] for root in roots], dim=-1)
-    outputs: Tensor = model(**inputs, use_cache=False).logits[0]
-    return outputs
+    return model(**inputs, use_cache=False).logits[0]
 
 
 def _is_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:

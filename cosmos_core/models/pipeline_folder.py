@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from cosmos_core.errors import ModelError
-from cosmos_core.models.model_files import MODEL_KEY, hub_is_reachable, locate_model, read_object, translate_load_errors
+from cosmos_core.models.model_files import locate_model, model_error, read_object, translate_load_errors
 
 INDEX = "model_index.json"
 _LIBRARIES = ("diffusers", "transformers")
@@ -30,10 +29,8 @@ class PipelineFolder:
         self.path = _locate(model, revision)
         self.index = read_object(self.path / INDEX, model)
         if not isinstance(self.index.get("_class_name"), str):
-            raise ModelError(
-                f"{MODEL_KEY} = {model!r}: the folder has no {INDEX} that names a pipeline; give a folder that "
-                f"DiffusionPipeline.save_pretrained wrote, or leave policy.is_diffusers out"
-            )
+            remedy = "give a folder that DiffusionPipeline.save_pretrained wrote, or leave policy.is_diffusers out"
+            raise model_error(model, f"the folder has no {INDEX} that names a pipeline; {remedy}")
 
     @property
     def class_name(self) -> str:
@@ -49,19 +46,14 @@ class PipelineFolder:
         """
         cls = getattr(importlib.import_module("diffusers"), self.class_name, None)
         if not isinstance(cls, type):
-            raise ModelError(
-                f"{MODEL_KEY} = {self.model!r}: the installed diffusers has no {self.class_name}; update it"
-            )
+            raise model_error(self.model, f"the installed diffusers has no {self.class_name}; update it")
         return cls
 
     @property
     def components(self) -> tuple[str, ...]:
         """Return the names of the components of the pipeline."""
-        return tuple(
-            name
-            for name, entry in self.index.items()
-            if not name.startswith("_") and isinstance(entry, list) and len(entry) == 2 and entry[1]
-        )
+        named = {name: entry for name, entry in self.index.items() if not name.startswith("_")}
+        return tuple(name for name, entry in named.items() if isinstance(entry, list) and len(entry) == 2 and entry[1])
 
     def component_class(self, name: str) -> Any:
         """Return the class of the component `name`.
@@ -70,17 +62,13 @@ class PipelineFolder:
             ModelError: the pipeline has no such component, or its class is not in diffusers or transformers.
         """
         if name not in self.components:
-            raise ModelError(
-                f"{MODEL_KEY} = {self.model!r}: {INDEX} names no {name!r}; it has "
-                f"{', '.join(self.components) or 'nothing'}"
-            )
+            present = ", ".join(self.components) or "nothing"
+            raise model_error(self.model, f"{INDEX} names no {name!r}; it has {present}")
         library, class_name = self.index[name]
         cls = getattr(importlib.import_module(library), class_name, None) if library in _LIBRARIES else None
         if not isinstance(cls, type):
-            raise ModelError(
-                f"{MODEL_KEY} = {self.model!r}: {INDEX} wants {library}.{class_name} for {name!r}, which is not "
-                f"installed"
-            )
+            wanted = f"{library}.{class_name} for {name!r}"
+            raise model_error(self.model, f"{INDEX} wants {wanted}, which is not installed")
         return cls
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Any:
@@ -92,21 +80,16 @@ class PipelineFolder:
             ModelError: files are missing or damaged, or lack tensors of the class.
         """
         cls = self.component_class(name)
-        options: dict[str, Any] = {}
         is_module = issubclass(cls, torch.nn.Module)
-        if is_module:
-            options = {"dtype": dtype, "output_loading_info": True}
+        options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True} if is_module else {}
         with translate_load_errors(name, self.model):
             loaded = cls.from_pretrained(str(self.path), subfolder=name, local_files_only=True, **options)
         if not is_module:
             return loaded
         module, class_entry = loaded
-        missing = sorted(map(str, class_entry["missing_keys"]))
-        if missing:
-            raise ModelError(
-                f"{MODEL_KEY} = {self.model!r}: {len(missing)} tensors of {name!r} are missing from the files, first "
-                f"{missing[0]!r}; copy it again"
-            )
+        if missing := sorted(map(str, class_entry["missing_keys"])):
+            problem = f"{len(missing)} tensors of {name!r} are missing from the files, first {missing[0]!r}"
+            raise model_error(self.model, f"{problem}; copy it again")
         return module.eval()
 
     def build(self, name: str) -> Any:
@@ -133,4 +116,4 @@ def _locate(model: str, revision: str | None) -> Path:
         return source
     pipeline: Any = importlib.import_module("diffusers").DiffusionPipeline
     with translate_load_errors("pipeline", model):
-        return Path(pipeline.download(source, **options | {"local_files_only": not hub_is_reachable()}))
+        return Path(pipeline.download(source, **options))

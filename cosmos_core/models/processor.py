@@ -17,17 +17,12 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import cached_file, is_torchvision_available
 
 from cosmos_core.data.images import open_image
-from cosmos_core.errors import ConfigError, DataError, ModelError
+from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.models.hf import load_config
-from cosmos_core.models.model_files import MODEL_KEY, locate_model
+from cosmos_core.models.model_files import locate_model, model_error
 from cosmos_core.types import ImageRef
 
-FILES = (
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.json",
-)
+FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
 """Names of the files of a processor, except for the files of its tokenizer, such as `chat_template.jinja`."""
 _PIXEL_LIMIT_KEYS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
@@ -43,23 +38,15 @@ def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,  # offline, a file that is not in the cache counts as missing
     }
-    files = {}
-    for name in FILES:
-        path = cached_file(str(source), name, **options)
-        if path is not None:
-            files[name] = Path(path).read_bytes()
-    return files
+    paths = {name: cached_file(str(source), name, **options) for name in FILES}
+    return {name: Path(path).read_bytes() for name, path in paths.items() if path is not None}
 
 
 def load_processor(
     model: str, revision: str | None = None, pixels: Sequence[tuple[str, int]] = ()
 ) -> ProcessorMixin | None:
-    """Load the processor of a model folder or Hub id; return None for a text-only model.
-
-    Args:
-        model: folder or Hub id.
-        revision: revision of the Hub id.
-        pixels: `min_pixels` and `max_pixels` of images, which override the limits in the processor's settings.
+    """Load the processor of a model folder or Hub id; return None for a text-only model. `pixels`: `min_pixels` and
+    `max_pixels` of images, which override the limits in the processor's settings.
 
     Raises:
         ModelError: a file is damaged, or the processor needs a library that is not installed.
@@ -76,7 +63,7 @@ def load_processor(
             processor = AutoProcessor.from_pretrained(str(source), **options)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{MODEL_KEY} = {model!r}: cannot load the processor: {reason}") from error
+        raise model_error(model, f"cannot load the processor: {reason}") from error
     if getattr(processor, "image_processor", None) is None:
         return None
     if processor.chat_template is None:  # older checkpoints store the template only in tokenizer_config.json
@@ -87,8 +74,7 @@ def load_processor(
 
 def image_word(processor: ProcessorMixin) -> str:
     """Return the word that represents an image in a text, which the processor expands to the tokens of the image."""
-    word: str = cast(Any, processor).image_token
-    return word
+    return cast(Any, processor).image_token
 
 
 def _load_without_videos(cls: Any, source: str, options: dict[str, Any]) -> ProcessorMixin:
@@ -104,21 +90,16 @@ def _load_without_videos(cls: Any, source: str, options: dict[str, Any]) -> Proc
         "tokenizer": AutoTokenizer.from_pretrained(source, **options),
         "video_processor": None,
     }
-    processor: ProcessorMixin = lenient_class.from_args_and_dict(
-        [components[name] for name in cls.get_attributes()], settings
-    )
-    return processor
+    return lenient_class.from_args_and_dict([components[name] for name in cls.get_attributes()], settings)
 
 
 def _resize(processor: ProcessorMixin, pixels: Mapping[str, int]) -> None:
     # With `merge_size`, the limits in `size` are numbers of pixels; in other processors, lengths of edges.
     if pixels and not hasattr(processor.image_processor, "merge_size"):
-        key, value = next(iter(pixels.items()))
-        raise ConfigError(
-            f"custom.vision.{key} = {value}: {type(processor).__name__} has no such setting; leave it out"
-        )
-    for key, value in pixels.items():
-        setattr(processor.image_processor.size, _PIXEL_LIMIT_KEYS[key], value)
+        key, size = next(iter(pixels.items()))
+        raise ConfigError(f"custom.vision.{key} = {size}: {type(processor).__name__} has no such setting; leave it out")
+    for key, size in pixels.items():
+        setattr(processor.image_processor.size, _PIXEL_LIMIT_KEYS[key], size)
 
 
 class RowWithImages(Protocol):
@@ -127,12 +108,10 @@ class RowWithImages(Protocol):
     @property
     def input_ids(self) -> np.ndarray:
         """Return the token ids of the row."""
-        ...
 
     @property
     def images(self) -> Sequence[ImageRef]:
         """Return the images of the row, in the order of their tokens."""
-        ...
 
 
 class ImageReader:
@@ -154,11 +133,8 @@ class ImageReader:
         return len(row.images) if is_cross_attending else min(len(row.images), 1)
 
     def num_before_images(self, token_ids: Sequence[int]) -> int:
-        """Return the number of tokens before the first image token.
-
-        A policy may sample image tokens although there is no image; such a completion is truncated before the first
-        one.
-        """
+        """Return the number of tokens before the first image token. A policy may sample image tokens although there is
+        no image; such a completion is truncated before the first one."""
         [is_image] = self._kinds(torch.tensor([list(token_ids)])).bool().tolist() if token_ids else [[]]
         return is_image.index(True) if True in is_image else len(is_image)
 
@@ -192,10 +168,7 @@ class ImageReader:
         return torch.as_tensor(self._processor.create_mm_token_type_ids(ids_BT.tolist()), dtype=torch.int64)
 
     def _cross_attention_mask(self, rows: Sequence[RowWithImages], inputs: Mapping[str, Tensor], width: int) -> Tensor:
-        """Return a mask of the image tiles to which each token attends, of shape (B, T, images, tiles).
-
-        `width` is the number of tokens T.
-        """
+        """Return a mask of the image tiles to which each of the T = `width` tokens attends: (B, T, images, tiles)."""
         from transformers.models.mllama.processing_mllama import (
             convert_sparse_cross_attention_mask_to_dense,
             get_cross_attention_token_mask,

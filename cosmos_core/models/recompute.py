@@ -14,11 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 
 Recompute = bool | Literal["selective"]
-"""Type of a setting of recomputation.
-
-False keeps all activations, True keeps only the inputs of blocks, and `selective` also keeps small activations that are
-expensive to compute.
-"""
+"""Type of a setting of recomputation. False keeps all activations, True keeps only the inputs of blocks, and
+`selective` also keeps small activations that are expensive to compute."""
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,8 @@ from cosmos_core.errors import DataError, ModelError
 
 
 def check_rows(config: PretrainedConfig, folder: Path, build: Callable[[], PreTrainedModel]) -> str:
-    """Refuse prepared rows that a model cannot process. Return a warning if rows exceed its positions, otherwise an
-    empty string.
-
-    Args:
-        config: configuration of the model.
-        folder: folder of the prepared rows.
-        build: function that returns the model, called only if the shapes of weights are needed.
+    """Refuse prepared rows in `folder` that a model cannot process. Return a warning if rows exceed its positions,
+    otherwise an empty string. `build` returns the model, and is called only if the shapes of weights are needed.
 
     Raises:
         DataError: a token has no embedding.

@@ -26,11 +26,8 @@ class Sana(DiffusionModel):
     pipeline_multiple = 32
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:
-        """Encode prompts to text inputs of the denoiser.
-
-        As in a call of the pipeline, an instruction is put before each prompt, except before the empty prompt of
-        guidance.
-        """
+        """Encode prompts to text inputs of the denoiser. As in a call of the pipeline, an instruction is put before
+        each prompt, except before the empty prompt of guidance."""
         call = inspect.signature(type(self.pipeline).__call__).parameters
         instruction = call["complex_human_instruction"].default
         rows = []

@@ -29,8 +29,7 @@ class SanaVideo(Sana):
         with self._working("vae") as vae:
             latents = latents.to(self.device, torch.float32)
             mean, std = channel_statistics(vae, latents)
-            pixels: Tensor = vae.decode(latents * std + mean, return_dict=False)[0]
-            return pixels
+            return vae.decode(latents * std + mean, return_dict=False)[0]
 
     @property
     def pixels_per_latent(self) -> tuple[int, int]:

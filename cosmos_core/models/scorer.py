@@ -97,16 +97,15 @@ class Scorer(nn.Module):
         Args:
             inputs: inputs of the model, with `input_ids` BT. If an earlier pipeline stage computed embeddings: also
                 `inputs_embeds` BTH, which the model reads instead. If rows continue on another rank: also
-                `shift_labels`
-                BT, the next token of each token, and `scored_N` are then indices in the flat BT grid.
+                `shift_labels` BT, the next token of each token; `scored_N` are then indices in the flat BT grid.
             scored_N: indices of the selected tokens in the flat BS grid of predicted tokens: index b * S + s is token
                 s + 1 of row b, conditioned on the tokens before it.
             request: the outputs and their temperature.
             dtype: dtype of the log-softmax.
             derivative_N: derivative of the loss with respect to each log-probability, if known. A wrong value costs
                 time, but changes no result.
-            top_ids_NK: ids whose `top_logprobs` are computed instead of the model's own `wants.top_k`, such as the most
-                likely ids of a teacher.
+            top_ids_NK: ids whose `top_logprobs` are computed instead of the model's own `request.top_k`, such as the
+                most likely ids of a teacher.
         """
         has_labels = "shift_labels" in inputs
         labels_BS = inputs["shift_labels"] if has_labels else inputs["input_ids"][:, 1:]
@@ -119,17 +118,14 @@ class Scorer(nn.Module):
         num_top_ids = min(request.top_k, num_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
         task = _Task(head, request, num_top_ids, num_ids, dtype, max(1, size // (4 * self.vocabulary)))
         if derivative_N is not None:
-            derivative_N = derivative_N.to(
-                dtype
-            )  # the dtype of the derivative in the backward pass, which is compared with this one
+            derivative_N = derivative_N.to(dtype)  # to compare it with the derivative in the backward pass
         weights = head.trained_weights if torch.is_grad_enabled() else []
         outputs = _ChunkedScore.apply(task, hidden_NH, labels_N, top_ids_NK, derivative_N, *weights)
         return dict(zip(task.names, outputs, strict=True)) | balance
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Return the last hidden states BTH, the input of the head or of the next pipeline stage."""
-        hidden: Tensor = self.model.base_model(**_model_inputs(inputs), use_cache=False).last_hidden_state
-        return hidden
+        return self.model.base_model(**_model_inputs(inputs), use_cache=False).last_hidden_state
 
     def probe(self, inputs: dict[str, Any]) -> Tensor:
         """Return the last hidden states outside of `forward`; FSDP also gathers the weights for this method."""
@@ -183,15 +179,14 @@ class Scorer(nn.Module):
         ids = torch.arange(1, PROBE_TOKENS + 1, device=self.model.device).unsqueeze(0) % self.vocabulary
         # The autocast cache is disabled: a recomputation in a later pass would not find casts cached here.
         with _autocast(ids.device, _autocast_dtype(ids.device)):
-            full_logits = self.model(input_ids=ids, use_cache=False).logits
+            expected = self.model(input_ids=ids, use_cache=False).logits
             hidden = getattr(self.model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
             self.model.train(was_training)
             if hidden is None:
                 return False
             logits = self._make_head(hidden, {})
-        return full_logits.shape == logits.shape and torch.allclose(
-            full_logits, logits, atol=_PROBE_TOLERANCE, rtol=_PROBE_TOLERANCE
-        )
+        is_same_shape = expected.shape == logits.shape
+        return is_same_shape and torch.allclose(expected, logits, atol=_PROBE_TOLERANCE, rtol=_PROBE_TOLERANCE)
 
 
 def is_without_data(model: nn.Module) -> bool:
@@ -351,26 +346,20 @@ class _ChunkedScore(torch.autograd.Function):
     ) -> Any:
         ctx.task, ctx.weights = task, weights
         ctx.compute_dtype = _autocast_dtype(hidden_NH.device)
-        has_known_derivative = (
-            derivative_N is not None and task.differentiable == {"logprobs"} and any(ctx.needs_input_grad)
-        )
-        gradients = _Gradients(task, hidden_NH, weights, ctx.compute_dtype) if has_known_derivative else None
-        outputs_of_chunks: list[dict[str, Tensor]] = []
+        is_known = derivative_N is not None and task.differentiable == {"logprobs"} and any(ctx.needs_input_grad)
+        gradients = _Gradients(task, hidden_NH, weights, ctx.compute_dtype) if is_known else None
+        computed: list[dict[str, Tensor]] = []
         with _autocast(hidden_NH.device, ctx.compute_dtype):
-            cast_weights = {} if gradients else task.head.cast(ctx.compute_dtype)
+            casts = {} if gradients else task.head.cast(ctx.compute_dtype)
             for chunk in task.chunks(len(labels_N)):
                 top_ids_MK = None if top_ids_NK is None else top_ids_NK[chunk]
-                softmax = task.softmax(
-                    gradients.logits(chunk) if gradients else task.logits(hidden_NH[chunk], cast_weights)
-                )
-                outputs_of_chunks.append(task.outputs(softmax, labels_N[chunk], top_ids_MK))
+                softmax = task.softmax(gradients.logits(chunk) if gradients else task.logits(hidden_NH[chunk], casts))
+                computed.append(task.outputs(softmax, labels_N[chunk], top_ids_MK))
                 if gradients and derivative_N is not None:
                     gradients.add(task.derivative(softmax, labels_N[chunk], {"logprobs": derivative_N[chunk]}, None))
                 del softmax
         ctx.precomputed = gradients.totals() if gradients else None
-        outputs = {
-            name: _concatenate([each[name] for each in outputs_of_chunks], name, task, hidden_NH) for name in task.names
-        }
+        outputs = {name: _concatenate([each[name] for each in computed], name, task, hidden_NH) for name in task.names}
         ctx.save_for_backward(hidden_NH, labels_N, outputs.get("top_ids"), derivative_N)
         ctx.mark_non_differentiable(*(outputs[name] for name in task.names if name not in task.differentiable))
         return tuple(outputs.values())
@@ -379,12 +368,10 @@ class _ChunkedScore(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> Any:  # type: ignore[override]
         task: _Task = ctx.task
         hidden_NH, labels_N, top_ids_NK, derivative_N = ctx.saved_tensors
-        upstream_by_name = {
-            name: g for name, g in zip(task.names, upstream, strict=True) if name in task.differentiable
-        }
+        by_name = {name: g for name, g in zip(task.names, upstream, strict=True) if name in task.differentiable}
         precomputed, ctx.precomputed = ctx.precomputed, None
         # The comparison is exact, because an approximately equal derivative would change the gradient.
-        if precomputed is not None and bool((upstream_by_name["logprobs"] == derivative_N).all()):
+        if precomputed is not None and bool((by_name["logprobs"] == derivative_N).all()):
             return None, precomputed[0], None, None, None, *precomputed[1:]
         del precomputed
         with _autocast(hidden_NH.device, ctx.compute_dtype):
@@ -392,7 +379,7 @@ class _ChunkedScore(torch.autograd.Function):
             for chunk in task.chunks(len(labels_N)):
                 softmax = task.softmax(gradients.logits(chunk))
                 top_ids_MK = None if top_ids_NK is None else top_ids_NK[chunk]
-                chunk_gradients = {name: gradient[chunk] for name, gradient in upstream_by_name.items()}
+                chunk_gradients = {name: gradient[chunk] for name, gradient in by_name.items()}
                 gradients.add(task.derivative(softmax, labels_N[chunk], chunk_gradients, top_ids_MK))
                 del softmax
         totals = gradients.totals()

@@ -10,7 +10,7 @@ import copy
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from transformers.modeling_utils import LoadStateDictInfo, str_to_torch_dtype
 from cosmos_core.errors import ModelError
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.hf import check_loaded_tensors, load_model, model_without_weights, nonfinite_message
-from cosmos_core.models.model_files import MODEL_KEY, merge_error, translate_load_errors, weight_files
+from cosmos_core.models.model_files import merge_error, model_error, translate_load_errors, weight_files
 from cosmos_core.models.recompute import Recompute
 from cosmos_core.parallel.fsdp import local_shard, names_of_tied_weights, shard_bounds
 from cosmos_core.parallel.mesh import first_error_of_ranks
@@ -98,17 +98,16 @@ def init_on_meta(
         ModelError: an error of `load_model`, except for values that are not finite, which `load_sharded` reports.
     """
     files, reason = weight_files(model, revision)
+    options: dict[str, Any] = {
+        "revision": revision, "dtype": dtype, "gradient_checkpointing": gradient_checkpointing
+    }  # fmt: skip
     if not reason:
         with torch.device("meta"), meta_device_safe_creation_ops():
-            network = model_without_weights(
-                model, revision=revision, dtype=dtype, gradient_checkpointing=gradient_checkpointing
-            )
+            network = model_without_weights(model, **options)
         reason = _plan_loading(network, model, revision, dtype, device, files)
     if reason:
         logger.info("every rank loads the whole of %s before it is sharded, because %s", model, reason)
-        return load_model(
-            model, revision=revision, dtype=dtype, device=device, gradient_checkpointing=gradient_checkpointing
-        )
+        return load_model(model, device=device, **options)
     return network
 
 
@@ -151,7 +150,7 @@ def _audit_values(network: PreTrainedModel, beat: Callable[[], None]) -> None:
         except (ModelError, SafetensorError, OSError) as error:
             if is_machine_error(error):
                 raise
-            raise ModelError(f"{MODEL_KEY} = {plan.model!r}: {error}") from error
+            raise model_error(plan.model, str(error)) from error
         beat()
 
 
@@ -177,7 +176,7 @@ def load_sharded(model: PreTrainedModel) -> None:
             raise
         problem = str(error)
     if problem := first_error_of_ranks(problem):
-        raise ModelError(f"{MODEL_KEY} = {plan.model!r}: {problem}")
+        raise model_error(plan.model, problem)
 
 
 def _plan_loading(
@@ -188,13 +187,8 @@ def _plan_loading(
     device: torch.device,
     files: list[str],
 ) -> str:
-    """Plan the reading of weight files in slices, and create the buffers of the model.
-
-    Return the reason why the files cannot be read in slices, or an empty string.
-
-    Raises:
-        ModelError: a file is damaged, or a tensor is missing, unexpected or of the wrong shape.
-    """
+    """Plan the reading of weight files in slices, and create the buffers of the model. Return the reason why the files
+    cannot be read in slices, or an empty string; raise ModelError if files or tensors are wrong."""
     if getattr(network.config, "quantization_config", None):
         return "its weights are quantized"
     keeps_float32 = _keeps_float32(network, dtype)
@@ -202,7 +196,8 @@ def _plan_loading(
         if tensor.is_floating_point() and keeps_float32(name):
             tensor.data = tensor.data.float()
     with translate_load_errors("weights", model):
-        slices = {key: file.get_slice(key) for file in _open_files(files) for key in file.keys()}  # noqa: SIM118
+        opened = [safe_open(file, framework="pt") for file in files]
+        slices = {key: file.get_slice(key) for file in opened for key in file.keys()}  # noqa: SIM118
     groups, info = _plan(network, slices, model)
     missing = set(info.missing_keys)
     info.missing_keys -= {name for names in names_of_tied_weights(network) if set(names) - missing for name in names}
@@ -219,16 +214,9 @@ def _plan_loading(
     return ""
 
 
-def _open_files(files: Sequence[str]) -> Iterator[Any]:
-    for file in files:
-        yield safe_open(file, framework="pt")
-
-
 def _plan(network: PreTrainedModel, slices: Mapping[str, Any], model: str) -> tuple[list[_Group], LoadStateDictInfo]:
-    """Return the groups of tensors in files that become weights, and the loading information of transformers.
-
-    The loading information lists missing and unexpected tensors, and tensors of another shape.
-    """
+    """Return the groups of tensors in files that become weights, and the loading information of transformers. The
+    loading information lists missing and unexpected tensors, and tensors of another shape."""
     state = network.state_dict()
     mapping = get_model_conversion_mapping(network)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -264,10 +252,8 @@ def _plan(network: PreTrainedModel, slices: Mapping[str, Any], model: str) -> tu
     return groups, info
 
 
-def _empty(source: Any) -> Tensor:
-    return torch.empty(
-        source.get_shape(), dtype=str_to_torch_dtype.get(source.get_dtype(), torch.float32), device="meta"
-    )
+def _empty(each: Any) -> Tensor:
+    return torch.empty(each.get_shape(), dtype=str_to_torch_dtype.get(each.get_dtype(), torch.float32), device="meta")
 
 
 def _convert(
@@ -289,8 +275,7 @@ def _convert(
 def _read_group(
     group: _Group, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, loaded_tensors: set[Tensor]
 ) -> None:
-    """Fill this rank's shards of the weights of a group; `loaded_tensors` contains the tensors that are already
-    filled."""
+    """Fill this rank's shards of the weights of a group; `loaded_tensors` are the tensors that are filled already."""
     local_targets = {name: [t for t in targets.get(name, ()) if local_shard(t).numel()] for name in group.shapes}
     if not any(local_targets.values()):
         return
@@ -334,11 +319,8 @@ def _select_experts(sources: Sequence[_Source], rows: slice) -> list[_Source]:
 
 
 def _copy(name: str, tensor: Tensor, source: Any, first: int, is_dry_run: bool) -> None:
-    """Copy this rank's shard of `source`, a tensor or a slice of a file, to `tensor`.
-
-    `first` is the row of the whole weight with which `source` begins. If `is_dry_run` is True, `tensor` is already
-    filled and is compared with `source` instead.
-    """
+    """Copy this rank's shard of `source`, a tensor or a slice of a file that begins with row `first` of the whole
+    weight, to `tensor`; with `is_dry_run`, compare them instead, because `tensor` is already filled."""
     where = shard_bounds(tensor)
     if first:
         where = (slice(where[0].start - first, where[0].stop - first), *where[1:])
@@ -370,15 +352,13 @@ def _materialise(model: PreTrainedModel, device: torch.device) -> dict[str, list
 
 
 def _allocate(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    local_tensor = torch.empty_like(
-        local_shard(parameter).detach(), device=device, memory_format=torch.contiguous_format
-    )
+    local = torch.empty_like(local_shard(parameter).detach(), device=device, memory_format=torch.contiguous_format)
     if isinstance(parameter, DTensor):
-        local_tensor = DTensor.from_local(
-            local_tensor, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        local = DTensor.from_local(
+            local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
             stride=parameter.stride(),
         )  # fmt: skip
-    return nn.Parameter(local_tensor, requires_grad=parameter.requires_grad)
+    return nn.Parameter(local, requires_grad=parameter.requires_grad)
 
 
 def _keeps_float32(network: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], object]:

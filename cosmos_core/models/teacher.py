@@ -77,8 +77,7 @@ def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizer
     with name_teacher_in_errors():
         teacher_ids = load_tokenizer(teacher.model_name_or_path, teacher.model_revision).get_vocab()
     policy_ids = tokenizer.get_vocab()
-    differing_tokens = [token for token, number in policy_ids.items() if teacher_ids.get(token) != number]
-    if differing_tokens:
+    if differing_tokens := [token for token, number in policy_ids.items() if teacher_ids.get(token) != number]:
         first = min(differing_tokens, key=lambda token: policy_ids[token])
         mismatch = f"is {teacher_ids[first]}" if first in teacher_ids else "does not exist"
         raise ModelError(

@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from cosmos_core.errors import ModelError, ProgramError, StageFailed
+from cosmos_core.errors import ProgramError, StageFailed
 from cosmos_core.models.first_layers import (
     FirstLayers,
     is_removed,
@@ -42,7 +42,7 @@ from cosmos_core.models.first_layers import (
     truncate_config,
 )
 from cosmos_core.models.lora import FOLDER, has_changed_base, is_adapted, merge_adapter, merged_state_dict
-from cosmos_core.models.model_files import MODEL_KEY, translate_load_errors
+from cosmos_core.models.model_files import model_error, translate_load_errors
 from cosmos_core.models.new_interpreter import call_in_interpreter, pool_of_one_process
 
 _INDEX_FILE = "model.safetensors.index.json"
@@ -80,14 +80,10 @@ def verify_export(
     tokenizer: PreTrainedTokenizerBase | None = None,
     memory: int | None = None,
 ) -> list[str]:
-    """Compare the export in `target` with the model in memory, and return the names of the checks that passed.
-
-    A model with an adapter is compared in merged form, and the adapter is compared separately.
-
-    Args:
-        dtype: Dtype of the exported weights; None: their own dtype.
-        tokenizer: Tokenizer whose ids and chat template the export must have; None: not checked.
-        memory: Number of bytes that copies of the model may use; None: the free memory of this machine.
+    """Compare the export in `target` with the model in memory, and return the names of the checks that passed. A model
+    with an adapter is compared in merged form, and the adapter is compared separately. `dtype`: dtype of the exported
+    weights; None: their own. `tokenizer`: the tokenizer whose ids and chat template the export must have; None: not
+    checked. `memory`: bytes that copies of the model may use; None: the free memory of this machine.
 
     Raises:
         StageFailed: a check failed; the message names the tensors or the difference.
@@ -117,17 +113,12 @@ def check_export_possible(config: PretrainedConfig, tokenizer: PreTrainedTokeniz
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if _describe_tokenizer(AutoTokenizer.from_pretrained(folder)) != _describe_tokenizer(tokenizer):
-            raise ModelError(
-                f"{MODEL_KEY} = {model!r}: the tokenizer, saved by transformers, is another when it is loaded"
-            )
+            raise model_error(model, "the tokenizer, saved by transformers, is another when it is loaded")
 
 
 def _check_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.dtype | None) -> list[str]:
-    """Check that the weight files and their index contain exactly the tensors `expected` of the model.
-
-    Of tied weights at least one key must exist. Each tensor on disk must equal the trainer's tensor in `dtype`, bit for
-    bit.
-    """
+    """Check that the weight files and their index contain exactly the tensors `expected` of the model. Of tied weights
+    at least one key must exist. Each tensor on disk must equal the trainer's tensor in `dtype`, bit for bit."""
     file_by_key: dict[str, str] = {}
     problems: list[str] = []
     for file, key, tensor in tensors_of(target):
@@ -242,8 +233,7 @@ def _compare_logits(
     first: FirstLayers | None,
     fraction: float = _TOLERANCE,
 ) -> str:
-    """Return a text about a check that passed; raise an error if the logits differ by more than a fraction of the
-    largest logit."""
+    """Return a text about a passed check; raise an error if logits differ by more than a fraction of the largest."""
     suffix = f" (first {first.num_first_layers} of {first.num_layers} layers)" if first else ""
     if are_bits_equal(trainer_BTV, reloaded_BTV):
         return f"{check}{suffix}: bit-identical"
@@ -263,10 +253,7 @@ def _compare_logits(
 @torch.no_grad()
 def _trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.Tensor:
     """Return the logits BTV that the model computes in float32 with weights rounded to `dtype`, as in the export."""
-    weights = {
-        name: (parameter if dtype is None else parameter.to(dtype)).float()
-        for name, parameter in model.named_parameters()
-    }
+    weights = {name: (p if dtype is None else p.to(dtype)).float() for name, p in model.named_parameters()}
     was_training = model.training
     model.eval()
     try:
@@ -297,9 +284,8 @@ def _load_exported(folder: Path, probe: Probe) -> Any:
     )
     model, loading = loaded
     loading["unexpected_keys"] = {key for key in loading["unexpected_keys"] if not is_removed(str(key), probe.first)}
-    loading_problems = {name: sorted(map(str, keys)) for name, keys in loading.items() if keys}
-    if loading_problems:
-        raise StageFailed(f"transformers found {loading_problems}")
+    if problems := {name: sorted(map(str, keys)) for name, keys in loading.items() if keys}:
+        raise StageFailed(f"transformers found {problems}")
     return model
 
 
@@ -317,10 +303,8 @@ def _load_with_adapter(folder: Path, probe: Probe) -> Any:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return the auto class of transformers that loads the architecture in a model config.
-
-    AutoModelForCausalLM does not support some vision-language models, and loads others without their vision tower.
-    """
+    """Return the auto class of transformers that loads the architecture in a model config. AutoModelForCausalLM does
+    not support some vision-language models, and loads others without their vision tower."""
     name = (config.architectures or [""])[0]
     image_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -337,10 +321,8 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def are_bits_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors have the same dtype, shape and bits.
-
-    Unlike in torch.equal, NaN equals the same NaN, and 0.0 does not equal -0.0.
-    """
+    """Return True if two tensors have the same dtype, shape and bits. Unlike in torch.equal, NaN equals the same NaN,
+    and 0.0 does not equal -0.0."""
     if tensor.dtype != other.dtype or tensor.shape != other.shape:
         return False
     return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other)))

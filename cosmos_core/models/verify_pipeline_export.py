@@ -49,11 +49,9 @@ def verify_pipeline(
     dtype: torch.dtype | None = None,
     model_class: str | None = None,
 ) -> list[str]:
-    """Compare the pipeline in `target` with the policy in memory, and return the names of the checks that passed.
-
-    Args:
-        dtype: Dtype of the exported denoiser; None: its own dtype.
-        model_class: Import path of a user-defined model family; None: a built-in family.
+    """Compare the pipeline in `target`, whose denoiser is in `dtype` (None: its own), with the policy in memory, and
+    return the names of the checks that passed. `model_class`: import path of a user-defined family; None: a built-in
+    one.
 
     Raises:
         StageFailed: a check failed.
@@ -114,11 +112,8 @@ def _check_images(
         policy_images["adapter"] = _generate_rounded(family, model, model.dtype)
         base = family.folder.path
         probes["adapter"] = Probe(base, target / FOLDER, settings, model.dtype, model_class, num_threads)
-    export_images = _draw_in_interpreter(list(probes.values()))
-    return [
-        _compare_images(check, policy_images[check], each, target)
-        for check, each in zip(probes, export_images, strict=True)
-    ]
+    images = _draw_in_interpreter(list(probes.values()))
+    return [_compare_images(name, policy_images[name], each, target) for name, each in zip(probes, images, strict=True)]
 
 
 @torch.no_grad()
@@ -136,10 +131,8 @@ def _generate_rounded(family: DiffusionModel, model: Any, dtype: torch.dtype) ->
 
 @contextmanager
 def _round_weights(model: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Round the tensors of a model during the block, as diffusers does when it loads an export in `dtype`.
-
-    diffusers converts some modules back to float32, and does not change tensors that are in no file.
-    """
+    """Round the tensors of a model during the block, as diffusers does when it loads an export in `dtype`. diffusers
+    converts some modules back to float32, and does not change tensors that are in no file."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     originals = {tensor: tensor.data for _, tensor in tensors}
     float32_modules = set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -171,12 +164,10 @@ def _draw_in_interpreter(probes: Sequence[Probe]) -> list[Tensor]:
     return [torch.from_numpy(image) for image in images]
 
 
-def _compare_images(check: str, policy_image: Tensor, export_image: Tensor, target: Path) -> str:
-    if are_bits_equal(policy_image, export_image):
+def _compare_images(check: str, expected: Tensor, exported: Tensor, target: Path) -> str:
+    if are_bits_equal(expected, exported):
         return f"{check}: bit-identical"
-    difference = (
-        float((policy_image - export_image).abs().max()) if policy_image.shape == export_image.shape else float("inf")
-    )
+    difference = float((expected - exported).abs().max()) if expected.shape == exported.shape else float("inf")
     raise StageFailed(
         f"export {target} failed the check {check!r}: what a fresh interpreter draws differs by {difference:.2g} from "
         f"what the policy draws; it must not be used, run the stage again"
@@ -198,5 +189,4 @@ def generate_image(probe: Probe) -> np.ndarray:
         pipeline.load_lora_weights(str(probe.adapter))
         if not pipeline.get_active_adapters():
             raise StageFailed("load_lora_weights attached nothing")
-    image: np.ndarray = _generate(pipeline, probe.settings, prompt=[_PROMPT]).numpy()
-    return image
+    return _generate(pipeline, probe.settings, prompt=[_PROMPT]).numpy()

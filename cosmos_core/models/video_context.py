@@ -30,10 +30,8 @@ Dims = Mapping[str, int]
 
 
 class ClipSharding:
-    """Distribution of the tokens of the current clip over the ranks.
-
-    Each block sets the distribution again, so that a block that is recomputed in the backward pass uses the same one.
-    """
+    """Distribution of the tokens of the current clip over the ranks. Each block sets the distribution again, so that a
+    block that is recomputed in the backward pass uses the same one."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
@@ -67,14 +65,11 @@ class ClipSharding:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks; gradients are summed too, because a rank uses the sum for its own tokens."""
-        total: Tensor = _SumOverRanks.apply(tensor, self.group)
-        return total
+        return _SumOverRanks.apply(tensor, self.group)
 
     def add_borders(self, frames_BCFS: Tensor) -> Tensor:
-        """Return the frames of this rank with one more frame at each end, from the neighbouring ranks.
-
-        The frames before the first and after the last frame of the clip are zeros.
-        """
+        """Return the frames of this rank with one more frame at each end, from the neighbouring ranks. The frames
+        before the first and after the last frame of the clip are zeros."""
         own_borders = torch.stack([frames_BCFS[:, :, 0], frames_BCFS[:, :, -1]])
         all_borders = self.all_reduce(
             functional.pad(own_borders[None], (0,) * 2 * own_borders.ndim + (self.rank, self.size - 1 - self.rank))
@@ -146,14 +141,10 @@ class UlyssesAttention:
         assert encoder_hidden_states is None and attention_mask is None, "blocks attend to their own tokens so"
 
         def split_heads(project: nn.Module) -> Tensor:
-            states: Tensor = project(hidden_states)
-            return states.unflatten(2, (attn.heads, -1)).transpose(1, 2)
+            return project(hidden_states).unflatten(2, (attn.heads, -1)).transpose(1, 2)
 
-        query, key, value = (
-            attn.norm_q(split_heads(attn.to_q)),
-            attn.norm_k(split_heads(attn.to_k)),
-            split_heads(attn.to_v),
-        )
+        query, key = attn.norm_q(split_heads(attn.to_q)), attn.norm_k(split_heads(attn.to_k))
+        value = split_heads(attn.to_v)
         if image_rotary_emb is not None:
             query, key = (
                 apply_rotary_emb(each, image_rotary_emb, use_real=True, use_real_unbind_dim=-2) for each in (query, key)
@@ -197,11 +188,8 @@ class SummedLinearAttention:
 
 
 def exchange_borders(convolution: nn.Module, shards: ClipSharding, tokens_per_frame: Callable[[], int]) -> None:
-    """Make a convolution over time (B, C, F, S) use the neighbouring frames of other ranks at both ends.
-
-    Otherwise the convolution would pad each rank's frames with zeros. `tokens_per_frame` returns the number of tokens
-    of a frame.
-    """
+    """Make a convolution over time (B, C, F, S) use the neighbouring frames of other ranks at both ends. Otherwise the
+    convolution would pad each rank's frames with zeros. `tokens_per_frame` returns the number of tokens of a frame."""
 
     def extend_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         (frames_BCFS,) = args
@@ -220,17 +208,14 @@ def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _project_output(attn: Any, states: Tensor) -> Tensor:
-    projected: Tensor = attn.to_out[1](attn.to_out[0](states))
-    return projected
+    return attn.to_out[1](attn.to_out[0](states))
 
 
 def _change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
     """Call `change` before each call of a module with the arguments by name, which `change` may modify."""
     signature = inspect.signature(module.forward)
 
-    def hook(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         bound_arguments = signature.bind(*args, **kwargs)
         change(bound_arguments.arguments)
         return bound_arguments.args, bound_arguments.kwargs

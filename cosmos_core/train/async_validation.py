@@ -39,14 +39,8 @@ class AsyncValidation:
     def __init__(
         self, completions: Completions, fleet: Fleet, resync: Callable[[int], object], beat: Callable[[], None]
     ) -> None:
-        """Prepare to run asynchronous validations.
-
-        Args:
-            completions: generates and scores held-out completions; it scores on the first rank only.
-            fleet: the disaggregated engines.
-            resync: sends the current weights, labelled with a step number, to engines without weights.
-            beat: reports that the stage is alive.
-        """
+        """Prepare to run asynchronous validations; the first rank scores the `completions`. `resync` sends the current
+        weights, labelled with a step number, to engines without weights; `beat` reports that the stage is alive."""
         self._completions, self._fleet, self._resync, self._beat = completions, fleet, resync, beat
         self.step: int | None = None
         """Number of the step that is being validated; None: no validation is running."""
@@ -65,9 +59,7 @@ class AsyncValidation:
         self._problem = None
         if is_first():
             prompts, sampling, seed_step = self._completions.validation_requests
-            futures = [
-                self._fleet.request(prompt, sampling, seed_step, version=self._fleet.version) for prompt in prompts
-            ]
+            futures = [self._fleet.request(each, sampling, seed_step, version=self._fleet.version) for each in prompts]
             threading.Thread(target=self._run, args=(step, futures), daemon=True, name="validation").start()
 
     def check(self) -> None:
@@ -92,11 +84,8 @@ class AsyncValidation:
         self.on_end(FinishedValidation(step, metrics))
 
     def wait(self, step: int, on_wait: Callable[[], None]) -> None:
-        """Wait until no validation is running.
-
-        `on_wait` is called repeatedly during the wait and may raise. `step`: the step of the current weights, which
-        are sent to engines that were restarted.
-        """
+        """Wait until no validation is running. `on_wait` is called repeatedly during the wait and may raise. `step`:
+        the step of the current weights, which are sent to engines that were restarted."""
         while self.step is not None:
             if is_first():
                 self._done.wait(_POLL_SECONDS)
@@ -131,14 +120,8 @@ class AsyncValidation:
 
 
 def supports_async_validation(recipe: Any) -> bool:
-    """Return whether validation can run while the training continues.
-
-    It needs disaggregated engines, checkpoints to resume from if the engines die, and no moving average to validate.
-    """
+    """Return whether validation can run while the training continues. It needs disaggregated engines, checkpoints to
+    resume from if the engines die, and no moving average to validate."""
     train = recipe.train
-    return bool(
-        train.train_policy.has_rollouts
-        and recipe.mode == "disaggregated"
-        and train.ckpt.enable_checkpoint
-        and not train.ema_enable
-    )
+    has_async_engines = train.train_policy.has_rollouts and recipe.mode == "disaggregated"
+    return bool(has_async_engines and train.ckpt.enable_checkpoint and not train.ema_enable)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Container
 from contextlib import nullcontext
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -69,9 +69,9 @@ def run(stage: Stage) -> Outcome:
         outcome = prepare.run(stage)
         if problem := outcome.info.get("loses_text"):
             raise DataError(str(problem))
-        lines += [*_rows(stage), *cast(list[str], outcome.info.get("notices", []))]
-        lines += filter(None, [check_rows(config, stage.path / "data", lambda: _empty_model(stage))])
         statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
+        lines += [*_rows(stage, statistics), *cast(list[str], outcome.info.get("notices", []))]
+        lines += filter(None, [check_rows(config, stage.path / "data", lambda: _empty_model(stage))])
         info |= _batches(stage, statistics["train"]["rows"], lines) | _warn_of_no_validation(statistics)
         info["prompts"] = first_prompts(stage.path / "data")
         info["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MAX_EXAMPLES))
@@ -117,10 +117,8 @@ def _warn_of_no_validation(splits: Container[str]) -> dict[str, JsonValue]:
 
 
 def _check_model(stage: Stage) -> list[str]:
-    """Build the model with its LoRA adapter but without weights, and return report lines about the adapter.
-
-    With pipeline parallelism, also divide the model into pipeline stages.
-    """
+    """Build the model with its LoRA adapter but without weights, and return report lines about the adapter. With
+    pipeline parallelism, also divide the model into pipeline stages."""
     policy, sizes = stage.recipe.policy, stage.recipe.policy.parallelism
     dtype = getattr(torch, stage.recipe.train.master_dtype)
     is_pipelined = stage.kind.has_mesh and sizes.pp_size > 1
@@ -197,10 +195,8 @@ def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
 
 
 def _check_reward_service(stage: Stage, names: list[str]) -> str:
-    """Check that the stage's reward service provides the rewards `names`.
-
-    A running service is queried. For a service that the run will start, only the configuration file is read.
-    """
+    """Check that the stage's reward service provides the rewards `names`. A running service is queried. For a service
+    that the run will start, only the configuration file is read."""
     service_file = stage.config.reward_service
     if not service_file or service_file.startswith(BLOCK):
         ping(service_of(), names)
@@ -234,8 +230,7 @@ def _tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [f"tools {', '.join(tool_names(config.enabled_tools))}"]
 
 
-def _rows(stage: Stage) -> list[str]:
-    statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
+def _rows(stage: Stage, statistics: dict[str, Any]) -> list[str]:
     lines = []
     for split_name, numbers in statistics.items():
         text = f"{split_name}: {numbers['rows']:,} rows, {numbers['tokens']:,} tokens"

@@ -40,12 +40,8 @@ def first_prompts(folder: Path) -> dict[str, JsonValue]:
 
 
 def call_rewards(stage: Stage, weights: Mapping[str, float], groups: Sequence[Group]) -> str:
-    """Call rewards on made-up completions, and return a line with their names and with messages about missing scores.
-
-    Args:
-        stage: the stage that uses the rewards.
-        weights: weight of each reward, by the name of the reward.
-        groups: groups of made-up completions, see `groups_of_rows`.
+    """Call the rewards with the names in `weights` on made-up completions, see `groups_of_rows`, and return a line with
+    these names and with messages about missing scores.
 
     Raises:
         RewardError: a reward cannot be loaded, or scores no completion.
@@ -80,10 +76,8 @@ def _unscored_message(reward: str, name: str, groups: Sequence[ScoredGroup]) -> 
 
 
 def groups_of_rows(stage: Stage, splits: Sequence[str], num_frames: int | None) -> list[Group]:
-    """Return made-up completions of the first rows of splits.
-
-    `num_frames`: number of frames of a made-up video, 1 for an image; None if completions are text.
-    """
+    """Return made-up completions of the first rows of splits. `num_frames`: number of frames of a made-up video, 1 for
+    an image; None if completions are text."""
     prompts_of_split = _prompts(stage)
     size = stage.recipe.policy.diffusers.inference_size
     column = getattr(stage.recipe.train.train_policy, "response_column_name", "")
@@ -103,8 +97,7 @@ def groups_of_rows(stage: Stage, splits: Sequence[str], num_frames: int | None) 
 
 def _prompts(stage: Stage) -> dict[str, list[dict[str, Any]]]:
     if (file := stage.path / CHECKED_PROMPTS).exists():
-        prompts_of_split: dict[str, list[dict[str, Any]]] = json.loads(file.read_text(encoding="utf-8"))
-        return prompts_of_split
+        return json.loads(file.read_text(encoding="utf-8"))
     return first_prompts(stage.data) if stage.data is not None else {}  # type: ignore[return-value]
 
 

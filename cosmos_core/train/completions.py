@@ -65,19 +65,15 @@ class CompletionLog:
         self._folder.mkdir(parents=True, exist_ok=True)
         has_images = groups[0].group.completions[0].diffusion_sample is not None
         num_groups, count = (_NUM_LOGGED_GROUPS, _NUM_LOGGED_IMAGES) if has_images else (_NUM_GROUPS, _NUM_COMPLETIONS)
-        chosen = [
-            (scored_group, _spread_by_reward(scored_group, count))
-            for scored_group in _groups_to_log(groups)[:num_groups]
-        ]
-        lines = [_line(step, scored_group, k) for scored_group, indices in chosen for k in indices]
+        chosen = [(group, _spread_by_reward(group, count)) for group in _groups_to_log(groups)[:num_groups]]
+        lines = [_line(step, group, k) for group, indices in chosen for k in indices]
         file = self._folder / f"step_{step:06d}.jsonl"
         if has_images:
-            image_samples = [gallery.samples_of_group(scored_group, indices) for scored_group, indices in chosen]
+            image_samples = [gallery.samples_of_group(group, indices) for group, indices in chosen]
             names = gallery.save_rows(file.with_suffix(""), image_samples)
             for line, name in zip(lines, (name for row in names for name in row), strict=True):
                 line["media"] = f"{self._folder.name}/{file.stem}/{name}"
-        text = "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines)
-        write_text(file, text, durable=False)
+        write_text(file, "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines), durable=False)
         self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
@@ -135,15 +131,13 @@ class CompletionLog:
 def _groups_to_log(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
     """Return the few groups to log: those with the best and the worst completion, then the first groups of the step."""
     ranked = sorted(range(len(groups)), key=lambda i: max(map(_rank, groups[i].scores)))
-    lowest = min(
-        range(len(groups)), key=lambda i: min((s.value for s in groups[i].scores if s.value is not None), default=0)
-    )
+    values = [[score.value for score in group.scores if score.value is not None] for group in groups]
+    lowest = min(range(len(groups)), key=lambda i: min(values[i], default=0))
     return [groups[i] for i in list(dict.fromkeys([ranked[-1], lowest, *range(len(groups))]))[:_NUM_GROUPS]]
 
 
 def _spread_by_reward(scored_group: ScoredGroup, max_indices: int) -> list[int]:
-    """Return the indices of at most `max_indices` completions of a group, evenly spaced from the best to the worst
-    reward."""
+    """Return the indices of at most `max_indices` completions, evenly spaced from the best to the worst reward."""
     ranked = sorted(range(len(scored_group.scores)), key=lambda k: -_rank(scored_group.scores[k]))
     indices = np.linspace(0, len(ranked) - 1, min(len(ranked), max_indices)).round().astype(int)
     return [ranked[i] for i in indices]
@@ -171,10 +165,8 @@ def _line(step: int, scored_group: ScoredGroup, k: int) -> dict[str, Any]:
 
 
 def _opposed_message(step_means: Sequence[Mapping[str, float]]) -> str:
-    """Return a message if exactly one reward rose while others fell, else an empty string.
-
-    A reward rose or fell if all values of the later half of the window lie beyond all values of the earlier half.
-    """
+    """Return a message if exactly one reward rose while others fell, else an empty string. A reward rose or fell if all
+    values of the later half of the window lie beyond all values of the earlier half."""
     if len(step_means) < _WINDOW:
         return ""
     half, changes = _WINDOW // 2, {}
@@ -193,10 +185,8 @@ def _opposed_message(step_means: Sequence[Mapping[str, float]]) -> str:
 
 
 def _text_statistics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return the mean number of sampled tokens, fraction of repeated 4-grams and entropy of text completions.
-
-    The entropy is estimated as the mean of -log p of the sampled tokens. The result is empty for images and videos.
-    """
+    """Return the mean number of sampled tokens, fraction of repeated 4-grams and entropy of text completions. The
+    entropy is estimated as the mean of -log p of the sampled tokens. The result is empty for images and videos."""
     texts = [each for each in completions if each.diffusion_sample is None and each.num_sampled]
     if not texts:
         return {}

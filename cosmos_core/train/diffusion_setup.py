@@ -19,13 +19,10 @@ from cosmos_core.rollout.base import request_seed
 from cosmos_core.rollout.flow_path import SHARED_NOISE, stochastic_steps, table_of
 from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import rows_per_step
+from cosmos_core.train.feeds import DATA_TERM_SEED, rows_per_step
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import FlowSampling, Sampling
-
-_DATA = 0x64617461
-"""Offset added to the run's seed for the random numbers of the supervised loss on real data."""
 
 
 def evaluation_sampling(recipe: Recipe) -> FlowSampling:
@@ -45,9 +42,7 @@ def evaluation_sampling(recipe: Recipe) -> FlowSampling:
 def flow_source(stage: Stage, trainer: Trainer) -> FlowSource:
     """Return the `FlowSource` with which a rollout engine samples images or videos from the trainer's denoiser."""
     adapter: Any = trainer.adapter
-    null_text = None
-    if stage.data is not None:
-        null_text = open_media_prompts(stage.data, "train").null_text
+    null_text = None if stage.data is None else open_media_prompts(stage.data, "train").null_text
 
     @contextmanager
     def weights(name: str) -> Iterator[None]:
@@ -67,9 +62,8 @@ def prepare_algorithm(stage: Stage, trainer: Trainer, algorithm: Algorithm) -> N
     """
     assert stage.data is not None
     algorithm.null_text = open_media_prompts(stage.data, "train").null_text
-    if (
-        stage.recipe.policy.diffusers.flow_rl.data_beta
-    ):  # the schema requires rows of images or clips if `data_beta` is set
+    # The schema requires rows of images or clips if `data_beta` is set.
+    if stage.recipe.policy.diffusers.flow_rl.data_beta:
         algorithm.data_term = data_term(open_media(stage.data, "train"), stage.recipe, trainer)
 
 
@@ -88,15 +82,15 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
 
     def make_data_samples(step: int, number: int) -> list[FlowSample]:
         if not flow_rl.use_rl_sigma_and_noise:
-            positions = batch_positions(seed + _DATA, number, size, len(rows), True).tolist()
-            return [draws.sample(rows[i], seed_of(seed, number, i, _DATA)) for i in positions]
+            positions = batch_positions(seed + DATA_TERM_SEED, number, size, len(rows), True).tolist()
+            return [draws.sample(rows[i], seed_of(seed, number, i, DATA_TERM_SEED)) for i in positions]
         sampling = training_sampling(recipe)
         assert sampling.flow is not None
         start = SHARED_NOISE if sampling.flow.same_noise else 0
         levels = _trained_noise_levels(trainer, sampling, step)[: 1 if flow_rl.data_on_first_only else None]
         result = []
         for i in batch_positions(seed, step, size, len(rows), shuffles).tolist():
-            sample = draws.sample(rows[i], seed_of(seed, step, i, _DATA))
+            sample = draws.sample(rows[i], seed_of(seed, step, i, DATA_TERM_SEED))
             noise = make_noise(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, start))
             result += [replace(sample, sigma=level, noise=noise, weight=1.0) for level in levels]
         return result
@@ -115,8 +109,7 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
 
 
 def _trained_noise_levels(trainer: Trainer, sampling: Sampling, step: int) -> list[float]:
-    """Return the noise levels at which the rollouts of a train step are trained; all levels except 0 if the recipe
-    selects none."""
+    """Return the noise levels at which a step's rollouts are trained; all except 0 if the recipe selects none."""
     assert sampling.flow is not None
     adapter: Any = trainer.adapter
     table = table_of(adapter.family, sampling.flow).tolist()

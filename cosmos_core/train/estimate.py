@@ -29,7 +29,6 @@ from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.flops import measure_matmul_flops
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import model_without_weights
-from cosmos_core.models.recompute import Recompute
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import micro_batch_tokens, plan_balanced_steps, total_steps
@@ -104,13 +103,8 @@ def run(stage: Stage) -> Outcome:
 
 
 def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared_folder: Path | None = None) -> Estimate:
-    """Estimate the needs of one training stage.
-
-    Args:
-        recipe: the recipe of the stage.
-        model: folder or Hub id; only its config.json is read.
-        progress: receives heartbeats during the trace.
-        prepared_folder: data folder of a finished `prepare` stage; None: the rows of a local dataset are counted.
+    """Estimate the needs of one training stage; of `model`, a folder or Hub id, only the config.json is read. Without
+    the data folder of a finished `prepare` stage (`prepared_folder`), the rows of a local dataset are counted.
 
     Raises:
         ModelError, DataError: config.json or the rows are missing or wrong.
@@ -118,7 +112,7 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared_folder:
     if prepared_folder:
         rows = _prepared_rows(recipe, prepared_folder)
     else:
-        rows = _Rows(_count_rows(recipe), sequences_per_row=_sequences_per_row(recipe))
+        rows = _Rows(_count_rows(recipe), sequences_per_row=recipe.train.train_policy.sequences_per_row)
     length = int(_row_length(recipe, rows.longest))
     limit = recipe.train.max_num_steps
     notes = []
@@ -128,20 +122,18 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared_folder:
     training_length = _estimate_training_length(recipe, rows, prepared_folder)
     if training_length.is_upper_bound and rows.number is not None:
         notes.append(f"steps: at most max_num_steps = {limit}, because batches are filled by tokens, yet to be counted")
-    empty_model, memory, trace_notes = _trace(recipe, model, length, progress)
+    network, memory, trace_notes = _trace(recipe, model, length, progress)
     rank_memory = sharded(memory, recipe)
     if recipe.train.activation_offload:
         notes.append("activations: as if they stayed, yet activation_offload moves them to host memory")
     notes += trace_notes
     kv_cache: int | None = 0
     if recipe.train.train_policy.has_rollouts:
-        kv_cache = kv_cache_bytes(empty_model.config, recipe, length)
+        kv_cache = kv_cache_bytes(network.config, recipe, length)
         if kv_cache is None:
-            notes.append(
-                f"KV cache: unknown, because {empty_model.config.model_type} has layers without keys and values"
-            )
-    parameters = sum(p.numel() for p in empty_model.parameters())
-    trainable = sum(p.numel() for p in empty_model.parameters() if p.requires_grad)
+            notes.append(f"KV cache: unknown, because {network.config.model_type} has layers without keys and values")
+    parameters = sum(p.numel() for p in network.parameters())
+    trainable = sum(p.numel() for p in network.parameters() if p.requires_grad)
     return Estimate(
         parameters=parameters,
         trainable=trainable,
@@ -166,10 +158,8 @@ def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, length: int) -> int
     a state other than keys and values."""
     text, rollout = config.get_text_config(), recipe.rollout
     window = getattr(text, "sliding_window", None)
-    kinds = (
-        getattr(text, "layer_types", None)
-        or ["sliding_attention" if window else "full_attention"] * text.num_hidden_layers
-    )
+    default_kind = "sliding_attention" if window else "full_attention"
+    kinds = getattr(text, "layer_types", None) or [default_kind] * text.num_hidden_layers
     chunk = getattr(text, "attention_chunk_size", None)
     tokens_of = {"full_attention": length, "sliding_attention": window or length, "chunked_attention": chunk or length}
     if getattr(text, "kv_lora_rank", None) or not set(kinds) <= set(tokens_of):
@@ -210,18 +200,13 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
     """Return the model with fake tensors, its memory before sharding, and notes about memory that is unknown."""
     train, policy = recipe.train, recipe.policy
     weight_names = () if train.train_policy.scores_rows_once else train.train_policy.named_weights
-
-    def build(checkpointing: Recompute) -> PreTrainedModel:
-        return model_without_weights(
-            model,
-            revision=policy.model_revision,
-            dtype=getattr(torch, train.master_dtype),
-            gradient_checkpointing=checkpointing,
-        )
-
     with torch.device("meta"):  # meta tensors instead of fake tensors, to which PEFT cannot add adapters
-        empty_model = build(policy.model_gradient_checkpointing)
+        empty_model = model_without_weights(
+            model, revision=policy.model_revision, dtype=getattr(torch, train.master_dtype),
+            gradient_checkpointing=policy.model_gradient_checkpointing,
+        )  # fmt: skip
         mark_trained_weights(empty_model, policy)
+    notes: list[str] = []
     with FakeTensorMode():
         _use_fake_tensors(empty_model)
         try:
@@ -235,13 +220,9 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
             # A model's code may fail on fake tensors; the estimate then lacks only the memory of activations.
             logger.info("the step cannot be traced", exc_info=True)
             reason = first_line(error)
-            unknown = f"activations: unknown, because the model cannot be traced without data ({reason})"
-            return (
-                empty_model,
-                _add_untraced_memory(untraced_memory(empty_model, len(weight_names)), empty_model, train),
-                [unknown],
-            )
-    return empty_model, _add_untraced_memory(memory, empty_model, train), []
+            notes.append(f"activations: unknown, because the model cannot be traced without data ({reason})")
+            memory = untraced_memory(empty_model, len(weight_names))
+    return empty_model, _add_untraced_memory(memory, empty_model, train), notes
 
 
 def _add_untraced_memory(memory: Memory, model: PreTrainedModel, train: TrainConfig) -> Memory:
@@ -271,22 +252,16 @@ def _use_fake_tensors(model: PreTrainedModel) -> None:
 
 def _prepared_rows(recipe: Recipe, folder: Path) -> _Rows:
     statistics = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))["train"]
-    longest, sequences_per_row = statistics["length"]["max"], _sequences_per_row(recipe)
+    longest, sequences_per_row = statistics["length"]["max"], recipe.train.train_policy.sequences_per_row
     if sequences_per_row > 1:
         rows = row_kind(recipe.train.train_policy.rows).open(folder, TRAIN, recipe.policy)
         longest = int(rows.token_counts(is_packed=False).max()) // sequences_per_row
     return _Rows(statistics["rows"], longest, statistics["length"]["mean"] / sequences_per_row, sequences_per_row)
 
 
-def _sequences_per_row(recipe: Recipe) -> int:
-    return recipe.train.train_policy.sequences_per_row
-
-
 def _count_rows(recipe: Recipe) -> int | None:
     """Return the number of training rows of a local dataset; None if it must be downloaded or does not exist yet."""
-    counts = [
-        _count_dataset_rows(recipe, key, source.dataset) for key, source in recipe.train.train_policy.sources.items()
-    ]
+    counts = [_count_dataset_rows(recipe, key, each.dataset) for key, each in recipe.train.train_policy.sources.items()]
     return None if None in counts else sum(filter(None, counts))
 
 
@@ -315,18 +290,14 @@ def _estimate_training_length(recipe: Recipe, rows: _Rows, prepared_folder: Path
     train, policy = recipe.train, recipe.train.train_policy
     if policy.fills_by_tokens:
         return _balanced_training_length(recipe, prepared_folder)
-    steps = train.max_num_steps
-    if rows.number is not None:
-        steps = total_steps(recipe, rows.number)
+    steps = train.max_num_steps if rows.number is None else total_steps(recipe, rows.number)
     tokens_per_step = train.train_batch_per_replica * rows.sequences_per_row * _row_length(recipe, rows.mean)
     return _TrainingLength(steps, None if steps is None else round(steps * tokens_per_step), rows.number is None)
 
 
 def _balanced_training_length(recipe: Recipe, prepared_folder: Path | None) -> _TrainingLength:
-    """Return the number of steps and tokens of a training whose batches are filled by tokens.
-
-    The numbers equal those of the feed; without prepared rows they are the maximum that the token budget allows.
-    """
+    """Return the number of steps and tokens of a training whose batches are filled by tokens. The numbers equal those
+    of the feed; without prepared rows they are the maximum that the token budget allows."""
     assert recipe.train.max_num_steps is not None  # the schema requires max_num_steps for batches filled by tokens
     if prepared_folder is None:
         steps, policy = recipe.train.max_num_steps, recipe.train.train_policy
@@ -368,8 +339,7 @@ def _machine(recipe: Recipe) -> dict[str, Any]:
 
 
 def _engine_weights(recipe: Recipe, parameters: int) -> int:
-    """Return the bytes of the rollout engine's copy of the weights; 0 for the `hf` engine, which generates with the
-    trainer's module."""
+    """Return the bytes of the engine's copy of the weights; 0 for `hf`, which generates with the trainer's module."""
     if not recipe.train.train_policy.has_rollouts or recipe.rollout.backend != "vllm":
         return 0
     mesh = recipe.rollout.parallelism

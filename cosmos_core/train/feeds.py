@@ -21,8 +21,9 @@ from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_ord
 from cosmos_core.data.sample import batch_within_token_limit
 from cosmos_core.errors import DataError
 
-_DATA_TERM = 0x64617461
-"""Offset added to the run's seed to shuffle the rows of a supervised loss independently of the prompts."""
+DATA_TERM_SEED = 0x64617461
+"""Offset added to the run's seed for the random numbers of a supervised loss, so that they do not depend on those of
+the prompts."""
 
 
 class Feed:
@@ -75,10 +76,8 @@ def total_steps(recipe: Recipe, num_rows: int) -> int:
 
 
 def rows_per_step(recipe: Recipe) -> int:
-    """Return the number of dataset rows that a train step reads.
-
-    For rollouts, a row is a prompt with `n_generation` completions, and the number is rounded up.
-    """
+    """Return the number of dataset rows that a train step reads. For rollouts, a row is a prompt with `n_generation`
+    completions, and the number is rounded up."""
     size = recipe.train.train_batch_per_replica
     return -(-size // recipe.rollout.n_generation) if recipe.train.train_policy.has_rollouts else size
 
@@ -126,10 +125,8 @@ def micro_batch_tokens(recipe: Recipe) -> int:
 
 
 class RowFeed(Feed):
-    """Feed of prepared rows, in an order that is a pure function of seed, epoch and position.
-
-    Rows that take long to read are read in a thread one step in advance, while the current step is trained.
-    """
+    """Feed of prepared rows, in an order that is a pure function of seed, epoch and position. Rows that take long to
+    read are read in a thread one step in advance, while the current step is trained."""
 
     def __init__(self, rows: HeldOutRows, recipe: Recipe) -> None:
         self._rows, self._recipe = rows, recipe
@@ -175,9 +172,8 @@ class RowFeed(Feed):
         )  # fmt: skip
         # Limit the micro-batch size so that every data-parallel rank gets a micro-batch.
         num_ranks = mesh.dp_replicate_size * abs(mesh.dp_shard_size)
-        batches = self._rows.micro_batches(
-            positions, min(train.train_policy.mini_batch, -(-len(positions) // num_ranks))
-        )
+        max_rows = min(train.train_policy.mini_batch, -(-len(positions) // num_ranks))
+        batches = self._rows.micro_batches(positions, max_rows)
         return {None: positions.tolist()} if batches is None else dict(enumerate(batches))
 
 
@@ -197,7 +193,8 @@ def sft_rows(rows: HeldOutRows, recipe: Recipe) -> Callable[[int], Update]:
     max_tokens = getattr(train.train_policy, "max_token_len_per_mini_batch", None)
 
     def update(number: int) -> Update:
-        positions = batch_positions(train.order_seed + _DATA_TERM, number, term.batch_size, len(rows), shuffle=True)
+        seed = train.order_seed + DATA_TERM_SEED
+        positions = batch_positions(seed, number, term.batch_size, len(rows), shuffle=True)
         samples = rows.samples(positions.tolist())
         return sft_term(batch_within_token_limit(samples, max_tokens), term.weight)
 

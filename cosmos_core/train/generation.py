@@ -39,7 +39,6 @@ from cosmos_core.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-
 _ALL_WEIGHTS: tuple[WeightFormat, ...] = ("checkpoint", "module")
 
 
@@ -86,22 +85,15 @@ class Generation:
     def _publisher(self) -> WeightPublisher:
         adapter = self._trainer.adapter
         return WeightPublisher(
-            self.engine,
-            adapter.model,
-            self._probe_logprobs,
-            getattr(torch, self._stage.recipe.train.param_dtype),
-            meta_copy=adapter.meta_copy,
-            transfer_dtype=self._transfer_dtype,
+            self.engine, adapter.model, self._probe_logprobs, getattr(torch, self._stage.recipe.train.param_dtype),
+            meta_copy=adapter.meta_copy, transfer_dtype=self._transfer_dtype,
             probe_interval=self._stage.recipe.rollout.probe_interval,
-        )
+        )  # fmt: skip
 
     @property
     def _transfer_dtype(self) -> torch.dtype | None:
-        """Return the dtype that weights are cast to before they are sent to the engine; None: no cast.
-
-        vLLM converts weights to `param_dtype`, so sending a wider dtype would only transfer more bytes. The factors of
-        a LoRA adapter are not cast, because they are first scaled in float32.
-        """
+        """Return the dtype that weights are cast to before they are sent to the engine, to send no more bytes than vLLM
+        keeps in `param_dtype`; None: no cast, as for the factors of an adapter, which are first scaled in float32."""
         recipe, configured = self._stage.recipe, transfer_dtype_of(self._stage.recipe.train)
         holds_narrower = self.engine.weight_format == "checkpoint"
         if configured is None and holds_narrower and recipe.train.master_dtype == "float32" != recipe.train.param_dtype:
@@ -118,10 +110,8 @@ class Generation:
         return shared(self.make_local_scorer(weights, max_tokens))
 
     def make_local_scorer(self, weights: Rewards, max_tokens: int | None = None) -> ScoreGroups:
-        """Return a function that scores groups by the rewards `weights` on the first rank.
-
-        `max_tokens`: maximum number of tokens of a completion; None: as in training.
-        """
+        """Return a function that scores groups by the rewards `weights` on the first rank. `max_tokens`: maximum number
+        of tokens of a completion; None: as in training."""
         token_limit = max_tokens or self._stage.recipe.rollout.max_response_length
         key = (repr(weights), token_limit) if isinstance(weights, dict) else weights
         if key not in self._scores:
@@ -152,16 +142,10 @@ def _settings(
     stage: Stage, model: PreTrainedModel, tokenizer: Any, vision: ImageReader | None, *, is_separate: bool = False
 ) -> EngineSettings:
     return EngineSettings(
-        model,
-        tokenizer,
-        stage.model,
-        stage.recipe.rollout,
-        max_model_len=stage.recipe.policy.model_max_length,
-        dtype=getattr(torch, stage.recipe.train.param_dtype),
-        custom=stage.recipe.custom,
-        is_separate=is_separate,
+        model, tokenizer, stage.model, stage.recipe.rollout, max_model_len=stage.recipe.policy.model_max_length,
+        dtype=getattr(torch, stage.recipe.train.param_dtype), custom=stage.recipe.custom, is_separate=is_separate,
         vision=vision,
-    )
+    )  # fmt: skip
 
 
 def _fleet(stage: Stage) -> Fleet:
@@ -204,10 +188,9 @@ def open_engine(stage: Stage) -> Engine:
     """Return the rollout engine of a stage with the weights of the stage's model, without a trainer."""
     policy = stage.recipe.policy
     tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
+    dtype = getattr(torch, stage.recipe.train.master_dtype)
     with torch.device("meta"):
-        model = model_without_weights(
-            stage.model, revision=policy.model_revision, dtype=getattr(torch, stage.recipe.train.master_dtype)
-        )
+        model = model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
     if stage.kind.trains_model:
         # The engine must know the shapes of the adapter, so that later only the adapter's weights are sent.
         mark_trained_weights(model, policy)

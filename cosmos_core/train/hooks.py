@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from cosmos_core.error_handling import convert_errors
-from cosmos_core.errors import ConfigError, CosmosError, StageFailed
-from cosmos_core.registry import import_user_code, location_of
+from cosmos_core.data.user_dataset import user_code_errors
+from cosmos_core.errors import ConfigError, CosmosError
+from cosmos_core.registry import import_user_code
 from cosmos_core.run.stage import Stage
-from cosmos_core.transient import is_transient
 
 
 class Hooks:
@@ -24,13 +23,6 @@ class Hooks:
 
     def __call__(self, key: str, **data: Any) -> None:
         """Call the hook named `key`, if the recipe sets it."""
-        if (function := self._functions.get(key)) is None:
-            return
-
-        def convert(error: Exception) -> CosmosError:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            kind = StageFailed if is_transient(error) else ConfigError
-            return kind(f"train.hooks.{key}: {reason} ({location_of(error, function)})")
-
-        with convert_errors(convert):
-            function(self._stage, data)
+        if (function := self._functions.get(key)) is not None:
+            with user_code_errors(f"train.hooks.{key}", function, ConfigError, CosmosError):
+                function(self._stage, data)

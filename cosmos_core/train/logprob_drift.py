@@ -42,9 +42,7 @@ class LogprobDrift:
             stops: whether a difference above the tolerance (an alarm) ends the stage.
         """
         self._stops_training = stops
-        self._tolerance = logprob_tolerance(dtype, transfer_dtype) + (
-            _max_sampling_difference(sampling) if sampling else 0.0
-        )
+        self._tolerance = logprob_tolerance(dtype, transfer_dtype) + (_sampling_bound(sampling) if sampling else 0.0)
         self._has_warned = False
 
     def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -74,15 +72,12 @@ class LogprobDrift:
         return {"watch/alarm": float(exceeds_tolerance)}
 
 
-def _max_sampling_difference(sampling: Sampling) -> float:
+def _sampling_bound(sampling: Sampling) -> float:
     """Return the most nats by which sampling settings raise an engine's log-probability of a token above the policy's.
 
     Renormalizing the tokens that remain raises the log-probability by -log of their total probability, which is at
     least `top_p`; other settings give no bound (infinity).
     """
-    is_bounded = (
-        sampling.top_k <= 0
-        and sampling.repetition_penalty == 1
-        and sampling.policy_temperature in (None, sampling.temperature)
-    )
+    has_policy_temperature = sampling.policy_temperature in (None, sampling.temperature)
+    is_bounded = sampling.top_k <= 0 and sampling.repetition_penalty == 1 and has_policy_temperature
     return -math.log(sampling.top_p) if is_bounded else math.inf

@@ -21,8 +21,7 @@ from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng, seed_rng
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.ema import EMA_WEIGHTS as EMA
-from cosmos_core.train.ema import MovingAverage
+from cosmos_core.train.ema import EMA_WEIGHTS, MovingAverage
 from cosmos_core.train.feeds import Feed
 from cosmos_core.train.hooks import Hooks
 from cosmos_core.train.measure import PREFIX
@@ -61,10 +60,8 @@ class Loop:
     """Number of optimizer steps taken; a train step may have several."""
     _hooks: Hooks = field(init=False)
     _last_metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the newest step, and maxima over all steps for names that end in `_max`.
-
-    Every checkpoint has these metrics, so that a run that is killed after its last step reports the same metrics.
-    """
+    """Metrics of the newest step, and maxima over all steps for names that end in `_max`. Every checkpoint has these
+    metrics, so that a run that is killed after its last step reports the same metrics."""
 
     def __post_init__(self) -> None:
         self._hooks = Hooks(self.stage)
@@ -100,7 +97,7 @@ class Loop:
             self._save()
             self.checkpointer.wait()
         if self.average:
-            self.trainer.named_weights.copy_to_policy(EMA)
+            self.trainer.named_weights.copy_to_policy(EMA_WEIGHTS)
         hooks("post_training_hook", final_step=self.step, total_steps=self.feed.total_steps, **self._last_metrics)
         return self._last_metrics
 
@@ -152,8 +149,7 @@ class Loop:
             raise self._save_and_make_error() from None
 
     def _measure_last(self) -> bool:
-        """Validate the last step if its validation is missing because the data ended unexpectedly, and return whether
-        it was validated."""
+        """Validate the last step if the data ended before its validation was due; return whether it was validated."""
         if not self.validation.is_missing(self.step):
             return False
         # The engine may lack the weights of the last step, because a further step was expected.
@@ -162,10 +158,7 @@ class Loop:
         return True
 
     def _validation_metrics(self, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Return the validation metrics of the current step.
-
-        If a stop is requested during the validation, the train step's metrics (`metrics`) are logged first.
-        """
+        """Return the validation metrics of the current step; log the train step's `metrics` before a requested stop."""
         try:
             return self.validation.run(self.step)
         except StopRequested:
@@ -213,10 +206,8 @@ class Loop:
         }
 
     def _save_and_make_error(self) -> Preempted:
-        """Save a checkpoint if the recipe sets `save_ckpt_at_exit`, and return the error to raise.
-
-        Call this function only if no weight has changed since the last completed step.
-        """
+        """Save a checkpoint if the recipe sets `save_ckpt_at_exit`, and return the error to raise. Call this function
+        only if no weight has changed since the last completed step."""
         progress_text = f"stopped after step {self.step} of {self.feed.total_steps or 'an unknown number'}"
         if not (self.stage.recipe.train.save_ckpt_at_exit and self.step > 0):
             return Preempted(f"{progress_text}; nothing saved")
@@ -231,10 +222,7 @@ class Loop:
 
     def _restore(self) -> tuple[int, bool]:
         """Resume from the newest complete checkpoint; return its step, and whether the step must be validated again.
-
-        Raises:
-            ConfigError: the checkpoint of another run has as many steps as this training, or more.
-        """
+        Raise ConfigError if the checkpoint of another run has as many steps as this training, or more."""
         state, total = self._state(), self.feed.total_steps
         own_step = self.checkpointer.load_latest(state) or 0
         start = own_step or (load_from(self.begin_from, state) if self.begin_from else 0)
@@ -292,12 +280,9 @@ class Loop:
 
     def _state(self) -> TrainState:
         return TrainState(
-            self.trainer.adapter.model,
-            self.trainer.optimizer,
-            named_weights=self.trainer.named_weights.tensors,
-            feed=self.feed.state_dict(),
-            algorithm=self.algorithm.state_dict(),
-        )
+            self.trainer.adapter.model, self.trainer.optimizer, named_weights=self.trainer.named_weights.tensors,
+            feed=self.feed.state_dict(), algorithm=self.algorithm.state_dict(),
+        )  # fmt: skip
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         largest = {name: value for name, value in self._last_metrics.items() if name.endswith("_max")}

@@ -41,10 +41,8 @@ SAMPLES = "samples.jsonl"
 PREFIX = "validation/"
 _NUM_SAMPLES = 24
 _SEED_STEP = 0
-"""Value that replaces the step number in the seeds of held-out completions.
-
-All validations use the same seeds, so that the results of two validations differ only by the weights.
-"""
+"""Value that replaces the step number in the seeds of held-out completions. All validations use the same seeds, so that
+the results of two validations differ only by the weights."""
 
 
 def row_metrics(
@@ -88,10 +86,8 @@ def completion_metrics(
         if (full := _full_reward_of_group(group, full_reward)) is not None
     ]
     if valid and (correct_flags := [[has_full_reward(reward, full) for reward in rewards] for rewards, full in valid]):
-        correctness = {
-            "validation/accuracy": float(np.concatenate(correct_flags).mean()),
-            **_estimate_pass_at_k(correct_flags),
-        }
+        accuracy = float(np.concatenate(correct_flags).mean())
+        correctness = {"validation/accuracy": accuracy, **_estimate_pass_at_k(correct_flags)}
     return {
         **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
         "validation/reward": float(values.mean()),
@@ -131,10 +127,7 @@ def _estimate_pass_at_k(correct_flags: Sequence[Sequence[bool]]) -> dict[str, fl
 
 def pass_at_k(k: int, count: int, num_correct: int) -> float:
     """Return the probability that `k` random completions of `count` include one of the `num_correct` correct
-    completions.
-
-    It is 1 - C(count - right, k) / C(count, k) (Chen et al., arXiv 2107.03374, section 2.1).
-    """
+    completions. It is 1 - C(count - num_correct, k) / C(count, k) (Chen et al., arXiv 2107.03374, section 2.1)."""
     return 1.0 - math.comb(count - num_correct, k) / math.comb(count, k)
 
 
@@ -191,39 +184,30 @@ class Completions:
 
 def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, has_rewards: bool = True) -> None:
     """Add the first completion of each group to the file of samples, and remove its lines of `step` and later steps."""
-    lines_to_write = []
+    kept_lines = []
     if path.exists():
         lines = json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
-        lines_to_write = [
-            json.dumps(line, ensure_ascii=False) for line in lines if has_step(line) and line["step"] < step
-        ]
+        kept_lines = [json.dumps(line, ensure_ascii=False) for line in lines if has_step(line) and line["step"] < step]
     media_files = add_drawings(path.parent, step, groups, has_rewards=has_rewards)
     for index, group in enumerate(groups):
-        completion, score = group.group.completions[0], group.scores[0]
-        prompt = group.group.prompt
+        completion, score, prompt = group.group.completions[0], group.scores[0], group.group.prompt
         record: dict[str, Any] = {
-            "step": step,
-            "prompt": prompt.text,
-            "reference": prompt.reference,
-            "completion": completion.text,
+            "step": step, "prompt": prompt.text, "reference": prompt.reference, "completion": completion.text,
             "reward": score.value if has_rewards else None,
-        }
+        }  # fmt: skip
         if index < len(media_files):
             record["media"] = media_files[index]
             record |= {"rewards": [score.value for score in group.scores]} if has_rewards else {}
         if completion.turns:
             record["turns"] = [asdict(turn) for turn in completion.turns]
-        lines_to_write.append(json.dumps(record, ensure_ascii=False))
-    write_text(path, "".join(line + "\n" for line in lines_to_write))
+        kept_lines.append(json.dumps(record, ensure_ascii=False))
+    write_text(path, "".join(line + "\n" for line in kept_lines))
 
 
 def add_drawings(stage: Path, step: int, groups: Sequence[ScoredGroup], *, has_rewards: bool) -> list[list[str]]:
     """Write the images or videos of each prompt to a folder of train step `step`; return the file names by prompt, or
     an empty list if completions are text."""
-    rows = [
-        gallery.samples_of_group(scored_group, range(len(scored_group.scores)), is_scored=has_rewards)
-        for scored_group in groups
-    ]
+    rows = [gallery.samples_of_group(group, range(len(group.scores)), is_scored=has_rewards) for group in groups]
     rows = [row for row in rows if row]
     return gallery.save(stage, step, rows) if rows else []
 

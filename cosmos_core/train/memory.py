@@ -8,7 +8,7 @@ included: scratch space inside kernels, fragmentation of the allocator, `train.c
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,31 +49,18 @@ class Memory:
     @property
     def total(self) -> int:
         """Return the sum of the bytes of all uses; an unknown use counts as 0."""
-        return (
-            self.weights
-            + self.gradients
-            + self.optimizer
-            + self.reference
-            + self.average
-            + (self.casts or 0)
-            + (self.activations or 0)
-        )
+        known = self.weights + self.gradients + self.optimizer + self.reference + self.average
+        return known + (self.casts or 0) + (self.activations or 0)
 
 
 def untraced_memory(model: PreTrainedModel, num_weight_sets: int) -> Memory:
-    """Return the memory of a train step that could not be traced; its activations are unknown.
-
-    The memory includes both moments of Adam and `num_weight_sets` copies of the trained parameters.
-    """
+    """Return the memory of a train step that could not be traced; its activations are unknown. The memory includes both
+    moments of Adam and `num_weight_sets` copies of the trained parameters."""
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return Memory(
-        weights=sum(tensor.nbytes for tensor in _state(model)),
-        gradients=gradients,
-        optimizer=2 * gradients,
-        reference=num_weight_sets * gradients,
-        casts=None,
-        activations=None,
-    )
+        weights=sum(tensor.nbytes for tensor in _state(model)), gradients=gradients, optimizer=2 * gradients,
+        reference=num_weight_sets * gradients, casts=None, activations=None,
+    )  # fmt: skip
 
 
 def eight_bit_moments(model: PreTrainedModel) -> int:
@@ -100,18 +87,13 @@ def step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, leng
     policy, model = train.train_policy, trainer.adapter.model
     ids, mask = np.zeros(length, np.int64), np.ones(length, np.uint8)
     count, each = min(2 * policy.mini_batch, train.train_batch_per_replica), policy.sequences_per_row
-    samples = [Sample(ids, mask, advantage=1.0, reward=1.0) for _ in range(count)]
-    if each > 1:
-        samples = [
-            replace(sample, micro_batch=i // policy.mini_batch) for i, sample in enumerate(samples) for _ in range(each)
-        ]
+    numbers = [i // policy.mini_batch if each > 1 else None for i in range(count) for _ in range(each)]
+    samples = [Sample(ids, mask, advantage=1.0, reward=1.0, micro_batch=number) for number in numbers]
     live = _LiveByteCounter()
     with live, live.refuse_value_reads(model):
         live.attribute_storages("weights", _state(model))
-        live.attribute_storages(
-            "reference",
-            [tensor for weight_tensors in trainer.named_weights.tensors.values() for tensor in weight_tensors.values()],
-        )
+        weight_sets = trainer.named_weights.tensors.values()
+        live.attribute_storages("reference", [tensor for weights in weight_sets for tensor in weights.values()])
         # In every step but the first, gradients of the previous step exist until the update frees them.
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
@@ -152,11 +134,8 @@ class _LiveByteCounter(TorchDispatchMode):
         def leave_model(*_: Any) -> None:
             self._is_inside_model = False
 
-        base_model = model.base_model
-        hooks = [
-            base_model.register_forward_pre_hook(enter),
-            base_model.register_forward_hook(leave_model, always_call=True),
-        ]
+        body = model.base_model
+        hooks = [body.register_forward_pre_hook(enter), body.register_forward_hook(leave_model, always_call=True)]
         try:
             yield
         finally:
@@ -164,10 +143,8 @@ class _LiveByteCounter(TorchDispatchMode):
                 hook.remove()
 
     def peak(self) -> Memory:
-        """Return the bytes of each use at the moment of peak memory.
-
-        The optimizer's state counts from the start, as in every step but the first.
-        """
+        """Return the bytes of each use at the moment of peak memory. The optimizer's state counts from the start, as in
+        every step but the first."""
         optimizer = sum(size for size, use in zip(self._sizes, self._use_by_storage, strict=True) if use == "optimizer")
         events = [(self._use_by_storage[number], sign * self._sizes[number]) for number, sign in self._events]
         events = [event for event in events if event[0] != "optimizer"]
@@ -203,8 +180,7 @@ class _LiveByteCounter(TorchDispatchMode):
 
 
 def _empty_grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
-    """Return an empty tensor with the shape of the experts' grouped matrix product, because PyTorch's meta kernel of
-    `_grouped_mm` requires bfloat16."""
+    """Return an empty result of `_grouped_mm` of experts, because PyTorch's meta kernel requires bfloat16."""
     shape = (left.shape[-2], right.shape[-1])
     return left.new_empty((len(offsets), *shape) if left.ndim == right.ndim == 2 and offsets is not None else shape)
 

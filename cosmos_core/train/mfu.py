@@ -9,10 +9,8 @@ from cosmos_core.train.trainer import Trainer
 
 
 class Utilization:
-    """Counter of model FLOPs, compared with the matmul rate of all ranks.
-
-    The rate is measured when the object is created. Forward passes without a gradient are not counted.
-    """
+    """Counter of model FLOPs, compared with the matmul rate of all ranks. The rate is measured when the object is
+    created. Forward passes without a gradient are not counted."""
 
     def __init__(self, trainer: Trainer, dtype: str) -> None:
         """Measure the matmul rate of the trainer's device in `dtype`."""

@@ -28,10 +28,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__([group for optimizer in self._optimizers.values() for group in optimizer.param_groups], {})
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take one step of Muon and one step of AdamW.
-
-        Both optimizers first get the current parameter groups and state, because loading a checkpoint replaces these.
-        """
+        """Take one step of Muon and one step of AdamW. Both optimizers first get the current parameter groups and
+        state, because loading a checkpoint replaces these."""
         for is_matrix, optimizer in self._optimizers.items():
             optimizer.param_groups = [group for group in self.param_groups if group["is_matrix"] == is_matrix]
             optimizer.state = self.state
@@ -41,8 +39,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     """Return the two-dimensional parameters of a model except embeddings and the output head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    excluded_modules = [module for module in model.modules() if isinstance(module, nn.Embedding)] + (
-        [head] if head else []
-    )
+    excluded_modules = [m for m in model.modules() if isinstance(m, nn.Embedding)] + ([head] if head else [])
     excluded = {parameter for module in excluded_modules for parameter in module.parameters()}
     return {parameter for parameter in model.parameters() if parameter.ndim == 2} - excluded

@@ -54,11 +54,8 @@ class NamedWeights:
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
-        """Context manager in which the model computes with a set of weights.
-
-        Tensors in the policy's dtype are swapped one by one. For other dtypes, the policy's weights are saved and
-        restored, because a cast loses bits.
-        """
+        """Context manager in which the model computes with a set of weights. Tensors in the policy's dtype are swapped
+        one by one. For other dtypes, the policy's weights are saved and restored, because a cast loses bits."""
         if name == "policy":
             yield
             return

@@ -51,13 +51,12 @@ def build_optimizer(
         ]
     if not any(group["params"] for group in groups):
         raise ConfigError(f"nothing is trained of {type(model).__name__} on this rank; train more, or on one rank")
+    is_8bit = train.optm_name.endswith("8bit")
+    implementation = {} if is_8bit else {name: train.optm_impl == name for name in ("fused", "foreach")}
     return _optimizer_class(train.optm_name)(
-        [group for group in groups if group["params"]],
-        lr=rates[GLOBAL],
-        betas=train.optm_betas,
-        eps=train.epsilon,
-        **_implementation(train),
-    )
+        [group for group in groups if group["params"]], lr=rates[GLOBAL], betas=train.optm_betas, eps=train.epsilon,
+        **implementation,
+    )  # fmt: skip
 
 
 def learning_rate_factor(step: int, total_steps: int | None, train: TrainConfig) -> float:
@@ -129,16 +128,7 @@ def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     """Return the optimizer class: from torch, from torchao for 8-bit moments, or `MuonWithAdamW`."""
     if name == "Muon":
         return MuonWithAdamW
-    optimizer: Callable[..., torch.optim.Optimizer] = getattr(
-        importlib.import_module("torchao.optim" if name.endswith("8bit") else "torch.optim"), name
-    )
-    return optimizer
-
-
-def _implementation(train: TrainConfig) -> dict[str, bool]:
-    if train.optm_name.endswith("8bit"):
-        return {}
-    return {"fused": train.optm_impl == "fused", "foreach": train.optm_impl == "foreach"}
+    return getattr(importlib.import_module("torchao.optim" if name.endswith("8bit") else "torch.optim"), name)
 
 
 def reset_moments(optimizer: torch.optim.Optimizer) -> None:

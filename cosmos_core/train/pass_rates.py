@@ -32,10 +32,9 @@ class PassRates:
             full_reward = self._full_reward_of_prompt(group.group.prompt)
             full = [full_reward is not None and has_full_reward(reward, full_reward) for reward in rewards]
             new = (1, len(rewards), sum(rewards), sum(full))
-            counts = self._counts.get(str(group.group.prompt.id), [0.0] * len(new))
-            self._counts[str(group.group.prompt.id)] = [
-                old_count + new_count for old_count, new_count in zip(counts, new, strict=True)
-            ]
+            key = str(group.group.prompt.id)
+            counts = self._counts.get(key, [0.0] * len(new))
+            self._counts[key] = [old + added for old, added in zip(counts, new, strict=True)]
 
     def _full_reward_of_prompt(self, prompt: Prompt) -> float | None:
         return self._full(prompt.source) if callable(self._full) else self._full
@@ -55,8 +54,7 @@ class PassRates:
             num_sampled, valid, total, num_passed = self._counts.get(str(prompt.id), [0.0] * 4)
             rate = num_passed / valid if valid and self._full_reward_of_prompt(prompt) is not None else None
             line = {"prompt": prompt.text, "pass_rate": rate, "mean_reward": total / valid if valid else None}
-            lines.append(
-                json.dumps({**line, "drawn": int(num_sampled), "completions": int(valid)}, ensure_ascii=False) + "\n"
-            )
+            line |= {"drawn": int(num_sampled), "completions": int(valid)}
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         with raise_disk_full(folder):
             write_text(folder / PASS_RATES, "".join(lines))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,10 +16,7 @@ _NUM_OPERATORS = 20
 
 class StepProfiler:
     """Profiler of one rank's train steps, which records at the start of a training or when `cosmos profile` requests a
-    trace.
-
-    A context manager whose `step` is called after each train step.
-    """
+    trace. A context manager whose `step` is called after each train step."""
 
     def __init__(self, stage: Stage, start: int) -> None:
         """Prepare the profiler; `start` is the number of completed train steps."""
@@ -36,9 +32,7 @@ class StepProfiler:
             self._begin_profile()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._profile is not None:
             self._profile.stop()
 

@@ -114,11 +114,8 @@ def _text_settings(options: Options, method: Method, machine: Machine) -> Iterat
     context_length = getattr(text, "max_position_embeddings", None) or 1 << 20
     length = min(context_length, 64 * ceil((longest * 1.1 + completion_tokens) / 64))
     reason_for_length = f"the longest of the first {len(sample):,} rows has {longest:,} tokens"
-    yield (
-        "policy.model_max_length",
-        length,
-        f"{reason_for_length}, a completion {completion_tokens:,}" if completion_tokens else reason_for_length,
-    )
+    reason_for_length += f", a completion {completion_tokens:,}" if completion_tokens else ""
+    yield "policy.model_max_length", length, reason_for_length
     if samples_completions:
         yield "rollout.max_response_length", min(completion_tokens, length // 2), "raise it for longer reasoning"
         yield "train.train_policy.reward_function", options.reward, "--reward"
@@ -143,11 +140,8 @@ def _validation_settings(value: str) -> Iterator[Setting]:
 
 
 def _columns(options: Options, method: Method, row: Row) -> tuple[dict[str, str], str]:
-    """Return the names of the rows' columns that are not usual ones, and the reason for the choice.
-
-    Raises:
-        DataError: the columns cannot be inferred.
-    """
+    """Return the names of the rows' columns that are not usual ones, and the reason for the choice; raise DataError if
+    the columns cannot be inferred."""
     kind = tokenised_kind(method.rows)
     if named := {name: column for name in _COLUMNS if (column := getattr(options, name))}:
         return named, "named by an option"
@@ -156,14 +150,9 @@ def _columns(options: Options, method: Method, row: Row) -> tuple[dict[str, str]
     except SkippedRow:
         pass
     except MissingColumn as error:
-        sentence_columns = [
-            name for name, value in row.items() if isinstance(value, str) and any(map(str.isalpha, value))
-        ]
-        text_columns = (
-            sentence_columns
-            if len(sentence_columns) == 2
-            else [name for name, value in row.items() if isinstance(value, str)]
-        )
+        text_columns = [name for name, value in row.items() if isinstance(value, str)]
+        with_letters = [name for name in text_columns if any(map(str.isalpha, row[name]))]
+        text_columns = with_letters if len(with_letters) == 2 else text_columns
         if len(text_columns) != 2 or not kind.has_one_response:
             names = ("prompt", "response") if kind.has_one_response else ("prompt", "chosen", "rejected")
             flags = " and ".join(f"--{name} COLUMN" for name in names)
@@ -201,8 +190,7 @@ def _texts(read_column: Any) -> Iterator[str]:
 
 
 def _size_settings(method: Method, num_params: int, machine: Machine) -> Iterator[Setting]:
-    """Yield the settings that depend on memory and on the number of weights `num_params`: adapter, learning rate,
-    dtype, sharding."""
+    """Yield the settings that depend on memory and `num_params` weights: adapter, learning rate, dtype, sharding."""
     if not machine.num_gpus:
         yield "train.param_dtype", "float32", "no GPU here; a CPU is seldom faster in bfloat16"
     size_text = f"{num_params / 1e9:.2f} billion" if num_params >= 1e9 else f"{num_params / 1e6:.3g} million"
@@ -212,18 +200,14 @@ def _size_settings(method: Method, num_params: int, machine: Machine) -> Iterato
         yield "policy.lora.lora_alpha", 32.0, "twice the rank"
     small_rate, medium, large, adapter = method.rates
     rate = adapter if not fits_in_memory else small_rate if num_params < 1e8 else medium if num_params < 1e9 else large
-    yield (
-        "train.optm_lr",
-        rate,
-        f"{'an adapter' if not fits_in_memory else 'all weights'} of a model of {size_text} weights",
-    )
+    trained = "all weights" if fits_in_memory else "an adapter"
+    yield "train.optm_lr", rate, f"{trained} of a model of {size_text} weights"
     if machine.num_gpus > 1:
         yield "policy.parallelism.dp_shard_size", -1, f"all {machine.num_gpus} GPUs"
 
 
 def _batch_settings(samples_completions: bool, num_rows: int, max_rows: int) -> Iterator[Setting]:
-    """Yield batch sizes, epochs and learning-rate schedule; `max_rows` is the number of longest rows that fit in
-    memory."""
+    """Yield batch sizes, epochs and learning-rate schedule; the `max_rows` longest rows fit in memory."""
     if samples_completions:
         prompts = min(8, num_rows)
         batch = 8 * prompts
@@ -269,11 +253,8 @@ def _image_settings(options: Options, method: Method, machine: Machine) -> Itera
     batch = min(16, 2 ** max(0, int(log2(max(1, count // 8)))))
     yield "train.train_batch_per_replica", batch, f"images of an optimizer step; there are {shown}"
     yield "train.train_policy.mini_batch", min(batch, 4), "images of one pass"
-    yield (
-        "train.epoch",
-        max(3, min(100, _NUM_SEEN // count)),
-        f"about {_NUM_SEEN:,} images seen in all, or three epochs",
-    )
+    num_epochs = max(3, min(100, _NUM_SEEN // count))
+    yield "train.epoch", num_epochs, f"about {_NUM_SEEN:,} images seen in all, or three epochs"
     if count >= 10:
         yield "train.train_policy.dataset.test_size", max(1, min(8, count // 20)), f"held out of {shown}, and drawn"
         yield from _validation_settings("the loss of held-out images, and drawings of their captions")

@@ -34,10 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 def compared_logprobs(trainer: Trainer, rows: HeldOutRows, positions: Sequence[int], recipe: Recipe) -> np.ndarray:
-    """Return the log-probabilities of both samples of the rows at `positions` under the current policy.
-
-    The result has shape (N, 2), float64, summed over the trained tokens.
-    """
+    """Return the log-probabilities of both samples of the rows at `positions` under the current policy. The result has
+    shape (N, 2), float64, summed over the trained tokens."""
     policy = recipe.train.train_policy
     outputs = trainer.evaluate(rows.samples(positions), size=policy.mini_batch * policy.sequences_per_row)
     sums = [row["logprobs"].sum(dtype=torch.float64) for row in outputs]

@@ -39,10 +39,8 @@ _MESH = (CARRIED_FILES, "world_size", "config.policy.parallelism", "config.rollo
 
 
 def adopt_checkpoint(stage: Stage) -> None:
-    """Link the newest complete checkpoint of an earlier run of this stage, the best checkpoint and the metrics.
-
-    Do nothing if the stage has a checkpoint already. Log a warning if no checkpoint can be adopted.
-    """
+    """Link the newest complete checkpoint of an earlier run of this stage, the best checkpoint and the metrics. Do
+    nothing if the stage has a checkpoint already. Log a warning if no checkpoint can be adopted."""
     own_folder = stage.path / "checkpoints"
     if newest_complete_step(own_folder, stage.checkpoint_fingerprint) is not None:
         return
@@ -80,9 +78,8 @@ def named_checkpoint(stage: Stage) -> Path | None:
     if not isinstance(stage.recipe.train.resume, str):
         return None
     policy = Path(stage.recipe.train.resume)
-    checkpoint_base, stage_base = (
-        _base_fingerprints(read_json(path / FINGERPRINT), stage) for path in (policy.parents[2], stage.path)
-    )
+    fingerprints = (read_json(path / FINGERPRINT) for path in (policy.parents[2], stage.path))
+    checkpoint_base, stage_base = (_base_fingerprints(each, stage) for each in fingerprints)
     if checkpoint_base and stage_base and checkpoint_base != stage_base:
         raise ModelError(f"train.resume = '{policy}' began from another model than {stage.model}; start from that one")
     return policy
@@ -109,9 +106,7 @@ def _drop_mesh(fingerprint: Any) -> dict[str, Any]:
     """Return the ingredients of a fingerprint, by dotted key, without the mesh; empty if the fingerprint is unknown."""
     if not isinstance(fingerprint, dict):
         return {}
-    return {
-        key: value for key, value in flat_keys(fingerprint["ingredients"]).items() if not is_at_or_below(key, _MESH)
-    }
+    return {key: each for key, each in flat_keys(fingerprint["ingredients"]).items() if not is_at_or_below(key, _MESH)}
 
 
 def _link(folder: Path, step: int, fingerprint: str, stage: Stage) -> None:

@@ -37,8 +37,7 @@ from cosmos_core.train.async_validation import AsyncValidation, supports_async_v
 from cosmos_core.train.completions import FOLDER as COMPLETIONS
 from cosmos_core.train.completions import CompletionLog
 from cosmos_core.train.diffusion_setup import prepare_algorithm
-from cosmos_core.train.ema import EMA_WEIGHTS as EMA
-from cosmos_core.train.ema import MovingAverage
+from cosmos_core.train.ema import EMA_WEIGHTS, MovingAverage
 from cosmos_core.train.feeds import Feed, RowFeed, rows_per_step, sft_rows, total_steps
 from cosmos_core.train.generation import Generation, transfer_dtype_of
 from cosmos_core.train.logprob_drift import LogprobDrift
@@ -111,7 +110,7 @@ def train(stage: Stage) -> TrainingResult:
             async_validation=async_validation,
             publish=generation.publish if has_rollouts else _no_metrics,
             publish_every=recipe.train.sync_weight_interval,
-            average=partial(trainer.weights, EMA) if recipe.train.ema_enable else None,
+            average=partial(trainer.weights, EMA_WEIGHTS) if recipe.train.ema_enable else None,
         )  # fmt: skip
         loop = Loop(
             stage, trainer, feed, algorithm, _checkpointer(stage, stack), validation,
@@ -135,8 +134,7 @@ def _add_data_term(algorithm: Algorithm, stage: Stage) -> Algorithm:
 def open_model(stage: Stage) -> ModelAdapter:
     """Return the model adapter of a stage; only the module of its modality is imported."""
     module = importlib.import_module(f"cosmos_core.models.open_{stage.recipe.policy.modality.name}")
-    adapter: ModelAdapter = module.open_model(stage)
-    return adapter
+    return module.open_model(stage)
 
 
 def open_trainer(stage: Stage) -> Trainer:
@@ -144,9 +142,8 @@ def open_trainer(stage: Stage) -> Trainer:
     stage.progress.phase("load")
     trainer = Trainer(open_model(stage), stage.recipe.train, stage.progress)
     policy = stage.recipe.train.train_policy
-    if (
-        stage.kind.trains_model and not policy.scores_rows_once
-    ):  # no reference weights if rows are scored before step 1, while the policy equals the reference policy
+    # No reference weights if rows are scored before step 1, while the policy equals the reference policy.
+    if stage.kind.trains_model and not policy.scores_rows_once:
         for name in policy.named_weights:
             trainer.named_weights.add(name)
     if teacher := stage.recipe.teacher_of(stage.kind):
@@ -194,7 +191,6 @@ def _feed(
     if recipe.policy.is_diffusers:
         prepare_algorithm(stage, trainer, algorithm)
     order = PromptOrder(prompts, recipe)
-    source: GroupSource
     if recipe.num_engines:
         source = _async_source(stage, prompts, order, generation, async_validation)
     else:
@@ -239,20 +235,11 @@ def _async_source(
     if recipe.may_split_groups or filtered:
         take = partial(order.take_prompts, end=None if filtered else steps.first(num_steps))
     source = AsyncGroupSource(
-        generation.engine_fleet,
-        take,
-        generation.make_local_scorer(trained_rewards(recipe)),
-        training_sampling(recipe),
-        stage.progress,
-        steps=steps,
-        max_lag=max_lag,
-        resync=generation.resync,
-        on_wait=check_validation,
-        num_extra_prompts=num_extra_prompts,
-        max_steps_ahead=max_steps_ahead,
-        filter=filtered,
-        sleeps_in_training=sleeps_in_training,
-    )
+        generation.engine_fleet, take, generation.make_local_scorer(trained_rewards(recipe)),
+        training_sampling(recipe), stage.progress, steps=steps, max_lag=max_lag, resync=generation.resync,
+        on_wait=check_validation, num_extra_prompts=num_extra_prompts, max_steps_ahead=max_steps_ahead,
+        filter=filtered, sleeps_in_training=sleeps_in_training,
+    )  # fmt: skip
     generation.call_before_close(source.close)
     return source
 
@@ -269,9 +256,7 @@ def _metrics_fn(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation
     if rows.has_reference_pair:
         rows.reference = reference_logprobs(stage, trainer, rows, VALIDATION, np.arange(len(rows)))
     size = held_out_batch(recipe)
-    return lambda step: {
-        **row_metrics(trainer, algorithm, rows, size, stage.progress), **completion_metrics(step)
-    }  # fmt: skip
+    return lambda step: row_metrics(trainer, algorithm, rows, size, stage.progress) | completion_metrics(step)
 
 
 def _async_validation(stage: Stage, generation: Generation) -> AsyncValidation | None:
@@ -319,13 +304,9 @@ def _drift_check(stage: Stage) -> Callable[[int, dict[str, float]], dict[str, fl
 def _checkpointer(stage: Stage, stack: ExitStack) -> Checkpointer:
     ckpt = stage.recipe.train.ckpt
     checkpointer = Checkpointer(
-        stage.path / "checkpoints",
-        fingerprint=stage.checkpoint_fingerprint,
-        max_keep=ckpt.max_keep,
-        asynchronous=ckpt.save_mode == "async",
-        on_saved=stage.progress.report_checkpoint,
-        beat=stage.progress.beat,
-    )
+        stage.path / "checkpoints", fingerprint=stage.checkpoint_fingerprint, max_keep=ckpt.max_keep,
+        asynchronous=ckpt.save_mode == "async", on_saved=stage.progress.report_checkpoint, beat=stage.progress.beat,
+    )  # fmt: skip
     stack.callback(checkpointer.close)
     if stage.recipe.train.resume is True and is_first():
         adopt_checkpoint(stage)

@@ -37,11 +37,7 @@ class CarriedSamples:
         Raises:
             ConfigError: the algorithm does not make one sample of each completion.
         """
-        scores = [
-            (_return_no_metrics.group.version, score.value)
-            for _return_no_metrics in groups
-            for score in _return_no_metrics.scores
-        ]
+        scores = [(each.group.version, score.value) for each in groups for score in each.scores]
         is_trained = [value is not None or len(samples) == len(scores) for _, value in scores]
         if len(samples) != sum(is_trained) or not all(isinstance(sample, Sample) for sample in samples):
             raise ConfigError(
@@ -56,10 +52,8 @@ class CarriedSamples:
         self._metrics = metrics
 
     def take_samples(self, count: int, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Remove and return the samples of the next `count` completions, with the metrics of the newest groups.
-
-        The metrics include the age of the sampling weights at train step `step`.
-        """
+        """Remove and return the samples of the next `count` completions, with the metrics of the newest groups. The
+        metrics include the age of the sampling weights at train step `step`."""
         entries, self._entries = self._entries[:count], self._entries[count:]
         lags = [step - version for version, _ in entries]
         lag_metrics = {"rollout/version_lag": float(max(lags)), "rollout/version_lag_mean": float(np.mean(lags))}
@@ -93,17 +87,14 @@ class SpreadRolloutFeed(RolloutFeed):
             return None
         if groups or not self._carried_samples:
             samples, credit_metrics = self._credit_groups(groups, metrics)
-            sample_metrics = {
-                name: value for name, value in metrics.items() if name.startswith(("reward/", "completion/"))
-            }
-            self._carried_samples.add(groups, samples, sample_metrics | credit_metrics)
+            of_groups = {name: value for name, value in metrics.items() if name.startswith(("reward/", "completion/"))}
+            self._carried_samples.add(groups, samples, of_groups | credit_metrics)
         samples, sample_metrics = self._carried_samples.take_samples(self._steps.batch, self.step)
         self.step += 1
         if self._source.is_exhausted and not self._carried_samples:
             self.total_steps = self.step
-        return batch_within_token_limit(
-            samples, getattr(self._policy, "max_token_len_per_mini_batch", None)
-        ), metrics | sample_metrics
+        max_tokens = getattr(self._policy, "max_token_len_per_mini_batch", None)
+        return batch_within_token_limit(samples, max_tokens), metrics | sample_metrics
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"carried": self._carried_samples.state_dict()}
@@ -128,9 +119,7 @@ def _bytes(content: bytes) -> torch.Tensor:
 
 
 def _sample_of(state: dict[str, Any]) -> Sample:
-    values: dict[str, Any] = {
-        name: each.numpy() if isinstance(each, torch.Tensor) else each for name, each in state.items()
-    }
+    values: dict[str, Any] = {name: v.numpy() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
     images = [
         ImageRef(**{**each, "content": None if each["content"] is None else each["content"].numpy().tobytes()})
         for each in state["images"]

@@ -63,9 +63,7 @@ class Trainer:
     @contextmanager
     def weights(self, name: str) -> Iterator[None]:
         """Return a context manager in which the model computes with named weights; `policy` are the trained weights.
-
-        Parameters that FSDP has gathered from the previous weights are freed on entry and on exit.
-        """
+        Parameters that FSDP has gathered from the previous weights are freed on entry and on exit."""
         with self.named_weights.use(name):
             self.adapter.runner.reshard()
             try:
@@ -124,9 +122,7 @@ class Trainer:
             self._run(adapter, samples, keep_rows, request, size=size)
         if adapter.mesh:
             on_cpu = {i: {name: row.cpu() for name, row in rows.items()} for i, rows in outputs.items()}
-            outputs = {
-                i: rows for rank_outputs in adapter.mesh.all_gather_object(on_cpu) for i, rows in rank_outputs.items()
-            }
+            outputs = {i: rows for each in adapter.mesh.all_gather_object(on_cpu) for i, rows in each.items()}
             outputs = {i: {name: row.to(adapter.device) for name, row in rows.items()} for i, rows in outputs.items()}
         return [outputs[i] for i in range(len(samples))]
 
@@ -142,10 +138,7 @@ class Trainer:
 
     def _weights_equal_to_policy(self, names: Sequence[str]) -> list[str]:
         """Return the names of the weights that equal the policy's on all ranks, so that their outputs equal the
-        policy's.
-
-        With dropout no outputs are equal, so the list is empty.
-        """
+        policy's. With dropout no outputs are equal, so the list is empty."""
         if not names or has_dropout(self.adapter.model):
             return []
         equal = [name for name in names if self.named_weights.equals_policy(name)]
@@ -154,8 +147,7 @@ class Trainer:
 
     @torch.no_grad()
     def _reference_outputs(self, update: Update, names: Sequence[str]) -> dict[int, dict[str, Tensor]]:
-        """Return the outputs of this rank's samples under the named weights that the update compares the policy
-        with."""
+        """Return the outputs of this rank's samples under the named weights that the policy is compared with."""
         outputs: dict[int, dict[str, Tensor]] = {}
         if not names:
             return outputs
@@ -172,11 +164,9 @@ class Trainer:
         return outputs
 
     def _backward(self, update: Update, num_tokens: int) -> list[Loss]:
-        """Accumulate the gradient of an update, and return the loss of each micro-batch of this rank.
-
-        A loss that the model computes, such as a router loss, is divided by the tokens of the whole optimizer step,
-        including the tokens of a supervised loss on data rows.
-        """
+        """Accumulate the gradient of an update, and return the loss of each micro-batch of this rank. A loss that the
+        model computes, such as a router loss, is divided by the `num_tokens` of the whole optimizer step, data rows
+        included."""
         losses: list[Loss] = []
         equal = self._weights_equal_to_policy(update.extra_weights)
         compared = self._reference_outputs(update, [name for name in update.extra_weights if name not in equal])
@@ -214,10 +204,8 @@ class Trainer:
         loss_fn: Callable[[MicroBatch], Tensor] | None = None,
     ) -> None:
         """Run the model on each micro-batch of this rank, and pass the micro-batch with its outputs to `consume`.
-
-        `loss_fn` is the loss function if its derivative does not depend on the outputs, so that the forward pass can
-        already use the derivative; else None.
-        """
+        `loss_fn` is a loss whose derivative the forward pass can use already, as it does not depend on the outputs;
+        else None."""
 
         def connect_outputs(batch: Any, outputs: dict[str, Tensor]) -> Tensor | None:
             outputs = adapter.gather_outputs(batch, outputs)
@@ -241,11 +229,8 @@ class Trainer:
             adapter.runner.reshard()
 
     def _plans(self, adapter: ModelAdapter, samples: Sequence[Any], size: int, *, is_planned: bool) -> list[Plan]:
-        """Return the micro-batches of this rank: samples of similar cost together, the most expensive first.
-
-        This order needs the least padding and reaches peak memory early. All ranks get the same number of
-        micro-batches, of which some may be empty.
-        """
+        """Return the micro-batches of this rank, some possibly empty: samples of similar cost together, the most
+        expensive first. This order needs the least padding and reaches peak memory early."""
         by_descending_length = sorted(range(len(samples)), key=lambda i: -adapter.num_tokens(samples[i]))
         planned = [adapter.assigned_batch(sample) for sample in samples]
         can_rearrange = is_planned and None in planned
@@ -261,13 +246,11 @@ class Trainer:
             groups.setdefault(adapter.batching_key(samples[batch[0]]), []).append(batch)
         plans: list[Plan] = []
         for group in sorted(groups):
-            padding_position = _shortest_sample(adapter, samples, [i for batch in groups[group] for i in batch])
-            num_ranks = adapter.mesh.data.size() if adapter.mesh else 1
             positions = [i for batch in groups[group] for i in batch]
-            arranged_batches = adapter.arrange(samples, positions, size, num_ranks) if can_rearrange else None
-            own_batches = _chunks_of_rank(
-                adapter, arranged_batches or groups[group], 1 if is_planned or arranged_batches else size
-            )
+            padding_position = _shortest_sample(adapter, samples, positions)
+            num_ranks = adapter.mesh.data.size() if adapter.mesh else 1
+            arranged = adapter.arrange(samples, positions, size, num_ranks) if can_rearrange else None
+            own_batches = _chunks_of_rank(adapter, arranged or groups[group], 1 if is_planned or arranged else size)
             plans += [Plan([i for batch in each for i in batch], padding_position) for each in own_batches]
         return plans
 
@@ -295,8 +278,7 @@ class Trainer:
 
 
 def _chunks_of_rank(adapter: ModelAdapter, items: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    """Return this data-parallel rank's part of `items` in chunks of `size`; all ranks get the same number of
-    chunks."""
+    """Return this data-parallel rank's part of `items` in chunks of `size`; all ranks get the same number of chunks."""
     num_items = len(items)
     if adapter.mesh:
         num_items = -(-len(items) // adapter.mesh.data.size())

@@ -36,6 +36,9 @@ LOCATION_COLUMN = "place"
 COMPARED_ROWS = 256
 """Number of rows per batch when log-probabilities are compared with a reference policy. The number is fixed, because
 padding, and so rounding, and the mismatched responses of labelled rows depend on the batch."""
+Seed = tuple[int, int] | None
+"""Seed of the data order and number of the train step, from which random values such as noise follow; None: the rows
+are held out, and the values are the same at each call."""
 IDS, MASK = pa.list_(pa.int32()), pa.list_(pa.uint8())
 _IMAGE = pa.struct({"path": pa.string(), "content": pa.large_binary(), "sha256": pa.string()})
 IMAGE_ROOT = b"images below"
@@ -66,17 +69,9 @@ class HeldOutRows(ABC):
         """Return the number of rows."""
 
     @abstractmethod
-    def samples(
-        self, positions: Sequence[int], seed: tuple[int, int] | None = None, micro_batch: int | None = None
-    ) -> list[Any]:
-        """Return the samples of the rows at `positions`.
-
-        Args:
-            positions: row numbers.
-            seed: seed of the data order and number of the train step, from which random values such as noise follow;
-                None: the rows are held out, and the values are the same at each call.
-            micro_batch: number of the micro-batch that all these samples belong to; None: the trainer divides them.
-        """
+    def samples(self, positions: Sequence[int], seed: Seed = None, micro_batch: int | None = None) -> list[Any]:
+        """Return the samples of the rows at `positions`; `micro_batch` is the number of the micro-batch that all these
+        samples belong to; None: the trainer divides them."""
 
     def token_counts(self, *, is_packed: bool) -> np.ndarray:
         """Return the number of tokens that each row takes in a packed or padded micro-batch, int64."""
@@ -124,10 +119,8 @@ class RowKind(ABC):
         return self.visual_schema.with_metadata({**self.schema.metadata, IMAGE_ROOT: str(root).encode()})
 
     def held_out_kinds(self, *, has_rewards: bool) -> dict[str, str]:
-        """Return the kinds of rows that held-out rows are prepared as, by the name of the split for each kind.
-
-        With `has_rewards`, validation scores completions by reward functions.
-        """
+        """Return the kinds of rows that held-out rows are prepared as, by the name of the split for each kind. With
+        `has_rewards`, validation scores completions by reward functions."""
         return {VALIDATION: self.name}
 
     @abstractmethod
@@ -135,25 +128,13 @@ class RowKind(ABC):
         """Prepare the rows of a stage: the program of a `prepare` stage."""
 
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> HeldOutRows:
-        """Return the rows of a split to learn.
-
-        Args:
-            folder: data folder of a `prepare` stage.
-            split: name of the split.
-            model: settings of the model.
-            adapter: adapter of the model; needed only for diffusion models.
-
-        Raises:
-            DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
-        """
+        """Return the rows of a split in the data folder of a `prepare` stage, to learn; `adapter`, the adapter of the
+        model, is needed only for diffusion models; errors are those of `open_table`."""
         raise NotImplementedError(f"{self.name} are not learned")
 
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
-        """Return the rows of a split as prompts to complete, with the references and clips that the algorithm reads.
-
-        Raises:
-            DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
-        """
+        """Return the rows of a split as prompts to complete, with the references and clips that the algorithm reads;
+        errors are those of `open_table`."""
         raise NotImplementedError(f"{self.name} are not completed")
 
     def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
@@ -222,5 +203,4 @@ class TokenisedKind(RowKind):
     def prepare(self, stage: Stage) -> Outcome:
         """Tokenise the rows of a stage."""
         # Imported here, because `prepare` imports the kinds of rows.
-        outcome: Outcome = import_module("cosmos_core.data.prepare").tokenise(stage)
-        return outcome
+        return import_module("cosmos_core.data.prepare").tokenise(stage)

@@ -10,7 +10,7 @@ from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.data.flow_sample import FlowSample, NoiseSampler, seed_of
-from cosmos_core.data.kinds.base import VALIDATION, HeldOut, HeldOutRows
+from cosmos_core.data.kinds.base import VALIDATION, HeldOut, HeldOutRows, Seed
 from cosmos_core.data.kinds.media_prompts import ENTRY, MediaPromptList, MediaPromptsKind
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
 from cosmos_core.types import Prompt
@@ -24,21 +24,17 @@ class NoisyRows(HeldOutRows):
 
     is_prefetched = True
 
-    def __init__(self, rows: MediaRows, draws: NoiseSampler) -> None:
-        self._rows, self._draws_per_row = rows, draws
+    def __init__(self, rows: MediaRows, sampler: NoiseSampler) -> None:
+        self._rows, self._sampler = rows, sampler
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def samples(
-        self, positions: Sequence[int], seed: tuple[int, int] | None = None, micro_batch: int | None = None
-    ) -> list[FlowSample]:
+    def samples(self, positions: Sequence[int], seed: Seed = None, micro_batch: int | None = None) -> list[FlowSample]:
         """Return a sample for each row, with noise and a noise level; captions of held-out rows are never dropped."""
         if seed is None:
-            return [
-                self._draws_per_row.sample(self._rows[i], seed_of(_HELD_OUT_STEP, i), dropout=0.0) for i in positions
-            ]
-        return [self._draws_per_row.sample(self._rows[i], seed_of(*seed, i)) for i in positions]
+            return [self._sampler.sample(self._rows[i], seed_of(_HELD_OUT_STEP, i), dropout=0.0) for i in positions]
+        return [self._sampler.sample(self._rows[i], seed_of(*seed, i)) for i in positions]
 
 
 class MediaKind(MediaPromptsKind):

@@ -28,13 +28,8 @@ class MediaPromptList(IndexedSequence[Prompt]):
     """Prepared prompts for images or videos, as a sequence of `Prompt`."""
 
     def __init__(self, prompts: MediaPrompts, column: str = "", clips: MediaRows | None = None) -> None:
-        """Wrap prepared prompts.
-
-        Args:
-            prompts: the prepared prompts, with their text embeddings.
-            column: the metadata key of the rewards' reference; empty: see `find_reference`.
-            clips: the clips of the same rows, for rollouts that are conditioned on first frames.
-        """
+        """Wrap prepared prompts. `column`: the metadata key of the rewards' reference; empty: see `find_reference`.
+        `clips`: the clips of the same rows, for rollouts that are conditioned on first frames."""
         self.media, self._column, self._clips = prompts, column, clips
 
     def __len__(self) -> int:
@@ -69,8 +64,7 @@ class MediaPromptsKind(RowKind):
     def prepare(self, stage: Stage) -> Outcome:
         """Encode the rows of a stage with the encoders of its model."""
         # Imported here, because `prepare_media` imports diffusers, which is slow.
-        outcome: Outcome = import_module("cosmos_core.data.prepare_media").run(stage)
-        return outcome
+        return import_module("cosmos_core.data.prepare_media").run(stage)
 
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
         return MediaPromptList(open_media_prompts(folder, split), getattr(policy, "response_column_name", ""))

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.data.conversation import continued_tokens, conversation_tokens, truncate_tokens
 from cosmos_core.data.images import align_images
-from cosmos_core.data.kinds.base import IDS, MASK, HeldOutRows, TokenisedKind
+from cosmos_core.data.kinds.base import IDS, MASK, HeldOutRows, Seed, TokenisedKind
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.kinds.sequences import Sequences
 from cosmos_core.data.messages import Message, Row, SkippedRow, plain_text_columns
@@ -46,19 +46,15 @@ class Pairs(HeldOutRows):
     def micro_batches(self, positions: np.ndarray, max_rows: int) -> list[list[int]]:
         """Divide pairs into micro-batches of pairs with similar lengths and equal numbers of images."""
         lengths, num_images = self._padded_lengths, self.chosen.num_images
-        sorted_positions = sorted(positions.tolist(), key=lambda i: -lengths[i])
-        groups = [
-            [i for i in sorted_positions if num_images[i] == count] for count in np.unique(num_images[sorted_positions])
-        ]
+        order = sorted(positions.tolist(), key=lambda i: -lengths[i])
+        groups = [[i for i in order if num_images[i] == count] for count in np.unique(num_images[order])]
         return [rows[start : start + max_rows] for rows in groups for start in range(0, len(rows), max_rows)]
 
     @cached_property
     def _padded_lengths(self) -> np.ndarray:
         return self.token_counts(is_packed=False)
 
-    def samples(
-        self, positions: Sequence[int], seed: tuple[int, int] | None = None, micro_batch: int | None = None
-    ) -> list[Sample]:
+    def samples(self, positions: Sequence[int], seed: Seed = None, micro_batch: int | None = None) -> list[Sample]:
         """Return the chosen, then the rejected sample of each pair, each with its reference log-probability or 0."""
         samples = []
         for i in positions:
@@ -71,11 +67,7 @@ class Pairs(HeldOutRows):
 
 
 def open_pairs(folder: Path, split: str) -> Pairs:
-    """Return the memory-mapped pairs of a split.
-
-    Raises:
-        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
-    """
+    """Return the memory-mapped pairs of a split; errors are those of `open_table`."""
     return Pairs(open_table(folder, split, row_kind("pairs")), split_path(folder, split))
 
 
@@ -118,9 +110,7 @@ class PairsKind(TokenisedKind):
             is_truncated, is_merged = is_truncated or len(tokens[0]) > job.max_tokens, is_merged or merged
             values += truncate_tokens(tokens, job.max_tokens, where)
         _check_pair_differs(values, where, is_truncated=is_truncated)
-        if job.root is not None:
-            return Record((*values, [], where), is_merged, {"truncated_rows": is_truncated})
-        return Record((*values, where), is_merged, {"truncated_rows": is_truncated})
+        return Record((*values, *job.no_images, where), is_merged, {"truncated_rows": is_truncated})
 
 
 def _check_pair_differs(values: list[list[int]], where: str, *, is_truncated: bool) -> None:

@@ -56,11 +56,7 @@ class Prompts(IndexedSequence[Prompt]):
 
 
 def open_prompts(folder: Path, split: str) -> Prompts:
-    """Return the memory-mapped prompts of a split.
-
-    Raises:
-        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
-    """
+    """Return the memory-mapped prompts of a split; errors are those of `open_table`."""
     return Prompts(open_table(folder, split, row_kind("prompts")), mixture_of(split_path(folder, split)))
 
 
@@ -103,13 +99,10 @@ class PromptsKind(TokenisedKind):
         return read_prompt(row, where, prompt, response, with_images=True)[0]
 
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
-        policy, has_images = job.recipe.train.train_policy, job.root is not None
-        messages, reference = _read(
-            row, where, policy, with_images=has_images, keeps_last=job.chat.continue_final_message
-        )
+        policy, has_images, chat = job.recipe.train.train_policy, job.root is not None, job.chat
+        messages, reference = _read(row, where, policy, with_images=has_images, keeps_last=chat.continue_final_message)
         check_characters([messages, reference], where)
         columns = columns_for_rewards({name: value for name, value in row.items() if name != RENDERED_COLUMN}, messages)
-        chat = job.chat
         if tools := read_tools(row, where):
             chat = replace(chat, tools=tuple(tools))
         if job.root is not None:

@@ -15,8 +15,7 @@ def row_kind(name: str) -> RowKind:
     Raises:
         ConfigError: no kind of rows has this name.
     """
-    kind: RowKind = load_named(name, _FOLDER, _SUFFIX)()
-    return kind
+    return load_named(name, _FOLDER, _SUFFIX)()
 
 
 def tokenised_kind(name: str) -> TokenisedKind:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.data.conversation import continued_tokens, conversation_tokens, truncate_tokens
 from cosmos_core.data.images import align_images
-from cosmos_core.data.kinds.base import IDS, MASK, VALIDATION, HeldOutRows, TokenisedKind
+from cosmos_core.data.kinds.base import IDS, MASK, VALIDATION, HeldOutRows, Seed, TokenisedKind
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.messages import Message, Row, SkippedRow, omits_response, plain_text_columns, read_conversation
 from cosmos_core.data.prepared import (
@@ -61,9 +61,7 @@ class Sequences(HeldOutRows):
     def token_counts(self, *, is_packed: bool) -> np.ndarray:
         return self.lengths
 
-    def samples(
-        self, positions: Sequence[int], seed: tuple[int, int] | None = None, micro_batch: int | None = None
-    ) -> list[Sample]:
+    def samples(self, positions: Sequence[int], seed: Seed = None, micro_batch: int | None = None) -> list[Sample]:
         """Return a sample for each sequence."""
         return [
             Sample(*self[i], images=self.images(i), micro_batch=micro_batch, source=self.source(i)) for i in positions
@@ -71,11 +69,7 @@ class Sequences(HeldOutRows):
 
 
 def open_sequences(folder: Path, split: str) -> Sequences:
-    """Return the memory-mapped sequences of a split.
-
-    Raises:
-        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
-    """
+    """Return the memory-mapped sequences of a split; errors are those of `open_table`."""
     return Sequences(open_table(folder, split, row_kind("sequences")), split_path(folder, split))
 
 
@@ -118,14 +112,12 @@ class SequencesKind(TokenisedKind):
         tokens, is_merged = tokenise_turns(
             lambda turns: conversation_tokens(tokenizer, turns, where, tools, job.end_ids), conversation
         )
-        values: tuple[Any, ...] = truncate_tokens(tokens, job.max_tokens, where)
-        if job.root is not None:
-            values = (*values, [])
+        values = truncate_tokens(tokens, job.max_tokens, where)
         counts = {
             "truncated_rows": int(len(tokens[0]) > job.max_tokens),
             "plain_rows": int(isinstance(conversation, str)),
         }
-        return Record((*values, where), is_merged, counts)
+        return Record((*values, *job.no_images, where), is_merged, counts)
 
 
 def _tokenised_sequence(job: Job, row: Row, where: str) -> Record:
@@ -137,10 +129,8 @@ def _tokenised_sequence(job: Job, row: Row, where: str) -> Record:
             f"{where}: {LABELS} must have a label for each of {TOKENS}: the token itself, or {UNTRAINED_LABEL} where "
             f"it is not learned; there are {len(ids)} and {len(labels)}"
         )
-    values: tuple[Any, ...] = truncate_tokens((ids, mask), job.max_tokens, where)
-    if job.root is not None:
-        values = (*values, [])
-    return Record((*values, where), False, {"truncated_rows": len(ids) > job.max_tokens})
+    values = truncate_tokens((ids, mask), job.max_tokens, where)
+    return Record((*values, *job.no_images, where), False, {"truncated_rows": len(ids) > job.max_tokens})
 
 
 def _visual_sequence(job: Job, conversation: list[Message], row: Row, where: str) -> Record:
