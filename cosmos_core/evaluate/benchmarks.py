@@ -57,8 +57,7 @@ def open_benchmarks(settings: EvaluateConfig) -> Benchmarks:
 
 
 def _manager(settings: EvaluateConfig) -> TaskManager:
-    """Return the index of tasks, without the built-in tasks of lm-eval if the recipe uses only other tasks, because
-    reading the built-in tasks takes half a minute."""
+    """Return the index of tasks, without lm-eval's built-in tasks if unused: reading them takes half a minute."""
     if settings.include_path:
         user_tasks = TaskManager(include_path=settings.include_path, include_defaults=False)
         tasks = {name for name, entry in user_tasks.task_index.items() if entry.kind in {Kind.TASK, Kind.PY_TASK}}
@@ -73,13 +72,10 @@ def matching(manager: TaskManager, pattern: str) -> list[str]:
     Raises:
         ConfigError: the pattern matches no task.
     """
-    names: list[str] = manager.match_tasks([pattern])
-    if not names:
-        raise ConfigError(
-            f"evaluate.tasks: lm-eval and evaluate.include_path have no task {pattern!r}"
-            f"{suggestion(pattern, manager.all_tasks)}"
-        )
-    return names
+    if names := manager.match_tasks([pattern]):
+        return names
+    hint = suggestion(pattern, manager.all_tasks)
+    raise ConfigError(f"evaluate.tasks: lm-eval and evaluate.include_path have no task {pattern!r}{hint}")
 
 
 def _load(manager: TaskManager, name: str) -> dict[str, Any]:
@@ -88,6 +84,7 @@ def _load(manager: TaskManager, name: str) -> dict[str, Any]:
         tasks: dict[str, Any] = manager.load([name])["tasks"]
         for task in tasks.values():
             len(task.eval_docs)
+        return tasks
     except ImportError as error:
         raise ConfigError(f"evaluate.tasks: {name!r} needs a package that is not installed: {error}") from error
     except _UNAVAILABLE_ROWS as error:
@@ -96,4 +93,3 @@ def _load(manager: TaskManager, name: str) -> dict[str, Any]:
         raise DataError(
             f"evaluate.tasks: the rows of {name!r}{rows} cannot be read ({first_line(error)}); {_REMEDY}"
         ) from error
-    return tasks

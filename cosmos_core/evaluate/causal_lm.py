@@ -68,26 +68,19 @@ def run(stage: Stage) -> Outcome:
     stage.progress.phase("evaluate", deadline_seconds=3600)
     evaluator.add_env_info = lambda storage: None  # skip lm-eval's slow list of packages
     results: Any = evaluator.simple_evaluate(
-        model=model,
-        tasks=benchmarks.names,
-        task_manager=benchmarks.manager,
-        num_fewshot=settings.num_fewshot,
-        limit=settings.limit,
-        apply_chat_template=settings.apply_chat_template,
+        model=model, tasks=benchmarks.names, task_manager=benchmarks.manager,
+        num_fewshot=settings.num_fewshot, limit=settings.limit, apply_chat_template=settings.apply_chat_template,
         fewshot_as_multiturn=settings.apply_chat_template and settings.fewshot_as_multiturn,
         confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
         use_cache=str(stage.path / f"{_RESPONSES}-{stage.fingerprint[:16]}"),
         **(_SEEDS if settings.seed is None else dict.fromkeys(_SEEDS, settings.seed)),
-    )
+    )  # fmt: skip
     metrics = metrics_of(results["results"])
     stage.metrics.log(0, metrics)
     report = {
-        "lm_eval": version("lm-eval"),
-        "engine": engine_of(stage.recipe),
-        "settings": settings.model_dump(exclude={"include_path"}),
-        "tasks": describe_tasks(results),
-        "metrics": metrics,
-    }
+        "lm_eval": version("lm-eval"), "engine": engine_of(stage.recipe),
+        "settings": settings.model_dump(exclude={"include_path"}), "tasks": describe_tasks(results), "metrics": metrics,
+    }  # fmt: skip
     write_json(stage.path / REPORT, report)
     pq.write_table(item_table(results["samples"]), stage.path / ITEMS)
     lines = (json.dumps(line, ensure_ascii=False) for line in texts_of(results["samples"], _NUM_SAMPLES))
@@ -98,8 +91,7 @@ def run(stage: Stage) -> Outcome:
 
 
 def _describe_model(stage: Stage) -> str:
-    """Check that the model has weights, a tokenizer and, if the tasks need one, a chat template, and return the model's
-    architecture."""
+    """Check that the model has weights, a tokenizer and any needed chat template; return the model's architecture."""
     revision = stage.recipe.policy.model_revision
     config = load_config(stage.model, revision)
     tokenizer = load_tokenizer(stage.model, revision)

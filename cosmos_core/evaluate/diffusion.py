@@ -89,15 +89,13 @@ def run(stage: Stage) -> Outcome:
 def _check_rewards(names: Sequence[str]) -> None:
     """Check that no built-in reward scores text alone, which an image or a video does not have."""
     for name in names:
-        if not is_import_path(name) and "media" not in load_reward(name).keywords:
-            raise RewardError(
-                f"evaluate.rewards: {name!r} scores texts, and samples are images or videos; leave it out"
-            )
+        if not is_import_path(name) and "media" not in load_reward(name).binding.keywords:
+            problem = f"{name!r} scores texts, and samples are images or videos"
+            raise RewardError(f"evaluate.rewards: {problem}; leave it out")
 
 
 def _score_all(stage: Stage, sets: dict[str, list[Prompt]], unfinished: Path, num_shown: int) -> list[ScoredPrompt]:
-    """Return the scores of all prompts, after those of an earlier attempt; keep the samples of the first `num_shown`
-    prompts of each set for the grid."""
+    """Return the scores of all prompts, some of an earlier attempt; keep samples of the first `num_shown` prompts."""
     settings, prompts = stage.recipe.evaluate, [(name, prompt) for name, each in sets.items() for prompt in each]
     unfinished.mkdir(parents=True, exist_ok=True)
     scored = read_scores(unfinished)
@@ -130,10 +128,9 @@ def _score_all(stage: Stage, sets: dict[str, list[Prompt]], unfinished: Path, nu
 
 def _call_settings(family: DiffusionModel) -> dict[str, Any]:
     """Return the arguments of the pipeline's call, without prompts and seeds."""
-    config, sample = family.config, family.config.sample
-    return family.call_settings(
-        config.inference_size, config.inference_frames, sample.eval_num_steps, guidance_scale=sample.guidance_scale
-    )
+    config, scale = family.config, family.config.sample.guidance_scale
+    size, num_steps = config.inference_size, config.sample.eval_num_steps
+    return family.call_settings(size, config.inference_frames, num_steps, guidance_scale=scale)
 
 
 @torch.no_grad()
@@ -176,9 +173,8 @@ def _shown_group(unfinished: Path, scored: Sequence[ScoredPrompt], name: str, pr
     """Return a prompt with its samples and their mean rewards."""
     group = _make_group(prompt, torch.from_numpy(np.load(_sample_file(unfinished, name, prompt))))
     rewards = next(each.rewards for each in scored if (each.set_name, each.id) == (name, prompt.id))
-    return ScoredGroup(
-        group, tuple(Score(float(np.mean(list(values.values()))) if values else None) for values in rewards)
-    )
+    means = [float(np.mean(list(values.values()))) if values else None for values in rewards]
+    return ScoredGroup(group, tuple(map(Score, means)))
 
 
 def _report(stage: Stage, sets: dict[str, list[Prompt]], metrics: dict[str, float]) -> dict[str, Any]:

@@ -13,8 +13,7 @@ def check(stage: Stage) -> Outcome:
     Raises:
         ConfigError, DataError, ModelError, RewardError: the model, a benchmark, a prompt set or a reward has a problem.
     """
-    outcome: Outcome = _program(stage).check(stage)
-    return outcome
+    return _program(stage).check(stage)
 
 
 def run(stage: Stage) -> Outcome:
@@ -24,8 +23,7 @@ def run(stage: Stage) -> Outcome:
         ConfigError, DataError, ModelError, RewardError: see `check`.
         Preempted: a stop was requested.
     """
-    outcome: Outcome = _program(stage).run(stage)
-    return outcome
+    return _program(stage).run(stage)
 
 
 def _program(stage: Stage) -> Any:

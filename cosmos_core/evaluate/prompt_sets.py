@@ -16,8 +16,7 @@ _KEY = "evaluate.prompts"
 
 
 def read_prompt_sets(settings: EvaluateConfig) -> dict[str, list[Prompt]]:
-    """Return the prompts of each set, at most `evaluate.limit`, by the name of the set; the id of a prompt is its
-    position.
+    """Return the prompts of each set, at most `evaluate.limit`, by name; the id of a prompt is its position.
 
     A folder with one file per split contributes its split `test`. Columns beside the prompt are metadata for rewards.
 

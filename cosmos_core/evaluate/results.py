@@ -19,11 +19,10 @@ _TEXTS = ("doc_hash", "prompt_hash", "response")
 
 
 def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of tasks and groups as `evaluation/TASK/METRIC`, with `evaluation/TASK/METRIC_stderr` if
-    lm-eval returns a standard error."""
+    """Return the metrics of tasks and groups as `evaluation/TASK/METRIC`, with `..._stderr` where lm-eval has one."""
     metrics: dict[str, float] = {}
     for task, values in results.items():
-        first = next((filter_ for _, comma, filter_ in (key.partition(",") for key in values) if comma), "")
+        first = next((key.partition(",")[2] for key in values if "," in key), "")
         for key, value in values.items():
             name, comma, filter_ = key.partition(",")
             if comma and isinstance(value, Real):

@@ -63,8 +63,7 @@ def append_scores(folder: Path, scored: Sequence[ScoredPrompt]) -> None:
 
 
 def metrics_of(scored: Sequence[ScoredPrompt]) -> dict[str, float]:
-    """Return for each prompt set the mean of each reward over the prompts, with its standard error, and the number of
-    samples with an invalid reward.
+    """Return the mean of each reward of each prompt set, with standard error, and the number of invalid samples.
 
     Raises:
         RewardError: no sample of a prompt set has a valid reward.

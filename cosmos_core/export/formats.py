@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,14 +29,7 @@ from cosmos_core.config.inputs import source_of
 from cosmos_core.config.schema.export import UNQUANTIZED
 from cosmos_core.data.kinds.base import VALIDATION
 from cosmos_core.errors import ConfigError, DataError, Preempted
-from cosmos_core.export.divergence import (
-    MAX_COMPARED_TOKENS,
-    Divergence,
-    Row,
-    compare,
-    save_logprobs,
-    text_rows,
-)
+from cosmos_core.export.divergence import MAX_COMPARED_TOKENS, Divergence, Row, compare, save_logprobs, text_rows
 from cosmos_core.export.gguf import FORMAT as GGUF
 from cosmos_core.export.gguf import gguf_problem, write_gguf
 from cosmos_core.export.quantize import Layers, describe, find_layers, quantize_folder, scheme_of
@@ -70,11 +64,9 @@ class Plan(NamedTuple):
     @property
     def line(self) -> str:
         """Return a line for the user that describes the format and its quantised layers."""
-        return (
-            f"{self.name}: one file in bfloat16"
-            if self.layers is None
-            else describe(self.name, self.scheme, self.layers)
-        )
+        if self.layers is None:
+            return f"{self.name}: one file in bfloat16"
+        return describe(self.name, self.scheme, self.layers)
 
 
 def run(stage: Stage) -> Outcome:
@@ -131,18 +123,13 @@ def plans(stage: Stage) -> list[Plan]:
     format_plans = [Plan(name, scheme_of(name, layers), layers, vllm_problem(name)) for name in others]
     for plan in format_plans:
         if plan.problem and not config.unproven:
-            raise ConfigError(
-                f"export.formats has {plan.name!r}, but {plan.problem}; leave it out, or set export.unproven = true"
-            )
+            remedy = "leave it out, or set export.unproven = true"
+            raise ConfigError(f"export.formats has {plan.name!r}, but {plan.problem}; {remedy}")
     return format_plans + gguf_plans
 
 
 def _prepared_rows(stage: Stage) -> Path:
-    """Return the folder of the rows for comparing models: rows of the stage, else of the last training upstream.
-
-    Raises:
-        DataError: neither the stage nor an upstream training has prepared rows.
-    """
+    """Return the folder of the rows of the stage, else of the last training upstream; raise DataError without one."""
     if stage.data is not None:
         return stage.data
     source = source_of(stage.config.model)
@@ -174,15 +161,8 @@ def _load_or_make(stage: Stage, name: str, make: Callable[[], Outcome]) -> Outco
         return Outcome(outputs, saved["metrics"], saved["info"])
     outcome = make()
     file.parent.mkdir(exist_ok=True)
-    write_json(
-        file,
-        {
-            "fingerprint": stage.fingerprint,
-            "outputs": list(outcome.outputs),
-            "metrics": outcome.metrics,
-            "info": outcome.info,
-        },
-    )
+    content = {"outputs": list(outcome.outputs), "metrics": outcome.metrics, "info": outcome.info}
+    write_json(file, {"fingerprint": stage.fingerprint, **content})
     return outcome
 
 
@@ -190,16 +170,15 @@ def _write_and_verify(stage: Stage, plan: Plan, unquantized: Outcome, rows: list
     """Write the quantised model of a plan, compare it with the unquantised model, and return both outcomes."""
     quantized = _load_or_make(stage, plan.name, lambda: _write(stage, plan, unquantized))
     folder = stage.path / quantized.outputs[0]
-    return quantized, _load_or_make(
-        stage, f"{plan.name}-proof", lambda: _verify_quantized(stage, plan, unquantized, folder, rows)
-    )
+    verify = partial(_verify_quantized, stage, plan, unquantized, folder, rows)
+    return quantized, _load_or_make(stage, f"{plan.name}-proof", verify)
 
 
 def _write(stage: Stage, plan: Plan, unquantized: Outcome) -> Outcome:
     """Write the quantised model of a plan to a temporary folder, and rename the folder when it is complete."""
     folder = f"{plan.name}/step_{unquantized.info['step']}"
     target = stage.path / folder
-    partial = target.with_name(f".{stage.fingerprint[:16]}.partial")
+    incomplete = target.with_name(f".{stage.fingerprint[:16]}.partial")
     shutil.rmtree(target, ignore_errors=True)
     stage.progress.phase("export")
 
@@ -215,21 +194,19 @@ def _write(stage: Stage, plan: Plan, unquantized: Outcome) -> Outcome:
 
     source = stage.path / str(unquantized.info["model"])
     if plan.layers is None:
-        shutil.rmtree(partial, ignore_errors=True)
-        write_gguf(source, partial, report_progress)
+        shutil.rmtree(incomplete, ignore_errors=True)
+        write_gguf(source, incomplete, report_progress)
     else:
-        quantize_folder(source, partial, plan.scheme, plan.layers, stop_between_files)
-    partial.rename(target)
+        quantize_folder(source, incomplete, plan.scheme, plan.layers, stop_between_files)
+    incomplete.rename(target)
     size = sum(file.stat().st_size for file in target.iterdir() if file.suffix in {".safetensors", ".gguf"})
     return Outcome((folder,), {f"export/{plan.name}/bytes": float(size)})
 
 
 def _verify_quantized(stage: Stage, plan: Plan, unquantized: Outcome, folder: Path, rows: list[Row]) -> Outcome:
     """Load a quantised model in separate Python processes, and return its divergence and benchmarks as metrics."""
-    source, reference = (
-        stage.path / str(unquantized.info["model"]),
-        stage.path / _LOGPROBS / ("of_engine" if plan.in_vllm else "plain"),
-    )
+    source = stage.path / str(unquantized.info["model"])
+    reference = stage.path / _LOGPROBS / ("of_engine" if plan.in_vllm else "plain")
     stage.progress.phase("validate")
     if not reference.exists():
         _in_fresh_interpreter(stage, save_logprobs, source, plan.in_vllm, rows, reference)
@@ -244,9 +221,8 @@ def _verify_quantized(stage: Stage, plan: Plan, unquantized: Outcome, folder: Pa
     benchmark_result = _find_benchmarks(stage)
     if benchmark_result is not None and plan.in_vllm:
         scratch = stage.path / _LOGPROBS / f"{plan.name}-{_BENCHMARKS}"
-        scores = _in_fresh_interpreter(
-            stage, _evaluate, folder, Path(benchmark_result["path"]), scratch, progress_file=scratch
-        )
+        path = Path(benchmark_result["path"])
+        scores = _in_fresh_interpreter(stage, _evaluate, folder, path, scratch, progress_file=scratch)
         for name, score in scores.items():
             metrics[name] = score
             if not name.endswith("_stderr"):
@@ -297,8 +273,7 @@ def _evaluate(folder: Path, path: Path, scratch: Path) -> dict[str, float]:
     """Run the benchmarks of the stage at `path` with the model in `folder`, and return their metrics."""
     scratch.mkdir(parents=True)
     program = importlib.import_module("cosmos_core.evaluate.program")  # lm-eval is an optional package
-    metrics: dict[str, float] = program.run(replace(load_stage(path), path=scratch, model=str(folder))).metrics
-    return metrics
+    return program.run(replace(load_stage(path), path=scratch, model=str(folder))).metrics
 
 
 def _format_section(plan: Plan, verification: Outcome, split_name: str, num_rows: int) -> str:
@@ -325,7 +300,6 @@ def _format_section(plan: Plan, verification: Outcome, split_name: str, num_rows
         lines += [f"| benchmark | bf16 | {plan.name} | lost |", "|---|---|---|---|"]
     for name, loss_increase in losses.items():
         score = metrics[_BENCHMARKS + name.removeprefix("lost/")]
-        lines.append(
-            f"| {name.removeprefix('lost/')} | {score + loss_increase:.4g} | {score:.4g} | {loss_increase:.4g} |"
-        )
+        values = f"{score + loss_increase:.4g} | {score:.4g} | {loss_increase:.4g}"
+        lines.append(f"| {name.removeprefix('lost/')} | {values} |")
     return "\n".join([*lines, ""])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from cosmos_core.errors import StageFailed
@@ -42,10 +43,8 @@ def write_gguf(source: Path, target: Path, meanwhile: Callable[[], None]) -> Non
         try:
             while process.poll() is None:
                 meanwhile()
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     process.wait(_POLL_SECONDS)
-                except subprocess.TimeoutExpired:
-                    continue
         finally:
             process.kill()
             process.wait()

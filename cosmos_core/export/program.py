@@ -29,16 +29,11 @@ def check(stage: Stage) -> Outcome:
 
 def run(stage: Stage) -> Outcome:
     """Export the model of a stage; see `checkpoint.export` and `formats` for errors."""
-    outcome: Outcome = _formats().run(stage) if stage.recipe.export.quantized else export.run(stage)
-    return outcome
+    return (_formats() if stage.recipe.export.quantized else export).run(stage)
 
 
 def _formats() -> Any:
-    """Return the module for quantised formats, imported here because its package is installed only with vLLM.
-
-    Raises:
-        ConfigError: the package `compressed_tensors` is not installed.
-    """
+    """Return the module for quantised formats, whose package comes with vLLM; raise ConfigError without that."""
     if importlib.util.find_spec("compressed_tensors") is None:
         raise ConfigError("export.formats needs the package compressed-tensors, which comes with vLLM; install vLLM")
     return importlib.import_module("cosmos_core.export.formats")

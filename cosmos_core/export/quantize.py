@@ -97,10 +97,8 @@ def scheme_of(name: str, layers: Layers) -> QuantizationScheme:
     scheme.format = layout
     if scheme.weights.group_size is None:
         return scheme
-    unsupported_key = next(
-        (key for key, shape in layers.shapes.items() if any(size % _WEIGHT_SIZE_MULTIPLE for size in shape)), None
-    )
-    if unsupported_key:
+    unsupported = (key for key, shape in layers.shapes.items() if any(size % _WEIGHT_SIZE_MULTIPLE for size in shape))
+    if unsupported_key := next(unsupported, None):
         raise ModelError(
             f"{name}: {unsupported_key} has the shape {list(layers.shapes[unsupported_key])}, and both sizes must be "
             f"multiples of {_WEIGHT_SIZE_MULTIPLE}; leave {name!r} out of export.formats"
@@ -148,11 +146,9 @@ def quantize_folder(
     if (source / _INDEX_FILE).exists():
         write_json(target / _INDEX_FILE, _index([target / Path(file).name for file in files]))
     config = QuantizationConfig(
-        config_groups={"group_0": scheme},
-        format=str(scheme.format),
+        config_groups={"group_0": scheme}, format=str(scheme.format), ignore=layers.ignored_modules,
         quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=layers.ignored_modules,
-    )
+    )  # fmt: skip
     ModelCompressor(quantization_config=config).update_config(str(target))
     sync_folder(target)
 
@@ -182,8 +178,7 @@ def _quantize_file(file: Path, target: Path, scheme: QuantizationScheme, layers:
 def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
     """Return the tensors of a quantised weight by the names of compressed-tensors, such as `weight_scale`.
 
-    Scales have the dtype of the weight, because vLLM reads scales in this dtype. Weights are divided by their scales in
-    float32.
+    Scales have the dtype of the weight, as vLLM reads them; weights are divided by their scales in float32.
     """
     compressor = BaseCompressor.get_value_from_registry(str(scheme.format))
     num_rows = max(1, _CHUNK // weight.shape[1])

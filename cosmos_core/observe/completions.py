@@ -1,5 +1,4 @@
-"""Show completions of a run as text with their rewards, for `cosmos samples`: completions of training or, if none were
-logged, of validation."""
+"""Show completions of a run with their rewards, for `cosmos samples`: of training or, if it has none, of validation."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,8 +42,7 @@ def iter_completions(run: Path, stage: str, step: int | None, order: str, max_co
 
 
 def newest_completions(stage: Path, max_count: int) -> list[dict[str, Any]]:
-    """Return the first `max_count` completions with text from the newest logged step of a stage; empty if none
-    exist."""
+    """Return the first `max_count` completions with text from a stage's newest logged step; empty if none exist."""
     return [line for line in _lines(stage, None) if not line.get("media") and completion_text(line, stage)][:max_count]
 
 
@@ -72,18 +70,14 @@ def _stage(run: Path, name: str) -> Path:
     )
     chosen = [each for each in stages if not name or each.name == name]
     if not chosen:
-        raise ConfigError(
-            f"{run.name}: no completions{f' of a stage {name!r}' if name else ''}; stages with some: {names}"
-        )
+        where = f" of a stage {name!r}" if name else ""
+        raise ConfigError(f"{run.name}: no completions{where}; stages with some: {names}")
     return next((each for each in reversed(chosen) if (each / FOLDER).is_dir()), chosen[-1])
 
 
 def _files(stage: Path) -> list[Path]:
-    """Return the files with completions of training, ordered by step, or the file with completions of validation if
-    there are no completions of training."""
-    return sorted((stage / FOLDER).glob("step_*.jsonl")) or [
-        file for file in [stage / "samples.jsonl"] if file.exists()
-    ]
+    """Return the files with completions of training, ordered by step, or else that with completions of validation."""
+    return sorted((stage / FOLDER).glob("step_*.jsonl")) or list(stage.glob("samples.jsonl"))
 
 
 def _lines(stage: Path, step: int | None) -> list[dict[str, Any]]:

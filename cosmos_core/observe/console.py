@@ -65,8 +65,7 @@ class _StageLine:
     history: dict[int, float] = field(default_factory=dict)
     """Value of the headline metric (reward, loss or accuracy) by step."""
     anchor: Position | None = None
-    """Progress at the first step of the attempt, from which the time per step is computed, so that compilation in that
-    step does not count."""
+    """Progress at the first step of the attempt; times per step count from it, without the compilation before it."""
 
 
 class Display:
@@ -123,10 +122,8 @@ class Display:
                 if (metric := formatting.headline(progress.metrics)) and math.isfinite(metric[1]):
                     line.history[progress.step] = metric[1]
                 _set_anchor(line, progress)
-            is_due = (
-                state in ACTIVE and now - line.printed_at >= MIN_LINE_SECONDS and _subject(line) != line.last_subject
-            )
-            if self._live_display is None and (has_changed or is_due):
+            is_due = now - line.printed_at >= MIN_LINE_SECONDS and _subject(line) != line.last_subject
+            if self._live_display is None and (has_changed or (state in ACTIVE and is_due)):
                 line.printed_at = now
                 self._write(f"{stage:<{self._width}}  {'  '.join(self._words(line, has_changed=has_changed))}".rstrip())
                 line.last_subject = () if has_changed else _subject(line)
@@ -161,8 +158,7 @@ class Display:
         return [*words, formatting.duration(self._elapsed(line))] if line.start_time is not None else words
 
     def _line_texts(self, line: _StageLine) -> list[str]:
-        """Return the texts of a printed line: the step with its metrics, unless the last line of the running stage
-        reported the same step, and the compilation time if it has increased."""
+        """Return the step with its metrics, unless a running stage printed it last, and compilation time that grew."""
         progress, compiled = line.progress, ""
         if progress is None:
             return []
@@ -190,15 +186,13 @@ class Display:
         with self._lock:
             for name, line in self._lines.items():
                 style = STATE_STYLES.get(line.state, "")
-                bar: RenderableType = (
-                    _progress_bar(line, 24 if is_wide else 10, self._clock()) if line.state != "waiting" else ""
-                )
+                bar = _progress_bar(line, 24 if is_wide else 10, self._clock())
                 elapsed, eta = self._elapsed(line), _eta_seconds(line) if line.state in ACTIVE else None
                 clock = f"eta {formatting.duration(eta)}" if eta is not None else formatting.duration(elapsed)
                 table.add_row(
                     Text(f"{_STATE_MARKS.get(line.state, ' ')} {name}", style=style),
                     Text(self._describe_phase(line), style=style),
-                    bar,
+                    bar if line.state != "waiting" else "",
                     _steps(line).removeprefix("step "),
                     Text("  ".join([*_numbers(line), *_seconds(line), *_memory(line)] if is_wide else _numbers(line))),
                     Text(sparkline(list(line.history.values())) if is_wide else "", style=style),
@@ -230,23 +224,20 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     if (run.path / "report.html").is_file():
         facts["report"] = report_url(run.path) or str(run.path / "report.html")
     if run.outcome in {"failed", "refused", "stopped"}:  # the model of an incomplete run may be its base model
-        facts |= {
-            f"model of stage {stage.name!r}": str(stage.path / stage.info["model"]) for stage in run.trained_models
-        }
+        facts |= {f"model of stage {each.name!r}": str(each.path / each.info["model"]) for each in run.trained_models}
     elif run.model is not None:
         facts |= {"model": str(run.model), "load it with": model_loading_code(run.model)}
     if run.published_locations:
         facts["published"] = ", ".join(run.published_locations)
     title = f"{run.name}  {run.path.name}  {run.outcome} after {formatting.duration(seconds['wall'])}"
     width = max(len(key) for key in facts)
-    lines = [Text.assemble((f"{key:<{width}}  ", "dim"), value) for key, value in facts.items()]
     console = _console(stream)
     # The title is not passed to the table, which would wrap it at the width of the table.
     console.print(Text(title, style="bold"), soft_wrap=True)
     console.print(Group(_table(run, _SUMMARY_COLUMNS), *_list_notices(run)))
-    for line in lines:
-        # soft_wrap: lines contain paths and Python code to copy, which must not be broken into lines
-        console.print(line, soft_wrap=True)
+    for key, value in facts.items():
+        # soft_wrap: values contain paths and Python code to copy, which must not be broken into lines
+        console.print(Text.assemble((f"{key:<{width}}  ", "dim"), value), soft_wrap=True)
 
 
 def _console(stream: TextIO | None) -> Console:
@@ -255,8 +246,7 @@ def _console(stream: TextIO | None) -> Console:
 
 
 def _list_notices(run: RunRecord) -> list[Text]:
-    """Return a line of text for each stage that failed or ran again although it had a result, and for each notice of a
-    stage, for example about skipped rows."""
+    """Return a line for each stage that failed or ran again although it had a result, and for each stage's notice."""
     lines = []
     for stage in run.stages:
         if stage.state.state == "failed" and stage.state.error:
@@ -339,8 +329,7 @@ def _numbers(line: _StageLine) -> list[str]:
 
 
 def _seconds(line: _StageLine) -> list[str]:
-    """Return the text with the seconds of generation, scoring and training in the newest step; empty if the step
-    reports only one of these times."""
+    """Return the seconds of generation, scoring and training in the newest step; empty if only one is reported."""
     metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
     times = [(name, metrics[f"time/{name}"]) for name in ("generate", "score", "train") if f"time/{name}" in metrics]
     return [" ".join(f"{name} {formatting.duration(seconds)}" for name, seconds in times)] if len(times) > 1 else []
@@ -367,10 +356,8 @@ def _progress_bar(line: _StageLine, width: int, now: float) -> ProgressBar:
     step, total = (line.progress.step, line.progress.total) if line.progress else (0, None)
     if line.state in {"done", "reused"}:
         return ProgressBar(total=1, completed=1, width=width)
-    is_pulsing = not total and line.state == "running"
-    return ProgressBar(
-        total=total or 1, completed=step if total else 0, width=width, pulse=is_pulsing, animation_time=now
-    )
+    is_pulsing, num_done = not total and line.state == "running", step if total else 0
+    return ProgressBar(total=total or 1, completed=num_done, width=width, pulse=is_pulsing, animation_time=now)
 
 
 def _set_anchor(line: _StageLine, position: Position) -> None:
@@ -380,8 +367,7 @@ def _set_anchor(line: _StageLine, position: Position) -> None:
 
 
 def _eta_seconds(line: _StageLine) -> float | None:
-    """Return the estimated number of seconds until the last step of a stage, from the time per step since its first
-    observed step; None if it is unknown."""
+    """Return the estimated seconds until the last step, by the time per step since the first seen; None: unknown."""
     position, first = line.progress, line.anchor
     if position is None or first is None or not position.total or not first.step < position.step < position.total:
         return None

@@ -81,8 +81,7 @@ def cost_card(run: RunRecord) -> dict[str, str]:
 
 
 def table_of_costs(output_dir: Path, max_runs: int) -> Table:
-    """Return a table with GPU hours and costs of the `max_runs` newest runs of a folder, newest last, and their
-    sums."""
+    """Return a table with GPU hours and costs of the `max_runs` newest runs of a folder, newest last, and sums."""
     table = Table("run", "pipeline", "outcome")
     for column in ("GPU hours", "cost", "estimate", "budget"):
         table.add_column(column, justify="right")

@@ -25,8 +25,7 @@ class Graph:
     boxes: list[tuple[float, float, StageRecord]]
     """Position of the left edge, position of the top edge, and stage of each box."""
     edges: list[tuple[str, bool]]
-    """SVG path of each segment of an edge, and whether the segment ends at a box; otherwise it ends at the slot of an
-    edge that spans several columns."""
+    """SVG path of each segment of an edge, and whether it ends at a box rather than at the slot of a longer edge."""
     box_width: int = _BOX_WIDTH
     box_height: int = _BOX_HEIGHT
 
@@ -72,14 +71,11 @@ def _nodes(stages: tuple[StageRecord, ...]) -> list[_LayoutNode]:
     by_name = {stage.name: _LayoutNode(stage.depth, stage) for stage in stages}
     lanes: list[_LayoutNode] = []
     for stage in stages:
-        for name in stage.after:
-            if name not in by_name:
-                continue
+        for name in (name for name in stage.after if name in by_name):
             end = by_name[name]
             for column in range(end.column + 1, stage.depth):
-                lane = _LayoutNode(column, None, [end])
-                lanes.append(lane)
-                end = lane
+                end = _LayoutNode(column, None, [end])
+                lanes.append(end)
             by_name[stage.name].predecessors.append(end)
     return [*by_name.values(), *lanes]
 

@@ -24,17 +24,14 @@ class Rank(Protocol):
     @property
     def host(self) -> str:
         """Return the name of the machine."""
-        ...
 
     @property
     def gpus(self) -> Sequence[str]:
         """Return the names of the GPUs of the rank."""
-        ...
 
     @property
     def threads(self) -> int:
         """Return the number of CPU threads that torch uses in the rank."""
-        ...
 
 
 def duration(seconds: float | None) -> str:
@@ -90,8 +87,8 @@ def as_float(value: float) -> float:
 
 
 def number(value: Any) -> str:
-    """Return a metric as text: with three decimals; whole and large numbers with thousands separators; numbers below
-    0.001 with three significant digits; None as a dash."""
+    """Return a metric as text: with three decimals, thousands separators if whole or large, or three significant
+    digits if below 0.001; None as a dash."""
     if value is None:
         return "–"
     if isinstance(value, bool | str):
@@ -113,16 +110,14 @@ def count(value: float) -> str:
 
 
 def family(key: str) -> str:
-    """Return the family of a metric, its name without prefix and suffix: `loss` for `train/loss`, `reward` for
-    `validation/reward` and `reward/mean`."""
+    """Return the name of a metric without prefix and suffix: `loss` for `train/loss`, `reward` for `reward/mean`."""
     for suffix in _SUFFIXES:
         key = key.removesuffix(suffix)
     return key.rpartition("/")[2]
 
 
 def judge_change(key: str, change: float | None) -> str:
-    """Return whether a change of a metric is `better` or `worse`; empty for no change, and for metrics without a
-    preferred direction, such as a length."""
+    """Return `better` or `worse` for a change of a metric; empty for no change, or without a preferred direction."""
     lower_is_better = any(word in key.lower() for word in LOWER_IS_BETTER)
     if not change or not (lower_is_better or family(key) in _HEADLINES):
         return ""
@@ -141,15 +136,12 @@ def headline(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
 
 def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
     """Return the number of tokens per second from the metrics of a step; None if it was not measured."""
-    for key, value in metrics.items():
-        if family(key) == "tokens_per_second" and isinstance(value, int | float):
-            return as_float(value)
-    return None
+    speeds = (value for key, value in metrics.items() if family(key) == "tokens_per_second")
+    return next((as_float(speed) for speed in speeds if isinstance(speed, int | float)), None)
 
 
 def key_metrics(metrics: Mapping[str, Any], max_count: int = 4) -> dict[str, float]:
-    """Return at most `max_count` of the metrics, the most important first: metrics of validation, then reward, loss and
-    accuracy, then all others."""
+    """Return at most `max_count` metrics: first those of validation, then reward, loss and accuracy, then others."""
 
     def metric_rank(key: str) -> int:
         if key.startswith("validation/"):
@@ -167,8 +159,7 @@ def short_name(key: str) -> str:
 
 
 def table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics for one row of a table by short name: accuracy, reward, loss and log-prob difference, or the
-    first three metrics if none of these exists."""
+    """Return accuracy, reward, loss and log-prob difference by short name, or the first three metrics if all lack."""
     ranked = key_metrics(metrics, max_count=len(metrics))
     shown_metrics: dict[str, float] = {}
     for name in _TABLE_METRICS:

@@ -8,6 +8,7 @@ The report, the artifacts of Prefect and the metric sinks read these files. Othe
 """
 
 import base64
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,11 +67,8 @@ def step_folder(stage: Path, step: int) -> Path:
 
 
 def save(stage: Path, step: int, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
-    """Write the samples of each prompt and their grid to the folder of a step; return the paths of each row, relative
-    to the stage.
-
-    At most `MOST_PROMPTS` prompts and 8 samples per prompt are saved.
-    """
+    """Write the samples of at most `MAX_PROMPTS` prompts, 8 per prompt, and their grid to the folder of a step; return
+    the paths of each row, relative to the stage."""
     target = step_folder(stage, step)
     names = save_rows(target, [row[:_MAX_SAMPLES_PER_PROMPT] for row in rows[:MAX_PROMPTS]])
     return [[str((target / name).relative_to(stage)) for name in row] for row in names]
@@ -84,16 +82,10 @@ def save_rows(target: Path, rows: Sequence[Sequence[GeneratedSample]]) -> list[l
     return names
 
 
-def samples_of_group(
-    scored_group: ScoredGroup, indices: Iterable[int], *, is_scored: bool = True
-) -> list[GeneratedSample]:
-    """Return the generated images or videos of the completions with the indices `indices` in a scored group.
-
-    Args:
-        is_scored: Whether the scores of the group are rewards to show.
-    """
-    samples = [(scored_group.group.completions[k].diffusion_sample, scored_group.scores[k].value) for k in indices]
-    text = scored_group.group.prompt.text
+def samples_of_group(scored: ScoredGroup, indices: Iterable[int], *, is_scored: bool = True) -> list[GeneratedSample]:
+    """Return what was generated for some completions of a group, with their rewards unless `is_scored` is false."""
+    samples = [(scored.group.completions[k].diffusion_sample, scored.scores[k].value) for k in indices]
+    text = scored.group.prompt.text
     return [GeneratedSample(text, each.pixels.numpy(), value, is_scored) for each, value in samples if each is not None]
 
 
@@ -134,9 +126,9 @@ def data_uri(path: Path) -> str:
             content = path.read_bytes()
             return "" if len(content) > _MAX_EMBEDDED_BYTES else _uri("video/mp4", content)
         with Image.open(path) as image:
-            return _uri(
-                "image/png", _png(_fit_pixels(np.asarray(image.convert("RGB")), *_cell_size([image.size[::-1]])))
-            )
+            buffer = io.BytesIO()
+            _fit_pixels(np.asarray(image.convert("RGB")), *_cell_size([image.size[::-1]])).save(buffer, "PNG")
+            return _uri("image/png", buffer.getvalue())
     except OSError:
         return ""
 
@@ -169,8 +161,7 @@ def _write_video(path: Path, frames: np.ndarray) -> None:
 
 
 def _cell_size(shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return height and width in pixels of the cells of a grid: small images are enlarged by a whole factor, large
-    images reduced."""
+    """Return height and width in pixels of grid cells: small images enlarged by a whole factor, large ones reduced."""
     height, width = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
     scale = max(1, -(-_CELL // width)) if width < _CELL else min(1.0, _MAX_CELL_SIZE / max(height, width))
     return round(height * scale), round(width * scale)
@@ -179,24 +170,14 @@ def _cell_size(shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
 def _fit_pixels(pixels: np.ndarray, height: int, width: int) -> Any:
     from PIL import Image
 
-    is_too_large = pixels.shape[0] > height
-    return _to_image(pixels).resize(
-        (width, height), Image.Resampling.LANCZOS if is_too_large else Image.Resampling.NEAREST
-    )
+    resampling = Image.Resampling.LANCZOS if pixels.shape[0] > height else Image.Resampling.NEAREST
+    return _to_image(pixels).resize((width, height), resampling)
 
 
 def _to_image(pixels: np.ndarray) -> Any:
     from PIL import Image
 
     return Image.fromarray(pixels)
-
-
-def _png(image: Any) -> bytes:
-    import io
-
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def _uri(kind: str, content: bytes) -> str:

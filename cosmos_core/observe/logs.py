@@ -55,8 +55,7 @@ _LEVEL_NAMES = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 
 
 def configure(level: str | int = "INFO", stream: TextIO | None = None) -> None:
-    """Write every log record of this process as one line to `stream`; a second call replaces the configuration of the
-    first.
+    """Write every log record of this process as one line to `stream`; a later call replaces the configuration.
 
     If `stream` is None, each record is written to the current `sys.stderr`, so that a live display can redirect it.
     Call this function before importing vLLM, because it sets `VLLM_CONFIGURE_LOGGING=0`, without which vLLM adds its
@@ -134,11 +133,6 @@ class _LineFormatter(logging.Formatter):
 
 def _is_shown(record: logging.LogRecord) -> bool:
     library = record.name.partition(".")[0]
-    min_level = (
-        logging.ERROR
-        if library in _ERROR_ONLY_LOGGERS
-        else logging.WARNING
-        if library in NOISY_LOGGERS
-        else logging.NOTSET
-    )
-    return record.levelno >= min_level
+    if library in _ERROR_ONLY_LOGGERS:
+        return record.levelno >= logging.ERROR
+    return library not in NOISY_LOGGERS or record.levelno >= logging.WARNING

@@ -30,21 +30,13 @@ def build(paths: Sequence[Path]) -> str:
         raise ConfigError(f"cosmos compare --html takes 2 to {MAX_LINES} different runs; these are {', '.join(names)}")
     runs = [read_run(path) for path in paths]
     stages = list(dict.fromkeys(stage.name for run in runs for stage in run.stages))
-    return (
-        environment()
-        .get_template(_PAGE)
-        .render(
-            runs=runs,
-            settings=_settings(runs),
-            metrics=_metrics(runs, stages),
-            curves=[(name, svg) for name in stages if (svg := _curves(runs, name))],
-        )
-    )
+    curves = [(name, svg) for name in stages if (svg := _curves(runs, name))]
+    page = environment().get_template(_PAGE)
+    return page.render(runs=runs, settings=_settings(runs), metrics=_metrics(runs, stages), curves=curves)
 
 
 def _settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
-    """Return the settings that differ between runs, each as its key and one value per run. A setting that differs in
-    the same way in all stages is one row."""
+    """Return the settings that differ between runs, key and one value per run; one row if all stages differ alike."""
     settings = [resolved(run.path) for run in runs]
     changes: dict[str, list[tuple[str, ...]]] = {}
     for name in dict.fromkeys(name for each in settings for name in each):
@@ -56,8 +48,7 @@ def _settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
 
 
 def _metrics(runs: Sequence[RunRecord], stages: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the most important metrics of each stage with one value per run, and whether the change from the first to
-    the last run is better or worse."""
+    """Return the most important metrics of each stage by run, and whether the last run's are better or worse."""
     rows = []
     for name in stages:
         metrics = [next((stage.metrics for stage in run.stages if stage.name == name), {}) for run in runs]

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 PANELS = ("loss", "reward", "accuracy", "kl", "grad_norm")
 """Families of metrics that are plotted by default, each in one panel."""
 REPORT_PANELS = (*PANELS, "reward/", "entropy", "length", "lr", "time/", "memory/")
-"""Families of metrics that the report plots. A name that ends with a slash stands for all metrics with that prefix that
-have no panel otherwise."""
+"""Families of metrics in the report; `PREFIX/` stands for all metrics with this prefix that have no other panel."""
 _TITLES = {"reward/": "parts of the reward"}
 _METRICS_WITHOUT_PARTS = {f"reward/{name}" for name in ("std", "group_std", "invalid", "constant_groups")}
 
@@ -50,8 +49,7 @@ Series = dict[str, tuple[list[float], list[float]]]
 
 
 def curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> bytes:
-    """Return a PNG with a panel for each metric family in `keys` that occurs, or with the text "no metrics yet" if none
-    occurs.
+    """Return a PNG with a panel for each metric family in `keys` that occurs, else with the text "no metrics yet".
 
     `lines` are the parsed lines of `metrics.jsonl`. NaN, infinities and values beyond 1e300 leave a gap in the curve.
     """
@@ -73,8 +71,7 @@ def curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> byt
 
 
 def curves_svg(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> str:
-    """Return one `<svg>` element for each metric family in `keys` that occurs, to embed in an HTML page; empty if none
-    occurs.
+    """Return one `<svg>` element for each metric family in `keys` that occurs, to embed in an HTML page.
 
     Colours are CSS variables, `--ink-soft`, `--grid`, `--line-0` to `--line-3`, with defaults, so that the plots follow
     the light or dark mode of the page.
@@ -83,12 +80,8 @@ def curves_svg(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) ->
 
 
 def overlay_svg(curves: Mapping[str, Sequence[dict[str, Any]]], keys: Sequence[str] = PANELS) -> str:
-    """Return one `<svg>` element for each metric of the families in `keys`, with one line for each run.
-
-    Args:
-        curves: Parsed lines of `metrics.jsonl` by name of the run.
-        keys: Families of metrics to plot.
-    """
+    """Return one `<svg>` element for each metric of the families in `keys`, with one line for each run in `curves`,
+    parsed lines of `metrics.jsonl` by name of the run."""
     metrics: dict[str, Series] = {}
     for run, lines in curves.items():
         for panel in _panels(lines, keys).values():
@@ -119,12 +112,8 @@ def _panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, S
         for key, value in line.items():
             prefix, slash, _ = key.partition("/")
             panel = name if (name := family(key)) in panels else prefix + slash  # the key `time` is no metric
-            if (
-                panel in panels
-                and key not in _METRICS_WITHOUT_PARTS
-                and isinstance(value, int | float)
-                and not isinstance(value, bool)
-            ):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if panel in panels and key not in _METRICS_WITHOUT_PARTS and is_number:
                 steps, values = panels[panel].setdefault(key, ([], []))
                 steps.append(float(step))
                 values.append(_plot_value(value))

@@ -56,13 +56,9 @@ def _settings(
 ) -> Iterator[tuple[str, str, str]]:
     changes = {}
     for name in (name for name in new if name in old_settings):
-        keys = [key for key in {**old_settings[name], **new[name]} if old_settings[name].get(key) != new[name].get(key)]
-        changes[name] = [
-            (key, format_setting(old_settings[name].get(key)), format_setting(new[name].get(key))) for key in keys
-        ]
-    yield from (
-        (f"{name}.{key}" if name else key, was, new_value) for name, (key, was, new_value) in group_by_stage(changes)
-    )
+        values = [(key, old_settings[name].get(key), new[name].get(key)) for key in {**old_settings[name], **new[name]}]
+        changes[name] = [(key, format_setting(was), format_setting(now)) for key, was, now in values if was != now]
+    yield from ((f"{name}.{key}" if name else key, was, now) for name, (key, was, now) in group_by_stage(changes))
     yield from ((name, "–", "new stage") for name in new if name not in old_settings)
     yield from ((name, "a stage", "–") for name in old_settings if name not in new)
 

@@ -177,9 +177,7 @@ class StageRecord:
     @cached_property
     def conditions(self) -> list[Condition]:
         """Return the conditions of the stage, if it is a gate that has passed or refused; otherwise an empty list."""
-        entries = self.info.get("conditions")
-        if self.has_refused:
-            entries = read_json(self.path / CONDITIONS)
+        entries = read_json(self.path / CONDITIONS) if self.has_refused else self.info.get("conditions")
         return parsed(entries, Condition) if isinstance(entries, list) else []
 
     @property
@@ -192,7 +190,7 @@ class StageRecord:
         """Return the best step so far according to validation; None if no step was validated."""
         if (entry := self.info.get("best")) is None:
             return read_document(self.path / "best.json", BestStep)
-        return parsed([entry], BestStep)[0] if parsed([entry], BestStep) else None
+        return next(iter(parsed([entry], BestStep)), None)
 
     @cached_property
     def curves(self) -> list[dict[str, Any]]:
@@ -208,14 +206,12 @@ class StageRecord:
     @cached_property
     def services(self) -> list[Service]:
         """Return the states of the reward services that the stage used."""
-        health = read_json(self.path / HEALTH)
-        return parsed(health["services"], Service) if isinstance(health, dict) and "services" in health else []
+        return parsed(read_object(self.path / HEALTH).get("services", ()), Service)
 
     @cached_property
     def service_restarts(self) -> int:
         """Return the number of restarts of the reward service that was started for the stage."""
-        health = read_json(self.path / HEALTH)
-        return int(health.get("restarts", 0)) if isinstance(health, dict) else 0
+        return int(read_object(self.path / HEALTH).get("restarts", 0))
 
     @cached_property
     def events(self) -> list[Event]:
@@ -340,8 +336,7 @@ def read_pipeline(path: Path) -> dict[str, Any]:
 
 
 def time_overhead(run: RunRecord) -> dict[str, float]:
-    """Return three times of the last command for a run, in seconds: `wall`, `inside` its stages, and their difference
-    `overhead`; empty if the start of the command is unknown."""
+    """Return the seconds of the last command: `wall`, `inside` stages and `overhead`; empty if its start is unknown."""
     if not run.began:
         return {}
     wall_seconds, inside = max(0.0, run.end_time - run.began), busy_seconds(run, run.began)
@@ -352,9 +347,8 @@ def busy_seconds(run: RunRecord, start_time: float) -> float:
     """Return the number of seconds since the unix time `start_time` in which at least one worker ran."""
     now = time.time()
     total, covered_until = 0.0, start_time
-    for begin, end in sorted(
-        span for stage in run.stages if stage.kind.in_worker for span in stage.state.closed_attempts(now)
-    ):
+    workers = [stage.state for stage in run.stages if stage.kind.in_worker]
+    for begin, end in sorted(span for state in workers for span in state.closed_attempts(now)):
         total += max(0.0, end - max(begin, covered_until))
         covered_until = max(covered_until, end)
     return total
@@ -374,16 +368,10 @@ def _read_stage(path: Path, entry: dict[str, Any], parents: dict[str, tuple[str,
     name, result = entry["name"], read_result(path)
     kind = str(entry.get("kind") or (result["kind"] if result else ""))
     return StageRecord(
-        path=path,
-        name=name,
-        kind=_kind(kind, facts.kinds),
-        after=parents[name],
-        depth=_depth(name, parents),
-        state=read_state(path),
-        progress=read_progress(path),
-        result=result,
+        path=path, name=name, kind=_kind(kind, facts.kinds), after=parents[name], depth=_depth(name, parents),
+        state=read_state(path), progress=read_progress(path), result=result,
         sweep=next(iter(parsed([entry["sweep"]], BranchChoice)), None) if entry.get("sweep") else None,
-    )
+    )  # fmt: skip
 
 
 def _kind(name: str, recorded_kinds: dict[str, dict[str, Any]]) -> StageKind:

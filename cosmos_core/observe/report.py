@@ -37,31 +37,17 @@ def run(stage: Stage) -> Outcome:
 
 
 def build(run_path: Path, folder: Path | None = None) -> str:
-    """Return the report of the run at `run_path` as HTML. Links to logs are relative to `folder`, the folder of the
-    report; None: the folder of the run."""
+    """Return the report of a run as HTML, with links to logs relative to `folder` (None: the folder of the run)."""
     record = read_run(run_path)
-    return (
-        environment()
-        .get_template(REPORT_FILE)
-        .render(
-            run=record,
-            graph=layout(record),
-            cards=sections.summary_cards(record),
-            trained=training_properties(record),
-            sample_rows=sample_rows(record),
-            root="" if folder in {None, run_path} else f"{os.path.relpath(run_path, folder)}/",
-            comparison=sections.comparison(record),
-            sweeps=sweep_tables(record),
-            before=compare_with_previous(record),
-            cost=cost_of(run_path),
-            resources=usage.resources(record),
-            gates=sections.gate_conditions(record),
-            samples=sections.samples(record),
-            loading=model_loading_code(record.model) if record.model else "",
-            lineage=sections.lineage(record),
-            setting=sections.setting(record),
-        )
-    )
+    page = environment().get_template(REPORT_FILE)
+    return page.render(
+        root="" if folder in {None, run_path} else f"{os.path.relpath(run_path, folder)}/",
+        run=record, graph=layout(record), cards=sections.summary_cards(record), trained=training_properties(record),
+        sample_rows=sample_rows(record), comparison=sections.comparison(record), sweeps=sweep_tables(record),
+        before=compare_with_previous(record), cost=cost_of(run_path), resources=usage.resources(record),
+        gates=sections.gate_conditions(record), samples=sections.samples(record), lineage=sections.lineage(record),
+        loading=model_loading_code(record.model) if record.model else "", setting=sections.setting(record),
+    )  # fmt: skip
 
 
 @cache
@@ -73,7 +59,8 @@ def environment() -> Environment:
     filters: dict[str, Any] = {
         "clock": formatting.clock, "duration": formatting.duration, "number": formatting.number,
         "size": formatting.size, "json": json.dumps, "items_of": dict, "px": lambda length: f"{length:g}",
-        "cut": _truncate, "label": sections.label, "headline": sections.headline, "times": sections.times,
+        "cut": lambda text: text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]}…",
+        "label": sections.label, "headline": sections.headline, "times": sections.times,
         "metrics": sections.metrics, "operators": sections.operators, "reward_bins": usage.reward_bins,
         "info": sections.info, "curves": sections.curves, "rollouts": sections.rollouts,
         "drawings": sections.completion_media, "services": sections.services, "logs": sections.logs,
@@ -81,7 +68,3 @@ def environment() -> Environment:
     }  # fmt: skip
     templates.filters |= filters
     return templates
-
-
-def _truncate(text: str) -> str:
-    return text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]}…"

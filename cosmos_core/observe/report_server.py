@@ -30,8 +30,7 @@ _HEADERS = {
 
 
 def report_url(run_path: Path) -> str:
-    """Return the URL of a run's report on the server in COSMOS_REPORTS_URL; empty if the variable is unset or the run
-    is private."""
+    """Return the URL of a run's report on the server COSMOS_REPORTS_URL; empty if it is unset or the run is private."""
     base = os.environ.get(URL, "").rstrip("/")
     return f"{base}/{run_path.name}/{REPORT_FILE}" if base and not _is_private(run_path) else ""
 

@@ -11,8 +11,7 @@ from cosmos_core.run.state import ACTIVE
 
 
 def pause_or_death(run: RunRecord) -> str:
-    """Return a message about a run that no flow executes: it was killed, its stages still run after its flow ended, it
-    waits for approval, or a person declined the publication. Return an empty string for any other run."""
+    """Return a message about a run without a flow: killed, still running, awaiting approval or declined; else empty."""
     if run.outcome == "declined":
         return "a person has declined: the model is not published"
     if run.outcome == "waiting" and (approval := read_approval(run.path)):
@@ -29,9 +28,8 @@ def _remaining_stages(run: RunRecord) -> str:
     others = [stage.name for stage in running if stage not in ending]
     messages = [f"{stage.name} saves a checkpoint and ends" for stage in ending]
     messages += [f"{', '.join(others)} continues with a flow run of its own"] if others else []
-    return (
-        f"the flow has ended; {'; '.join(messages)}; resume with: {resume_command(run.path)}{_describe_steps(ending)}"
-    )
+    remedy = f"resume with: {resume_command(run.path)}{_describe_steps(ending)}"
+    return f"the flow has ended; {'; '.join(messages)}; {remedy}"
 
 
 def _describe_death(run: RunRecord) -> str:

@@ -16,8 +16,7 @@ from cosmos_core.run.state import ACTIVE, FINISHED
 
 
 def table_of_runs(output_dir: Path, max_runs: int) -> Table:
-    """Return a table of the `max_runs` newest runs of a folder, the newest last, each with its outcome and the metrics
-    of its last stage that has metrics."""
+    """Return a table of the `max_runs` newest runs of a folder, newest last, each with its outcome and last metrics."""
     table = Table("run", "pipeline", "began", "took", "stages", "outcome", "metrics", caption_justify="left")
     deaths: list[str] = []
     for facts in runs_in(output_dir)[-max_runs:]:
@@ -41,8 +40,7 @@ def _last_metrics(run: RunRecord) -> str:
 
 
 def run_differences(first: Path, other: Path, kinds: StageKinds) -> Iterator[str | Table]:
-    """Yield the differences between two runs: the settings as lines of text, then a table of the metrics of stages that
-    both runs have.
+    """Yield the differences between two runs: settings as lines of text, then a table of the metrics of shared stages.
 
     Raises:
         ConfigError: the pipeline of a run cannot be read.
@@ -64,11 +62,9 @@ def _rows(old_stage: StageRecord, new: StageRecord) -> Iterator[tuple[str, str, 
     times = [stage.seconds for stage in (old_stage, new)]
     if any(times):
         yield "time", formatting.duration(times[0]), formatting.duration(times[1]), ""
-    metrics = [
-        {k: v for k, v in s.metrics.items() if not k.startswith(formatting.RESOURCE_PREFIXES)} for s in (old_stage, new)
-    ]
-    for key in sorted(metrics[0].keys() | metrics[1].keys()):
-        values = [stage_metrics.get(key) for stage_metrics in metrics]
+    keys = [key for key in old_stage.metrics | new.metrics if not key.startswith(formatting.RESOURCE_PREFIXES)]
+    for key in sorted(keys):
+        values = [stage.metrics.get(key) for stage in (old_stage, new)]
         numbers = [float(value) for value in values if isinstance(value, int | float)]
         change = numbers[1] - numbers[0] if len(numbers) == 2 else 0.0
         text = f"{change:+.4g} {formatting.judge_change(key, change)}".rstrip() if change else ""
@@ -81,16 +77,13 @@ def _format_value(value: object) -> str:
 
 def is_inactive(run: RunRecord) -> bool:
     """Return True if no stage of a run is active or about to start."""
-    active = any(stage.status in ACTIVE for stage in run.stages)
-    ready = any(_is_ready(stage, run) for stage in run.stages if stage.status == "waiting")
+    states = {stage.name: stage.status for stage in run.stages}
+    active = any(state in ACTIVE for state in states.values())
+    waiting = [stage for stage in run.stages if stage.status == "waiting"]
+    ready = any(all(states.get(name) in FINISHED for name in stage.after) for stage in waiting)
     newest = max((stage.state.ended or 0.0 for stage in run.stages), default=0.0)
     return not active and not (ready and time.time() - newest < _MAX_GAP_SECONDS)
 
 
 _MAX_GAP_SECONDS = 60.0
 """Number of seconds after which a stage with complete inputs is no longer expected to start."""
-
-
-def _is_ready(stage: StageRecord, run: RunRecord) -> bool:
-    states = {each.name: each.status for each in run.stages}
-    return all(states.get(name) in FINISHED for name in stage.after)

@@ -13,8 +13,7 @@ _MAX_SHOWN_TOKENS = 400
 
 
 def sample_row(data: Path, models: Iterable[str | Path]) -> list[tuple[str, bool]]:
-    """Return the first training row in the folder `data` as a list of texts, each with whether the loss includes its
-    tokens.
+    """Return the first training row in the folder `data` as texts, each with whether the loss includes its tokens.
 
     Args:
         data: Folder of prepared rows.

@@ -34,17 +34,13 @@ def measured_stages(run: RunRecord) -> list[StageRecord]:
     none, all stages with validation metrics. Stages in branches of a sweep are left out, because the sweep has its own
     table."""
     branches = stages_in_branches(run)
-    candidates = [
-        stage
-        for stage in run.stages
-        if stage.name not in branches and any(key.startswith("validation/") for key in stage.metrics)
-    ]
+    others = [stage for stage in run.stages if stage.name not in branches]
+    candidates = [stage for stage in others if any(map(_is_validation, stage.metrics))]
     return [stage for stage in candidates if stage.kind.makes == "metrics" or stage.kind.selects_branch] or candidates
 
 
 def summary_cards(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the summary at the top of the report as pairs of name and text: metrics of the first and the last measured
-    stage, times, number of finished stages."""
+    """Return the summary cards as name and text: metrics of the first and last measured stage, times, stages done."""
     shown_cards = []
     metrics = [formatting.table_metrics(stage.metrics) for stage in measured_stages(run)]
     differences = [stage.metrics[_LOGPROB_DIFFERENCE] for stage in run.stages if _LOGPROB_DIFFERENCE in stage.metrics]
@@ -75,11 +71,8 @@ def comparison(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
         values = [metrics.get(key) for _, metrics in columns]
         numbers = [formatting.as_float(value) for value in values if isinstance(value, int | float)]
         change = numbers[-1] - numbers[0] if len(numbers) > 1 else None
-        verdict = formatting.judge_change(key, change)
-        change_text = "" if change is None else f"{change:+.3f}"
-        rows.append(
-            {"name": key.removeprefix("validation/"), "values": values, "change": change_text, "verdict": verdict}
-        )
+        texts = {"change": "" if change is None else f"{change:+.3f}", "verdict": formatting.judge_change(key, change)}
+        rows.append({"name": key.removeprefix("validation/"), "values": values, **texts})
     return [name for name, _ in columns], rows
 
 
@@ -91,10 +84,8 @@ def samples(run: RunRecord) -> dict[str, Any]:
     """Return completions of the same prompts from each stage that logs them, to show in adjacent columns."""
     stages = [stage for stage in run.stages if stage.samples and stage.kind.feed != "rollouts"]
     completions = [_newest_by_prompt(stage) for stage in stages]
-    common_prompts = (
-        [prompt for prompt in completions[0] if all(prompt in c for c in completions)] if completions else []
-    )
-    prompts = common_prompts or list(dict.fromkeys(prompt for each in completions for prompt in each))
+    all_prompts = list(dict.fromkeys(prompt for each in completions for prompt in each))
+    prompts = [prompt for prompt in all_prompts if all(prompt in each for each in completions)] or all_prompts
     rows = []
     for prompt in prompts[:NUM_PROMPTS]:
         lines = [each.get(prompt) for each in completions]
@@ -112,23 +103,18 @@ def lineage(run: RunRecord) -> list[dict[str, Any]]:
     """Return the inputs and outputs of each finished stage with their digests."""
     return [
         {
-            "stage": stage,
-            "reused_from": result["reused_from"],
-            "gpu_seconds": result.get("gpu_seconds", 0.0),
+            "stage": stage, "reused_from": result["reused_from"], "gpu_seconds": result.get("gpu_seconds", 0.0),
             "inputs": [(name, entry["digest"]) for name, entry in result["inputs"].items()],
-            "digest": result["digest"],
-            "files": result["outputs"][:_NUM_FILES],
-            "num_files": len(result["outputs"]),
+            "digest": result["digest"], "files": result["outputs"][:_NUM_FILES], "num_files": len(result["outputs"]),
             "size": sum(file["size"] for file in result["outputs"]),
         }
         for stage in run.stages
         if (result := stage.result)
-    ]
+    ]  # fmt: skip
 
 
 def setting(run: RunRecord) -> list[tuple[str, Any, bool]]:
-    """Return facts about the start of a run, as (name, value, whether to show the value as code): command, host,
-    commit, seeds and versions."""
+    """Return facts about the start of a run, such as command, host and seeds, as (name, value, whether it is code)."""
     facts = run.facts
     return [
         ("command", " ".join(facts.command), True),
@@ -168,9 +154,8 @@ def times(stage: StageRecord) -> list[tuple[str, str]]:
 
 def metrics(stage: StageRecord) -> list[tuple[str, str]]:
     """Return the metrics of a stage, without times, throughput and memory."""
-    return [
-        (key, formatting.number(value)) for key, value in formatting.key_metrics(stage.metrics, max_count=100).items()
-    ]
+    shown_metrics = formatting.key_metrics(stage.metrics, max_count=100)
+    return [(key, formatting.number(value)) for key, value in shown_metrics.items()]
 
 
 def info(stage: StageRecord) -> dict[str, Any]:
@@ -201,13 +186,12 @@ def logs(stage: StageRecord) -> list[str]:
 
 
 def outcome_of(lines: Sequence[Sample | None]) -> str:
-    """Return the CSS classes by which the page filters the completions of a prompt: `good` or `bad` by the last reward,
-    and `changed` if the first and the last reward differ."""
+    """Return the CSS classes of a prompt: `good` or `bad` by its last reward, `changed` if the first one differs."""
     scores = [[line.reward, *line.rewards] for line in lines if line is not None]
     rewards = [max(valid) for each in scores if (valid := [value for value in each if value is not None])]
     if not rewards:
         return ""
-    return f"{'good' if rewards[-1] > 0 else 'bad'}{' changed' if rewards[0] != rewards[-1] else ''}"
+    return ("good" if rewards[-1] > 0 else "bad") + " changed" * (rewards[0] != rewards[-1])
 
 
 def rollouts(stage: StageRecord) -> list[Sample]:

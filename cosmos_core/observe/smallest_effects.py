@@ -32,9 +32,7 @@ def smallest_effects(pipeline: Pipeline) -> Iterator[str]:
             continue
         for condition in conditions if record else ():
             for metric in record["metrics"]:
-                if any(
-                    condition.matches_metric(name) for name in (metric, *(f"{each}.{metric}" for each in stage.after))
-                ):
+                if any(map(condition.matches_metric, (metric, *(f"{each}.{metric}" for each in stage.after)))):
                     yield from _lines(stage, condition, metric, record)
 
 

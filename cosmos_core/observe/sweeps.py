@@ -48,16 +48,12 @@ def sweep_tables(run: RunRecord) -> list[SweepTable]:
             metrics = {key: value for member in members for key, value in member.metrics.items()}
             value, times = metrics.get(stage.sweep.metric), [each.seconds for each in members if each.seconds]
             states = sorted((each.status for each in members), key=_STATUS_ORDER.index)
-            rows.append(
-                Row(
-                    name=sweep_branch.stages[0],
-                    settings=tuple(sweep_branch.settings.get(key) for key in keys),
-                    state=states[0] if states else "waiting",
-                    value=float(value) if isinstance(value, int | float) else None,
-                    seconds=sum(times) if times else None,
-                    is_chosen=stage.info.get("chosen") in sweep_branch.stages,
-                )
-            )
+            rows.append(Row(
+                name=sweep_branch.stages[0], settings=tuple(sweep_branch.settings.get(key) for key in keys),
+                state=states[0] if states else "waiting", seconds=sum(times) if times else None,
+                value=float(value) if isinstance(value, int | float) else None,
+                is_chosen=stage.info.get("chosen") in sweep_branch.stages,
+            ))  # fmt: skip
         sign = -1.0 if stage.sweep.mode == "max" else 1.0
         rows.sort(key=lambda row: (row.value is None or row.value != row.value, sign * (row.value or 0.0)))
         tables.append(SweepTable(stage, stage.sweep.metric, stage.sweep.mode, keys, tuple(rows)))

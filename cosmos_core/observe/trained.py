@@ -36,8 +36,7 @@ def training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tuple[st
 
 
 def sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]]]]:
-    """Return each training stage with its first row as a list of texts, each with whether the loss includes it. A data
-    set that several stages use is shown once."""
+    """Return each training stage with its first row as texts, and whether the loss has each; a shared data set once."""
     entries = _entries(run)
     stages = {stage.name: stage for stage in run.stages}
     shown_rows: dict[str, tuple[StageRecord, list[tuple[str, bool]]]] = {}
@@ -71,12 +70,10 @@ def _chain(entries: dict[str, dict[str, Any]], name: str) -> list[str]:
 
 
 def _digests(run: RunRecord, chain: list[str], kind: str) -> str:
-    """Return the digests of the models or data sets (`kind` is `model` or `data`) that a chain of stages read from
-    outside the run."""
+    """Return the digests of the models or data sets (`kind`: `model` or `data`) that a chain read from outside."""
     results = [stage.result for stage in run.stages if stage.name in chain and stage.result]
     sources = [source for result in results for source in result.get("sources", ()) if source["kind"] == kind]
-    digests = [source["digest"] for source in sources]
-    return ", ".join(dict.fromkeys(digest[:_DIGEST_LETTERS] for digest in digests))
+    return ", ".join(dict.fromkeys(source["digest"][:_DIGEST_LETTERS] for source in sources))
 
 
 def _data(run: RunRecord, entries: dict[str, dict[str, Any]], chain: list[str]) -> str:
@@ -104,10 +101,8 @@ def _data(run: RunRecord, entries: dict[str, dict[str, Any]], chain: list[str]) 
 
 def _mixture(datasets: list[Any]) -> str:
     """Return the names of mixed data sets as text, each with its weight if it has one."""
-    entries = [each for each in datasets if isinstance(each, dict)]
-    return ", ".join(
-        f"{each.get('name')}{f' x {weight:g}' if (weight := each.get('weight')) else ''}" for each in entries
-    )
+    weights = [(each.get("name"), each.get("weight")) for each in datasets if isinstance(each, dict)]
+    return ", ".join(f"{name}{f' x {weight:g}' if weight else ''}" for name, weight in weights)
 
 
 def _settings(stage: StageRecord, settings: dict[str, Any]) -> list[tuple[str, str]]:

@@ -28,28 +28,24 @@ def resources(run: RunRecord) -> list[ResourceUse]:
     """Return the resources of each stage that ran a worker process in this run."""
     return [
         ResourceUse(
-            stage=stage,
-            machines=formatting.machines(stage.ranks),
-            gpu_hours=_gpu_hours(stage),
+            stage=stage, machines=formatting.machines(stage.ranks), gpu_hours=_gpu_hours(stage),
             tokens_per_second=_tokens_per_second(stage),
             size=sum(file["size"] for file in stage.result["outputs"]) if stage.result else 0,
         )
         for stage in run.stages
         if stage.seconds is not None and stage.kind.in_worker
-    ]
+    ]  # fmt: skip
 
 
 def _gpu_hours(stage: StageRecord) -> float:
-    """Return the GPU hours that a stage held. Runs of earlier versions recorded no holds: estimate them from run time
-    and number of GPUs."""
+    """Return the GPU hours that a stage held, estimated from its run time if an earlier version kept no holds."""
     if stage.state.holds:
         return gpu_seconds(closed_intervals(stage.path)) / 3600
     return (stage.seconds or 0.0) * sum(bool(rank.gpus) for rank in stage.ranks) / 3600
 
 
 def _tokens_per_second(stage: StageRecord) -> float | None:
-    """Return the median number of tokens per second over the steps, which slow first steps do not affect; None if it
-    was not measured."""
+    """Return the median tokens per second over the steps, which slow first steps do not affect; None: not measured."""
     speeds = sorted(value for line in stage.curves if (value := formatting.tokens_per_second(line)) is not None)
     return speeds[len(speeds) // 2] if speeds else None
 
@@ -61,31 +57,23 @@ class HistogramBin:
     low: float
     high: float
     first: float
-    """Fraction of the rewards in the first half of the logged steps that lie in this bin, in percent of the largest
-    fraction of any bin."""
+    """Fraction of the rewards in the first half of the steps in this bin, in percent of the largest of any bin."""
     last: float
     num_first_half: int
     num_second_half: int
 
 
 def reward_bins(stage: StageRecord) -> list[HistogramBin]:
-    """Return the bins of two histograms of the logged rewards of a training, one for each half of its logged steps;
-    empty if fewer than two steps or two different rewards were logged."""
-    rewards = [
-        (line.step, value)
-        for line in stage.samples
-        for value in (line.rewards or [line.reward])
-        if value is not None and math.isfinite(value)
-    ]
+    """Return the bins of the rewards in each half of a training's logged steps; empty below two steps or rewards."""
+    logged = [(line.step, value) for line in stage.samples for value in (line.rewards or [line.reward])]
+    rewards = [(step, value) for step, value in logged if value is not None and math.isfinite(value)]
     steps = sorted({step for step, _ in rewards})
     values = [value for _, value in rewards]
     if stage.kind.feed != "rollouts" or len(steps) < 2 or min(values) == max(values):
         return []
     middle, low = steps[len(steps) // 2], min(values)
     width = (max(values) - low) / _BINS
-    halves = [
-        [value for step, value in rewards if (step >= middle) == is_second_half] for is_second_half in (False, True)
-    ]
+    halves = [[value for step, value in rewards if (step >= middle) == is_second] for is_second in (False, True)]
     counts = [[0] * _BINS for _ in halves]
     for half, bin_counts in zip(halves, counts, strict=True):
         for value in half:

@@ -1,5 +1,4 @@
-"""Aesthetic score of an image by the LAION predictor: linear layers over the CLIP image embedding, without the
-prompt."""
+"""Aesthetic score of an image by the LAION predictor: linear layers over its CLIP embedding, without the prompt."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,23 +35,16 @@ class AestheticReward:
 
 
 def aesthetic(to_be_evaluated: str, reference: str, *, media: Any, custom: Any) -> tuple[float, dict[str, float]]:
-    """Return the aesthetic score of one image or video; `[custom.aesthetic]` sets `model_path`, `predictor` and
-    `device`."""
+    """Return the aesthetic score of one image or video; `[custom.aesthetic]` has the settings of the model."""
     return score_one("aesthetic", Item("", media), custom)
 
 
-def _layers(file: Path, device: Any) -> list[tuple[Any, Any]]:
+def _layers(file: Path, device: Any) -> list[tuple[Any, ...]]:
     """Return the weight and the bias of each linear layer in the predictor's file, in order."""
     import torch
     from safetensors.torch import load_file
 
     weights = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    names = sorted((name for name in weights if name.endswith("weight")), key=_number)
-    return [
-        (weights[name].to(device).float(), weights[name.removesuffix("weight") + "bias"].to(device).float())
-        for name in names
-    ]
-
-
-def _number(name: str) -> int:
-    return next((int(part) for part in name.split(".") if part.isdigit()), 0)
+    layers = [name.removesuffix("weight") for name in weights if name.endswith("weight")]
+    layers.sort(key=lambda name: next((int(part) for part in name.split(".") if part.isdigit()), 0))
+    return [tuple(weights[layer + part].to(device).float() for part in ("weight", "bias")) for layer in layers]

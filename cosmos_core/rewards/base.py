@@ -14,7 +14,7 @@ completions are lists, and the function returns a list with one result per compl
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -48,14 +48,8 @@ class Reward:
     function: Callable[..., Any]
     binding: ParameterBinding
 
-    @property
-    def keywords(self) -> tuple[str, ...]:
-        """Return the names of the optional parameters (`binding.KEYWORDS`) that the reward function takes."""
-        return self.binding.keywords
-
     def __call__(self, fields: Mapping[str, Any]) -> Scored:
-        """Score one completion from `fields`: `to_be_evaluated`, `reference` and any of `KEYWORDS`; a missing keyword
-        is None.
+        """Score one completion from `fields`: `to_be_evaluated`, `reference` and any of `KEYWORDS`, None if missing.
 
         Raises:
             ValueError: the function did not return a finite number.
@@ -86,11 +80,9 @@ class Reward:
             raise ValueError(f"returned {returned} for {len(fields)} completions; the rule is a list with one for each")
         group_results: list[Scored | ValueError | None] = []
         for result in results:
-            if isinstance(result, ValueError) or (result is None and self.binding.takes_group):
-                group_results.append(result)
-                continue
             try:
-                group_results.append(_parse_score(result))
+                is_kept = isinstance(result, ValueError) or (result is None and self.binding.takes_group)
+                group_results.append(result if is_kept else _parse_score(result))
             except ValueError as error:
                 group_results.append(error)
         return group_results
@@ -98,7 +90,8 @@ class Reward:
     def _call(self, arguments: tuple[list[Any], dict[str, Any]]) -> Any:
         positional, keywords = arguments
         result = self.function(*positional, **keywords)
-        return asyncio.run(_await_result(result)) if inspect.isawaitable(result) else result
+        # `wait_for` makes a coroutine of any awaitable, which `run` requires.
+        return asyncio.run(asyncio.wait_for(result, None)) if inspect.isawaitable(result) else result
 
     def location_of(self, error: BaseException) -> str:
         """Return the file and line of user code that raised an error; empty for packaged rewards."""
@@ -109,22 +102,17 @@ def request_of(group: Group, k: int) -> dict[str, Any]:
     """Return the fields that rewards receive for completion `k` of a group."""
     completion = group.completions[k]
     return {
-        "to_be_evaluated": completion.text,
-        "reference": group.prompt.reference,
-        "prompt": group.prompt.text,
-        "media": getattr(completion, "media", None),
-        "metadata": getattr(group.prompt, "metadata", None) or {},
+        "to_be_evaluated": completion.text, "reference": group.prompt.reference, "prompt": group.prompt.text,
+        "media": getattr(completion, "media", None), "metadata": getattr(group.prompt, "metadata", None) or {},
         "turns": [{"role": turn.role, "content": turn.text} for turn in completion.turns]
         or [{"role": "assistant", "content": completion.text}],
-        "num_tokens": completion.num_sampled,
-        "completion_ids": list(completion.token_ids),
+        "num_tokens": completion.num_sampled, "completion_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason,
-    }
+    }  # fmt: skip
 
 
 def load_reward(name: str) -> Reward:
-    """Return the reward `cosmos_core/rewards/<name>.py:<name>`, or a user function `module:function` or
-    `file.py:function`.
+    """Return the reward of `cosmos_core/rewards/<name>.py`, or a user function `module:function` or `file.py:function`.
 
     Raises:
         RewardError: the function is missing, cannot be imported, takes no completion, or has an unsupported parameter.
@@ -137,22 +125,17 @@ def load_reward(name: str) -> Reward:
 
 
 def metric_names(rewards: Iterable[str]) -> dict[str, str]:
-    """Return a short unique metric name for each reward: the function name, with file and folders as prefix if several
-    reward functions have this name."""
+    """Return a unique metric name for each reward: its function name, with file and folders if several share it."""
     full = {reward: _parts(reward) for reward in rewards}
     names = {}
     for reward, parts in full.items():
-        short = next(
-            (n for n in range(1, len(parts)) if sum(other[-n:] == parts[-n:] for other in full.values()) == 1),
-            len(parts),
-        )
-        names[reward] = ".".join(parts[-short:])
+        num_equal = [sum(other[-n:] == parts[-n:] for other in full.values()) for n in range(1, len(parts))]
+        names[reward] = ".".join(parts[-num_equal.index(1) - 1 :] if 1 in num_equal else parts)
     return names
 
 
 def _parts(reward: str) -> list[str]:
-    """Return the folders or packages, the file or module, and the function in `path/file.py:function` or
-    `module:function`."""
+    """Return folders or packages, the file or module, and the function of `file.py:function` or `module:function`."""
     if not is_import_path(reward):
         return [reward]
     module, _, function = reward.rpartition(":")
@@ -187,8 +170,7 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def to_json_value(value: Any) -> Any:
-    """Return a value as JSON types: numpy and torch numbers become Python numbers, numbers that are not finite become
-    None."""
+    """Return a value as JSON types: numbers of numpy and torch as Python numbers, and non-finite numbers as None."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict):
@@ -205,15 +187,10 @@ def error_on_one_line(error: BaseException, location: str = "") -> str:
 
 
 def all_invalid(description: str, scores: Iterable[Score]) -> CosmosError:
-    """Return the error to raise if no score is valid: a permanent `RewardError` if a function raised, otherwise
-    `StageFailed`."""
+    """Return the error if no score is valid: a permanent `RewardError` if a function raised, else `StageFailed`."""
     first = next((score for score in scores if score.value is None), None)
     message = f"{description}; the first: {first.error if first else 'none is learned from'}"
     return RewardError(message) if first is not None and first.is_raised else StageFailed(message)
-
-
-async def _await_result(result: Awaitable[Any]) -> Any:
-    return await result
 
 
 def _parse_score(result: Any) -> Scored:
@@ -239,10 +216,7 @@ def _finite(value: Any, description: str) -> float:
 
 
 def full_value(rewards: Rewards, source: str = "") -> float | None:
-    """Return the reward of a completion for which every reward function returns 1 and no penalty applies.
-
-    None: no reward function distinguishes completions.
-    """
+    """Return the reward if every reward function returns 1 and no penalty applies; None: no function distinguishes."""
     if not isinstance(rewards, dict):
         return rewards.max_total
     weights = [weight for name, weight in weights_of(rewards, source).items() if name not in PENALTIES]

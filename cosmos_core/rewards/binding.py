@@ -86,11 +86,7 @@ class ParameterBinding:
         return self._bind_values(lambda name: _value(name, fields), [fields])
 
     def list_arguments(self, group: Sequence[Fields]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments for all completions of a prompt, with a list for each parameter of a completion or row.
-
-        Raises:
-            TypeError: a parameter is neither a known name nor a column of the row.
-        """
+        """Return lists of arguments for all completions of a prompt, one value for each; see `arguments` for errors."""
         return self._bind_values(lambda name: _values(name, group), group)
 
     def _bind_values(self, value_of: Callable[[str], Any], group: Sequence[Fields]) -> tuple[list[Any], dict[str, Any]]:
@@ -102,7 +98,11 @@ class ParameterBinding:
                 value = value_of(each.name)
             except KeyError:
                 if each.default is _NO_DEFAULT:
-                    raise TypeError(_unknown_parameter_message(each.name, group[0])) from None
+                    columns = ", ".join(_columns(group[0])) or "none"
+                    raise TypeError(
+                        f"nothing is called {each.name!r} (columns of the row: {columns}); arguments are bound by "
+                        f"name, so write {SIGNATURE}"
+                    ) from None
                 if each.kind is not each.POSITIONAL_ONLY:
                     continue
                 value = each.default
@@ -130,16 +130,13 @@ def bind(name: str, function: Callable[..., Any]) -> ParameterBinding:
         raise RewardError(f"{name!r} has no signature to bind by name; write {SIGNATURE}") from None
     for each in binding.parameters:
         if each.default is _NO_DEFAULT and each.name in _UNAVAILABLE_PARAMETERS and each.kind is not each.VAR_KEYWORD:
-            raise RewardError(
-                f"{name!r} wants {each.name!r}, which is not offered: {_UNAVAILABLE_PARAMETERS[each.name]}"
-            )
-    accepted = {
-        _PLURAL_PARAMETERS.get(each.name, each.name)
-        for each in binding.parameters
-        if each.kind is not each.VAR_POSITIONAL
-    }
+            reason = _UNAVAILABLE_PARAMETERS[each.name]
+            raise RewardError(f"{name!r} wants {each.name!r}, which is not offered: {reason}")
+    named = [each for each in binding.parameters if each.kind is not each.VAR_POSITIONAL]
+    accepted = {_PLURAL_PARAMETERS.get(each.name, each.name) for each in named}
+    optional = [each.name for each in named if each.kind is each.VAR_KEYWORD or each.default is not _NO_DEFAULT]
     # A required parameter with an unknown name, such as `answer`, may be meant as the completion.
-    are_all_known = accepted <= {*KEYWORDS, *_PLURAL_PARAMETERS.values(), *_optional_parameters(binding)}
+    are_all_known = accepted <= {*KEYWORDS, *_PLURAL_PARAMETERS.values(), *optional}
     if not accepted & {*_PER_COMPLETION_PARAMETERS} and not (binding._takes_any_keyword and are_all_known):
         names = ", ".join(each.name for each in binding.parameters) or "nothing"
         raise RewardError(f"{name!r} takes {names}: no parameter is the completion; arguments are bound by name, "
@@ -147,18 +144,8 @@ def bind(name: str, function: Callable[..., Any]) -> ParameterBinding:
     return binding
 
 
-def _optional_parameters(binding: ParameterBinding) -> list[str]:
-    return [
-        each.name for each in binding.parameters if each.kind is each.VAR_KEYWORD or each.default is not _NO_DEFAULT
-    ]
-
-
 def _value(name: str, fields: Fields) -> Any:
-    """Return the argument for a parameter name and one completion; known names take precedence over columns.
-
-    Raises:
-        KeyError: the name is neither known nor a column.
-    """
+    """Return the argument for a known name, or else a column, and one completion; raise KeyError for other names."""
     columns = _columns(fields)
     if name in _COMPLETION:
         return fields["to_be_evaluated"]
@@ -190,12 +177,4 @@ def _values(name: str, group: Sequence[Fields]) -> Any:
 
 
 def _columns(fields: Fields) -> Mapping[str, Any]:
-    columns: Mapping[str, Any] = fields.get("metadata") or {}
-    return columns
-
-
-def _unknown_parameter_message(name: str, fields: Fields) -> str:
-    columns = ", ".join(_columns(fields)) or "none"
-    return (
-        f"nothing is called {name!r} (columns of the row: {columns}); arguments are bound by name, so write {SIGNATURE}"
-    )
+    return fields.get("metadata") or {}

@@ -1,6 +1,7 @@
 """CLIP model from transformers, shared by several rewards: embeddings of images and texts as unit vectors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from PIL import Image
@@ -12,8 +13,7 @@ _MAX_TEXT_TOKENS = 77
 
 
 class ClipModel:
-    """CLIP model that embeds images and texts; `options` has `processor_path` if the processor is not in the model
-    folder."""
+    """CLIP model that embeds images and texts; `options.processor_path` names a processor outside the model folder."""
 
     def __init__(self, name: str, settings: Settings, model_path: str, processor_path: str = "") -> None:
         """Load the model in `settings`, or without one the model `model_path` with the processor `processor_path`.
@@ -30,11 +30,9 @@ class ClipModel:
         self.dtype = torch.float32 if self.device.type == "cpu" else getattr(torch, settings.dtype)
         path = settings.model_path or model_path
         processor = settings.options.get("processor_path") or (path if settings.model_path else processor_path) or path
-        try:
+        with translate_loading_errors(name, path):
             self.model = AutoModel.from_pretrained(path, dtype=self.dtype).to(self.device).eval().requires_grad_(False)
             self._processor = AutoProcessor.from_pretrained(processor)
-        except (OSError, ValueError) as error:
-            raise model_loading_error(name, path, error) from error
         self.scale = float(self.model.logit_scale.detach().exp())
 
     def images(self, images: Sequence[Image.Image]) -> Any:
@@ -54,8 +52,7 @@ class ClipModel:
 
     def similarities(self, texts: Sequence[str], images: Sequence[Image.Image]) -> list[float]:
         """Return the cosine similarity of each text and its image."""
-        cosines: list[float] = (self.texts(texts) * self.images(images)).sum(-1).float().tolist()
-        return cosines
+        return (self.texts(texts) * self.images(images)).sum(-1).float().tolist()
 
 
 def device_of(settings: Settings) -> str:
@@ -65,12 +62,16 @@ def device_of(settings: Settings) -> str:
     return "cpu" if settings.device.startswith("cuda") and not torch.cuda.is_available() else settings.device
 
 
-def model_loading_error(name: str, path: str, error: Exception) -> RewardError:
-    """Return the error to raise if the files of a model cannot be loaded."""
-    reason = " ".join(str(error).split())[:200]
-    return RewardError(
-        f"the reward {name!r} cannot load {path!r}: {reason}; download it and set model_path to its folder"
-    )
+@contextmanager
+def translate_loading_errors(name: str, path: str) -> Iterator[None]:
+    """Raise `RewardError` if the block cannot load the files of a model."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RewardError(
+            f"the reward {name!r} cannot load {path!r}: {reason}; download it and set model_path to its folder"
+        ) from error
 
 
 def _unit(features: Any) -> Any:

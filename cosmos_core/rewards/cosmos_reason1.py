@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from cosmos_core.rewards.clip_model import device_of, model_loading_error
+from cosmos_core.rewards.clip_model import device_of, translate_loading_errors
 from cosmos_core.rewards.images import to_frames
 from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
 
@@ -47,19 +47,18 @@ class CosmosReason1Reward:
         path = settings.model_path or _MODEL
         device = torch.device(device_of(settings))
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        try:
+        with translate_loading_errors("cosmos_reason1", path):
             model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype)
             self._model = model.to(device).eval()
             self._tokenizer = AutoTokenizer.from_pretrained(path)
             images: Any = AutoImageProcessor.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise model_loading_error("cosmos_reason1", path, error) from error
         self._mean, self._std = (
             np.array(each, np.float32)[:, None, None] for each in (images.image_mean, images.image_std)
         )
-        system_prompt = settings.options.get("system_prompt", "")
-        self._system = _text(system_prompt) if system_prompt else _SYSTEM
-        if not system_prompt:
+        if system_prompt := settings.options.get("system_prompt", ""):
+            self._system = _text(system_prompt)
+        else:
+            self._system = _SYSTEM
             log.warning("options.system_prompt is empty: the model is asked in other words than those of its card")
         self._question = settings.options.get("question", _JUDGE_QUESTION)
         self._tokens = int(settings.options.get("tokens", _TOKENS))
@@ -108,17 +107,15 @@ class CosmosReason1Reward:
             {"role": "system", "content": self._system},
             {"role": "user", "content": f"{placeholder}{self._question}"},
         ]
-        text: Any = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return str(text)
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
     def patches(self, frames: Sequence[Image.Image]) -> tuple[np.ndarray, tuple[int, int, int]]:
         """Return the patches of a video in the layout of Qwen2.5-VL, and their number along time, height and width."""
         vision = self._model.config.vision_config
         size, merge, depth = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
         frames = list(frames[: len(frames) // depth * depth] or [frames[0]] * depth)
-        height, width = fit_size(
-            frames[0].size[::-1], size * merge, self._tokens * (size * merge) ** 2 * depth // len(frames)
-        )
+        max_pixels = self._tokens * (size * merge) ** 2 * depth // len(frames)
+        height, width = fit_size(frames[0].size[::-1], size * merge, max_pixels)
         pixels = np.stack([
             np.asarray(frame.resize((width, height), Image.Resampling.BICUBIC), np.float32).transpose(2, 0, 1) / 255
             for frame in frames
@@ -132,8 +129,7 @@ class CosmosReason1Reward:
 
 
 def fit_size(size: tuple[int, int], factor: int, max_pixels: int) -> tuple[int, int]:
-    """Return the height and width nearest to a size that are multiples of a factor and have at most `max_pixels`
-    pixels."""
+    """Return the height and width nearest to a size that are multiples of a factor, with `max_pixels` at most."""
     height, width = (max(factor, round(length / factor) * factor) for length in size)
     if height * width > max_pixels:
         shrink = math.sqrt(size[0] * size[1] / max_pixels)

@@ -1,5 +1,4 @@
-"""Reward for completions whose text after the last `Answer:` equals the reference, both normalised by Minerva's rules
-(DAPO-17k)."""
+"""Reward for completions whose last `Answer:` equals the reference, both normalised by Minerva's rules (DAPO-17k)."""
 
 import re
 
@@ -35,8 +34,7 @@ _PATTERN_REPLACEMENTS = (
 
 
 def direct_math(to_be_evaluated: str, reference: str) -> float:
-    """Return +1 if the last `Answer: ...` line equals the reference after normalisation, else -1, also if there is no
-    such line.
+    """Return +1 if the last line `Answer: ...` equals the reference after normalisation, else (or without one) -1.
 
     A reference that is empty after normalisation (`ways`) is invalid.
     """

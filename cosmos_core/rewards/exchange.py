@@ -74,19 +74,13 @@ def service_of(environment: Mapping[str, str] = os.environ) -> Service:
         raise RewardError(
             f"{ENQUEUE_URL} has {len(enqueue)} URLs and {FETCH_URL} {len(fetch)}; give one of each a replica"
         )
-    replicas = tuple(
-        (_check_url(ENQUEUE_URL, enqueue_url), _check_url(FETCH_URL, fetch_url))
-        for enqueue_url, fetch_url in zip(enqueue, fetch, strict=True)
-    )
+    pairs = zip(enqueue, fetch, strict=True)
+    replicas = tuple((_check_url(ENQUEUE_URL, each), _check_url(FETCH_URL, other)) for each, other in pairs)
     return Service(replicas, environment.get(TOKEN, ""), environment.get(NO_PINNING, "0") != "1")
 
 
 def _check_url(name: str, url: str) -> str:
-    """Return a URL without trailing slashes, which would change the path at the service.
-
-    Raises:
-        RewardError: the URL has no host or no path.
-    """
+    """Return a URL without trailing slashes, which would change its path; raise RewardError without host or path."""
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
@@ -143,8 +137,7 @@ class MissingScores(Exception):
 
 
 class ServiceRequest:
-    """Request to a reward service: enqueued at a replica, enqueued again if the service loses it, until its scores are
-    fetched."""
+    """Request to a reward service, enqueued at a replica, again if it is lost there, until its scores are fetched."""
 
     def __init__(self, service: Service, client: httpx.AsyncClient, seconds: float, state: ReplicaState) -> None:
         self._service, self._client, self._replica_state, self._seconds = service, client, state, seconds
@@ -227,7 +220,7 @@ class ServiceRequest:
 
     async def _post(self, url: str, seconds: float, **content: Any) -> httpx.Response | None:
         """Post a request and return the response; if the service does not respond, pause and return None."""
-        remaining = max(0.1, self._remaining_seconds())
+        remaining = max(0.1, self._deadline - time.monotonic())
         try:
             # The timeout of httpx restarts with each received byte, so asyncio limits the whole exchange.
             async with asyncio.timeout(remaining):
@@ -242,19 +235,15 @@ class ServiceRequest:
         return None
 
     def _choose(self) -> str:
-        """Return the enqueue URL of the request's replica. Without a replica, choose at random one of those with the
-        fewest pending requests that did not fail recently."""
+        """Return the replica's enqueue URL; if there is none, choose one that has few requests and did not fail."""
         state = self._replica_state
         if self._replica < 0:
-            replicas = range(len(state.num_pending))
-            self._replica = min(
-                replicas, key=lambda i: (state.seconds_avoided(i), state.num_pending[i], random.random())
-            )
+            ranks = [(state.seconds_avoided(i), n, random.random(), i) for i, n in enumerate(state.num_pending)]
+            self._replica = min(ranks)[-1]
             state.num_pending[self._replica] += 1
         return self._service.replicas[self._replica][0]
 
     def _mark_failed(self, seconds: float = 0.0) -> None:
-        """Leave a failed replica and mark it as avoided for some seconds."""
         self._replica_state.avoided_until[self._replica] = time.monotonic() + (seconds or _AVOID_SECONDS)
         self._release_replica()
 
@@ -264,20 +253,13 @@ class ServiceRequest:
             self._replica_state.num_pending[self._replica] -= 1
             self._replica = -1
 
-    def _remaining_seconds(self) -> float:
-        return self._deadline - time.monotonic()
-
     async def _wait(self, response: httpx.Response | None, reason: str) -> None:
-        """Pause with exponential backoff and jitter, at least for the `Retry-After` of the response.
-
-        Raises:
-            MissingScores: the deadline would pass; its message is `reason`.
-        """
+        """Pause with backoff, jitter and `Retry-After`; raise MissingScores(`reason`) if the deadline would pass."""
         pause = self._pause * random.uniform(0.5, 1.5)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         if response is not None:
             pause = max(pause, _seconds_to_wait(response) * random.uniform(1.0, 1.25))
-        if self._remaining_seconds() <= pause:
+        if self._deadline - time.monotonic() <= pause:
             raise MissingScores(reason)
         await asyncio.sleep(pause)
 

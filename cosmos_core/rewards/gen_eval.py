@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from cosmos_core.rewards.clip_model import ClipModel, device_of, model_loading_error
+from cosmos_core.rewards.clip_model import ClipModel, device_of, translate_loading_errors
 from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
 
@@ -44,23 +44,16 @@ class GenEvalReward:
     `options` has `clip`, the CLIP model for colours."""
 
     def __init__(self, settings: Settings) -> None:
-        require_packages(
-            "gen_eval",
-            "pip install 'cosmos-posttrain[gen-eval]' (see pyproject.toml)",
-            "torch",
-            "transformers",
-            "scipy",
-        )
+        install_hint = "pip install 'cosmos-posttrain[gen-eval]' (see pyproject.toml)"
+        require_packages("gen_eval", install_hint, "torch", "transformers", "scipy")
         import torch
         from transformers import AutoImageProcessor, AutoModelForUniversalSegmentation
 
         path = settings.model_path or _DETECTOR
         self._device = torch.device(device_of(settings))
-        try:
+        with translate_loading_errors("gen_eval", path):
             self._detector = AutoModelForUniversalSegmentation.from_pretrained(path).to(self._device).eval()
             self._processor = AutoImageProcessor.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise model_loading_error("gen_eval", path, error) from error
         clip = settings.options.get("clip", _CLIP)
         self._clip = ClipModel("gen_eval", Settings(clip, dtype=settings.dtype, device=settings.device), clip)
 
@@ -88,9 +81,7 @@ class GenEvalReward:
         names = {entry["class"] for entry in (*include, *excluded)}
         objects = self.detect(image, names, threshold)
         colors = {name: [self.color(image, each, name) for each in objects[name]] for name in names}
-        is_correct = satisfies_request(include, excluded, objects, colors)
-        if row.get("geneval_only_strict"):
-            is_correct = False
+        is_correct = satisfies_request(include, excluded, objects, colors) and not row.get("geneval_only_strict")
         score, is_strict = strict_score(include, objects, colors)
         return score, float(is_correct), float(is_strict)
 
@@ -118,8 +109,7 @@ class GenEvalReward:
         return {name: sorted(each, key=lambda f: -f.confidence)[:_MAX_OBJECTS] for name, each in objects.items()}
 
     def color(self, image: Image.Image, detection: Detection, name: str) -> str:
-        """Return the colour whose mean CLIP embedding of three prompt templates is most similar to the object, cropped
-        and on a grey background."""
+        """Return the colour whose mean CLIP embedding of three templates is nearest to the object, cropped on grey."""
         grey = Image.new("RGB", image.size, "#999")
         crop = Image.composite(image, grey, Image.fromarray(detection.mask)).crop(detection.box)  # type: ignore[arg-type]
         texts = [template.format(color=color, name=name) for color in _COLORS for template in _TEMPLATES]

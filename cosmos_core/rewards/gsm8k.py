@@ -7,8 +7,7 @@ _NUMBER = re.compile(r"####[\s*\\$]*([-+]?)[\\$]*(\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
 def gsm8k(to_be_evaluated: str, reference: str) -> float:
-    """Return 1 if the last `#### number` of both texts is the same number, else 0; `####42`, `#### $42`, `#### 42.` are
-    42.
+    """Return 1 if the last `#### number` of both texts is the same number, else 0; `####42`, `#### $42.` are 42.
 
     A reference without `#### number` is invalid; in Cosmos-RL, a completion without a number then counts as right.
     """

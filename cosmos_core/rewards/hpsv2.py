@@ -35,9 +35,8 @@ def _open_clip(settings: Settings) -> Any:
 
     file = Path(settings.model_path or Path(settings.download_path) / _CHECKPOINT)
     if not file.is_file():
-        raise RewardError(
-            f"the reward 'hpsv2' needs its checkpoint, {file}; download it, or set download_path to its folder"
-        )
+        remedy = "download it, or set download_path to its folder"
+        raise RewardError(f"the reward 'hpsv2' needs its checkpoint, {file}; {remedy}")
     device = torch.device(device_of(settings))
     model, _, preprocess = create_model_and_transforms("ViT-H-14", device=device, output_dict=True)
     model.load_state_dict(torch.load(file, "cpu", weights_only=True)["state_dict"])
@@ -48,7 +47,6 @@ def _open_clip(settings: Settings) -> Any:
     def cosine_similarities(texts: Sequence[str], images: Sequence[Any]) -> list[float]:
         pixels = torch.stack([preprocess(image) for image in images]).to(device)
         features = model(pixels, tokenize(list(texts)).to(device))
-        similarities: list[float] = (features["image_features"] * features["text_features"]).sum(-1).float().tolist()
-        return similarities
+        return (features["image_features"] * features["text_features"]).sum(-1).float().tolist()
 
     return cosine_similarities

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.clip_model import device_of, model_loading_error
+from cosmos_core.rewards.clip_model import device_of, translate_loading_errors
 from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
 
@@ -35,8 +35,7 @@ _VISION_NAMES = {
 
 
 class ImageRewardReward:
-    """Reward with the key `image_reward`; `model_path` is ImageReward.pt, or empty for the file on the Hub; `options`
-    has `tokenizer`, a BERT tokenizer."""
+    """Reward with the key `image_reward`; `model_path` is ImageReward.pt, else the Hub's; `options` has `tokenizer`."""
 
     def __init__(self, settings: Settings) -> None:
         require_packages("image_reward", "install torch and transformers", "torch", "transformers")
@@ -45,11 +44,9 @@ class ImageRewardReward:
 
         device = torch.device(device_of(settings))
         tokenizer = settings.options.get("tokenizer", _TOKENIZER)
-        try:
+        with translate_loading_errors("image_reward", settings.model_path or f"{_REPOSITORY}/{_FILE}"):
             state = torch.load(_file(settings), "cpu", weights_only=True)
             self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-        except (OSError, ValueError) as error:
-            raise model_loading_error("image_reward", settings.model_path or f"{_REPOSITORY}/{_FILE}", error) from error
         try:
             self._vision, self._text, self._layers = _modules(state)
         except (KeyError, RuntimeError, ValueError) as error:
@@ -78,24 +75,23 @@ class ImageRewardReward:
 
 
 def _file(settings: Settings) -> Path:
-    """Return the path of the checkpoint: the file in the settings, a file in the download folder, or the file on the
-    Hub."""
-    path = settings.model_path or str(Path(settings.download_path) / _FILE)
-    if settings.model_path or Path(path).is_file():
-        return Path(path)
+    """Return the path of the checkpoint: the file in the settings, in the download folder, or on the Hub."""
+    path = Path(settings.model_path or Path(settings.download_path) / _FILE)
+    if settings.model_path or path.is_file():
+        return path
     from huggingface_hub import hf_hub_download
 
     return Path(hf_hub_download(_REPOSITORY, _FILE))
 
 
 def _modules(state: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Return the image encoder, the text encoder and the linear layers of a checkpoint, with sizes from the shapes of
-    its tensors."""
+    """Return image encoder, text encoder and linear layers of a checkpoint, with sizes from the tensors' shapes."""
     import torch
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
     vision, text, linear = (
-        _select_prefix(state, prefix) for prefix in ("blip.visual_encoder.", "blip.text_encoder.", "mlp.")
+        {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        for prefix in ("blip.visual_encoder.", "blip.text_encoder.", "mlp.")
     )
     patch = vision["patch_embed.proj.weight"]
     num_side_patches = round((vision["pos_embed"].shape[1] - 1) ** 0.5)
@@ -126,10 +122,6 @@ def _modules(state: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         layer.load_state_dict({"weight": weight, "bias": linear[f"layers.{number}.bias"]})
         layers.append(layer)
     return image_encoder, text_encoder, torch.nn.Sequential(*layers)
-
-
-def _select_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
 def _count(state: Mapping[str, Any], pattern: str) -> int:

@@ -26,13 +26,11 @@ async def judge(
     """
     key = os.environ.get(judge_config["key_env"]) or "none"
     async with AsyncOpenAI(base_url=judge_config["endpoint"], api_key=key, max_retries=_MAX_RETRIES) as client:
-        requests = [
-            _request_score(
-                client, judge_config, {"prompt": _text(prompt), "completion": _text(completion), "reference": reference}
-            )
+        texts = [
+            {"prompt": _text(prompt), "completion": _text(completion), "reference": reference}
             for prompt, completion, reference in zip(prompts, completions, references, strict=True)
         ]
-        return list(await asyncio.gather(*requests))
+        return list(await asyncio.gather(*(_request_score(client, judge_config, each) for each in texts)))
 
 
 async def _request_score(

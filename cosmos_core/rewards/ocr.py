@@ -22,7 +22,6 @@ class OcrReward:
     """Reward with the key `ocr_reward`; the reward of a video is the mean over four frames."""
 
     def __init__(self, settings: Settings) -> None:
-        require_packages("ocr", "pip install 'cosmos-posttrain[ocr]' (see pyproject.toml)", "rapidocr_onnxruntime")
         _engine()
 
     def score(self, items: Sequence[Item]) -> Columns:
@@ -39,9 +38,8 @@ class OcrReward:
 
 
 def ocr(to_be_evaluated: str, reference: str, *, prompt: str, media: Any) -> float:
-    """Return the fraction of the expected text that the image shows; the text is the reference, or the text in quotes
-    in the prompt."""
-    require_packages("ocr", "pip install 'cosmos-posttrain[ocr]' (see pyproject.toml)", "rapidocr_onnxruntime")
+    """Return the fraction of the expected text that the image shows: the reference, or the prompt's text in quotes."""
+    _engine()
     return _score(Item(prompt, media, reference=reference))
 
 
@@ -68,6 +66,7 @@ def _recognise_text(image: Any) -> str:
 
 @lru_cache(maxsize=1)
 def _engine() -> Any:
+    require_packages("ocr", "pip install 'cosmos-posttrain[ocr]' (see pyproject.toml)", "rapidocr_onnxruntime")
     from rapidocr_onnxruntime import RapidOCR
 
     return RapidOCR(intra_op_num_threads=1, inter_op_num_threads=1)

@@ -1,5 +1,4 @@
-"""Worker processes for rewards and tools: spawned, each in its own process group, with an environment without
-secrets."""
+"""Worker processes of rewards and tools: spawned, each in its own process group, in an environment without secrets."""
 
 import os
 import resource
@@ -57,8 +56,9 @@ class WorkerPool(ABC):
     def _replace_pool(self, start: Callable[..., None], *arguments: Any, env: Sequence[str], count: int) -> ProcessPool:
         """Replace the pool by a new one, whose processes begin with `start`, and return it."""
         self.close()
-        initargs = (*arguments, env, os.getpid())
-        self._pool = ProcessPool(count, initializer=start, initargs=initargs, context=_RewardContext(env))
+        initargs, context = (*arguments, env, os.getpid()), SpawnContext()
+        context.Process = partial(_Process, tuple(env))  # type: ignore[assignment,misc]
+        self._pool = ProcessPool(count, initializer=start, initargs=initargs, context=context)
         return self._pool
 
     def _working_pool(self) -> ProcessPool:
@@ -66,16 +66,8 @@ class WorkerPool(ABC):
         return self._pool if self._pool is not None and self._pool.active else self._open()
 
 
-class _RewardContext(SpawnContext):
-    """Multiprocessing context of a pool; `names` are further environment variables that the processes may see."""
-
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        super().__init__()
-        self.Process = partial(_Process, tuple(names))  # type: ignore[assignment,misc]
-
-
 class _Process(SpawnProcess):
-    """Worker process that kills its process group when it ends."""
+    """Worker process that sees the environment variables `names`, and kills its process group when it ends."""
 
     _is_terminated = False
 

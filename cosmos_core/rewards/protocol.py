@@ -62,10 +62,6 @@ def decode_request(request_body: bytes | bytearray | memoryview) -> tuple[dict[s
     return fields, _parse_torch_file(content) if bytes(content[:4]) == SIGNATURE else decode_array(content)
 
 
-def _header_error(error: Exception) -> ProtocolError:
-    return ProtocolError(f"no array in numpy's format follows the JSON: {type(error).__name__}")
-
-
 def decode_array(content: memoryview) -> np.ndarray:
     """Return the array in a file of numpy's format, without unpickling.
 
@@ -73,7 +69,8 @@ def decode_array(content: memoryview) -> np.ndarray:
         ProtocolError: the content is no array of numbers, or its length differs from its header.
     """
     stream = io.BytesIO(bytes(content[: _MAX_NPY_HEADER + 16]))
-    with convert_errors(_header_error, ProtocolError):
+    header_error = "no array in numpy's format follows the JSON: "
+    with convert_errors(lambda error: ProtocolError(header_error + type(error).__name__), ProtocolError):
         version = np.lib.format.read_magic(stream)
         if version not in {(1, 0), (2, 0)}:
             raise ProtocolError(f"the array has format version {version}; 1.0 and 2.0 are read")

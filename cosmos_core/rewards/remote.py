@@ -69,12 +69,7 @@ class RemoteRewards:
         self._vae_lock = threading.Lock()
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
-        """Return the groups, in order, each with one score per completion.
-
-        Raises:
-            RewardError: the service refuses requests, or lacks a configured score.
-            StageFailed: a score is missing and `missing_score` is "fail".
-        """
+        """Return the groups, in order, each with one score per completion; see `score` for errors."""
         requests = [request_of(group, k) for group in groups for k in range(len(group.completions))]
         scores = iter(self.score(requests))
         by_group = [tuple(itertools.islice(scores, len(group.completions))) for group in groups]
@@ -92,9 +87,8 @@ class RemoteRewards:
         while waiting and attempts <= 1 + (config.retries if config.missing_score == "retry" else 0):
             if attempts > 1:
                 self.counts["resent"] += len(waiting)
-                log.warning(
-                    "%d completions have no score (%s); they are sent again", len(waiting), outcomes[waiting[0]].error
-                )
+                message = "%d completions have no score (%s); they are sent again"
+                log.warning(message, len(waiting), outcomes[waiting[0]].error)
             for i in waiting:
                 outcomes[i] = _Scores()
             self._run(self._score_all([(requests[i], outcomes[i]) for i in waiting]))
@@ -131,10 +125,9 @@ class RemoteRewards:
 
     async def _score_all(self, items: Sequence[tuple[Mapping[str, Any], _Scores]]) -> None:
         slots = asyncio.Semaphore(self._config.max_in_flight)
-        headers = self._service.headers
         limits = httpx.Limits(max_connections=self._config.max_in_flight)
         async with (
-            httpx.AsyncClient(headers=headers, limits=limits, verify=tls_trust()) as client,
+            httpx.AsyncClient(headers=self._service.headers, limits=limits, verify=tls_trust()) as client,
             asyncio.TaskGroup() as tasks,
         ):
             for batch in _batches(items, self._config.batch_size):
@@ -149,9 +142,8 @@ class RemoteRewards:
             scores = [scores for _, scores in batch]
             try:
                 request_body = await asyncio.to_thread(self._encode_body, [request for request, _ in batch])
-                results = await call.results(
-                    request_body, list(dict.fromkeys(each.name for each in self._config.reward_fns))
-                )
+                names = dict.fromkeys(each.name for each in self._config.reward_fns)
+                results = await call.results(request_body, list(names))
             except MissingScores as error:
                 for each in scores:
                     each.error = str(error)
@@ -186,16 +178,13 @@ def _batches(items: Sequence[Any], size: int) -> list[list[Any]]:
         is_video = isinstance(media, np.ndarray)
         shape = None if media is None else ("video", media.shape) if is_video else ("image", media.size)
         batches_by_shape.setdefault(shape, []).append(item)
-    return [
-        same_shape[i : i + size] for same_shape in batches_by_shape.values() for i in range(0, len(same_shape), size)
-    ]
+    return [each[i : i + size] for each in batches_by_shape.values() for i in range(0, len(each), size)]
 
 
 def _encode_batch(
     requests: Sequence[Mapping[str, Any]], functions: Sequence[RewardFunctionConfig], latents: np.ndarray | None
 ) -> bytes:
-    """Return the HTTP body that enqueues one batch: images as uint8 of B, H, W, C; videos or their latents as B, C, T,
-    H, W; texts within the JSON."""
+    """Return the body of one batch: images as uint8 of B, H, W, C; videos or latents as B, C, T, H, W; or texts."""
     media = [request.get("media") for request in requests]
     # Send positive weights, because the service skips functions whose weight is not above 0.
     weights = {each.name: each.weight if each.weight > 0 else 1.0 for each in functions}
@@ -244,11 +233,7 @@ def _note_metrics(function: RewardFunctionConfig, response: Mapping[str, Any], g
 def _record_scores(
     function: RewardFunctionConfig, metric: str, response: Mapping[str, Any], group_scores: Sequence[_Scores]
 ) -> None:
-    """Record the score, or the error, in a response for each completion.
-
-    Raises:
-        RewardError: the response lacks the configured score key.
-    """
+    """Record the score, or the error, for each completion; raise RewardError if the response lacks the score key."""
     scores, errors = response.get("scores"), response.get("errors")
     if not isinstance(scores, dict) or not scores:
         error = response.get("error")
@@ -276,8 +261,7 @@ def _record_scores(
 
 
 def _has_failed(scores: Mapping[str, Any], i: int) -> bool:
-    """Return True if the numbers of an item mean an error in the format of Cosmos-RL's service: a prediction `Error`,
-    or -1 for each score of a video."""
+    """Return True if an item's numbers are an error of Cosmos-RL: the prediction `Error`, or -1 as each video score."""
     column = scores.get("prediction")
     if isinstance(column, list) and i < len(column) and column[i] == "Error":
         return True
@@ -299,10 +283,7 @@ def _number(column: Any, i: int, count: int) -> float | None:
 
 def _invalidate_incomplete(scores: tuple[Score, ...]) -> tuple[Score, ...]:
     """Return the scores of a group, all marked invalid if one is invalid, because only whole groups are compared."""
-    first = next((score for score in scores if score.value is None), None)
-    if first is None:
+    if (first := next((score for score in scores if score.value is None), None)) is None:
         return scores
-    return tuple(
-        score if score.value is None else replace(score, value=None, error=f"its group is dropped: {first.error}")
-        for score in scores
-    )
+    error = f"its group is dropped: {first.error}"
+    return tuple(score if score.value is None else replace(score, value=None, error=error) for score in scores)

@@ -60,7 +60,6 @@ class Scorer(Protocol):
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the scores of all items, by key."""
-        ...
 
 
 class FunctionReward:
@@ -112,11 +111,10 @@ def load_served(name: str, entry: str, settings: Settings) -> Scorer:
             f'"path/file.py:thing"{suggestion(name, names)}'
         )
     reward = load_reward(name)
-    if missing_options := [
-        f"options.{each}" for each in _OPTION_PARAMETERS if each in reward.keywords and each not in settings.options
-    ]:
+    needed = [each for each in _OPTION_PARAMETERS if each in reward.binding.keywords]
+    if missing := [f"options.{each}" for each in needed if each not in settings.options]:
         raise RewardError(
-            f"the reward {name!r} needs {' and '.join(missing_options)}, which no request has; for example options = "
+            f"the reward {name!r} needs {' and '.join(missing)}, which no request has; for example options = "
             "{ max_tokens = 1024, overlong = { buffer_length = 256, penalty_factor = 1.0 } }"
         )
     return FunctionReward(name, reward, settings)
@@ -134,10 +132,7 @@ def replace_nonfinite(columns: Columns, count: int) -> tuple[Columns, list[str]]
 
 def _column(key: str, column: Any, count: int, errors: list[str]) -> Any:
     if isinstance(column, dict):
-        return {
-            nested_key: _column(f"{key}.{nested_key}", values, count, [""] * count)
-            for nested_key, values in column.items()
-        }
+        return {name: _column(f"{key}.{name}", values, count, [""] * count) for name, values in column.items()}
     if hasattr(column, "tolist"):
         column = column.tolist()
     if not isinstance(column, list) or len(column) != count:
@@ -158,8 +153,7 @@ def require_packages(name: str, extra: str, *modules: str) -> None:
     Raises:
         RewardError: a package is missing; the message says what to install.
     """
-    missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    if missing:
+    if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
         raise RewardError(f"the reward {name!r} needs {', '.join(missing)}, not installed here; {extra}")
 
 
@@ -169,8 +163,7 @@ def has_model(name: str) -> bool:
 
 
 def open_model(name: str, custom: Mapping[str, Any] | None) -> Scorer:
-    """Return the model of a built-in reward, with the settings in `[custom.NAME]` of the recipe; it is loaded at the
-    first call in this process.
+    """Return the model of a built-in reward, with the settings `[custom.NAME]`, loaded once in this process.
 
     Raises:
         RewardError: the model cannot be loaded.

@@ -79,9 +79,8 @@ class _TimeoutMonitor:
         for reward in self._futures_by_reward.keys() - self.cancelled:
             futures = self._futures_by_reward[reward]
             done_futures = [future for future in futures if future.done()]
-            if len(done_futures) >= self._max_timeouts and all(
-                isinstance(each.exception(), TimeoutError) for each in done_futures
-            ):
+            has_timed_out = all(isinstance(each.exception(), TimeoutError) for each in done_futures)
+            if len(done_futures) >= self._max_timeouts and has_timed_out:
                 self.cancelled.add(reward)
                 for future in futures:
                     future.cancel()
@@ -117,13 +116,10 @@ class RewardRunner(WorkerPool):
         self._weights = weights
         self._group_functions = {name for name in weights if by_group and is_import_path(name)}
         self._names = metric_names(weights)
-        self._timeout = timeout_seconds
+        self._timeout, self._retries, self._env, self._beat = timeout_seconds, retries, tuple(env), beat
         self._num_workers = num_workers or (1 if any(map(has_model, weights)) else len(os.sched_getaffinity(0)))
         self._max_timeouts = _MAX_TIMEOUTS * self._num_workers
-        self._retries = retries
         self._constants = {"custom": {}, **(constants or {})}
-        self._env = tuple(env)
-        self._beat = beat
         self._has_loaded = False
         self._lock = threading.Lock()
 
@@ -160,12 +156,7 @@ class RewardRunner(WorkerPool):
         return scores
 
     def _open(self) -> ProcessPool:
-        """Start the processes and wait until one of them has loaded the rewards.
-
-        Raises:
-            RewardError: the rewards cannot be loaded.
-            StageFailed: loading timed out, succeeded before, or ended because its process was killed; a retry may help.
-        """
+        """Start the processes; raise RewardError if they cannot load the rewards, StageFailed if a retry may help."""
         names = list(self._weights)
         pool = self._replace_pool(_start, names, self._constants, env=self._env, count=self._num_workers)
         try:
@@ -183,8 +174,7 @@ class RewardRunner(WorkerPool):
         return pool
 
     def _results(self, calls: Sequence[_Call]) -> list[list[_Result]]:
-        """Return the results of each call of a reward function. Calls that ended their worker process are retried when
-        all other calls are done, unless the remaining calls of that reward function were cancelled."""
+        """Return the results of each call; calls that ended their process are repeated last, unless cancelled."""
         results: list[list[_Result]] = [[]] * len(calls)
         waiting = list(range(len(calls)))
         attempt, num_broken_pools = 1, 0
@@ -263,9 +253,7 @@ def _load(names: Sequence[str]) -> set[str]:
     return group_functions
 
 
-@cache
-def _reward(name: str) -> Reward:
-    return load_reward(name)
+_reward = cache(load_reward)
 
 
 def _score(name: str, requests: Sequence[Mapping[str, Any]], takes_lists: bool) -> list[_Result]:

@@ -55,7 +55,7 @@ def read_tensor(content: memoryview) -> np.ndarray:
     """Return the tensor in a file, as a view of the file if possible; bfloat16 as two bytes per value, uint8.
 
     Raises:
-        NoTensor: the file is not one tensor of numbers.
+        NotATensorError: the file is not one tensor of numbers.
     """
     members = _read_zip_files(content)
     [root] = {name.partition("/")[0] for name in members}
@@ -63,7 +63,8 @@ def read_tensor(content: memoryview) -> np.ndarray:
         raise NotATensorError("it has no description of a tensor")
     if bytes(members.get(f"{root}/byteorder", b"little")) != b"little":
         raise NotATensorError("its numbers are not little-endian")
-    with convert_errors(_description_error, NotATensorError):
+    problem = "its description is none of a tensor: "
+    with convert_errors(lambda error: NotATensorError(problem + type(error).__name__), NotATensorError):
         storage, offset, shape, strides = _tensor(bytes(script))
     dtype = _DTYPES[storage.type_name]
     data = members.get(f"{root}/data/{storage.key}")
@@ -76,10 +77,6 @@ def read_tensor(content: memoryview) -> np.ndarray:
     flat = np.frombuffer(data, dtype)[offset:]
     array = np.lib.stride_tricks.as_strided(flat, shape, [step * dtype.itemsize for step in steps], writeable=False)
     return np.ascontiguousarray(array).view(np.uint8) if storage.type_name == "BFloat16Storage" else array
-
-
-def _description_error(error: Exception) -> NotATensorError:
-    return NotATensorError(f"its description is none of a tensor: {type(error).__name__}")
 
 
 def _read_zip_files(content: memoryview) -> dict[str, memoryview]:

@@ -33,11 +33,10 @@ class WanLatents:
         self._device = torch.device(device if torch.cuda.is_available() or not device.startswith("cuda") else "cpu")
         self._dtype = torch.float32 if self._device.type == "cpu" else getattr(torch, dtype)
         try:
-            vae: Any = (
-                _published_vae(path).to(self._dtype)
-                if path.endswith(".pth")
-                else AutoencoderKLWan.from_pretrained(path, torch_dtype=self._dtype)
-            )
+            if path.endswith(".pth"):
+                vae: Any = _published_vae(path).to(self._dtype)
+            else:
+                vae = AutoencoderKLWan.from_pretrained(path, torch_dtype=self._dtype)
         except (OSError, ValueError, RuntimeError, LookupError) as error:
             reason = " ".join(str(error).split())[:300]
             raise RewardError(
@@ -55,8 +54,7 @@ class WanLatents:
         return int(self._vae.config.z_dim)
 
     def encode(self, videos: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the latents of videos of one shape (uint8: frames, height, width and 3) as float16 of B, C, T, H,
-        W."""
+        """Return the latents of videos of one shape (uint8: frames, height, width, 3) as float16 of B, C, T, H, W."""
         import torch
 
         latents = []
@@ -98,9 +96,8 @@ def inspect_vae(key: str, path: str) -> str:
     except (OSError, ValueError) as error:
         raise RewardError(f"{key} = {path!r}: {' '.join(str(error).split())[:300]}") from error
     if class_name != AutoencoderKLWan.__name__:
-        raise RewardError(
-            f"{key} = {path!r} is of the class {class_name!r}; give a Wan VAE ({AutoencoderKLWan.__name__})"
-        )
+        remedy = f"give a Wan VAE ({AutoencoderKLWan.__name__})"
+        raise RewardError(f"{key} = {path!r} is of the class {class_name!r}; {remedy}")
     return f"{key}: {class_name}"
 
 

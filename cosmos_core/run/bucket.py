@@ -155,6 +155,10 @@ class Bucket:
             raise ConfigError(f"{SCHEME}{self.name}: no credentials; set {CREDENTIALS}")
         return client
 
+    def url(self, key: str) -> str:
+        """Return the URL of an object or a prefix."""
+        return f"{SCHEME}{self.name}/{key}"
+
     def check(self) -> None:
         """Check that the bucket exists and that the store accepts the credentials.
 

@@ -76,12 +76,9 @@ class Endpoint:
         reply = self._client.chat.completions.create(
             model=self._config.endpoint_model,
             messages=list(turns),  # type: ignore[arg-type]
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens,
-            seed=seed % (1 << 31),
-            extra_body=_extensions(sampling),
-        )
+            temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens,
+            seed=seed % (1 << 31), extra_body=_extensions(sampling),
+        )  # fmt: skip
         if not getattr(reply, "choices", None):  # a reply that is not JSON is a string, without choices
             raise StageFailed(f"sample.endpoint = {self.url!r}: the reply has no choices: {str(reply)[:100]}")
         choice = reply.choices[0]
@@ -93,11 +90,7 @@ class Endpoint:
 
 
 def _extensions(sampling: Sampling) -> dict[str, float]:
-    """Return the sampling settings that differ from their defaults and that vLLM's API has in addition to OpenAI's API;
-    other servers may refuse them."""
-    settings: dict[str, float] = {}
-    if sampling.top_k > 0:
-        settings["top_k"] = sampling.top_k
-    if sampling.repetition_penalty != 1:
-        settings["repetition_penalty"] = sampling.repetition_penalty
-    return settings
+    """Return the changed sampling settings that vLLM's API adds to OpenAI's; other servers may refuse them."""
+    penalty = sampling.repetition_penalty
+    settings: dict[str, float] = {"top_k": sampling.top_k} if sampling.top_k > 0 else {}
+    return settings if penalty == 1 else {**settings, "repetition_penalty": penalty}

@@ -69,10 +69,8 @@ def run(stage: Stage) -> Outcome:
             with replaced_folder(stage.path / _ROWS) as folder:
                 write_text(folder / "train.jsonl", _lines(rows))
             rated_prompts = zip(records, rates, strict=True)
-            write_text(
-                stage.path / PASS_RATES,
-                _lines([{"prompt": prompts[each.id].text, "pass_rate": rate} for each, rate in rated_prompts]),
-            )
+            lines = [{"prompt": prompts[each.id].text, "pass_rate": rate} for each, rate in rated_prompts]
+            write_text(stage.path / PASS_RATES, _lines(lines))
     logger.info("%d rows of %d prompts", len(rows), len(prompts))
     return Outcome(outputs=(_ROWS, PASS_RATES, FILE), metrics=metrics, info={"data": _ROWS})
 
@@ -150,8 +148,7 @@ def _model_columns(stage: Stage) -> dict[str, str]:
     """Return the columns of each row that name the model which generated the completions, and its digest."""
     if stage.recipe.sample.endpoint:
         return {"model": stage.recipe.sample.endpoint_model, "model_digest": ""}
-    name = source_of(stage.config.model)
-    if name is not None:
+    if (name := source_of(stage.config.model)) is not None:
         return {"model": stage.config.model, "model_digest": stage.inputs[name]["digest"]}
     digests = {each.kind: each.digest for each in reversed(stage.sources)}
     model = stage.config.model or stage.recipe.policy.model_name_or_path
@@ -159,12 +156,8 @@ def _model_columns(stage: Stage) -> dict[str, str]:
 
 
 def _require_rewards(file: Path, records: Sequence[SampledPrompt]) -> None:
-    """Check that at least one completion has a valid reward; otherwise remove the file of the records, so that a
-    repeated stage generates and scores the completions again.
-
-    Raises:
-        RewardError: no completion has a valid reward.
-    """
+    """Check that a completion has a valid reward; otherwise remove the records, so that a repeated stage starts again,
+    and raise RewardError."""
     candidates = [each for record in records for each in record.candidates]
     if any(each.reward is not None for each in candidates):
         return
@@ -174,7 +167,6 @@ def _require_rewards(file: Path, records: Sequence[SampledPrompt]) -> None:
 
 
 def _nothing_kept_message(records: Sequence[SampledPrompt], metrics: dict[str, float]) -> str:
-    """Return the error message for a selection that kept no completion."""
     best = max(each.reward for record in records for each in record.candidates if each.reward is not None)
     return (
         f"sample.keep leaves no row of {metrics['sample/completions']:.0f} completions: the highest reward is "

@@ -48,18 +48,11 @@ def record_prompt(scored_group: ScoredGroup, sampling: Sampling) -> SampledPromp
     prompt, candidates = scored_group.group.prompt, []
     for k, (completion, score) in enumerate(zip(scored_group.group.completions, scored_group.scores, strict=True)):
         turns = [{"role": turn.role, "content": turn.text} for turn in completion.turns]
-        candidates.append(
-            ScoredCompletion(
-                completion.text,
-                turns or [{"role": "assistant", "content": completion.text}],
-                score.value,
-                score.metrics,
-                score.error,
-                request_seed(sampling.seed, 0, prompt.id, k),
-                completion.num_sampled,
-                completion.finish_reason == "stop",
-            )
-        )
+        candidates.append(ScoredCompletion(
+            completion.text, turns or [{"role": "assistant", "content": completion.text}],
+            score.value, score.metrics, score.error, request_seed(sampling.seed, 0, prompt.id, k),
+            completion.num_sampled, completion.finish_reason == "stop",
+        ))  # fmt: skip
     return SampledPrompt(prompt.id, candidates)
 
 

@@ -14,8 +14,7 @@ Message = Mapping[str, Any]
 
 
 def pass_rate(sampled: SampledPrompt, full: float | None) -> float | None:
-    """Return the fraction of valid completions that have the full reward `full`; None if no completion is valid, or
-    `full` is None."""
+    """Return the fraction of valid completions with the full reward `full`; None without a valid one or `full`."""
     values = _rewards(sampled.candidates)
     return None if full is None or not values else sum(has_full_reward(value, full) for value in values) / len(values)
 
@@ -31,11 +30,8 @@ def select_completions(
     if rate is not None and not keep_config.min_pass_rate <= rate <= keep_config.max_pass_rate:
         return []
     min_reward = float("-inf") if keep_config.min_reward is None else keep_config.min_reward
-    eligible = [
-        each
-        for each in _valid_completions(sampled)
-        if each.reward is not None and each.reward >= min_reward and (each.is_finished or not keep_config.finished)
-    ]
+    finished = [each for each in _valid_completions(sampled) if each.is_finished or not keep_config.finished]
+    eligible = [each for each in finished if each.reward is not None and each.reward >= min_reward]
     eligible.sort(key=_descending)
     if keep_config.unique:
         best_by_text: dict[str, ScoredCompletion] = {}
@@ -52,8 +48,7 @@ def select_completions(
 def select_pair(
     sampled: SampledPrompt, eligible: Sequence[ScoredCompletion], min_margin: float
 ) -> tuple[ScoredCompletion, ScoredCompletion] | None:
-    """Return the best completion in `eligible` and the worst completion of the prompt; None if `eligible` is empty, or
-    if the two rewards do not differ by more than `min_margin`."""
+    """Return the best in `eligible` and the prompt's worst completion; None unless they differ by over `min_margin`."""
     if not eligible:
         return None
     best, worst_completion = eligible[0], max(_valid_completions(sampled), key=_descending)
@@ -68,25 +63,15 @@ def rows_of(
     eligible: Sequence[ScoredCompletion],
     origin: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return the rows of a prompt for its kept completions (`eligible`): conversations, or at most one pair if `config`
-    sets `pairs`; the columns `origin` are added to each row."""
+    """Return rows of the kept completions `eligible`, or a pair with `config.pairs`, with the columns `origin`."""
     if config.pairs:
         best_and_worst = select_pair(sampled, eligible, config.min_margin)
         if best_and_worst is None:
             return []
-        best, worst_completion = best_and_worst
-        return [
-            {
-                "prompt": [*prompt],
-                "chosen": best.turns,
-                "rejected": worst_completion.turns,
-                "reward": best.reward,
-                "rejected_reward": worst_completion.reward,
-                "seed": best.seed,
-                "rejected_seed": worst_completion.seed,
-                **origin,
-            }
-        ]
+        best, worst = best_and_worst
+        turns = {"prompt": [*prompt], "chosen": best.turns, "rejected": worst.turns}
+        rewards = {"reward": best.reward, "rejected_reward": worst.reward}
+        return [{**turns, **rewards, "seed": best.seed, "rejected_seed": worst.seed, **origin}]
     return [
         {"conversations": [*prompt, *each.turns], "reward": each.reward, "seed": each.seed, **origin}
         for each in eligible
@@ -106,9 +91,7 @@ def metrics_of(
     """
     groups = [values for record in records if (values := _rewards(record.candidates))]
     candidates = [each for record in records for each in record.candidates]
-    kept_rewards = [
-        each.reward for prompt_completions in eligible for each in prompt_completions if each.reward is not None
-    ]
+    kept_rewards = [reward for completions in eligible for reward in _rewards(completions)]
     known_rates = [rate for rate in rates if rate is not None]
     mean_metrics = {
         "reward_random": [float(np.mean(values)) for values in groups],
@@ -139,7 +122,6 @@ def _rewards(candidates: Sequence[ScoredCompletion]) -> list[float]:
 
 
 def _descending(candidate: ScoredCompletion) -> tuple[float, int]:
-    """Return a sort key for completions: highest reward first, and in the order of the seeds for equal rewards, so that
-    the order of generation favours no completion."""
+    """Return a sort key: highest reward first, then the order of seeds, so that no completion is favoured."""
     assert candidate.reward is not None
     return -candidate.reward, candidate.seed

@@ -95,8 +95,7 @@ def parse_calls(text: str) -> list[ToolCall]:
     calls = []
     position = max(0, text.rfind(_END_OF_THOUGHT))
     while (begin := text.find(_CALL_BEGIN, position)) >= 0:
-        begin += len(_CALL_BEGIN)
-        call, position = _read_call(text, begin)
+        call, position = _read_call(text, begin + len(_CALL_BEGIN))
         calls.append(call)
     return calls
 
@@ -111,9 +110,8 @@ def _read_call(text: str, begin: int) -> tuple[ToolCall, int]:
         value, end = _DECODER.raw_decode(text, start)
         next_position = end + len(text[end:]) - len(text[end:].lstrip())
         if not text.startswith(_CALL_END, next_position):
-            raise ValueError(
-                f"no {_CALL_END} behind it" if _CALL_END not in text[next_position:] else "more than one JSON value"
-            )
+            has_end = _CALL_END in text[next_position:]
+            raise ValueError("more than one JSON value" if has_end else f"no {_CALL_END} behind it")
         return _call(value), next_position + len(_CALL_END)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)

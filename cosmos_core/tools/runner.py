@@ -21,6 +21,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from cosmos_core.environment import masked
+from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.rewards.process import START_SECONDS, WorkerPool, begin, describe_exit, wait_for_futures
@@ -66,10 +67,7 @@ class ToolRunner(WorkerPool):
         Raises:
             ConfigError: a signature lacks types, or a docstring lacks descriptions.
         """
-        if not self._paths:
-            return []
-        schemas: list[dict[str, Any]] = self._call_in_pool(_schemas)
-        return schemas
+        return self._call_in_pool(_schemas) if self._paths else []
 
     def results(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Make tool calls concurrently, and return the results in the order of the calls."""
@@ -85,8 +83,7 @@ class ToolRunner(WorkerPool):
                 self.close()  # the pool is unusable: a call was lost with its process, or no process started
             for i, future in zip(waiting, futures, strict=True):
                 results[i] = self._finished_result(calls[i].name, future)
-            waiting = [i for i in waiting if results[i] is None]
-            if not waiting:
+            if not (waiting := [i for i in waiting if results[i] is None]):
                 break
         return [result or _error("its process ended") for result in results]
 
@@ -119,16 +116,13 @@ class ToolRunner(WorkerPool):
     def _call_in_pool(self, function: Callable[[list[str]], Any]) -> Any:
         pool = self._pool or self._open()
         try:
-            future = pool.schedule(function, args=(list(self._paths.values()),))
-            if not wait_for_futures([future], START_SECONDS, self._beat):
-                raise StageFailed(f"{TOOLS_KEY}: the tools were not loaded in {START_SECONDS:g} s")
-            return future.result()
+            with cleanup_on_error(self.close):
+                future = pool.schedule(function, args=(list(self._paths.values()),))
+                if not wait_for_futures([future], START_SECONDS, self._beat):
+                    raise StageFailed(f"{TOOLS_KEY}: the tools were not loaded in {START_SECONDS:g} s")
+                return future.result()
         except (BrokenProcessPool, ProcessExpired) as error:
-            self.close()
             raise StageFailed(f"{TOOLS_KEY}: a process ended while it loaded the tools") from error
-        except BaseException:
-            self.close()
-            raise
 
 
 def _error(text: str) -> ToolResult:
@@ -150,9 +144,7 @@ def _load(paths: Sequence[str]) -> None:
         _tool(path)
 
 
-@cache
-def _tool(path: str) -> Callable[..., Any]:
-    return load_tool(path)
+_tool = cache(load_tool)
 
 
 def _schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
@@ -175,8 +167,7 @@ def _result(path: str, arguments: dict[str, Any]) -> ToolResult:
         value = _tool(path)(**arguments)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        is_error = False
+        text, is_error = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str), False
     except BaseException as error:  # noqa: BLE001 - the user's tool may raise any error; the policy receives its text
         text, is_error = f"Error: {error_on_one_line(error)}", True
     is_truncated = len(text) > _LONGEST_RESULT

@@ -46,8 +46,7 @@ class ArtifactStore:
     one line."""
 
     def __init__(self, url: str, pause: Callable[[], None] = lambda: None) -> None:
-        """Open the store at `url`. `pause` is a function that is called between files and between parts of a file; it
-        raises an error if the run is to stop."""
+        """Open the store at `url`; `pause` is called between files and parts of a file, and raises to stop the run."""
         name, self._prefix = split_url(url)
         self.url = f"{SCHEME}{name}/{self._prefix}".rstrip("/")
         self._bucket = Bucket(name)
@@ -58,8 +57,8 @@ class ArtifactStore:
         self._bucket.check()
 
     def put_run(self, run_path: Path, *, has_grown: bool = False) -> str:
-        """Store the definition of a run (`pipeline.toml` and `run.json`) unless it is stored already, and return the
-        URL of the run for `open_stored_run`. With `has_grown`, replace a stored definition that has other stages.
+        """Store `pipeline.toml` and `run.json` of a run unless they are stored, and return its URL for
+        `open_stored_run`. With `has_grown`, replace a stored definition that has other stages.
 
         Runs that two machines start in the same second have the same id; the second run gets another one in the store.
         """
@@ -107,12 +106,10 @@ class ArtifactStore:
         return result
 
     def fetch_outputs(self, result: Result, stage_path: Path, local_files: Mapping[str, Path]) -> None:
-        """Download the outputs of a result to `stage_path`. `local_files` maps SHA-256 digests to local files, which
-        are copied instead of downloaded."""
+        """Download the outputs of a result to `stage_path`, or copy them from `local_files`, local files by SHA-256."""
+        files = {stage_path / record["path"]: _file_entry(record) for record in result["outputs"]}
         with translate_errors(self.url):
-            self._objects.fetch(
-                {stage_path / record["path"]: _file_entry(record) for record in result["outputs"]}, local_files
-            )
+            self._objects.fetch(files, local_files)
         for record in result["outputs"]:
             status = (stage_path / record["path"]).stat()
             record.update(mtime_ns=status.st_mtime_ns, inode=status.st_ino)
@@ -130,8 +127,7 @@ class ArtifactStore:
         return StoredRecord(self._bucket, self._key(f"runs/{run_id}/stages/{stage_path.name}"), stage_path, machine)
 
     def _claim_run_name(self, name: str, files: dict[str, str], has_grown: bool) -> bool:
-        """Return True if the name in the store belongs to the run with these files; a free name is assigned to the
-        run."""
+        """Return True if the name in the store belongs to the run with these files, or was free and now does."""
         key = self._key(f"runs/{name}/run.json")
         stored, _ = read_document(self._bucket, key)
         if stored is None:
@@ -162,8 +158,7 @@ class ArtifactStore:
 
 
 def open_stored_run(url: str, folder: str, pause: Callable[[], None]) -> Path:
-    """Return the local directory of the run that is stored at `url`, a return value of `put_run`; create the directory
-    if it does not exist.
+    """Return the local directory of the run stored at `url`, a return value of `put_run`; create it if necessary.
 
     A new directory is created in `folder`; if `folder` is empty, in the `output_dir` of the run's pipeline. An existing
     directory gets the stages that were added to the run since, unless a process is running the run in it.
@@ -207,8 +202,7 @@ def _text(file: Path) -> str:
 
 
 def result_lookup(pipeline: Pipeline) -> Callable[[str], Result | None]:
-    """Return a function that looks up the result of a fingerprint in the artifact store of a pipeline; without a store
-    it always returns None."""
+    """Return a function that looks up a fingerprint's result in a pipeline's artifact store; None without a store."""
     url = pipeline.config.artifact_store
     return ArtifactStore(url).find_stored_result if url else lambda fingerprint: None
 

@@ -1,9 +1,8 @@
-"""Publication targets: destinations of published models. A target stores versions of a model, then moves its pointer to
-the new version. Each built-in target is one file in this folder."""
+"""Publication targets, which store versions of a model, then move a pointer; each built-in one is a file here."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.target import TARGETS_FOLDER, split_target
@@ -13,8 +12,7 @@ from cosmos_core.registry import is_import_path, load_named
 RECORD_FILE = "published.json"
 """File name of the record of a published version, which is stored next to the files of the model."""
 JOURNAL = "upload.jsonl"
-"""File name of the journal of an upload, which is kept in the folder of the stage so that an interrupted upload
-continues."""
+"""File name of the journal of an upload in the folder of the stage, with which an interrupted upload continues."""
 _MAX_HISTORY = 100
 
 
@@ -43,18 +41,18 @@ class Target(Protocol):
         """
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Store `folder` as `version`, verify the stored files, then move the pointer; return the address of the
-        version.
+        """Store `folder` as `version`, verify the stored files, move the pointer, and return the version's address.
 
         Safe to repeat after a crash at any point: a complete version is not sent again, an incomplete one is replaced.
         `record["files"]` has the sha256 of each file, `record["metrics"]` the metrics that a gate stage compares.
 
         Raises:
             UploadError: the target refused, lost or altered a file; the pointer was not moved.
+            ConfigError: the target refuses the credentials.
         """
 
 
-def is_publication_record(value: Any) -> bool:
+def is_publication_record(value: Any) -> TypeGuard[dict[str, Any]]:
     """Return True if a value is a record of a published version: a dict with the dicts `metrics` and `files`."""
     return isinstance(value, dict) and isinstance(value.get("metrics"), dict) and isinstance(value.get("files"), dict)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import UploadError
-from cosmos_core.run.bucket import SCHEME, Bucket, is_failed_precondition, run_threads
+from cosmos_core.run.bucket import Bucket, is_failed_precondition, run_threads
 from cosmos_core.run.files import copy_file, sha256
 from cosmos_core.upload.transfer import Journal, Transfer
 
@@ -58,13 +58,11 @@ class ContentStore:
     """Storage of files below one prefix of a bucket; the key of each file is the SHA-256 of its content."""
 
     def __init__(self, bucket: Bucket, prefix: str, pause: Callable[[], None] = lambda: None) -> None:
-        """Store contents below `prefix`. `pause` is a function that is called between files and between parts of a
-        file; it raises an error if the run is to stop."""
+        """Store contents below `prefix`; `pause` is called between files and parts of a file, and raises to stop."""
         self._bucket, self._prefix, self._pause = bucket, prefix, pause
 
     def send(self, files: Mapping[str, Path], journal: Path | None = None) -> None:
-        """Store files under their digests and verify them; the journal file records which files have arrived, so that
-        an interrupted upload continues.
+        """Store files under their digests and verify them; with the journal file an interrupted upload continues.
 
         Raises:
             UploadError: the stored object has the wrong digest after each attempt, or the file changed meanwhile.
@@ -88,7 +86,7 @@ class ContentStore:
             data = self._bucket.read(self._key(entry.sha256))
             if data is None or hashlib.sha256(data).hexdigest() == entry.sha256:
                 return data
-        raise UploadError(f"{self._url(entry)} arrived altered {_ATTEMPTS} times")
+        raise UploadError(f"{self._bucket.url(self._key(entry.sha256))} arrived altered {_ATTEMPTS} times")
 
     def remove(self, entry: Entry) -> None:
         """Remove the object with the digest of `entry`, if it exists."""
@@ -104,8 +102,7 @@ class ContentStore:
         return ""
 
     def fetch(self, files: Mapping[Path, Entry], local_files: Mapping[str, Path] | None = None) -> None:
-        """Download contents to local files, except to files that already have their content. `local_files` maps digests
-        to other local files, which are copied instead of downloaded.
+        """Download contents to local files that lack them, or copy them from `local_files`, local files by digest.
 
         Raises:
             UploadError: a content is missing from the bucket, or has the wrong digest after each download.
@@ -138,7 +135,7 @@ class ContentStore:
 
     def _download(self, entry: Entry, file: Path) -> None:
         key = self._key(entry.sha256)
-        where = self._url(entry)
+        where = self._bucket.url(key)
         if self._bucket.head(key) is None:
             raise UploadError(f"{where}, the content of {file}, is gone; make its stage again (--from-stage)")
         if entry.size > shutil.disk_usage(file.parent).free:
@@ -150,24 +147,19 @@ class ContentStore:
             file.unlink()
         raise UploadError(f"{where} arrived altered {_ATTEMPTS} times")
 
-    def _url(self, entry: Entry) -> str:
-        return f"{SCHEME}{self._bucket.name}/{self._key(entry.sha256)}"
-
     def _key(self, digest: str) -> str:
         return f"{self._prefix}/{digest[:2]}/{digest}"
 
 
 def write_document(bucket: Bucket, key: str, value: dict[str, Any], **only: str) -> str:
-    """Replace a JSON document in one request and return its new ETag. `only` holds conditional headers for
-    `Bucket.write`, for example `IfMatch`."""
+    """Replace a JSON document in one request, with the conditional headers `only`, and return its new ETag."""
     text = json.dumps(value)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return bucket.write(key, json.dumps({"sha256": digest, "text": text}).encode(), **only)
 
 
 def exchange_document(bucket: Bucket, key: str, value: dict[str, Any], etag: str) -> str:
-    """Replace the JSON document that has this ETag, or create the document if `etag` is empty; return the new ETag, or
-    an empty string if the stored document has another ETag."""
+    """Replace the JSON document with this ETag (empty: create it); return the new ETag, empty if another is stored."""
     from botocore.exceptions import ClientError
 
     condition = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
@@ -195,7 +187,7 @@ def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]
                 return json.loads(document["text"]), etag
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
-    raise UploadError(f"{SCHEME}{bucket.name}/{key} is damaged, or arrived altered {_ATTEMPTS} times")
+    raise UploadError(f"{bucket.url(key)} is damaged, or arrived altered {_ATTEMPTS} times")
 
 
 def _has_entry_content(file: Path, entry: Entry) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import CosmosError
-from cosmos_core.run.bucket import SCHEME, Bucket, split_url, translate_errors
+from cosmos_core.run.bucket import Bucket, split_url, translate_errors
 from cosmos_core.run.files import link_or_copy, read_object, step_of
 from cosmos_core.run.state import record_event
 from cosmos_core.upload.transfer import Journal, Transfer
@@ -30,8 +30,7 @@ _PAUSE_SECONDS = 30.0
 
 
 def checkpoint_url(parent: str, training: str, run_id: str) -> str:
-    """Return the URL for the checkpoints of a training below `parent`, the URL of the pipeline's publication target; an
-    empty string if `parent` is empty."""
+    """Return the URL for a training's checkpoints below `parent`, the pipeline's target; empty if `parent` is empty."""
     return f"{parent}/{training}/saves/{run_id}" if parent else ""
 
 
@@ -40,9 +39,7 @@ class CheckpointUploader:
 
     def __init__(self, stage_path: Path, url: str) -> None:
         name, self._prefix = split_url(url)
-        self._url = f"{SCHEME}{name}/{self._prefix}"
-        self._stage_path = stage_path
-        self._bucket = Bucket(name)
+        self._bucket, self._stage_path = Bucket(name), stage_path
         self._uploaded_names: set[str] = set()
 
     def push(self, stop: threading.Event | None = None) -> list[str]:
@@ -55,7 +52,8 @@ class CheckpointUploader:
         for name, manifest in saved_manifests(self._stage_path).items():
             if name in self._uploaded_names or (stop is not None and stop.is_set()):
                 continue
-            with translate_errors(self._url), linked(manifest.parent, self._stage_path / "sending" / name) as folder:
+            sending, url = self._stage_path / "sending" / name, self._bucket.url(self._prefix)
+            with translate_errors(url), linked(manifest.parent, sending) as folder:
                 if folder is None:
                     continue
                 if self._bucket.head(self._key(name, MANIFEST)) is None:
@@ -79,17 +77,14 @@ class CheckpointUploader:
 
 
 class _UploadStopped(Exception):
-    """Exception that ends an upload because the training has ended; the stage that publishes the model sends the
-    remaining files."""
+    """Exception that ends an upload after the training; the stage that publishes the model sends remaining files."""
 
 
 @contextmanager
 def upload_checkpoints_during(stage_path: Path, url: str) -> Iterator[None]:
-    """Upload each checkpoint of a training as soon as it is saved, while the `with` block runs; an empty `url` uploads
-    none.
+    """Upload each checkpoint of a training as soon as it is saved, while the `with` block runs; none if `url` is empty.
 
-    If the store fails, a warning is logged and the upload is tried again, finally by the stage that publishes the
-    model.
+    If the store fails, a warning is logged and the upload is tried again, finally by the stage that publishes.
     """
     if not url:
         yield
@@ -130,20 +125,17 @@ def lower_cpu_priority() -> None:
 
 @contextmanager
 def linked(source: Path, target: Path) -> Iterator[Path | None]:
-    """Hard-link the files of the checkpoint `source` to the folder `target`, and yield `target`; yield None if the
-    checkpoint was removed during this call."""
+    """Hard-link the checkpoint `source` to the folder `target`, and yield that, or None if it was removed meanwhile."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
+    complete = None
     try:
-        for name in [*read_object(source / MANIFEST).get("files", {}), MANIFEST]:
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            link_or_copy(source / name, target / name)
-    except FileNotFoundError:
-        shutil.rmtree(target, ignore_errors=True)
-        yield None
-        return
-    try:
-        yield target
+        with suppress(FileNotFoundError):
+            for name in [*read_object(source / MANIFEST).get("files", {}), MANIFEST]:
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                link_or_copy(source / name, target / name)
+            complete = target
+        yield complete
     finally:
         shutil.rmtree(target, ignore_errors=True)
 

@@ -1,5 +1,4 @@
-"""Publication target `file`: versions in folders `<target>/<version>/`, and a symbolic link `<target>/latest` to the
-current version, which is replaced last."""
+"""Publication target `file`: folders `<target>/<version>/`, and a link `<target>/latest`, which is replaced last."""
 
 import os
 import shutil
@@ -22,8 +21,7 @@ class FileTarget:
         self._pause: Callable[[], None] = lambda: None
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Set the function `pause`, which `publish` calls before it moves the pointer. The target keeps no journal in
-        `folder`: an interrupted copy starts again."""
+        """Set the function that `publish` calls before it moves the pointer; an interrupted copy starts again."""
         self._pause = pause
 
     def check(self) -> None:
@@ -39,11 +37,7 @@ class FileTarget:
             raise ConfigError(f"{self.folder} cannot be written: no permission to write {existing}")
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record of the version to which the link `latest` points; None if nothing was published yet.
-
-        Raises:
-            DamagedRecord: the record cannot be read.
-        """
+        """Return the record of the version to which the link `latest` points; None if nothing was published yet."""
         latest = self.folder / "latest"
         if not latest.is_symlink() and not latest.exists():
             return None
@@ -74,8 +68,7 @@ class FileTarget:
         return str(self.folder / version)
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Return a message about the first file of `record` that is missing or altered in a stored version; empty if
-        there is none."""
+        """Return a message about the first file of `record` that is missing or altered in a version; else empty."""
         return self._find_damage(self.folder / version, record)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
@@ -91,11 +84,7 @@ class FileTarget:
         self._move_pointer(version, with_version(self.history(), version) if history is None else history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Copy the files of a model, verify the copies and point `latest` to them; return the folder of the version.
-
-        Raises:
-            UploadError: the target folder cannot be written, or a copy differs from its source.
-        """
+        """Copy the files of a model, verify the copies and point `latest` to them; return the folder of the version."""
         path = self.folder / version
         try:
             if read_json(path / RECORD_FILE) != record or self._find_damage(path, record):
@@ -114,14 +103,12 @@ class FileTarget:
 
     def _record(self, folder: Path, remedy: str) -> dict[str, Any]:
         record = read_json(folder / RECORD_FILE)
-        if record is None or not is_publication_record(record):
+        if not is_publication_record(record):
             raise DamagedRecord(f"{folder / RECORD_FILE} is missing or damaged; {remedy}")
-        checked: dict[str, Any] = record
-        return checked
+        return record
 
     def _find_damage(self, path: Path, record: dict[str, Any]) -> str:
-        """Return a message about the first missing or altered file of a stored version; empty if every file has the
-        digest in `record`."""
+        """Return a message about the first missing or altered file of a stored version; empty if all digests match."""
         if read_json(path / RECORD_FILE) is None:
             return "no record"
         files = {str(file.relative_to(path)): file for file in files_below(path)}

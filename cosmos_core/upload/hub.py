@@ -19,7 +19,6 @@ from typing import Any
 from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.run.hub import call_with_timeout
 from cosmos_core.upload.base import RECORD_FILE, is_publication_record
-from cosmos_core.upload.card import with_metrics
 
 _ATTEMPTS = 5
 _MAX_WAIT_SECONDS = 300.0
@@ -52,8 +51,7 @@ class HubTarget:
             call_with_timeout(_CHECK_SECONDS, lambda: self._retry(self.api.whoami, _CHECK_SECONDS / 2))
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Set the function `pause`, which is called between attempts and before the commit. The target keeps no journal
-        in `folder`: the Hub knows which files have arrived."""
+        """Set the function `pause` for between attempts and before the commit; the Hub knows which files arrived."""
         self._pause = pause
 
     @cached_property
@@ -84,15 +82,9 @@ class HubTarget:
         return f"hub://{self.repository}@{version}"
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record of the version at the head of the branch; None if nothing was published yet.
-
-        Raises:
-            DamagedRecord: the record cannot be read.
-            UploadError: the Hub cannot be reached.
-        """
+        """Return the record of the version at the head of the branch; None if nothing was published yet."""
         with self._translate_errors():
-            record: dict[str, Any] | None = self._retry(lambda: self._record(self.branch or "main"))
-        return record
+            return self._retry(lambda: self._record(self.branch or "main"))
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing on the Hub or differs from `folder`; empty
@@ -105,12 +97,7 @@ class HubTarget:
         return next(filter(None, damages), "")
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Commit the missing files, verify the stored files and set the tag; return the address of the version.
-
-        Raises:
-            UploadError: the Hub cannot be reached, or a stored file differs from its source.
-            ConfigError: the Hub refuses the token.
-        """
+        """Commit the missing files, verify the stored files and set the tag; return the address of the version."""
         branch = self.branch or "main"
         with self._translate_errors():
             self._retry(lambda: self.api.create_repo(self.repository, private=True, exist_ok=True))
@@ -134,12 +121,11 @@ class HubTarget:
         if is_sent and not self._find_damage(folder, record, branch):
             return
         head = self.api.repo_info(self.repository, revision=branch)
-        operations: list[Any] = [
-            CommitOperationAdd(name, str(folder / name)) for name in record["files"] if name != _CARD
-        ]
+        weights = [name for name in record["files"] if name != _CARD]
+        operations: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in weights]
         self.api.preupload_lfs_files(self.repository, operations, revision=branch)
         self._pause()  # check for a stop request before the commit, which publishes the uploaded files
-        operations.append(CommitOperationAdd(_CARD, with_metrics(folder / _CARD, record).encode()))
+        operations.append(CommitOperationAdd(_CARD, _card_with_metrics(folder / _CARD, record).encode()))
         operations.append(CommitOperationAdd(RECORD_FILE, json.dumps(record, indent=1).encode()))
         paths = {operation.path_in_repo for operation in operations} | _KEPT_FILES
         stale_files = [file.rfilename for file in head.siblings or () if file.rfilename not in paths]
@@ -149,8 +135,7 @@ class HubTarget:
         )
 
     def _find_damage(self, folder: Path, record: dict[str, Any], revision: str) -> str:
-        """Return a message about the first file whose digest on the Hub differs: the SHA-256 of a large file, the git
-        object id of a small file. Empty if there is none."""
+        """Return a message about the first file whose SHA-256, or git object id if small, differs; else empty."""
         from huggingface_hub.errors import RevisionNotFoundError
 
         try:
@@ -211,8 +196,7 @@ class HubTarget:
         raise AssertionError("the last attempt returns or raises")
 
     def _sleep(self, seconds: float) -> None:
-        """Wait in short intervals and call `pause` in each: a run that is to stop must not wait as long as a busy Hub
-        may request."""
+        """Wait in short intervals with `pause` in each, because a busy Hub may request longer than a stop can wait."""
         deadline = time.monotonic() + seconds
         while (seconds_left := deadline - time.monotonic()) > 0:
             self._pause()
@@ -240,6 +224,17 @@ class HubTarget:
 
 def _status(error: Any) -> int:
     return error.response.status_code if error.response is not None else 0
+
+
+def _card_with_metrics(card: Path, record: dict[str, Any]) -> str:
+    """Return the text of a model card with the version of the model, its metrics and the digests of its inputs."""
+    text = card.read_text(encoding="utf-8").rstrip() if card.is_file() else "---\nlibrary_name: transformers\n---"
+    lines = [text, "", f"## Published as `{record.get('version', '')}`", ""]
+    lines += [f"- from stage `{name}`: `{digest}`" for name, digest in sorted(record.get("inputs", {}).items())]
+    if metrics := record["metrics"]:
+        lines += ["", "| metric | value |", "|---|---|"]
+        lines += [f"| {key} | {value:.4g} |" for key, value in sorted(metrics.items())]
+    return "\n".join(lines) + "\n"
 
 
 def _git_object(file: Path) -> str:

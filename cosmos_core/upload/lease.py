@@ -9,12 +9,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 from cosmos_core.error_handling import log_errors
 from cosmos_core.errors import StageFailed
-from cosmos_core.run.bucket import SCHEME, Bucket, translate_errors
+from cosmos_core.run.bucket import Bucket, translate_errors
 from cosmos_core.upload.bundle import exchange_document, read_document
 
 logger = logging.getLogger(__name__)
@@ -41,9 +41,8 @@ class Lease:
     """Exclusive right of a process to make one result, stored as a document in a bucket."""
 
     def __init__(self, bucket: Bucket, key: str, holder: LeaseHolder, has_died: Callable[[LeaseHolder], bool]) -> None:
-        """Create the lease at `key` without acquiring it. `has_died` returns True if a holder is known to have
-        ended."""
-        self._bucket, self._key = bucket, key
+        """Create the lease at `key` without acquiring it; `has_died` returns True if a holder is known to be dead."""
+        self._bucket, self._key, self._url = bucket, key, bucket.url(key)
         self._holder, self._has_died = holder, has_died
         self._etag = ""
         self.is_lost = False
@@ -52,8 +51,7 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def acquire(self, report_waiting: Callable[[LeaseHolder], None]) -> bool:
-        """Wait for the lease and acquire it; return True if another process held it before. `report_waiting` is called
-        with the current holder between attempts, and may raise an error to give up.
+        """Wait for the lease and acquire it; return True if it was held. `report_waiting` gets the holder, may raise.
 
         Raises:
             ConfigError, UploadError: the store refuses a request or cannot be reached.
@@ -64,9 +62,8 @@ class Lease:
                 holder, etag = self._read()
                 if etag != last_etag:
                     last_etag, unchanged_since = etag, time.monotonic()
-                is_free = (
-                    holder is None or self._has_died(holder) or time.monotonic() - unchanged_since > EXPIRY_SECONDS
-                )
+                has_expired = time.monotonic() - unchanged_since > EXPIRY_SECONDS
+                is_free = holder is None or self._has_died(holder) or has_expired
                 if is_free and self._put(etag):
                     break
                 has_waited = True
@@ -106,10 +103,6 @@ class Lease:
             if self._is_own_lease(self._read()[0]):
                 self._bucket.remove(self._key)
 
-    @property
-    def _url(self) -> str:
-        return f"{SCHEME}{self._bucket.name}/{self._key}"
-
     def _read(self) -> tuple[LeaseHolder | None, str]:
         value, etag = read_document(self._bucket, self._key)
         try:
@@ -118,8 +111,7 @@ class Lease:
             return None, etag
 
     def _put(self, etag: str) -> bool:
-        """Replace the stored lease that has this ETag by the lease of this process; return True if this process holds
-        the lease now."""
+        """Replace the stored lease with this ETag by that of this process; return True if this process holds it now."""
         self._etag = exchange_document(self._bucket, self._key, asdict(self._holder), etag)
         if self._etag:
             return True
@@ -132,8 +124,7 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._stop.wait(RENEW_SECONDS):
-            holder = self._holder
-            self._holder = LeaseHolder(holder.machine, holder.pid, holder.started, holder.token, holder.beats + 1)
+            self._holder = replace(self._holder, beats=self._holder.beats + 1)
             with log_errors(partial(logger.warning, "a lease was not renewed, it is tried again: %s")):
                 if not self._put(self._etag):
                     self.is_lost = True

@@ -53,17 +53,11 @@ class MlflowTarget:
             call_with_timeout(_CHECK_SECONDS, self._model)
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Set the function `pause`, which is called before each file and before the version is created. The target
-        keeps no journal in `folder`: the server knows which files have arrived."""
+        """Set the function `pause` for before each file and each version; the server knows which files have arrived."""
         self._pause = pause
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record of the version with the alias `published`; None if nothing was published yet.
-
-        Raises:
-            DamagedRecord: the record cannot be read.
-            UploadError: the server cannot be reached.
-        """
+        """Return the record of the version with the alias `published`; None if nothing was published yet."""
         with self._translate_errors():
             current = self._current_version()
         return None if current is None else self.record_of(current.tags.get(VERSION, ""))
@@ -78,9 +72,8 @@ class MlflowTarget:
             model_version = self._version(version)
             record = _read_record(model_version.source) if model_version else None
         if record is None:
-            raise DamagedRecord(
-                f"mlflow://{self.name}: {RECORD_FILE} of {version} is missing or damaged; publish again"
-            )
+            problem = f"{RECORD_FILE} of {version} is missing or damaged"
+            raise DamagedRecord(f"mlflow://{self.name}: {problem}; publish again")
         return record
 
     def history(self) -> list[str]:
@@ -102,15 +95,12 @@ class MlflowTarget:
         return f"mlflow://{self.name}@{model_version.version if model_version else version}"
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Return a message about the first file of `record` that is missing in a stored version or has another size or
-        digest there; empty if there is none."""
+        """Return a message about the first file of `record` that is missing or of other size or digest; else empty."""
         with self._translate_errors():
             model_version = self._version(version)
-            return (
-                self._find_damage(model_version, folder, record)
-                if model_version
-                else f"the version {version} is missing"
-            )
+            if model_version:
+                return self._find_damage(model_version, folder, record)
+        return f"the version {version} is missing"
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
         """Move the alias `published` to `version` and save `history` (None: append the version to the saved history).
@@ -124,11 +114,7 @@ class MlflowTarget:
             self._move_alias(model_version, with_version(self.history(), version) if history is None else history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Send missing files, create the version unless it exists, and move the alias; return the version's address.
-
-        Raises:
-            UploadError: the server cannot be reached, or a stored file differs from its source.
-        """
+        """Send missing files, create the version unless it exists, and move the alias; return the version's address."""
         with self._translate_errors():
             lineage = {f"cosmos.input.{name}": digest for name, digest in record.get("inputs", {}).items()}
             lineage |= {"cosmos.run": str(record.get("run_id", "")), "cosmos.stage": str(record.get("stage", ""))}
@@ -164,8 +150,7 @@ class MlflowTarget:
             self.client.log_dict(run_id, record, f"{artifact_folder}/{RECORD_FILE}")
         logged, start_time = run.data.metrics, run.info.start_time
         metrics = {metric_name(name): value for name, value in record["metrics"].items()}
-        new_metrics = [Metric(name, value, start_time, 0) for name, value in metrics.items() if name not in logged]
-        if new_metrics:
+        if new_metrics := [Metric(name, value, start_time, 0) for name, value in metrics.items() if name not in logged]:
             self.client.log_batch(run_id, metrics=new_metrics)
         self.client.set_terminated(run_id)
 
@@ -182,7 +167,6 @@ class MlflowTarget:
         self.client.set_registered_model_tag(self.name, _HISTORY_TAG, json.dumps(history))
 
     def _sizes(self, run_id: str, path: str | None = None) -> dict[str, int]:
-        """Return the size of each artifact of a run, by path."""
         sizes: dict[str, int] = {}
         for each in self.client.list_artifacts(run_id, path):
             sizes |= self._sizes(run_id, each.path) if each.is_dir else {each.path: each.file_size}
@@ -208,8 +192,7 @@ class MlflowTarget:
         return next((each for each in self._find() if str(each.version) == str(number)), None)
 
     def _version(self, version: str) -> Any:
-        """Return the version of the model that was published as `version`; None if there is none. Of several, return
-        the one with the alias, or else the newest."""
+        """Return the model version published as `version`, of several the one with the alias or the newest, or None."""
         current = self._current_version()
         if current is not None and current.tags.get(VERSION) == version:
             return current
@@ -241,4 +224,4 @@ def _read_record(source: str) -> dict[str, Any] | None:
         record = load_dict(f"{source}/{RECORD_FILE}")
     except (MlflowException, OSError):
         return None
-    return dict(record) if is_publication_record(record) else None
+    return record if is_publication_record(record) else None

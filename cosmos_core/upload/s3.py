@@ -39,12 +39,7 @@ class S3Target:
         self.transfer.journal, self.transfer.pause = Journal(folder / JOURNAL), pause
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record of the current version, to which `latest.json` refers; None if nothing was published yet.
-
-        Raises:
-            DamagedRecord: `latest.json` or the record cannot be read.
-            UploadError: the store cannot be reached.
-        """
+        """Return the record of the version to which `latest.json` refers; None if nothing was published yet."""
         history = self.history()
         return self.record_of(history[-1]) if history else None
 
@@ -55,7 +50,7 @@ class S3Target:
             DamagedRecord: the record is missing or damaged.
         """
         record = self._read(f"{version}/{RECORD_FILE}")
-        if record is None or not is_publication_record(record):
+        if not is_publication_record(record):
             raise DamagedRecord(f"{self.where(version)}/{RECORD_FILE} is missing or damaged; publish again")
         return record
 
@@ -77,15 +72,14 @@ class S3Target:
         """Return all stored versions in the order in which they were published."""
         head, record_suffix = self._key(""), f"/{RECORD_FILE}"
         with translate_errors(self.where("")):
-            records = [
-                (each.modified, each.key) for each in self.bucket.list_objects(head) if each.key.endswith(record_suffix)
-            ]
-        names = [key.removeprefix(head).removesuffix(record_suffix) for _, key in sorted(records)]
+            records = [each for each in self.bucket.list_objects(head) if each.key.endswith(record_suffix)]
+        records.sort(key=lambda each: (each.modified, each.key))
+        names = [each.key.removeprefix(head).removesuffix(record_suffix) for each in records]
         return [name for name in names if "/" not in name]  # a name with "/" is below the prefix of another target
 
     def where(self, version: str) -> str:
         """Return the URL of a published version."""
-        return f"{SCHEME}{self.bucket.name}/{self._key(version)}"
+        return self.bucket.url(self._key(version))
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing in a stored version, or whose digest or
@@ -99,12 +93,7 @@ class S3Target:
         return ""
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Send the missing files, verify all stored files and move the pointer; return the URL of the version.
-
-        Raises:
-            UploadError: the store cannot be reached, or a stored file differs from its source.
-            ConfigError: the store refuses the credentials.
-        """
+        """Send the missing files, verify all stored files and move the pointer; return the URL of the version."""
         with translate_errors(self.where(version), note=_POINTER_UNCHANGED):
             files = {self._key(f"{version}/{name}"): (folder / name, sha) for name, sha in record["files"].items()}
             keys = {*files, self._key(f"{version}/{RECORD_FILE}")}

@@ -40,8 +40,7 @@ class StoredFolder:
 
 
 class Retention:
-    """Selection of the runs and results of an artifact store that can be removed, from the state of the store at
-    construction."""
+    """Selection of the runs and results of an artifact store that can be removed, by its state at construction."""
 
     def __init__(
         self, url: str, *, num_kept: int, older_than_seconds: float, min_seconds: float = SECONDS_PER_DAY
@@ -64,17 +63,15 @@ class Retention:
                 run.pipeline = self._pipeline_of(run.name)
             self._judge(num_kept)
             self._made_results = self._folders("made")
-            needed_results = {
-                each for run in self.runs if run.reason_to_keep for each in self._results(run, "fingerprint")
-            }
+            kept = [run for run in self.runs if run.reason_to_keep]
+            needed_results = {each for run in kept for each in self._results(run, "fingerprint")}
             for result in self._made_results:
                 if result.name in needed_results or result.age_seconds < self._max_age_seconds:
                     result.reason_to_keep = "a run that stays has it, or it is not old enough"
             folders = [*self.runs, *self._made_results]
-            unnamed_contents = self._unreferenced_contents([folder for folder in folders if folder.reason_to_keep])
-            self.size = sum(each.size for each in folders if not each.reason_to_keep) + sum(
-                each.size for each in unnamed_contents
-            )
+            contents = self._unreferenced_contents([folder for folder in folders if folder.reason_to_keep])
+            freed_folders = [each for each in folders if not each.reason_to_keep]
+            self.size = sum(each.size for each in freed_folders) + sum(each.size for each in contents)
             """Number of bytes that `remove` would free."""
 
     def remove(self) -> tuple[int, int]:
@@ -83,10 +80,7 @@ class Retention:
         with translate_errors(self.url):
             removable = [run for run in self.runs if not run.reason_to_keep]
             for folder in [*removable, *(each for each in self._made_results if not each.reason_to_keep)]:
-                final_objects = {
-                    f"{self._key('runs')}/{folder.name}/run.json",
-                    f"{self._key('made')}/{folder.name}/{RESULT}",
-                }
+                final_objects = {self._key(f"runs/{folder.name}/run.json"), self._key(f"made/{folder.name}/{RESULT}")}
                 # A document is removed before the objects that it names: no remaining document names a missing object.
                 for each in sorted(folder.objects, key=lambda each: each.key not in final_objects):
                     self._bucket.remove(each.key)
@@ -132,9 +126,8 @@ class Retention:
 
     def _unreferenced_contents(self, kept_folders: list[StoredFolder]) -> list[Object]:
         """Return the old contents that no result in the folders `kept_folders` names."""
-        referenced = {
-            each["sha256"] for folder in kept_folders for files in self._results(folder, "outputs") for each in files
-        }
+        outputs = [files for folder in kept_folders for files in self._results(folder, "outputs")]
+        referenced = {each["sha256"] for files in outputs for each in files}
         return [
             each
             for each in self._bucket.list_objects(f"{self._key('objects')}/")

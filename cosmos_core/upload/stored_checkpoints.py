@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cosmos_core.errors import UploadError
-from cosmos_core.run.bucket import SCHEME, Bucket, translate_errors
+from cosmos_core.run.bucket import Bucket, translate_errors
 from cosmos_core.run.files import read_object, step_of
 from cosmos_core.upload.bundle import Bundle, ContentStore, Entry, bundle_of, read_document, write_document
 from cosmos_core.upload.checkpoint_upload import FOLDER, MANIFEST, linked, saved_manifests
@@ -13,8 +13,7 @@ from cosmos_core.upload.checkpoint_upload import FOLDER, MANIFEST, linked, saved
 logger = logging.getLogger(__name__)
 
 JOURNAL = "stored.jsonl"
-"""File name of the journal in the folder of a stage that records which objects have arrived in the store, so that an
-interrupted upload continues."""
+"""File name of the journal, in the folder of a stage, of the objects that have arrived in the store."""
 _METRICS = "metrics.jsonl"
 
 
@@ -27,15 +26,12 @@ class StoredCheckpoints:
         self._damaged_names: set[str] = set()
 
     def push(self, pause: Callable[[], None] = lambda: None) -> list[str]:
-        """Store every complete checkpoint that is not stored yet, with the metrics of the training; return the names of
-        these checkpoints, `step_N`.
-
-        If a checkpoint was sent, older stored checkpoints that the machine has removed are removed from the store.
-        """
+        """Store each complete checkpoint that is not stored yet, with the training's metrics, then remove older stored
+        checkpoints that the machine has removed; return the names of the new ones, `step_N`."""
         num_sent = []
         manifests = saved_manifests(self._stage_path)
         for name, manifest in manifests.items():
-            with translate_errors(self._url):
+            with translate_errors(self._bucket.url(self._prefix)):
                 if self._stored_names is None:
                     self._stored_names = set(self.names()) - self._damaged_names
                 if name in self._stored_names:
@@ -51,10 +47,9 @@ class StoredCheckpoints:
         return num_sent
 
     def pull(self) -> str:
-        """Download the newest intact checkpoint if it is newer than all local checkpoints, with the metrics that were
-        stored with it; return its name, or an empty string."""
+        """Download the newest intact checkpoint, with its metrics, if no local one is as new; return its name or ''."""
         newest_local_step = max(map(step_of, saved_manifests(self._stage_path)), default=-1)
-        with translate_errors(self._url):
+        with translate_errors(self._bucket.url(self._prefix)):
             for name in sorted(self.names(), key=step_of, reverse=True):
                 if step_of(name) <= newest_local_step:
                     return ""
@@ -68,23 +63,17 @@ class StoredCheckpoints:
 
     def clear(self) -> None:
         """Remove all stored checkpoints of a training that starts again from the beginning."""
-        with translate_errors(self._url):
+        with translate_errors(self._bucket.url(self._prefix)):
             for each in list(self._bucket.list_objects(f"{self._prefix}/")):
                 self._bucket.remove(each.key)
-
-    @property
-    def _url(self) -> str:
-        return f"{SCHEME}{self._bucket.name}/{self._prefix}"
 
     def _contents(self, pause: Callable[[], None] = lambda: None) -> ContentStore:
         return ContentStore(self._bucket, f"{self._prefix}/content", pause)
 
     def names(self) -> list[str]:
         """Return the names of the stored checkpoints, `step_N`."""
-        keys = [
-            each.key.removeprefix(f"{self._prefix}/") for each in self._bucket.list_objects(f"{self._prefix}/step_")
-        ]
-        return [key.removesuffix(".json") for key in keys if key.endswith(".json")]
+        keys = [each.key for each in self._bucket.list_objects(f"{self._prefix}/step_") if each.key.endswith(".json")]
+        return [key.removeprefix(f"{self._prefix}/").removesuffix(".json") for key in keys]
 
     def _send(self, name: str, folder: Path, pause: Callable[[], None]) -> None:
         contents, entries = self._contents(pause), read_object(folder / MANIFEST).get("files", {})
@@ -109,7 +98,7 @@ class StoredCheckpoints:
 
     def _remove_others(self, kept_names: set[str]) -> None:
         newest = max(map(step_of, kept_names))
-        with translate_errors(self._url):
+        with translate_errors(self._bucket.url(self._prefix)):
             names, digests = self.names(), set()
             for name in names:
                 if name not in kept_names and step_of(name) < newest:

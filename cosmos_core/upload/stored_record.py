@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from cosmos_core.run.bucket import SCHEME, Bucket, translate_errors
+from cosmos_core.run.bucket import Bucket, translate_errors
 from cosmos_core.run.files import write_bytes
 from cosmos_core.run.manifest import RESULT
 from cosmos_core.run.stage import PROFILES
@@ -13,10 +13,7 @@ from cosmos_core.upload.bundle import Bundle, ContentStore, Entry, bundle_of, re
 
 _EVENTS, _STATE = "events.jsonl", "state.json"
 _PUSHED_PATTERNS = ("*.json", "*.jsonl", "visual_output/**/*", f"{PROFILES}/*.operators.json")
-_FINAL_PATTERNS = (
-    *_PUSHED_PATTERNS,
-    "logs/*.log",
-)  # logs are stored after the attempt, when secrets in them are masked
+_FINAL_PATTERNS = (*_PUSHED_PATTERNS, "logs/*.log")  # logs are stored after the attempt, with secrets masked
 _EXCLUDED_FILES = {RESULT, "pool.json", "stored.jsonl", "saves.jsonl", "upload.jsonl"}
 _MAX_BYTES_BY_SUFFIX = {".jsonl": 64 << 20}
 _MAX_FILE_BYTES = 1 << 20
@@ -34,15 +31,12 @@ class StoredRecord:
 
     def push(self, *, is_final: bool = False) -> None:
         """Store the files of the stage that have changed; with `is_final`, store the logs as well."""
-        with translate_errors(self._url):
+        with translate_errors(self._bucket.url(self._prefix)):
             if self._known_entries is None:
                 document, _ = read_document(self._bucket, self._index)
                 self._known_entries = dict(bundle_of(document).files) if document else {}
-            files = (
-                {}
-                if is_final
-                else {path: each for path, each in self._known_entries.items() if path.startswith("logs/")}
-            )
+            kept = {} if is_final else self._known_entries
+            files = {path: each for path, each in kept.items() if path.startswith("logs/")}
             for file in _files_to_push(self._stage_path, _FINAL_PATTERNS if is_final else _PUSHED_PATTERNS):
                 path, data = str(file.relative_to(self._stage_path)), file.read_bytes()
                 previous = self._known_entries.get(path)
@@ -56,9 +50,8 @@ class StoredRecord:
             self._known_entries = files
 
     def pull(self) -> bool:
-        """Download the files that another machine stored last; return True if the stored files have changed. Files that
-        this machine stored from this folder are skipped."""
-        with translate_errors(self._url):
+        """Download the files that another machine or folder stored last; return True if stored files have changed."""
+        with translate_errors(self._bucket.url(self._prefix)):
             document, etag = read_document(self._bucket, self._index)
             if document is None or etag == self._etag:
                 return False
@@ -75,15 +68,11 @@ class StoredRecord:
 
     def state(self) -> State | None:
         """Return the stored state of the stage; None if it is missing or damaged."""
-        with translate_errors(self._url):
+        with translate_errors(self._bucket.url(self._prefix)):
             document, _ = read_document(self._bucket, self._index)
             entry = bundle_of(document).files.get(_STATE) if document else None
             data = self._contents.read(entry) if entry else None
         return _without_process_ids(data) if data else None
-
-    @property
-    def _url(self) -> str:
-        return f"{SCHEME}{self._bucket.name}/{self._prefix}"
 
     @property
     def _index(self) -> str:
@@ -111,22 +100,13 @@ def _files_to_push(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
 
 
 def _without_process_ids(data: bytes) -> State | None:
-    """Return the state of a stage without process ids, which mean nothing on another machine; None if `data` is
-    damaged."""
+    """Return the state of a stage without process ids, which mean nothing elsewhere; None if `data` is damaged."""
     try:
         state = State.model_validate_json(data)
     except ValueError:
         return None
-    return state.model_copy(
-        update={
-            "pid": None,
-            "pid_started": None,
-            "mark": "",
-            "launcher_pid": None,
-            "launcher_started": None,
-            "launcher_machine": "",
-        }
-    )
+    numbers = dict.fromkeys(("pid", "pid_started", "launcher_pid", "launcher_started"))
+    return state.model_copy(update={**numbers, "mark": "", "launcher_machine": ""})
 
 
 def _merge_json_lines(*files: bytes) -> bytes:

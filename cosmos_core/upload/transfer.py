@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,7 @@ class Transfer:
     part_bytes: int = PART_BYTES
 
     def send(self, files: dict[str, tuple[Path, str]]) -> None:
-        """Store files in the bucket; `files` maps each key to a file and its SHA-256. Objects that are already stored
-        are not sent.
+        """Store files in the bucket (by key, each with its SHA-256), except objects that are already stored.
 
         Raises:
             UploadError: a stored object has the wrong digest after each attempt, or its file changed meanwhile.
@@ -102,9 +101,7 @@ class Transfer:
             is_sent = False
             self.bucket.client.delete_object(Bucket=self.bucket.name, Key=key)
             self.journal.note(gone=key)
-        raise UploadError(
-            f"s3://{self.bucket.name}/{key} arrived altered {_ATTEMPTS} times: its sha256 is not that of {file}"
-        )
+        raise UploadError(f"{self.bucket.url(key)} arrived altered {_ATTEMPTS} times: its sha256 is not that of {file}")
 
     def _put(self, key: str, file: Path, sha256: str) -> None:
         from botocore.exceptions import ClientError
@@ -113,11 +110,12 @@ class Transfer:
         part_bytes = max(self.part_bytes, -(-size // _MAX_PARTS))
         if size <= part_bytes:
             data = file.read_bytes()
+            md5, content_md5 = _md5(data)
             for _ in range(_ATTEMPTS):
                 response = self.bucket.client.put_object(
-                    Bucket=self.bucket.name, Key=key, Body=data, ContentMD5=_md5(data)[1], Metadata={"sha256": sha256}
+                    Bucket=self.bucket.name, Key=key, Body=data, ContentMD5=content_md5, Metadata={"sha256": sha256}
                 )
-                if _is_upload_confirmed(response, data):
+                if _is_upload_confirmed(response, md5):
                     return
             return  # the caller verifies the stored object and finds a wrong digest
         try:
@@ -132,14 +130,14 @@ class Transfer:
     def _upload_in_parts(self, key: str, file: Path, size: int, part_bytes: int, sha256: str) -> None:
         upload = self._upload_of(key, sha256)
         parts = range(1, -(-size // part_bytes) + 1)
-        stored = dict(self._uploaded_parts(key, upload))
+        stored_parts = self.bucket.client.get_paginator("list_parts")
+        pages = stored_parts.paginate(Bucket=self.bucket.name, Key=key, UploadId=upload)
+        stored = {part["PartNumber"]: part["ETag"].strip('"') for page in pages for part in page.get("Parts", ())}
         calls = ((key, upload, number, (file, (number - 1) * part_bytes, part_bytes), stored) for number in parts)
         etags = run_threads(self._upload_part, calls, _MAX_PARALLEL_PARTS, "part")
-        completed_parts = [
-            {"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(parts, etags, strict=True)
-        ]
+        completed = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(parts, etags, strict=True)]
         self.bucket.client.complete_multipart_upload(
-            Bucket=self.bucket.name, Key=key, UploadId=upload, MultipartUpload={"Parts": completed_parts}
+            Bucket=self.bucket.name, Key=key, UploadId=upload, MultipartUpload={"Parts": completed}
         )
 
     def _upload_of(self, key: str, sha256: str) -> str:
@@ -154,14 +152,6 @@ class Transfer:
         self.journal.note(upload=upload, key=key)
         return upload
 
-    def _uploaded_parts(self, key: str, upload: str) -> Iterator[tuple[int, str]]:
-        pages = self.bucket.client.get_paginator("list_parts").paginate(
-            Bucket=self.bucket.name, Key=key, UploadId=upload
-        )
-        for page in pages:
-            for part in page.get("Parts", ()):
-                yield part["PartNumber"], part["ETag"].strip('"')
-
     def _upload_part(
         self, key: str, upload: str, number: int, span: tuple[Path, int, int], there: dict[int, str]
     ) -> str:
@@ -170,19 +160,15 @@ class Transfer:
         with open(file, "rb") as source:
             source.seek(begin)
             data = source.read(length)
+        md5, content_md5 = _md5(data)
         etag = there.get(number, "")
-        if etag and etag in {_md5(data)[0], self.journal.parts.get((upload, number))}:
+        if etag and etag in {md5, self.journal.parts.get((upload, number))}:
             return etag
         for _ in range(_ATTEMPTS):
             response = self.bucket.client.upload_part(
-                Bucket=self.bucket.name,
-                Key=key,
-                UploadId=upload,
-                PartNumber=number,
-                Body=data,
-                ContentMD5=_md5(data)[1],
+                Bucket=self.bucket.name, Key=key, UploadId=upload, PartNumber=number, Body=data, ContentMD5=content_md5
             )
-            if _is_upload_confirmed(response, data):
+            if _is_upload_confirmed(response, md5):
                 break
         etag = response["ETag"].strip('"')
         self.journal.note(upload=upload, part=number, etag=etag)
@@ -195,7 +181,6 @@ def _md5(data: bytes) -> tuple[str, str]:
     return digest.hexdigest(), base64.b64encode(digest.digest()).decode()
 
 
-def _is_upload_confirmed(response: dict[str, Any], data: bytes) -> bool:
-    """Return True if the store's response confirms the bytes that were sent. The ETag of an encrypted object is no MD5,
-    so its response always counts as a confirmation."""
-    return "ServerSideEncryption" in response or response["ETag"].strip('"') == _md5(data)[0]
+def _is_upload_confirmed(response: dict[str, Any], md5: str) -> bool:
+    """Return True if a response confirms the sent bytes; that of an encrypted object does, since its ETag is no MD5."""
+    return "ServerSideEncryption" in response or response["ETag"].strip('"') == md5

@@ -106,7 +106,7 @@ def test_a_request_that_the_store_kept_and_did_not_confirm_is_queued_when_it_com
         for _ in range(2):
             await found.accept(KEY, body("p", jpeg_size=1.0))
         assert queued(found) == [KEY], "once"
-        await found._store_result(found.pending[KEY], "jpeg_size", {"scores": {"jpeg_size": [1.0]}}, 0.0)
+        await found._store_result(Job(found.pending[KEY], "jpeg_size"), {"scores": {"jpeg_size": [1.0]}}, 0.0)
         await found.accept(KEY, body("p", jpeg_size=1.0))
         return found
 
@@ -136,7 +136,7 @@ def test_decoded_videos_wait_for_room() -> None:
         await until(lambda: len(queued(found)) == 2)
         await asyncio.sleep(0.1)
         assert (queued(found), found.decoded_bytes) == (["0", "1"], 200)
-        await found._store_result(requests[0], "jpeg_size", {"scores": {"jpeg_size": [1.0]}}, 0.0)
+        await found._store_result(Job(requests[0], "jpeg_size"), {"scores": {"jpeg_size": [1.0]}}, 0.0)
         await until(tasks[2].done)
         assert (queued(found), found.decoded_bytes) == (["0", "1", "2"], 200)
 

@@ -20,6 +20,7 @@ from fakeredis import TcpFakeServer
 from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.service.config import read_config
 from cosmos_core.rewards.service.engine import Engine
+from cosmos_core.rewards.service.pool import Job
 from cosmos_core.rewards.service.request import parse_request
 from cosmos_core.rewards.service.store import MemoryStore
 from tests.conftest import wait_until
@@ -58,7 +59,7 @@ def test_what_it_remembers_is_bounded(tmp_path: Path) -> None:
         for i in range(10):
             request = parse_request(str(i), body("p", jpeg_size=1.0), {"jpeg_size"})
             engine.pending[request.uuid] = request
-            await engine._store_result(request, "jpeg_size", {"scores": {"jpeg_size": [1.0]}}, 0.0)
+            await engine._store_result(Job(request, "jpeg_size"), {"scores": {"jpeg_size": [1.0]}}, 0.0)
             engine._finished_counts.appendleft((-math.inf, 1))  # long ago
         return engine
 

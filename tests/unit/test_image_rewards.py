@@ -336,7 +336,7 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_recipe_may_name_them_as_reward_functions() -> None:
     for name in ("jpeg_size", "ocr", "clip_score", "aesthetic", "pickscore"):
-        assert {"media"} <= set(load_reward(name).keywords)
+        assert {"media"} <= set(load_reward(name).binding.keywords)
 
 
 def test_a_reward_function_loads_its_model_before_its_first_call_in_one_process(clip: Path, tmp_path: Path) -> None:

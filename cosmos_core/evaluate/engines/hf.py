@@ -1,6 +1,5 @@
 """Engine that runs benchmarks with transformers, like `lm_eval --model hf`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,10 +8,10 @@ from lm_eval.models.huggingface import HFLM
 from cosmos_core.run.stage import Stage
 
 
-def open_model(stage: Stage, wrap_class: Callable[[Any], Any]) -> Any:
-    """Return lm-eval's model object for the stage's model; `wrap_class` wraps its class to report each response."""
+def open_model(stage: Stage) -> Any:
+    """Return lm-eval's model object for the stage's model."""
     settings = stage.recipe.evaluate
-    return wrap_class(HFLM)(
+    return HFLM(
         pretrained=stage.model,
         revision=stage.recipe.policy.model_revision or "main",
         device="cuda" if torch.cuda.is_available() else "cpu",

@@ -24,7 +24,10 @@ def open_model(stage: Stage, watch: Callable[[], None]) -> Any:
         ConfigError: the engine cannot load the model.
     """
     module = importlib.import_module(f"cosmos_core.evaluate.engines.{engine_of(stage.recipe)}")
-    return module.open_model(stage, lambda model_class: _make_watched_class(model_class, watch))
+    model = module.open_model(stage)
+    set_cache_hook = model.set_cache_hook
+    model.set_cache_hook = lambda cache_hook: set_cache_hook(_Hook(cache_hook, watch))
+    return model
 
 
 class _Hook:
@@ -36,11 +39,3 @@ class _Hook:
     def add_partial(self, kind: str, request: Any, response: Any) -> None:
         self._inner.add_partial(kind, request, response)
         self._watch_request()
-
-
-def _make_watched_class(model_class: Any, watch: Callable[[], None]) -> Any:
-    class WatchedModel(model_class):  # type: ignore[misc]
-        def set_cache_hook(self, cache_hook: Any) -> None:
-            super().set_cache_hook(_Hook(cache_hook, watch))
-
-    return WatchedModel

@@ -1,7 +1,7 @@
 """Engine that runs benchmarks with vLLM in this process, like `lm_eval --model vllm`."""
 
 import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,8 @@ _BATCH = 256
 _SEED = 1234  # default seed of lm-eval
 
 
-def open_model(stage: Stage, wrap_class: Callable[[Any], Any]) -> Any:
-    """Return lm-eval's model object for the stage's model; `wrap_class` wraps its class to report each response.
+def open_model(stage: Stage) -> Any:
+    """Return lm-eval's model object for the stage's model.
 
     Raises:
         ConfigError: vLLM cannot load the model.
@@ -30,16 +30,12 @@ def open_model(stage: Stage, wrap_class: Callable[[Any], Any]) -> Any:
             from lm_eval.models.vllm_causallms import VLLM
 
         try:
-            return wrap_class(VLLM)(
-                pretrained=stage.model,
-                revision=stage.recipe.policy.model_revision,
-                tensor_parallel_size=rollout.parallelism.tp_size,
-                gpu_memory_utilization=rollout.gpu_memory_utilization,
+            return VLLM(
+                pretrained=stage.model, revision=stage.recipe.policy.model_revision, max_length=settings.max_length,
+                tensor_parallel_size=rollout.parallelism.tp_size, gpu_memory_utilization=rollout.gpu_memory_utilization,
                 enforce_eager=rollout.enforce_eager or not torch.cuda.is_available(),
-                batch_size=settings.batch_size or _BATCH,
-                max_length=settings.max_length,
-                seed=_SEED if settings.seed is None else settings.seed,
-            )
+                batch_size=settings.batch_size or _BATCH, seed=_SEED if settings.seed is None else settings.seed,
+            )  # fmt: skip
         except ValueError as error:
             reason = " ".join(str(error).split())[:400]
             raise ConfigError(f"vLLM refuses {stage.model!r}: {reason}; or set evaluate.engine = 'hf'") from error

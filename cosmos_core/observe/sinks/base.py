@@ -34,21 +34,18 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0
 """Maximum number of seconds to wait for all metric sinks together when a stage ends."""
 STOP_SECONDS = 2.0
-"""Maximum number of seconds to wait for all metric sinks when a stage ends because it was requested to stop; the rest
-of its grace period is reserved for the checkpoint."""
+"""Maximum seconds to wait for all metric sinks after a stop request, whose grace period is for the checkpoint."""
 
 
 class Sink(Protocol):
-    """Interface of metric sinks, the classes that `logging.logger` names. The constructor gets the stage and the first
-    step that this attempt logs.
+    """Interface of metric sinks, the classes in `logging.logger`; they get the stage and the attempt's first step.
 
     All calls may be slow or raise errors. A built-in metric sink is the class `SomeNameSink` in `some_name.py`, and the
     attribute `package` names the Python package that it needs.
     """
 
     starting_step: int
-    """First step that the metric sink has not stored. Earlier attempts' lines of `metrics.jsonl` from this step on are
-    sent before new lines."""
+    """First step that the metric sink lacks; lines of earlier attempts in `metrics.jsonl` from it on are sent first."""
 
     def log(self, line: dict[str, Any]) -> None:
         """Receive one line of `metrics.jsonl`: `step`, `time` (seconds since 1970) and metrics by name."""
@@ -64,7 +61,6 @@ class FunctionSink:
         self._function, self.starting_step = function, starting_step
 
     def log(self, line: dict[str, Any]) -> None:
-        """Call the user's function with the metrics of a step and the step number."""
         self._function({name: value for name, value in line.items() if name != "step"}, line["step"])
 
     def close(self, exit_code: int) -> None:
@@ -107,8 +103,7 @@ def send_to_sinks(stage: Stage, find: Callable[[str], Opener] = find_sink) -> It
 
 
 class _SinkThread:
-    """Queue and thread that pass lines of metrics to one metric sink. After a failure, the metric sink receives no more
-    lines in this attempt."""
+    """Queue and thread of one metric sink, which receives no more lines in this attempt after a failure."""
 
     def __init__(self, name: str, find: Callable[[str], Opener], stage: Stage) -> None:
         self._name, self._find, self._stage = name, find, stage
@@ -130,8 +125,7 @@ class _SinkThread:
         self._lines.put(None)
 
     def wait(self, deadline: float, seconds: float) -> None:
-        """Wait until the metric sink is closed, at most until the monotonic clock reaches `deadline`, `seconds` seconds
-        after the end of the stage."""
+        """Wait until the metric sink is closed, or until `deadline` (monotonic), `seconds` after the stage's end."""
         if self._thread is None:
             return
         self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -154,18 +148,14 @@ class _SinkThread:
 
     def _warn(self, problem: str) -> None:
         reason = " ".join(problem.split())
-        logger.warning(
-            "logging.logger %r: %s; training does not need it, metrics.jsonl is complete", self._name, reason
-        )
+        message = "logging.logger %r: %s; training does not need it, metrics.jsonl is complete"
+        logger.warning(message, self._name, reason)
 
 
 def numbers(line: dict[str, Any]) -> dict[str, float]:
     """Return the numeric metrics of a line of `metrics.jsonl`."""
-    return {
-        name: float(value)
-        for name, value in line.items()
-        if name not in {"step", "time"} and isinstance(value, int | float)
-    }
+    metrics = {name: value for name, value in line.items() if name not in {"step", "time"}}
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
 
 
 @dataclass(frozen=True)

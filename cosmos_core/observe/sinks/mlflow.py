@@ -1,5 +1,4 @@
-"""Metric sink for MLflow, with an MLflow run for each stage that logs metrics. It sends metrics and the settings of the
-recipe, but neither samples nor code."""
+"""Metric sink for MLflow, one MLflow run per stage: it sends metrics and settings, but neither samples nor code."""
 
 from __future__ import annotations
 
@@ -36,11 +35,9 @@ class MlflowSink:
         self._run_id = run.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
         settings = flat(stage.recipe.model_dump(mode="json"))
-        params = [
-            Param(metric_name(key), str(value)[:_MAX_VALUE_CHARACTERS])
-            for key, value in settings.items()
-            if metric_name(key) not in run.data.params  # MLflow refuses to change parameters of a resumed run
-        ]
+        # MLflow refuses to change parameters of a resumed run.
+        new_settings = {key: value for key, value in settings.items() if metric_name(key) not in run.data.params}
+        params = [Param(metric_name(key), str(each)[:_MAX_VALUE_CHARACTERS]) for key, each in new_settings.items()]
         for start in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._run_id, params=params[start : start + _MAX_PARAMS])
         self.starting_step = int(run.data.metrics.get(_NEWEST, -1)) + 1
@@ -55,5 +52,4 @@ class MlflowSink:
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self, exit_code: int) -> None:
-        """End the run on MLflow."""
         self._client.set_terminated(self._run_id, "FINISHED" if exit_code == EXIT_OK else "FAILED")

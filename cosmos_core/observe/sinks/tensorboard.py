@@ -9,8 +9,7 @@ from cosmos_core.run.stage import Stage
 
 
 class TensorboardSink:
-    """Metric sink for TensorBoard. The event that it writes first tells readers to discard events of earlier attempts
-    from step `first_step` on."""
+    """Metric sink for TensorBoard; its first event makes readers discard earlier events from step `first_step` on."""
 
     package = "tensorboard"
 
@@ -32,5 +31,4 @@ class TensorboardSink:
         self._writer.flush()
 
     def close(self, exit_code: int) -> None:
-        """Close the event file."""
         self._writer.close()

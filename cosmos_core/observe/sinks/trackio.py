@@ -1,5 +1,4 @@
-"""Metric sink for trackio, with a trackio run for each stage that logs metrics. It sends metrics and the settings of
-the recipe, but neither samples nor machine statistics."""
+"""Metric sink for trackio, one run per stage: it sends metrics and settings, neither samples nor machine statistics."""
 
 from __future__ import annotations
 
@@ -34,5 +33,4 @@ class TrackioSink:
         self._run.log(numbers(line), step=line["step"])
 
     def close(self, exit_code: int) -> None:
-        """Wait until all metrics are stored, and end the run."""
         self._run.finish()

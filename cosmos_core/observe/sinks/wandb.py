@@ -29,14 +29,8 @@ class WandbSink:
         self._stage_path, self._interval = stage.path, stage.recipe.logging.multi_modal_log_interval
         names = names_of_run(stage, "wandb")
         self._run = wandb.init(
-            project=names.project,
-            group=names.group,
-            job_type=stage.kind.name,
-            name=names.name,
-            id=names.key,
-            resume="allow",
-            config=stage.recipe.model_dump(),
-            dir=str(stage.path),
+            project=names.project, group=names.group, job_type=stage.kind.name, name=names.name, id=names.key,
+            resume="allow", config=stage.recipe.model_dump(), dir=str(stage.path),
             settings=wandb.Settings(
                 silent=True, console="off", disable_git=True, disable_code=True, save_code=False, x_disable_stats=True,
                 x_disable_machine_info=True, x_save_requirements=False, init_timeout=_INIT_SECONDS,
@@ -54,19 +48,16 @@ class WandbSink:
         self._run.log({**numbers(line), **earlier, **self._validation_images(step)}, step=self._newest_step)
 
     def _validation_images(self, step: int) -> dict[str, Any]:
-        """Return the images and videos that were generated from held-out prompts after a train step; empty if none were
-        generated or the step is not a multiple of the log interval."""
+        """Return what was generated from held-out prompts after a step; empty off the log interval or without any."""
         import wandb
 
         folder = gallery.step_folder(self._stage_path, step)
         if (self._interval and step % self._interval) or not (folder / gallery.GRID_FILE).is_file():
             return {}
-        videos = sorted(folder.glob(f"*{gallery.VIDEO}"))
         media: dict[str, Any] = {"validation/drawings": wandb.Image(str(folder / gallery.GRID_FILE))}
-        if videos:
+        if videos := sorted(folder.glob(f"*{gallery.VIDEO}")):
             media["validation/videos"] = [wandb.Video(str(path), format="mp4") for path in videos]
         return media
 
     def close(self, exit_code: int) -> None:
-        """Wait until all metrics are sent, and end the run on Weights & Biases."""
         self._run.finish(exit_code=exit_code)

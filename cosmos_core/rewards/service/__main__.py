@@ -5,6 +5,7 @@ import asyncio
 import logging
 import signal
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +95,13 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)
         self._engine = engine
-        self._draining: asyncio.Task[None] | None = None
+        self._draining: Future[None] | None = None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Begin to drain; uvicorn calls this method on a signal."""
         if self._draining is None and self.started:
             log.info("%s: finishing %d requests", signal.Signals(sig).name, len(self._engine.pending))
-            self._loop.call_soon_threadsafe(self._drain)
+            self._draining = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
         else:
             self.should_exit = self.force_exit = True
 
@@ -108,12 +109,9 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
 
-    def _drain(self) -> None:
-        async def drain() -> None:
-            await self._engine.drain()
-            self.should_exit = True
-
-        self._draining = asyncio.create_task(drain())
+    async def _drain(self) -> None:
+        await self._engine.drain()
+        self.should_exit = True
 
 
 if __name__ == "__main__":

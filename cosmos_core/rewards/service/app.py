@@ -14,6 +14,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI
@@ -24,15 +25,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from cosmos_core.error_handling import convert_errors
-from cosmos_core.rewards.protocol import (
-    ENQUEUE,
-    IDEMPOTENCY_KEY,
-    LATENT_ATTR,
-    PING,
-    PULL_PATH,
-    STATE_HEADER,
-    ProtocolError,
-)
+from cosmos_core.rewards import protocol
+from cosmos_core.rewards.protocol import IDEMPOTENCY_KEY, STATE_HEADER, ProtocolError
 from cosmos_core.rewards.service import page
 from cosmos_core.rewards.service.connection import RefusalResponse
 from cosmos_core.rewards.service.engine import CapacityExceeded, Engine, ShuttingDown
@@ -43,6 +37,15 @@ _READ_KEY = "cosmos.is_read"
 """Key that is set in the ASGI scope of a request after its body was read to the end."""
 _UUID = re.compile(r"[0-9a-fA-F-]{1,64}")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_METRICS: dict[Any, dict[str, str]] = {
+    GaugeMetricFamily: {
+        "queue": "Requests that wait", "in_flight": "Requests being scored", "ready": "Processes that are ready",
+    },
+    CounterMetricFamily: {
+        "items": "Items scored", "errors": "Items without a score", "batches": "Batches scored",
+        "restarts": "Processes replaced", "retried": "Requests whose process was lost", "seconds": "Seconds of scoring",
+    },
+}  # fmt: skip
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -61,7 +64,8 @@ class HttpInterface:
         """Return the FastAPI application with all routes of the service."""
         app = FastAPI(title="Reward service", docs_url=None, redoc_url=None, openapi_url=None)
         for path, handler in (
-            (ENQUEUE, self.enqueue), (PULL_PATH, self.pull), (PING, self.ping), (LATENT_ATTR, self.latent_attr)
+            (protocol.ENQUEUE, self.enqueue), (protocol.PULL_PATH, self.pull), (protocol.PING, self.ping),
+            (protocol.LATENT_ATTR, self.latent_attr),
         ):  # fmt: skip
             app.add_route(path, self._guard_handler(handler), methods=["POST"])
         app.add_route("/health", self.health, methods=["GET"])
@@ -80,8 +84,7 @@ class HttpInterface:
         name = key.lower() or str(uuid.uuid4())
         with self.engine.reserve_capacity(size):
             await self.engine.accept(name, await _read_body(request, size))
-        content = {"uuid": name} | ({"replica_id": self.engine.replica} if self.engine.replica else {})
-        return JSONResponse(content)
+        return JSONResponse({"uuid": name} | ({"replica_id": self.engine.replica} if self.engine.replica else {}))
 
     async def pull(self, request: Request) -> Response:
         """Return the scores of one reward, or status 400 if they are not ready."""
@@ -94,7 +97,7 @@ class HttpInterface:
         key = key.lower()
         if not name and (pending := self.engine.pending.get(key)):
             name = pending.names[0]
-        scores = await self.engine.fetch(key, name) if name else None
+        scores = await self.engine.store.get(key, name) if name else None
         if scores is not None:
             return Response(scores, media_type="application/json")
         state = "pending" if await self.engine.is_known(key) else "unknown"
@@ -110,18 +113,16 @@ class HttpInterface:
         names = info.get("reward_fn") if isinstance(info, dict) else None
         unknown = [name for name in names if name not in self.engine.pools] if isinstance(names, dict) else []
         if unknown:
-            return _refusal(
-                422, f"not served here: {', '.join(unknown)[:200]}; there is {', '.join(self.engine.pools)}"
-            )
+            served = ", ".join(self.engine.pools)
+            return _refusal(422, f"not served here: {', '.join(unknown)[:200]}; there is {served}")
         return JSONResponse({"message": "Ping request received"})
 
     async def latent_attr(self, request: Request) -> Response:
         """Confirm that the service can decode latents with the attributes in the request."""
         form = await _read_form(request)
-        try:
+        fields = None
+        with suppress(ValueError, RecursionError):
             fields = json.loads(form.get("fields", ""))
-        except (ValueError, RecursionError):
-            return _refusal(422, "fields must be a JSON object")
         if not isinstance(fields, dict):
             return _refusal(422, "fields must be a JSON object")
         self.engine.check_latent_attributes(fields)
@@ -131,9 +132,8 @@ class HttpInterface:
         """Return the state of the service for probes, without authentication and without details."""
         engine = self.engine
         ready = {name: pool.ready for name, pool in engine.pools.items()}
-        state = "draining" if engine.is_draining else "loading" if not engine.is_ready else "ok"
-        if state == "ok" and not all(ready.values()):
-            state = "degraded"
+        serving_state = "ok" if all(ready.values()) else "degraded"
+        state = "draining" if engine.is_draining else serving_state if engine.is_ready else "loading"
         content = {"status": state, "rewards": ready, "pending": len(engine.pending)}
         return JSONResponse(content, 200 if state in {"ok", "degraded"} else 503)
 
@@ -148,30 +148,18 @@ class HttpInterface:
     def collect(self) -> Any:
         """Yield the metrics; prometheus_client calls this method."""
         engine = self.engine
-        gauge_metrics = {
-            "queue": "Requests that wait",
-            "in_flight": "Requests being scored",
-            "ready": "Processes that are ready",
+        values = {
+            reward: {"queue": len(pool.queue), "in_flight": pool.in_flight, "ready": pool.ready, **vars(pool.counts)}
+            for reward, pool in engine.pools.items()
         }
-        counters = {
-            "items": "Items scored", "errors": "Items without a score", "batches": "Batches scored",
-            "restarts": "Processes replaced", "retried": "Requests whose process was lost",
-            "seconds": "Seconds of scoring",
-        }  # fmt: skip
-        for name, text in gauge_metrics.items():
-            gauge_metric = GaugeMetricFamily(f"reward_{name}", text, labels=["reward"])
-            for reward, pool in engine.pools.items():
-                value = len(pool.queue) if name == "queue" else getattr(pool, name)
-                gauge_metric.add_metric([reward], value)
-            yield gauge_metric
-        for name, text in counters.items():
-            counter = CounterMetricFamily(f"reward_{name}", text, labels=["reward"])
-            for reward, pool in engine.pools.items():
-                counter.add_metric([reward], getattr(pool.counts, name))
-            yield counter
-        yield GaugeMetricFamily(
-            "reward_pending_bytes", "Bytes of requests that wait", engine.pending_bytes + engine.decoded_bytes
-        )
+        for family, texts in _METRICS.items():
+            for name, text in texts.items():
+                metric = family(f"reward_{name}", text, labels=["reward"])
+                for reward, values_of_reward in values.items():
+                    metric.add_metric([reward], values_of_reward[name])
+                yield metric
+        num_bytes = engine.pending_bytes + engine.decoded_bytes
+        yield GaugeMetricFamily("reward_pending_bytes", "Bytes of requests that wait", num_bytes)
         yield CounterMetricFamily("reward_accepted", "Requests accepted", engine.num_accepted)
         responses = CounterMetricFamily("reward_responses", "Responses", labels=["path", "status"])
         for (path, status), count in self.statuses.items():
@@ -213,9 +201,9 @@ class HttpInterface:
             try:
                 content = base64.b64decode(content, validate=True).partition(b":")[2]
             except binascii.Error:
-                content = b""
+                return False
         elif kind.lower() != "bearer":
-            content = b""
+            return False
         return hmac.compare_digest(content, self._token)
 
 
@@ -242,11 +230,7 @@ def _is_uuid(key: str) -> bool:
 
 
 def _length(request: Request, max_bytes: int) -> int:
-    """Return the `Content-Length` of a request.
-
-    Raises:
-        HTTPException: the header is missing or above the limit.
-    """
+    """Return the `Content-Length` of a request; raise HTTPException if it is missing or above the limit."""
     text = request.headers.get("Content-Length", "")
     if not (text.isascii() and text.isdigit()) or len(text) > 18:
         raise HTTPException(411, "a Content-Length is needed")
@@ -256,12 +240,7 @@ def _length(request: Request, max_bytes: int) -> int:
 
 
 async def _read_body(request: Request, size: int) -> bytearray:
-    """Return the body of a request.
-
-    Raises:
-        ClientDisconnect: the body ended early.
-        HTTPException: the body is longer than its `Content-Length`, or timed out.
-    """
+    """Return the body; raise ClientDisconnect if it ends early, HTTPException if it is too long or times out."""
     body, deadline = bytearray(), time.monotonic() + _BODY_SECONDS + size / 2**20
     stream = request.stream().__aiter__()
     while True:
@@ -282,13 +261,8 @@ async def _read_body(request: Request, size: int) -> bytearray:
 
 
 async def _read_form(request: Request) -> dict[str, str]:
-    """Return the text fields of a form.
-
-    Raises:
-        HTTPException: the body is no form, or is too large.
-    """
-    size = _length(request, _MAX_FORM_BYTES)
-    body = await _read_body(request, size)
+    """Return the text fields of a form; raise HTTPException if the body is no form, or is too large."""
+    body = await _read_body(request, _length(request, _MAX_FORM_BYTES))
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": bytes(body), "more_body": False}

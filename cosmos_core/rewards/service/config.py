@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -61,6 +62,11 @@ class RewardArgs(Table):
     """Working directory of the reward's processes; empty: the directory of the service."""
     tmp_dir: str = ""
     """Folder for temporary files of the reward's processes; empty: the system default."""
+
+    @property
+    def interpreter(self) -> str:
+        """Return the Python interpreter of the reward's processes."""
+        return sys.executable if self.venv_python in {"", "python"} else self.venv_python
 
     @property
     def all_devices(self) -> tuple[str, ...]:

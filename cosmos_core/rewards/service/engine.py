@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -21,14 +22,13 @@ from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.rewards.protocol import ProtocolError
 from cosmos_core.rewards.service.config import RewardArgs, ServiceConfig
-from cosmos_core.rewards.service.pool import Job, Pool, ProcessLost, Program, interpreter
+from cosmos_core.rewards.service.pool import Job, Pool, ProcessLost, Program
 from cosmos_core.rewards.service.request import Request, parse_request
 from cosmos_core.rewards.service.store import MemoryStore, RedisStore, Store
 
 log = logging.getLogger(__name__)
 QUEUE = "COSMOS_REWARD_QUEUE"
-"""Environment variable with the name under which a service without a `replica_id` finds its accepted requests in
-Redis."""
+"""Environment variable with the name under which a service without `replica_id` finds its requests in Redis."""
 _RATE_SECONDS = 60.0
 
 
@@ -66,13 +66,10 @@ class Engine:
             RewardError: a reward cannot be loaded.
             StageFailed: a process was killed or timed out while loading, or the queue does not respond.
         """
-        self.pools = {
-            reward.reward_type: Pool(self.program(reward), self._handle_scored) for reward in self.config.rewards
-        }
+        self.pools = {each.reward_type: Pool(self.program(each), self._store_result) for each in self.config.rewards}
         if self.config.vae:
             self.decoder = Pool(self._decoder_program(), self._handle_decoded)
-        waiting = dict(self.pools) if self.decoder is None else {**self.pools, "decode_args": self.decoder}
-        for name, pool in waiting.items():
+        for name, pool in (self.pools | ({"decode_args": self.decoder} if self.decoder else {})).items():
             try:
                 await pool.loaded
             except ProcessLost as error:
@@ -98,8 +95,7 @@ class Engine:
         await self.store.close()
 
     async def drain(self) -> None:
-        """Refuse new requests and finish accepted ones; if the store is in memory, also wait until scores are
-        fetched."""
+        """Refuse new requests and finish accepted ones; with a store in memory, also wait until scores are fetched."""
         self.is_draining = True
         deadline = time.monotonic() + self.config.drain_seconds
         while time.monotonic() < deadline and (self.pending or self._num_arriving or self.store.has_unfetched_scores()):
@@ -111,8 +107,8 @@ class Engine:
         """Reserve capacity for a request while its body is read and accepted.
 
         Raises:
-            Full: there is no capacity.
-            Draining: the service is shutting down.
+            CapacityExceeded: there is no capacity.
+            ShuttingDown: the service is shutting down.
         """
         if self.is_draining:
             raise ShuttingDown
@@ -132,13 +128,11 @@ class Engine:
             self._num_arriving -= 1
 
     async def accept(self, uuid: str, body: bytes | bytearray) -> None:
-        """Store a request and queue it for scoring; a request that is already known is not scored again.
-
-        A request whose acceptance was interrupted after it was stored is queued again.
+        """Store a request and queue it for scoring, unless it is known and its acceptance was not interrupted.
 
         Raises:
             ProtocolError: the body is not a valid request.
-            Draining: the service has finished its accepted requests.
+            ShuttingDown: the service has finished its accepted requests.
         """
         if uuid in self.pending:
             return
@@ -169,17 +163,12 @@ class Engine:
                 f"Wan2.1 has 16, Wan2.2 48, and pixels of a video are batch, 3, frames, height, width"
             )
 
-    async def fetch(self, uuid: str, name: str) -> str | None:
-        """Return the scores of one reward as JSON; None if they are not ready."""
-        return await self.store.get(uuid, name)
-
     async def is_known(self, uuid: str) -> bool:
         """Return True if the request is pending or stored."""
         return uuid in self.pending or await self.store.is_known(uuid)
 
     def check_latent_attributes(self, fields: dict[str, Any]) -> None:
-        """Check that latents with the attributes `fields` can be decoded: attributes that this VAE does not need are
-        ignored, but attributes that name another VAE are refused.
+        """Check that latents with the attributes `fields` can be decoded; attributes other than the VAE are ignored.
 
         Raises:
             ProtocolError: there is no decoder, or the client names another VAE.
@@ -195,9 +184,8 @@ class Engine:
         self._forget_finished()
         if not self._finished_counts:
             return 0.0
-        return sum(count for _, count in self._finished_counts) / max(
-            1.0, time.monotonic() - self._finished_counts[0][0]
-        )
+        seconds = max(1.0, time.monotonic() - self._finished_counts[0][0])
+        return sum(count for _, count in self._finished_counts) / seconds
 
     def _forget_finished(self) -> None:
         while self._finished_counts and self._finished_counts[0][0] < time.monotonic() - _RATE_SECONDS:
@@ -239,7 +227,8 @@ class Engine:
         request.decoded_seconds = seconds
         if result.get("error"):
             for name in list(request.remaining_rewards):
-                await self._store_result(request, name, {**result, "error": f"[decoder] {result['error']}"}, 0.0)
+                error = {**result, "error": f"[decoder] {result['error']}"}
+                await self._store_result(Job(request, name), error, 0.0)
             return
         size = result["array"].nbytes
         while self.decoded_bytes and self.decoded_bytes + size > self.config.max_pending_bytes:
@@ -248,11 +237,9 @@ class Engine:
         request.array, request.media, request.decoded_bytes = result["array"], "video", size
         self._queue(request)
 
-    async def _handle_scored(self, job: Job, result: dict[str, Any], seconds: float) -> None:
-        await self._store_result(job.request, job.name, result, seconds)
-
-    async def _store_result(self, request: Request, name: str, result: dict[str, Any], seconds: float) -> None:
+    async def _store_result(self, job: Job, result: dict[str, Any], seconds: float) -> None:
         """Store the result of one reward; while the store is not reachable, retry instead of dropping the result."""
+        request, name = job.request, job.name
         content: dict[str, Any] = {
             "scores": result.get("scores"), "input_info": request.input_info, "duration": f"{seconds:.2f}",
             "decoded_duration": f"{request.decoded_seconds:.2f}", "type": name,
@@ -278,13 +265,10 @@ class Engine:
             try:
                 await call(*arguments)
                 return
-            except OSError as error:
-                reason: Exception = error
             except Exception as error:
-                if type(error).__module__.partition(".")[0] != "redis":
+                if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] != "redis":
                     raise
-                reason = error
-            log.warning("the queue cannot be reached (%s); trying again", reason)
+                log.warning("the queue cannot be reached (%s); trying again", error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, 5.0)
 
@@ -298,7 +282,7 @@ class Engine:
         }  # fmt: skip
         start = {"name": reward.reward_type, "entry": reward.entry, "settings": settings, "path": [os.getcwd()]}
         return Program(
-            reward.reward_type, interpreter(reward.venv_python), start, reward.all_devices, env=reward.env,
+            reward.reward_type, reward.interpreter, start, reward.all_devices, env=reward.env,
             work_dir=reward.work_dir, tmp_dir=reward.tmp_dir, batch_size=reward.batch_size,
             batch_seconds=self.config.batch_seconds, timeout_seconds=reward.timeout_seconds,
             load_seconds=reward.load_seconds, attempts=self.config.attempts,
@@ -306,9 +290,8 @@ class Engine:
 
     def _decoder_program(self) -> Program:
         decode = self.config.decode_args
-        settings = {"model_path": self.config.vae, "dtype": decode.dtype}
-        start = {"name": "", "entry": "", "settings": settings}
-        return Program("", interpreter(""), start, (decode.device,), batch_size=1, attempts=self.config.attempts)
+        start = {"name": "", "entry": "", "settings": {"model_path": self.config.vae, "dtype": decode.dtype}}
+        return Program("", sys.executable, start, (decode.device,), batch_size=1, attempts=self.config.attempts)
 
 
 def _store(config: ServiceConfig, replica: str) -> Store:

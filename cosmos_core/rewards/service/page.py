@@ -28,8 +28,8 @@ _COLUMNS = ("reward", "processes", "waiting", "scoring", "items", "seconds / ite
 def render(engine: Engine, statuses: Counter[tuple[str, int]]) -> str:
     """Return the HTML of the status page; `statuses` counts responses by route and HTTP status."""
     rows = "".join(_row(name, engine) for name in engine.pools)
-    errors = sorted((text for pool in engine.pools.values() for text in pool.errors), reverse=True)[:20]
-    error_items = "".join(f"<li>{escape(text)}</li>" for text in errors) or "<li>none</li>"
+    errors = sorted((text for pool in engine.pools.values() for text in pool.errors), reverse=True)[:20] or ["none"]
+    error_items = "".join(f"<li>{escape(text)}</li>" for text in errors)
     responses = ", ".join(f"{escape(path)} {status}: {count}" for (path, status), count in sorted(statuses.items()))
     state = "ends after what it has accepted" if engine.is_draining else "takes requests"
     waiting = f"{len(engine.pending)} requests wait ({engine.pending_bytes / 2**20:.1f} MiB)"

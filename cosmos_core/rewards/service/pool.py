@@ -12,11 +12,10 @@ import json
 import logging
 import os
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,6 @@ class Job:
     name: str = ""
     """Name of the reward; empty: decode the latents of the request."""
     attempts: int = 0
-    queued_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ Deliver = Callable[[Job, dict[str, Any], float], Awaitable[None]]
 
 
 class ProcessLost(Exception):
-    """Error of a process that ended, hung, or could not load; `may_pass` says whether the error may be transient."""
+    """Error of a process that ended, hung, or could not load; `is_transient`: whether a retry may help."""
 
     def __init__(self, message: str, *, is_transient: bool = False) -> None:
         super().__init__(message)
@@ -170,9 +168,9 @@ class Pool:
             try:
                 reply, arrays = await process.score(jobs)
             except BaseException as error:
-                for job in reversed(jobs):
+                for job in jobs:
                     job.attempts += 1
-                    self.queue.appendleft(job)
+                self.queue.extendleft(reversed(jobs))
                 self.counts.retried += len(jobs)
                 self._has_more.set()
                 if isinstance(error, ProcessLost):
@@ -183,9 +181,9 @@ class Pool:
             self.counts.batches += 1
             self.counts.seconds += time.monotonic() - start_time
             if "error" in reply and len(jobs) > 1:  # retry requests one by one to isolate the failing one
-                for job in reversed(jobs):
+                for job in jobs:
                     job.attempts = max(1, job.attempts)
-                    self.queue.appendleft(job)
+                self.queue.extendleft(reversed(jobs))
                 self._has_more.set()
                 continue
             await self._return_results(jobs, reply, arrays)
@@ -221,9 +219,7 @@ class Pool:
         jobs: list[Job] = []
         while self.queue and (not jobs or self._fits_in_batch(jobs)):
             jobs.append(self.queue.popleft())
-        if not jobs:
-            return await self._next(process)
-        return jobs
+        return jobs or await self._next(process)
 
     def _fits_in_batch(self, jobs: Sequence[Job]) -> bool:
         next_job = self.queue[0]
@@ -249,7 +245,7 @@ class Process:
         """Start the process and wait until it has loaded.
 
         Raises:
-            Lost: the process could not start or load.
+            ProcessLost: the process could not start or load.
         """
         program = self._program
         environment = environment_for_user_code(program.env) | {"PYTHONUNBUFFERED": "1"}
@@ -273,16 +269,15 @@ class Process:
         """Return the reply and the arrays of the process for a batch.
 
         Raises:
-            Lost: the process ended or timed out.
+            ProcessLost: the process ended or timed out.
         """
         self._number += 1
         arrays = [job.request.array for job in jobs]
         shapes = [(list(array.shape), array.dtype.str) for array in arrays]
         header = {"id": self._number, "jobs": [job.request.job for job in jobs], "arrays": shapes}
         reply, result_arrays = await self._exchange(header, arrays, self._program.timeout_seconds, "done")
-        if reply.get("id") != self._number or (
-            not reply.get("error") and len(reply.get("results", result_arrays)) != len(jobs)
-        ):
+        num_results = len(jobs) if reply.get("error") else len(reply.get("results", result_arrays))
+        if reply.get("id") != self._number or num_results != len(jobs):
             raise ProcessLost("its process said something about another batch")
         return reply, result_arrays
 
@@ -290,7 +285,7 @@ class Process:
         """Wait for the awaitable `waiting`, unless the process ends first.
 
         Raises:
-            Lost: the process ended.
+            ProcessLost: the process ended.
         """
         assert self._process is not None
         tasks = [asyncio.ensure_future(waiting), asyncio.ensure_future(self._process.wait())]
@@ -346,8 +341,3 @@ class Process:
         if code < 0 or code > 128:  # a shell exits with 128 + the signal of its child
             return ProcessKilled(-code if code < 0 else code - 128)
         return ProcessLost(f"its process exited with code {code}")
-
-
-def interpreter(venv_python: str) -> str:
-    """Return the Python interpreter of a reward's processes: `venv_python`, or the interpreter of the service."""
-    return sys.executable if venv_python in {"", "python"} else venv_python

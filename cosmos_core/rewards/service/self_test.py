@@ -13,7 +13,7 @@ from cosmos_core.rewards.images import to_rgb_array
 from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.service.config import ServiceConfig
 from cosmos_core.rewards.service.engine import Engine
-from cosmos_core.rewards.service.pool import Job, Pool, ProcessLost
+from cosmos_core.rewards.service.pool import Job, Pool, ProcessLost, Program
 from cosmos_core.rewards.service.request import parse_request
 
 _PROMPT = 'a white card with the word "HELLO" on it'
@@ -34,43 +34,41 @@ async def self_test(config: ServiceConfig) -> int:
     """Load each reward in turn, score test inputs with it, and print one line; return the exit code."""
     failed = 0
     for reward in config.rewards:
-        name = reward.reward_type
-        result_future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-
-        async def set_result(
-            job: Job,
-            result: dict[str, Any],
-            seconds: float,
-            result_future: asyncio.Future[dict[str, Any]] = result_future,
-        ) -> None:
-            result_future.set_result({**result, "seconds": seconds})
-
-        pool = Pool(Engine(config).program(reward), set_result)
-        try:
-            await pool.loaded
-            pool.submit(Job(parse_request("self-test", _request(name), {name}), name))
-            text = _describe_result(await result_future)
-        except ProcessLost as error:
-            text = f"cannot be loaded: {error}"
-        finally:
-            await pool.close()
+        text = await _test(reward.reward_type, Engine(config).program(reward))
         failed += not text.startswith("works")
-        sys.stdout.write(f"{name:16} {text}\n")
+        sys.stdout.write(f"{reward.reward_type:16} {text}\n")
     return EXIT_USAGE if failed else EXIT_OK
+
+
+async def _test(name: str, program: Program) -> str:
+    result_future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+
+    async def set_result(job: Job, result: dict[str, Any], seconds: float) -> None:
+        result_future.set_result({**result, "seconds": seconds})
+
+    pool = Pool(program, set_result)
+    try:
+        await pool.loaded
+        pool.submit(Job(parse_request("self-test", _request(name), {name}), name))
+        return _describe_result(await result_future)
+    except ProcessLost as error:
+        return f"cannot be loaded: {error}"
+    finally:
+        await pool.close()
 
 
 def _describe_result(result: dict[str, Any]) -> str:
     if result.get("error") or any(result.get("errors", [])):
         return f"fails: {result.get('error') or next(filter(None, result['errors']))}"
-    numbers = {key: values for key, values in result["scores"].items() if _are_finite_numbers(values)}
+    numbers = {
+        key: values
+        for key, values in result["scores"].items()
+        if isinstance(values, list) and all(isinstance(each, int | float) and math.isfinite(each) for each in values)
+    }
     if not numbers:
         return "fails: it gives no number"
     text = "; ".join(f"{key} {', '.join(f'{value:.4f}' for value in values)}" for key, values in numbers.items())
     return f"works in {result['seconds']:.2f} s: {text} (what was asked for, noise)"
-
-
-def _are_finite_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, int | float) and math.isfinite(value) for value in values)
 
 
 def _request(name: str) -> bytes:
@@ -104,9 +102,8 @@ def _text_request(name: str) -> bytes:
     return encode_request(fields, np.zeros((2, 0), np.uint8))
 
 
-def make_word_image(word: str, size: int = 256) -> Image.Image:
+def make_word_image(word: str) -> Image.Image:
     """Return a white card with a word on it."""
-    image = Image.new("RGB", (size, size), "white")
-    draw = ImageDraw.Draw(image)
-    draw.text((size // 8, size // 3), word, fill="black", font_size=size / 5)
+    image = Image.new("RGB", (256, 256), "white")
+    ImageDraw.Draw(image).text((32, 85), word, fill="black", font_size=51.2)
     return image

@@ -5,47 +5,11 @@ Scores are also kept after a client fetched them, because a response can be lost
 
 import time
 from collections import OrderedDict
-from typing import Any, Protocol
-
-
-class Store(Protocol):
-    """Interface of the storage of requests and scores."""
-
-    async def accept(self, uuid: str, body: bytes) -> None:
-        """Store an accepted request until `finish` is called for it."""
-
-    async def is_known(self, uuid: str) -> bool:
-        """Return True if a request was accepted and has not expired."""
-        ...
-
-    async def is_unfinished(self, uuid: str) -> bool:
-        """Return True if this service accepted a request and has not finished it."""
-        ...
-
-    async def put(self, uuid: str, name: str, scores: str) -> None:
-        """Store the scores of one reward as JSON text; existing scores are kept."""
-
-    async def get(self, uuid: str, name: str) -> str | None:
-        """Return the scores of one reward; None if they are missing."""
-        ...
-
-    async def finish(self, uuid: str) -> None:
-        """Drop a request whose scores are complete."""
-
-    async def unfinished_requests(self) -> list[tuple[str, bytes]]:
-        """Return the unfinished requests of an earlier service with the same name."""
-        ...
-
-    def has_unfetched_scores(self) -> bool:
-        """Return True if the store has scores that no client has fetched and that would be lost with this process."""
-        ...
-
-    async def close(self) -> None:
-        """Close the connections to the storage."""
+from typing import Any
 
 
 class MemoryStore:
-    """In-memory store of at most `most` scores and `most_bytes` bytes, which keeps each score for `seconds`."""
+    """In-memory store of at most `max_entries` scores and `max_bytes` bytes, which keeps each score for `seconds`."""
 
     def __init__(self, seconds: float, max_entries: int, max_bytes: int) -> None:
         self._seconds, self._max_entries, self._max_bytes = seconds, max_entries, max_bytes
@@ -56,15 +20,19 @@ class MemoryStore:
         self._counts: dict[str, int] = {}
 
     async def accept(self, uuid: str, body: bytes) -> None:
+        """Store an accepted request until `finish` is called for it."""
         self._pending.add(uuid)
 
     async def is_known(self, uuid: str) -> bool:
+        """Return True if a request was accepted and has not expired."""
         return uuid in self._pending or uuid in self._counts
 
     async def is_unfinished(self, uuid: str) -> bool:
+        """Return True if this service accepted a request and has not finished it."""
         return uuid in self._pending
 
     async def put(self, uuid: str, name: str, scores: str) -> None:
+        """Store the scores of one reward as JSON text; existing scores are kept."""
         if (uuid, name) in self._scores:
             return
         self._scores[uuid, name] = time.monotonic() + self._seconds, scores
@@ -74,23 +42,27 @@ class MemoryStore:
         self._remove_expired()
 
     async def get(self, uuid: str, name: str) -> str | None:
+        """Return the scores of one reward; None if they are missing."""
         self._remove_expired()
         self._unfetched_keys.discard((uuid, name))
         entry = self._scores.get((uuid, name))
         return entry[1] if entry else None
 
     async def finish(self, uuid: str) -> None:
+        """Drop a request whose scores are complete."""
         self._pending.discard(uuid)
 
     async def unfinished_requests(self) -> list[tuple[str, bytes]]:
+        """Return the unfinished requests of an earlier service with the same name."""
         return []
 
     def has_unfetched_scores(self) -> bool:
+        """Return True if the store has scores that no client has fetched and that would be lost with this process."""
         self._remove_expired()
         return bool(self._unfetched_keys)
 
     async def close(self) -> None:
-        pass
+        """Close the connections to the storage."""
 
     def _remove_expired(self) -> None:
         now = time.monotonic()
@@ -110,7 +82,7 @@ class MemoryStore:
 
 
 class RedisStore:
-    """Redis store with scores under `<uuid>_<type>`, as in Cosmos-RL, and additional keys for unfinished requests."""
+    """Redis store with scores under `<uuid>_<type>`, as in Cosmos-RL, and further keys for unfinished requests."""
 
     def __init__(self, host: str, port: int, seconds: float, replica: str) -> None:
         from redis.asyncio import Redis
@@ -165,6 +137,10 @@ class RedisStore:
 
     async def close(self) -> None:
         await self._redis.aclose()
+
+
+Store = MemoryStore | RedisStore
+"""Storage of requests and scores, with the methods of `MemoryStore`."""
 
 
 def _body_key(uuid: str) -> str:

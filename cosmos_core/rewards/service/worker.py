@@ -18,6 +18,7 @@ from cosmos_core.errors import CosmosError
 from cosmos_core.parent import kill_with_parent
 from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.rewards.reward_model import Item, Settings, load_served, replace_nonfinite
+from cosmos_core.rewards.wan_latents import WanLatents
 
 _ITEM_FIELDS = {"references": "reference", "completions": "to_be_evaluated"}
 _INFO = {
@@ -41,15 +42,14 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - any error of a model's code is reported to the service
         if not isinstance(error, CosmosError):
             traceback.print_exc()
-        write_message(
-            replies, {"error": str(error) if isinstance(error, CosmosError) else error_on_one_line(error)}, []
-        )
+        text = str(error) if isinstance(error, CosmosError) else error_on_one_line(error)
+        write_message(replies, {"error": text}, [])
         return
     write_message(replies, {"ready": True, **facts}, [])
     while (message := read_message(messages)) is not None:
         header, arrays = message
-        if reward is None:
-            reply, result_arrays = _decode_batch(header, arrays)
+        if isinstance(reward, WanLatents):
+            reply, result_arrays = _decode_batch(reward, arrays)
         else:
             reply, result_arrays = _score_batch(reward, header, arrays), []
         write_message(replies, {"id": header["id"], **reply}, result_arrays)
@@ -81,12 +81,11 @@ def write_message(stream: BinaryIO, header: Mapping[str, Any], arrays: Sequence[
 
 
 def _load(start: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the reward (None for the decoder of latents), and properties by which the service validates requests."""
+    """Return the reward or the decoder of latents, and properties by which the service validates requests."""
     settings = Settings(**start["settings"])
     if start["name"] == "":
-        from cosmos_core.rewards.service import decoder
-
-        return None, {"latent_channels": decoder.load(settings)}
+        vae = WanLatents("decode_args.model_path", settings.model_path, settings.device, settings.dtype)
+        return vae, {"latent_channels": vae.num_channels}
     return load_served(start["name"], start["entry"], settings), {}
 
 
@@ -148,12 +147,10 @@ def _media(media: str, array: np.ndarray, i: int) -> Any:
     return Image.fromarray(pixels[..., 0]).convert("RGB") if pixels.shape[-1] == 1 else Image.fromarray(pixels)
 
 
-def _decode_batch(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> tuple[dict[str, Any], list[np.ndarray]]:
-    from cosmos_core.rewards.service import decoder
-
+def _decode_batch(vae: WanLatents, arrays: Sequence[np.ndarray]) -> tuple[dict[str, Any], list[np.ndarray]]:
     start_time = time.monotonic()
     try:
-        decoded = [decoder.decode(array) for array in arrays]
+        decoded = [vae.decode(array) for array in arrays]
         return {"seconds": time.monotonic() - start_time}, decoded
     except Exception as error:  # noqa: BLE001 - the client receives the error
         return {"error": _error_message(error), "seconds": time.monotonic() - start_time}, []
