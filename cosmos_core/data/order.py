@@ -81,7 +81,7 @@ def rows_of(rows: Any) -> int | Mixture:
 @lru_cache(maxsize=4)  # a step may span two epochs, each with orders of prompts and of supervised rows
 def epoch_order(seed: int, epoch: int, rows: int | Mixture, shuffle: bool) -> np.ndarray:
     """Return the row numbers of one epoch in training order: int64, read-only, each of `range(rows)` once; see
-    `Mixture.order` for a mixture."""
+    `Mixture.epoch_order` for a mixture."""
     if isinstance(rows, Mixture):
         order = rows.epoch_order(seed, epoch, shuffle)
     else:
