@@ -71,9 +71,7 @@ def serve_reports(
         server.serve_forever()
 
 
-def reap(
-    output_dir: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("outputs"),
-) -> None:
+def reap(output_dir: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("outputs")) -> None:
     """Stop the remaining processes of runs whose flow died on this machine, and correct their recorded state."""
     from cosmos_core.launch import reap as leftovers
 

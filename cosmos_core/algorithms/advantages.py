@@ -24,11 +24,7 @@ Groups = Sequence[Sequence[float | None]]
 
 
 def advantages(
-    groups: Groups,
-    *,
-    algo: str = "grpo",
-    normalise_std: bool = True,
-    num_tokens: Sequence[Sequence[int]] | None = None,
+    groups: Groups, *, algo: str = "grpo", normalise_std: bool = True, num_tokens: Sequence[Sequence[int]] | None = None
 ) -> tuple[list[list[float | None]], dict[str, int]]:
     """Return the advantage of each reward, and counts of groups and completions.
 

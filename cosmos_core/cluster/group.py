@@ -213,11 +213,7 @@ def _value(outcome: tuple[bool, Any]) -> Any:
 
 
 def _ray_ranks(
-    size: int,
-    program: Program,
-    should_stop: Callable[[], bool],
-    poll: Callable[[], None],
-    group: ActorGroup | None,
+    size: int, program: Program, should_stop: Callable[[], bool], poll: Callable[[], None], group: ActorGroup | None
 ) -> Any:
     with _cluster(size, group) as (ray, is_embedded, actor_threads):
         bundles = resource_bundles(ray, size, group, is_embedded=is_embedded)

@@ -75,11 +75,7 @@ def shard_rows(inputs: dict[str, Any], scored_N: Tensor, mesh: DeviceMesh) -> Ro
     assert not remainder, "packed rows are as long as `rows_of` was told to fill them"
     start = mesh.get_local_rank() * length
     is_local_N = (scored_N >= start) & (scored_N < start + length)
-    tensors = {
-        "input_ids": ids_1P,
-        "position_ids": inputs["position_ids"],
-        "shift_labels": ids_1P.roll(-1, dims=1),
-    }
+    tensors = {"input_ids": ids_1P, "position_ids": inputs["position_ids"], "shift_labels": ids_1P.roll(-1, dims=1)}
     shards = {name: tensor_1P[:, start : start + length] for name, tensor_1P in tensors.items()}
     return RowShard({**inputs, **shards}, scored_N[is_local_N] - start, is_local_N)
 
