@@ -5,9 +5,10 @@ losses.
 """
 
 import hashlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.models.processor import ImageReader
-from cosmos_core.rollout.flow_source import FlowSource
+from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
+
+if TYPE_CHECKING:
+    from cosmos_core.models.diffusion import DiffusionModel
 
 Bucket = list[tuple[str, Tensor]]
 """Part of a model's weights: pairs of name and complete (unsharded) tensor.
@@ -31,6 +35,22 @@ WeightFormat = Literal["checkpoint", "module", "adapter", "shared"]
 `checkpoint`: names and shapes of a checkpoint; `module`: names and shapes of the transformers module; `adapter`: only
 the LoRA factors, because the engine has the base weights; `shared`: no weights, because the engine uses the trainer's.
 """
+
+
+@dataclass(frozen=True)
+class FlowSource:
+    """Denoiser and named weights that the engine of a diffusion model samples with."""
+
+    model: "DiffusionModel"
+    predict: Callable[..., Tensor]
+    """Function `(latents, sigma_B, text, num_conditioning_B)` that returns the velocity of the trainer's denoiser,
+    which is 0 in conditioning frames."""
+    weights: Callable[[str], AbstractContextManager[None]]
+    """Function that returns a context manager in which the denoiser uses named weights, no dropout and no gradients."""
+    device: torch.device
+    mesh: Mesh | None = None
+    null_text: dict[str, Tensor] | None = None
+    """Embedding of the empty prompt, used for classifier-free guidance; None: guidance is unavailable."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +149,7 @@ class Engine(Protocol):
         ...
 
 
-class EngineWrapper:
+class EngineWrapper(Engine):
     """Base class of engines that wrap another engine; subclasses override at least `submit` and `completed`."""
 
     def __init__(self, inner: Engine) -> None:
@@ -138,19 +158,15 @@ class EngineWrapper:
         self.link = getattr(inner, "link", None)
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-        """Load weights into the wrapped engine; see `Engine.load_weights`."""
         return self._inner.load_weights(version, buckets)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probabilities that the wrapped engine computes; see `Engine.logprobs`."""
         return self._inner.logprobs(token_ids)
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Release memory of the wrapped engine; see `Engine.sleep`."""
         self._inner.sleep(level)
 
     def wake(self) -> None:
-        """Reallocate memory of the wrapped engine; see `Engine.wake`."""
         self._inner.wake()
 
     @property
@@ -159,7 +175,6 @@ class EngineWrapper:
         return getattr(self._inner, "sleep_level", 0)
 
     def close(self) -> None:
-        """Free the resources of the wrapped engine; see `Engine.close`."""
         self._inner.close()
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.errors import ConfigError, DataError
-from cosmos_core.rollout.base import Bucket, EngineSettings, LoadReceipt, WeightFormat, request_seed
+from cosmos_core.rollout.base import Bucket, EngineSettings, FlowSource, LoadReceipt, WeightFormat, request_seed
 from cosmos_core.rollout.flow_path import (
     SHARED_NOISE,
     ConditioningFrames,
@@ -27,7 +27,6 @@ from cosmos_core.rollout.flow_path import (
     stochastic_steps,
     table_of,
 )
-from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.types import Completion, DiffusionSample, Group, Prompt, Sampling
 
 
