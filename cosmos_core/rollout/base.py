@@ -203,9 +203,9 @@ def reseed(sampling: Sampling, times: int) -> Sampling:
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end a completion, from the generation config and the tokenizer."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    configured_ids = configured if isinstance(configured, (list, tuple)) else [configured]
-    return sorted({token for token in [*configured_ids, tokenizer.eos_token_id] if token is not None})
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    ids = [*(ids if isinstance(ids, (list, tuple)) else [ids]), tokenizer.eos_token_id]
+    return sorted({token for token in ids if token is not None})
 
 
 def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:
@@ -245,13 +245,30 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
         if end > start:
             segments.append(Segment(tuple(token_ids[start:end]), True, tuple(logprobs[start:end]), segment_version))
         start = max(start, end)
-    if not segments:
-        segments = [Segment((), True, (), version)]
     return Completion(
-        segments=tuple(segments),
+        segments=tuple(segments) or (Segment((), True, (), version),),
         finish_reason="stop" if ends_with_stop else "length",
         text=str(tokenizer.decode(list(token_ids), skip_special_tokens=True)),
     )
+
+
+@dataclass
+class UnfinishedGroup:
+    """Group of which some completions are not finished yet."""
+
+    prompt: Prompt
+    sampling: Sampling
+    step: int
+    completions: dict[int, Completion] = field(default_factory=dict)
+    earlier: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Earlier versions of the weights for each completion: number of tokens sampled by the end of a version, and the
+    version."""
+
+    def complete_group(self) -> Group | None:
+        """Return the group if all its completions are finished, else None."""
+        if len(self.completions) < self.sampling.num_completions:
+            return None
+        return Group(self.prompt, tuple(self.completions[k] for k in range(self.sampling.num_completions)), self.step)
 
 
 def storage_of(tensor: Tensor) -> Hashable:
