@@ -99,9 +99,8 @@ class WorkerGroup:
                     must_restart = isinstance(error, RanksMustRestart) or _has_died(ray, calls)
                     if actors is None or number == _MAX_RESTARTS or not must_restart:
                         raise
-                    logger.warning(
-                        "%s; the ranks start again from their newest checkpoint, and those beside them stay", error
-                    )
+                    consequence = "the ranks start again from their newest checkpoint, and those beside them stay"
+                    logger.warning("%s; %s", error, consequence)
                     for member in members:
                         ray.kill(member)
 
@@ -149,9 +148,8 @@ def open_store(address: str, size: int) -> dist.TCPStore:
     only on this address, because it trusts all clients."""
     listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
-    return dist.TCPStore(
-        address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    descriptor = listener.detach()
+    return dist.TCPStore(address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def run_as_rank(program: Program, messages: Messages, rendezvous: Rendezvous) -> tuple[bool, Any]:
@@ -259,13 +257,7 @@ def _wait_for_ranks(
     *,
     is_embedded: bool,
 ) -> Any:
-    """Wait until the program has ended on all ranks, and return its value on the first rank.
-
-    Raises:
-        CosmosError: the first error of this package that a rank raised.
-        RankFailed: a rank died.
-        StageFailed: the embedded cluster has died, so that ranks cannot be restarted.
-    """
+    """Wait until the program has ended on all ranks; return its value on the first rank, or raise its first error."""
     waiting, is_stop_sent, first, last_poll = list(calls), False, None, time.monotonic()
     if actors is not None:
         members[0].set_actors.remote(actors.handles)
