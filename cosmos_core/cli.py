@@ -15,11 +15,10 @@ import typer  # noqa: E402
 
 from cosmos_core.cli_agents import agent_docs, mcp  # noqa: E402
 from cosmos_core.cli_config import config_app, note  # noqa: E402
-from cosmos_core.cli_doctor import doctor  # noqa: E402
 from cosmos_core.cli_flow import flow_of, is_flow, parameters_of, plan_flow, refuse_parameters, resume_flow, run_flow  # noqa: E402
 from cosmos_core.cli_models import check_model, promote, rollback  # noqa: E402
-from cosmos_core.cli_runs import compare, lineage, report, runs, samples, status, watch  # noqa: E402
-from cosmos_core.cli_server import bootstrap, clean, reap, serve_reports, worker  # noqa: E402
+from cosmos_core.cli_runs import OutputDir, RunName, compare, lineage, report, runs, samples, status, watch  # noqa: E402
+from cosmos_core.cli_server import bootstrap, clean, doctor, reap, serve_reports, worker  # noqa: E402
 from cosmos_core.cli_train import diffusion_sft, dpo, evaluate, grpo, init, sft, try_model  # noqa: E402
 from cosmos_core.environment import masked  # noqa: E402
 from cosmos_core.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, CosmosError  # noqa: E402
@@ -44,14 +43,12 @@ Configs = Annotated[list[Path], typer.Argument(help="Pipeline or recipe, a TOML 
 ConfigsOrFlow = Annotated[
     list[Path], typer.Argument(help="Pipeline or recipe (TOML; later files take precedence), or a flow, FILE.py:FLOW.")
 ]
-RunName = Annotated[str, typer.Argument(help="Id or path of a run; empty: the newest run.")]
 Set = Annotated[
     list[str],
     typer.Option(
         "--set", metavar="KEY=VALUE", help="Override a setting, e.g. train.optm_lr=2e-6 or STAGE.train.epoch=2."
     ),
 ]
-OutputDir = Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")]
 Parameters = Annotated[
     list[str], typer.Option("--param", "-p", metavar="NAME=VALUE", help="Parameter of a flow FILE.py:FLOW.")
 ]
@@ -208,10 +205,8 @@ def plan(
         from cosmos_core.run.estimated import save_estimate
 
         estimates, gpus = list(estimate_in_worker(pipeline, decisions)), check_meshes(pipeline)
-        num_gpus = {
-            stage.name: num_reserved_gpus(pipeline.kind_of(stage), pipeline.recipes[stage.name])
-            for stage in original.stages
-        }
+        recipes, kinds = pipeline.recipes, pipeline.kind_of
+        num_gpus = {each.name: num_reserved_gpus(kinds(each), recipes[each.name]) for each in original.stages}
         console.print(estimate_table(estimates, gpus, pipeline.config.gpus_per_node))
         machine = machine_of(pipeline.config, on, dict(estimates).values())
         cost = costs(pipeline, decisions, dict(estimates), num_gpus | gpus, output_dir, machine)
@@ -238,9 +233,8 @@ def check(
         _ready(pipeline)
         for line in check_in_worker(pipeline, show):
             typer.echo(line)
-    typer.echo(
-        f"{configs[0]}: ok ({len(pipeline.stages)} stages: {', '.join(stage.name for stage in pipeline.stages)})"
-    )
+    names = [stage.name for stage in pipeline.stages]
+    typer.echo(f"{configs[0]}: ok ({len(names)} stages: {', '.join(names)})")
 
 
 @app.command()
@@ -371,11 +365,7 @@ def _open(run_name: str, output_dir: Path) -> Run:
 
 
 def _require_unclaimed(run: Run) -> Run:
-    """Return the run after a check that no other process executes it; the flow itself claims the run later.
-
-    Raises:
-        ConfigError: another process executes the run, or its folder is not writable.
-    """
+    """Return the run after a check that no other process executes it; the flow itself claims the run later."""
     from cosmos_core.run.directory import claim
 
     try:
@@ -389,8 +379,7 @@ def _require_unclaimed(run: Run) -> Run:
 
 
 def _exit_without_cleanup(code: int) -> NoReturn:
-    """Exit without cleanup, because nothing else runs in this process and freeing its imported modules would take most
-    of a second."""
+    """Exit without cleanup: to free the imported modules would take most of a second, and nothing else runs here."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,14 +1,18 @@
-"""`cosmos bootstrap`, `worker`, `serve-reports`, `reap` and `clean`: maintenance of a Prefect server, of the machines
-that run stages, and of folders of runs."""
+"""`cosmos bootstrap`, `worker`, `doctor`, `serve-reports`, `reap` and `clean`: maintenance of a Prefect server, of the
+machines that run stages, and of folders of runs."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from cosmos_core.launch.doctor import Finding
 
 
 def bootstrap(
@@ -51,6 +55,38 @@ def worker(
     os.execv(sys.executable, [sys.executable, "-m", "cosmos_core.launch.prefect", *arguments])
 
 
+def doctor(
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Check the Prefect server, its work pools, workers and deployments.")
+    ] = False,
+    output_dir: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("outputs"),
+) -> None:
+    """Check this machine and suggest a remedy for each problem; with --cluster, check the Prefect server, its work
+    pools, workers and deployments, Ray and rewards. The exit code is 1 if a check fails."""
+    from cosmos_core.errors import EXIT_CRASH
+    from cosmos_core.launch.machine_doctor import machine_findings
+
+    is_healthy = True
+    for finding in _cluster_findings(output_dir) if cluster else machine_findings(output_dir.absolute()):
+        is_healthy &= finding.is_ok
+        typer.echo(f"{'ok   ' if finding.is_ok else 'WRONG'} {finding.name}: {finding.message}")
+    if not is_healthy:
+        raise typer.Exit(EXIT_CRASH)
+
+
+def _cluster_findings(output_dir: Path) -> Iterator[Finding]:
+    from prefect.client.orchestration import get_client
+    from prefect.settings import get_current_settings
+
+    from cosmos_core.errors import ConfigError
+    from cosmos_core.launch.doctor import run_checks
+
+    if not get_current_settings().api.url:
+        raise ConfigError("PREFECT_API_URL is not set; it names the server of the cluster")
+    with get_client(sync_client=True) as client:
+        yield from run_checks(output_dir.absolute(), client)
+
+
 def serve_reports(
     output_dir: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("outputs"),
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -71,17 +107,14 @@ def serve_reports(
         server.serve_forever()
 
 
-def reap(
-    output_dir: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("outputs"),
-) -> None:
+def reap(output_dir: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("outputs")) -> None:
     """Stop the remaining processes of runs whose flow died on this machine, and correct their recorded state."""
     from cosmos_core.launch import reap as leftovers
 
-    has_changes = False
+    line = ""
     for line in leftovers.reap(output_dir.absolute()):
-        has_changes = True
         typer.echo(line)
-    if not has_changes:
+    if not line:
         typer.echo("nothing is left over")
 
 
@@ -116,10 +149,8 @@ def clean(
     deletable = [verdict for verdict in runs if not verdict.reason_to_keep]
     removed = list(retention.remove(folder, deletable)) if yes else deletable
     freed_bytes = size(sum(verdict.size for verdict in removed))
-    line = (
-        f"removed {len(removed)} of {len(runs)} runs" if yes else f"{len(removed)} of {len(runs)} runs may be removed"
-    )
-    typer.echo(f"{line}, {freed_bytes}" + ("" if yes or not removed else "; remove them with --yes"))
+    counts, hint = f"{len(removed)} of {len(runs)} runs", "; remove them with --yes" if removed else ""
+    typer.echo(f"removed {counts}, {freed_bytes}" if yes else f"{counts} may be removed, {freed_bytes}{hint}")
 
 
 def _clean_store(url: str, *, keep: int, older_than_seconds: float, is_confirmed: bool) -> None:

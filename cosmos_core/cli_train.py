@@ -35,12 +35,8 @@ def sft(  # noqa: PLR0913 - the options of a command
     overrides: Set = [],  # noqa: B006 - typer reads the default
 ) -> None:  # fmt: skip
     """Fine-tune a language model on your own rows, with settings that are proposed and explained in a new recipe."""
-    _train(
-        {"method": SFT.command, "model": model, "data": data, "prompt": prompt, "response": response},
-        save,
-        dry_run,
-        overrides,
-    )
+    asked = {"method": SFT.command, "model": model, "data": data, "prompt": prompt, "response": response}
+    _train(asked, save, dry_run, overrides)
 
 
 def dpo(  # noqa: PLR0913 - the options of a command
@@ -69,15 +65,8 @@ def grpo(  # noqa: PLR0913 - the options of a command
         raise ConfigError(f"--reward {reward}: name a function of the file as well, {reward}:FUNCTION")
     elif reward not in (names := offered_names("cosmos_core.rewards")):
         raise ConfigError(f"--reward {reward}: no such reward{suggestion(reward, names)}; your own is file.py:function")
-    opts = {
-        "method": GRPO.command,
-        "model": model,
-        "data": data,
-        "reward": reward,
-        "prompt": prompt,
-        "response": response,
-    }
-    _train(opts, save, dry_run, overrides)
+    asked = {"method": GRPO.command, "model": model, "data": data, "reward": reward, "prompt": prompt}
+    _train({**asked, "response": response}, save, dry_run, overrides)
 
 
 def diffusion_sft(model: Model, data: Data, save: Save = "", dry_run: DryRun = False, overrides: Set = []) -> None:  # noqa: B006
@@ -132,9 +121,8 @@ def init() -> None:
     opts["data"] = typer.prompt("Which rows? A file, a folder or a Hub id")
     if METHODS[method].needs_reward:
         opts["reward"] = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
-    path = _write_recipe(
-        opts, _propose_settings(opts), typer.prompt("Where to write the recipe?", default=str(_path(opts, "")))
-    )
+    settings = _propose_settings(opts)
+    path = _write_recipe(opts, settings, typer.prompt("Where to write the recipe?", default=str(_path(opts, ""))))
     if typer.confirm(f"saved as {path}. Run it now?"):
         _run(path, [])
     typer.echo(f"run it with: cosmos run {path}")
@@ -197,11 +185,7 @@ def _write_and_run(
 
 
 def _propose_settings(asked: dict[str, str]) -> list[tuple[str, Any, str]]:
-    """Return (key, value, reason) of each proposed setting, from a subprocess that may import torch.
-
-    Raises:
-        CosmosError: the model or the rows cannot be used.
-    """
+    """Return (key, value, reason) of each proposed setting, from a subprocess that may import torch."""
     command = [sys.executable, "-m", "cosmos_core.train.propose", json.dumps(asked)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode == EXIT_USAGE:
@@ -233,24 +217,18 @@ def _path(asked: dict[str, str], save: str) -> Path:
 
 
 def _write_recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]], save: str) -> Path:
-    """Write the recipe and return its path; a recipe from an earlier command is overwritten unless it was edited.
-
-    Raises:
-        ConfigError: the existing file was edited, was not written by this command, or cannot be written.
-    """
+    """Write the recipe and return its path; a recipe from an earlier command is overwritten unless it was edited."""
     path, text = _path(asked, save), _recipe(asked, settings)
     try:
         old = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
         head, _, body = old.partition("\n")
         if old != text and head != f"{_FILE_HEADER}{hashlib.sha256(body.encode()).hexdigest()[:16]}":
-            raise ConfigError(
-                f"{path} is there and was edited; run it with cosmos run {path}, or write another with --save FILE"
-            )
+            remedy = f"run it with cosmos run {path}, or write another with --save FILE"
+            raise ConfigError(f"{path} is there and was edited; {remedy}")
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"{path}: the recipe cannot be written: {error.strerror}; name a file in a folder that exists with --save"
-        ) from error
+        remedy = "name a file in a folder that exists with --save"
+        raise ConfigError(f"{path}: the recipe cannot be written: {error.strerror}; {remedy}") from error
     return path
 
 

@@ -133,17 +133,14 @@ def mask_file(file: Path, names: Iterable[str] = ()) -> None:
     with open(file, "r+b", buffering=0) as log:
         while block := os.pread(log.fileno(), _BLOCK + overlap, start):
             spans = [match.span() for secret in secrets for match in re.finditer(re.escape(secret), block)]
-            for begin, end in (
-                *spans,
-                *find_secret_spans(block.decode("latin-1")),
-            ):  # latin-1 gives one character per byte
+            spans += find_secret_spans(block.decode("latin-1"))  # latin-1 gives one character per byte
+            for begin, end in spans:
                 os.pwrite(log.fileno(), b"*" * (end - begin), start + begin)
             start += _BLOCK
 
 
 class _MaskingStream:
-    """Text stream that masks secrets in the output of Python code; output of C code and of subprocesses is not
-    masked."""
+    """Text stream that masks secrets in the output of Python code, but not in that of C code and subprocesses."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

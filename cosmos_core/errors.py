@@ -105,21 +105,10 @@ class DamagedRecord(UploadError):
 BY_NAME: dict[str, type[CosmosError]] = {
     cls.__name__: cls
     for cls in (
-        ConfigError,
-        DataError,
-        ModelError,
-        RewardError,
-        Preempted,
-        Cancelled,
-        OverBudget,
-        StageFailed,
-        ProgramError,
-        GateFailed,
-        DiskFull,
-        UploadError,
-        DamagedRecord,
+        ConfigError, DataError, ModelError, RewardError, Preempted, Cancelled, OverBudget, StageFailed, ProgramError,
+        GateFailed, DiskFull, UploadError, DamagedRecord,
     )
-}
+}  # fmt: skip
 """Error classes by name, with which the launcher recreates the error that a worker has written to a file."""
 
 

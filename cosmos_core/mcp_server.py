@@ -137,11 +137,7 @@ async def _run_if_confirmed(response: ElicitationResult[Confirmation], *command:
 
 
 def _arguments(*words: str) -> list[str]:
-    """Return the command line of a `cosmos` command, without empty words at its end.
-
-    Raises:
-        ToolError: a word begins with a hyphen and would be read as an option.
-    """
+    """Return the command line of a `cosmos` command without empty words at its end; refuse options among the words."""
     if options := [word for word in words if word.startswith("-")]:
         raise ToolError(f"{options[0]!r} begins with a hyphen, as an option does; give a name or a path")
     count = max((number for number, word in enumerate(words, start=1) if word), default=0)

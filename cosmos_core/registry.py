@@ -45,9 +45,7 @@ def import_object(path: str) -> Any:
     Raises:
         ConfigError: the module, the file or the name in it does not exist.
     """
-    module_name, _, object_name = path.rpartition(":")
-    if not module_name or not object_name:
-        raise ConfigError(f"{path!r} is not an import path; write module:function or path/file.py:function")
+    module_name, object_name = _split_import_path(path)
     module = _module_from_file(Path(module_name)) if module_name.endswith(".py") else _module(module_name, path)
     try:
         return getattr(module, object_name)
@@ -137,9 +135,8 @@ def code_file(path: str) -> Path:
     """
     file, object_name = _file_of(path), path.rpartition(":")[2]
     if (names := _top_level_names(file)) is not None and object_name not in names:
-        raise ConfigError(
-            f"{path!r}: {file} has no {object_name!r}{suggestion(object_name, sorted(names)) if names else ''}"
-        )
+        hint = suggestion(object_name, sorted(names)) if names else ""
+        raise ConfigError(f"{path!r}: {file} has no {object_name!r}{hint}")
     return file
 
 
@@ -149,8 +146,7 @@ that parse at once raise a `SystemError` (CPython issue 106905)."""
 
 
 def _top_level_names(file: Path) -> set[str] | None:
-    """Return the names that a file defines at its top level; None if they can be determined only by running the
-    file."""
+    """Return the names that a file defines at its top level; None if only running the file can tell them."""
     try:
         with _PARSER:
             waiting: list[ast.AST] = [ast.parse(file.read_bytes())] if file.suffix == ".py" else []
@@ -169,14 +165,18 @@ def _top_level_names(file: Path) -> set[str] | None:
         elif isinstance(node, ast.Name):
             names.add(node.id)
         waiting += ast.iter_child_nodes(node)
-    is_open = names & {"*", "__getattr__", "globals", "exec", "setattr"}
-    return None if is_open else names
+    return None if names & {"*", "__getattr__", "globals", "exec", "setattr"} else names
 
 
-def _file_of(path: str) -> Path:
+def _split_import_path(path: str) -> tuple[str, str]:
     module_name, _, object_name = path.rpartition(":")
     if not module_name or not object_name:
         raise ConfigError(f"{path!r} is not an import path; write module:function or path/file.py:function")
+    return module_name, object_name
+
+
+def _file_of(path: str) -> Path:
+    module_name, _ = _split_import_path(path)
     if module_name.endswith(".py"):
         if not os.path.isfile(module_name):  # Path.is_file raises an error for a name that is too long
             raise ConfigError(f"{path!r}: file {module_name} does not exist")

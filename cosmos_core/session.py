@@ -59,9 +59,10 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
         try:
             with server:
                 with without_garbage_collection():
-                    import_module("flows.post_train")
+                    post_train = import_module("flows.post_train").post_train
                 wait_for_server()
-                flow_error = _run_flow(run, from_stage, verify)
+                settings = {"config": str(run.path), "from_stage": from_stage, "verify": verify}
+                flow_error = _final_message(partial(post_train, **settings, return_state=True), run.path)
         except (KeyboardInterrupt, Preempted):
             interrupted = True
     kill_below()
@@ -165,29 +166,21 @@ def _module_entrypoint(entrypoint: str) -> str:
 def _prepare_process() -> None:
     configure("WARNING")
     for handler in logging.getLogger().handlers:
-        handler.addFilter(_is_outside_run)
+        # Records of Prefect flow and task runs are hidden, because the end of each stage is displayed separately.
+        handler.addFilter(lambda record: not record.name.startswith(("prefect.task_runs", "prefect.flow_runs")))
     signal.signal(signal.SIGTERM, _terminate)
-
-
-def _is_outside_run(record: logging.LogRecord) -> bool:
-    """Return True if a log record does not belong to a Prefect flow or task run. Records of those runs are hidden,
-    because the end of each stage is displayed separately."""
-    return not record.name.startswith(("prefect.task_runs", "prefect.flow_runs"))
 
 
 def exit_code(run: Run) -> int:
     """Return the exit code of a run, from the states of all its stages."""
     states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
     failed = {state.exit_code for state in states if state.state == "failed"}
-    for code in (EXIT_USAGE, EXIT_CRASH, EXIT_REFUSED):
-        if code in failed:
-            return code
-    return EXIT_OK if all(state.state in FINISHED for state in states) else EXIT_PREEMPTED
+    of_states = EXIT_OK if all(state.state in FINISHED for state in states) else EXIT_PREEMPTED
+    return next((code for code in (EXIT_USAGE, EXIT_CRASH, EXIT_REFUSED) if code in failed), of_states)
 
 
 def _explain(run: Run, code: int) -> None:
-    """Write to standard error which stages failed and, if a resume with the same settings can help, the command for
-    it."""
+    """Write to standard error which stages failed and, if a resume with the same settings can help, its command."""
     for stage in run.pipeline.stages:
         state = read_state(run.stage_path(stage.name))
         if state.state == "failed":
@@ -205,23 +198,10 @@ def _print_message(message: str) -> None:
     sys.stderr.write(f"cosmos: {' '.join(message.split())}\n")
 
 
-def _run_flow(run: Run, from_stage: str, verify: bool) -> str:
-    """Run the flow `post-train` to its end; return the reason why it did not complete, or an empty string."""
-    from flows.post_train import post_train
-
-    return _final_message(
-        lambda: post_train(config=str(run.path), from_stage=from_stage, verify=verify, return_state=True), run.path
-    )
-
-
 def _final_message(run_flow: Callable[[], Any], folder: Path, function: Any = None) -> str:
     """Run a flow to its end with `run_flow`, which returns its state; return the reason why it did not complete, or an
-    empty string. If `function` of the user raised an error, the reason has the location.
-
-    Raises:
-        Preempted: the flow was stopped or cancelled.
-        CosmosError: an error that the flow raised.
-    """
+    empty string. If `function` of the user raised an error, the reason has the location. A stop of the flow and a
+    `CosmosError` of the flow are raised."""
     from prefect.events.worker import EventsWorker
     from prefect.exceptions import TerminationSignal, UnfinishedRun
     from prefect.logging.handlers import APILogWorker
@@ -254,14 +234,13 @@ def _probe(folder: Path) -> DiskFull | None:
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(bytes(_PROBE_BYTES))
+            return None
     except OSError as error:
         return disk_full(error, folder)
-    return None
 
 
 def _terminate(number: int, frame: object) -> None:
-    """Raise KeyboardInterrupt, as Ctrl-C does: a library that is being imported might catch another error and
-    continue."""
+    """Raise KeyboardInterrupt, as Ctrl-C does: a library that is being imported might catch another error."""
     raise KeyboardInterrupt
 
 

@@ -37,9 +37,8 @@ def is_machine_error(error: BaseException) -> bool:
     return any(
         not _MACHINE_ERRORS.isdisjoint(_classes(each))
         or (isinstance(each, OSError) and each.errno in _MACHINE)
-        or (
-            isinstance(each, RuntimeError) and "allocate memory" in str(each)
-        )  # message of torch if it cannot allocate host memory
+        # A message of torch if it cannot allocate host memory.
+        or (isinstance(each, RuntimeError) and "allocate memory" in str(each))
         for each in _chain(error)
     )
 
@@ -76,7 +75,6 @@ def _status(error: BaseException) -> int:
         response = response.get("ResponseMetadata")
         status = response.get("HTTPStatusCode") if isinstance(response, dict) else None
     else:
-        status = (
-            getattr(response, "status_code", None) or getattr(error, "code", None) or getattr(error, "status", None)
-        )
+        places: tuple[tuple[object, str], ...] = ((response, "status_code"), (error, "code"), (error, "status"))
+        status = next(filter(None, (getattr(place, name, None) for place, name in places)), None)
     return status if isinstance(status, int) else 0

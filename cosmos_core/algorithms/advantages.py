@@ -3,16 +3,22 @@
 Rewards are float64 on the CPU. A completion with an invalid reward (None, NaN, infinite) has the advantage None and is
 dropped; the remaining completions of its group are compared with each other. A group with one valid reward, or whose
 valid rewards are all equal, has advantages of exactly 0. Equality is tested on the rewards, because rounding makes the
-standard deviation of equal rewards non-zero.
+standard deviation of equal rewards non-zero. If the KL penalty is part of the reward, `whitened_returns` returns an
+advantage for each token, as in REINFORCE++ (arXiv 2501.03262).
 
-Shapes: G completions of a group.
+Shapes: G completions of a group, S predicted tokens of a sample.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from cosmos_core.algorithms.aggregate import apply_mask
+from cosmos_core.data.sample import Sample
 from cosmos_core.errors import RewardError
 
 STD_EPSILON = 1e-6
@@ -24,11 +30,7 @@ Groups = Sequence[Sequence[float | None]]
 
 
 def advantages(
-    groups: Groups,
-    *,
-    algo: str = "grpo",
-    normalise_std: bool = True,
-    num_tokens: Sequence[Sequence[int]] | None = None,
+    groups: Groups, *, algo: str = "grpo", normalise_std: bool = True, num_tokens: Sequence[Sequence[int]] | None = None
 ) -> tuple[list[list[float | None]], dict[str, int]]:
     """Return the advantage of each reward, and counts of groups and completions.
 
@@ -44,20 +46,18 @@ def advantages(
     Raises:
         RewardError: the rule does not support negative rewards.
     """
-    valid = [[r for r in rewards if r is not None and math.isfinite(r)] for rewards in groups]
+    valid = [list(filter(_is_valid, rewards)) for rewards in groups]
     rule = _centre if algo == "grpo" and not normalise_std else ADVANTAGE_RULES[algo]
     group_advantages = rule([np.asarray(each, dtype=np.float64) for each in valid])
     if algo.startswith("reinforce++"):
         tokens = num_tokens or [[1] * len(rewards) for rewards in groups]
-        lengths = [
-            [n for r, n in zip(rewards, values_of_group, strict=True) if r is not None and math.isfinite(r)]
-            for rewards, values_of_group in zip(groups, tokens, strict=True)
-        ]
+        pairs = (zip(*of_group, strict=True) for of_group in zip(groups, tokens, strict=True))
+        lengths = [[num for reward, num in each if _is_valid(reward)] for each in pairs]
         flat = iter(whiten(np.concatenate([*group_advantages, np.zeros(0)]), np.concatenate([*lengths, np.zeros(0)])))
         group_advantages = [np.array([next(flat) for _ in each]) for each in valid]
-    iterators = [iter(values_G) for values_G in group_advantages]
+    iterators = map(iter, group_advantages)
     values = [
-        [float(next(values_of_group)) if r is not None and math.isfinite(r) else None for r in rewards]
+        [float(next(values_of_group)) if _is_valid(r) else None for r in rewards]
         for rewards, values_of_group in zip(groups, iterators, strict=True)
     ]
     return values, {
@@ -67,6 +67,10 @@ def advantages(
         "empty_groups": sum(not each for each in valid),
         "invalid": sum(map(len, groups)) - sum(map(len, valid)),
     }
+
+
+def _is_valid(reward: float | None) -> TypeGuard[float]:
+    return reward is not None and math.isfinite(reward)
 
 
 def whiten(values_N: np.ndarray, counts_N: np.ndarray) -> np.ndarray:
@@ -83,6 +87,27 @@ def whiten(values_N: np.ndarray, counts_N: np.ndarray) -> np.ndarray:
     return centred_N / np.sqrt(variance + _VARIANCE_EPSILON)
 
 
+def whitened_returns(
+    samples: Sequence[Sample], old_logprobs: Sequence[Tensor], ref_logprobs: Sequence[Tensor], kl_beta: float
+) -> list[Tensor]:
+    """Return the advantage of each token, S per sample, in float64; 0 for tokens that are not trained.
+
+    The reward of a trained token is -`kl_beta` * (log pi_old - log pi_reference), plus the completion's reward for the
+    last token. The return of a token is the sum of rewards from this token to the end. The advantages are the returns,
+    normalized by `whiten` over the trained tokens of all `samples`.
+    """
+    masks = [torch.as_tensor(sample.loss_mask[1:]).bool() for sample in samples]
+    returns = []
+    for sample, mask_S, old_S, ref_S in zip(samples, masks, old_logprobs, ref_logprobs, strict=True):
+        kl_S = apply_mask((old_S - ref_S).cpu().double(), mask_S)
+        returns.append(sample.reward - kl_beta * kl_S.flip(0).cumsum(0).flip(0))
+    if not returns:
+        return []
+    flat, counts = torch.cat(returns), torch.cat(masks)
+    whitened = torch.from_numpy(whiten(flat.numpy(), counts.numpy().astype(float)))
+    return list(apply_mask(whitened, counts).split([len(row_S) for row_S in returns]))
+
+
 def _is_constant(rewards_G: np.ndarray) -> bool:
     return not rewards_G.size or bool(rewards_G.max() == rewards_G.min())
 
@@ -94,9 +119,8 @@ def _centre(groups: list[np.ndarray]) -> list[np.ndarray]:
 
 def _grpo(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean) / (population std + 1e-6) in each group (GRPO, arXiv 2402.03300)."""
-    return [
-        c_G / (r_G.std() + STD_EPSILON) if c_G.any() else c_G for c_G, r_G in zip(_centre(groups), groups, strict=True)
-    ]
+    pairs = zip(_centre(groups), groups, strict=True)
+    return [c_G / (r_G.std() + STD_EPSILON) if c_G.any() else c_G for c_G, r_G in pairs]
 
 
 def _rloo(groups: list[np.ndarray]) -> list[np.ndarray]:
@@ -112,11 +136,7 @@ def _batch_std(groups: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _max_rl(groups: list[np.ndarray]) -> list[np.ndarray]:
-    """Return (reward - mean) / mean in each group, for rewards of 0 and 1 (MaxRL, arXiv 2602.02710).
-
-    Raises:
-        RewardError: a reward is negative.
-    """
+    """Return (reward - mean) / mean in each group, for rewards of 0 and 1 (MaxRL, arXiv 2602.02710)."""
     min_r = min((r_G.min() for r_G in groups if r_G.size), default=0.0)
     if min_r < 0:
         raise RewardError(
@@ -133,15 +153,13 @@ def gdpo_advantages(rewards: Sequence[Groups], weights: Sequence[float]) -> list
     (r - mean) / (sample std + 1e-4) within its group. The sums over functions, weighted by `weights`, are normalized by
     the same formula over all completions of the step. A completion that lacks a value has the advantage None.
     """
-    valid = [[all(r is not None and math.isfinite(r) for r in each) for each in zip(*values_of_group, strict=True)]
-             for values_of_group in zip(*rewards, strict=True)]  # fmt: skip
+    rewards_by_group = zip(*rewards, strict=True)
+    valid = [[all(map(_is_valid, each)) for each in zip(*row, strict=True)] for row in rewards_by_group]
     sums = [np.zeros(sum(row)) for row in valid]
     for groups, weight in zip(rewards, weights, strict=True):
         for sum_G, values_of_group, row in zip(sums, groups, valid, strict=True):
-            kept_G = np.array(
-                [r for r, is_valid in zip(values_of_group, row, strict=True) if is_valid], dtype=np.float64
-            )
-            sum_G += weight * _standardise(kept_G)
+            kept = [r for r, is_valid in zip(values_of_group, row, strict=True) if is_valid]
+            sum_G += weight * _standardise(np.array(kept, dtype=np.float64))
     flat = iter(_standardise(np.concatenate([*sums, np.zeros(0)])))
     return [[float(next(flat)) if is_valid else None for is_valid in row] for row in valid]
 

@@ -31,14 +31,11 @@ def denominator(loss_type: LossType, lengths: Iterable[int], max_tokens: int | N
     tokens has D = 1, so that its loss is 0 rather than NaN.
     """
     tokens = [length for length in lengths if length > 0]
-    if loss_type == "token-mean":
-        total = sum(tokens)
-    elif loss_type == "token-sum":
-        total = 1
-    elif loss_type == "seq-mean-token-mean" and max_tokens is not None:
-        total = len(tokens) * max_tokens
-    else:
-        total = len(tokens)
+    if loss_type == "token-sum":
+        return 1.0
+    total = sum(tokens) if loss_type == "token-mean" else len(tokens)
+    if loss_type == "seq-mean-token-mean" and max_tokens is not None:
+        total *= max_tokens
     return float(max(total, 1))
 
 
@@ -51,8 +48,7 @@ def weighted_sum(
     """
     kept_BT = apply_mask(values_BT, mask_BT)
     if loss_type == "seq-mean-token-mean" and max_tokens is None:
-        lengths_B = mask_BT.bool().sum(-1).clamp(min=1)
-        return (kept_BT.sum(-1) / lengths_B).sum() / denominator
+        return (kept_BT.sum(-1) / mask_BT.bool().sum(-1).clamp(min=1)).sum() / denominator
     return kept_BT.sum() / denominator
 
 
@@ -80,8 +76,7 @@ def source_masks(sources: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
 
 def add_metrics(total: Metrics, other: Metrics) -> Metrics:
     """Return the sums of two sets of metrics by name; a metric that only one set has is kept unchanged."""
-    shared = {name: total[name] + other[name] for name in total.keys() & other.keys()}
-    return total | other | shared
+    return total | other | {name: total[name] + other[name] for name in total.keys() & other.keys()}
 
 
 def means(total: Mapping[str, Tensor]) -> dict[str, float]:
@@ -92,8 +87,6 @@ def means(total: Mapping[str, Tensor]) -> dict[str, float]:
     """
     pairs = {name: metric.tolist() for name, metric in total.items()}
     averages = {name: sum_ / count for name, (sum_, count) in pairs.items() if count}
-    squares = {
-        name.removesuffix("_square"): mean for name, mean in averages.items() if name.endswith("_square") and mean
-    }
+    squares = {key.removesuffix("_square"): mean for key, mean in averages.items() if key.endswith("_square") and mean}
     sizes = {name: averages[name] ** 2 / square for name, square in squares.items() if name in averages}
     return averages | {f"{name}_effective_sample_size": size for name, size in sizes.items()}

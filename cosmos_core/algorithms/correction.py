@@ -81,8 +81,8 @@ def importance_weights(
     mask_BT = mask_BT.bool()
     is_finite_BT = rollout_logprobs_BT.isfinite()
     kept_BT = mask_BT & is_finite_BT
-    log_ratio_BT = apply_mask(old_logprobs_BT, kept_BT) - apply_mask(rollout_logprobs_BT, kept_BT)
-    log_weight_BT = log_ratio_BT
+    old_BT, rollout_BT = apply_mask(old_logprobs_BT, kept_BT), apply_mask(rollout_logprobs_BT, kept_BT)
+    log_weight_BT = log_ratio_BT = old_BT - rollout_BT
     if correction.rule.startswith("sequence"):
         log_weight_BT = log_ratio_BT.sum(-1, keepdim=True).expand_as(log_ratio_BT)
     ratio_BT = apply_mask(log_weight_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), kept_BT)
@@ -96,9 +96,7 @@ def importance_weights(
         mean_B1 = (log_ratio_BT.sum(-1, keepdim=True) / kept_BT.sum(-1, keepdim=True).clamp(min=1)).exp()
         accepted_BT = accepted_BT & (mean_B1 >= low) & (mean_B1 <= high)
     if correction.mean_k3 is not None or correction.max_k3 is not None:
-        k3_BT = apply_mask(
-            k3(apply_mask(rollout_logprobs_BT, kept_BT), apply_mask(old_logprobs_BT, kept_BT))[0], kept_BT
-        )
+        k3_BT = apply_mask(k3(rollout_BT, old_BT)[0], kept_BT)
         mean_B1 = k3_BT.sum(-1, keepdim=True) / kept_BT.sum(-1, keepdim=True).clamp(min=1)
         accepted_BT = accepted_BT & (mean_B1 <= (math.inf if correction.mean_k3 is None else correction.mean_k3))
         max_k3 = math.inf if correction.max_k3 is None else correction.max_k3

@@ -47,7 +47,6 @@ class WithDataTerm(Algorithm):
         return self._algorithm.credit(groups)
 
     def updates(self, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
-        """Yield the optimizer steps of the wrapped algorithm, each with its data term."""
         for update in self._algorithm.updates(samples, view):
             number, self._num_updates = self._num_updates, self._num_updates + 1
             yield replace(update, data=self._term(number))

@@ -32,20 +32,12 @@ class DiffusionNft(FlowRl):
         config, beta, total = self.config, self.diffusers.nft_beta, float(len(samples))
 
         def loss(micro: MicroBatch) -> Loss:
-            outputs = micro.outputs
+            outputs, low, high, mode = micro.outputs, config.advantage_low, config.advantage_high, config.advantage_mode
             advantages_B = torch.tensor([sample.rollout.advantage for sample in micro.samples], dtype=torch.float64)
-            inputs = NftInputs(
-                outputs["velocity"],
-                outputs[f"{OLD_POLICY}/velocity"],
-                outputs.get("reference/velocity"),
-                outputs["noisy"],
-                outputs["latents"],
-                torch.tensor([sample.sigma for sample in micro.samples], dtype=torch.float64),
-                optimality_probability(
-                    advantages_B, config.advantage_low, config.advantage_high, config.advantage_mode
-                ),
-                micro.mask,
-            )
+            sigma_B = torch.tensor([sample.sigma for sample in micro.samples], dtype=torch.float64)
+            velocities = outputs["velocity"], outputs[f"{OLD_POLICY}/velocity"], outputs.get("reference/velocity")
+            optimality_B = optimality_probability(advantages_B, low, high, mode)
+            inputs = NftInputs(*velocities, outputs["noisy"], outputs["latents"], sigma_B, optimality_B, micro.mask)
             terms = nft_loss(inputs, beta, config.advantage_high)
             value = (terms.policy_B + config.kl_beta * terms.kl_B).sum() / total
             metrics = sum_metrics(
@@ -60,27 +52,17 @@ class DiffusionNft(FlowRl):
         return Update(samples, loss, extra_weights=(OLD_POLICY, *self._reference_weights))
 
     def after_train_step(self, view: TrainerView) -> None:
-        """Move the weights of the old policy towards those of the policy."""
-        view.move_towards_policy(
-            OLD_POLICY, 1 - old_policy_decay(self.diffusers.weight_copy_decay_type, self._num_updates)
-        )
+        decay = old_policy_decay(self.diffusers.weight_copy_decay_type, self._num_updates)
+        view.move_towards_policy(OLD_POLICY, 1 - decay)
 
     def _samples(self, rollout: FlowRollout) -> list[SeededSample]:
         """Return one sample of the rollout per selected noise level of its sampler; the rollout's seed selects them."""
-        sigmas = rollout.diffusion_sample.sigmas[:-1]
+        sample, embedding = rollout.diffusion_sample, rollout.prompt.embedding
+        sigmas, num_frames = sample.sigmas[:-1], sample.num_conditioning_frames
         count = int(self.diffusers.timesteps_fraction * len(sigmas))
-        selected = random_order(len(sigmas), rollout.seed)[:count]
-        return [
-            SeededSample(
-                rollout.diffusion_sample.latents,
-                sigmas[i],
-                rollout.prompt.embedding,
-                rollout,
-                (rollout.seed + 1 + i) & _SEED_BITS,
-                rollout.diffusion_sample.num_conditioning_frames,
-            )
-            for i in selected
-        ]
+        seeds = {i: (rollout.seed + 1 + i) & _SEED_BITS for i in random_order(len(sigmas), rollout.seed)[:count]}
+        x0 = sample.latents
+        return [SeededSample(x0, sigmas[i], embedding, rollout, seed, num_frames) for i, seed in seeds.items()]
 
 
 def old_policy_decay(kind: int, num_updates: int) -> float:

@@ -35,9 +35,8 @@ def flow_loss(micro: MicroBatch, num_samples: int) -> Loss:
     `num_samples` is the number of samples of the whole optimizer step. SFT has this loss, and RL algorithms can add it
     as data term, a supervised loss on data rows.
     """
-    error_B = flow_error(
-        micro.outputs["velocity"], velocity(micro.outputs["latents"], micro.outputs["noise"]), micro.mask
-    )
+    target = velocity(micro.outputs["latents"], micro.outputs["noise"])
+    error_B = flow_error(micro.outputs["velocity"], target, micro.mask)
     weights_B = torch.tensor([sample.weight for sample in micro.samples], dtype=error_B.dtype, device=error_B.device)
     count = torch.tensor(float(len(micro.samples)), dtype=torch.float64, device=error_B.device)
     metric = torch.stack([error_B.detach().double().sum(), count])
@@ -48,7 +47,6 @@ class DiffusionSft(Algorithm):
     """Supervised flow matching: one optimizer step per train step, with the mean loss over all samples of the step."""
 
     def updates(self, samples: Sequence[FlowSample], view: TrainerView) -> Iterator[Update]:
-        """Yield one optimizer step with all samples of the train step."""
         yield Update(samples, lambda micro: flow_loss(micro, len(samples)))
 
     def measure(self, chunks: Iterable[Sequence[FlowSample]], view: TrainerView, size: int) -> dict[str, float]:
@@ -56,8 +54,7 @@ class DiffusionSft(Algorithm):
         total, count = 0.0, 0
         for samples in chunks:
             for sample, row in zip(samples, view.evaluate(samples, size=size), strict=True):
-                total += _error(sample, row["velocity"])
-                count += 1
+                total, count = total + _error(sample, row["velocity"]), count + 1
         return {"loss": total / max(1, count), "samples": float(count)}
 
 

@@ -65,9 +65,8 @@ def teacher_loss(
         metrics = {"teacher/reverse_kl": token_metric(penalty_BS, mask_BS)}
         summed_BS = penalty_BS + apply_mask(discounted_sums(penalty_BS, config.kl_discount_factor), sampled_BS)
         return TeacherLoss(-config.kl_penalty_coef * summed_BS, None, metrics)
-    divergence_BS = apply_mask(
-        jensen_shannon(append_rest(policy_BS), append_rest(teacher_BS), config.jsd_beta), mask_BS
-    )
+    divergence_BS = jensen_shannon(append_rest(policy_BS), append_rest(teacher_BS), config.jsd_beta)
+    divergence_BS = apply_mask(divergence_BS, mask_BS)
     metrics = {"teacher/divergence": token_metric(divergence_BS, mask_BS)}
     loss_BS = config.kl_penalty_coef * divergence_BS
     if not config.kl_discount_factor:
@@ -124,16 +123,14 @@ def score_with_teacher(
     """
     teacher_samples, budget = list(samples), config.max_token_len_per_mini_batch
     size = config.mini_batch if budget is None else None
-    if not config.top_k:
-        rows = view.evaluate(batch_within_token_limit(teacher_samples, budget), request, weights=TEACHER, size=size)
-        return teacher_samples, [row["logprobs"] for row in rows]
-    request = replace(request, entropy="", top_k=config.top_k)
-    if not config.trainer_token_ids_from_teacher:
-        teacher_samples = _set_top_ids(teacher_samples, view.evaluate(teacher_samples, request))
+    if config.top_k:
+        request = replace(request, entropy="", top_k=config.top_k)
+        if not config.trainer_token_ids_from_teacher:
+            teacher_samples = _set_top_ids(teacher_samples, view.evaluate(teacher_samples, request))
     rows = view.evaluate(batch_within_token_limit(teacher_samples, budget), request, weights=TEACHER, size=size)
-    if config.trainer_token_ids_from_teacher:
+    if config.top_k and config.trainer_token_ids_from_teacher:
         teacher_samples = _set_top_ids(teacher_samples, rows)
-    return teacher_samples, [row["top_logprobs"] for row in rows]
+    return teacher_samples, [row["top_logprobs" if config.top_k else "logprobs"] for row in rows]
 
 
 def unmask_prompt(sample: Sample, num_prompt: int) -> Sample:
@@ -145,8 +142,7 @@ def unmask_prompt(sample: Sample, num_prompt: int) -> Sample:
     mask[1:num_prompt] = 1
     rollout = sample.rollout_logprobs
     if rollout is not None:
-        unknown = np.full(max(0, num_prompt - 1), np.nan, dtype=rollout.dtype)
-        rollout = np.concatenate([unknown, rollout])
+        rollout = np.concatenate([np.full(max(0, num_prompt - 1), np.nan, dtype=rollout.dtype), rollout])
     return replace(sample, loss_mask=mask, rollout_logprobs=rollout)
 
 

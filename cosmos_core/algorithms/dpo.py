@@ -103,10 +103,6 @@ def _per_token(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor) -> Ten
     return chosen_P / pairs.chosen_tokens.clamp(min=1) - rejected_P / pairs.rejected_tokens.clamp(min=1)
 
 
-def _ipo(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
-    return (_per_token(pairs, chosen_P, rejected_P) / config.beta - 1 / (2 * config.beta)) ** 2
-
-
 def _simpo(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
     margin_P = config.beta * _per_token(pairs, pairs.chosen, pairs.rejected) - config.simpo_gamma
     return _smooth_log_sigmoid(margin_P, config.label_smoothing)
@@ -126,7 +122,7 @@ _PAIR_LOSSES: dict[str, Callable[[PairLogprobs, Tensor, Tensor, DpoLossConfig], 
     "robust": _robust,
     "bco_pair": lambda _, c, r, config: -logsigmoid(c) - logsigmoid(-r),
     "hinge": lambda _, c, r, config: torch.relu(1 - (c - r)),
-    "ipo": _ipo,
+    "ipo": lambda pairs, c, r, config: (_per_token(pairs, c, r) / config.beta - 1 / (2 * config.beta)) ** 2,
     "apo_zero": lambda _, c, r, config: torch.sigmoid(-c) + torch.sigmoid(r),
     "apo_down": lambda _, c, r, config: torch.sigmoid(c) + torch.sigmoid(r - c),
     "sigmoid_norm": lambda pairs, c, r, config: -logsigmoid(_per_token(pairs, c, r)),
@@ -151,7 +147,6 @@ class Dpo(Algorithm):
     config: DpoConfig
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
-        """Yield one optimizer step with all pairs of the train step."""
         total = step_denominators(samples)
 
         def loss(micro: MicroBatch) -> Loss:
@@ -160,13 +155,11 @@ class Dpo(Algorithm):
             assert sorted(rows) == [j for i in chosen for j in (i, i + 1)], "a pair was split"
             logps_B = apply_mask(micro.logprobs_BS, micro.mask_BS).sum(-1, dtype=torch.float64)
             reference_B = logps_B.new_tensor([sample.reference_logprob for sample in micro.samples])
-            chosen_P, rejected_P = [rows[i] for i in chosen], [rows[i + 1] for i in chosen]
+            sides = [rows[i] for i in chosen], [rows[i + 1] for i in chosen]
             columns = (logps_B, reference_B, micro.mask_BS.sum(-1).to(logps_B))
-            pairs = PairLogprobs(
-                *(values_B[rows_of_side] for values_B in columns for rows_of_side in (chosen_P, rejected_P))
-            )
+            pairs = PairLogprobs(*(values_B[rows_of_side] for values_B in columns for rows_of_side in sides))
             value, metrics = preference_loss(pairs, self.config.dpo, total)
-            sources = [micro.samples[b].source for b in chosen_P]
+            sources = [micro.samples[b].source for b in sides[0]]
             return Loss(value, metrics | loss_of_sources(pairs, sources, self.config.dpo, total))
 
         yield Update(samples, loss)

@@ -35,10 +35,9 @@ class FlowRollout:
     """Seed of the random numbers that training uses for this rollout."""
 
     @property
-    def latents(self) -> Tensor:
+    def latents(self) -> Any:
         """Return the clean latents, whose size determines the cost of the sample."""
-        clean_latents: Tensor = self.diffusion_sample.latents
-        return clean_latents
+        return self.diffusion_sample.latents
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +87,8 @@ def _normalise_separately(groups: Sequence[Sequence[Score]], settings: CreditSet
         for name in settings.each
     ]  # fmt: skip
     return [
-        [_weighted_total([column[g][k] for column in columns], settings.each) for k in range(len(scores))]
-        for g, scores in enumerate(groups)
+        [_weighted_total(values, settings.each) for values in zip(*of_group, strict=True)]
+        for of_group in zip(*columns, strict=True)
     ]
 
 
@@ -168,9 +167,8 @@ class RewardMonitor:
     def _warn(self, alarms: Sequence[str], current: Mapping[str, float], first: Mapping[str, float]) -> None:
         if alarms and not self._is_alarm_on:
             changes = ", ".join(f"{name} {first[name]:.4g} at first, {current[name]:.4g} now" for name in alarms)
-            logger.warning(
-                "the reward may be hacked: %s; look at the samples, raise kl_beta or add a data term", changes
-            )
+            remedy = "look at the samples, raise kl_beta or add a data term"
+            logger.warning("the reward may be hacked: %s; %s", changes, remedy)
         self._is_alarm_on = bool(alarms)
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.denoiser import RequestedOutputs
 from cosmos_core.models.flow_steps import NoiseLevels, Transition, transition
+from cosmos_core.types import DiffusionSample
 
 _STEP = "step"
 
@@ -33,9 +34,13 @@ class _Step:
     """Index of the step among the recorded steps of the rollout."""
 
     @property
+    def sample(self) -> DiffusionSample:
+        return self.rollout.diffusion_sample
+
+    @property
     def levels(self) -> tuple[float, float, float]:
         """Return the noise levels before and after the step, and the second noise level of the sampler's schedule."""
-        sigmas, i = self.rollout.diffusion_sample.sigmas, self.rollout.diffusion_sample.steps[self.n]
+        sigmas, i = self.sample.sigmas, self.sample.steps[self.n]
         return sigmas[i], sigmas[i + 1], sigmas[1]
 
 
@@ -47,26 +52,19 @@ class FlowGrpo(FlowRl):
     def make_update(self, rollouts: Sequence[FlowRollout]) -> Update | None:
         assert self.sampling is not None and self.sampling.flow is not None
         flow, config = self.sampling.flow, self.config
-        steps = [
-            _Step(rollout, n)
-            for rollout in rollouts
-            if rollout.advantage
-            for n in range(len(rollout.diffusion_sample.steps))
-        ]
+        trained = [rollout for rollout in rollouts if rollout.advantage]
+        steps = [_Step(rollout, n) for rollout in trained for n in range(len(rollout.diffusion_sample.steps))]
         if not steps:
             return None
         is_guided = flow.guidance_scale > 1
+        negative = self.null_text if is_guided else None
         samples = [
             FlowSample(
-                step.rollout.diffusion_sample.before[step.n],
-                step.levels[0],
-                step.rollout.prompt.embedding,
-                num_conditioning_frames=step.rollout.diffusion_sample.num_conditioning_frames,
-                negative=self.null_text if is_guided else None,
-                extra={_STEP: step},
+                each.sample.before[each.n], each.levels[0], each.rollout.prompt.embedding, negative=negative,
+                num_conditioning_frames=each.sample.num_conditioning_frames, extra={_STEP: each},
             )
-            for step in steps
-        ]
+            for each in steps
+        ]  # fmt: skip
         settings = RatioSettings(config.epsilon_low, config.epsilon_high, is_guarded=self.diffusers.flow_rl.guard)
         total = float(len(samples))
 
@@ -86,26 +84,20 @@ class FlowGrpo(FlowRl):
 
     def _inputs(self, micro: MicroBatch) -> StepInputs:
         steps: list[_Step] = [sample.extra[_STEP] for sample in micro.samples]
-        x = micro.outputs["noisy"]
-        sigma_B, next_B, second_B = torch.tensor(
-            [step.levels for step in steps], dtype=torch.float64, device=x.device
-        ).T
-        levels = NoiseLevels(sigma_B, next_B, second_B)
+        x, config = micro.outputs["noisy"], self.config
+        levels = NoiseLevels(*torch.tensor([step.levels for step in steps], dtype=torch.float64, device=x.device).T)
         reference = micro.outputs.get("reference/velocity")
         advantages_B = torch.tensor([step.rollout.advantage for step in steps], dtype=torch.float64, device=x.device)
-        has_means = steps[0].rollout.diffusion_sample.means is not None
+        clipped_B = advantages_B.clamp(config.advantage_low, config.advantage_high)
+        has_means = steps[0].sample.means is not None
         return StepInputs(
             self._transition(x, micro.outputs["velocity"], levels),
-            torch.stack([step.rollout.diffusion_sample.after[step.n] for step in steps]).to(x),
-            torch.tensor(
-                [step.rollout.diffusion_sample.log_probs[step.n] for step in steps], dtype=x.dtype, device=x.device
-            ),
-            ADVANTAGE_TRANSFORMS[self.config.advantage_mode](
-                advantages_B.clamp(self.config.advantage_low, self.config.advantage_high)
-            ),
-            torch.stack([step.rollout.diffusion_sample.means[step.n] for step in steps]).to(x) if has_means else None,
+            torch.stack([step.sample.after[step.n] for step in steps]).to(x),
+            torch.tensor([step.sample.log_probs[step.n] for step in steps], dtype=x.dtype, device=x.device),
+            ADVANTAGE_TRANSFORMS[config.advantage_mode](clipped_B),
+            torch.stack([step.sample.means[step.n] for step in steps]).to(x) if has_means else None,
             self._transition(x, reference, levels) if reference is not None else None,
-            sigma_B - next_B,
+            levels.sigma - levels.next,
             micro.mask,
         )
 

@@ -8,7 +8,7 @@ Shapes: B samples, dots for the dimensions of a latent.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -66,9 +66,8 @@ class FlowRl(Algorithm):
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         super().__init__(config, custom, sampling)
         weights = metric_weights(config)
-        self._reward_monitor = RewardMonitor(
-            config.least_diversity, [name for name, weight in weights.items() if not weight]
-        )
+        monitored = [name for name, weight in weights.items() if not weight]
+        self._reward_monitor = RewardMonitor(config.least_diversity, monitored)
         self._weights = {name: weight for name, weight in weights.items() if weight}
         self._num_steps = self._num_updates = 0
 
@@ -94,9 +93,8 @@ class FlowRl(Algorithm):
         Batches without a learning signal, for which `make_update` returns None, are skipped.
         """
         for batch in equal_batches(len(samples), self.config.batch_size_per_optimize):
-            update = self.make_update(samples[batch])
-            if update is not None:
-                yield self._add_data_term(update)
+            if (update := self.make_update(samples[batch])) is not None:
+                yield replace(update, data=self.data_term and self.data_term(self._num_steps, self._num_updates))
                 self._num_updates += 1
         self._num_steps += 1
         self.after_train_step(view)
@@ -112,11 +110,8 @@ class FlowRl(Algorithm):
         """Update the algorithm's state at the end of a train step; subclasses override it, the default does nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "num_steps": self._num_steps,
-            "num_updates": self._num_updates,
-            "watch": self._reward_monitor.state_dict(),
-        }
+        counts = {"num_steps": self._num_steps, "num_updates": self._num_updates}
+        return {**counts, "watch": self._reward_monitor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_steps = int(state.get("num_steps", 0))
@@ -130,17 +125,6 @@ class FlowRl(Algorithm):
     def _noise_seed(self, group: Group, k: int) -> int:
         assert self.sampling is not None
         return request_seed(self.sampling.seed, group.step, group.prompt.id, k + _TRAINING)
-
-    def _add_data_term(self, update: Update) -> Update:
-        if self.data_term is None:
-            return update
-        return Update(
-            update.samples,
-            update.loss,
-            update.request,
-            extra_weights=update.extra_weights,
-            data=self.data_term(self._num_steps, self._num_updates),
-        )
 
 
 def sum_metrics(**values_B: Tensor) -> Metrics:

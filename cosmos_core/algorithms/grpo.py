@@ -16,17 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.advantages import advantages, gdpo_advantages
+from cosmos_core.algorithms.advantages import advantages, gdpo_advantages, whitened_returns
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, denominator, token_metric, weighted_sum
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update, align_rows, equal_batches, metric_weights
 from cosmos_core.algorithms.correction import Correction, importance_weights, self_normalise
 from cosmos_core.algorithms.distillation import TeacherLoss, score_with_teacher, teacher_loss, unmask_prompt
-from cosmos_core.algorithms.high_entropy import high_entropy_masks
 from cosmos_core.algorithms.idle import exclude_idle, has_advantage_factor
 from cosmos_core.algorithms.objectives.base import PolicySettings, probability_ratio
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll_loss
-from cosmos_core.algorithms.prefixes import shared_prefixes
-from cosmos_core.algorithms.returns import whitened_returns
+from cosmos_core.algorithms.selection import high_entropy_masks, shared_prefixes
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.sample import Sample, batch_within_token_limit
 from cosmos_core.models.base import MicroBatch
@@ -89,19 +87,13 @@ class Grpo(Algorithm):
         self._correction = _correction(config, sampling)
         objective = _AIPO[config.aipo_form] if config.aipo_rho else _OBJECTIVES.get(config.variant, config.variant)
         self._settings = PolicySettings(
-            epsilon_low=config.epsilon_low,
-            epsilon_high=config.epsilon_high,
-            lower_bound_ratio=config.lower_bound_ratio,
-            kl_beta=0.0 if config.kl_in_reward else config.kl_beta,
-            unbiased_kl_estimate=config.unbiased_kl_estimate,
-            kl_estimator=config.kl_estimator,
-            objective=objective,
+            epsilon_low=config.epsilon_low, epsilon_high=config.epsilon_high,
+            lower_bound_ratio=config.lower_bound_ratio, kl_beta=0.0 if config.kl_in_reward else config.kl_beta,
+            unbiased_kl_estimate=config.unbiased_kl_estimate, kl_estimator=config.kl_estimator, objective=objective,
             ratio_cap=config.aipo_rho or config.ratio_cap or _RATIO_CAPS.get(objective, _RATIO_CAP),
-            sapo_temperature_pos=config.sapo_temperature_pos,
-            sapo_temperature_neg=config.sapo_temperature_neg,
-            entropy_coeff=config.entropy_coeff,
-            off_policy_masking_delta=config.off_policy_masking_delta,
-        )
+            sapo_temperature_pos=config.sapo_temperature_pos, sapo_temperature_neg=config.sapo_temperature_neg,
+            entropy_coeff=config.entropy_coeff, off_policy_masking_delta=config.off_policy_masking_delta,
+        )  # fmt: skip
         self._num_steps = 0
         """Number of completed train steps, which determines when the reference policy is reset."""
 
@@ -117,7 +109,7 @@ class Grpo(Algorithm):
             ]
             for group, row in zip(groups, num_ignored_tokens, strict=True)
         ]
-        excludes = self.config.mask_truncated_completions
+        excludes = config.mask_truncated_completions
         is_truncated = [[excludes and each.finish_reason == "length" for each in g.group.completions] for g in groups]
         values, counts = advantages(
             [[score.value for score in group.scores] for group in groups],
@@ -162,9 +154,8 @@ class Grpo(Algorithm):
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         """Yield the optimizer steps of `mu_iterations` passes over the samples."""
         all_samples = [samples[batch] for batch in equal_batches(len(samples), self.config.batch_size_per_optimize)]
-        may_be_idle = (
-            self.has_separate_gradients and not self.teacher and has_advantage_factor(self.config, self._settings)
-        )
+        has_factor = not self.teacher and has_advantage_factor(self.config, self._settings)
+        may_be_idle = self.has_separate_gradients and has_factor
         samples, batches, metrics = exclude_idle(all_samples, may_be_idle=may_be_idle)
         samples = batch_within_token_limit(samples, self.config.max_token_len_per_mini_batch)
         # If a train step has a single update, pi_old is the current policy and needs no separate forward pass.
@@ -191,8 +182,7 @@ class Grpo(Algorithm):
             inputs = (old_logprobs and old_logprobs[batch], reference and reference[batch], teacher and teacher[batch])
             other_inputs = (returns and returns[batch], self._high_entropy(samples[batch], view), correction)
             batch_inputs = (samples[batch], step_samples, *inputs, *other_inputs)
-            update = self._update(_UpdateInputs(*batch_inputs, is_first=number == 0))
-            yield replace(update, metrics=metrics)
+            yield replace(self._update(_UpdateInputs(*batch_inputs, is_first=number == 0)), metrics=metrics)
         self._num_steps += 1
         if self.config.reference_reset_interval and self._num_steps % self.config.reference_reset_interval == 0:
             view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
@@ -220,17 +210,15 @@ class Grpo(Algorithm):
             value = weighted_sum(loss_BS, micro.mask_BS, config.loss_type, total, config.unbiased_loss_max_tokens)
             if config.positive_nll_coef:
                 rewards_B = micro.logprobs_BS.new_tensor([s.reward for s in micro.samples])
-                value = value + config.positive_nll_coef * positive_nll_loss(
-                    micro.logprobs_BS, micro.mask_BS, rewards_B, positive_tokens
-                )
+                nll = positive_nll_loss(micro.logprobs_BS, micro.mask_BS, rewards_B, positive_tokens)
+                value = value + config.positive_nll_coef * nll
             if config.use_rollout_logprobs_for_loss:
                 # The engine is compared with the old policy, which is the current policy only in the first update.
                 if not inputs.is_first:
                     return Loss(value, metrics)
                 references = references._replace(before_BS=micro.logprobs_BS.detach())
-            difference, mismatch = _engine_difference(
-                references, config.rollout_correction_low, config.rollout_correction_high
-            )
+            low, high = config.rollout_correction_low, config.rollout_correction_high
+            difference, mismatch = _engine_difference(references, low, high)
             return Loss(value, add_metrics(metrics, mismatch), difference)
 
         entropy: Literal["", "value", "gradient"] = "value" if config.log_entropy else ""
@@ -242,13 +230,10 @@ class Grpo(Algorithm):
     def _is_constant(self, inputs: _UpdateInputs) -> bool:
         """Return True if the derivative of the loss with respect to the log-probabilities is independent of them."""
         settings = self._settings
+        absent = (inputs.old_logprobs, inputs.reference, inputs.teacher, inputs.correction)
         return (
-            inputs.old_logprobs is None
-            and inputs.reference is None
-            and inputs.teacher is None
-            and inputs.correction is None
+            all(each is None for each in (*absent, settings.off_policy_masking_delta))
             and not settings.entropy_coeff
-            and settings.off_policy_masking_delta is None
             and settings.objective != "aipo"
         )
 
@@ -259,11 +244,10 @@ class Grpo(Algorithm):
         metrics: Metrics = {}
         weights_BS = None
         if inputs.correction is not None:
-            assert references.rollout_BS is not None, "weights need the log-probabilities of the rollouts"
-            weights_BS, metrics = importance_weights(
-                references.before_BS, references.rollout_BS, references.sampled_BS, inputs.correction
-            )
-            weights_BS = torch.where(references.sampled_BS, weights_BS, 1.0)
+            _, before_BS, rollout_BS, sampled_BS = references
+            assert rollout_BS is not None, "weights need the log-probabilities of the rollouts"
+            weights_BS, metrics = importance_weights(before_BS, rollout_BS, sampled_BS, inputs.correction)
+            weights_BS = torch.where(sampled_BS, weights_BS, 1.0)
         if (high_entropy_BS := _rows(inputs.high_entropy, micro)) is not None:
             weights_BS = high_entropy_BS if weights_BS is None else high_entropy_BS * weights_BS
         teacher_terms = self._teacher_terms(micro, inputs, references)
@@ -272,20 +256,13 @@ class Grpo(Algorithm):
         if (returns_BS := _rows(inputs.returns, micro)) is not None:
             advantages_B = torch.zeros_like(advantages_B)
             token_advantages_BS = returns_BS if token_advantages_BS is None else returns_BS + token_advantages_BS
-        policy = policy_loss(
-            PolicyInputs(
-                logprobs_BT=micro.logprobs_BS,
-                advantages_B=advantages_B,
-                mask_BT=micro.mask_BS,
-                old_logprobs_BT=references.old_BS,
-                ref_logprobs_BT=_rows(inputs.reference, micro),
-                entropy_BT=micro.outputs.get("entropy"),
-                weights_BT=weights_BS,
-                rollout_logprobs_BT=references.rollout_BS,
-                token_advantages_BT=token_advantages_BS,
-            ),
-            self._settings,
-        )
+        policy_inputs = PolicyInputs(
+            logprobs_BT=micro.logprobs_BS, advantages_B=advantages_B, mask_BT=micro.mask_BS, weights_BT=weights_BS,
+            old_logprobs_BT=references.old_BS, ref_logprobs_BT=_rows(inputs.reference, micro),
+            entropy_BT=micro.outputs.get("entropy"), rollout_logprobs_BT=references.rollout_BS,
+            token_advantages_BT=token_advantages_BS,
+        )  # fmt: skip
+        policy = policy_loss(policy_inputs, self._settings)
         metrics = add_metrics(policy.metrics, metrics)
         if teacher_terms is None:
             return policy.loss_BT, metrics
@@ -327,8 +304,8 @@ def make_sample(
 def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | None:
     """Return the rule for the importance weights of tokens that another policy sampled; None: no weights."""
     off = config.geometric_mask
-    geometric_mean_range = None if off is None else (1 - off, 1 + off)
-    correction = Correction("none", 0.0, math.inf, geometric_mean_range, config.mean_k3_mask, config.max_k3_mask)
+    limits = (None if off is None else (1 - off, 1 + off), config.mean_k3_mask, config.max_k3_mask)
+    correction = Correction("none", 0.0, math.inf, *limits)
     if config.use_decoupled_loss:
         correction = replace(correction, rule="mask", high=config.behav_imp_weight_cap or math.inf)
     elif config.rollout_correction:
@@ -338,7 +315,6 @@ def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | N
         pass  # the objective already contains the ratio to the rollout policy, so importance weights would repeat it
     elif sampling is not None and sampling.is_off_policy:
         correction = replace(correction, rule="truncate", high=config.rollout_correction_high)
-    limits = (correction.geometric_mean_range, correction.mean_k3, correction.max_k3)
     rejects = any(limit is not None for limit in limits)
     return correction if rejects or correction.rule != "none" else None
 
@@ -353,8 +329,7 @@ def _rows(values: Sequence[Tensor] | None, micro: MicroBatch) -> Tensor | None:
 
 
 def _rollout_row(sample: Sample) -> Tensor:
-    """Return the log-probabilities of a sample under the rollout distribution: one for each token after the first, 0
-    for untrained tokens."""
+    """Return the rollout log-probability of each token of a sample after the first, 0 for untrained tokens."""
     row = torch.zeros(len(sample.input_ids) - 1)
     row[torch.as_tensor(sample.loss_mask[1:]).bool()] = torch.as_tensor(sample.rollout_logprobs)
     return row
@@ -378,9 +353,8 @@ def _reference_logprobs(micro: MicroBatch, old_logprobs: Sequence[Tensor] | None
     flat = [torch.as_tensor(sample.rollout_logprobs) for sample in micro.samples]
     rollout_BS[mask_BS] = torch.cat(flat).to(rollout_BS)
     is_unknown_BS = rollout_BS.isnan()
-    return _ReferenceLogprobs(
-        old_BS, before_BS, torch.where(is_unknown_BS, before_BS, rollout_BS), mask_BS & ~is_unknown_BS
-    )
+    rollout_BS = torch.where(is_unknown_BS, before_BS, rollout_BS)
+    return _ReferenceLogprobs(old_BS, before_BS, rollout_BS, mask_BS & ~is_unknown_BS)
 
 
 def _engine_difference(references: _ReferenceLogprobs, low: float, high: float) -> tuple[dict[str, Tensor], Metrics]:

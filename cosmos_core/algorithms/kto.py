@@ -44,8 +44,7 @@ def unpaired_loss(responses: LabelledLogprobs, kl: Tensor, config: KtoLossConfig
     rewards_B = config.beta * (responses.logps_B - responses.reference_B)
     is_desirable_B = responses.is_desirable_B
     sign_B = torch.where(is_desirable_B, -1.0, 1.0).to(rewards_B)
-    weights = rewards_B.new_tensor([config.undesirable_weight, config.desirable_weight])
-    weight_B = weights[is_desirable_B.long()]
+    weight_B = rewards_B.new_tensor([config.undesirable_weight, config.desirable_weight])[is_desirable_B.long()]
     loss = (weight_B * torch.sigmoid(sign_B * (rewards_B - config.beta * kl))).sum() / total
     values = {"rewards": rewards_B, "logps": responses.logps_B}
     metrics = {
@@ -73,16 +72,13 @@ class Kto(Algorithm):
     config: KtoConfig
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
-        """Yield one optimizer step with all responses of the train step."""
         reference_B, divergence_B = self._reference(samples, view)
         kl = divergence_B.mean().clamp(min=0)
         is_desirable_B = torch.tensor([sample.reward > 0 for sample in samples], device=kl.device)
 
         def loss(micro: MicroBatch) -> Loss:
-            logps_B, indices = (
-                apply_mask(micro.logprobs_BS, micro.mask_BS).sum(-1, dtype=torch.float64),
-                list(micro.indices),
-            )
+            logps_B = apply_mask(micro.logprobs_BS, micro.mask_BS).sum(-1, dtype=torch.float64)
+            indices = list(micro.indices)
             responses = LabelledLogprobs(logps_B, reference_B[indices], is_desirable_B[indices])
             value, metrics = unpaired_loss(responses, kl, self.config.kto, len(samples))
             sources = [sample.source for sample in micro.samples]
@@ -96,9 +92,7 @@ class Kto(Algorithm):
         `chunks` alternate between the labelled sample of a row and a sample with the response of another row; both
         carry their reference log-probabilities. `size`: number of samples in a forward pass.
         """
-        labels: list[bool] = []
-        sources: list[str] = []
-        logps, references, divergences = [], [], []
+        labels, sources, logps, references, divergences = list[bool](), list[str](), [], [], []
         for samples in chunks:
             labelled, mismatched = samples[::2], samples[1::2]
             labels += [sample.reward > 0 for sample in labelled]
@@ -116,10 +110,8 @@ class Kto(Algorithm):
         return {"loss": loss.item(), **means(metrics)}
 
     def _reference(self, samples: Sequence[Sample], view: TrainerView) -> tuple[Tensor, Tensor]:
-        """Return two tensors: the reference log-probabilities of responses, and log-ratios for the KL estimate.
-
-        The log-ratios are those of policy to reference for mismatched responses; they are 0 for losses without KL.
-        """
+        """Return the reference log-probabilities of the responses, and the log-ratios of policy to reference for
+        mismatched responses, from which KL is estimated; the log-ratios are 0 for losses without KL."""
         if self.config.kto.loss_type != "kto":
             reference_B = _sums(view, samples, "reference")
             return reference_B, torch.zeros_like(reference_B)

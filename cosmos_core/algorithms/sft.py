@@ -36,7 +36,6 @@ class Sft(Algorithm):
     """Supervised fine-tuning: one optimizer step per train step, with the mean loss over all trained tokens."""
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
-        """Yield one optimizer step with all samples of the train step."""
         total = denominator("token-mean", [sample.num_learned for sample in samples])
 
         def loss(batch: MicroBatch) -> Loss:

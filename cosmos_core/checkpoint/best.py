@@ -8,10 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 BEST = "best.json"
-_METRIC_SIGNS = {
-    "validation/reward": 1,
-    "validation/loss": -1,
-}  # metrics by priority; 1: higher is better, -1: lower is better
+_METRIC_SIGNS = {"validation/reward": 1, "validation/loss": -1}  # by priority; 1: higher is better, -1: lower is better
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import importlib
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,15 +69,11 @@ def export_causal_lm(stage: Stage) -> Outcome:
 
 
 def _export(stage: Stage, step: int) -> Outcome:
-    dtype_name = stage.recipe.train.param_dtype
-    dtype: torch.dtype = getattr(torch, dtype_name)
+    dtype: torch.dtype = getattr(torch, stage.recipe.train.param_dtype)
     revision = stage.recipe.policy.model_revision
     stage.progress.phase("load")
     tokenizer = load_tokenizer(stage.model, revision)
-    model = load_model(stage.model, revision=revision, dtype=torch.float32)
-
-    folder = f"safetensors/step_{step}"
-    target = stage.path / folder
+    model, target = load_model(stage.model, revision=revision, dtype=torch.float32), stage.path / export_folder(step)
     stage.progress.phase("export")
     adapter = adapter_files(stage)
     card = model_card(stage, loading_instructions(stage, auto_class(model.config).__name__)).encode()
@@ -88,12 +84,25 @@ def _export(stage: Stage, step: int) -> Outcome:
     checks = verify_export(model, target, dtype=dtype, tokenizer=tokenizer)
     if adapter:
         checks.append(prove_copy(adapter, target))
-    logger.info("exported %s %s; checks: %s", target, precision(stage), ", ".join(checks))
-    size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    info: dict[str, JsonValue] = {"model": folder, "step": step, "checks": list(checks), "dtype": dtype_name}
-    if adapter:
+    return export_outcome(stage, step, checks, target.glob("*.safetensors"), has_adapter=bool(adapter))
+
+
+def export_outcome(
+    stage: Stage, step: int, checks: list[str], weights: Iterable[Path], *, has_adapter: bool
+) -> Outcome:
+    """Return the outcome of a verified export of step `step`; `weights` are its safetensors files."""
+    folder = export_folder(step)
+    logger.info("exported %s %s; checks: %s", stage.path / folder, precision(stage), ", ".join(checks))
+    size, dtype = sum(file.stat().st_size for file in weights), stage.recipe.train.param_dtype
+    info: dict[str, JsonValue] = {"model": folder, "step": step, "checks": list(checks), "dtype": dtype}
+    if has_adapter:
         info["adapter"] = f"{folder}/{FOLDER}"
     return Outcome(outputs=(folder,), metrics={"export/bytes": float(size)}, info=info)
+
+
+def export_folder(step: int) -> str:
+    """Return the folder of the export of a step, relative to the folder of the stage."""
+    return f"safetensors/step_{step}"
 
 
 def loading_instructions(stage: Stage, loader: str) -> Loading:
@@ -186,7 +195,6 @@ def prove_copy(files: Mapping[str, bytes], target: Path) -> str:
         StageFailed: a file below `target` has other content.
     """
     if differing := [name for name, content in files.items() if (target / name).read_bytes() != content]:
-        raise StageFailed(
-            f"export {target}: {differing[0]} is not what was copied; check the disk and run the stage again"
-        )
+        remedy = "check the disk and run the stage again"
+        raise StageFailed(f"export {target}: {differing[0]} is not what was copied; {remedy}")
     return "adapter: bytes"

@@ -3,12 +3,19 @@ pipeline, and add a model card."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 
-from cosmos_core.checkpoint.export import Loading, adapter_files, model_card, precision, prove_copy, trained_step
+from cosmos_core.checkpoint.export import (
+    Loading,
+    adapter_files,
+    export_folder,
+    export_outcome,
+    model_card,
+    prove_copy,
+    trained_step,
+)
 from cosmos_core.checkpoint.load_checkpoint_model import pinned_model, pinned_step, training_of
 from cosmos_core.errors import Preempted
 from cosmos_core.models.diffusion import DiffusionModel
@@ -19,9 +26,7 @@ from cosmos_core.models.lora import FOLDER, is_adapted
 from cosmos_core.models.verify_pipeline_export import verify_pipeline
 from cosmos_core.run.loading import pipeline_arguments, pipeline_needs
 from cosmos_core.run.stage import Stage
-from cosmos_core.types import JsonValue, Outcome
-
-logger = logging.getLogger(__name__)
+from cosmos_core.types import Outcome
 
 
 def run(stage: Stage) -> Outcome:
@@ -30,7 +35,7 @@ def run(stage: Stage) -> Outcome:
     The function raises the same errors as `export.export_causal_lm`, its counterpart for language models.
     """
     stage.progress.phase("load")
-    policy, dtype_name = stage.recipe.policy, stage.recipe.train.param_dtype
+    policy = stage.recipe.policy
     if stage.config.checkpoint:
         step, training = pinned_step(stage), training_of(stage)
         family = open_family(training.model, policy)
@@ -39,8 +44,7 @@ def run(stage: Stage) -> Outcome:
         step = trained_step(stage)
         family = open_family(stage.model, policy)
         model = family.load_denoiser(torch.float32)
-    folder = f"safetensors/step_{step}"
-    target, dtype = stage.path / folder, getattr(torch, dtype_name)
+    target, dtype = stage.path / export_folder(step), getattr(torch, stage.recipe.train.param_dtype)
     stage.progress.phase("export")
     adapter = {} if stage.config.checkpoint else adapter_files(stage)
     card = model_card(stage, _loading_instructions(family)).encode()
@@ -50,12 +54,8 @@ def run(stage: Stage) -> Outcome:
     checks = verify_pipeline(family, model, target, dtype=dtype, model_class=policy.model_class)
     if adapter:
         checks.append(prove_copy(adapter, target))
-    logger.info("exported %s %s; checks: %s", target, precision(stage), ", ".join(checks))
-    size = sum(file.stat().st_size for file in target.rglob("*.safetensors"))
-    info: dict[str, JsonValue] = {"model": folder, "step": step, "checks": list(checks), "dtype": dtype_name}
-    if adapter or is_adapted(model):
-        info["adapter"] = f"{folder}/{FOLDER}"
-    return Outcome(outputs=(folder,), metrics={"export/bytes": float(size)}, info=info)
+    has_adapter = bool(adapter) or is_adapted(model)
+    return export_outcome(stage, step, checks, target.rglob("*.safetensors"), has_adapter=has_adapter)
 
 
 def _starting_model(family: DiffusionModel, training: Stage) -> Any:

@@ -72,14 +72,9 @@ def run(stage: Stage) -> Outcome:
     # init_on_meta raises an error if tensors of the merged model and of its transformers class differ in name or shape.
     init_on_meta(str(target), dtype=torch.float32, device=torch.device("cpu"))
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    info: dict[str, Any] = {
-        "model": _FOLDER,
-        "checks": ["keys"],
-        "merged": [Path(each["path"]).name for each in results],
-    }
-    return Outcome(
-        outputs=(_FOLDER,), metrics={"merge/bytes": float(size), "merge/models": float(len(folders))}, info=info
-    )
+    info: dict[str, Any] = {"model": _FOLDER, "checks": ["keys"], "merged": [Path(r["path"]).name for r in results]}
+    metrics = {"merge/bytes": float(size), "merge/models": float(len(folders))}
+    return Outcome(outputs=(_FOLDER,), metrics=metrics, info=info)
 
 
 class _Tensors:
@@ -99,7 +94,6 @@ class _Tensors:
             self._readers |= dict.fromkeys(self.files[file], reader)
 
     def shapes(self) -> dict[str, list[int]]:
-        """Return the shape of each tensor of the model, by name."""
         return {name: reader.get_slice(name).get_shape() for name, reader in self._readers.items()}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -141,11 +135,7 @@ def combine(
 
 
 def _models(stage: Stage) -> list[dict[str, Any]]:
-    """Return the results of the stages to merge: all stages in `after` with a model, except that of the base model.
-
-    Raises:
-        ConfigError: fewer than two stages can be merged.
-    """
+    """Return the results of the stages to merge: all stages in `after` with a model, except that of the base model."""
     base = source_of(stage.config.model)
     names = [name for name in stage.config.after if name != base and stage.inputs[name]["info"].get("model")]
     if len(names) < 2:
@@ -172,15 +162,10 @@ def model_weights(config: MergeConfig, count: int) -> Sequence[float]:
 
 def _check_same(first: _Tensors, other: _Tensors, *, may_have_extra: bool = False) -> None:
     """Check that two models have tensors of the same names and shapes; with `may_have_extra`, the model `other` may
-    have further tensors, such as an output layer that is stored although it is tied to the embedding.
-
-    Raises:
-        ModelError: a tensor is missing in one of the models or has another shape.
-    """
+    have further tensors, such as an output layer that is stored although it is tied to the embedding."""
     shapes, other_shapes = first.shapes(), other.shapes()
     names = shapes.keys() if may_have_extra else {*shapes, *other_shapes}
-    different = sorted(name for name in names if shapes.get(name) != other_shapes.get(name))
-    if different:
+    if different := sorted(name for name in names if shapes.get(name) != other_shapes.get(name)):
         name = different[0]
         raise ModelError(
             f"merge: {len(different)} tensors differ, such as {name}: {shapes.get(name, 'missing')} in {first.model}, "

@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.modeling_utils import str_to_torch_dtype
 
+from cosmos_core.parallel.fsdp import local_shard, shard_bounds
 from cosmos_core.parallel.mesh import all_gather_object, rank_number
 
 EXTRA_FILE = "extra.json"
@@ -40,7 +39,10 @@ def owned_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalTensor]
 
     The function is collective: every rank calls it.
     """
-    local_tensors = {name: local for name, tensor in tensors.items() if (local := _local_shard(tensor)).tensor.numel()}
+    local_tensors = {}
+    for name, tensor in tensors.items():
+        if (shard := local_shard(tensor)).numel():
+            local_tensors[name] = LocalTensor(shard, tuple(each.start for each in shard_bounds(tensor)))
     owners: dict[tuple[str, tuple[int, ...]], int] = {}
     for rank, keys in enumerate(all_gather_object([(name, local.offsets) for name, local in local_tensors.items()])):
         for key in keys:
@@ -60,15 +62,13 @@ def write_rank(folder: Path, tensors: Mapping[str, LocalTensor], extra: str) -> 
         offsets = {name: {SAVED_OFFSETS_KEY: local.offsets} for name, local in tensors.items()}
         metadata = {"format": "pt", CUSTOM_METADATA_KEY: json.dumps(offsets)}
         name = f"rank_{rank}.safetensors"
-        records[name] = _write(
-            folder / name, safetensors_blocks({name: local.tensor for name, local in tensors.items()}, metadata)
-        )
+        blocks = safetensors_blocks({key: local.tensor for key, local in tensors.items()}, metadata)
+        records[name] = _write(folder / name, blocks)
     return records
 
 
 def extra_name(rank: int) -> str:
-    """Return the name of the JSON file of a rank, which holds its state other than tensors, such as random
-    generators."""
+    """Return the name of the JSON file of a rank, with its state other than tensors, such as random generators."""
     return f"extra_{rank}.json" if rank else EXTRA_FILE
 
 
@@ -104,11 +104,3 @@ def _write(file: Path, blocks: Iterable[memoryview | bytes]) -> dict[str, object
         out.flush()
         os.fsync(out.fileno())
     return {"size": size, "sha256": digest.hexdigest()}
-
-
-def _local_shard(tensor: torch.Tensor) -> LocalTensor:
-    """Return this rank's shard of a tensor with its offsets; a tensor that is not sharded is returned whole."""
-    if not isinstance(tensor, DTensor):
-        return LocalTensor(tensor, (0,) * tensor.ndim)
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return LocalTensor(tensor.to_local(), tuple(offsets))

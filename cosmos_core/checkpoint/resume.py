@@ -162,8 +162,7 @@ def load_from(policy: Path, state: TrainState) -> int:
     """
     step = int(policy.parent.name.removeprefix("step_"))
     refuse_pickled_shards(policy)
-    reason = resume_obstacle(policy.parent.parent, step, None)
-    if reason is not None:
+    if reason := resume_obstacle(policy.parent.parent, step, None):
         raise ModelError(f"checkpoint {policy}: {reason}; name another one, or none")
     _fill(state, policy)
     return step

@@ -99,14 +99,11 @@ def allocate_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, to
     expected_shapes = {name: shape for shapes in rank_shapes for name, shape in shapes.items()}
     saved_shapes = {name: shape for name, (shape, _) in saved.items() if name.startswith(_MODEL)}
     if expected_shapes != saved_shapes:
-        differing_tensors = sorted(
-            name
-            for name in expected_shapes.keys() | saved_shapes.keys()
-            if expected_shapes.get(name) != saved_shapes.get(name)
-        )
+        names = expected_shapes.keys() | saved_shapes.keys()
+        differing = sorted(name for name in names if expected_shapes.get(name) != saved_shapes.get(name))
         raise ModelError(
-            f"the checkpoint is of another model: {len(differing_tensors)} tensors differ in name or shape, "
-            f"first {differing_tensors[0].removeprefix(_MODEL)!r}; start from one of this model, or from none"
+            f"the checkpoint is of another model: {len(differing)} tensors differ in name or shape, "
+            f"first {differing[0].removeprefix(_MODEL)!r}; start from one of this model, or from none"
         )
     live: dict[str, Tensor] = {}
     for table in _TABLES:
@@ -203,16 +200,12 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 def _named_weights(state: TrainState) -> dict[str, Tensor]:
     # A weight set named "model" or "optimizer" would overwrite the tensors of the model or optimizer in the checkpoint.
     assert not state.named_weights.keys() & {"model", "optimizer", *_TABLES}
-    return {
-        f"{set_name}.{name}": tensor for set_name, each in state.named_weights.items() for name, tensor in each.items()
-    }
+    sets = state.named_weights.items()
+    return {f"{set_name}.{name}": tensor for set_name, weights in sets for name, tensor in weights.items()}
 
 
 def _extract_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValue:
-    """Return `value` as JSON, with each tensor replaced by an object with its name, and add the tensors to `tensors`.
-
-    `name` is the prefix of the tensor names.
-    """
+    """Return `value` as JSON with names of tensors, which begin with `name`, and add the tensors to `tensors`."""
     if isinstance(value, Tensor):
         tensors[name] = value.detach()
         return {_TENSOR: name}
@@ -235,10 +228,7 @@ def _put_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _parts(value: Tensor) -> dict[str, Tensor]:
-    """Return the plain tensors that represent a tensor of optimizer state, by suffix of its slot name.
-
-    An 8-bit state of torchao consists of three tensors; any other tensor is returned itself with an empty suffix.
-    """
+    """Return the tensors of an optimizer state by suffix of the slot: three for an 8-bit state of torchao, else one."""
     if not hasattr(value, "qmap"):
         return {"": value}
     return {f":{part}": getattr(value, part) for part in ("codes", "scale", "qmap")}
@@ -255,10 +245,8 @@ def _merge_slots(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _text(state: Tensor) -> str:
-    """Return the bytes of a tensor as base64 text."""
     return base64.b64encode(state.numpy().tobytes()).decode("ascii")
 
 
 def _tensor(text: str) -> Tensor:
-    """Return the uint8 tensor that a base64 text encodes."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

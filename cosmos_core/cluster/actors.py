@@ -56,8 +56,6 @@ class _ObjectActor:
         self._object = make()
 
     def call(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], shared: Any = None) -> Any:
-        """Call a method of the object with `arguments`, `keywords` and, unless it is None, `shared` as last
-        argument."""
         return getattr(self._object, method)(*arguments, *([] if shared is None else [shared]), **keywords)
 
 
@@ -108,16 +106,10 @@ class ActorHandle:
 
 
 def _gpus_of(placements: Sequence[Any], count: int) -> list[str]:
-    """Return `count` free GPUs for each bundle of resources, as values of `CUDA_VISIBLE_DEVICES`.
-
-    `placements` are Ray's scheduling strategies, one per reserved bundle.
-    """
+    """Return `count` free GPUs for each scheduling strategy of a bundle, as values of `CUDA_VISIBLE_DEVICES`."""
     remote: Any = ray.remote
     visible = remote(num_cpus=0, num_gpus=count)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
-    visible_gpus: list[str] = ray.get(
-        [visible.options(scheduling_strategy=strategy).remote() for strategy in placements]
-    )
-    return visible_gpus
+    return list(ray.get([visible.options(scheduling_strategy=each).remote() for each in placements]))
 
 
 class Actors:
@@ -133,29 +125,24 @@ class Actors:
             is_embedded: whether this process started the Ray cluster.
             threads: number of CPU threads per process; 0: the default of the process.
             placements: Ray's scheduling strategies that start the first actors in reserved bundles of resources; one
-                for
-                each possible actor if actors share the GPUs of ranks.
+                for each possible actor if actors share the GPUs of ranks.
         """
         self._group, self._threads = group, threads
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-        gpus = 0.0
-        if has_gpus:
-            gpus = SHARED_GPU_FRACTION if group.shares_gpus else float(group.processes)
+        shares_gpus = has_gpus and group.shares_gpus
+        gpus = (SHARED_GPU_FRACTION if shares_gpus else float(group.processes)) if has_gpus else 0.0
         self._placements = placements if has_gpus or not group.shares_gpus else ()
-        self._max_actors = len(placements) if has_gpus and group.shares_gpus else math.inf
+        self._max_actors = len(placements) if shares_gpus else math.inf
         self._gpus = [""] * len(placements)
-        if has_gpus and group.shares_gpus and group.processes > 1:
+        if shares_gpus and group.processes > 1:
             # Ray cannot allocate fractions of several GPUs to an actor. Therefore ranks get whole GPUs, and an
             # environment variable makes the same GPUs visible to the actors.
             gpus, self._gpus = 0.0, _gpus_of(placements, group.processes)
         remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
         # On an embedded cluster actors reserve no CPU cores, so that more actors can start later.
-        self._actor = remote(
-            num_cpus=0 if is_embedded else group.processes,
-            num_gpus=gpus,
-            max_concurrency=_MAX_CONCURRENT_CALLS,
-            max_restarts=-1,
-        )(type(group.name, (_ObjectActor,), {}))
+        limits = {"num_cpus": 0 if is_embedded else group.processes, "num_gpus": gpus, "max_restarts": -1}
+        actor_class = type(group.name, (_ObjectActor,), {})
+        self._actor = remote(**limits, max_concurrency=_MAX_CONCURRENT_CALLS)(actor_class)
         self.handles: list[ActorHandle] = []
         self._num_requested = 0
         self.resize(lambda handles: None)
@@ -173,14 +160,13 @@ class Actors:
         self._num_requested = requested
         if target == previous_count:
             return
-        while (number := len(self.handles)) < target:
+        for number in range(previous_count, target):
             options: dict[str, Any] = {}
             gpus = ""
             if number < len(self._placements):
                 options, gpus = {"scheduling_strategy": self._placements[number]}, self._gpus[number]
-            self.handles.append(
-                ActorHandle(self._actor.options(**options).remote(self._group.make, self._threads, gpus))
-            )
+            actor = self._actor.options(**options).remote(self._group.make, self._threads, gpus)
+            self.handles.append(ActorHandle(actor))
         surplus, self.handles = self.handles[target:], self.handles[:target]
         on_change(self.handles)
         for handle in surplus:

@@ -1,14 +1,13 @@
 """Execution of one function on several ranks, each a process in a torch process group, as if it were a single call.
 
-Ranks are Ray actors in a placement group, or local processes. The Ray cluster is the one at `RAY_ADDRESS`, or an
-embedded cluster that this process starts. An error on one rank ends all ranks, and is raised in the caller.
+Ranks are Ray actors in a placement group. The Ray cluster is the one at `RAY_ADDRESS`, or an embedded cluster that this
+process starts. An error on one rank ends all ranks, and is raised in the caller.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import multiprocessing as mp
 import os
 import secrets
 import signal
@@ -16,12 +15,11 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
-from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -45,8 +43,6 @@ _STORE_BYTES = 1 << 30
 """Size of Ray's object store in bytes, for two buckets of weights on their way to engines, and values not read yet."""
 _MAX_RESTARTS = 3
 """Maximum number of restarts of all ranks after the death of a rank, if actors run alongside the ranks."""
-_PRELOADED_MODULES = ["torch.distributed.fsdp", "torch.distributed.pipelining", "cosmos_core.train.setup"]
-"""Modules that the fork server of local ranks imports in advance, so that ranks start faster."""
 _DEATH_REPORT_SECONDS = 10.0
 """Seconds within which Ray reports a dead rank; other ranks may report a broken connection earlier."""
 
@@ -68,9 +64,8 @@ class WorkerGroup:
     """Group of `size` ranks that run one program, on GPUs if there are any, otherwise on CPUs with gloo."""
 
     size: int
-    launcher: Literal["ray", "local"] = "ray"
     actors: ActorGroup | None = None
-    """Actors that run alongside the ranks (Ray only) and continue when ranks are restarted; None: no actors."""
+    """Actors that run alongside the ranks and continue when ranks are restarted; None: no actors."""
 
     def run(
         self, program: Program, should_stop: Callable[[], bool] = lambda: False, poll: Callable[[], None] = lambda: None
@@ -83,9 +78,31 @@ class WorkerGroup:
             CosmosError: the first error of this package that a rank raised.
             StageFailed: a rank died or raised an error from outside this package.
         """
-        if self.launcher == "local":
-            return _local_ranks(self.size, program, should_stop)
-        return _ray_ranks(self.size, program, should_stop, poll, self.actors)
+        size, group = self.size, self.actors
+        with _cluster(size, group) as (ray, is_embedded, actor_threads):
+            bundles = resource_bundles(ray, size, group, is_embedded=is_embedded)
+            placements = reserve_bundles(ray, bundles, should_stop, poll)
+            count = ranks_of_bundle(group, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
+            per_rank = [placements[rank // count] for rank in range(size)]
+            share = 0.5 if group is not None and group.shares_gpus and count == 1 else 1
+            start, actors = _make_starter(ray, per_rank, share), None
+            if group is not None:
+                actor_placements = placements if group.shares_gpus else placements[size:]
+                actors = importlib.import_module("cosmos_core.cluster.actors").Actors(
+                    group, is_embedded=is_embedded, threads=actor_threads, placements=actor_placements
+                )
+            for number in range(_MAX_RESTARTS + 1):
+                members, calls = start(program)
+                try:
+                    return _wait_for_ranks(ray, members, calls, should_stop, actors, is_embedded=is_embedded)
+                except RankFailed as error:
+                    must_restart = isinstance(error, RanksMustRestart) or _has_died(ray, calls)
+                    if actors is None or number == _MAX_RESTARTS or not must_restart:
+                        raise
+                    consequence = "the ranks start again from their newest checkpoint, and those beside them stay"
+                    logger.warning("%s; %s", error, consequence)
+                    for member in members:
+                        ray.kill(member)
 
 
 @contextmanager
@@ -131,9 +148,8 @@ def open_store(address: str, size: int) -> dist.TCPStore:
     only on this address, because it trusts all clients."""
     listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
-    return dist.TCPStore(
-        address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    descriptor = listener.detach()
+    return dist.TCPStore(address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def run_as_rank(program: Program, messages: Messages, rendezvous: Rendezvous) -> tuple[bool, Any]:
@@ -148,102 +164,6 @@ def run_as_rank(program: Program, messages: Messages, rendezvous: Rendezvous) ->
             error = kind(f"rank {rendezvous.rank}: {type(error).__name__}: {error}")
         return False, error
     return True, value if rendezvous.rank == 0 else None
-
-
-def _local_main(pipe: Connection, program: Program, rendezvous: Rendezvous, environment: Mapping[str, str]) -> None:
-    os.environ.clear()  # the environment of the fork server may be outdated
-    os.environ |= environment
-    messages = Messages()
-    threading.Thread(target=_listen, args=(pipe, messages), daemon=True).start()
-    pipe.send(run_as_rank(program, messages, rendezvous))
-
-
-def _listen(pipe: Connection, messages: Messages) -> None:
-    try:
-        pipe.recv()
-    except EOFError:  # the parent process has ended
-        os._exit(1)
-    messages.set()
-
-
-def _local_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -> Any:
-    context, store = mp.get_context("forkserver"), open_store("127.0.0.1", size)
-    context.set_forkserver_preload(_PRELOADED_MODULES)
-    pipes, processes = [], []
-    for rank in range(size):
-        parent_end, child_end = context.Pipe()
-        rendezvous = Rendezvous(rank, size, "127.0.0.1", store.port, rank)
-        process = context.Process(target=_local_main, args=(child_end, program, rendezvous, dict(os.environ)))
-        process.start()
-        child_end.close()
-        pipes.append(parent_end)
-        processes.append(process)
-    outcomes: dict[int, Any] = {}
-    is_stop_sent = False
-    try:
-        while len(outcomes) < size:
-            if should_stop() and not is_stop_sent:
-                is_stop_sent = True
-                for pipe in pipes:
-                    pipe.send("stop")
-            ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in outcomes], POLL_SECONDS)
-            for rank in [rank for rank, pipe in enumerate(pipes) if pipe in ready]:
-                outcomes[rank] = _value(_receive(pipes[rank], rank))
-        return outcomes[0]
-    finally:
-        for process in processes:
-            process.join(5 if len(outcomes) == size else 0)
-            process.kill()
-            process.join()
-
-
-def _receive(pipe: Connection, rank: int) -> tuple[bool, Any]:
-    try:
-        outcome: tuple[bool, Any] = pipe.recv()
-    except (EOFError, ConnectionResetError):
-        return False, RankFailed(f"rank {rank} died")
-    return outcome
-
-
-def _value(outcome: tuple[bool, Any]) -> Any:
-    is_done, value = outcome
-    if not is_done:
-        raise value
-    return value
-
-
-def _ray_ranks(
-    size: int,
-    program: Program,
-    should_stop: Callable[[], bool],
-    poll: Callable[[], None],
-    group: ActorGroup | None,
-) -> Any:
-    with _cluster(size, group) as (ray, is_embedded, actor_threads):
-        bundles = resource_bundles(ray, size, group, is_embedded=is_embedded)
-        placements = reserve_bundles(ray, bundles, should_stop, poll)
-        count = ranks_of_bundle(group, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
-        per_rank = [placements[rank // count] for rank in range(size)]
-        start = _make_starter(ray, per_rank, share=0.5 if group is not None and group.shares_gpus and count == 1 else 1)
-        actors = None
-        if group is not None:
-            actor_placements = placements if group.shares_gpus else placements[size:]
-            actors = importlib.import_module("cosmos_core.cluster.actors").Actors(
-                group, is_embedded=is_embedded, threads=actor_threads, placements=actor_placements
-            )
-        for number in range(_MAX_RESTARTS + 1):
-            members, calls = start(program)
-            try:
-                return _wait_for_ranks(ray, members, calls, should_stop, actors, is_embedded=is_embedded)
-            except RankFailed as error:
-                must_restart = isinstance(error, RanksMustRestart) or _has_died(ray, calls)
-                if actors is None or number == _MAX_RESTARTS or not must_restart:
-                    raise
-                logger.warning(
-                    "%s; the ranks start again from their newest checkpoint, and those beside them stay", error
-                )
-                for member in members:
-                    ray.kill(member)
 
 
 @contextmanager
@@ -337,13 +257,7 @@ def _wait_for_ranks(
     *,
     is_embedded: bool,
 ) -> Any:
-    """Wait until the program has ended on all ranks, and return its value on the first rank.
-
-    Raises:
-        CosmosError: the first error of this package that a rank raised.
-        RankFailed: a rank died.
-        StageFailed: the embedded cluster has died, so that ranks cannot be restarted.
-    """
+    """Wait until the program has ended on all ranks; return its value on the first rank, or raise its first error."""
     waiting, is_stop_sent, first, last_poll = list(calls), False, None, time.monotonic()
     if actors is not None:
         members[0].set_actors.remote(actors.handles)
@@ -370,7 +284,9 @@ def _wait_for_ranks(
                 raise RankFailed(f"rank {calls.index(call)} died: {first_line(error)}") from error
             if outcome is not None:
                 waiting.remove(call)
-                value = _value(outcome)
+                is_done, value = outcome
+                if not is_done:
+                    raise value
                 first = value if call is calls[0] else first
     return first
 

@@ -76,11 +76,7 @@ def join_cluster(has_joined: Callable[[str], bool] = is_cluster_node) -> Iterato
 
 
 def _wait_until_running(node: subprocess.Popen[bytes], output: Any, address: str) -> None:
-    """Wait until the output of the process `node` reports that the Ray node is running.
-
-    Raises:
-        StageFailed: the process has ended, or the node does not run after the timeout.
-    """
+    """Wait until the output of the process `node` reports that the Ray node is running."""
     deadline = time.monotonic() + _SECONDS
     while True:
         output.seek(0)

@@ -39,8 +39,7 @@ def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
             facts: MachineProperties = ray.get(measure_node.remote(list(libraries)))
         finally:
             ray.shutdown()
-    model = facts.gpus[0] if facts.gpus else "GPU"
-    return replace(facts, gpus=(model,) * num_gpus)
+    return replace(facts, gpus=(facts.gpus[:1] or ("GPU",)) * num_gpus)
 
 
 def variables_of_ranks() -> dict[str, str]:

@@ -5,6 +5,7 @@ and a stage refers to it by `reward_service = "block:NAME"`. Prefect stores the 
 only into the environment of the stage's worker.
 """
 
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -37,8 +38,7 @@ class RewardService(Block):
 
 
 def service_in_block(name: str) -> dict[str, str]:
-    """Return the environment variables that tell clients the address and token of the service in the block
-    `block:NAME`.
+    """Return the environment variables that tell clients the address and token of the service in `block:NAME`.
 
     Raises:
         ConfigError: the block, the server or the address is missing, or the server refuses the request.
@@ -73,18 +73,14 @@ def read_service(client: Any, name: str) -> dict[str, str] | None:
     of this name."""
     from prefect.exceptions import ObjectNotFound
 
-    try:
-        document = client.read_block_document_by_name(name, BLOCK_SLUG)
-    except ObjectNotFound:
-        return None
-    return RewardService(**document.data).environment()
+    with suppress(ObjectNotFound):
+        return RewardService(**client.read_block_document_by_name(name, BLOCK_SLUG).data).environment()
+    return None
 
 
 def delete_service_block(client: Any, name: str) -> None:
     """Delete the reward service block of this name if it exists."""
     from prefect.exceptions import ObjectNotFound
 
-    try:
+    with suppress(ObjectNotFound):
         client.delete_block_document(client.read_block_document_by_name(name, BLOCK_SLUG).id)
-    except ObjectNotFound:
-        return

@@ -7,6 +7,7 @@ renew the lease.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -55,6 +56,8 @@ def bootstrap(pools: Sequence[Pool], channels: Mapping[str, str] = MappingProxyT
     from prefect.client.orchestration import get_client
     from prefect.settings import get_current_settings
 
+    from cosmos_core.launch.blocks import BLOCK_SLUG, RewardService
+
     for pool in pools:
         _check_name(pool.name)
     url = get_current_settings().api.url
@@ -72,7 +75,8 @@ def bootstrap(pools: Sequence[Pool], channels: Mapping[str, str] = MappingProxyT
             for automation in automations(channel, address):
                 yield _put(client, automation)
         yield _credentials(client)
-    yield _block_types()
+    RewardService.register_type_and_schema()
+    yield f"block type {BLOCK_SLUG}: registered"
 
 
 def _check_name(name: str) -> None:
@@ -85,8 +89,6 @@ def _check_name(name: str) -> None:
 
 def _check_type(client: Any, pool: Pool) -> None:
     """Check that Prefect knows the type of a work pool that has no template file."""
-    if pool.type == Pool.type:
-        return  # the default type is part of Prefect; other types need a lookup
     collections = client.read_worker_metadata().values()
     types = sorted({str(worker["type"]) for collection in collections for worker in collection.values()})
     if pool.type not in types:
@@ -104,15 +106,14 @@ def _pool(client: Any, pool: Pool) -> str:
     try:
         existing = client.read_work_pool(pool.name)
     except ObjectNotFound:
-        if not template:
+        if not template and pool.type != Pool.type:  # the default type is part of Prefect; other types need a lookup
             _check_type(client, pool)
         options = {"base_job_template": template} if template else {}
         client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, concurrency_limit=pool.limit, **options))
         return f"work pool {pool.name}: made ({pool.type}{_format_limit(pool.limit)})"
     if existing.type != pool.type:
-        raise ConfigError(
-            f"work pool {pool.name!r} is of type {existing.type}, not {pool.type}; delete it, or take another name"
-        )
+        difference = f"is of type {existing.type}, not {pool.type}"
+        raise ConfigError(f"work pool {pool.name!r} {difference}; delete it, or take another name")
     changes: dict[str, Any] = {}
     if pool.limit is not None and existing.concurrency_limit != pool.limit:
         changes["concurrency_limit"] = pool.limit
@@ -179,15 +180,7 @@ def _credentials(client: Any) -> str:
     from prefect.exceptions import ObjectNotFound
 
     block = "cosmos-credentials"
-    try:
+    with suppress(ObjectNotFound):
         client.read_block_document_by_name(block, "secret")
-    except ObjectNotFound:
-        return f"block secret/{block}: not there; workers take credentials from their environment"
-    return f"block secret/{block}: there"
-
-
-def _block_types() -> str:
-    from cosmos_core.launch.blocks import BLOCK_SLUG, RewardService
-
-    RewardService.register_type_and_schema()
-    return f"block type {BLOCK_SLUG}: registered"
+        return f"block secret/{block}: there"
+    return f"block secret/{block}: not there; workers take credentials from their environment"

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.inputs import inputs_of, is_remote, source_of
@@ -54,15 +55,8 @@ def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
             recipe = recipe.derive(policy=recipe.policy.derive(**model_of_base))
         model = "" if base is stage else base.model or base_policy.model_name_or_path
         rows = "" if data else stage.data
-        result = run_check(
-            pipeline,
-            stage,
-            pipeline.kind_of(stage).check,
-            model=model,
-            data=rows,
-            recipe=recipe,
-            prompts=prompts.get(data),
-        )
+        settings: dict[str, Any] = {"model": model, "data": rows, "recipe": recipe, "prompts": prompts.get(data)}
+        result = run_check(pipeline, stage, pipeline.kind_of(stage).check, **settings)
         prompts[stage.name] = result["info"].get("prompts")
         check_readers(pipeline, stage.name, result["info"])
         suffix = "" if base is stage else f" (looked at with the model that stage {base.name!r} starts from)"
@@ -82,13 +76,11 @@ def check_readers(pipeline: Pipeline, name: str, info: dict[str, JsonValue]) -> 
     """
     for stage in (each for each in pipeline.stages if source_of(each.data) == name):
         kind = pipeline.kind_of(stage)
-        reasons: list[JsonValue] = []
-        if kind.trains_model:
-            reasons.append(info.get("too_few"))
+        reason = info.get("too_few") if kind.trains_model else None
         if StageContext(pipeline.recipes[stage.name], kind).measures_held_out:
-            reasons.append(info.get("no_held_out"))
-        if any(reasons):
-            raise DataError(f"{pipeline.source}: stage {stage.name!r}: {next(filter(None, reasons))}")
+            reason = reason or info.get("no_held_out")
+        if reason:
+            raise DataError(f"{pipeline.source}: stage {stage.name!r}: {reason}")
 
 
 def check_first_rows(pipeline: Pipeline) -> None:
@@ -107,9 +99,8 @@ def check_first_rows(pipeline: Pipeline) -> None:
             continue
         rows = [each for each in inputs if each.role == "data"]
         is_local = {each.form for each in rows} <= {"folder", "literal"}
-        if not is_local or any(
-            _size(Path(each.location)) > _MAX_CHECKED_BYTES for each in rows if each.form == "folder"
-        ):
+        sizes = (_size(Path(each.location)) for each in rows if each.form == "folder")
+        if not is_local or any(size > _MAX_CHECKED_BYTES for size in sizes):
             continue
         try:
             run_check(pipeline, stage, _QUICK_CHECK, data=stage.data)
@@ -163,26 +154,14 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
         model = model or stage.model or recipe.policy.model_name_or_path
         model = link_weights_over_model(inputs_of(stage, recipe, kind), path / "model") or model
         Stage(
-            path=path,
-            config=stage,
-            recipe=recipe,
-            model=model,
-            data=Path(data) if data else None,
-            inputs={},
-            fingerprint="look",
-            kind=replace(kind, entry=program),
-        ).save()
-        service = service_named(stage.reward_service)
-        return run(
-            AttemptSettings(
-                stage_path=path,
-                python=pipeline.config.python,
-                threads=threads(pipeline),
-                grace_seconds=pipeline.config.grace_seconds,
-                environment=service,
-                secrets=tuple(service),
-            )
-        )
+            path=path, config=stage, recipe=recipe, model=model, data=Path(data) if data else None, inputs={},
+            fingerprint="look", kind=replace(kind, entry=program),
+        ).save()  # fmt: skip
+        service, config = service_named(stage.reward_service), pipeline.config
+        return run(AttemptSettings(
+            stage_path=path, python=config.python, threads=threads(pipeline), grace_seconds=config.grace_seconds,
+            environment=service, secrets=tuple(service),
+        ))  # fmt: skip
 
 
 def _base(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:

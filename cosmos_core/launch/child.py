@@ -37,23 +37,17 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._scratch_lock = make_scratch(self.attempt)
         reader, self._writer = os.pipe()
-        inherit = (reader, self._scratch_lock, *inherit)
         supervisor = [sys.executable, "-m", "cosmos_core.launch.supervisor"]
         supervisor += ["--pipe", str(reader), "--grace", str(grace_seconds)]
-        for descriptor in inherit[2:]:
-            supervisor += ["--inherit", str(descriptor)]
+        supervisor += [word for descriptor in inherit for word in ("--inherit", str(descriptor))]
         new_variables = {**environment, ATTEMPT: self.attempt, "TMPDIR": str(scratch_of(self.attempt))}
         try:
             with cleanup_on_error(self._release_resources), open(log, "ab") as output:
                 self._process = subprocess.Popen(
-                    [*supervisor, "--", *command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=add_quiet_variables({**inherited, **new_variables}),
-                    pass_fds=inherit,
-                    start_new_session=True,
-                )
+                    [*supervisor, "--", *command], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    env=add_quiet_variables({**inherited, **new_variables}), start_new_session=True,
+                    pass_fds=(reader, self._scratch_lock, *inherit),
+                )  # fmt: skip
         finally:
             os.close(reader)
         self.pid = self._process.pid
@@ -82,8 +76,7 @@ class Child:
         self.poll()
 
     def _release_resources(self) -> None:
-        """Close this process's descriptors of the supervisor's pipe and of the scratch lock, and remove the temporary
-        files."""
+        """Close the descriptors of the supervisor's pipe and of the scratch lock, and remove the temporary files."""
         os.close(self._writer)
         os.close(self._scratch_lock)
         self._writer = self._scratch_lock = -1

@@ -50,14 +50,12 @@ def verdicts(output_dir: Path, *, num_kept: int, older_than_seconds: float) -> l
     The newest `num_kept` runs of each pipeline are kept, and runs with activity in the last `older_than_seconds`.
     """
     facts = {output_dir / each.run_id: each for each in runs_in(output_dir)}
-    reasons: dict[Path, str] = {}
     newest: dict[str, list[Path]] = {}
     for path in facts:
         newest.setdefault(facts[path].pipeline, []).append(path)
-    for path in (path for paths in newest.values() for path in (paths[-num_kept:] if num_kept else [])):
-        reasons[path] = (
-            f"one of the newest {num_kept} of its pipeline" if num_kept > 1 else "the newest of its pipeline"
-        )
+    kept = [path for paths in newest.values() for path in (paths[-num_kept:] if num_kept else [])]
+    reason = f"one of the newest {num_kept} of its pipeline" if num_kept > 1 else "the newest of its pipeline"
+    reasons = dict.fromkeys(kept, reason)
     ages = {path: max(0.0, time.time() - _last_activity(path)) for path in facts}
     for path, age in ages.items():
         if age < older_than_seconds:
@@ -95,8 +93,7 @@ def remove(output_dir: Path, verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
 
 
 def _move_unused_downloads(output_dir: Path, trash_folder: Path) -> None:
-    """Move downloaded inputs that no remaining run names to the trash folder `trash_folder`: each retraining may have
-    downloaded a model."""
+    """Move downloaded inputs that no run names to the trash folder: each retraining may have downloaded a model."""
     fetched = output_dir / SHARED_FOLDER / FETCHED
     for folder in fetched.iterdir() if fetched.is_dir() else ():
         if not folder.is_dir():
@@ -123,9 +120,7 @@ def _may_run(path: Path, *, is_claim_checked: bool = False) -> bool:
     """Return True if a process on this machine holds the lock of the run or of a stage, or if a process on another
     machine may run a stage. With `is_claim_checked`, the caller itself holds the lock of the run."""
     files = [*(path / "locks").glob("*.lock"), *([] if is_claim_checked else [path / "locks" / ".run"])]
-    for file in files:
-        if not file.exists():
-            continue
+    for file in filter(Path.exists, files):
         with Lock(file) as lock:
             if not lock.try_acquire():
                 return True
@@ -138,8 +133,7 @@ def _may_run(path: Path, *, is_claim_checked: bool = False) -> bool:
 
 
 def _find_needed_runs(output_dir: Path, paths: list[Path]) -> Iterator[tuple[Path, str]]:
-    """Yield each run that the next retraining continues or whose model is published, with the reason to keep the
-    run."""
+    """Yield each run that the next retraining continues or whose model is published, with the reason to keep it."""
     for note in sorted((output_dir / SHARED_FOLDER / "retraining").glob("*.json")):
         note_content = read_object(note)
         if not note_content.get("outcome"):
@@ -168,8 +162,7 @@ def _targets(paths: list[Path]) -> dict[str, list[Path]]:
 
 
 def _current_and_previous(target: str) -> list[dict[str, Any]]:
-    """Return the records of the current version of a publication target and of the previous version, to which a
-    rollback would return."""
+    """Return the records of the published version of a target and of the version to which a rollback would return."""
     store: Any = open_target(target)
     records = [store.published() or {}]
     history = getattr(store, "history", None)
@@ -224,8 +217,7 @@ def _remove_shared_entries(output_dir: Path, removed_ids: set[str]) -> None:
 
 def _size(path: Path) -> int:
     total = 0
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with suppress(OSError):
-                total += os.lstat(os.path.join(folder, name)).st_size
+    for file in (Path(folder, name) for folder, _, names in os.walk(path) for name in names):
+        with suppress(OSError):
+            total += file.lstat().st_size
     return total

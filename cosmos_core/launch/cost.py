@@ -15,9 +15,8 @@ from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.launch.estimate import StageEstimate
 from cosmos_core.launch.machine import Machine
-from cosmos_core.launch.pace import estimate_from_history
 from cosmos_core.observe import formatting
-from cosmos_core.observe.record import RunRecord, read_run
+from cosmos_core.observe.record import RunRecord, StageRecord, read_run
 from cosmos_core.run.directory import runs_in
 from cosmos_core.run.plan import Decision
 
@@ -68,15 +67,15 @@ def costs(
     costs = []
     seconds: float | None
     for stage in pipeline.stages:
-        sizes = estimates.get(stage.name)
-        sizes = sizes if isinstance(sizes, dict) else None
+        estimate = estimates.get(stage.name)
+        sizes = estimate if isinstance(estimate, dict) else None
         if decisions[stage.name].action in {"reuse", "adopt"}:
             seconds, time_source = 0.0, "reused"
         else:
             steps, card = sizes["steps"] if sizes else None, machine.card if machine else ""
-            measured = estimate_from_history(stage, steps, earlier, card)
+            measured = _estimate_from_history(stage, steps, earlier, card)
             seconds, time_source = measured or _estimate_from_flops(pipeline, stage, sizes, gpus, machine)
-        memory_verdict, disk = _fits_in_memory(sizes, machine), _disk_bytes(stage, estimates, earlier)
+        memory_verdict, disk = _fits_in_memory(sizes, machine), _disk_bytes(stage, sizes, earlier)
         costs.append(Cost(stage.name, seconds, gpus.get(stage.name, 0), memory_verdict, time_source, disk))
     return costs
 
@@ -105,10 +104,8 @@ def cost_table(pipeline: Pipeline, costs: Sequence[Cost], machine: Machine | Non
     is_lower_bound = any(cost.seconds is None for cost in costs)
     hours = sum(cost.gpu_hours or 0.0 for cost in costs)
     table.add_section()
-    disk = sum(cost.disk or 0 for cost in costs)
-    table.add_row(
-        "all", *cells("", wall_seconds(pipeline, costs), hours, is_lower_bound=is_lower_bound), _size(disk), "", ""
-    )
+    row = cells("", wall_seconds(pipeline, costs), hours, is_lower_bound=is_lower_bound)
+    table.add_row("all", *row, _size(sum(cost.disk or 0 for cost in costs)), "", "")
     if machine is not None and machine.name and not machine.card:
         table.caption = f"counted for {machine.name}; for another: --on h100"
     return table
@@ -136,15 +133,77 @@ def wall_seconds(pipeline: Pipeline, costs: Sequence[Cost]) -> float:
     return max(end_of_stage.values(), default=0.0)
 
 
-def _disk_bytes(stage: StageConfig, estimates: Mapping[str, StageEstimate], earlier: Sequence[RunRecord]) -> int | None:
-    """Return the bytes that a stage leaves on disk: from the estimate of a training, or from the newest result of
-    another stage."""
-    sizes = estimates.get(stage.name)
-    if isinstance(sizes, dict):
+def _disk_bytes(stage: StageConfig, sizes: dict[str, Any] | None, earlier: Sequence[RunRecord]) -> int | None:
+    """Return the bytes that a stage leaves on disk, from its estimate `sizes` or from its newest result."""
+    if sizes is not None:
         return int(sizes["disk"])
     results = (each.result for run in earlier for each in run.stages if each.name == stage.name and each.result)
     result = next(results, None)
     return None if result is None else sum(int(output["size"]) for output in result["outputs"])
+
+
+def _estimate_from_history(
+    stage: StageConfig, steps: int | None, earlier: Sequence[RunRecord], card: str
+) -> tuple[float, str] | None:
+    """Return the duration of a stage in seconds for `steps` steps, from the newest run that recorded it, with a
+    description of the source; None if no earlier run recorded it.
+
+    A stopped or killed training counts if it completed a step. `card`: type of GPU that a training must have used.
+    """
+    for run in earlier:
+        record = next((each for each in run.stages if each.name == stage.name and each.kind.name == stage.kind), None)
+        if (
+            record is None
+            or not record.seconds
+            or (card and record.kind.trains_model and not _used_gpu_type(record, card))
+        ):
+            continue
+        if pace := _measure_pace(record):
+            return pace.total(steps or record.position[1] or pace.steps), f"run {run.path.name}: {pace}"
+        if record.status == "done":
+            return record.seconds, f"run {run.path.name}"
+    return None
+
+
+@dataclass(frozen=True)
+class _TrainingPace:
+    """Time per step, per validation and for the rest of an earlier training, in seconds."""
+
+    steps: int
+    step: float
+    validations: int
+    validation: float
+    other_seconds: float
+    """Seconds per attempt outside of steps and validations: loading, compiling, checkpoints and export."""
+
+    def total(self, steps: int) -> float:
+        validations = -(-self.validations * steps // self.steps)
+        return self.other_seconds + steps * self.step + validations * self.validation
+
+    def __str__(self) -> str:
+        return f"{self.step:.3g} s per step, {formatting.duration(self.other_seconds)} beside them"
+
+
+def _measure_pace(record: StageRecord) -> _TrainingPace | None:
+    """Return the time per step, per validation and for the rest of a training; None if no step time was recorded."""
+    steps, checks = _times(record, "time/step"), _times(record, "time/validate")
+    if not steps:
+        return None
+    typical_steps = steps[1:] or steps  # the first step includes compilation
+    step = sum(typical_steps) / len(typical_steps)
+    other_seconds = max(0.0, (record.seconds or 0.0) - sum(checks) - step * len(steps))
+    num_attempts = max(1, len(record.state.spans))
+    return _TrainingPace(len(steps), step, len(checks), sum(checks) / max(1, len(checks)), other_seconds / num_attempts)
+
+
+def _times(record: StageRecord, name: str) -> list[float]:
+    return [float(line[name]) for line in record.curves if isinstance(line.get(name), int | float)]
+
+
+def _used_gpu_type(record: StageRecord, card: str) -> bool:
+    """Return True if every rank of a training used a GPU of the type `card`."""
+    names = [name.lower().replace(" ", "").replace("-", "") for rank in record.ranks for name in rank.gpus]
+    return bool(names) and all(card in name for name in names)
 
 
 def _estimate_from_flops(

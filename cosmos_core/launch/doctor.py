@@ -81,9 +81,8 @@ def _pools(client: Any) -> Iterator[Finding]:
         is_healthy = bool(live or pool.name not in pool_names) and not pool.is_paused
         yield Finding(f"pool {pool.name}", message, is_healthy)
     for name in sorted(pool_names - {pool.name for pool in client.read_work_pools()} - {None}):
-        yield Finding(
-            f"pool {name}", "deployments name it, and it is not there; cosmos bootstrap makes it", is_ok=False
-        )
+        message = "deployments name it, and it is not there; cosmos bootstrap makes it"
+        yield Finding(f"pool {name}", message, is_ok=False)
 
 
 def _workers(client: Any) -> Iterator[Finding]:
@@ -116,8 +115,8 @@ def _cancelling(client: Any) -> Iterator[Finding]:
     for run in client.read_flow_runs(flow_run_filter=is_cancelling, limit=200):
         seconds = (datetime.now(UTC) - run.state.timestamp).total_seconds()
         if seconds > _MAX_CANCELLING_SECONDS:
-            message = f"{run.name} has been Cancelling for {seconds:.0f} s: no worker of {run.work_pool_name} looks; "
-            message += "restart it"
+            duration = f"{run.name} has been Cancelling for {seconds:.0f} s"
+            message = f"{duration}: no worker of {run.work_pool_name} looks; restart it"
             yield Finding("cancellation", message, is_ok=False)
             return
     yield Finding("cancellation", "no flow run waits for it")
@@ -145,10 +144,8 @@ def _ray() -> Iterator[Finding]:
         return
     token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     has_token = os.environ.get("RAY_AUTH_MODE") == "token" and bool(token)
-    remedy = (
-        "with a token" if has_token else "without RAY_AUTH_MODE=token and RAY_AUTH_TOKEN: whoever reaches it runs code"
-    )
-    yield Finding("Ray", f"{address} is reached, {remedy}", has_token)
+    danger = "without RAY_AUTH_MODE=token and RAY_AUTH_TOKEN: whoever reaches it runs code"
+    yield Finding("Ray", f"{address} is reached, {'with a token' if has_token else danger}", has_token)
 
 
 def _rewards() -> Iterator[Finding]:

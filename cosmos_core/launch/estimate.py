@@ -43,10 +43,8 @@ def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) ->
             continue
         model = _model(pipeline, stage, decisions)
         if not model:
-            yield (
-                stage.name,
-                "not estimated: it starts from a model that another stage will make; once that is made, ask again",
-            )
+            reason = "it starts from a model that another stage will make; once that is made, ask again"
+            yield stage.name, f"not estimated: {reason}"
             continue
         prepared_path = _output_path(stage.data, "data", decisions)
         recipe = with_dp_shard_size(_with_prepared_dataset(pipeline, stage, decisions), pipeline.config.gpus)
@@ -60,9 +58,8 @@ def estimate_table(
     """Return the estimates as a table with notes about unknown values; `gpus` has the number of GPUs by stage name."""
     title = "per GPU in GiB, at the peak of a train step"
     table = Table("stage", "parameters", "trained", title=title, caption_justify="left")
-    for column in ("weights", "gradients", "optimizer", "activations", "peak", "rollout"):
-        table.add_column(column, justify="right")
-    for column in ("row length", "steps", "tokens", "GPUs", "nodes"):
+    sizes_in_gib = ("weights", "gradients", "optimizer", "activations", "peak", "rollout")
+    for column in (*sizes_in_gib, "row length", "steps", "tokens", "GPUs", "nodes"):
         table.add_column(column, justify="right")
     notes = [
         "weights: with copies in param_dtype, the reference model and the moving average; rollout: weights of the "
@@ -81,25 +78,18 @@ def estimate_table(
 
 def _estimate_cells(sizes: dict[str, Any]) -> list[str]:
     memory = sizes["memory"]
-    has_activations = memory["activations"] is not None
     rollout = None if sizes["kv_cache"] is None else sizes["engine_weights"] + sizes["kv_cache"]
-    tokens = (
-        "?"
-        if sizes["tokens"] is None
-        else f"{'<= ' if sizes['is_tokens_bound'] else ''}{_format_count(sizes['tokens'])}"
-    )
+    weights = memory["weights"] + (memory["casts"] or 0) + memory["reference"] + memory["average"]
+    peak = f"{'> ' if memory['activations'] is None else ''}{_gib(sizes['peak'])}"
+    steps, tokens = sizes["steps"], sizes["tokens"]
     return [
-        _format_count(sizes["parameters"]),
-        _format_count(sizes["trainable"]),
-        _gib(memory["weights"] + (memory["casts"] or 0) + memory["reference"] + memory["average"]),
-        _gib(memory["gradients"]),
-        _gib(memory["optimizer"]),
-        _gib(memory["activations"]),
-        f"{'' if has_activations else '> '}{_gib(sizes['peak'])}",
+        *map(_format_count, (sizes["parameters"], sizes["trainable"])),
+        *map(_gib, (weights, memory["gradients"], memory["optimizer"], memory["activations"])),
+        peak,
         _gib(rollout),
         f"{sizes['sequence_length']:,}",
-        "?" if sizes["steps"] is None else f"{'<= ' if sizes['is_steps_bound'] else ''}{sizes['steps']:,}",
-        tokens,
+        "?" if steps is None else f"{'<= ' if sizes['is_steps_bound'] else ''}{steps:,}",
+        "?" if tokens is None else f"{'<= ' if sizes['is_tokens_bound'] else ''}{_format_count(tokens)}",
     ]
 
 
@@ -116,8 +106,7 @@ def _format_count(count: int) -> str:
 
 
 def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> str:
-    """Return the model from which the stage starts, or an upstream model of the same architecture, which training and
-    export keep; empty if the model does not exist yet."""
+    """Return the model from which the stage starts, or an upstream model of its architecture; empty if none exists."""
     while (name := source_of(model := pipeline.starts_from(stage))) is not None:
         if folder := _output_path(model, "model", decisions):
             return folder
@@ -130,11 +119,10 @@ def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decis
 def _output_path(reference: str, key: str, decisions: Mapping[str, Decision]) -> str:
     """Return the path of the output `key` of the stage in a reference `stage:NAME`, or an empty string if the stage has
     not run; return any other path unchanged."""
-    name = source_of(reference)
-    if name is None:
+    if (name := source_of(reference)) is None:
         return reference
     decision = decisions.get(name)
-    output = decision.result["info"].get(key) if decision is not None and decision.result is not None else None
+    output = decision.result["info"].get(key) if decision and decision.result else None
     return str(decision.source / str(output)) if decision and decision.source and output else ""
 
 

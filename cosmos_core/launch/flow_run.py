@@ -70,10 +70,8 @@ def reschedule(flow_run: FlowRun) -> Iterator[str]:
             client.set_flow_run_state(flow_run.id, Scheduled(message="its run is resumed"), force=True)
             yield f"{where} has not begun: its flow run {flow_run.name} is scheduled again on work pool {pool}"
             for current in _poll_until_ended(client, flow_run):
-                is_unclaimed = (
-                    current.state_type == "SCHEDULED" and time.monotonic() - start_time > _MAX_SCHEDULED_SECONDS
-                )
-                if is_unclaimed and not was_reported:
+                is_late = time.monotonic() - start_time > _MAX_SCHEDULED_SECONDS
+                if current.state_type == "SCHEDULED" and is_late and not was_reported:
                     was_reported = True
                     yield f"no worker of pool {pool} takes it: cosmos worker --pool {pool}"
     except httpx.HTTPError as error:
@@ -86,8 +84,7 @@ def reschedule(flow_run: FlowRun) -> Iterator[str]:
 
 
 def _poll_until_ended(client: SyncPrefectClient, flow_run: FlowRun) -> Iterator[FlowRun]:
-    """Yield the flow run as read from the server once per second until it has ended; tolerate a restart of the
-    server."""
+    """Yield the flow run as the server has it, each second until it has ended; tolerate a restart of the server."""
     last_response, has_ended = time.monotonic(), False
     while not has_ended:
         time.sleep(_POLL_SECONDS)

@@ -87,8 +87,7 @@ def hold_gpus(
 
 
 def _lock_free_gpus(entries: Mapping[str, str], min_gpus: int, max_gpus: int) -> dict[str, Lock]:
-    """Lock the first free GPUs, at most `max_gpus`; return the lock of each GPU, or no locks if fewer than `min_gpus`
-    GPUs are free."""
+    """Lock the first free GPUs, at most `max_gpus`, and return the locks; none if fewer than `min_gpus` are free."""
     locks: dict[str, Lock] = {}
     for entry, uuid in entries.items():
         if len(locks) == max_gpus:
@@ -98,11 +97,11 @@ def _lock_free_gpus(entries: Mapping[str, str], min_gpus: int, max_gpus: int) ->
             locks[entry] = lock
         else:
             lock.release()
-    if len(locks) < min_gpus:
-        for lock in locks.values():
-            lock.release()
-        return {}
-    return locks
+    if len(locks) >= min_gpus:
+        return locks
+    for lock in locks.values():
+        lock.release()
+    return {}
 
 
 def _refusal() -> str:
@@ -110,6 +109,6 @@ def _refusal() -> str:
     try:
         with Lock(user_cache() / "gpus" / "tried.lock") as lock:
             lock.try_acquire()
+            return ""
     except OSError as error:
         return str(error)
-    return ""

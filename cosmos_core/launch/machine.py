@@ -53,11 +53,8 @@ def machine_of(config: PipelineConfig, gpu_name: str, estimates: Iterable[Any]) 
     if gpu_name:
         card = gpu_name.lower().replace("-", "").replace(" ", "")
         if card not in _CARDS:
-            card_names = ", ".join(sorted(_CARDS))
-            raise ConfigError(
-                f"--on {gpu_name}: known are {card_names}; for another GPU set pipeline.gpu_tflops and "
-                f"pipeline.gpu_memory"
-            )
+            remedy = "for another GPU set pipeline.gpu_tflops and pipeline.gpu_memory"
+            raise ConfigError(f"--on {gpu_name}: known are {', '.join(sorted(_CARDS))}; {remedy}")
         peak, memory_gib = _CARDS[card]
         machine = Machine(gpu_name, peak * _UTILIZATION_OF_SPEC, memory_gib, card=card)
     elif measured := next((each["machine"] for each in estimates if isinstance(each, dict)), None):
@@ -66,6 +63,4 @@ def machine_of(config: PipelineConfig, gpu_name: str, estimates: Iterable[Any]) 
     if config.gpu_tflops is not None:
         memory, card = (machine.memory, machine.card) if machine else (None, "")
         machine = Machine("", config.gpu_tflops, memory, card=card)
-    if machine is None or config.gpu_memory is None:
-        return machine
-    return replace(machine, memory=config.gpu_memory)
+    return replace(machine, memory=config.gpu_memory) if machine and config.gpu_memory is not None else machine

@@ -35,10 +35,8 @@ def machine_findings(output_dir: Path) -> Iterator[Finding]:
     yield from package_findings(distribution("cosmos-posttrain").requires or ())
     yield from gpu_findings(facts, _output_of(_CUDA_SCRIPT) if facts.gpus else "")
     yield vllm_finding(facts)
-    remedy = "; install it, or set train.compile = false"
-    yield Finding(
-        "compiler", f"missing: {facts.lacks}{remedy}" if facts.lacks else "torch.compile works", not facts.lacks
-    )
+    problem = f"missing: {facts.lacks}; install it, or set train.compile = false" if facts.lacks else ""
+    yield Finding("compiler", problem or "torch.compile works", not problem)
     yield Finding("memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB, {facts.threads} CPU threads")
     if _SHARED_MEMORY.is_dir():
         yield shared_memory_finding(shutil.disk_usage(_SHARED_MEMORY).free)
@@ -59,20 +57,16 @@ def package_findings(requirements: Iterable[str]) -> Iterator[Finding]:
     problems, count = [], 0
     for requirement in map(Requirement, requirements):
         is_extra = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
+        name, specifier = requirement.name, requirement.specifier
+        remedy = f"pip install '{name}{specifier}'"
         try:
-            installed = version(requirement.name)
+            installed = version(name)
         except PackageNotFoundError:
-            if not is_extra:
-                problems.append(
-                    f"{requirement.name} is missing: pip install '{requirement.name}{requirement.specifier}'"
-                )
+            problems += [] if is_extra else [f"{name} is missing: {remedy}"]
             continue
         count += 1
-        if not requirement.specifier.contains(installed, prereleases=True):
-            pinned = f"{requirement.name}{requirement.specifier}"
-            problems.append(
-                f"{requirement.name} {installed} is outside of {requirement.specifier}: pip install '{pinned}'"
-            )
+        if not specifier.contains(installed, prereleases=True):
+            problems.append(f"{name} {installed} is outside of {specifier}: {remedy}")
     yield Finding("packages", "; ".join(dict.fromkeys(problems)) or f"{count} fit their requirements", not problems)
 
 
@@ -90,13 +84,9 @@ def gpu_findings(facts: MachineProperties, cuda_of_torch: str) -> Iterator[Findi
     if sees_gpu == "True":
         yield Finding("torch", f"{torch_version} for CUDA {built_architectures[0]} sees the GPUs")
         return
-    reason = (
-        f"is built for CUDA {built_architectures[0]}, which the driver is too old for"
-        if built_architectures
-        else "is a CPU build"
-    )
+    cuda = f"is built for CUDA {built_architectures[0]}, which the driver is too old for" if built_architectures else ""
     remedy = "update the driver, or install the build of torch for its CUDA version"
-    yield Finding("torch", f"{torch_version} {reason}; {remedy}", is_ok=False)
+    yield Finding("torch", f"{torch_version} {cuda or 'is a CPU build'}; {remedy}", is_ok=False)
 
 
 def vllm_finding(facts: MachineProperties) -> Finding:
@@ -106,9 +96,8 @@ def vllm_finding(facts: MachineProperties) -> Finding:
         remedy = "pip install 'cosmos-posttrain[vllm]'"
         return Finding("vLLM", f"not installed: completions come from transformers; {remedy}", not facts.gpus)
     error = _output_of("import vllm.engine.arg_utils", reads_stderr=True)
-    return Finding(
-        "vLLM", f"{installed} cannot be imported: {error}" if error else f"{installed} is imported", not error
-    )
+    status = f"cannot be imported: {error}" if error else "is imported"
+    return Finding("vLLM", f"{installed} {status}", not error)
 
 
 def shared_memory_finding(free: int) -> Finding:

@@ -60,12 +60,8 @@ def managed_service(
         return
     service = _Service(Path(config), folder, python or sys.executable, host)
     try:
-        url = service.start(check)
-        variables = {
-            ENQUEUE_URL: f"{url}/api/reward/enqueue",
-            FETCH_URL: f"{url}/api/reward/pull",
-            TOKEN: service.token,
-        }
+        base = f"{service.start(check)}/api/reward"
+        variables = {ENQUEUE_URL: f"{base}/enqueue", FETCH_URL: f"{base}/pull", TOKEN: service.token}
         try:
             yield variables
         finally:
@@ -118,9 +114,8 @@ class _Service:
                 kind = RewardError if code == EXIT_USAGE else StageFailed
                 raise kind(f"the reward service of {self._config} ended: {self._last_line()}")
             if time.monotonic() > deadline:
-                raise StageFailed(
-                    f"the reward service of {self._config} did not load in {_LOAD_SECONDS:g} s; see {self._log}"
-                )
+                problem = f"did not load in {_LOAD_SECONDS:g} s; see {self._log}"
+                raise StageFailed(f"the reward service of {self._config} {problem}")
             time.sleep(_POLL_SECONDS)
         url = self._ready.read_text(encoding="utf-8")
         self._port = url.rpartition(":")[2]
@@ -154,24 +149,14 @@ class _Service:
             self.restarts += 1
 
     def _start_child(self) -> Child:
-        return Child(
-            [
-                self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config), "--host", self._host,
-                "--port", self._port, "--ready", str(self._ready),
-            ],
-            log=self._log, grace_seconds=1.0, environment={self._token_variable(): self.token, _QUEUE: self._queue},
-            inherited=dict(os.environ),
-        )  # fmt: skip
-
-    def _token_variable(self) -> str:
-        """Return the name of the environment variable from which the service reads its token. An invalid configuration
-        file is not reported here, because the service reports it."""
-        with contextlib.suppress(ConfigError):
-            return str(read_toml(self._config).get("token_env", TOKEN))
-        return TOKEN
+        variable = TOKEN
+        with contextlib.suppress(ConfigError):  # the service itself reports an invalid configuration file
+            variable = str(read_toml(self._config).get("token_env", TOKEN))
+        command = [self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config)]
+        command += ["--host", self._host, "--port", self._port, "--ready", str(self._ready)]
+        environment = {variable: self.token, _QUEUE: self._queue}
+        return Child(command, log=self._log, grace_seconds=1.0, environment=environment, inherited=dict(os.environ))
 
     def _last_line(self) -> str:
-        lines = (
-            self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if self._log.is_file() else []
-        )
-        return masked(lines[-1]) if lines else f"it said nothing; see {self._log}"
+        text = self._log.read_text(encoding="utf-8", errors="replace").strip() if self._log.is_file() else ""
+        return masked(text.splitlines()[-1]) if text else f"it said nothing; see {self._log}"

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,11 +27,9 @@ def processes_of_attempt(attempt: str) -> list[psutil.Process]:
     assert attempt, "any mark begins with nothing"
     processes = []
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.Error):  # a process of another user, a zombie, or an ended process
             if process.pid != os.getpid() and process.environ().get(ATTEMPT, "").startswith(attempt):
                 processes.append(process)
-        except psutil.Error:  # a process of another user, a zombie, or an ended process
-            continue
     return processes
 
 
@@ -87,8 +86,7 @@ def _is_locked(folder: Path) -> bool:
 
 
 def scratch_of(attempt: str) -> Path:
-    """Return the folder for the temporary files of an attempt; its name is short because paths of sockets are
-    limited."""
+    """Return the folder for the temporary files of an attempt, with a short name because paths of sockets are short."""
     return Path(tempfile.gettempdir()) / f"{_SCRATCH}{attempt[:12]}"
 
 
@@ -106,9 +104,7 @@ def _kill(find: Callable[[], list[psutil.Process]]) -> list[int]:
     while (remaining := find()) and time.monotonic() < deadline:
         for process in remaining:
             killed.add(process.pid)
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
         time.sleep(0.02)
     return sorted(killed)

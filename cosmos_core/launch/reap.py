@@ -39,9 +39,8 @@ def reap(output_dir: Path) -> Iterator[str]:
                 yield f"{run.name}/{path.name}: runs on {state.launcher_host}; reap there what is left of it"
                 continue
             worker.reap(path)
-            update_state(
-                path, state="stopped", ended=time.time(), error_type="", error="its flow is gone; resume the run"
-            )
+            reason = "its flow is gone; resume the run"
+            update_state(path, state="stopped", ended=time.time(), error_type="", error=reason)
             yield f"{run.name}/{path.name}: ended; it goes on with: cosmos resume {run}"
     if os.environ.get("PREFECT_API_URL"):
         yield from _correct_flow_runs(output_dir, {run.name for run in abandoned})

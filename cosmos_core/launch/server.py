@@ -32,6 +32,9 @@ _RESPONSE_SECONDS = 10.0
 _BUSY_SERVER_SECONDS = 60.0
 _CHECK_SECONDS = 0.5
 _MAX_CHECK_SECONDS = 30.0
+# The server has no schedules, the run directory determines which runs are late or lost, and only this run has the
+# password to read the history of the task run recorder and of the event persister.
+_UNUSED_SERVICES = ("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS", "TASK_RUN_RECORDER", "EVENT_PERSISTER")
 
 
 @contextmanager
@@ -86,16 +89,12 @@ def _wait_for_server(url: str) -> None:
 
 
 def _claim_prefect_home(folder: Path) -> tuple[Path, Lock]:
-    """Return a `PREFECT_HOME` that no other server uses, and its lock: SQLite allows one writer. The first free one of
-    the numbered folders is used, because it is likely to have a database."""
+    """Return the first `PREFECT_HOME` that no other server uses, with its lock, because SQLite allows one writer."""
     number = 1
-    while True:
-        home_dir = folder / f"server-{number}"
-        lock = Lock(home_dir / "lock")
-        if lock.try_acquire():
-            return home_dir, lock
+    while not (lock := Lock(folder / f"server-{number}" / "lock")).try_acquire():
         lock.release()
         number += 1
+    return folder / f"server-{number}", lock
 
 
 def _template() -> Path:
@@ -104,8 +103,7 @@ def _template() -> Path:
 
 
 def _copy_database(source: Path, target: Path) -> bool:
-    """Copy a database, which may be in use, atomically; return False if it is missing or damaged, or the disk is
-    full."""
+    """Copy a database that may be in use atomically; return False if it is missing or damaged, or the disk is full."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -142,9 +140,8 @@ class _Server:
         self._database = home_dir.absolute() / ":memory:" / "prefect.db"
         auth = f"cosmos:{secrets.token_urlsafe(24)}"
         (home_dir / "auth").unlink(missing_ok=True)
-        with open(
-            os.open(home_dir / "auth", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
-        ) as file:
+        descriptor = os.open(home_dir / "auth", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
             file.write(auth)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -160,15 +157,7 @@ class _Server:
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
             # Clients retry a response with one of these HTTP statuses; a server without disk space responds with 500.
             "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
-            # This server has no schedules, and the run directory determines which runs are late or lost.
-            "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
-            "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
-            "PREFECT_SERVER_SERVICES_FOREMAN_ENABLED": "false",
-            "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
-            # The task run recorder and the event persister are off: only this run has the password to read their
-            # history.
-            "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_ENABLED": "false",
-            "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
+            **{f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in _UNUSED_SERVICES},
         }
         self._has_own_database = False
         self._closing = threading.Event()
@@ -213,9 +202,8 @@ class _Server:
     def _spawn(self) -> Child:
         command = [sys.executable, "-m", "cosmos_core.launch.prefect", "server", "start"]
         command += ["--host", "127.0.0.1", "--port", str(self._port)]
-        environment = self.environment | {
-            "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self._database}"
-        }
+        database_url = f"sqlite+aiosqlite:///{self._database}"
+        environment = self.environment | {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url}
         self._child = Child(command, log=self._log, grace_seconds=_GRACE_SECONDS, environment=environment)
         return self._child
 

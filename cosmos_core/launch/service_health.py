@@ -27,8 +27,7 @@ _RESPONSE = re.compile(r'^reward_responses_total\{path="([^"]+)",status="(\d+)"\
 
 def note_health(folder: Path, environment: Mapping[str, str], restarts: int = 0) -> None:
     """Write the health of the reward services in `environment` and the number of restarts to the folder of a stage."""
-    services = health_of(environment.get(ENQUEUE_URL, ""), environment.get(TOKEN, ""))
-    if services:
+    if services := health_of(environment.get(ENQUEUE_URL, ""), environment.get(TOKEN, "")):
         text = json.dumps({"services": services, "restarts": restarts}, indent=1)
         try:
             write_text(folder / FILE, masked(text))

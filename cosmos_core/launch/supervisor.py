@@ -43,9 +43,14 @@ class Supervisor:
         """Run the command to its end, kill its descendants, remove its temporary files and return its exit code."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self.stop())
+
+        def forward(number: int, _: object) -> None:
+            if self.child is not None:
+                self.child.send_signal(number)
+
         # Cluster schedulers send SIGUSR1 or SIGUSR2 before they end a job, and the worker handles these signals.
         for number in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, lambda number, _: self.forward_signal(number))
+            signal.signal(number, forward)
         own_pid = os.getpid()
         adopt_orphans()
         self.child = subprocess.Popen(command, pass_fds=inherited, preexec_fn=lambda: kill_with_parent(own_pid))
@@ -72,11 +77,6 @@ class Supervisor:
         if self.kill_at is None and self.child is not None:
             self.child.terminate()
         self.kill_at = min(self.kill_at or float("inf"), time.monotonic() + grace)
-
-    def forward_signal(self, number: int) -> None:
-        """Forward the signal `number` to the command."""
-        if self.child is not None:
-            self.child.send_signal(number)
 
     def _reap_adopted(self) -> None:
         """Reap ended processes that the supervisor has adopted; `poll` reaps the command itself."""

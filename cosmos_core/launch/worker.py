@@ -61,8 +61,7 @@ class _ChildRegistry:
 
     @contextmanager
     def registered(self, child: Child, grace: Callable[[], float]) -> Iterator[None]:
-        """Register a child process for `stop_all` during the block; `grace` returns the number of seconds from a stop
-        to SIGKILL."""
+        """Register a child process for `stop_all`; `grace` returns the number of seconds from a stop to SIGKILL."""
         with self._lock:
             self._children[child] = grace
             if self.stopping.is_set():
@@ -92,11 +91,8 @@ class _ChildRegistry:
 
 
 _child_registry = _ChildRegistry()
-stoppable, stop_all, sleep_unless_stopping = (
-    _child_registry.stoppable,
-    _child_registry.stop_all,
-    _child_registry.sleep_unless_stopping,
-)
+stoppable, stop_all = _child_registry.stoppable, _child_registry.stop_all
+sleep_unless_stopping = _child_registry.sleep_unless_stopping
 longest_grace = _child_registry.grace_seconds
 is_stopping = _child_registry.stopping.is_set
 
@@ -141,14 +137,11 @@ def run(launch: AttemptSettings) -> Result:
     previous = read_state(path)
     attempt = previous.attempt + 1
     log = path / "logs" / f"attempt_{attempt}.log"
+    command = [launch.python or sys.executable, "-m", "cosmos_core.worker", str(path)]
     child = Child(
-        [launch.python or sys.executable, "-m", "cosmos_core.worker", str(path)],
-        log=log,
-        grace_seconds=launch.grace_seconds,
-        environment=_environment(launch),
-        inherited=launch.inherited,
-        inherit=launch.locks,
-    )
+        command, log=log, grace_seconds=launch.grace_seconds, environment=_environment(launch),
+        inherited=launch.inherited, inherit=launch.locks,
+    )  # fmt: skip
     start_time = time.time()
     spans = previous.closed_attempts(start_time)
     try:
@@ -213,14 +206,12 @@ def _environment(launch: AttemptSettings) -> dict[str, str]:
 def _wait_for_worker(launch: AttemptSettings, child: Child, log: Path) -> tuple[int, str, Preempted | None]:
     """Wait for the end of the worker. Return its exit code, the reason for which this process ended it (empty if the
     worker ended by itself), and the error of `must_stop` (None if it requested no stop)."""
-    reason, stop = "", None
-    start_time = time.monotonic()
+    reason, stop, start_time, last_state = "", None, time.monotonic(), 0.0
     lines, progress_watch = _LogLines(log), _ProgressWatch()
 
     def show(line: str) -> None:
         launch.on_line(masked(line, launch.secrets))
 
-    last_state = 0.0
     while (code := child.poll()) is None:
         time.sleep(_POLL_SECONDS)
         lines.forward(show)
@@ -232,9 +223,8 @@ def _wait_for_worker(launch: AttemptSettings, child: Child, log: Path) -> tuple[
         if stop is None and (stop := launch.must_stop()) is not None:
             child.stop(max_grace_seconds(launch.stage_path, launch.grace_seconds))
         if progress_watch.is_hung() and not reason:
-            reason = (
-                f"no sign of life for {progress_watch.silent_seconds:.0f} s in phase {progress_watch.phase!r}: it hangs"
-            )
+            silence = f"no sign of life for {progress_watch.silent_seconds:.0f} s"
+            reason = f"{silence} in phase {progress_watch.phase!r}: it hangs"
             child.kill()
         if launch.timeout_seconds and time.monotonic() - start_time > launch.timeout_seconds and not reason:
             reason = f"longer than timeout = {launch.timeout_seconds:.0f} s"
@@ -274,11 +264,9 @@ class _ProgressWatch:
 
     @property
     def silent_seconds(self) -> float:
-        """Return the number of seconds since the worker's progress last changed."""
         return time.monotonic() - self._changed_at
 
     def is_hung(self) -> bool:
-        """Return True if the progress has not changed for longer than the deadline of the phase."""
         return self.silent_seconds > self._deadline_seconds
 
 
@@ -306,8 +294,7 @@ def _outcome(path: Path, code: int, reason: str, log: Path) -> Result:
     if reason:
         raise StageFailed(f"stage {path.name!r} was ended: {reason}; log: {log}")
     if code == EXIT_OK:
-        result = read_result(path)
-        if result is None:
+        if (result := read_result(path)) is None:
             raise StageFailed(f"stage {path.name!r} exited with 0 but wrote no result.json; log: {log}")
         return result
     if code == EXIT_PREEMPTED or is_stopping():
@@ -329,13 +316,10 @@ class _LogLines:
         self._last_forwarded = time.monotonic()
 
     def forward(self, receiver: Callable[[str], None], *, is_last: bool = False) -> None:
-        """Pass the new lines of the log to a callback, as far as the rate allows; with `is_last`, also a last line
-        without a line break."""
+        """Pass the new lines of the log to a callback, as the rate allows; with `is_last`, also an unfinished line."""
         now = time.monotonic()
-        self._allowance = min(
-            _MAX_LINES_PER_SECOND, self._allowance + (now - self._last_forwarded) * _MAX_LINES_PER_SECOND
-        )
-        self._last_forwarded = now
+        allowance = self._allowance + (now - self._last_forwarded) * _MAX_LINES_PER_SECOND
+        self._allowance, self._last_forwarded = min(_MAX_LINES_PER_SECOND, allowance), now
         for line in filter(None, self._log_tail.lines(is_last=is_last)):
             if self._allowance >= 1:
                 self._allowance -= 1

@@ -75,11 +75,7 @@ def shard_rows(inputs: dict[str, Any], scored_N: Tensor, mesh: DeviceMesh) -> Ro
     assert not remainder, "packed rows are as long as `rows_of` was told to fill them"
     start = mesh.get_local_rank() * length
     is_local_N = (scored_N >= start) & (scored_N < start + length)
-    tensors = {
-        "input_ids": ids_1P,
-        "position_ids": inputs["position_ids"],
-        "shift_labels": ids_1P.roll(-1, dims=1),
-    }
+    tensors = {"input_ids": ids_1P, "position_ids": inputs["position_ids"], "shift_labels": ids_1P.roll(-1, dims=1)}
     shards = {name: tensor_1P[:, start : start + length] for name, tensor_1P in tensors.items()}
     return RowShard({**inputs, **shards}, scored_N[is_local_N] - start, is_local_N)
 
@@ -89,15 +85,13 @@ def gather_scored(values: Tensor, is_local_N: Tensor, mesh: DeviceMesh) -> Tenso
 
     In the backward pass, the gradient of each value goes to the rank whose shard contains the token.
     """
-    all_values: Tensor = _GatherScored.apply(values, is_local_N, mesh.get_group())
-    return all_values
+    return _GatherScored.apply(values, is_local_N, mesh.get_group())  # type: ignore[no-any-return]
 
 
 def exchange(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return a tensor resharded by an all-to-all: each rank's tensor is split along `chunk_dim`, and the received
     chunks are concatenated along `cat_dim`."""
-    resharded: Tensor = _Exchange.apply(tensor, chunk_dim, cat_dim, group)
-    return resharded
+    return _Exchange.apply(tensor, chunk_dim, cat_dim, group)  # type: ignore[no-any-return]
 
 
 class _Exchange(torch.autograd.Function):

@@ -32,9 +32,7 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     dist.all_gather(sizes, torch.tensor([len(local_bytes)]), group=group)
     max_bytes = max(int(size) for size in sizes)
     received = [torch.empty(max_bytes, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(
-        received, torch.cat([local_bytes, local_bytes.new_zeros(max_bytes - len(local_bytes))]), group=group
-    )
+    dist.all_gather(received, torch.nn.functional.pad(local_bytes, (0, max_bytes - len(local_bytes))), group=group)
     return [_from_bytes(packed[: int(size)]) for packed, size in zip(received, sizes, strict=True)]
 
 
@@ -44,11 +42,9 @@ def broadcast(value: T, source: int = 0, group: dist.ProcessGroup | None = None)
     packed = _to_bytes(value) if is_source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([len(packed)])
     dist.broadcast(size, src=source, group=group)
-    if not is_source:
-        packed = torch.empty(int(size), dtype=torch.uint8)
+    packed = packed if is_source else torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(packed, src=source, group=group)
-    received: T = value if is_source else _from_bytes(packed)
-    return received
+    return value if is_source else _from_bytes(packed)  # type: ignore[no-any-return]
 
 
 def _to_bytes(value: Any) -> Tensor:

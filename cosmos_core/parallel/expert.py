@@ -47,9 +47,8 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
         raise ModelError(f"{where} has no plan that sends tokens to experts; set it to 1 and raise dp_shard_size")
     for name, experts in layers.items():
         if not any(matches_pattern(pattern, name) for pattern in plan):
-            raise ModelError(
-                f"{where} has experts at {name}, where its plan has none; leave them out of policy.lora, or set it to 1"
-            )
+            remedy = "leave them out of policy.lora, or set it to 1"
+            raise ModelError(f"{where} has experts at {name}, where its plan has none; {remedy}")
         keep_local_experts(experts, mesh.expert, where)
         EpDispatchExpertsParallel().install_forward(experts, mesh.expert)
         experts.forward = torch.compiler.disable(experts.forward)  # torch would recompile for each number of tokens

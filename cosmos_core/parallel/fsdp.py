@@ -62,13 +62,10 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
         return
     shards = mesh.fsdp.shape[-1]
     # Weights of experts that expert parallelism (`apply_ep`) has already sharded.
-    local_experts: set[nn.Parameter] = {
-        p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert
-    }
+    local_experts = {p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert}
     # Weights of experts that tensor parallelism has distributed over ranks, each expert whole on one rank.
-    tensor_parallel = {
-        p for module in model.modules() if getattr(module, "_is_expert_parallel", False) for p in module.parameters()
-    } - local_experts
+    layers = [module for module in model.modules() if getattr(module, "_is_expert_parallel", False)]
+    tensor_parallel = {p for layer in layers for p in layer.parameters()} - local_experts
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         return expert_sharding(shards, parameter) if parameter in tensor_parallel else None
@@ -90,10 +87,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
     Blocks inside another block are left out, because some model families list a block and also a module within it.
     """
-    listed: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
-    names = set(listed)
-    blocks: list[nn.Module] = []
-    within: set[nn.Module] = set()
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    blocks, within = list[nn.Module](), set[nn.Module]()
     for module in model.modules():
         if type(module).__name__ in names and module not in within:
             blocks.append(module)
@@ -145,14 +140,14 @@ def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
     device = next((local_shard(tensor).device for tensor in local_tensors.values()), torch.device("cpu"))
     for name, (shape, dtype) in shape_and_dtype.items():
         tensor = local_tensors.get(name)
-        full = torch.empty(shape, dtype=dtype, device=device) if tensor is None else _to_full_tensor(tensor.detach())
+        full = torch.empty(shape, dtype=dtype, device=device) if tensor is None else _full_tensor(tensor.detach())
         if len(holders[name]) < num_ranks():
             full = full.contiguous()
             dist.broadcast(full, src=holders[name][0])
         yield name, full
 
 
-def _to_full_tensor(tensor: Tensor) -> Tensor:
+def _full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -161,10 +156,8 @@ def copy_without_weights(model: ModuleT) -> ModuleT:
 
     Call this function before `apply_fsdp`, which changes the classes of modules.
     """
-    memo: dict[int, object] = {
-        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
-    }
-    return copy.deepcopy(model, memo)
+    meta = ((id(p), nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)) for p in model.parameters())
+    return copy.deepcopy(model, dict[int, object](meta))
 
 
 def gather_into(skeleton: ModuleT, model: nn.Module) -> ModuleT | None:
@@ -174,10 +167,8 @@ def gather_into(skeleton: ModuleT, model: nn.Module) -> ModuleT | None:
     The function is collective; ranks other than the first return None.
     """
     tensors = {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model) if is_first()}
-    return _load_tensors(skeleton, tensors) if is_first() else None
-
-
-def _load_tensors(skeleton: ModuleT, tensors: dict[str, Tensor]) -> ModuleT:
+    if not is_first():
+        return None
     names = names_of_tied_weights(skeleton)
     skeleton.load_state_dict(tensors, assign=True)
     for first, *tied_names in names:  # tie_weights() does not support a head that an adapter wraps
@@ -206,9 +197,8 @@ def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Return the 2-norm over all elements of gradients. Sharded gradients are reduced over their meshes, so that each
     element counts once."""
-    norms = [torch.nn.utils.get_total_norm(same_mesh) for same_mesh in group_by_mesh(gradients)]
-    full_norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    return full_norms[0] if len(full_norms) == 1 else torch.nn.utils.get_total_norm(full_norms)
+    norms = [_full_tensor(torch.nn.utils.get_total_norm(same_mesh)) for same_mesh in group_by_mesh(gradients)]
+    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:

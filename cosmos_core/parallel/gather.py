@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from mmap import mmap
 from pathlib import Path
 from typing import NamedTuple
@@ -122,25 +123,19 @@ class _SharedMemory:
 def _open_memory(size: int) -> _SharedMemory | None:
     """Allocate `size` bytes of memory that all ranks map; return None if memory is short or a rank cannot open it."""
     descriptor = -1
-    if rank_number() == 0:
-        try:
-            descriptor = os.memfd_create("cosmos-weights")
-            os.posix_fallocate(descriptor, 0, size)  # allocate now, because a later lack of memory raises SIGBUS
-        except OSError:
-            descriptor = -1
+    with suppress(OSError):
+        if rank_number() == 0:
+            new_descriptor = os.memfd_create("cosmos-weights")
+            os.posix_fallocate(new_descriptor, 0, size)  # allocate now, because a later lack of memory raises SIGBUS
+            descriptor = new_descriptor
     pid, number = broadcast_object((os.getpid(), descriptor))
-    opened_descriptor = descriptor
-    if number >= 0 and rank_number() != 0:
-        try:
-            opened_descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-        except OSError:
-            opened_descriptor = -1
-    memory = None
-    if not any_rank(opened_descriptor < 0):
-        memory = _SharedMemory(opened_descriptor, size)
+    with suppress(OSError):
+        if number >= 0 and rank_number() != 0:
+            descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+    memory = None if any_rank(descriptor < 0) else _SharedMemory(descriptor, size)
     dist.barrier()  # the first rank must not close its descriptor until all ranks have opened it
-    if opened_descriptor >= 0:
-        os.close(opened_descriptor)
+    if descriptor >= 0:
+        os.close(descriptor)
     return memory
 
 

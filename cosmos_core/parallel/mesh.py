@@ -108,7 +108,7 @@ def num_ranks() -> int:
 
 def is_first() -> bool:
     """Return True on rank 0, which writes files for all ranks."""
-    return is_single_rank() or dist.get_rank() == 0
+    return rank_number() == 0
 
 
 def broadcast_object(value: T) -> T:

@@ -47,10 +47,7 @@ class StagePlaceholder(nn.Module):
 
 
 class _EmbeddingPlaceholder(StagePlaceholder):
-    """Placeholder for an embedding, which returns deterministic hidden states for each token id.
-
-    It allows a probe of the body of a model without weights.
-    """
+    """Placeholder for an embedding with deterministic hidden states of token ids, to probe a model without weights."""
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         ids_BT, weight = hidden_BTH, self.weight
@@ -121,8 +118,7 @@ def stage_of(model: PreTrainedModel, stage: int, sizes: ParallelismConfig) -> Pr
 
 def is_tied(model: PreTrainedModel) -> bool:
     """Return True if the input embedding and the output head of a model share one weight."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    return bool(head.weight is embedding.weight)
+    return bool(model.get_output_embeddings().weight is model.get_input_embeddings().weight)
 
 
 def sum_tied_gradients(model: PreTrainedModel, pipeline: DeviceMesh) -> None:
@@ -147,9 +143,8 @@ def clip_over_stages(model: PreTrainedModel, pipeline: DeviceMesh, max_norm: flo
     counted = trained
     if is_tied(model) and pipeline.get_local_rank() > 0:  # the norm counts only the first rank's copy of a tied weight
         counted = [p for p in trained if p is not model.get_output_embeddings().weight]
-    norm = (
-        total_norm(p.grad for p in counted if p.grad is not None) if counted else torch.zeros((), device=model.device)
-    )
+    gradients = [p.grad for p in counted if p.grad is not None]
+    norm = total_norm(gradients) if gradients else torch.zeros((), device=model.device)
     square = norm.to(torch.float64).square()
     dist.all_reduce(square, group=pipeline.get_group())
     norm = square.sqrt()
@@ -177,16 +172,10 @@ def _replace_other_stages(
     total: int,
     drop: Callable[[nn.Module], nn.Module],
 ) -> None:
-    """Replace modules that do not belong to the pipeline stages `stages` by placeholders.
+    """Replace modules that do not belong to the stages `stages`, of `total` pipeline stages, by placeholders.
 
-    Args:
-        model: model whose output head may be replaced.
-        base_model: base model of `model`, whose embedding, layers and norm may be replaced.
-        stages: indices of the pipeline stages to keep.
-        total: total number of pipeline stages.
-        drop: function that is called with each replaced module and may free its weights; it returns the module from
-            which
-            the placeholder takes its attributes.
+    The head of `model` and the embedding, layers and norm of `base_model` may be replaced. `drop` is called with each
+    replaced module, may free its weights, and returns the module from which the placeholder takes its attributes.
     """
     first_names, last_names = _modules_around_layers(model)
     is_first, is_last_stage, has_tied_head = 0 in stages, total - 1 in stages, is_tied(model)
@@ -194,21 +183,17 @@ def _replace_other_stages(
     kept_layers = {layer for stage in stages for layer in layers_of(stage, total, len(layers))}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     keeps_both = has_tied_head and (is_first or is_last_stage)
-    for holder, names, is_on_stage in (
-        (base_model, first_names, is_first),
-        (base_model, last_names, is_last_stage),
-        (model, _head_names(model), is_last_stage),
-    ):
-        for name in names:
-            module = holder._modules[name]
-            assert module is not None
-            if is_on_stage or (keeps_both and module in {head, embedding}):
-                continue
+    around = [(base_model, name, is_first) for name in first_names]
+    around += [(base_model, name, is_last_stage) for name in last_names]
+    around += [(model, name, is_last_stage) for name in _head_names(model)]
+    for holder, name, is_on_stage in around:
+        module = holder._modules[name]
+        assert module is not None
+        if not is_on_stage and not (keeps_both and module in {head, embedding}):
             placeholder_class = _EmbeddingPlaceholder if module is embedding else StagePlaceholder
             holder._modules[name] = placeholder_class(drop(module))
-    base_model._modules[_LAYERS] = nn.ModuleList(
-        layer if i in kept_layers else StagePlaceholder(drop(layer)) for i, layer in enumerate(layers)
-    )
+    new_layers = (layer if i in kept_layers else StagePlaceholder(drop(layer)) for i, layer in enumerate(layers))
+    base_model._modules[_LAYERS] = nn.ModuleList(new_layers)
 
 
 def _layers(base_model: nn.Module) -> list[nn.Module]:
@@ -220,13 +205,10 @@ def _head_names(model: PreTrainedModel) -> list[str]:
 
 
 def _check_pipeline_support(model: PreTrainedModel, where: str) -> None:
-    """Refuse a model that cannot run as a pipeline.
+    """Raise a `ModelError`, whose message begins with `where`, for a model that cannot run as a pipeline.
 
     Such a model computes something outside the modules of its plan, or passes values derived from token ids to its
-    layers, which later pipeline stages do not have. The error message begins with `where`.
-
-    Raises:
-        ModelError: the model cannot run as a pipeline.
+    layers, which later pipeline stages do not have.
     """
     plan, config = getattr(model.config, "base_model_pp_plan", None), model.config
     base_model = model._modules.get(model.base_model_prefix)
@@ -235,10 +217,7 @@ def _check_pipeline_support(model: PreTrainedModel, where: str) -> None:
         raise ModelError(f"{where} has no plan for a pipeline; set it to 1 and raise dp_shard_size")
     first_names, last_names = _modules_around_layers(model)
     planned_names = {*first_names, _LAYERS, *last_names}
-    modules = [
-        *(base_model._modules.get(name) for name in planned_names),
-        *(model._modules[name] for name in _head_names(model)),
-    ]
+    modules = [*map(base_model._modules.get, planned_names), *(model._modules[name] for name in _head_names(model))]
     planned = {p for module in modules if module is not None for p in module.parameters()}
     if unplanned_names := [name for name, p in model.named_parameters() if p not in planned]:
         raise ModelError(f"{where}: its plan does not know {unplanned_names[0]}; set it to 1 and raise dp_shard_size")
@@ -254,8 +233,7 @@ def _check_pipeline_support(model: PreTrainedModel, where: str) -> None:
 def _computation_outside_plan(
     model: PreTrainedModel, base_model: nn.Module, first_names: Sequence[str], last_names: Sequence[str]
 ) -> str:
-    """Return a description of what `base_model` computes outside the modules of its plan; empty if it computes nothing
-    there.
+    """Return a description of what `base_model` computes outside the modules of its plan; empty: nothing.
 
     `first_names` and `last_names` are the names of the modules before and after the layers. The body runs with
     placeholders instead of its modules, because weights may be on the meta device.
@@ -271,21 +249,15 @@ def _computation_outside_plan(
         for name in (*first_names, *last_names):
             module: Any = base_model._modules[name]
             bare._modules[name] = embedding if module is embedding.original else StagePlaceholder(module)
-        bare._modules[_LAYERS] = nn.ModuleList(
-            _RecordingPlaceholder(layer, layer_arguments) for layer in _layers(base_model)
-        )
+        recorders = (_RecordingPlaceholder(layer, layer_arguments) for layer in _layers(base_model))
+        bare._modules[_LAYERS] = nn.ModuleList(recorders)
         bare.eval()
         output = bare(**inputs, **start)
         if "inputs_embeds" in start and output.last_hidden_state is not hidden_BTH:
             return "hidden states change outside its layers"
         arguments.append(layer_arguments)
-    from_tokens, from_hidden = arguments
-    names = [
-        name
-        for a, b in zip(from_tokens, from_hidden, strict=True)
-        for name in a
-        if not _are_equal(a[name], b.get(name))
-    ]
+    pairs = zip(*arguments, strict=True)  # arguments of a layer made from tokens, and from hidden states
+    names = [name for a, b in pairs for name in a if not _are_equal(a[name], b.get(name))]
     return f"its layers are given {names[0]!r}, which is made of tokens" if names else ""
 
 

@@ -34,10 +34,8 @@ Rounding errors are far smaller, and a gradient that lacks the contributions of 
 
 
 class _PartialGradient(ParallelStyle):
-    """Parallel style of a replicated module that processes only the attention heads of its rank.
-
-    The gradients of its weights are summed over ranks.
-    """
+    """Parallel style of a replicated module that processes only the attention heads of its rank, so that the gradients
+    of its weights are summed over ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         forward, group = module.forward, device_mesh.get_group()
@@ -76,8 +74,7 @@ class _ExpertSharding(ParallelStyle):
             return partial_NH.redistribute(placements=[Replicate()]).to_local()
 
         module.forward = torch.compiler.disable(forward_local_experts)
-        result: nn.Module = module
-        return result
+        return module  # type: ignore[no-any-return]
 
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -152,14 +149,11 @@ def check_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) 
         raise ModelError(f"{where} ({' '.join(str(error).split())[:200]}); set it to 1") from error
     finally:
         model.train(was_training)
-    differing_names = [
-        name for name, parameter in model.named_parameters() if _has_different_gradients(parameter, mesh)
-    ]
+    differing_names = [name for name, weight in model.named_parameters() if _has_different_gradients(weight, mesh)]
     model.zero_grad(set_to_none=True)
     if differing_names:
-        raise ModelError(
-            f"{where}: ranks disagree about the gradient of {differing_names[0]}; set it to 1 and raise dp_shard_size"
-        )
+        problem = f"{where}: ranks disagree about the gradient of {differing_names[0]}"
+        raise ModelError(f"{problem}; set it to 1 and raise dp_shard_size")
 
 
 def _has_different_gradients(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rewards.runner import ScoreGroups
@@ -24,8 +24,6 @@ from cosmos_core.run.progress import Progress
 from cosmos_core.types import Group, JsonValue, Prompt, Sampling, ScoredGroup
 
 _POLL_SECONDS = 0.5
-
-Status = Literal["waiting", "stale", "whole"]
 
 
 @dataclass
@@ -84,7 +82,6 @@ class AsyncGroupSource:
 
     @property
     def is_exhausted(self) -> bool:
-        """Return whether all prompts of all epochs were used."""
         return self.filter is not None and not self.take(self._position, 1)
 
     def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
@@ -99,16 +96,14 @@ class AsyncGroupSource:
         self.progress.phase("generate")
         self.fleet.wake()
         self._is_training_waiting = True
-        status: Status = "waiting"
-        kept_groups: list[ScoredGroup] = []
-        sampled: list[ScoredGroup] = []
-        while status != "whole":
+        while True:
             status, kept_groups, sampled = broadcast_object(self._poll_step(step) if is_first() else None)  # type: ignore[misc]
+            if status == "whole":
+                break
             if status == "stale":
                 self.resync(step)
-            if status != "whole":
-                self.progress.beat()
-                self.on_wait(step)
+            self.progress.beat()
+            self.on_wait(step)
         with self._ready:
             self._is_training_waiting = False
         self.fleet.sleep()
@@ -131,11 +126,9 @@ class AsyncGroupSource:
         }
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return the source's state: the number of prompts that were used."""
         return {"drawn": self._position}
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        """Continue after the prompts that a checkpointed run has used."""
         self._position = self._next = int(str(state.get("drawn", 0)))
 
     def close(self) -> None:
@@ -152,9 +145,8 @@ class AsyncGroupSource:
             self._thread = threading.Thread(target=self._run, daemon=True, name="rollouts")
             self._thread.start()
 
-    def _poll_step(self, step: int) -> tuple[Status, list[ScoredGroup], list[ScoredGroup]]:
-        """Return whether the groups of `step` are complete, with the groups to train on and all groups that were
-        sampled."""
+    def _poll_step(self, step: int) -> tuple[str, list[ScoredGroup], list[ScoredGroup]]:
+        """Return `waiting`, `stale` or `whole`, the groups of `step` to train on, and all groups that were sampled."""
         with self._ready:
             self._ready.wait_for(
                 lambda: self._groups_of(step) or self._problem or self.fleet.needs_weights, _POLL_SECONDS
@@ -189,10 +181,7 @@ class AsyncGroupSource:
         return kept_groups, sampled
 
     def _request_outdated_groups(self, step: int, positions: Sequence[int]) -> None:
-        """Request the groups at `positions` again if their weights are too old for train step `step`.
-
-        Nothing is requested until the engines have weights that are new enough.
-        """
+        """Request groups again if their weights are too old for train step `step`, and those of the engines are not."""
         if self.fleet.version + self.max_lag < step:
             return
         # Each urgent request goes to the front of the queue, so the group that is needed first is requested last.
@@ -246,9 +235,7 @@ class AsyncGroupSource:
         # Engines may sample another prompt for each dropped group; otherwise the train step would never be complete.
         num_dropped = sum(not self.filter.has_learning_signal(scored_group) for scored_group in self._scored.values())
         num_expected = min(self.num_extra_prompts, num_reserved * (self._sampled_per_kept - 1))
-        max_sampled = (
-            self.filter.max_sampled_groups(self._num_groups(self.max_steps_ahead)) if self.max_steps_ahead else math.inf
-        )
+        max_sampled = self.filter.max_sampled_groups(int(max_ahead)) if self.max_steps_ahead else math.inf
         return int(min(min(num_reserved, max_ahead) + max(num_dropped, num_expected), max_sampled))
 
     def _num_groups(self, num_steps: int) -> int:

@@ -5,9 +5,10 @@ losses.
 """
 
 import hashlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.models.processor import ImageReader
-from cosmos_core.rollout.flow_source import FlowSource
+from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
+
+if TYPE_CHECKING:
+    from cosmos_core.models.diffusion import DiffusionModel
 
 Bucket = list[tuple[str, Tensor]]
 """Part of a model's weights: pairs of name and complete (unsharded) tensor.
@@ -31,6 +35,22 @@ WeightFormat = Literal["checkpoint", "module", "adapter", "shared"]
 `checkpoint`: names and shapes of a checkpoint; `module`: names and shapes of the transformers module; `adapter`: only
 the LoRA factors, because the engine has the base weights; `shared`: no weights, because the engine uses the trainer's.
 """
+
+
+@dataclass(frozen=True)
+class FlowSource:
+    """Denoiser and named weights that the engine of a diffusion model samples with."""
+
+    model: "DiffusionModel"
+    predict: Callable[..., Tensor]
+    """Function `(latents, sigma_B, text, num_conditioning_B)` that returns the velocity of the trainer's denoiser,
+    which is 0 in conditioning frames."""
+    weights: Callable[[str], AbstractContextManager[None]]
+    """Function that returns a context manager in which the denoiser uses named weights, no dropout and no gradients."""
+    device: torch.device
+    mesh: Mesh | None = None
+    null_text: dict[str, Tensor] | None = None
+    """Embedding of the empty prompt, used for classifier-free guidance; None: guidance is unavailable."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +149,7 @@ class Engine(Protocol):
         ...
 
 
-class EngineWrapper:
+class EngineWrapper(Engine):
     """Base class of engines that wrap another engine; subclasses override at least `submit` and `completed`."""
 
     def __init__(self, inner: Engine) -> None:
@@ -138,19 +158,15 @@ class EngineWrapper:
         self.link = getattr(inner, "link", None)
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-        """Load weights into the wrapped engine; see `Engine.load_weights`."""
         return self._inner.load_weights(version, buckets)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probabilities that the wrapped engine computes; see `Engine.logprobs`."""
         return self._inner.logprobs(token_ids)
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Release memory of the wrapped engine; see `Engine.sleep`."""
         self._inner.sleep(level)
 
     def wake(self) -> None:
-        """Reallocate memory of the wrapped engine; see `Engine.wake`."""
         self._inner.wake()
 
     @property
@@ -159,7 +175,6 @@ class EngineWrapper:
         return getattr(self._inner, "sleep_level", 0)
 
     def close(self) -> None:
-        """Free the resources of the wrapped engine; see `Engine.close`."""
         self._inner.close()
 
 
@@ -188,9 +203,9 @@ def reseed(sampling: Sampling, times: int) -> Sampling:
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end a completion, from the generation config and the tokenizer."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    configured_ids = configured if isinstance(configured, (list, tuple)) else [configured]
-    return sorted({token for token in [*configured_ids, tokenizer.eos_token_id] if token is not None})
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    ids = [*(ids if isinstance(ids, (list, tuple)) else [ids]), tokenizer.eos_token_id]
+    return sorted({token for token in ids if token is not None})
 
 
 def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:
@@ -230,13 +245,30 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
         if end > start:
             segments.append(Segment(tuple(token_ids[start:end]), True, tuple(logprobs[start:end]), segment_version))
         start = max(start, end)
-    if not segments:
-        segments = [Segment((), True, (), version)]
     return Completion(
-        segments=tuple(segments),
+        segments=tuple(segments) or (Segment((), True, (), version),),
         finish_reason="stop" if ends_with_stop else "length",
         text=str(tokenizer.decode(list(token_ids), skip_special_tokens=True)),
     )
+
+
+@dataclass
+class UnfinishedGroup:
+    """Group of which some completions are not finished yet."""
+
+    prompt: Prompt
+    sampling: Sampling
+    step: int
+    completions: dict[int, Completion] = field(default_factory=dict)
+    earlier: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Earlier versions of the weights for each completion: number of tokens sampled by the end of a version, and the
+    version."""
+
+    def complete_group(self) -> Group | None:
+        """Return the group if all its completions are finished, else None."""
+        if len(self.completions) < self.sampling.num_completions:
+            return None
+        return Group(self.prompt, tuple(self.completions[k] for k in range(self.sampling.num_completions)), self.step)
 
 
 def storage_of(tensor: Tensor) -> Hashable:

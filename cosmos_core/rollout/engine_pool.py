@@ -70,8 +70,7 @@ class _Request:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Return the key by which a group is matched with its request; requests that differ only in seeds have equal
-        keys."""
+        """Return the key that matches a group with its request; requests that differ only in seeds have equal keys."""
         return self.step, self.prompt.id, self.sampling.num_completions
 
 
@@ -181,8 +180,7 @@ class EnginePool:
 
         An engine that neither replies nor makes a forward pass for `patience` seconds is killed.
         """
-        start = time.monotonic()
-        progress = {id(member): (start, member.num_passes) for member, _ in replies}
+        progress = {id(member): (time.monotonic(), member.num_passes) for member, _ in replies}
         while waiting := [(member, reply) for member, reply in replies if not reply.done()]:
             self.check()
             wait([reply for _, reply in waiting], timeout=POLL_SECONDS)
@@ -224,8 +222,8 @@ class EnginePool:
         current_handles = list(self._handles())
         for handle in current_handles:
             if handle not in self.engines:
-                member = self.engines[handle] = PooledEngine(handle, last_progress=time.monotonic())
-                self._open(member)
+                self.engines[handle] = PooledEngine(handle)
+                self._open(self.engines[handle])
         for handle in [handle for handle in self.engines if handle not in current_handles]:
             self._requeue(self.engines.pop(handle))
 
@@ -248,12 +246,10 @@ class EnginePool:
                 self._open(member)
             return
         if not member.reply.done():
-            is_generating = member.in_flight and not self.is_loading
-            timeout_seconds = (
-                _OPEN_SECONDS if member.description is None else self.timeout_seconds if is_generating else None
-            )
-            if timeout_seconds is not None and now - member.last_progress > timeout_seconds:
-                logger.warning("an engine did nothing for %.0f s; it is ended and started again", timeout_seconds)
+            is_idle = not member.in_flight or self.is_loading
+            seconds = _OPEN_SECONDS if member.description is None else math.inf if is_idle else self.timeout_seconds
+            if now - member.last_progress > seconds:
+                logger.warning("an engine did nothing for %.0f s; it is ended and started again", seconds)
                 member.handle.kill()
                 member.last_progress = now
             return
@@ -276,33 +272,25 @@ class EnginePool:
             elif not self.is_loading and now - member.last_progress > self.timeout_seconds:
                 member.handle.kill()
             for group in groups:
-                self._deliver_group(member, group)
+                key = (group.step, group.prompt.id, len(group.completions))
+                if (request := member.in_flight.pop(key, None)) is not None:
+                    member.num_deaths = 0
+                    request.group.set_result(group)
             if member.error is not None:
                 self._replace(member, member.error)
                 return
         member.reply = member.handle.call("completed", self._session, POLL_SECONDS)
 
     def _replace(self, member: PooledEngine, error: ConnectionError) -> None:
-        """Open an engine again after its process died; the process manager starts the new process.
-
-        Raises:
-            StageFailed: the engine died too often without returning a group.
-        """
+        """Open an engine again after its process died; the process manager starts the new process."""
         member.last_death = time.monotonic()
         self.num_restarts, member.num_deaths = self.num_restarts + 1, member.num_deaths + 1
         if member.num_deaths > _MAX_DEATHS:
-            raise StageFailed(
-                f"an engine died {member.num_deaths} times and gave nothing: {first_line(error)}"
-            ) from error
+            message = f"an engine died {member.num_deaths} times and gave nothing: {first_line(error)}"
+            raise StageFailed(message) from error
         logger.warning("an engine died (%s); its %d groups go to others", first_line(error), len(member.in_flight))
         self._requeue(member)
         self._open(member)
-
-    def _deliver_group(self, member: PooledEngine, group: Group) -> None:
-        request = member.in_flight.pop((group.step, group.prompt.id, len(group.completions)), None)
-        if request is not None:
-            member.num_deaths = 0
-            request.group.set_result(group)
 
     def _send_requests(self) -> None:
         """Send waiting requests to the least loaded engines."""
@@ -315,10 +303,9 @@ class EnginePool:
         # Without an engine with newer weights the requests wait, because the next engine loads the requested version.
         if not matching and any((member.version or 0) > (self._versioned[0].version or 0) for member in ready):
             while self._versioned:
-                lost_request = self._versioned.popleft()
-                lost_request.group.set_exception(
-                    WeightsUnavailable(f"the engines with the weights of step {lost_request.version} have died")
-                )
+                lost = self._versioned.popleft()
+                error = WeightsUnavailable(f"the engines with the weights of step {lost.version} have died")
+                lost.group.set_exception(error)
 
     def _send_to_engines(self, ready: Sequence[PooledEngine], queue: deque[_Request]) -> None:
         while queue and ready:
@@ -339,8 +326,7 @@ class EnginePool:
     ) -> None:
         """Set the error of a failed submission on the futures of its requests.
 
-        The function runs in a thread of Ray, for which `kill` waits while holding the pool's lock, so it must not take
-        the lock.
+        It runs in a thread of Ray, for which `kill` waits while it holds the pool's lock, so it must not take the lock.
         """
         error = reply.exception()
         if isinstance(error, ConnectionError):
@@ -358,13 +344,10 @@ def _take_batch(
 
     All moved requests have the same step and sampling, because some engines generate a submission as one batch.
     """
-    first = queue[0]
-    batch: list[_Request] = []
-    while queue and len(batch) < max_groups:
-        next_request = queue[0]
-        needs_other_batch = (next_request.step, next_request.sampling) != (first.step, first.sampling)
-        if needs_other_batch or next_request.key in in_flight:
+    first, batch = queue[0], list[_Request]()
+    while queue and len(batch) < max_groups and queue[0].key not in in_flight:
+        if (queue[0].step, queue[0].sampling) != (first.step, first.sampling):
             break
         batch.append(queue.popleft())
-        in_flight[next_request.key] = next_request
+        in_flight[batch[-1].key] = batch[-1]
     return batch

@@ -130,11 +130,12 @@ class Fleet:
         """Load weights into every open engine, see `Engine.load_weights`; engines that die in the load are skipped."""
         self._release_cached_memory()
         num_sent, load = 0, WeightLoad(self._pool, self._processes_to_load() if is_first() else [])
-        link: WeightLink = HostLink(load)
-        if self._native is not None and not self._loads_only_new:
-            link = self._native.link(load)
+        link: WeightLink = self._native.link(load) if self._native and not self._loads_only_new else HostLink(load)
         if is_first():
-            self._begin_load(load, version)
+            self._pool.is_loading = True
+            keywords = {"background": self._swap != "disabled", "timeout_seconds": self._pool.timeout_seconds}
+            replies = self._call_each(load.processes, "begin_load", version, **keywords)
+            load.processes = [reply.process for reply in replies]
         has_new_engine = any(process.member.version is None for process in load.processes)
         try:
             for bucket in buckets:
@@ -193,15 +194,13 @@ class Fleet:
     # Only the first rank runs the methods below, because it alone communicates with the engines.
 
     def _poll_submissions(self) -> tuple[list[Group] | None, tuple[str, str] | None, bool]:
-        """Return the submitted groups (None while some are missing), an error or None, and whether an engine needs
-        weights."""
+        """Return the submitted groups (None: not all exist), an error or None, and whether an engine needs weights."""
         try:
             wait([reply for _, reply in self._submissions], POLL_SECONDS, FIRST_EXCEPTION)
             self._pool.check()
             self._beat()
-            finished = [reply for _, reply in self._submissions if reply.done()]
-            groups = [reply.result() for reply in finished]
-            if len(finished) < len(self._submissions):
+            groups = [reply.result() for _, reply in self._submissions if reply.done()]
+            if len(groups) < len(self._submissions):
                 return None, None, self.needs_weights
         except Exception as error:
             if not isinstance(error, CosmosError):
@@ -212,9 +211,9 @@ class Fleet:
         return groups, None, False
 
     def _call_all(self, method: str) -> None:
-        if not (self._sleeps_in_training and is_first()):
-            return
-        self._call_each([EngineProcess(member, member.description) for member in self._pool.loaded_engines()], method)
+        if self._sleeps_in_training and is_first():
+            members = self._pool.loaded_engines()
+            self._call_each([EngineProcess(member, member.description) for member in members], method)
 
     def _first_description(self) -> tuple[str, WeightFormat, tuple[str, str] | None]:
         """Return the name and weight format of the first open engine, and an error or None."""
@@ -243,14 +242,8 @@ class Fleet:
         return replies
 
     def _processes_to_load(self) -> list[EngineProcess]:
-        members = [m for m in self._pool.open_engines() if m.version is None or not self._loads_only_new]
-        return [EngineProcess(member, member.description) for member in members]
-
-    def _begin_load(self, load: WeightLoad, version: int) -> None:
-        self._pool.is_loading = True
-        keywords = {"background": self._swap != "disabled", "timeout_seconds": self._pool.timeout_seconds}
-        replies = self._call_each(load.processes, "begin_load", version, **keywords)
-        load.processes = [reply.process for reply in replies]
+        members = self._pool.open_engines()
+        return [EngineProcess(m, m.description) for m in members if m.version is None or not self._loads_only_new]
 
     def _end_load(self, version: int, processes: Sequence[EngineProcess], num_sent: int) -> None:
         keywords = {"background": self._swap != "disabled", "waits": self._swap == "generation"}

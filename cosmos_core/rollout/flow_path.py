@@ -18,7 +18,7 @@ from torch import Tensor
 from cosmos_core.data.order import shuffled
 from cosmos_core.models import flow
 from cosmos_core.models.flow_steps import DpmSolver2M, NoiseLevels, euler_step, log_prob, transition
-from cosmos_core.types import DiffusionSample, FlowSampling, StepWindow
+from cosmos_core.types import DiffusionSample, FlowSampling
 
 if TYPE_CHECKING:
     from cosmos_core.models.diffusion import DiffusionModel
@@ -55,18 +55,11 @@ class Path:
         def stack_steps(tensors: Sequence[Tensor]) -> Tensor | None:
             return torch.stack([each[b] for each in tensors]) if tensors else None
 
-        return DiffusionSample(
-            pixels,
-            self.latents[b].clone(),
-            tuple(sigmas_N.tolist()),
-            version,
-            self.steps,
-            stack_steps(self.latents_before),
-            stack_steps(self.latents_after),
-            stack_steps(self.transition_means),
-            tuple(each[b].item() for each in self.log_probs),
-            0 if self.num_conditioning_B is None else int(self.num_conditioning_B[b]),
-        )
+        before, after, means = map(stack_steps, (self.latents_before, self.latents_after, self.transition_means))
+        sigmas, log_probs = tuple(sigmas_N.tolist()), tuple(each[b].item() for each in self.log_probs)
+        num_frames = 0 if self.num_conditioning_B is None else int(self.num_conditioning_B[b])
+        path = (sigmas, version, self.steps, before, after, means, log_probs)
+        return DiffusionSample(pixels, self.latents[b].clone(), *path, num_frames)
 
 
 def table_of(model: DiffusionModel, settings: FlowSampling) -> Tensor:
@@ -80,20 +73,15 @@ def table_of(model: DiffusionModel, settings: FlowSampling) -> Tensor:
 def stochastic_steps(sampling: FlowSampling, seed: int, step: int) -> range:
     """Return the stochastic sampling steps of train step `step`, without the last sampling step, whose noise would
     remain in the sample."""
-    last = sampling.num_steps - 1
+    last, window = sampling.num_steps - 1, sampling.window
     if not sampling.kernel:
         return range(0)
-    if sampling.window is None:
+    if window is None:
         return range(last)
-    first = _window_start(sampling.window, seed, step)
-    return range(first, min(first + sampling.window.size, last))
-
-
-def _window_start(window: StepWindow, seed: int, step: int) -> int:
     count = max(1, window.end - window.first - window.size + 1)
-    if window.steps_per_move:
-        return window.first + step // window.steps_per_move % count
-    return window.first + int(shuffled(count, seed, step, _WINDOWS)[0])
+    moved = step // window.steps_per_move % count if window.steps_per_move else shuffled(count, seed, step, _WINDOWS)[0]
+    first = window.first + int(moved)
+    return range(first, min(first + window.size, last))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +143,8 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
         if i in path.steps:
             path.latents_before.append(x.cpu())
             path.latents_after.append(next_x.cpu())
-            path.log_probs.append(
-                log_prob(step, next_x, conditioning.trained_frames_mask(x) if conditioning else None).cpu()
-            )
+            mask = conditioning.trained_frames_mask(x) if conditioning else None
+            path.log_probs.append(log_prob(step, next_x, mask).cpu())
             if sampling.keeps_means:
                 path.transition_means.append(step.mean.cpu())
         x = next_x

@@ -8,7 +8,7 @@ Not here: the sampling steps (`flow_path`), the noise levels and the inputs of t
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.errors import ConfigError, DataError
-from cosmos_core.rollout.base import Bucket, EngineSettings, LoadReceipt, WeightFormat, request_seed
+from cosmos_core.rollout.base import Bucket, EngineSettings, FlowSource, LoadReceipt, WeightFormat, request_seed
 from cosmos_core.rollout.flow_path import (
     SHARED_NOISE,
     ConditioningFrames,
@@ -27,7 +27,6 @@ from cosmos_core.rollout.flow_path import (
     stochastic_steps,
     table_of,
 )
-from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.types import Completion, DiffusionSample, Group, Prompt, Sampling
 
 
@@ -71,18 +70,13 @@ class FlowSamplerEngine:
         if not self._waiting:
             return []
         prompts, sampling, step = self._waiting.popleft()
-        rows = [_Row(prompt, k) for prompt in prompts for k in range(sampling.num_completions)]
-        rows_per_rank = len(prompts) * min(
-            self._max_samples_per_pass or sampling.num_completions, sampling.num_completions
-        )
-        samples: list[DiffusionSample] = []
-        for start in range(0, len(rows), rows_per_rank * self._num_ranks):
-            samples += self._sample_by_form(rows[start : start + rows_per_rank * self._num_ranks], sampling, step)
-        completions = [Completion((), "stop", "", diffusion_sample=each) for each in samples]
         count = sampling.num_completions
-        return [
-            Group(prompt, tuple(completions[p * count : (p + 1) * count]), step) for p, prompt in enumerate(prompts)
-        ]
+        rows = [_Row(prompt, k) for prompt in prompts for k in range(count)]
+        num_rows = len(prompts) * min(self._max_samples_per_pass or count, count) * self._num_ranks
+        batches = (rows[start : start + num_rows] for start in range(0, len(rows), num_rows))
+        samples = (each for batch in batches for each in self._sample_by_form(batch, sampling, step))
+        completions = [Completion((), "stop", "", diffusion_sample=each) for each in samples]
+        return [Group(each, tuple(completions[p * count : (p + 1) * count]), step) for p, each in enumerate(prompts)]
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Record the version of the weights, see `Engine.load_weights`; no tensors are sent, because the engine uses
@@ -115,7 +109,8 @@ class FlowSamplerEngine:
         """
         forms: dict[tuple[Any, ...], list[int]] = {}
         for i, row in enumerate(rows):
-            forms.setdefault(_embedding_shapes(row.prompt.embedding), []).append(i)
+            text = row.prompt.embedding
+            forms.setdefault(tuple((name, tuple(text[name].shape)) for name in sorted(text)), []).append(i)
         samples: dict[int, DiffusionSample] = {}
         for indices in forms.values():
             samples |= zip(indices, self._sample_on_ranks([rows[i] for i in indices], sampling, step), strict=True)
@@ -138,11 +133,7 @@ class FlowSamplerEngine:
     def _conditioning_frames(
         self, rows: Sequence[_Row], sampling: Sampling, step: int, shape: Sequence[int]
     ) -> ConditioningFrames | None:
-        """Return the conditioning frames of the samples; None if the rows have no conditioning frames.
-
-        Raises:
-            DataError: the size of a conditioning clip differs from the size of the samples.
-        """
+        """Return the conditioning frames of the samples; None if the rows have no conditioning frames."""
         assert sampling.flow is not None
         max_frames = min(self._source.model.max_conditioning_frames, shape[1] - 1) if len(shape) == 4 else 0
         clips = [row.prompt.conditioning_clip for row in rows]
@@ -211,10 +202,5 @@ def _generator(seed: int, step: int, prompt_id: int, k: int) -> torch.Generator:
     return torch.Generator().manual_seed(request_seed(seed, step, prompt_id, k))
 
 
-def _embedding_shapes(text: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    return tuple((name, tuple(text[name].shape)) for name in sorted(text))
-
-
 def _stack_embeddings(texts: Sequence[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
-    """Stack embeddings of equal shape along a batch dimension."""
     return {name: torch.stack([text[name] for text in texts]).to(device) for name in texts[0]}

@@ -103,8 +103,7 @@ class SyncGroupSource:
         groups = self.generate_repeated(self.prompts(step)[:num_groups], step, Counter())
         self.sleep_until_next_step(step)
         seconds = time.perf_counter() - start
-        scored_groups = self.score_groups(groups)
-        self.sampled = scored_groups
+        self.sampled = scored_groups = self.score_groups(groups)
         times = _times(scored_groups, seconds, time.perf_counter() - start)
         return scored_groups, group_metrics(scored_groups) | times | lag_metrics(scored_groups, step)
 
@@ -131,10 +130,8 @@ class SyncGroupSource:
             times[prompt.id] += 1
         groups_by_index: dict[int, Group] = {}
         for number, indices in batches.items():
-            sampling = reseed(self.sampling, number)
-            groups_by_index |= zip(
-                indices, self.generate_groups([prompts[i] for i in indices], step, sampling), strict=True
-            )
+            groups = self.generate_groups([prompts[i] for i in indices], step, reseed(self.sampling, number))
+            groups_by_index |= zip(indices, groups, strict=True)
         return [groups_by_index[i] for i in range(len(prompts))]
 
     def sleep_until_next_step(self, step: int) -> None:
@@ -147,11 +144,9 @@ class SyncGroupSource:
         return self.score(groups)
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return an empty state: prompts and seeds are functions of the step."""
-        return {}
+        return {}  # prompts and seeds are functions of the step
 
-    def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        """Do nothing, because the source has no state: prompts and seeds are functions of the step."""
+    def load_state_dict(self, state: dict[str, JsonValue]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -166,10 +161,8 @@ class Filter:
 
     def has_learning_signal(self, group: ScoredGroup) -> bool:
         """Return whether the filtered metrics differ between valid completions of a group."""
-        valid = [score for score in group.scores if score.value is not None]
-        with_metrics = [score for score in valid if all(name in score.metrics for name in self.metrics)]
-        values = {tuple(score.metrics[name] for name in self.metrics) or score.value for score in with_metrics}
-        return len(values) > 1
+        valid = [s for s in group.scores if s.value is not None and s.metrics.keys() >= set(self.metrics)]
+        return len({tuple(score.metrics[name] for name in self.metrics) or score.value for score in valid}) > 1
 
     def max_sampled_groups(self, num_groups: int) -> float:
         """Return the maximum number of groups that a train step may sample to keep `num_groups` groups."""
@@ -196,7 +189,6 @@ class FilteredGroupSource:
 
     @property
     def is_exhausted(self) -> bool:
-        """Return whether all prompts of all epochs were taken."""
         return not self.take(self._num_taken, 1)
 
     def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
@@ -207,10 +199,8 @@ class FilteredGroupSource:
         """
         num_requested = self.num_groups if num_groups is None else num_groups
         max_rounds = self.filter.max_retries if self.filter else 0
-        kept_groups: list[ScoredGroup] = []
-        sampled: list[ScoredGroup] = []
+        kept_groups, sampled, times = list[ScoredGroup](), list[ScoredGroup](), Counter[int]()
         num_rounds, seconds, start = 0, 0.0, time.perf_counter()
-        times = Counter[int]()
         # `_drawn` is set only at the end of the step, so that a run that stops earlier resumes with the same prompts.
         num_taken = self._num_taken
         self.sync.engine.wake()
@@ -225,17 +215,11 @@ class FilteredGroupSource:
             scored_groups = self.sync.score_groups(groups)
             sampled += scored_groups
             check_scores(step, sampled, self.filter.metrics if self.filter else ())
-            kept_groups += [
-                group for group in scored_groups if self.filter is None or self.filter.has_learning_signal(group)
-            ]
+            kept_groups += [each for each in scored_groups if not self.filter or self.filter.has_learning_signal(each)]
             num_rounds += 1
         if self.filter and len(kept_groups) < num_requested and not self.take(num_taken, 1):
-            logger.warning(
-                "step %d: the prompts of all epochs have ended with %d of %d groups of use",
-                step + 1,
-                len(kept_groups),
-                num_requested,
-            )
+            warning = "step %d: the prompts of all epochs have ended with %d of %d groups of use"
+            logger.warning(warning, step + 1, len(kept_groups), num_requested)
         self._num_taken, self.sampled = num_taken, sampled
         self.sync.sleep_until_next_step(step)
         if not sampled:
@@ -248,11 +232,9 @@ class FilteredGroupSource:
         }
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return the number of prompts that were taken, as the source's state."""
         return {"drawn": self._num_taken}
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        """Continue after the prompts that the saved state counts as taken."""
         self._num_taken = int(str(state["drawn"]))
 
 
@@ -293,16 +275,14 @@ def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 def filtered_metrics(filter: Filter, sampled: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the number of sampled groups, and the fractions of groups that the filter dropped with equal rewards above
     0 and with equal rewards of at most 0."""
-    equal = [max(valid) for group in sampled if (valid := _valid(group)) and not filter.has_learning_signal(group)]
+    dropped = [group for group in sampled if not filter.has_learning_signal(group)]
+    rewards = ([score.value for score in group.scores if score.value is not None] for group in dropped)
+    equal = [max(valid) for valid in rewards if valid]
     return {
         "rollout/sampled_groups": float(len(sampled)),
         "rollout/filtered_positive": sum(reward > 0 for reward in equal) / len(sampled),
         "rollout/filtered_negative": sum(reward <= 0 for reward in equal) / len(sampled),
     }
-
-
-def _valid(group: ScoredGroup) -> list[float]:
-    return [score.value for score in group.scores if score.value is not None]
 
 
 def lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:

@@ -84,8 +84,7 @@ class HfEngine:
         return [groups_by_index[i] for i in range(len(prompts))]
 
     def _generate_batch(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-        """Generate the groups of `prompts` as one batch, or in several batches that each have a limited number of
-        completions per group."""
+        """Generate the groups of `prompts` in one batch, or in several with a few completions of each group."""
         count, chunk_size = sampling.num_completions, self._max_samples_per_pass or sampling.num_completions
         chunks = [
             self._rows(prompts, sampling, step, range(k, min(k + chunk_size, count)))
@@ -99,17 +98,10 @@ class HfEngine:
             tokens_RT, logprobs_RT, lengths_R = self._sample(prompts, sampling, step, ks)
         rows = []
         for tokens, logprobs, length in zip(tokens_RT.tolist(), logprobs_RT.tolist(), lengths_R.tolist(), strict=True):
-            ends_with_stop = tokens[length - 1] in self._stop_ids
-            rows.append(
-                completion(
-                    self._tokenizer,
-                    tokens[:length],
-                    logprobs[:length],
-                    version=self._version,
-                    ends_with_stop=ends_with_stop,
-                    vision=self._vision,
-                )
-            )
+            rows.append(completion(
+                self._tokenizer, tokens[:length], logprobs[:length], version=self._version,
+                ends_with_stop=tokens[length - 1] in self._stop_ids, vision=self._vision,
+            ))  # fmt: skip
         return [rows[i : i + len(ks)] for i in range(0, len(rows), len(ks))]
 
     def abort(self) -> None:
@@ -200,10 +192,9 @@ class HfEngine:
             if can_drop_rows and 2 * alive_B.sum() <= len(alive_B):
                 kept_B = alive_B.nonzero().squeeze(-1)
                 cache.batch_select_indices(kept_B)
-                tokens_B, seen_BV, mask_BT, positions_B = (
-                    each[kept_B] for each in (tokens_B, seen_BV, mask_BT, positions_B)
-                )
-                rows_B, budget_B, alive_B = rows_B[kept_B], budget_B[kept_B], alive_B[kept_B]
+                tokens_B, seen_BV, mask_BT = tokens_B[kept_B], seen_BV[kept_B], mask_BT[kept_B]
+                positions_B, rows_B = positions_B[kept_B], rows_B[kept_B]
+                budget_B, alive_B = budget_B[kept_B], alive_B[kept_B]
             # A model with images computes the positions of new tokens itself; batches with images have no padding.
             inputs = {} if image_inputs else {"attention_mask": mask_BT, "position_ids": positions_B.unsqueeze(-1)}
             logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, inputs)
@@ -222,10 +213,9 @@ class HfEngine:
         if not prompts[0].images:
             return {}
         assert self._vision is not None, "opened without a processor"
-        ids = [np.array(prompt.token_ids, dtype=np.int64) for prompt in prompts]
         rows = [
-            Sample(token_ids, np.zeros_like(token_ids, dtype=np.uint8), images=prompt.images)
-            for token_ids, prompt in zip(ids, prompts, strict=True)
+            Sample(np.array(p.token_ids, dtype=np.int64), np.zeros(len(p.token_ids), dtype=np.uint8), images=p.images)
+            for p in prompts
         ]
         inputs, dtype = self._vision.inputs(rows, input_ids_PT.cpu()), self._model.dtype
         return {
@@ -245,7 +235,6 @@ class _PreallocatedLayer(DynamicLayer):
     _buffers: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Append keys and values, and return all keys and values of the layer; see `DynamicLayer.update`."""
         length, num_new = self.get_seq_length(), key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -258,19 +247,16 @@ class _PreallocatedLayer(DynamicLayer):
         return keys, values
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the cache `repeats` times; see `DynamicLayer.batch_repeat_interleave`."""
         super().batch_repeat_interleave(repeats)
         self._buffers = None
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the rows `indices` of the cache; see `DynamicLayer.batch_select_indices`."""
         super().batch_select_indices(indices)
         self._buffers = None
 
 
 def _allocate(old_states: Tensor | None, states: Tensor, size: int) -> Tensor:
-    """Return a cache tensor with memory for `size` tokens, which begins with a copy of `old_states` unless that is
-    None."""
+    """Return a cache tensor with memory for `size` tokens, which begins with a copy of `old_states`, if any."""
     buffer = states.new_empty(*states.shape[:-2], size, states.shape[-1])
     if old_states is not None and old_states.numel():
         buffer[..., : old_states.shape[-2], :] = old_states
@@ -284,15 +270,11 @@ def _preallocate_layers(cache: DynamicCache) -> DynamicCache:
 
 
 def _group_batchable(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return the indices of prompts that can share a batch.
-
-    Prompts of text share one batch. Prompts with images share a batch if they need no padding, because with padding the
-    model could not compute the positions of its images.
-    """
+    """Return the indices of prompts that can share a batch: all prompts of text, and prompts with images that need no
+    padding, because with padding the model could not compute the positions of its images."""
     batches: dict[tuple[int, int], list[int]] = {}
     for i, prompt in enumerate(prompts):
-        key = (len(prompt.images), len(prompt.token_ids) if prompt.images else 0)
-        batches.setdefault(key, []).append(i)
+        batches.setdefault((len(prompt.images), len(prompt.token_ids) if prompt.images else 0), []).append(i)
     return list(batches.values())
 
 
@@ -337,12 +319,9 @@ def process_logits(logits_BV: Tensor, seen_BV: Tensor, sampling: Sampling) -> Te
 
 def _uniforms(prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> Tensor:
     """Return one uniform number per token, from a generator for each completion: RT, float64."""
-    rows = []
-    for prompt in prompts:
-        for k in ks:
-            generator = torch.Generator().manual_seed(request_seed(sampling.seed, step, prompt.id, k))
-            rows.append(torch.rand(sampling.max_tokens, generator=generator, dtype=torch.float64))
-    return torch.stack(rows)
+    seeds = [request_seed(sampling.seed, step, prompt.id, k) for prompt in prompts for k in ks]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    return torch.stack([torch.rand(sampling.max_tokens, generator=each, dtype=torch.float64) for each in generators])
 
 
 def _token_mask(input_ids_PT: Tensor, mask_PT: Tensor, vocab_size: int) -> Tensor:

@@ -78,9 +78,8 @@ class WeightPublisher:
             nonlocal num_sent, num_bytes
             assert self._weights is not None
             for bucket in self._weights.buckets():
-                cast_tensors = {
-                    storage_of(tensor): self._cast(tensor) for _, tensor in bucket
-                }  # tied weights are cast once
+                # Tied weights are cast once.
+                cast_tensors = {storage_of(tensor): self._cast(tensor) for _, tensor in bucket}
                 num_sent += len(bucket)
                 num_bytes += sum(tensor.nbytes for tensor in cast_tensors.values())
                 yield [(name, cast_tensors[storage_of(tensor)]) for name, tensor in bucket]
@@ -111,29 +110,20 @@ class WeightPublisher:
         dtype = self.transfer_dtype
         return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
-    @property
-    def _tolerance(self) -> float:
-        return logprob_tolerance(self.dtype, self.transfer_dtype)
-
     def _probe(self, version: int) -> None:
         """Compare the trainer's log-probabilities with those of each engine that has weights of `version`."""
         token_ids = probe_tokens(self.model.config.get_text_config().vocab_size)
         expected = self.probe_logprobs(token_ids).detach().cpu().float()
-        engine_logprobs = (
-            self.engine.logprobs_per_engine(token_ids, version) if isinstance(self.engine, Fleet) else None
-        )
-        for logprobs in [self.engine.logprobs(token_ids)] if engine_logprobs is None else engine_logprobs:
-            self._compare(expected, torch.tensor(logprobs), version)
-
-    def _compare(self, expected: Tensor, actual: Tensor, version: int) -> None:
-        difference = (expected - actual).abs().mean().item()
-        if not difference <= self._tolerance:  # `not <=` also rejects a difference of NaN
-            raise StageFailed(
-                f"weight sync: engine and trainer differ by {difference:.3g} nats per token, more than "
-                f"{self._tolerance} in {str(self.dtype).removeprefix('torch.')}; the engine did not take all "
-                f"weights"
-            )
-        logger.info("weights of version %d: engine and trainer differ by %.3g nats per token", version, difference)
+        tolerance, is_fleet = logprob_tolerance(self.dtype, self.transfer_dtype), isinstance(self.engine, Fleet)
+        engine: Any = self.engine
+        for logprobs in engine.logprobs_per_engine(token_ids, version) if is_fleet else [engine.logprobs(token_ids)]:
+            difference = (expected - torch.tensor(logprobs)).abs().mean().item()
+            if not difference <= tolerance:  # `not <=` also rejects a difference of NaN
+                raise StageFailed(
+                    f"weight sync: engine and trainer differ by {difference:.3g} nats per token, more than {tolerance} "
+                    f"in {str(self.dtype).removeprefix('torch.')}; the engine did not take all weights"
+                )
+            logger.info("weights of version %d: engine and trainer differ by %.3g nats per token", version, difference)
 
 
 def logprob_tolerance(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> float:
@@ -193,15 +183,11 @@ class _Weights:
     @torch.no_grad()
     def _bucket(self, units: Sequence[_WeightUnit], state: dict[str, Tensor]) -> Bucket:
         tensors = {key: full for unit in units for key, full in unit.tensors.items()}
-        full = (
-            {key: state[key].detach() for key in tensors}
-            if self._gatherer is None
-            else self._gatherer.gather_full(tensors)
-        )
+        full = self._gatherer.gather_full(tensors) if self._gatherer else {key: state[key].detach() for key in tensors}
         weights: dict[str, Tensor] = {}
         for unit in units:
             for name, layer in unit.adapted.items():
-                full |= _merge_layer(name, layer, None if self._gatherer is None else full)
+                full |= _merge_layer(name, layer, full if self._gatherer else None)
             weights |= {name: full[key] for name, key in unit.plain_names.items()}
         return list((revert_weight_conversion(self._model, weights) if self._form == "checkpoint" else weights).items())
 
@@ -219,7 +205,9 @@ def _units(full_model: PreTrainedModel) -> list[_WeightUnit]:
         if first != key:  # a tied weight belongs to the unit of its first name
             unit = unit_by_name[first]
         else:
-            unit = units.setdefault(layer.rpartition(".")[0] if layer else _parent(name or key), _WeightUnit())
+            # A layer with an adapter belongs to the unit of its parent, a weight to that of its module's parent.
+            parent = (layer or (name or key).rpartition(".")[0]).rpartition(".")[0]
+            unit = units.setdefault(parent, _WeightUnit())
             unit.tensors[key] = FullTensor(state[key].shape, state[key].dtype)
         unit_by_name[key] = unit
         if layer:
@@ -234,11 +222,6 @@ def _factor_units(full_model: PreTrainedModel) -> list[_WeightUnit]:
     state, names = full_model.state_dict(keep_vars=True), names_without_adapter(full_model)
     factor_keys = [key for key, name in names.items() if not name]
     return [_WeightUnit({key: FullTensor(state[key].shape, state[key].dtype)}, {key: key}) for key in factor_keys]
-
-
-def _parent(name: str) -> str:
-    """Return the name of the parent of the module that a weight belongs to."""
-    return name.rpartition(".")[0].rpartition(".")[0]
 
 
 def _pack_buckets(units: Sequence[_WeightUnit], bucket_bytes: int) -> list[list[_WeightUnit]]:
@@ -261,7 +244,6 @@ def _merge_layer(name: str, layer: Any, full: dict[str, Tensor] | None) -> dict[
     """
     if full is not None:
         layer = copy.deepcopy(layer)
-        layer_state = {key: full[f"{name}.{key}"] for key in layer.state_dict()}
-        layer.load_state_dict(layer_state, assign=True)
+        layer.load_state_dict({key: full[f"{name}.{key}"] for key in layer.state_dict()}, assign=True)
     with merge_adapter(layer):
         return {f"{name}.base_layer.{key}": p.data for key, p in layer.get_base_layer().named_parameters()}

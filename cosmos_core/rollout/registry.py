@@ -4,13 +4,14 @@ The engine of `rollout/some_name.py` is its class `SomeNameEngine`.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
-from cosmos_core.parallel.mesh import is_single_rank
-from cosmos_core.registry import import_object, is_import_path
-from cosmos_core.rollout.base import Engine, EngineSettings
-from cosmos_core.rollout.data_parallel import DataParallel
+from cosmos_core.parallel.mesh import all_gather_object, is_single_rank, num_ranks, rank_number
+from cosmos_core.registry import class_name, import_object, is_import_path
+from cosmos_core.rollout.base import Engine, EngineSettings, EngineWrapper
 from cosmos_core.rollout.turns import Turns
+from cosmos_core.types import Group, Prompt, Sampling
 
 _FALLBACK = "hf"
 
@@ -27,8 +28,7 @@ def make_engine(settings: EngineSettings) -> Engine:
         ConfigError: there is no such engine, or it does not support the model or the settings.
     """
     if settings.flow is not None:  # a diffusion engine distributes samples over ranks itself
-        name = settings.rollout.backend
-        return _make_engine(name if is_import_path(name) else _path(name), settings)
+        return _make_engine(settings.rollout.backend, settings)
     text_config = settings.model.config.get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None) or settings.max_model_len
     if positions < settings.max_model_len:
@@ -44,22 +44,36 @@ def make_engine(settings: EngineSettings) -> Engine:
 
 def _make_local_engine(settings: EngineSettings) -> Engine:
     name = settings.rollout.backend
-    if is_import_path(name):
-        return _make_engine(name, settings)
     try:
-        return _make_engine(_path(name), settings)
+        return _make_engine(name, settings)
     except ImportError as error:
-        if name == _FALLBACK:
+        if name == _FALLBACK or is_import_path(name):
             raise
         reason = " ".join(str(error).split())
         logger.warning("rollout.backend = %r cannot be imported (%s); using %r in its place", name, reason, _FALLBACK)
-    return _make_engine(_path(_FALLBACK), settings)
+    return _make_engine(_FALLBACK, settings)
 
 
-def _path(name: str) -> str:
-    return f"cosmos_core.rollout.{name}:{name.title().replace('_', '')}Engine"
-
-
-def _make_engine(path: str, settings: EngineSettings) -> Engine:
+def _make_engine(name: str, settings: EngineSettings) -> Engine:
+    path = name if is_import_path(name) else f"cosmos_core.rollout.{name}:{class_name(name)}Engine"
     engine: Engine = import_object(path)(settings)
     return engine
+
+
+class DataParallel(EngineWrapper):
+    """`Engine` whose methods all ranks call together, with the same prompts and the same weights.
+
+    Each rank's engine completes some of the prompts, and all ranks get all groups.
+    """
+
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
+        """Submit this rank's share of the prompts to its engine, with unchanged seeds; see `Engine.submit`."""
+        if local_prompts := prompts[rank_number() // self.ranks_per_engine :: num_ranks() // self.ranks_per_engine]:
+            self._inner.submit(local_prompts, sampling, step)
+
+    def completed(self) -> list[Group]:
+        """Wait for all groups of this rank's engine, then gather the groups of all ranks; see `Engine.completed`."""
+        local_groups: list[Group] = []
+        while groups := self._inner.completed():
+            local_groups += groups
+        return [group for groups in all_gather_object(local_groups)[:: self.ranks_per_engine] for group in groups]

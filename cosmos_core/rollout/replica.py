@@ -106,7 +106,7 @@ class Replica:
                 engine.abort()
                 self._in_flight = 0
             while self._in_flight:
-                self._generate(engine.completed)
+                self._generate(engine)
             with self._has_ended:
                 self._session, self._groups = session, []
 
@@ -157,9 +157,8 @@ class Replica:
         """
         assert self._load is None or self._load.result.done(), "one load at a time"
         seconds = max(_LOAD_SECONDS, _TIMEOUT_FACTOR * timeout_seconds)
-        self._load = load = _WeightLoad(
-            queue.Queue(0 if background else 1), Future(), seconds, is_scheduled=not background
-        )
+        max_buckets = 0 if background else 1
+        self._load = load = _WeightLoad(queue.Queue(max_buckets), Future(), seconds, is_scheduled=not background)
         if not background:
             self._commands.put(lambda engine: self._load_buckets(engine, load, version))
 
@@ -207,11 +206,7 @@ class Replica:
         return load.result.result()
 
     def _current_load(self) -> _WeightLoad:
-        """Return the weight load in progress.
-
-        Raises:
-            ConnectionError: the load began in an earlier process, which has died.
-        """
+        """Return the weight load in progress; raise a `ConnectionError` if it began in a process that has died."""
         if self._load is None:
             raise ConnectionError("the process in which the load began has died")
         return self._load
@@ -237,7 +232,6 @@ class Replica:
     def _run_on_engine_thread(self, call: Callable[[Engine], Any]) -> Any:
         """Call a function with the engine between two of its passes, and return the result."""
         result: Future[Any] = Future()
-
         self._commands.put(lambda engine: set_future(result, lambda: call(engine)))
         return result.result()
 
@@ -252,12 +246,13 @@ class Replica:
         while True:
             while self._in_flight == 0 or not self._commands.empty():
                 self._commands.get()(engine)
-            self._generate(_find_step_method(engine))
+            self._generate(engine)
 
-    def _generate(self, step: Callable[[], list[Group]]) -> None:
-        """Call `step`, which runs the engine; if it fails, the process exits and its requests are lost."""
+    def _generate(self, engine: Engine) -> None:
+        """Make a forward pass with `step`, or wait for a group if the engine has no `step`; if that fails, the process
+        exits and its requests are lost."""
         try:
-            groups = step()
+            groups = getattr(engine, "step", engine.completed)()
         except Exception:
             logger.exception("the engine failed")
             os._exit(1)
@@ -272,7 +267,7 @@ class Replica:
         """Load the buckets of `load`; with `is_queue_drained`, first generate until no request is in flight."""
         # each forward pass is progress, so the trainer does not kill the engine
         while is_queue_drained and self._in_flight:
-            self._generate(_find_step_method(engine))
+            self._generate(engine)
 
         def run() -> Any:
             loaded = engine.load_weights(version, _buckets(load, engine))
@@ -307,12 +302,6 @@ def unpack(bucket: PackedBucket) -> Bucket:
         (name, flat[start:end].view(getattr(torch, dtype)).reshape(shape))
         for name, dtype, shape, start, end in bucket.layout
     ]
-
-
-def _find_step_method(engine: Engine) -> Callable[[], list[Group]]:
-    """Return an engine's method `step`, which makes one forward pass, or `completed` if the engine has no `step`."""
-    step: Callable[[], list[Group]] = getattr(engine, "step", engine.completed)
-    return step
 
 
 def _link_of(engine: Engine) -> Any:

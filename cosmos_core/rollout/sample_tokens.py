@@ -26,10 +26,8 @@ def use_uniform_sampling(worker: object) -> None:
         logits_BV: Tensor, generators: dict[int, torch.Generator], top_k_B: Tensor | None, top_p_B: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         logprobs_BV = apply_top_k_top_p(logits_BV, top_k_B, top_p_B).log_softmax(-1, dtype=torch.float32)
-        uniforms_B = torch.zeros(
-            len(logits_BV), dtype=torch.float64
-        )  # greedy sampling needs no random number, so 0 remains
-        for row, generator in generators.items():
+        uniforms_B = torch.zeros(len(logits_BV), dtype=torch.float64)
+        for row, generator in generators.items():  # greedy rows have none, need no random number, and keep 0
             uniforms_B[row] = torch.rand((), generator=generator, dtype=torch.float64)
         return sample_tokens(logprobs_BV, uniforms_B), logprobs_BV
 

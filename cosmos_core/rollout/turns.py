@@ -13,36 +13,21 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Literal
 
 from cosmos_core.data.chat import ToolText, open_tools, prompt_rendering
 from cosmos_core.parallel.mesh import num_ranks
-from cosmos_core.rollout.base import EngineSettings, EngineWrapper, stop_token_ids
+from cosmos_core.rollout.base import EngineSettings, EngineWrapper, UnfinishedGroup, stop_token_ids
 from cosmos_core.tools.base import ToolCall, ToolResult, parse_calls
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment, Turn
-
-
-@dataclass
-class _UnfinishedGroup:
-    """A group in which some conversations have not ended."""
-
-    prompt: Prompt
-    sampling: Sampling
-    step: int
-    completions: dict[int, Completion] = field(default_factory=dict)
-
-    def complete_group(self) -> Group | None:
-        """Return the group if all its conversations have ended, else None."""
-        if len(self.completions) < self.sampling.num_completions:
-            return None
-        return Group(self.prompt, tuple(self.completions[k] for k in range(self.sampling.num_completions)), self.step)
 
 
 @dataclass
 class _Conversation:
     """Conversation of one completion of a group, up to its newest turn."""
 
-    group: _UnfinishedGroup
+    group: UnfinishedGroup
     k: int
     segments: list[Segment] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -111,14 +96,11 @@ class Turns(EngineWrapper):
         updated = [pair for group in groups for pair in self._add_turns(group)]
         unfinished = {id(conversation.group): conversation.group for conversation, _ in updated}
         self._submit_next_turns([conversation for conversation, is_finished in updated if not is_finished])
-        return [
-            complete_group for group in unfinished.values() if (complete_group := group.complete_group()) is not None
-        ]
+        return [complete for group in unfinished.values() if (complete := group.complete_group()) is not None]
 
     def _abort(self) -> None:
         """Discard all requests in flight."""
-        inner_engine: Any = self._inner
-        inner_engine.abort()
+        self._inner.abort()  # type: ignore[attr-defined]
         self._first.clear()
         self._conversations.clear()
 
@@ -128,7 +110,7 @@ class Turns(EngineWrapper):
         if conversation is not None:
             return [(conversation, self._add_turn(conversation, group.completions[0]))]
         samplings = self._first[group.prompt.id, group.step]
-        unfinished = _UnfinishedGroup(group.prompt, samplings.pop(0), group.step)
+        unfinished = UnfinishedGroup(group.prompt, samplings.pop(0), group.step)
         if not samplings:
             del self._first[group.prompt.id, group.step]
         conversations = [_Conversation(unfinished, k) for k in range(len(group.completions))]
@@ -136,11 +118,11 @@ class Turns(EngineWrapper):
 
     def _add_turn(self, conversation: _Conversation, turn: Completion) -> bool:
         """Add a turn of the policy; return whether the conversation has ended."""
-        num_tokens_left = conversation.num_tokens_left
-        is_truncated = turn.finish_reason == "length" or turn.num_sampled > num_tokens_left
+        num_tokens_left, text = conversation.num_tokens_left, turn.text
+        is_too_long = turn.num_sampled > num_tokens_left
+        is_truncated = turn.finish_reason == "length" or is_too_long
         segments = _first_tokens(turn.segments, num_tokens_left)
-        text = turn.text
-        if turn.num_sampled > num_tokens_left:  # all prompts of a submission have the same token limit, the largest one
+        if is_too_long:  # all prompts of a submission have the same token limit, the largest one
             ids = [token for segment in segments for token in segment.token_ids]
             text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
         conversation.segments += segments
@@ -167,9 +149,8 @@ class Turns(EngineWrapper):
                 conversation.end("length")
                 continue
             self._conversations[prompt.id] = conversation
-            prompts_by_settings[conversation.group.sampling, conversation.group.step].append(
-                (prompt, conversation.num_tokens_left)
-            )
+            settings = conversation.group.sampling, conversation.group.step
+            prompts_by_settings[settings].append((prompt, conversation.num_tokens_left))
         for (sampling, step), prompts in prompts_by_settings.items():
             # All prompts of a submission get the largest of their token limits; longer turns are truncated afterwards.
             longest = max(num_tokens for _, num_tokens in prompts)
@@ -184,14 +165,11 @@ class Turns(EngineWrapper):
         all_ids = (*group.prompt.token_ids, *conversation.token_ids, *ids)
         if len(ids) >= conversation.num_tokens_left or len(all_ids) >= self._max_model_len:
             return None
-        version = conversation.segments[-1].version
-        conversation.segments.append(Segment(ids, False, (), version))
-        number, attempt = conversation.num_turns, 0
-        while (
-            id_ := turn_request_id(group.prompt.id, group.step, conversation.k, number, attempt)
-        ) in self._conversations:
-            attempt += 1
-        return replace(group.prompt, id=id_, token_ids=all_ids)
+        conversation.segments.append(Segment(ids, False, (), conversation.segments[-1].version))
+        turn = (group.prompt.id, group.step, conversation.k, conversation.num_turns)
+        request_ids = (turn_request_id(*turn, attempt) for attempt in count())
+        request_id = next(each for each in request_ids if each not in self._conversations)
+        return replace(group.prompt, id=request_id, token_ids=all_ids)
 
 
 def turn_request_id(prompt_id: int, step: int, k: int, turn: int, attempt: int = 0) -> int:

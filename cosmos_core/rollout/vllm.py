@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -27,6 +26,7 @@ from cosmos_core.rollout.base import (
     EngineSettings,
     LoadReceipt,
     Receiver,
+    UnfinishedGroup,
     WeightFormat,
     check_prompts,
     completion,
@@ -46,7 +46,7 @@ from cosmos_core.rollout.vllm_ranks import (
     has_ranks,
     load_on_ranks,
 )
-from cosmos_core.types import Completion, Group, Prompt, Sampling
+from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -65,19 +65,6 @@ _OWN_GPU_ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_
 _WEIGHTS, _KV_CACHE = "weights", "kv_cache"
 _CPU_PASS_TOKENS = 4096
 """Maximum number of tokens in one forward pass on CPU."""
-
-
-@dataclass
-class _UnfinishedGroup:
-    """Group of which some completions are not finished yet."""
-
-    prompt: Prompt
-    num_completions: int
-    step: int
-    completions: dict[int, Completion] = field(default_factory=dict)
-    earlier: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Earlier versions of the weights for each completion: number of tokens sampled by the end of a version, and the
-    version."""
 
 
 class VllmEngine:
@@ -100,28 +87,23 @@ class VllmEngine:
         self._receiver = Receiver()
         is_mxfp4 = _holds_mxfp4(settings)
         self._convert_bucket: Callable[[Bucket], Bucket] = quantize_bucket if is_mxfp4 else list
-        self.link: VllmLink | None = None
-        """Connection through which the ranks receive weights without host memory; None: they do not."""
-        self._in_flight: dict[str, tuple[_UnfinishedGroup, int]] = {}
+        self._in_flight: dict[str, tuple[UnfinishedGroup, int]] = {}
         self._finished_elsewhere: list[Group] = []
-        self.weight_format: WeightFormat = "checkpoint"
         self._owns_process_group = not torch.distributed.is_initialized()
         set_environment()
         with restore_process_state():
             self._vllm = import_vllm()
             _check_head_size(settings.model, settings.folder)
             self._adapter = adapter_of(settings)
-            if self._adapter is not None:
-                self.weight_format = "adapter"
+            self.weight_format: WeightFormat = "adapter" if self._adapter else "checkpoint"
             try:
                 arguments = self._adapter.arguments if self._adapter else {}
                 with nullcontext() if is_single_rank() or self._has_ranks else unique_names():
                     self._llm = self._vllm.LLM(**_engine_arguments(settings), **arguments)
             except ValueError as error:
                 reason = " ".join(str(error).split())[:400]
-                raise ConfigError(
-                    f"vLLM refuses {settings.folder!r}: {reason}; or set rollout.backend = 'hf'"
-                ) from error
+                message = f"vLLM refuses {settings.folder!r}: {reason}; or set rollout.backend = 'hf'"
+                raise ConfigError(message) from error
             if not torch.cuda.is_available():
                 self._llm.collective_rpc(use_uniform_sampling)
             if self._has_ranks:
@@ -129,18 +111,17 @@ class VllmEngine:
             elif not is_single_rank():
                 unlink_shared_memory()
         is_native = settings.rollout.weight_transfer == "native" and settings.is_separate
-        if is_native and self.weight_format == "checkpoint" and not is_mxfp4:
-            self.link = VllmLink(self._llm)
+        self.link = VllmLink(self._llm) if is_native and not self._adapter and not is_mxfp4 else None
+        """Connection through which the ranks receive weights without host memory; None: they do not."""
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         check_prompts(prompts, self._max_model_len)
-        groups = [_UnfinishedGroup(prompt, sampling.num_completions, step) for prompt in prompts]
+        groups = [UnfinishedGroup(prompt, sampling, step) for prompt in prompts]
         requests = [(group, k) for group in groups for k in range(sampling.num_completions)]
         inputs = {id(prompt): self._tokens_prompt(prompt) for prompt in prompts}
         tokens = [inputs[id(group.prompt)] for group, _ in requests]
-        parameters = [
-            self._parameters(sampling, request_seed(sampling.seed, step, g.prompt.id, k)) for g, k in requests
-        ]
+        seeds = [request_seed(sampling.seed, step, group.prompt.id, k) for group, k in requests]
+        parameters = [self._parameters(sampling, seed) for seed in seeds]
         with restore_process_state():
             if not self._in_flight:
                 self._llm.reset_prefix_cache()  # with cached prefixes, rounding would depend on earlier requests
@@ -269,9 +250,8 @@ class VllmEngine:
             version=self._version, ends_with_stop=output.finish_reason == "stop", earlier=group.earlier.get(k, ()),
             vision=self._vision,
         )  # fmt: skip
-        if len(group.completions) == group.num_completions:
-            completions = tuple(group.completions[i] for i in range(group.num_completions))
-            yield Group(group.prompt, completions, group.step)
+        if (complete := group.complete_group()) is not None:
+            yield complete
 
     def _tokens_prompt(self, prompt: Prompt) -> Any:
         """Return a prompt in vLLM's format, with the token ids before image expansion, which vLLM does itself."""
@@ -316,8 +296,7 @@ def import_vllm() -> Any:
 
 
 def _check_head_size(model: PreTrainedModel, folder: str) -> None:
-    """Raise a `ConfigError` for a head size that vLLM's CPU attention does not support, before the first request
-    crashes."""
+    """Raise a `ConfigError` if vLLM's CPU attention does not support the head size; the first request would crash."""
     if torch.cuda.is_available():
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -379,8 +358,6 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         arguments |= {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
     else:
         # Avoid chunked prefill, after which vLLM rewinds the request's generator; CPU generators do not support that.
-        arguments |= {
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(_CPU_PASS_TOKENS, settings.max_model_len),
-        }
+        num_tokens = max(_CPU_PASS_TOKENS, settings.max_model_len)
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": num_tokens}
     return arguments

@@ -102,9 +102,9 @@ def _report(worker: Any, function: Callable[..., None], *arguments: Any) -> str:
     """Call a function in a rank, and return its error in one line, or an empty string."""
     try:
         function(worker, *arguments)
+        return ""
     except Exception as error:  # noqa: BLE001 - raised again in the engine's process
         return first_line(error)
-    return ""
 
 
 def _join(worker: Any, backend: str, init_info: dict[str, Any], seconds: float) -> None:

@@ -24,7 +24,7 @@ _MIN_CAPABILITY = 75
 """Lowest compute capability, times ten, of vLLM's kernels for quantised weights on CUDA."""
 _MAX_LOGPROB_DIFFERENCE = 1e-3
 """Maximum difference between a log-probability that vLLM returns and that of the captured logits."""
-_UNEXPECTED_PROMPT_LOGPROBS = "vLLM computes log-probabilities of prompts in an unexpected way"
+_UNEXPECTED = "vLLM computes log-probabilities of prompts in an unexpected way"
 
 
 def vllm_version() -> str:
@@ -73,14 +73,10 @@ def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
         # vLLM computes logits first for the sampled token, and last for the tokens of the prompt.
         logits_TV = captured[-1].float().cpu()
         if len(logits_TV) != len(returned_T):
-            raise StageFailed(
-                f"{_UNEXPECTED_PROMPT_LOGPROBS}: {len(logits_TV)} positions for a prompt of {len(row)} tokens"
-            )
+            raise StageFailed(f"{_UNEXPECTED}: {len(logits_TV)} positions for a prompt of {len(row)} tokens")
         captured_T = logits_TV.log_softmax(-1)[torch.arange(len(returned_T)), row[1:]]
         if not (difference := (captured_T - returned_T).abs().max()) < _MAX_LOGPROB_DIFFERENCE:
-            raise StageFailed(
-                f"{_UNEXPECTED_PROMPT_LOGPROBS}: those of its logits differ from what it returns by {difference:.2g}"
-            )
+            raise StageFailed(f"{_UNEXPECTED}: those of its logits differ from what it returns by {difference:.2g}")
         yield logits_TV
 
 

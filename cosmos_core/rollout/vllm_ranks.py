@@ -48,8 +48,7 @@ def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:
     """
     llm.collective_rpc(begin_weights)
     for bucket in buckets:
-        arguments = () if bucket[0][1].is_meta else (pack(bucket),)
-        llm.collective_rpc(load_bucket, args=arguments)
+        llm.collective_rpc(load_bucket, args=() if bucket[0][1].is_meta else (pack(bucket),))
     llm.collective_rpc(end_weights)
 
 

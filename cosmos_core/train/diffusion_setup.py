@@ -15,9 +15,8 @@ from cosmos_core.data.kinds.media import noise_sampler_of
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
 from cosmos_core.data.order import batch_positions
 from cosmos_core.models.base import MicroBatch
-from cosmos_core.rollout.base import request_seed
+from cosmos_core.rollout.base import FlowSource, request_seed
 from cosmos_core.rollout.flow_path import SHARED_NOISE, stochastic_steps, table_of
-from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import DATA_TERM_SEED, rows_per_step
 from cosmos_core.train.rollout_feed import training_sampling

@@ -69,7 +69,9 @@ def main() -> int:
             _listen_for_stop(stage)
             run_program(stage)
     except CosmosError as error:
-        return _report_error(path, error)
+        level = logging.WARNING if isinstance(error, Preempted) else logging.ERROR
+        logger.log(level, "%s", error, exc_info=error.__cause__)
+        return _report(path, error, serialise_error(error)[0], str(error))
     except Exception as error:  # noqa: BLE001 - every error of the process becomes a line and an exit code
         return _crash(path, error)
     return EXIT_OK
@@ -92,14 +94,8 @@ def run_program(stage: Stage) -> None:
         outcome = group.run(partial(run_rank, stage.path, program), lambda: stage.stop_requested, stage.progress.beat)
     else:
         outcome = _run(stage, program)
-    commit(
-        stage.path,
-        outcome,
-        kind=stage.kind.name,
-        fingerprint=stage.fingerprint,
-        inputs=stage.inputs,
-        sources=stage.sources,
-    )
+    origin: dict[str, Any] = {"inputs": stage.inputs, "sources": stage.sources}
+    commit(stage.path, outcome, kind=stage.kind.name, fingerprint=stage.fingerprint, **origin)
 
 
 def _has_engines(stage: Stage) -> bool:
@@ -147,11 +143,7 @@ def run_rank(path: Path, program: Callable[..., Outcome], messages: Any) -> Outc
 
 
 def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
-    """Call the program of a stage; an error in a user's own function is reported with its file and line.
-
-    Raises:
-        ConfigError: the function does not return an outcome, or raises an error that is not transient.
-    """
+    """Call the program of a stage; an error in a user's own function is reported with its file and line."""
     stage_description = f"stage {stage.name!r}: {stage.config.entry}"
 
     def convert(error: Exception) -> Exception:
@@ -202,12 +194,6 @@ def _listen_for_stop(stage: Stage) -> None:
 
     for name in {"SIGTERM", *stage.recipe.train.signal_to_handle}:
         signal.signal(signal.Signals[name], request)
-
-
-def _report_error(path: Path, error: CosmosError) -> int:
-    level = logging.WARNING if isinstance(error, Preempted) else logging.ERROR
-    logger.log(level, "%s", error, exc_info=error.__cause__)
-    return _report(path, error, serialise_error(error)[0], str(error))
 
 
 def _crash(path: Path, error: Exception) -> int:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from cosmos_core.cluster.group import WorkerGroup
 from tests.acceptance.page import Proof, table
 from tests.distributed import loading
+from tests.local_ranks import LocalGroup
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def prove(folder: Path) -> Proof:
         _, size = loading.save_large(folder / name, layers, dtype)
         for mesh, sizes in _MESHES.items():
             program = partial(loading.peaks, folder / name, sizes, folder / "warm", folder)
-            peaks: list[loading.Peak] = WorkerGroup(RANKS, "local").run(program)
+            peaks: list[loading.Peak] = LocalGroup(RANKS).run(program)
             worst = max(peaks, key=lambda peak: peak.most - peak.shard)
             beside = (worst.most - worst.shard) / 1e9
             met = met and beside < SLACK

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from configs.demo import arithmetic
-from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
@@ -31,6 +30,7 @@ from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import run
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
+from tests.local_ranks import LocalGroup
 
 ROWS, STEPS, BATCH = 72, 40, 8
 """Nine steps an epoch; the training ends within the fifth."""
@@ -192,7 +192,7 @@ def main() -> None:
     if size == 1:
         program(threading.Event())
     else:
-        WorkerGroup(size, "local").run(program)
+        LocalGroup(size).run(program)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cosmos_core.cluster.group import WorkerGroup
 from tests import tiny_pipelines
 from tests.distributed.diffusion import PRECISE, cells, computed, on_meshes, usual_cells
+from tests.local_ranks import LocalGroup
 
 FURTHER = [cell for cell in cells() if cell not in usual_cells()]
 
@@ -19,7 +19,7 @@ FURTHER = [cell for cell in cells() if cell not in usual_cells()]
 def answers(found: Path, chosen: list[tuple[str, str]]) -> Path:
     for name in {case.partition("-")[0] for case, _ in chosen}:
         tiny_pipelines.save(name, found / name)
-    WorkerGroup(4, "local").run(partial(on_meshes, found, chosen))
+    LocalGroup(4).run(partial(on_meshes, found, chosen))
     return found
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run
 from tests.distributed import members
+from tests.local_ranks import LocalGroup
 from tests.unit.test_flow_training import TRAININGS, Inputs, metrics_of
 
 FEW = {"train.max_num_steps": 2, "train.ema_enable": False, "train.optm_lr": 1e-3}
@@ -53,7 +53,7 @@ def test_a_mesh_draws_and_learns_as_one_rank(inputs: Inputs, name: str, mesh: st
     run(alone)
     done = inputs.stage(tmp_path / "done", family, **settings, **sizes)
     size = done.recipe.policy.parallelism.world_size
-    WorkerGroup(size, "local").run(partial(members.train, done, None, tmp_path))
+    LocalGroup(size).run(partial(members.train, done, None, tmp_path))
     for line, other in zip(metrics_of(done), metrics_of(alone), strict=True):
         assert line.keys() == other.keys()
         for metric in ("reward/mean", "loss", "grad_norm", "kl", "watch/diversity"):

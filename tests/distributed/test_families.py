@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.models.hf import load_model
 from tests.distributed.matrix import Case, cells, chosen, computed, settings
 from tests.distributed.mutations import expert_flops
 from tests.distributed.test_invariance import BAR, CP2, DP2, DP4, HSDP, PP2, TP2, TP2_DP2, answers, compare
+from tests.local_ranks import LocalGroup
 from tests.unit.tiny_families import save_family
 
 EP2, EP2_DP4, EP4 = (*DP2, ("ep_size", 2)), (*DP4, ("ep_size", 2)), (*DP4, ("ep_size", 4))
@@ -168,7 +168,7 @@ def test_four_ranks_do_what_one_does(index: int, of_four: dict[int, Path], model
 
 
 def test_the_experts_of_two_ranks_compute_what_was_chosen_and_nothing_else(models: Path) -> None:
-    before, after = WorkerGroup(2, "local").run(partial(expert_flops, models / "qwen3-moe"))
+    before, after = LocalGroup(2).run(partial(expert_flops, models / "qwen3-moe"))
     assert before[0] == before[1] > 0  # as many tokens
     assert after[0] != after[1]
     assert sum(after) == sum(before)

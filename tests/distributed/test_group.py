@@ -36,6 +36,7 @@ from cosmos_core.train.setup import run
 from tasks.kinds import all_kinds
 from tests.conftest import wait_until
 from tests.distributed import members
+from tests.local_ranks import LocalGroup
 
 
 def recipe(**mesh: int | str) -> Recipe:
@@ -112,28 +113,28 @@ def test_what_computes_beside_the_ranks_has_half_of_the_cores(monkeypatch: pytes
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.full)])
+@pytest.mark.parametrize("launcher", [LocalGroup, pytest.param(WorkerGroup, marks=pytest.mark.full)])
 def test_the_answer_is_that_of_the_first_rank(launcher: Any) -> None:
-    assert WorkerGroup(2, launcher).run(members.total) == 3.0
+    assert launcher(2).run(members.total) == 3.0
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.full)])
+@pytest.mark.parametrize("launcher", [LocalGroup, pytest.param(WorkerGroup, marks=pytest.mark.full)])
 def test_an_error_of_one_rank_ends_all_and_keeps_its_class(launcher: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        WorkerGroup(3, launcher).run(members.refuse)  # a barrier waits half an hour, longer than a test may take
+        launcher(3).run(members.refuse)  # a barrier waits half an hour, longer than a test may take
     assert str(caught.value) == "train.optm_lr = -1 must be positive"
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.full)])
+@pytest.mark.parametrize("launcher", [LocalGroup, pytest.param(WorkerGroup, marks=pytest.mark.full)])
 def test_a_rank_that_dies_ends_all(launcher: Any) -> None:
     with pytest.raises(StageFailed, match=r"rank [01]"):
-        WorkerGroup(2, launcher).run(members.die)
+        launcher(2).run(members.die)
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.full)])
+@pytest.mark.parametrize("launcher", [LocalGroup, pytest.param(WorkerGroup, marks=pytest.mark.full)])
 def test_all_ranks_stop_at_the_same_step(launcher: Any, tmp_path: Path) -> None:
     started = tmp_path / "started"
-    first, second = WorkerGroup(2, launcher).run(partial(members.stop_together, started), started.exists)
+    first, second = launcher(2).run(partial(members.stop_together, started), started.exists)
     assert first == second >= 3
 
 
@@ -228,10 +229,10 @@ def test_ranks_and_an_engine_have_room_or_are_refused(size: int, beside: Any, th
         assert resource_bundles(ray, size, actors if beside else None, is_embedded=False) == found
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.full)])
+@pytest.mark.parametrize("launcher", [LocalGroup, pytest.param(WorkerGroup, marks=pytest.mark.full)])
 def test_ranks_of_one_machine_listen_on_loopback_alone(launcher: Any) -> None:
     of_others = members.listeners(os.getpid())  # of the tests before
-    found = WorkerGroup(2, launcher).run(partial(members.listening, os.getpid())) - of_others
+    found = launcher(2).run(partial(members.listening, os.getpid())) - of_others
     assert len(found) >= 2
     assert {ip for ip, _ in found if not ip_address(ip.removeprefix("::ffff:")).is_loopback} == set()
 
@@ -240,10 +241,10 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(launcher: Any) -> None:
 def test_a_training_goes_on_with_another_number_of_ranks(task: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     path = tmp_path / "sft"
     with pytest.raises(Preempted, match="stopped after step 2 of 5; checkpoint saved"):
-        WorkerGroup(2, "local").run(partial(members.train, sft(task, path, dp_shard_size=2), 2, tmp_path))
+        LocalGroup(2).run(partial(members.train, sft(task, path, dp_shard_size=2), 2, tmp_path))
     four = sft(task, path, dp_shard_size=2, dp_replicate_size=2)
     with pytest.raises(Preempted, match="stopped after step 3 of 5; checkpoint saved"):
-        WorkerGroup(4, "local").run(partial(members.train, four, 3, tmp_path))
+        LocalGroup(4).run(partial(members.train, four, 3, tmp_path))
     one = sft(task, path)
     run(one)
     assert_like(one, alone)
@@ -254,9 +255,9 @@ def test_a_training_goes_on_with_another_number_of_ranks(task: Path, tmp_path: P
 def test_a_training_that_began_on_one_rank_ends_on_two(task: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     path = tmp_path / "sft"
     with pytest.raises(Preempted, match="stopped after step 3 of 5"):
-        WorkerGroup(1, "local").run(partial(members.train, sft(task, path), 3, tmp_path))
+        LocalGroup(1).run(partial(members.train, sft(task, path), 3, tmp_path))
     two = sft(task, path, dp_shard_size=2)
-    outcome = WorkerGroup(2, "local").run(partial(members.train, two, None, tmp_path))
+    outcome = LocalGroup(2).run(partial(members.train, two, None, tmp_path))
     assert outcome.outputs == ("safetensors/step_5",)
     assert any(check.startswith("reload") for check in outcome.info["checks"])
     assert_like(two, alone)
@@ -268,10 +269,10 @@ def test_a_training_goes_through_pipelines_and_ends_on_one_rank(
 ) -> None:
     path = tmp_path / "sft"
     with pytest.raises(Preempted, match="stopped after step 2 of 5; checkpoint saved"):
-        WorkerGroup(2, "local").run(partial(members.train, sft(task, path, pp_size=2), 2, tmp_path))
+        LocalGroup(2).run(partial(members.train, sft(task, path, pp_size=2), 2, tmp_path))
     four = sft(task, path, pp_size=2, pp_schedule="1F1B", dp_shard_size=2)
     with pytest.raises(Preempted, match="stopped after step 3 of 5; checkpoint saved"):
-        WorkerGroup(4, "local").run(partial(members.train, four, 3, tmp_path))
+        LocalGroup(4).run(partial(members.train, four, 3, tmp_path))
     one = sft(task, path)
     run(one)
     assert_like(one, alone)
@@ -283,9 +284,9 @@ def test_a_training_that_began_on_one_rank_ends_in_a_pipeline(
 ) -> None:
     path = tmp_path / "sft"
     with pytest.raises(Preempted, match="stopped after step 3 of 5"):
-        WorkerGroup(1, "local").run(partial(members.train, sft(task, path), 3, tmp_path))
+        LocalGroup(1).run(partial(members.train, sft(task, path), 3, tmp_path))
     three = sft(task, path, pp_size=3, pp_schedule="GPipe")
-    outcome = WorkerGroup(3, "local").run(partial(members.train, three, None, tmp_path))
+    outcome = LocalGroup(3).run(partial(members.train, three, None, tmp_path))
     assert outcome.outputs == ("safetensors/step_5",)
     assert any(check.startswith("reload") for check in outcome.info["checks"])
     assert_like(three, alone)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cosmos_core.cluster.group import WorkerGroup
 from tests.distributed.matrix import VOCABULARY, Case, axes, cells, chosen, computed, run_cases, settings
+from tests.local_ranks import LocalGroup
 
 DP2, DP4 = (("dp_shard_size", 2),), (("dp_shard_size", 4),)
 HSDP = (("dp_replicate_size", 2), ("dp_shard_size", 2))
@@ -130,7 +130,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(cases: dict[int, Case], size: int, models: Path, folder: Path) -> dict[int, Path]:
-    WorkerGroup(size, "local").run(partial(run_cases, cases, models, folder))
+    LocalGroup(size).run(partial(run_cases, cases, models, folder))
     return {index: folder / f"{index}.pt" for index in cases}
 
 

@@ -20,8 +20,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from cosmos_core.cluster.group import WorkerGroup
 from tests.distributed import loading
+from tests.local_ranks import LocalGroup
 from tests.unit.tiny_families import FAMILIES
 
 DP2, DP4, TP2 = {"dp_shard_size": 2}, {"dp_shard_size": 4}, {"tp_size": 2}
@@ -80,7 +80,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def differences(cases: list[Any], size: int, models: Path, scratch: Path) -> list[list[str]]:
     named = [(models / name, mesh, dtype, dict(policy)) for name, mesh, dtype, *policy in cases]
-    found: list[list[str]] = WorkerGroup(size, "local").run(partial(loading.differences, named, scratch))
+    found: list[list[str]] = LocalGroup(size).run(partial(loading.differences, named, scratch))
     return found
 
 
@@ -141,7 +141,7 @@ def test_every_rank_refuses_a_model_that_is_not_whole(models: Path, tmp_path: Pa
     file.write_bytes(file.read_bytes()[:-8])
     gone = Path(shutil.copytree(models / "moe", tmp_path / "gone"))
     (lost := next(gone.glob("*.safetensors"))).unlink()
-    said = WorkerGroup(2, "local").run(partial(loading.refusals, [*folders, cut, gone], tmp_path))
+    said = LocalGroup(2).run(partial(loading.refusals, [*folders, cut, gone], tmp_path))
     messages = [message for _, _, message in cases.values()] + [f"{file} is damaged", lost.name]
     for (first, second), message in zip(said, messages, strict=True):
         assert message in first and first == second
@@ -155,7 +155,7 @@ def test_an_expert_that_is_missing_is_refused(models: Path, tmp_path: Path) -> N
         kept = {name: w for name, w in weights.items() if name != "model.layers.1.mlp.experts.3.up_proj.weight"}
         if len(kept) < len(weights):
             save_file(kept, file, metadata={"format": "pt"})
-    ((first, second),) = WorkerGroup(2, "local").run(partial(loading.refusals, [folder], tmp_path))
+    ((first, second),) = LocalGroup(2).run(partial(loading.refusals, [folder], tmp_path))
     assert "tensors that belong together, like the experts of a layer, some are missing" in first == second
 
 
@@ -163,7 +163,7 @@ def test_an_expert_that_is_missing_is_refused(models: Path, tmp_path: Path) -> N
 def test_a_rank_takes_the_memory_of_its_shard(mesh: dict[str, int], models: Path, tmp_path: Path) -> None:
     num_params, _ = loading.save_large(tmp_path / "large", layers=4, dtype=torch.bfloat16)
     program = partial(loading.peaks, tmp_path / "large", mesh, models / "tied", tmp_path)
-    found: list[loading.Peak] = WorkerGroup(4, "local").run(program)
+    found: list[loading.Peak] = LocalGroup(4).run(program)
     for peak in found:
         # Tensor parallelism leaves the embedding whole.
         assert num_params <= peak.shard <= num_params * (1.001 if mesh == DP4 else 1.3)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cosmos_core.cluster.group import WorkerGroup
 from tests.distributed.matrix import computed
 from tests.distributed.mutations import MUTATIONS, run_broken
 from tests.distributed.test_invariance import BAR, compare
+from tests.local_ranks import LocalGroup
 from tests.unit.tiny_families import save_family
 
 
@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answers(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("answers")
-    WorkerGroup(2, "local").run(partial(run_broken, models, folder))
+    LocalGroup(2).run(partial(run_broken, models, folder))
     return folder
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cosmos_core.cluster.group import WorkerGroup
 from tests.distributed import publishing
 from tests.distributed.test_load import DP2, EP2, HSDP, TP2, TP2_DP2, label, models
+from tests.local_ranks import LocalGroup
 
 PP2 = {"pp_size": 2}
 LORA = ("lora", {"r": 4, "target_modules": "all-linear"})
@@ -35,7 +35,7 @@ __all__ = ["models"]
 
 def problems(cases: list[Any], size: int, folder: Path, scratch: Path) -> dict[str, list[str]]:
     named = [(folder / name, mesh, dtype, dict(policy)) for name, mesh, dtype, *policy in cases]
-    found = WorkerGroup(size, "local").run(partial(publishing.problems, named, scratch))
+    found = LocalGroup(size).run(partial(publishing.problems, named, scratch))
     return dict(zip(map(label, cases), found, strict=True))
 
 

@@ -12,7 +12,6 @@ import pytest
 from safetensors.torch import load_file
 
 from configs.demo import arithmetic
-from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
@@ -24,6 +23,7 @@ from cosmos_core.train.setup import run
 from tasks.kinds import all_kinds
 from tests.conftest import wait_until
 from tests.distributed import members
+from tests.local_ranks import LocalGroup
 
 STEPS = 3
 REWARD = f"{Path(__file__).with_name('reward.py')}:variety"
@@ -95,7 +95,7 @@ def rl(task: Path, path: Path, policy: Mapping[str, Any], mesh: Mapping[str, int
 
 def on(done: Stage, scratch: Path, stop_after: int | None = None) -> Any:
     size = done.recipe.policy.parallelism.world_size
-    return WorkerGroup(size, "local").run(partial(members.train, done, stop_after, scratch))
+    return LocalGroup(size).run(partial(members.train, done, stop_after, scratch))
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from safetensors import safe_open
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from cosmos_core.checkpoint.resume import resume_obstacle
-from cosmos_core.cluster.group import WorkerGroup
 from tests.distributed import saving
 from tests.distributed.matrix import chosen
+from tests.local_ranks import LocalGroup
 
 ALONE: dict[str, Any] = {}
 DP2, DP4 = {"dp_shard_size": 2}, {"dp_shard_size": 4}
@@ -63,7 +63,7 @@ def each(function: Any, cases: list[tuple[str, dict[str, Any], Path]], models: P
     for size in sorted({ranks(mesh) for _, mesh, _ in cases}):
         alike = [index for index, (_, mesh, _) in enumerate(cases) if ranks(mesh) == size]
         program = partial(function, [cases[index] for index in alike], models, scratch)
-        answers = program(threading.Event()) if size == 1 else WorkerGroup(size, "local").run(program)
+        answers = program(threading.Event()) if size == 1 else LocalGroup(size).run(program)
         found |= dict(zip(alike, answers, strict=True))
     return [found[index] for index in range(len(cases))]
 
@@ -161,6 +161,6 @@ def test_a_full_disk_of_one_rank_is_one_line_on_all_and_the_checkpoint_before_st
         f"disk full while saving checkpoint step_2 in {folder}; the checkpoint of step 1 is intact; "
         "free space and run again"
     )
-    assert WorkerGroup(2, "local").run(program) == [line, line]
+    assert LocalGroup(2).run(program) == [line, line]
     assert [path.name for path in folder.iterdir()] == ["step_1"]
     assert resume_obstacle(folder, 1, "f") is None

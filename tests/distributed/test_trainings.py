@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from configs.demo import arithmetic
-from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
@@ -25,6 +24,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run
 from tasks.kinds import all_kinds
 from tests.distributed import members
+from tests.local_ranks import LocalGroup
 
 KINDS: dict[str, dict[str, Any]] = {"experts": {}, "adapter": {"lora": {"r": 4, "target_modules": "all-linear"}}}
 """What `[policy]` says."""
@@ -100,7 +100,7 @@ def assert_like(done: Stage, alone: Stage, kind: str) -> None:
 
 
 def on(size: int, done: Stage, stop_after: int | None, scratch: Path) -> Any:
-    return WorkerGroup(size, "local").run(partial(members.train, done, stop_after, scratch))
+    return LocalGroup(size).run(partial(members.train, done, stop_after, scratch))
 
 
 @pytest.mark.parametrize(

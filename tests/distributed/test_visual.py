@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cosmos_core.cluster.group import WorkerGroup
 from tests.distributed.matrix import chosen
 from tests.distributed.visual import computed, of_families
+from tests.local_ranks import LocalGroup
 from tests.unit.test_visual_families import prepared
 from tests.unit.tiny_vlms import VLMS, save_vlm
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     names = [VLMS[index] for index in sorted(chosen(request, "test_two_ranks_do_what_one_does"))]
     for name in names:
         prepared(save_vlm(name, found / name / "model"), found / name)
-    WorkerGroup(2, "local").run(partial(of_families, names, found))
+    LocalGroup(2).run(partial(of_families, names, found))
     return found
 
 

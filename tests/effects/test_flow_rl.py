@@ -17,9 +17,8 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.media_rows import MediaRow
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.flow import euler_schedule
-from cosmos_core.rollout.base import EngineSettings, generate
+from cosmos_core.rollout.base import EngineSettings, FlowSource, generate
 from cosmos_core.rollout.flow_sampler import FlowSamplerEngine
-from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.train.diffusion_setup import data_term
 from cosmos_core.train.measure import validation_sampling
 from cosmos_core.train.rollout_feed import training_sampling

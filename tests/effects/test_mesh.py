@@ -14,7 +14,6 @@ from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.models import offload
 from cosmos_core.models.hf import load_model
@@ -24,6 +23,7 @@ from cosmos_core.run.progress import Progress
 from cosmos_core.train.feeds import rows_per_step
 from tests.effects.change import GRPO, SFT, Change, changes
 from tests.effects.test_model import rank_of, samples
+from tests.local_ranks import LocalGroup
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import NoView, sft, trainer_of
 
@@ -69,7 +69,7 @@ def shapes(recipes: list[Recipe], stop: threading.Event) -> list[dict[str, Any]]
 def on_two() -> dict[str, dict[str, Any]]:
     bases = [SHARDED if key == "ep_size" else SFT for key in KEYS]
     recipes = [Change(f"policy.parallelism.{key}", 2, base).after for key, base in zip(KEYS, bases, strict=True)]
-    return dict(zip(KEYS, WorkerGroup(2, "local").run(partial(shapes, recipes)), strict=True))
+    return dict(zip(KEYS, LocalGroup(2).run(partial(shapes, recipes)), strict=True))
 
 
 @changes(
@@ -110,7 +110,7 @@ SHARDINGS = [Change(key, value, TAUGHT if "distill" in key else EAGER) for key, 
 @pytest.fixture(scope="module")
 def sharded(model: Path) -> list[dict[str, Any]]:
     recipes = [recipe for change in SHARDINGS for recipe in (change.before, change.after)]
-    answers: list[dict[str, Any]] = WorkerGroup(2, "local").run(partial(sharding, recipes, model))
+    answers: list[dict[str, Any]] = LocalGroup(2).run(partial(sharding, recipes, model))
     return answers
 
 

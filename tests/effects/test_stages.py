@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.models.pipelined import PipelineRunner
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.parallel.pipeline import StagePlaceholder, apply_pp
 from tests.effects.change import SFT, Change, changes
+from tests.local_ranks import LocalGroup
 
 BASE = {**SFT, "policy.parallelism.pp_size": 2, "train.train_policy.mini_batch": 4}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -54,7 +54,7 @@ def facts(recipes: list[Recipe], stop: threading.Event) -> list[dict[str, Any]]:
 def on_two() -> dict[str, dict[str, Any]]:
     recipes = [Change(f"policy.parallelism.{key}", value, BASE).after for key, (value, _) in CASES.items()]
     plain = Change("policy.parallelism.pp_schedule", "GPipe", BASE).before
-    found = WorkerGroup(2, "local").run(partial(facts, [plain, *recipes]))
+    found = LocalGroup(2).run(partial(facts, [plain, *recipes]))
     return dict(zip(["", *CASES], found, strict=True))
 
 

@@ -33,9 +33,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from cosmos_core.algorithms.advantages import STD_EPSILON, advantages
 from cosmos_core.algorithms.aggregate import add_metrics, denominator, means, weighted_sum
 from cosmos_core.algorithms.correction import Correction, importance_weights
-from cosmos_core.algorithms.high_entropy import high_entropy_masks
 from cosmos_core.algorithms.objectives.base import PolicySettings
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss
+from cosmos_core.algorithms.selection import high_entropy_masks
 from cosmos_core.algorithms.sft import sft_loss
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.scorer import RequestedOutputs, Scorer

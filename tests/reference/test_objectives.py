@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_core.algorithms.advantages import ADVANTAGE_RULES, advantages
+from cosmos_core.algorithms.advantages import ADVANTAGE_RULES, advantages, whitened_returns
 from cosmos_core.algorithms.aggregate import add_metrics, means, token_metric
 from cosmos_core.algorithms.correction import Correction, importance_weights
 from cosmos_core.algorithms.objectives.base import PolicySettings
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss
-from cosmos_core.algorithms.prefixes import shared_prefixes
-from cosmos_core.algorithms.returns import whitened_returns
+from cosmos_core.algorithms.selection import shared_prefixes
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import RewardError
 

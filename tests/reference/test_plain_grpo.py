@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from configs.demo import arithmetic
-from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.train.setup import run
 from tests.distributed import members
 from tests.effects.change import stage_of
+from tests.local_ranks import LocalGroup
 from tests.reference.plain_grpo import Settings, train
 
 STEPS = 5
@@ -76,7 +76,7 @@ def trained(task: Path, name: str, **mesh: int) -> Path:
     config = Recipe.model_validate({**RECIPE, "policy": policy})
     stage = stage_of(task / name, config, kind="rl", model=task / "task/model", data=task / "prompts/data")
     if mesh:
-        WorkerGroup(stage.recipe.policy.parallelism.world_size, "local").run(partial(members.train, stage, None, task))
+        LocalGroup(stage.recipe.policy.parallelism.world_size).run(partial(members.train, stage, None, task))
     else:
         run(stage)
     return stage.path

@@ -22,9 +22,8 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.models.denoiser import Denoiser
 from cosmos_core.models.families import open_family
-from cosmos_core.rollout.base import EngineSettings, generate
+from cosmos_core.rollout.base import EngineSettings, FlowSource, generate
 from cosmos_core.rollout.flow_sampler import FlowSamplerEngine
-from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.trainer import Trainer

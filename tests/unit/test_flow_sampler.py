@@ -17,10 +17,9 @@ from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.models import flow
 from cosmos_core.models.flow_steps import NoiseLevels, log_prob, transition
-from cosmos_core.rollout.base import EngineSettings, generate
+from cosmos_core.rollout.base import EngineSettings, FlowSource, generate
 from cosmos_core.rollout.flow_path import ConditioningFrames, denoise, num_conditioning_frames, stochastic_steps
 from cosmos_core.rollout.flow_sampler import FlowSamplerEngine, decode_latents, to_bytes
-from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.types import FlowSampling, Group, Prompt, Sampling, StepWindow
 
 COLOURS = {"red": (1.0, -1.0, -1.0), "green": (-1.0, 1.0, -1.0), "blue": (-1.0, -1.0, 1.0)}

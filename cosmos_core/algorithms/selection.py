@@ -1,10 +1,33 @@
-"""Detection of token prefixes that completions of a group share although their rewards differ.
+"""Selection of the tokens that the policy loss includes.
 
-A shared prefix is excluded from the loss, because it does not explain the difference of the rewards.
+The loss can be limited to the tokens with the highest entropy (arXiv 2506.01939). A token prefix that completions of a
+group share although their rewards differ can be excluded, because it does not explain the difference of the rewards.
+
+Shapes: S predicted tokens of a sample.
 """
 
 from collections.abc import Sequence
 from itertools import takewhile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cosmos_core.data.sample import Sample
+
+
+def high_entropy_masks(samples: Sequence[Sample], entropies: Sequence[Tensor], fraction: float) -> list[Tensor]:
+    """Return a mask of shape S per sample: True at trained tokens whose entropy reaches the quantile 1 - `fraction`.
+
+    The quantile is computed over all trained tokens of `samples`, so that masks do not depend on micro-batches.
+    """
+    masks = [torch.as_tensor(sample.loss_mask[1:], device=row_S.device).bool()
+             for sample, row_S in zip(samples, entropies, strict=True)]  # fmt: skip
+    trained_entropies = torch.cat([row_S[mask_S] for row_S, mask_S in zip(entropies, masks, strict=True)])
+    if not trained_entropies.numel():
+        return masks
+    threshold = float(np.quantile(trained_entropies.double().cpu().numpy(), 1 - fraction))
+    return [mask_S & (row_S.double() >= threshold) for row_S, mask_S in zip(entropies, masks, strict=True)]
 
 
 def shared_prefixes(
@@ -29,5 +52,4 @@ def shared_prefixes(
 
 
 def _prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix of two token sequences."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
