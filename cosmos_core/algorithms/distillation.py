@@ -78,7 +78,7 @@ def teacher_loss(
 def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
     """Return for each token the sum over n = 1, 2, ... of discount^n times the value n tokens later."""
     total_BS, window = values_BS, 1
-    while discount and window < values_BS.shape[1]:  # `total_BS` sums over `reach` tokens; an iteration doubles `reach`
+    while discount and window < values_BS.shape[1]:  # `total_BS` sums over `window` tokens
         total_BS = total_BS + discount**window * pad(total_BS[:, window:], (0, window))
         window *= 2
     return discount * pad(total_BS[:, 1:], (0, 1))

@@ -101,7 +101,7 @@ class PooledEngine:
 class EnginePool:
     """Pool of the engines of a fleet.
 
-    `most_groups`: maximum number of groups in flight in one engine. An engine without a forward pass for `patience`
+    `max_groups`: maximum number of groups in flight in one engine. An engine without a forward pass for `timeout_seconds`
     seconds is killed. `beat` is called during waits to report that the stage is alive.
     """
 
@@ -143,7 +143,7 @@ class EnginePool:
     ) -> Future[Group]:
         """Request one group, from any thread; an urgent request is queued before all other requests.
 
-        `version` is the version of the weights that must generate the group; the future raises `LostWeights` if no
+        `version` is the version of the weights that must generate the group; the future raises `WeightsUnavailable` if no
         engine holds that version any more.
         """
         new_request = _Request(prompt, sampling, step, Future(), version)
@@ -178,7 +178,7 @@ class EnginePool:
     def await_all(self, replies: Sequence[tuple[PooledEngine, Future[Any]]]) -> None:
         """Wait until each engine has replied or failed, and report during the wait that the stage is alive.
 
-        An engine that neither replies nor makes a forward pass for `patience` seconds is killed.
+        An engine that neither replies nor makes a forward pass for `timeout_seconds` is killed.
         """
         progress = {id(member): (time.monotonic(), member.num_passes) for member, _ in replies}
         while waiting := [(member, reply) for member, reply in replies if not reply.done()]:

@@ -32,8 +32,8 @@ class Fleet:
     """`Engine` that consists of several engines. All ranks call its methods together, except `request`, `is_stale` and
     `check`.
 
-    `handles` may grow and shrink at run time. `most_groups`: maximum number of groups in flight in one engine. An
-    engine without a forward pass for `patience` seconds is killed.
+    `handles` may grow and shrink at run time. `max_groups`: maximum number of groups in flight in one engine. An
+    engine without a forward pass for `timeout_seconds` is killed.
     """
 
     weight_format: WeightFormat
