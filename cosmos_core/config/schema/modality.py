@@ -17,7 +17,7 @@ _IMAGES = ("*.png", "*.jpg", "*.jpeg", "*.webp", "*.bmp", "*.gif", "*.tif", "*.t
 
 @dataclass(frozen=True)
 class Modality:
-    """Properties of all models of one modality; file patterns are those of `run.content.matches`."""
+    """Properties of all models of one modality; file patterns are those of `run.content.matches_patterns`."""
 
     name: str
     """Name of the modality in the declarations of algorithms and stage kinds; also the name of the modules that open
