@@ -46,8 +46,7 @@ from tasks.naming import label_flow_run
 from tasks.store_sync import OUTPUT_DIR
 
 RUN_ID = "COSMOS_RUN_ID"
-"""Environment variable with the name of the run. If it is unset, the name is derived from the flow and its
-parameters."""
+"""Environment variable with the name of the run; unset: it is derived from the flow and its parameters."""
 _CALLS = "calls.json"
 
 

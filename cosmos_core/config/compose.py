@@ -442,7 +442,7 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
         is_training = trained is not None and kinds[trained.name].trains_model
         if trained is not None and is_training and kinds[stage.name].makes == "metrics" and not stage.data:
             name = prepared(trained) or f"{trained.name}{IMPLIED_SUFFIX}"
-            stages.append(_add_data_dependency(stage, data=f"stage:{name}", dependency=name))
+            stages.append(_add_data_dependency(stage, name))
             continue
         name = f"{stage.name}{IMPLIED_SUFFIX}"
         if name in by_name:
@@ -456,12 +456,12 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
         needs = tuple(dict.fromkeys(source for _, reference in references if (source := source_of(reference))))
         stages.append(prepare_stage.model_copy(update={"after": needs}))
         recipes[name] = recipes[stage.name]
-        stages.append(_add_data_dependency(stage, data=f"stage:{name}", dependency=name))
+        stages.append(_add_data_dependency(stage, name))
     return pipeline.with_stages(stages, recipes)
 
 
-def _add_data_dependency(stage: StageConfig, *, data: str, dependency: str) -> StageConfig:
-    return stage.model_copy(update={"data": data, "after": tuple(dict.fromkeys((*stage.after, dependency)))})
+def _add_data_dependency(stage: StageConfig, name: str) -> StageConfig:
+    return stage.model_copy(update={"data": f"stage:{name}", "after": tuple(dict.fromkeys((*stage.after, name)))})
 
 
 def _origin_of_model(pipeline: Pipeline, by_name: Mapping[str, StageConfig], stage: StageConfig) -> str:

@@ -53,8 +53,7 @@ class Input:
     """Input of a stage: a model, data set, file or code that the stage reads and does not make."""
 
     key: str
-    """Configuration key that names the input; for code or a model of a reward service, its name in the service's
-    configuration file."""
+    """Configuration key of the input; for a part of a reward service, its name in the service's configuration file."""
     role: Role
     """Use of the input. `carried`: files of the model that training does not read and exports copy. `end_tokens`: file
     with the tokens that end a generation. `hook`: user code that does not change the result. `rewards`: code and models

@@ -1,5 +1,4 @@
-"""Check which metrics each stage can report according to its kind, so that a gate on any other metric is refused before
-a run."""
+"""Check which metrics each stage can report, so that a gate on any other metric is refused before a run."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -15,8 +14,7 @@ _ROW_METRICS = ("loss", "loss/*", "perplexity", "token_accuracy", "tokens", "pai
 MEASURED_METRICS = (
     "reward", "reward_stderr", "accuracy", "invalid", "length_mean", "prompts", "pass@*", "reward/*", *_ROW_METRICS
 )  # fmt: skip
-"""Metrics of held-out rows: first the metrics of generated completions, then those of the rows. A user's algorithm may
-report more."""
+"""Metrics of completions of held-out rows, then of the rows themselves; a user's algorithm may report more."""
 
 
 def check_gates(pipeline: Pipeline) -> None:

@@ -1,5 +1,4 @@
-"""Cache of content digests of files outside the run directory, keyed by size, times and inode so that each file is
-hashed once."""
+"""Cache of content digests of files outside the run directory, keyed by size, times and inode, to hash each once."""
 
 import hashlib
 import json

@@ -1,5 +1,4 @@
-"""Create, open and find run directories. A run directory is the source of truth about its run; Prefect's database is
-not."""
+"""Create, open and find run directories. The directory, not Prefect's database, is the source of truth about a run."""
 
 import errno
 import os

@@ -34,8 +34,7 @@ class Link:
     where: str
     """Origin of the entry: the run of a stage, or the path or Hub id of an external model or data set."""
     note: str
-    """Status of the content: `verified`, `recorded` for content that cannot be hashed again as a whole, or a
-    description of the damage."""
+    """Status of the content: `verified`, `recorded` if it cannot be hashed again as a whole, or its damage."""
     gpu_seconds: float = 0.0
     """GPU seconds that the attempts of a stage held."""
 

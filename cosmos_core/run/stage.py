@@ -58,8 +58,7 @@ class Stage:
     engines: list[Any] = field(default_factory=list)
     """Rollout engines in separate processes, as `rollout.fleet.Handle` objects; their number may change later."""
     stop_requested: bool = field(default=False)
-    """True after a signal has requested a stop: the program saves a checkpoint at the next safe point and raises
-    `Preempted`."""
+    """True after a signal has requested a stop: the program saves a checkpoint when it can and raises `Preempted`."""
 
     @property
     def name(self) -> str:

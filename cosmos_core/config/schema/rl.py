@@ -1,5 +1,4 @@
-"""`[train.train_policy]` with `type = "grpo"`: keys of the algorithms that learn from scored rollouts, with any
-loss."""
+"""`[train.train_policy]` with `type = "grpo"`: keys of algorithms that learn from scored rollouts, with any loss."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self

@@ -22,8 +22,7 @@ from cosmos_core.config.schema.value_types import (
 )
 
 VLLM_TEMPERATURES = (0.01, 2.0)
-"""Range of temperatures at which vLLM samples: below it vLLM silently samples at 0.01, above it vLLM raises an
-error."""
+"""Range of temperatures at which vLLM samples: below it vLLM silently samples at 0.01, above it it raises an error."""
 _VLLM_MESH = {"n_init_replicas", "tp_size", "pp_size", "dp_shard_size"}
 
 

@@ -233,7 +233,7 @@ def convert_named_things(table: TableT, convert: Callable[[NamedThing, str], str
 
 
 def flat_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables as one flat dict with dotted keys."""
+    """Return nested tables as one flat dict with dotted keys; empty tables are left out."""
     flattened: dict[str, Any] = {}
     for key, value in values.items():
         flattened |= flat_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

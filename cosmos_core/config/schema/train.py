@@ -1,5 +1,4 @@
-"""`[train]`: optimizer, learning rate schedule, batch size and precision. `[train.train_policy]` and `[train.ckpt]`
-have separate files."""
+"""`[train]`: optimizer, schedule, batch size, precision. `[train.train_policy]` and `[train.ckpt]` have own files."""
 
 import math
 from collections.abc import Iterator, Mapping

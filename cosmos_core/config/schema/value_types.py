@@ -82,8 +82,7 @@ RewardWeights = Annotated[
     BeforeValidator(_parse_weight, json_schema_input_type=str | list[str] | dict[str, float]),
     NamedThing.CODE,
 ]
-"""Weight of each reward function by its name or import path `module:function`; a string or a list of strings means
-weight 1."""
+"""Weight of each reward function by its name or import path; a string or a list of strings means weight 1."""
 
 
 def _require_name(name: str) -> str:
