@@ -26,17 +26,11 @@ from cosmos_core.config.mesh import resolve_gpus
 from cosmos_core.errors import EXIT_REFUSED, ConfigError, DataError, ModelError
 from cosmos_core.run import liveness
 from cosmos_core.run.directory import Run, claim, open_run
+from cosmos_core.run.files import read_document
 from cosmos_core.run.hub import pin_hub_revisions
 from cosmos_core.run.manifest import find_damage, read_result
 from cosmos_core.run.remote import pin_urls
-from cosmos_core.run.retrain_state import (
-    RetrainState,
-    content_digest,
-    note_of,
-    note_of_flow_run,
-    read_seen,
-    write_seen,
-)
+from cosmos_core.run.retrain_state import RetrainState, content_digest, note_of, write_seen
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.base import open_target
 from flows.post_train import open_or_create
@@ -79,31 +73,30 @@ def retrain(
     unpinned_pipeline = load_pipeline(Path(config).expanduser(), overrides, all_kinds())
     set_credentials(unpinned_pipeline)
     note = note_of(unpinned_pipeline, overrides, start)
-    flow_run_note = note_of_flow_run(note, str(flow_run.id))
+    flow_run_note = note.with_suffix("") / f"{flow_run.id}.json"  # the run of this flow run, without an outcome
     with RetrainLease(note, str(flow_run.id), str(deployment.id or "")) as retrain_lease:
-        current = read_seen(flow_run_note)
+        current = read_document(flow_run_note, RetrainState)
         if current is not None:
             retrain_lease.acquire()  # a retried or suspended flow run waits, so that a person's decision is not lost
         elif not retrain_lease.try_acquire():
-            latest = read_seen(note)
+            latest = read_document(note, RetrainState)
             run_id = f" of run {latest.run_id}" if latest is not None and not latest.outcome else ""
             return Completed(name="StillTraining", message=f"an earlier firing{run_id} has not ended; nothing was done")
         # A resumed flow run uses the data of its start and leaves later changes to the next flow run of the schedule.
         pipeline = unpinned_pipeline if current else pin_urls(pin_hub_revisions(resolve_gpus(unpinned_pipeline)))
-        digest, latest = current.digest if current else content_digest(pipeline), read_seen(note)
+        digest = current.digest if current else content_digest(pipeline)
+        latest = read_document(note, RetrainState)
         if latest is not None and latest.digest == digest and latest.outcome:
-            return Completed(
-                name="NothingNew", message=f"nothing new since run {latest.run_id}, which was {latest.outcome}"
-            )
+            message = f"nothing new since run {latest.run_id}, which was {latest.outcome}"
+            return Completed(name="NothingNew", message=message)
         if current is not None and latest is not None and latest.digest != digest and latest.outcome == "published":
             return _outdated_run(current.run_id, f"run {latest.run_id} of newer content was published since")
         run = open_run(_path(unpinned_pipeline, current.run_id), all_kinds()) if current else None
         run = run or _unfinished_run(pipeline, digest, latest)
         if run is None:
             beginning = starting_from_published(pipeline) if start == "published" else []
-            get_run_logger().info(
-                "something is new; starting from %s", beginning or "the model that the pipeline names"
-            )
+            origin = beginning or "the model that the pipeline names"
+            get_run_logger().info("something is new; starting from %s", origin)
             run = open_or_create(config, [*overrides, *beginning], "", str(flow_run.id or ""))
             latest = RetrainState(digest=digest, run_id=run.id)
             write_seen(note, latest)
@@ -166,9 +159,9 @@ def _train_and_publish(
         state = run_stages(run, first)
         if not state.is_completed():
             states = [read_state(run.stage_path(name)) for name in first]
-            failed = [state_of_stage for state_of_stage in states if state_of_stage.state == "failed"]
-            if failed and all(state_of_stage.exit_code == EXIT_REFUSED for state_of_stage in failed):
-                message = f"run {run.id}: {'; '.join(state_of_stage.error for state_of_stage in failed)}"
+            failed = [each for each in states if each.state == "failed"]
+            if failed and all(each.exit_code == EXIT_REFUSED for each in failed):
+                message = f"run {run.id}: {'; '.join(each.error for each in failed)}"
                 return Completed(name="NotPromoted", message=message), "refused"
             return state, ""
     if approve and last:
@@ -194,9 +187,8 @@ def _without_results(run: Run, names: list[str]) -> list[str]:
     """Return the names of the stages without a complete result, and of stages that always run, such as gates."""
     results = {name: read_result(run.stage_path(name)) for name in names}
     complete = {name for name, result in results.items() if result and not find_damage(run.stage_path(name), result)}
-    return [
-        name for name in names if name not in complete or not run.pipeline.kind_of(run.pipeline.stage(name)).is_reusable
-    ]
+    pipeline = run.pipeline
+    return [name for name in names if name not in complete or not pipeline.kind_of(pipeline.stage(name)).is_reusable]
 
 
 def _models_of(run: Run) -> str:

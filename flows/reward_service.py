@@ -13,7 +13,7 @@ from uuid import UUID
 import httpx
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import TERMINAL_STATES
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 from pydantic import SecretStr
@@ -25,7 +25,6 @@ from tasks.naming import flow_run_name
 
 _POLL_SECONDS = 2.0
 _MAX_SILENT_SECONDS = 600.0
-_FINAL_STATES = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED}
 
 
 @flow(name="reward-service", flow_run_name=flow_run_name)
@@ -47,12 +46,12 @@ def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
         _wait_while(partial(_is_wanted, client, block, of_flow_run))
 
 
-def _wait_while(_is_service_needed: Callable[[], bool]) -> None:
-    """Wait until `_is_service_needed` returns False, or until the Prefect server has not responded for ten minutes."""
+def _wait_while(is_needed: Callable[[], bool]) -> None:
+    """Wait until `is_needed` returns False, or until the Prefect server has not responded for ten minutes."""
     last_response = time.monotonic()
     while time.monotonic() - last_response < _MAX_SILENT_SECONDS:
         with suppress(httpx.HTTPError):
-            if not _is_service_needed():
+            if not is_needed():
                 return
             last_response = time.monotonic()
         time.sleep(_POLL_SECONDS)
@@ -62,7 +61,7 @@ def _is_wanted(client: SyncPrefectClient, block: str, of_flow_run: str) -> bool:
     try:
         if read_service(client, block) is None:
             return False
-        return not of_flow_run or client.read_flow_run(UUID(of_flow_run)).state_type not in _FINAL_STATES
+        return not of_flow_run or client.read_flow_run(UUID(of_flow_run)).state_type not in TERMINAL_STATES
     except ObjectNotFound:  # the flow run was deleted
         return False
 

@@ -213,8 +213,7 @@ def approval_form_text(run_path: Path) -> str:
 
 
 def _stages(run: RunRecord) -> list[str]:
-    """Return Markdown lines with a table of the stages and their metrics, the conditions of each gate, and the error of
-    each failed stage."""
+    """Return Markdown lines: a table of stages and metrics, the conditions of gates, the errors of failed stages."""
     lines = ["| stage | kind | state | time | metrics |", "|---|---|---|---|---|"]
     for stage in run.stages:
         time_ = formatting.duration(stage.seconds)

@@ -1,7 +1,5 @@
 """Stop the stages of a run, with a checkpoint, when the GPU hours of the run have cost its budget."""
 
-from __future__ import annotations
-
 import time
 
 from cosmos_core.config.schema.pipeline import StageConfig

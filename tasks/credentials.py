@@ -47,9 +47,8 @@ def set_credentials(pipeline: Pipeline | None) -> None:
         if name.startswith(_CREDENTIAL_PREFIXES):
             os.environ.setdefault(name, str(text))
         else:
-            logger.warning(
-                "the Secret block %s: %s is none of %s*: it is not used", BLOCK, name, "*, ".join(_CREDENTIAL_PREFIXES)
-            )
+            prefixes = "*, ".join(_CREDENTIAL_PREFIXES)
+            logger.warning("the Secret block %s: %s is none of %s*: it is not used", BLOCK, name, prefixes)
 
 
 def set_command_credentials(pipeline: Pipeline | None) -> None:

@@ -40,10 +40,8 @@ def stage_completed(run: Run, name: str, result: Result, *, was_reused: bool) ->
     _emit_event(STAGE_COMPLETED, run, name, payload)
     publishes = run.pipeline.kind_of(run.pipeline.stage(name)).makes == "publication"
     if publishes and not was_reused and not result["info"].get("was_published"):
-        target = run.pipeline.stage(name).target
-        _emit_event(
-            MODEL_PUBLISHED, run, name, payload | {"target": target, "published": result["info"].get("published")}
-        )
+        details = {"target": run.pipeline.stage(name).target, "published": result["info"].get("published")}
+        _emit_event(MODEL_PUBLISHED, run, name, payload | details)
 
 
 def stage_failed(run: Run, name: str, error: CosmosError) -> None:

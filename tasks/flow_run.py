@@ -21,6 +21,8 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import ParameterBindError, ParameterTypeError, TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.utilities.callables import get_call_parameters
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from cosmos_core.config.capabilities import unique_notices
 from cosmos_core.config.compose import Pipeline, with_stage
@@ -39,14 +41,12 @@ from tasks import events
 from tasks.artifacts import log_ui_errors, show_run, write_report
 from tasks.cancellation import confirm_cancellation_at_exit
 from tasks.credentials import set_credentials
-from tasks.json_values import json_values
 from tasks.kinds import all_kinds
 from tasks.naming import label_flow_run
 from tasks.store_sync import OUTPUT_DIR
 
 RUN_ID = "COSMOS_RUN_ID"
-"""Environment variable with the name of the run. If it is unset, the name is derived from the flow and its
-parameters."""
+"""Environment variable with the name of the run; unset: it is derived from the flow and its parameters."""
 _CALLS = "calls.json"
 
 
@@ -152,9 +152,7 @@ class FlowInPython:
                     return run, earlier_call.stages
                 _refuse_if_finished(run, earlier_call, call)
                 _forget_call(run, calls, name)
-            run = _keep_stages_of_calls(
-                run, calls
-            )  # drop stages of an earlier call that was killed before it was recorded
+            run = _keep_stages_of_calls(run, calls)  # without those of a call that was killed before it was recorded
         run = self._add_stage(run, call, source)
         self._claim_run(run)
         others = {each for other in calls.values() for each in other.stages}
@@ -270,8 +268,7 @@ def newest_flow() -> FlowInPython | None:
 
 
 def unfinished_stage() -> str:
-    """Return a line about a submitted stage that is not done, and for which no executed flow has waited; empty if there
-    is none."""
+    """Return a line about a submitted stage that is not done and that no flow waited for; empty if there is none."""
     attempts = {flow.flow_run: flow for flow in _all.values()}  # the last attempt of each flow run
     for name, future in (item for flow in attempts.values() for item in flow.futures.items()):
         if future._final_state is None:  # neither the flow nor a later stage has waited
@@ -296,8 +293,7 @@ def _identify_flow_run(context: FlowRunContext) -> FlowInPython:
 
 
 def run_name_and_parameters(flow: Flow[..., Any], arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the run name of a flow that is called with the parameters `given`, and all parameters of the flow
-    including defaults.
+    """Return the run name of a flow that is called with `arguments`, and all its parameters including defaults.
 
     Raises:
         ConfigError: the flow has other parameters.
@@ -320,6 +316,22 @@ def _identity(
     plain_name = "".join(letter if STAGE_NAME.fullmatch(f"a{letter}") else "-" for letter in flow.name)
     name = f"{(plain_name.strip('-_') or 'flow')[:80]}-{identity}"
     return str((not is_subflow and os.environ.get(RUN_ID)) or values.get("run_id") or name), values
+
+
+def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as JSON, from which pydantic restores parameters of the same types."""
+    converted: dict[str, Any] = json.loads(json.dumps(values, default=_jsonable))
+    return converted
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, set | frozenset):  # the order of the elements differs between processes
+        return sorted(value, key=repr)
+    if isinstance(value, BaseModel):
+        return value.model_dump(by_alias=True)
+    if callable(to_python := getattr(value, "tolist", None)):  # scalars and arrays of NumPy and torch
+        return to_python()
+    return to_jsonable_python(value, fallback=str)
 
 
 def _source_of(flow: Flow[..., Any]) -> tuple[Path, str]:

@@ -17,7 +17,7 @@ from uuid import UUID, uuid4
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, StateType
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import task_run
@@ -43,7 +43,6 @@ _WORKERS_SECONDS = 10.0
 _MAX_SILENT_SECONDS = 600.0
 _PENDING_SECONDS = 600.0
 _MAX_BACKOFF_SECONDS = 60.0
-_FINAL_STATES = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED}
 
 
 class Child(Document):
@@ -109,9 +108,8 @@ def count_lost_child(path: Path) -> int:
     child, step = read_document(path / CHILD_RUN_FILE, Child), read_state(path).checkpoint_step or 0
     if child is None:
         return 1
-    updated = child.model_copy(
-        update={"failures": 1 if step > child.failed_at else child.failures + 1, "failed_at": step}
-    )
+    failures = 1 if step > child.failed_at else child.failures + 1
+    updated = child.model_copy(update={"failures": failures, "failed_at": step})
     write_json(path / CHILD_RUN_FILE, updated.model_dump())
     return updated.failures
 
@@ -123,7 +121,7 @@ def _find_running_child(client: SyncPrefectClient, path: Path) -> Child | None:
         run = client.read_flow_run(UUID(child.flow_run)) if child and child.flow_run else None
     except ObjectNotFound:  # the flow run is on another Prefect server
         return None
-    return child if run is not None and run.state_type not in _FINAL_STATES else None
+    return child if run is not None and run.state_type not in TERMINAL_STATES else None
 
 
 def _start_child(run: Run, stage: StageConfig, stored: StageSync) -> Child:
@@ -157,20 +155,17 @@ def _start_child(run: Run, stage: StageConfig, stored: StageSync) -> Child:
 
 
 def _next_child(previous_child: Child | None) -> Child:
-    """Return the child flow run to request from the server: a new one, or the one that an earlier parent requested
-    before it died without a response."""
+    """Return the child flow run to request: a new one, or the one that an earlier parent requested without response."""
     if previous_child is None:
         return Child(flow_run="", attempt=1, token=uuid4().hex)
     if not previous_child.flow_run:
         return previous_child
-    return previous_child.model_copy(
-        update={"flow_run": "", "attempt": previous_child.attempt + 1, "token": uuid4().hex}
-    )
+    changes = {"flow_run": "", "attempt": previous_child.attempt + 1, "token": uuid4().hex}
+    return previous_child.model_copy(update=changes)
 
 
 class WaitReporter:
-    """Reporter of the reason why a stage waits for a worker of its work pool; it writes to the flow's log and to
-    `state.json`."""
+    """Reporter of the reason why a stage waits for a worker of its work pool, in the flow's log and in `state.json`."""
 
     def __init__(
         self, client: SyncPrefectClient, stage: StageConfig, path: Path, on_line: Callable[[str], None]
@@ -227,7 +222,7 @@ def _poll_child(
         if time.monotonic() - mirrored > _MIRROR_SECONDS:
             mirror()
             mirrored = time.monotonic()
-        if run.state_type in _FINAL_STATES:
+        if run.state_type in TERMINAL_STATES:
             return run
         budget.check()  # the child flow run checks the budget too, but sees only the stages on the disks of its machine
         sleep_unless_stopping(_POLL_SECONDS)
@@ -249,7 +244,7 @@ def _cancel(client: SyncPrefectClient, child: Child, grace_seconds: float) -> No
     with suppress(httpx.HTTPError, ObjectNotFound):  # an unreachable server must not prevent this process from stopping
         client.set_flow_run_state(flow_run, Cancelling())
         deadline = time.monotonic() + grace_seconds
-        while time.monotonic() < deadline and client.read_flow_run(flow_run).state_type not in _FINAL_STATES:
+        while time.monotonic() < deadline and client.read_flow_run(flow_run).state_type not in TERMINAL_STATES:
             time.sleep(_POLL_SECONDS)
 
 

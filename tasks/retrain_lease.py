@@ -20,8 +20,8 @@ from prefect.client.schemas.actions import VariableCreate
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
 from cosmos_core.launch.worker import sleep_unless_stopping
+from cosmos_core.run.lock import Lock
 from cosmos_core.run.process import identify_machine
-from cosmos_core.run.retrain_state import retraining_lock
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,8 @@ class RetrainLease:
             deployment: Id of the deployment whose schedule started the flow run; empty: no deployment.
         """
         self._name = f"cosmos-retraining-{note.stem}-{deployment}".rstrip("-")
-        self._lock = retraining_lock(note)
+        # Held from reading the note on: a retraining of older data must not publish after one of newer data.
+        self._lock = Lock(note.with_suffix(".lock"))
         self._value = {"flow_run": flow_run, "machine": identify_machine(), "lock": str(self._lock.path)}
         self._lease: UUID | None = None
 

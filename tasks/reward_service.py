@@ -17,7 +17,7 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import TERMINAL_STATES, StateType
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
@@ -33,7 +33,6 @@ from cosmos_core.run.directory import Run
 
 _POLL_SECONDS = 1.0
 _LOAD_SECONDS = 1800.0
-_FINAL_STATES = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED}
 
 
 @contextlib.contextmanager
@@ -76,7 +75,7 @@ def _remote_service(stage: StageConfig, path: Path, check: Callable[[], None]) -
             # The service ends when this flow run ends, so an unreachable server must not fail the stage.
             with contextlib.suppress(httpx.HTTPError, ObjectNotFound):
                 delete_service_block(client, block)
-                if client.read_flow_run(serving).state_type not in {*_FINAL_STATES, StateType.RUNNING}:
+                if client.read_flow_run(serving).state_type not in {*TERMINAL_STATES, StateType.RUNNING}:
                     client.set_flow_run_state(serving, Cancelling())
 
 
@@ -104,7 +103,7 @@ def _wait(client: SyncPrefectClient, stage: StageConfig, serving: UUID, block: s
     where, deadline = f"the reward service on {stage.reward_service_pool!r}", time.monotonic() + _LOAD_SECONDS
     while (variables := read_service(client, block)) is None:
         state = client.read_flow_run(serving).state
-        if state is not None and state.type in _FINAL_STATES:
+        if state is not None and state.type in TERMINAL_STATES:
             reason = " ".join(str(state.message or "").split())
             has_config_error = state.type == StateType.FAILED and ("RewardError" in reason or "ConfigError" in reason)
             raise (RewardError if has_config_error else StageFailed)(f"{where} ended: {state.name}: {reason}")

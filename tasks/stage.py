@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 _MAX_BACKOFF_SECONDS = 60.0
 _MAX_NAMED_STAGES = 3
 """Largest number of stages that the name of a flow run lists."""
-MAX_RETRIES = 100_000  # practically unlimited: `should_retry` decides run_fields retries
+MAX_RETRIES = 100_000  # practically unlimited: `should_retry` decides about retries
 
 
 @worker.stoppable()
@@ -249,11 +249,8 @@ def run_stage(
                 worker.reap(path)
                 _record_launcher(path)
             expected = fingerprint_of(run, stage)
-            if (
-                read_state(path).holds
-                and (own_result := read_result(path))
-                and not (own_result["reused_from"] or "attempts" in own_result)
-            ):
+            own_result = read_result(path) if read_state(path).holds else None
+            if own_result and not (own_result["reused_from"] or "attempts" in own_result):
                 note_in_result(path)  # the launcher was killed after the worker had written the result
             if result := find_result(run, stage, expected):
                 return stored.send(result), True

@@ -32,8 +32,7 @@ from cosmos_core.run.manifest import read_result
 from cosmos_core.types import StageKind
 from tasks.cancellation import is_cancelled, wait_unless_cancelled
 from tasks.final_states import failed_state
-from tasks.flow_run import Call, FlowInPython, current_flow
-from tasks.json_values import json_values
+from tasks.flow_run import Call, FlowInPython, current_flow, json_values
 from tasks.kinds import all_kinds
 from tasks.stage import MAX_RETRIES, produce_result, should_retry, stage_task
 
@@ -232,8 +231,10 @@ def _make_call(
         elif isinstance(value, StageHandle):
             stage[key] = f"{STAGE_PREFIX}{_stage_of(flow, name, key, value)}"
             predecessors.append(value.name)
+        elif key == "entry" and callable(value):
+            stage[key] = f"{inspect.getsourcefile(value)}:{value.__qualname__}"
         elif value not in ("", None):
-            stage[key] = _entry_path(value) if key == "entry" else value
+            stage[key] = value
     stage["after"] = list(dict.fromkeys(predecessors))
     for key, value in {**stage, **tables}.items():
         if handle := _handle_in(value):
@@ -253,8 +254,7 @@ def _handle_in(value: Any) -> StageHandle | None:
 
 
 def _start_of(flow: FlowInPython, name: str) -> tuple[str, Values]:
-    """Return the recipe of a stage of the flow's run, and the model from which that stage started; the model is empty
-    if the recipe names it."""
+    """Return the model from which a stage of the flow's run started, empty if its recipe names it, and the recipe."""
     assert flow.run is not None
     pipeline = flow.run.pipeline
     recipe = pipeline.recipes[name].model_dump(mode="json", exclude_none=True)
@@ -265,11 +265,6 @@ def _nest_dotted_key(key: str, value: Any) -> Values:
     for part in reversed(key.split(".")):
         value = {part: value}
     return dict(value)
-
-
-def _entry_path(entry: Any) -> Any:
-    """Return the import path `FILE.py:FUNCTION` of a function, or any other entry unchanged."""
-    return f"{inspect.getsourcefile(entry)}:{entry.__qualname__}" if callable(entry) else entry
 
 
 def _recipe_file(flow: FlowInPython, name: str, recipe: str | Path) -> Path:

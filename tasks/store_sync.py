@@ -214,12 +214,9 @@ class StageSync:
             record.pull()
 
     def _fetch_missing_outputs(self, result: Result, path: Path) -> bool:
-        """Fetch outputs that are missing or damaged on this machine from the store that has them; return True if files
-        were fetched."""
-        url, is_complete = (
-            result.get(STORE_KEY),
-            all((path / record["path"]).is_file() for record in result["outputs"]),
-        )
+        """Fetch outputs that are missing or damaged here from the store that has them; return True if any was."""
+        url = result.get(STORE_KEY)
+        is_complete = all((path / record["path"]).is_file() for record in result["outputs"])
         if not url or (is_complete and find_damage(path, result) is None):
             return False
         ArtifactStore(url, partial(sleep_unless_stopping, 0)).fetch_outputs(result, path, self._local_output_files())

@@ -37,10 +37,8 @@ def _data_files(file: Path) -> Iterator[str]:
         return
     if isinstance(task, dict):
         arguments = task.get("dataset_kwargs")
-        named_arguments = arguments if isinstance(arguments, dict) else {}
-        yield from _texts(
-            [task.get("dataset_path"), named_arguments.get("data_files"), named_arguments.get("data_dir")]
-        )
+        arguments = arguments if isinstance(arguments, dict) else {}
+        yield from _texts([task.get("dataset_path"), arguments.get("data_files"), arguments.get("data_dir")])
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -43,8 +43,7 @@ def check_capabilities(pipeline: Pipeline) -> None:
 
 
 def _check_store(pipeline: Pipeline) -> None:
-    """Refuse a stage that reads checkpoints of a training in another work pool, because an artifact store does not
-    share checkpoints between stages."""
+    """Refuse a stage that reads checkpoints of another work pool, as an artifact store shares none between stages."""
     for stage in pipeline.stages if pipeline.config.artifact_store else ():
         source = source_of(stage.model) if stage.checkpoint else None
         if source is not None and (pool := pipeline.stage(source).work_pool) != stage.work_pool:
@@ -66,12 +65,8 @@ def _check_references(pipeline: Pipeline) -> None:
                     f"{pipeline.source}: stage {stage.name!r}: {key}.pass_rates = {dataset.pass_rates!r} completes no "
                     f"prompts; name a stage of kind rl or sample"
                 )
-        if (
-            kind.trains_model
-            or kind.makes != "metrics"
-            or not kind.scores
-            or not recipe.train.train_policy.saves_reference_logprobs
-        ):
+        measures = kind.makes == "metrics" and kind.scores and not kind.trains_model
+        if not measures or not recipe.train.train_policy.saves_reference_logprobs:
             continue
         trained = [name for name in stage.after if pipeline.kind_of(pipeline.stage(name)).trains_model]
         if not any(pipeline.recipes[name].validation.enable for name in trained):

@@ -248,10 +248,7 @@ def _stages_of_recipe(recipe: Recipe, kinds: StageKinds) -> tuple[StageConfig, .
     """Return one stage for each step that a recipe without `[pipeline]` needs, named like its kind."""
     prepare, train = _kind(kinds, makes="data"), _kind(kinds, feed=_feed(recipe))
     data = f"{STAGE_PREFIX}{prepare}"
-    stages = [
-        StageConfig(name=prepare, kind=prepare),
-        StageConfig(name=train, kind=train, after=(prepare,), data=data),
-    ]
+    stages = [StageConfig(name=prepare, kind=prepare), StageConfig(name=train, kind=train, after=(prepare,), data=data)]
     model: Values = {"after": (train,), "model": f"{STAGE_PREFIX}{train}"}
     if recipe.validation.enable:
         measure = _kind(kinds, makes="metrics", reads_data="prepared")
@@ -375,11 +372,8 @@ def _sorted(pipeline: Pipeline) -> Pipeline:
                     f'`after`; write after = ["{upstream}"]'
                 )
             inputs += [upstream] if upstream else []
-        complete.append(
-            stage.model_copy(
-                update={"after": tuple(dict.fromkeys(inputs)), "target": _gate_target(ordered_pipeline, stage)}
-            )
-        )
+        changes = {"after": tuple(dict.fromkeys(inputs)), "target": _gate_target(ordered_pipeline, stage)}
+        complete.append(stage.model_copy(update=changes))
     return ordered_pipeline.with_stages(complete)
 
 
@@ -448,7 +442,7 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
         is_training = trained is not None and kinds[trained.name].trains_model
         if trained is not None and is_training and kinds[stage.name].makes == "metrics" and not stage.data:
             name = prepared(trained) or f"{trained.name}{IMPLIED_SUFFIX}"
-            stages.append(_add_data_dependency(stage, data=f"stage:{name}", dependency=name))
+            stages.append(_add_data_dependency(stage, name))
             continue
         name = f"{stage.name}{IMPLIED_SUFFIX}"
         if name in by_name:
@@ -462,12 +456,12 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
         needs = tuple(dict.fromkeys(source for _, reference in references if (source := source_of(reference))))
         stages.append(prepare_stage.model_copy(update={"after": needs}))
         recipes[name] = recipes[stage.name]
-        stages.append(_add_data_dependency(stage, data=f"stage:{name}", dependency=name))
+        stages.append(_add_data_dependency(stage, name))
     return pipeline.with_stages(stages, recipes)
 
 
-def _add_data_dependency(stage: StageConfig, *, data: str, dependency: str) -> StageConfig:
-    return stage.model_copy(update={"data": data, "after": tuple(dict.fromkeys((*stage.after, dependency)))})
+def _add_data_dependency(stage: StageConfig, name: str) -> StageConfig:
+    return stage.model_copy(update={"data": f"stage:{name}", "after": tuple(dict.fromkeys((*stage.after, name)))})
 
 
 def _origin_of_model(pipeline: Pipeline, by_name: Mapping[str, StageConfig], stage: StageConfig) -> str:
@@ -475,7 +469,7 @@ def _origin_of_model(pipeline: Pipeline, by_name: Mapping[str, StageConfig], sta
     recipes, model, visited = pipeline.recipes, stage.model, {stage.name}
     while (name := source_of(model)) is not None and pipeline.kind_of(by_name[name]).makes == "model":
         if name in visited:
-            break  # `_in_order` reports the cycle of stages
+            break  # `_topological_order` reports the cycle of stages
         visited.add(name)
         model = pipeline.starts_from(by_name[name]) or recipes[name].policy.model_name_or_path
     return "" if model == recipes[stage.name].policy.model_name_or_path else model
@@ -499,7 +493,6 @@ def _with_absolute_paths(pipeline: Pipeline) -> Pipeline:
 
     stages = [convert_named_things(stage, convert) for stage in pipeline.stages]
     recipes = {name: convert_named_things(recipe, convert) for name, recipe in pipeline.recipes.items()}
-    recipes = {
-        name: recipe.derive(custom=with_absolute_media(recipe.custom, to_absolute)) for name, recipe in recipes.items()
-    }
+    for name, recipe in recipes.items():
+        recipes[name] = recipe.derive(custom=with_absolute_media(recipe.custom, to_absolute))
     return pipeline.with_stages(stages, recipes)

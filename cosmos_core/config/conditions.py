@@ -50,8 +50,7 @@ class Condition:
         return None if published is None else round(published + self.offset, 12)
 
     def matches_metric(self, name: str) -> bool:
-        """Return True if the condition applies to the metric `name`. A pattern with `*` does not match standard errors,
-        which must be named in full."""
+        """Return True if the condition applies to a metric; `*` does not match standard errors, only full names do."""
         is_pattern = "*" in self.metric and not name.endswith(STDERR)
         return name == self.metric or (is_pattern and fnmatchcase(name, self.metric))
 

@@ -80,9 +80,8 @@ def _suggest_keys(name: str) -> str:
     if not similar and len(name) <= MAX_NAME:  # the comparison of a very long name is slow
         at_depth = [key for key in names if key.count(".") == name.count(".")]  # `train` is close to `train.lr`
         similar = difflib.get_close_matches(name, at_depth, n=1) or difflib.get_close_matches(name, names, n=1)
-    return (
-        f"; did you mean {' or '.join(map(repr, similar))}?" if similar else "; `cosmos config coverage` lists them all"
-    )
+    suggested = " or ".join(map(repr, similar))
+    return f"; did you mean {suggested}?" if similar else "; `cosmos config coverage` lists them all"
 
 
 def kinds_that_read(key: Key, kinds: Mapping[str, StageKind]) -> list[str]:
@@ -125,8 +124,7 @@ def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
 
 
 def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, Status]) -> Key:
-    """Return the description of a field. `tables` has the status of each table: a key is not used if its table is not
-    used."""
+    """Return the description of a field; a key is not used if its table, whose status is in `tables`, is not used."""
     unit: UnitMark | None = find_mark(field, UnitMark)
     since: IntroducedIn | None = find_mark(field, IntroducedIn)
     supported: SupportedValues | None = find_mark(field, SupportedValues)
@@ -150,8 +148,7 @@ def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, S
 
 @cache
 def _field_docstrings(table: type[Table]) -> Mapping[str, str]:
-    """Return the docstring of each field of a table. Docstrings are parsed on request only, not in every process that
-    imports the schema."""
+    """Return the docstring of each field of a table, parsed on request, not in each process that imports the schema."""
     docstrings: dict[str, str] = {}
     for base in reversed(table.__mro__):
         docstrings |= _class_docstrings(base.__module__).get(base.__name__, {}) if issubclass(base, Table) else {}

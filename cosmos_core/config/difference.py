@@ -14,10 +14,7 @@ _RECIPE_KEYS = ("recipe", "overrides")
 def pipeline_differences(first: Pipeline, second: Pipeline) -> Iterator[str]:
     """Yield lines `key: old -> new` for the pipeline and each stage. Values are compared after composition, defaults
     and rules; a change that all stages share appears once, without a stage name."""
-    old_values, new = (
-        flat(first.config.model_dump(exclude={"stages"})),
-        flat(second.config.model_dump(exclude={"stages"})),
-    )
+    old_values, new = (flat(each.config.model_dump(exclude={"stages"})) for each in (first, second))
     yield from _lines("pipeline.", old_values, new)
     names = [stage.name for stage in first.stages]
     shared: dict[str, list[str]] = {}
@@ -45,8 +42,7 @@ def _lines(prefix: str, old_values: dict[str, Any], new: dict[str, Any]) -> Iter
 
 
 def group_by_stage(changes: Mapping[str, Sequence[T]]) -> Iterator[tuple[str, T]]:
-    """Yield pairs of a stage name and a change: first each change that all stages share, once with an empty name, then
-    all other changes."""
+    """Yield pairs of a stage name and a change: first, with an empty name, each change that all stages share, once."""
     common = set.intersection(*map(set, changes.values())) if changes else set()
     shared_changes = dict.fromkeys(each for lines in changes.values() for each in lines if each in common)
     yield from (("", each) for each in shared_changes)

@@ -18,8 +18,7 @@ class _File(Recipe):
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a configuration file (dialect 2020-12); its descriptions mark keys that have no effect
-    or are not supported."""
+    """Return the JSON schema (dialect 2020-12) of a configuration file, whose descriptions mark keys without effect."""
     schema = _File.model_json_schema()
     _make_type_optional(schema)
     schema |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Configuration", "description": ""}
@@ -27,17 +26,14 @@ def json_schema() -> dict[str, Any]:
         properties = schema["$defs"].get(key.table.__name__, schema)["properties"]
         note = f" [{key.status}: {key.note}]" if key.note else ""
         properties[key.name.rpartition(".")[2]]["description"] = key.meaning + note
-    for old_key, meaning in {
-        **{old_key: f"today's {new}" for old_key, new in RENAMED_KEYS.items()},
-        **UNUSED_KEYS,
-    }.items():
+    renamed = {old_key: f"today's {new}" for old_key, new in RENAMED_KEYS.items()}
+    for old_key, meaning in (renamed | UNUSED_KEYS).items():
         _deprecate(schema, old_key, meaning)
     return schema
 
 
 def _make_type_optional(schema: dict[str, Any]) -> None:
-    """Make `type` of `train_policy` optional, since it can be set in a file that this file extends, or follow from
-    other keys."""
+    """Make `type` of `train_policy` optional, since an extended file may set it, or other keys may imply it."""
     for name in ("SftConfig", "DpoConfig", "KtoConfig"):
         schema["$defs"][name]["required"].remove("type")
     field = schema["$defs"]["TrainConfig"]["properties"]["train_policy"]
@@ -50,9 +46,8 @@ def _deprecate(schema: dict[str, Any], key: str, meaning: str) -> None:
     *parents, name = key.split(".")
     tables = [schema]
     for part in parents:
-        tables = [
-            subtable for table in tables for subtable in _targets(schema, table.get("properties", {}).get(part, {}))
-        ]
+        fields = [table.get("properties", {}).get(part, {}) for table in tables]
+        tables = [subtable for field in fields for subtable in _targets(schema, field)]
     for table in tables:
         table["properties"].setdefault(name, {"deprecated": True, "description": meaning})
 

@@ -5,8 +5,6 @@ code. Missing files are not reported here, but by `run.inputs.check_located`. Pi
 lineage and checks use this list.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -55,8 +53,7 @@ class Input:
     """Input of a stage: a model, data set, file or code that the stage reads and does not make."""
 
     key: str
-    """Configuration key that names the input; for code or a model of a reward service, its name in the service's
-    configuration file."""
+    """Configuration key of the input; for a part of a reward service, its name in the service's configuration file."""
     role: Role
     """Use of the input. `carried`: files of the model that training does not read and exports copy. `end_tokens`: file
     with the tokens that end a generation. `hook`: user code that does not change the result. `rewards`: code and models
@@ -67,7 +64,7 @@ class Input:
     form: Form
     """Form of the location; `folder` is a file or folder on this machine, which may be missing."""
     patterns: tuple[str, ...] = ALL
-    """Patterns of the files of a folder that are read; see `run.content.matches`."""
+    """Patterns of the files of a folder that are read; see `run.content.matches_patterns`."""
     revision: str | None = None
     """Revision of a model or data set on the Hub; None means the newest revision."""
 
@@ -151,20 +148,17 @@ def _rows(stage: StageConfig, recipe: Recipe, kind: StageKind, model: Input | No
             key = "local_dir" if getattr(dataset, "local_dir", "") else "name"
             names[f"{table}.{key}"] = getattr(dataset, key)
         names[f"{table}.pass_rates"] = dataset.pass_rates
-    has_dataset_name = any(
-        each.dataset.name or getattr(each.dataset, "local_dir", "") for each in training_sources.values()
-    )
+    datasets = [source.dataset for source in training_sources.values()]
+    has_dataset_name = any(each.name or getattr(each, "local_dir", "") for each in datasets)
     if is_source and not (stage.data or media.annotation_path or has_dataset_name):
         yield Input(f"{_TRAIN_ROWS}.name", "data", "", "folder")
     for key, name in names.items():
         if name:
             each = _data(key, name, data_files, has_sets=modality.names_prompt_sets)
             dataset_of_key = recipe.datasets.get(key.removesuffix(".name"))
-            yield (
-                replace(each, revision=dataset_of_key.revision or None)
-                if dataset_of_key and each.form != "folder"
-                else each
-            )
+            if dataset_of_key and each.form != "folder":
+                each = replace(each, revision=dataset_of_key.revision or None)
+            yield each
     if (is_source or stage.entry) and (folder := _media(stage, recipe, media, model)):
         needs_media_path = is_source and not stage.data and bool(media.media_path)
         if needs_media_path or os.path.isdir(folder):
@@ -207,8 +201,7 @@ def _media(stage: StageConfig, recipe: Recipe, media: Media, model: Input | None
 
 
 def _benchmarks(recipe: Recipe, kind: StageKind) -> Iterator[Input]:
-    """Yield the folder of the user's lm-eval tasks with the local data files that these tasks name, and the prompt sets
-    of a diffusion model."""
+    """Yield the user's lm-eval tasks with the local data files that they name, and prompt sets of a diffusion model."""
     if kind.reads_key(EVALUATION_PROMPTS):
         for name in recipe.evaluate.prompts:
             yield replace(_data(EVALUATION_PROMPTS, name, ALL, has_sets=True), form="folder")
@@ -222,9 +215,8 @@ def _files(stage: StageConfig, recipe: Recipe) -> Iterator[Input]:
     """Yield the chat templates of a stage, and its reward service with the code and models that the service uses."""
     turns, template = recipe.rollout.multi_turn_config, recipe.policy.chat_template
     if turns.enable and (file := turns.custom_chat_template_path) is not None:
-        yield Input(
-            "rollout.multi_turn_config.custom_chat_template_path", "chat_template", _resolve_existing(file), "folder"
-        )
+        key = "rollout.multi_turn_config.custom_chat_template_path"
+        yield Input(key, "chat_template", _resolve_existing(file), "folder")
     if template:
         is_file = os.path.isfile(path := _resolve_existing(template))
         yield Input("policy.chat_template", "template", *((path, "folder") if is_file else (template, "literal")))
@@ -280,8 +272,7 @@ def _code(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input
 
 
 def _locate_input(name: str) -> tuple[str, Form]:
-    """Return the location and the form of a model or data set. A name that is no existing path is a Hub id, unless its
-    form shows that it is a path."""
+    """Return location and form of a model or data set; a name that neither exists nor looks like a path is a Hub id."""
     if source_of(name) is not None:
         return name, "stage"
     if is_remote(name):
@@ -293,6 +284,5 @@ def _locate_input(name: str) -> tuple[str, Form]:
 
 
 def _resolve_existing(name: str) -> str:
-    """Return the path of a file or folder relative to the current folder; return the name of a missing file
-    unchanged."""
+    """Return the path of a file or folder relative to the current folder, or the name itself if it does not exist."""
     return str(existing_path(name, Path.cwd()) or name)

@@ -108,13 +108,9 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any], table: str = "") -> 
     """
     merged = type(base)(base) if isinstance(base, dict) else dict(base)
     for name, value in over.items():
-        base_value, key = merged.get(name), f"{table}.{name}".removeprefix(".").removeprefix("overrides.")
-        if (
-            isinstance(base_value, Mapping)
-            and isinstance(value, Mapping)
-            and not _replaces_table(key, base_value, value)
-        ):
-            merged[name] = merge(base_value, value, key)
+        old, key = merged.get(name), f"{table}.{name}".removeprefix(".").removeprefix("overrides.")
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and not _replaces_table(key, old, value):
+            merged[name] = merge(old, value, key)
         else:
             merged[name] = value
     return merged

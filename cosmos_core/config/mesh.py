@@ -163,9 +163,8 @@ def _check_split(where: str, mesh: ParallelismConfig, model: Mapping[str, Any]) 
     for counted, count in (*pairs, ("vocabulary entries", model.get("vocab_size"))):
         _divides(f"{where}.tp_size", mesh.tp_size, counted, count)
     if isinstance(num_heads, int):
-        _divides(
-            f"{where}.cp_size", mesh.cp_size, f"attention heads of tp_size = {mesh.tp_size}", num_heads // mesh.tp_size
-        )
+        counted = f"attention heads of tp_size = {mesh.tp_size}"
+        _divides(f"{where}.cp_size", mesh.cp_size, counted, num_heads // mesh.tp_size)
     experts = next((model[key] for key in _EXPERTS if isinstance(model.get(key), int)), None)
     if mesh.ep_size > 1 and model and experts is None:
         raise ConfigError(f"{where}.ep_size = {mesh.ep_size}: the model has no experts; set it to 1")

@@ -70,8 +70,7 @@ def parse_setting(text: str) -> Setting:
 
 
 def drop_dead(settings: Sequence[Setting], notices: list[str]) -> list[Setting]:
-    """Return the overrides except those of keys that have no effect, which files may contain too; add a message for
-    each removed override to `notices`."""
+    """Return the overrides whose keys have an effect; add a message for each of the others to `notices`."""
     messages = [no_effect_message(".".join(setting.keys), setting.value) for setting in settings]
     notices += filter(None, messages)
     return [setting for setting, is_dead in zip(settings, messages, strict=True) if not is_dead]
@@ -99,9 +98,8 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
         first, *remaining_keys = setting.keys
         if first in names and remaining_keys and (first not in Recipe.model_fields or remaining_keys[0] in valid_keys):
             values = setting.value_below(1)
-            grouped.add_stage_values(
-                first, {"overrides": values} if remaining_keys[0] in Recipe.model_fields else values
-            )
+            is_of_recipe = remaining_keys[0] in Recipe.model_fields
+            grouped.add_stage_values(first, {"overrides": values} if is_of_recipe else values)
         elif first in Recipe.model_fields:
             for name in names:  # a value for all stages takes precedence over the recipe file of a stage
                 grouped.add_stage_values(name, {"overrides": setting.value_below(0)})

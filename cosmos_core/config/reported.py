@@ -1,6 +1,6 @@
-"""Check which metrics each stage can report according to its kind, so that a gate on any other metric is refused before
-a run."""
+"""Check which metrics each stage can report, so that a gate on any other metric is refused before a run."""
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from cosmos_core.config.compose import Pipeline
@@ -14,8 +14,7 @@ _ROW_METRICS = ("loss", "loss/*", "perplexity", "token_accuracy", "tokens", "pai
 MEASURED_METRICS = (
     "reward", "reward_stderr", "accuracy", "invalid", "length_mean", "prompts", "pass@*", "reward/*", *_ROW_METRICS
 )  # fmt: skip
-"""Metrics of held-out rows: first the metrics of generated completions, then those of the rows. A user's algorithm may
-report more."""
+"""Metrics of completions of held-out rows, then of the rows themselves; a user's algorithm may report more."""
 
 
 def check_gates(pipeline: Pipeline) -> None:
@@ -29,11 +28,8 @@ def check_gates(pipeline: Pipeline) -> None:
         for condition in map(parse_condition, stage.require):
             first, _, metric_rest = condition.metric.partition(".")
             names, metric = ([first], metric_rest) if first in stage.after else (list(stage.after), condition.metric)
-            if not any(_can_report(pipeline, pipeline.stage(name), metric) for name in names):
-                metrics = [HELD_OUT + name for name in MEASURED_METRICS if "*" not in name]
-                reportable = [
-                    name for name in metrics if any(_can_report(pipeline, pipeline.stage(s), name) for s in names)
-                ]
+            if not _can_any_report(pipeline, names, metric):
+                reportable = _held_out_metrics(pipeline, names)
                 raise ConfigError(
                     f"{pipeline.source}: stage {stage.name!r}: require = {condition.text!r}: no stage in its `after` "
                     f"reports {metric!r}{suggestion(metric, reportable) if reportable else ''}"
@@ -42,26 +38,34 @@ def check_gates(pipeline: Pipeline) -> None:
 
 def _check_choice(pipeline: Pipeline, stage: StageConfig) -> None:
     """Refuse a sweep metric that no stage of a branch can report."""
-    for branch in stage.sweep.branches if stage.sweep is not None else ():
-        metric = stage.sweep.metric if stage.sweep is not None else ""
-        if not any(_can_report(pipeline, pipeline.stage(name), metric) for name in branch.stages):
-            metrics = [HELD_OUT + name for name in MEASURED_METRICS if "*" not in name]
-            reportable = [
-                name for name in metrics if any(_can_report(pipeline, pipeline.stage(s), name) for s in branch.stages)
-            ]
-            measure = (
-                "; add a stage of kind validate to sweep.through" if not reportable else suggestion(metric, reportable)
-            )
+    if stage.sweep is None:
+        return
+    metric = stage.sweep.metric
+    for branch in stage.sweep.branches:
+        if not _can_any_report(pipeline, branch.stages, metric):
+            reportable = _held_out_metrics(pipeline, branch.stages)
+            advice = "; add a stage of kind validate to sweep.through"
+            measure = suggestion(metric, reportable) if reportable else advice
             raise ConfigError(
                 f"{pipeline.source}: stage {stage.name!r}: sweep.metric = {metric!r}: no stage of branch "
                 f"{branch.stages[0]!r} reports it{measure}"
             )
 
 
+def _can_any_report(pipeline: Pipeline, names: Iterable[str], metric: str) -> bool:
+    return any(_can_report(pipeline, pipeline.stage(name), metric) for name in names)
+
+
+def _held_out_metrics(pipeline: Pipeline, names: Iterable[str]) -> list[str]:
+    """Return the metrics of held-out rows, without patterns, that any of the stages `names` can report."""
+    metrics = [HELD_OUT + name for name in MEASURED_METRICS if "*" not in name]
+    return [metric for metric in metrics if _can_any_report(pipeline, names, metric)]
+
+
 def _can_report(pipeline: Pipeline, stage: StageConfig, metric: str) -> bool:
     kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
     if kind.forwards_metrics:
-        return any(_can_report(pipeline, pipeline.stage(name), metric) for name in stage.after)
+        return _can_any_report(pipeline, stage.after, metric)
     if kind.scores and kind.makes and metric.startswith(HELD_OUT):
         is_measured = recipe.validation.enable or not kind.trains_model
         is_user_algorithm = is_import_path(recipe.train.train_policy.trainer_type)

@@ -6,8 +6,7 @@ from cosmos_core.errors import ConfigError
 
 
 class SourceWeights(dict[str, float]):
-    """Weights of the reward functions of all sources together, with those of each source; the source "" has the weights
-    of rows of no source."""
+    """Weights of all reward functions, with those of each source of rows; rows of no source have the source ""."""
 
     def __init__(self, by_source: Mapping[str, Mapping[str, float]]) -> None:
         super().__init__({name: weight for weights in by_source.values() for name, weight in weights.items()})

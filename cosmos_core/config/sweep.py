@@ -116,11 +116,8 @@ def _expand(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: M
                 recipe = parse(Recipe, merged, source=f"{where}{settings}", notices=[])
             recipes[name] = _rename_teacher(recipe, names)
             stage = _rename_references(pipeline.stage(member), names)
-            new_stages.append(
-                stage.model_copy(
-                    update={"name": name, "sweep": None, "arguments": merge(stage.arguments, _nest_keys(arguments))}
-                )
-            )
+            changes = {"name": name, "sweep": None, "arguments": merge(stage.arguments, _nest_keys(arguments))}
+            new_stages.append(stage.model_copy(update=changes))
         branches.append(SweepBranch(stages=tuple(names.values()), settings=point.settings))
     branch_stages = tuple(name for branch in branches for name in branch.stages)
     choice = StageConfig(
@@ -237,10 +234,8 @@ def _rename_references(stage: StageConfig, names: Mapping[str, str]) -> StageCon
         name = names.get(source_of(text) or "")
         return f"{STAGE_PREFIX}{name}" if name else text
 
-    predecessors = tuple(names.get(name, name) for name in stage.after)
-    return stage.model_copy(
-        update={"after": predecessors, "model": reference(stage.model), "data": reference(stage.data)}
-    )
+    after = tuple(names.get(name, name) for name in stage.after)
+    return stage.model_copy(update={"after": after, "model": reference(stage.model), "data": reference(stage.data)})
 
 
 def _rename_teacher(recipe: Recipe, names: Mapping[str, str]) -> Recipe:

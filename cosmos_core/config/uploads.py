@@ -62,7 +62,6 @@ def _published_stages(pipeline: Pipeline) -> Iterator[tuple[StageConfig, str, bo
             yield training, training.name, not any(other.name in dependents for other in trainings if other != training)
     for stage in pipeline.stages:
         if stage.sweep is not None and stage.sweep.branches:
-            names = [
-                name for name in stage.sweep.branches[0].stages if pipeline.kind_of(pipeline.stage(name)).trains_model
-            ]
+            stages = map(pipeline.stage, stage.sweep.branches[0].stages)
+            names = [each.name for each in stages if pipeline.kind_of(each).trains_model]
             yield from ((stage, name, True) for name in names[-1:])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from cosmos_core.errors import ConfigError, CosmosError, UploadError
 
@@ -72,35 +72,18 @@ def split_url(url: str) -> tuple[str, str]:
     return name, prefix.strip("/")
 
 
-class _Settings(NamedTuple):
-    """Endpoint, credentials and timeout of a boto3 client."""
-
-    endpoint: str | None
-    region: str
-    key: str | None
-    secret: str | None
-    token: str | None
-    read_seconds: float
-
-
-def _new_client(settings: _Settings) -> Any:
-    """Return a new boto3 client; None if there are no credentials."""
+def _new_client(endpoint: str | None, read_seconds: float, **credentials: str | None) -> Any:
+    """Return a new boto3 client with the region and the credentials of a boto3 session; None without credentials."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
-    endpoint = settings.endpoint
-    session = boto3.session.Session(
-        aws_access_key_id=settings.key,
-        aws_secret_access_key=settings.secret,
-        aws_session_token=settings.token,
-        region_name=settings.region,
-    )
+    session = boto3.session.Session(**credentials)
     if session.get_credentials() is None:
         return None
     config = Config(
         connect_timeout=_CONNECT_SECONDS,
-        read_timeout=settings.read_seconds,
+        read_timeout=read_seconds,
         retries={"total_max_attempts": _ATTEMPTS, "mode": "standard"},
         max_pool_connections=32,
         s3={"addressing_style": "path" if endpoint else "auto"},
@@ -118,10 +101,9 @@ def _new_client(settings: _Settings) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _shared_client(settings: _Settings, pid: int) -> Any:
-    """Return the cached boto3 client of the process `pid`: creating a client takes a tenth of a second, and a child
-    process must not use the connections of its parent."""
-    return _new_client(settings)
+def _shared_client(pid: int, **settings: Any) -> Any:
+    """Return the cached boto3 client of a process; a child process must not use the connections of its parent."""
+    return _new_client(**settings)
 
 
 class Bucket:
@@ -141,16 +123,16 @@ class Bucket:
         """
         key = _variable("ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID")
         token = None if os.environ.get(f"{_PREFIX}ACCESS_KEY_ID") else os.environ.get("AWS_SESSION_TOKEN")
-        settings = _Settings(
-            _variable("ENDPOINT_URL", *_ENDPOINTS[1:]),
-            _variable("REGION_NAME", "AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1",
-            key,
-            _variable("SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
-            token,
-            self._read_seconds,
-        )
+        settings: dict[str, Any] = {
+            "endpoint": _variable("ENDPOINT_URL", *_ENDPOINTS[1:]),
+            "read_seconds": self._read_seconds,
+            "region_name": _variable("REGION_NAME", "AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1",
+            "aws_access_key_id": key,
+            "aws_secret_access_key": _variable("SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
+            "aws_session_token": token,
+        }
         # Credentials from files or roles may change while the process runs, so a client with them is not cached.
-        client = _shared_client(settings, os.getpid()) if key else _new_client(settings)
+        client = _shared_client(os.getpid(), **settings) if key else _new_client(**settings)
         if client is None:
             raise ConfigError(f"{SCHEME}{self.name}: no credentials; set {CREDENTIALS}")
         return client
@@ -202,8 +184,7 @@ class Bucket:
         return self.read_tagged(key)[0]
 
     def read_tagged(self, key: str) -> tuple[bytes | None, str]:
-        """Return the content and the ETag of a small object, or None and an empty string if the object does not
-        exist."""
+        """Return the content and the ETag of a small object, or None and an empty string if there is no such object."""
         from botocore.exceptions import ClientError
 
         def read() -> tuple[bytes, str]:
@@ -215,18 +196,17 @@ class Bucket:
             return content, response["ETag"].strip('"')
 
         try:
-            content, etag = self._retry_read(read)
+            return self._retry_read(read)
         except ClientError as error:
             if _code(error) in _MISSING_ERRORS:
                 return None, ""
             raise
-        return content, etag
 
     def write(self, key: str, data: bytes, **condition: str) -> str:
         """Replace a small object in one request and return its new ETag; retry if the store received altered bytes.
 
         Args:
-            only: the condition of the write: `IfMatch` with an ETag, or `IfNoneMatch` with "*".
+            condition: the condition of the write: `IfMatch` with an ETag, or `IfNoneMatch` with "*".
         """
         digest = hashlib.md5(data, usedforsecurity=False)
         for _ in range(_MAX_TRANSFERS):
@@ -253,7 +233,7 @@ class Bucket:
                 digest.update(block)
             return digest.hexdigest()
 
-        return str(self._retry_read(read))
+        return self._retry_read(read)
 
     def download(self, key: str, path: Path, etag: str = "") -> None:
         """Write an object to a file atomically, after comparing its digest with the store's.
@@ -292,15 +272,14 @@ class Bucket:
         if num_bytes_read != object_info["ContentLength"]:
             raise ConnectionError(f"{key} ended after {num_bytes_read} of {object_info['ContentLength']} bytes")
 
-    def _retry_read(self, read_chunk: Any) -> Any:
-        """Retry a read that was cut off or altered in transit: boto3 retries requests, but not the reading of a
-        response."""
+    def _retry_read(self, read: Callable[[], T]) -> T:
+        """Retry a read that was cut off or altered in transit: boto3 retries requests, not the reading of responses."""
         from botocore.exceptions import HTTPClientError, IncompleteReadError, ResponseStreamingError
 
         num_altered = 0
         for attempt in range(_ATTEMPTS):
             try:
-                return read_chunk()
+                return read()
             except (HTTPClientError, IncompleteReadError, ResponseStreamingError, ConnectionError) as error:
                 num_altered += isinstance(error, _AlteredError)
                 if attempt == _ATTEMPTS - 1 or num_altered == _MAX_TRANSFERS:
@@ -316,9 +295,8 @@ class _TransferDigest:
     def __init__(self, object_info: dict[str, Any]) -> None:
         etag = object_info["ETag"].strip('"')
         stored_sha256 = object_info.get("Metadata", {}).get("sha256", "")
-        has_own_keys = (
-            object_info.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in object_info
-        )
+        encryption = object_info.get("ServerSideEncryption", "AES256")
+        has_own_keys = encryption != "AES256" or "SSECustomerAlgorithm" in object_info
         self._digest: hashlib._Hash | None
         if _SHA256.fullmatch(stored_sha256):
             self._digest, self._expected_digest = hashlib.sha256(), stored_sha256

@@ -4,8 +4,6 @@ Links are followed. Hidden files, documentation (*.md), and weights that the ind
 left out.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -21,8 +19,7 @@ _WEIGHTS = (".safetensors", ".bin")
 
 
 def files_of(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
-    """Return the files below a folder whose names match the patterns (see `matches`), including files reached through
-    links.
+    """Return the files below a folder, also behind links, whose names match the patterns; see `matches_patterns`.
 
     Raises:
         ConfigError: links lead in a circle.
@@ -66,8 +63,7 @@ def matches_patterns(file: Path, patterns: Sequence[str]) -> bool:
 
 
 def _files_in_index(index: Path) -> list[Path]:
-    """Return the files that an index of weights names; a damaged index names none, since the worker reports the
-    damage."""
+    """Return the files that an index of weights names; a damaged index names none, as the worker reports the damage."""
     content = read_json(index)
     tensors = content.get("weight_map") if isinstance(content, dict) else None
     names = {name for name in tensors.values() if isinstance(name, str)} if isinstance(tensors, dict) else set()
@@ -98,10 +94,9 @@ def link_weights_over_model(inputs: Sequence[Input], folder: Path) -> str:
     model = next(Path(each.location) for each in inputs if each.role == "model")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    files = [
-        file for file in files_of_model(model) if not is_weights(file) and not file.name.endswith(WEIGHTS_SUFFIXES)
-    ]
-    for file in files:
+    for file in files_of_model(model):
+        if is_weights(file) or file.name.endswith(WEIGHTS_SUFFIXES):
+            continue
         link = folder / file.relative_to(model)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(file.resolve())

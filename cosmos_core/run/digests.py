@@ -1,5 +1,4 @@
-"""Cache of content digests of files outside the run directory, keyed by size, times and inode so that each file is
-hashed once."""
+"""Cache of content digests of files outside the run directory, keyed by size, times and inode, to hash each once."""
 
 import hashlib
 import json
@@ -24,7 +23,7 @@ class Digests:
     """Append-only cache of digests in one file, one line per digest; losing the file costs time only.
 
     Args:
-        thorough: ignore the digests that other processes computed.
+        ignores_cache: ignore the digests that other processes computed.
     """
 
     def __init__(self, path: Path, *, ignores_cache: bool = False) -> None:
@@ -71,8 +70,7 @@ def shared_digest_cache(output_dir: Path, *, ignores_cache: bool = False) -> Dig
 
 
 def _read_cache(path: Path) -> dict[str, tuple[Key, str]]:
-    """Return the newest entry per file from the complete lines of the cache; rewrite the cache if most of its lines are
-    outdated."""
+    """Return the newest entry per file from the complete lines of the cache; rewrite it if most lines are outdated."""
     entries: dict[str, tuple[Key, str]] = {}
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

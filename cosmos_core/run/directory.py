@@ -1,7 +1,4 @@
-"""Create, open and find run directories. A run directory is the source of truth about its run; Prefect's database is
-not."""
-
-from __future__ import annotations
+"""Create, open and find run directories. The directory, not Prefect's database, is the source of truth about a run."""
 
 import errno
 import os
@@ -67,11 +64,9 @@ class RunFacts(Document):
     kinds: dict[str, dict[str, Any]] = {}
     """Declared properties of each stage kind of the run, by name of the kind."""
     fixed: dict[str, Any] = {}
-    """Settings that were resolved when the run was created, such as the number of threads: each key with the value in
-    the user's config."""
+    """Settings that were resolved at the creation, such as the number of threads, with their configured values."""
     entrypoint: str = ""
-    """Import path `FILE.py:FLOW` of the Python flow that created the run; empty: the run was created from a TOML
-    file."""
+    """Import path `FILE.py:FLOW` of the Python flow that created the run; empty: a TOML file did."""
     parameters: dict[str, Any] = {}
     """Parameters of the Python flow that created the run; empty for a TOML file."""
     estimate: dict[str, float | None] = {}
@@ -123,8 +118,7 @@ def create_run(
     check_inputs(pipeline)
     # Threads, privacy and revisions are resolved once per run, so that the run can be resumed on a machine with another
     # number of cores, and after its models and data sets on the Hub have changed.
-    original = pipeline
-    private = pipeline.config.private
+    original, private = pipeline, pipeline.config.private
     if private is None and umask() & 0o077 == 0o077:  # umask: new files are readable only for their owner
         private = True
     resolved_settings = {"threads": threads(pipeline), "private": private}
@@ -132,7 +126,6 @@ def create_run(
     pipeline = pin_urls(pin_hub_revisions(pipeline))
     versions = stage_facts(pipeline).versions
     output_dir = create_writable(pipeline.output_dir)
-    seeds = {stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages}
     facts = RunFacts(
         pipeline=pipeline.config.name,
         started=time.time(),
@@ -141,14 +134,16 @@ def create_run(
         git_commit=git_commit(),
         python=sys.version.split()[0],
         versions=versions,
-        seeds=seeds,
+        seeds={stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages},
         kinds={stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages},
-        fixed={key: resolved for key, (resolved, _) in _changed_values(original, pipeline.as_toml()).items()},
+        fixed=_changed_values(original, pipeline.as_toml()),
         entrypoint=entrypoint,
         parameters=parameters or {},
         estimate=saved_estimate(original, output_dir),
     )
-    path = _create_folder(output_dir, run_id or _timestamp(pipeline), tomli_w.dumps(pipeline.as_toml()), facts)
+    timestamps = (recipe.train.timestamp for recipe in pipeline.recipes.values())
+    run_id = run_id or next(filter(None, timestamps), time.strftime("%Y%m%d%H%M%S"))
+    path = _create_folder(output_dir, run_id, tomli_w.dumps(pipeline.as_toml()), facts)
     list_runs(output_dir)
     return open_run(path, pipeline.kinds)
 
@@ -210,15 +205,10 @@ def open_run(path: Path, kinds: StageKinds) -> Run:
     if not (path / PIPELINE).is_file():
         raise ConfigError(f"{path} is not a run directory: it has no {PIPELINE}")
     run = Run(path.resolve(), load_pipeline(path / PIPELINE, (), kinds))
-    _make_private(run.path, run.pipeline)  # a copy from another machine may have other permissions
-    return run
-
-
-def _make_private(path: Path, pipeline: Pipeline) -> None:
-    """Remove the permissions of group and others from the folder of a private run."""
-    if pipeline.config.private and path.stat().st_mode & 0o077:
+    if run.pipeline.config.private and run.path.stat().st_mode & 0o077:  # as in a copy from another machine
         with suppress(PermissionError):  # only the owner may change permissions
-            path.chmod(0o700)
+            run.path.chmod(0o700)
+    return run
 
 
 def flow_run_notes(output_dir: Path) -> Path:
@@ -279,8 +269,7 @@ def find_run(name: str, output_dir: Path) -> Path:
 
 
 def supersede_stage(stage_path: Path) -> None:
-    """Move a stage directory to `superseded`, because its fingerprint is outdated or the user wants the stage to run
-    again."""
+    """Move a stage directory, which is outdated or which the user wants to be made again, to `superseded`."""
     if not stage_path.exists():
         return
     folder = stage_path.parent.parent / "superseded"
@@ -307,11 +296,6 @@ def create_writable(folder: Path) -> Path:
             f"pipeline.output_dir = {str(folder)!r} cannot be written: {reason}; choose another folder"
         ) from error
     return folder
-
-
-def _timestamp(pipeline: Pipeline) -> str:
-    timestamps = [recipe.train.timestamp for recipe in pipeline.recipes.values() if recipe.train.timestamp]
-    return timestamps[0] if timestamps else time.strftime("%Y%m%d%H%M%S")
 
 
 def _create_folder(output_dir: Path, run_id: str, pipeline: str, facts: RunFacts) -> Path:
@@ -377,17 +361,14 @@ def differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
     if facts is None:
         raise ConfigError(f"{run_path / 'run.json'} is damaged; continue the run as it is: cosmos resume {run_path}")
     changes = _changed_values(pipeline, read_toml(run_path / PIPELINE))
-    return [key for key, (resolved, _) in changes.items() if key not in facts.fixed or facts.fixed[key] != resolved]
+    return [key for key, value in changes.items() if key not in facts.fixed or facts.fixed[key] != value]
 
 
-def _changed_values(pipeline: Pipeline, saved: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the keys whose values differ, each with its value in the pipeline and its value in the saved settings."""
-    old_values, new = _flatten_value(pipeline.as_toml()), _flatten_value(saved)
-    return {
-        key: (old_values.get(key), new.get(key))
-        for key in sorted({*old_values, *new})
-        if old_values.get(key) != new.get(key)
-    }
+def _changed_values(pipeline: Pipeline, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys whose values differ from the saved settings, each with its value in the pipeline."""
+    values, old_values = _flatten_value(pipeline.as_toml()), _flatten_value(saved)
+    keys = sorted({*values, *old_values})
+    return {key: values.get(key) for key in keys if values.get(key) != old_values.get(key)}
 
 
 def _flatten_value(value: Any, prefix: str = "") -> dict[str, Any]:

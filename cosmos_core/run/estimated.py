@@ -1,7 +1,5 @@
 """Saved estimates of `cosmos plan --estimate`, which a later run with the same settings shows next to its cost."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

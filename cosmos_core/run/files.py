@@ -24,16 +24,12 @@ logger = logging.getLogger(__name__)
 
 SHARED_FOLDER = ".cosmos"
 """Name of the folder in the output folder with the data that all runs share, such as digests."""
-_BLOCK = 1 << 20
 _WRITER = re.compile(r"\.(\d+)(?:-\d+)?\.tmp$")
-
-
 _DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def disk_full(error: BaseException | None, where: Path) -> DiskFull | None:
-    """Return a `DiskFull` error with a message for the user if an error, or one of its causes, means that a disk is
-    full or read-only; otherwise None."""
+    """Return a `DiskFull` error if an error, or a cause of it, means that a disk is full or read-only; else None."""
     while error is not None and not (isinstance(error, OSError) and error.errno in {*_DISK_FULL_ERRORS, errno.EROFS}):
         error = error.__cause__ or error.__context__
     if error is None:
@@ -44,8 +40,7 @@ def disk_full(error: BaseException | None, where: Path) -> DiskFull | None:
 
 @contextmanager
 def raise_disk_full(where: Path) -> Iterator[None]:
-    """Context manager that raises `DiskFull` in place of an `OSError` which means that the disk is full or
-    read-only."""
+    """Raise `DiskFull` in place of an `OSError` in the block which means that the disk is full or read-only."""
     try:
         yield
     except OSError as error:
@@ -56,8 +51,8 @@ def raise_disk_full(where: Path) -> Iterator[None]:
 
 @contextmanager
 def warn_if_disk_full(description: str) -> Iterator[None]:
-    """Context manager that logs a warning and continues if its block cannot write because the disk is full; use it only
-    for information that other files contain too. `description` names the information."""
+    """Log a warning and continue if the block cannot write `description` because the disk is full; use it only for
+    information that other files contain too."""
     try:
         yield
     except OSError as error:
@@ -68,7 +63,7 @@ def warn_if_disk_full(description: str) -> Iterator[None]:
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """Replace `path` atomically by `value` as JSON; with `durable`, wait until the file is on the disk."""
-    write_text(path, json.dumps(value, indent=1, sort_keys=False) + "\n", durable=durable)
+    write_text(path, json.dumps(value, indent=1) + "\n", durable=durable)
 
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
@@ -198,13 +193,10 @@ def replaced_folder(target: Path) -> Iterator[Path]:
 
 def sha256(path: Path, *, durable: bool = False) -> str:
     """Return the SHA-256 hex digest of a file; with `durable`, first wait until the file is on the disk."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
         if durable:
             os.fsync(file.fileno())
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def files_below(root: Path) -> list[Path]:

@@ -34,10 +34,7 @@ _PACKAGE_CUSTOM_TABLES = ("dataset", "vision")  # tables of `[custom]` that this
 _INPUTS = frozenset(get_args(Role)) - {"end_tokens"}
 _END_TOKENS = "eos_token_id"
 _ENCODING = ("rollout.multi_turn_config.tools", "policy.model_class")
-"""Keys of user code that prepared rows depend on: tools add their descriptions to prompts, families of diffusion models
-encode media."""
-
-
+"""Keys of user code on which prepared rows depend: tools describe themselves in prompts, families encode media."""
 Read = tuple[str, str, str, str]
 """Input of a stage in a fingerprint: its role, key and name, and the digest of its content."""
 
@@ -53,8 +50,7 @@ class Fingerprint:
 
     @property
     def training_hash(self) -> str:
-        """Return the hash of the ingredients that a training depends on; stages with the same hash share
-        checkpoints."""
+        """Return the hash of what a training depends on; stages with the same hash share checkpoints."""
         return _hash_ingredients({name: value for name, value in self.ingredients.items() if name != CARRIED_FILES})
 
     def describe_difference(self, older: Fingerprint) -> list[str]:
@@ -105,11 +101,9 @@ def fingerprint(
             values.pop(name)
     # User functions and classes receive the whole config, so each setting may change their result.
     includes_all_settings = any(each.role in {"entry", "data_code"} for each in inputs)
-    settings = (
-        values
-        if includes_all_settings
-        else {k: v for k, v in flat_keys(_replace_import_paths(values, labels)).items() if is_read(k)}
-    )
+    settings = values
+    if not includes_all_settings:
+        settings = {k: v for k, v in flat_keys(_replace_import_paths(values, labels)).items() if is_read(k)}
     world_size = recipe.policy.parallelism.world_size if kind.has_mesh else None
     libraries = (*kind.libraries, *(clean_packages(recipe) if kind.reads_data == "source" else ()))
     libraries += QUANTIZATION if is_read("export.formats") else ()
@@ -191,8 +185,7 @@ def _read(each: Input, digest: Any) -> Read:
 
 
 def _digests_by_role(inputs_and_digests: Sequence[tuple[Input, Any]], labels: Mapping[str, str]) -> dict[str, Any]:
-    """Return the digests of inputs by role: a list for `data`, a dict for roles that several inputs may have, otherwise
-    one digest."""
+    """Return the digests of inputs by role: a list for `data`, a dict for roles of several inputs, else one digest."""
     ingredients: dict[str, Any] = {"model": None, "data": []}
     for each, digest in inputs_and_digests:
         if each.role == "data":
@@ -226,8 +219,7 @@ def _keys_of(stage: StageConfig, kind: StageKind) -> dict[str, Any]:
 
 
 def read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
-    """Return a function that returns True for a recipe key that a stage reads: its kind reads the key, and no other
-    setting disables the key."""
+    """Return a predicate of the recipe keys that a stage reads: its kind reads them, and no setting disables them."""
     kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
     ignored_keys: list[str] = []
     if kind.trains_model and not recipe.validation.enable:

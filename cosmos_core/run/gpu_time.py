@@ -5,8 +5,6 @@ heartbeat of launcher or worker. The time of a stage that ran again includes all
 `superseded/`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,11 +72,7 @@ def note_in_result(stage_path: Path) -> Result:
     for interval in closed_intervals(stage_path):
         intervals_by_attempt.setdefault(interval.attempt, []).append(interval)
     result["attempts"] = [
-        {
-            "attempt": attempt,
-            "gpus": max(interval.gpus for interval in intervals),
-            "gpu_seconds": gpu_seconds(intervals),
-        }
+        {"attempt": attempt, "gpus": max(each.gpus for each in intervals), "gpu_seconds": gpu_seconds(intervals)}
         for attempt, intervals in intervals_by_attempt.items()
     ]
     result["gpu_seconds"] = sum(entry["gpu_seconds"] for entry in result["attempts"])

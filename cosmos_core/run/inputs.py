@@ -3,8 +3,6 @@
 No user code is imported. The workers check the contents (weights, rows, functions).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence
@@ -164,7 +162,7 @@ def kernel_packages(recipe: Recipe) -> dict[str, str]:
     train, packages = recipe.train, {}
     if train.optm_name.endswith("8bit"):
         packages["torchao"] = f"train.optm_name = {train.optm_name!r}"
-    if recipe.train.fp8.enable_fp8:
+    if train.fp8.enable_fp8:
         packages["torchao"] = "train.fp8.enable_fp8 = true"
     if recipe.policy.enable_liger_kernel:
         packages["liger-kernel"] = "policy.enable_liger_kernel = true"

@@ -1,5 +1,4 @@
-"""Packages whose versions enter fingerprints, grouped by the work that uses them; each stage kind declares its own
-group."""
+"""Packages whose versions enter fingerprints, by the work that uses them; each stage kind declares its group."""
 
 ROWS = ("jinja2", "numpy", "pillow", "tokenizers", "torch", "torchvision", "transformers")
 """Packages that turn rows into token ids and pixels."""

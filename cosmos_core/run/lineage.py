@@ -25,8 +25,7 @@ RECORD_FILE = "published.json"
 
 @dataclass(frozen=True)
 class Link:
-    """One entry of a lineage: a stage, or a model or data set that no stage made, `depth` steps above the queried
-    path."""
+    """Entry of a lineage: a stage, or a model or data set that no stage made, `depth` steps above the queried path."""
 
     depth: int
     name: str
@@ -35,8 +34,7 @@ class Link:
     where: str
     """Origin of the entry: the run of a stage, or the path or Hub id of an external model or data set."""
     note: str
-    """Status of the content: `verified`, `recorded` for content that cannot be hashed again as a whole, or a
-    description of the damage."""
+    """Status of the content: `verified`, `recorded` if it cannot be hashed again as a whole, or its damage."""
     gpu_seconds: float = 0.0
     """GPU seconds that the attempts of a stage held."""
 
@@ -145,23 +143,19 @@ def public_name(name: str) -> str:
     return Path(name).name if is_path else name
 
 
-_MODEL = frozenset({"model"})
-
-
 def base_of(stage: Stage) -> str:
     """Return a name of the model that a training started from, valid on any machine: a Hub id, a stage of the run, or
     the name and digest of a folder."""
     source_name = stage.config.model or stage.recipe.policy.model_name_or_path
     if (upstream := source_of(source_name)) is not None:
         return f"{stage.run_path.name}/{upstream}"
-    digest = next((source.digest for source in stage.sources if source.kind in _MODEL), "")
+    digest = {source.kind: source.digest for source in reversed(stage.sources)}.get("model", "")
     name = public_name(source_name)
     return name if name in {source_name, ""} or not digest or "/" in name else f"{name} (sha256 {digest[:12]})"
 
 
 def _dataset_names(pipeline: Pipeline, stage: StageConfig) -> list[str]:
-    """Return the names of the data sets that a stage reads from outside the run, or `made by FUNCTION` if user code
-    creates its rows."""
+    """Return the names of a stage's data sets outside the run, or `made by FUNCTION` if user code makes its rows."""
     outside_inputs = [each for each in pipeline.inputs(stage) if each.role == "data" and each.form != "stage"]
     rows = [
         each for each in outside_inputs if not (each.key.startswith(BENCHMARKS) or each.key.endswith(".pass_rates"))

@@ -31,8 +31,7 @@ class Holder(Document):
 
 
 class Approval(Document):
-    """Content of `approval.json`: a pending or declined request to approve the publication of a run. Without a pending
-    or declined request there is no file."""
+    """Content of `approval.json`, which exists while a request to approve a publication is pending or declined."""
 
     until: Seconds
     """Time at which the approval request expires, in seconds since 1970."""
@@ -40,8 +39,7 @@ class Approval(Document):
 
 
 def note_approval(run_path: Path, approval: Approval) -> None:
-    """Save the approval request of a run, pending or declined; the next process that claims the run removes the
-    file."""
+    """Save the approval request of a run, pending or declined; the next process that claims the run removes it."""
     write_json(run_path / "locks" / _APPROVAL, approval.model_dump(), durable=False)
 
 
@@ -76,12 +74,10 @@ def start_of_dead_holder(run_path: Path) -> float | None:
 
 
 def has_lost_launcher(state: State) -> bool:
-    """Return True if the launcher of a stage ran on this machine and has ended; its worker may still save a
-    checkpoint."""
-    is_on_this_machine = state.launcher_pid is not None and ran_on_this_machine(
-        state.launcher_machine, state.launcher_host
-    )
-    return is_on_this_machine and not is_alive(state.launcher_pid, state.launcher_started)
+    """Return True if a stage's launcher ran on this machine and has ended; its worker may still save a checkpoint."""
+    if state.launcher_pid is None or not ran_on_this_machine(state.launcher_machine, state.launcher_host):
+        return False
+    return not is_alive(state.launcher_pid, state.launcher_started)
 
 
 def is_dead(state: State, now: float) -> bool:

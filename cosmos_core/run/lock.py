@@ -1,5 +1,4 @@
-"""Lock files for one writer at a time on one machine, based on `flock`, which the kernel releases when the holder
-dies."""
+"""Lock files for one writer at a time on one machine, by `flock`, which the kernel releases when the holder dies."""
 
 from __future__ import annotations
 

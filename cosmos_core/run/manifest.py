@@ -1,8 +1,6 @@
 """`result.json`: the manifest of a finished stage, with size and SHA-256 of every output. It is written last and marks
 the stage as done."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time
@@ -100,9 +98,7 @@ def commit(
         "created": time.time(),
         "metrics": outcome.metrics,
         "info": outcome.info,
-        "inputs": {
-            key: {"fingerprint": value["fingerprint"], "digest": value["digest"]} for key, value in inputs.items()
-        },
+        "inputs": {name: {key: value[key] for key in _Input.model_fields} for name, value in inputs.items()},
         "sources": [source.model_dump() for source in sources],
         "outputs": files,
         "reused_from": None,

@@ -71,8 +71,7 @@ class PairedDifferences:
 
     @property
     def _padded(self) -> tuple[float, ...]:
-        """Return the differences with two additional items, one in each direction, so that a few equal items do not
-        count as certain."""
+        """Return the differences with one more item per direction, so that few equal items do not count as certain."""
         size = 1.0 if self.is_binary else max(map(abs, self.differences)) or 1e-12
         return (*self.differences, size, -size)
 

@@ -34,8 +34,7 @@ class Decision:
 
 
 def fingerprint_folder(output_dir: Path, value: str) -> Path:
-    """Return the folder that lists the finished stages with a fingerprint, and that is locked while a stage with it
-    runs."""
+    """Return the folder that lists the finished stages with a fingerprint, and is locked while a stage with it runs."""
     return output_dir / SHARED_FOLDER / "fingerprints" / value
 
 
@@ -100,10 +99,8 @@ def plan_stages(
             continue
         current = fingerprint(pipeline, stage, kind, upstream, digests)
         decision: Decision | None = None
-        for candidate in [
-            *(pool_fingerprints(output_dir, pipeline, stage, current) if stage.work_pool else []),
-            current,
-        ]:
+        in_pool = pool_fingerprints(output_dir, pipeline, stage, current) if stage.work_pool else []
+        for candidate in (*in_pool, current):
             if decision is None or decision.action == "run":
                 decision = decide_from_results(output_dir, None, candidate, ignores_cache=ignores_cache)
             if (decision is None or decision.action == "run") and (result := stored(candidate.value)):
@@ -115,8 +112,7 @@ def plan_stages(
 
 
 def save_fingerprint(stage_path: Path, value: Fingerprint, work_pool: str = "") -> None:
-    """Save the ingredients of a fingerprint, so that a later run can report what changed, and the work pool of the
-    stage."""
+    """Save the ingredients of a fingerprint, by which a later run can tell what changed, and the stage's work pool."""
     content = asdict(value) | {"of_training": value.training_hash}
     write_json(stage_path / FINGERPRINT, content | ({"work_pool": work_pool} if work_pool else {}))
 
@@ -174,8 +170,7 @@ def _parsed(saved: Any) -> Fingerprint | None:
 
 
 def _saved_fingerprints(output_dir: Path, pipeline: str, stage: str) -> dict[str, tuple[Fingerprint, str]]:
-    """Return the fingerprints of a stage that the newest runs of a pipeline saved, with the work pool that computed
-    them, by run id, newest first."""
+    """Return a stage's fingerprints in the newest runs of a pipeline with their work pools, by run id, newest first."""
     runs = read_json(output_dir / RUNS)
     fingerprints: dict[str, tuple[Fingerprint, str]] = {}
     for run in reversed(runs if isinstance(runs, list) else []):
@@ -188,13 +183,8 @@ def _saved_fingerprints(output_dir: Path, pipeline: str, stage: str) -> dict[str
 
 
 def _finished_stages(output_dir: Path, value: str) -> list[Path]:
-    entries = sorted(fingerprint_folder(output_dir, value).glob("*.json"), reverse=True)
-    documents = [read_json(entry) for entry in entries]
-    return [
-        output_dir / entry["stage"]
-        for entry in documents
-        if isinstance(entry, dict) and isinstance(entry.get("stage"), str)
-    ]
+    entries = map(read_object, sorted(fingerprint_folder(output_dir, value).glob("*.json"), reverse=True))
+    return [output_dir / entry["stage"] for entry in entries if isinstance(entry.get("stage"), str)]
 
 
 def _run_of(stage_path: Path) -> str:
@@ -211,8 +201,7 @@ def _explain_new_fingerprint(output_dir: Path, pipeline: str, stage: str, curren
 
 
 def _nearest(output_dir: Path, pipeline: str, stage: str, current: Fingerprint) -> tuple[str, list[str]]:
-    """Return the id of the earlier run whose stage is most similar, and the differences; an empty id if there is no
-    earlier run."""
+    """Return the id of the earlier run whose stage is most similar (empty if there is none), and the differences."""
     saved = _saved_fingerprints(output_dir, pipeline, stage)
     changes = [(run_id, current.describe_difference(earlier)) for run_id, (earlier, _) in saved.items()]
     return min(changes, key=lambda item: len(item[1]), default=("", []))

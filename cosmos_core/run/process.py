@@ -35,8 +35,7 @@ def identify_process() -> dict[str, Any]:
 
 @cache
 def identify_machine() -> str:
-    """Return an identifier of this machine since its last boot; containers with the same host name differ, because each
-    has its own pids."""
+    """Return an identifier of this machine since its last boot, which containers of the same host name do not share."""
     boot_id_file, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     identifiers = (
         boot_id_file.read_text().strip() if boot_id_file.is_file() else "",
@@ -46,8 +45,7 @@ def identify_machine() -> str:
 
 
 def ran_on_this_machine(machine: str, host: str) -> bool:
-    """Return True if a process ran on this machine since its last boot; `machine` is empty if only the host name is
-    known."""
+    """Return True if a process ran on this machine since its boot; `machine` is empty if only the host is known."""
     return machine == identify_machine() if machine else host == socket.gethostname()
 
 

@@ -70,8 +70,7 @@ class Progress:
         return self._position.total
 
     def phase(self, name: str, deadline_seconds: float | None = None) -> None:
-        """Enter a phase of the worker, which counts as hung after `deadline_seconds` without a heartbeat; None selects
-        the default deadline of the phase."""
+        """Enter a phase, which counts as hung after `deadline_seconds` without a heartbeat; None: its default."""
         changed = name != self._position.phase
         self._position.phase, self._position.done, self._position.count = name, 0, 0
         self._position.deadline_seconds = deadline_seconds or PHASE_SECONDS.get(name, 600)
@@ -133,8 +132,7 @@ def read_progress(stage_path: Path) -> Position | None:
 
 
 class Metrics:
-    """Writer of `metrics.jsonl`, which has one JSON object per line: `{"step": 12, "time": 1700000000.0, "loss": 0.5,
-    ...}`."""
+    """Writer of `metrics.jsonl`, with a JSON object per line: `{"step": 12, "time": 1700000000.0, "loss": 0.5}`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -151,8 +149,7 @@ class Metrics:
             watcher(line)
 
     def sync(self) -> None:
-        """Wait until all lines of metrics are on the disk, so that a later checkpoint does not refer to missing
-        lines."""
+        """Wait until all lines of metrics are on the disk, so that a later checkpoint refers to no missing lines."""
         if self.path.exists():
             with open(self.path, "rb") as file:
                 os.fsync(file.fileno())
@@ -186,7 +183,7 @@ class MetricsReader:
     def update(self) -> list[dict[str, Any]]:
         """Return all lines of metrics that were written so far; skip truncated lines and lines without a step."""
         new = self._file_tail.lines()
-        if self._file_tail.was_replaced:  # `cut_back` replaces the file when training resumes
+        if self._file_tail.was_replaced:  # `remove_later_lines` replaces the file when training resumes
             self.lines = []
         self.lines += [line for line in json_objects(new) if has_step(line)]
         return self.lines

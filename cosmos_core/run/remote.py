@@ -5,8 +5,6 @@ A pinned URL ends in `#DIGEST`, a digest over the names, sizes and ETags of the 
 the stage kind `upload` has published is resolved to the version that its pointer names.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

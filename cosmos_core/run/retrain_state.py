@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.run.digests import shared_digest_cache
-from cosmos_core.run.files import SHARED_FOLDER, Document, read_document, write_json
+from cosmos_core.run.files import SHARED_FOLDER, Document, write_json
 from cosmos_core.run.fingerprint import fingerprint
-from cosmos_core.run.lock import Lock
 
 _MODEL_REVISION_KEY = "policy.model_revision"
 _PUBLICATION_KEYS = {"kind", "after", "model", "require", "confidence", "target"}
@@ -62,25 +61,7 @@ def note_of(pipeline: Pipeline, overrides: Sequence[str], start: str) -> Path:
     return pipeline.output_dir.expanduser().absolute() / SHARED_FOLDER / "retraining" / f"{name}.json"
 
 
-def note_of_flow_run(note: Path, flow_run: str) -> Path:
-    """Return the path of the file with the run and the content digest of one flow run; the file contains no outcome."""
-    return note.with_suffix("") / f"{flow_run}.json"
-
-
-def read_seen(note: Path) -> RetrainState | None:
-    """Return the state of the newest retraining from the state file `note`; None if there is no state."""
-    return read_document(note, RetrainState)
-
-
 def write_seen(note: Path, state: RetrainState) -> None:
     """Write the state of the newest retraining to the state file `note`."""
     note.parent.mkdir(parents=True, exist_ok=True)
     write_json(note, state.model_dump())
-
-
-def retraining_lock(note: Path) -> Lock:
-    """Open the lock that a triggered retraining on this machine holds from reading the state file `note` until it ends.
-
-    Otherwise, a retraining that began with older data could publish after one that began with newer data.
-    """
-    return Lock(note.with_suffix(".lock"))

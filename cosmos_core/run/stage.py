@@ -1,7 +1,5 @@
 """`Stage`: the settings, inputs and directory of one stage, as the program of the stage receives them."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -25,11 +23,9 @@ PROFILE_REQUEST_FILE = "profile_asked"
 ENGINES = "engines.json"
 """Name of the file with the requested number of rollout engines, which `cosmos scale` writes."""
 CHECKED_PROMPTS = "prompts.json"
-"""Name of the file with which `cosmos check` passes the first prompts of prepared rows to the check of another
-stage."""
+"""Name of the file with which `cosmos check` passes the first prepared prompts to the check of another stage."""
 CONDITIONS = "conditions.json"
-"""Name of the file, in the folder of a gate, with its conditions and measured values; it exists also after a
-refusal."""
+"""Name of the file of a gate, also of one that refused, with its conditions and measured values."""
 _INPUT_KEYS = ("path", "kind", "fingerprint", "digest", "metrics", "info", "inputs")
 
 
@@ -54,17 +50,15 @@ class Stage:
     kind: StageKind
     """Properties of the kind of the stage."""
     of_training: str = ""
-    """Fingerprint of everything that the training depends on, which is stored with its checkpoints; empty: same as
-    `fingerprint`."""
+    """Fingerprint of everything that the training depends on, saved with checkpoints; empty: as `fingerprint`."""
     sources: tuple[Source, ...] = ()
     """External model and data that the stage reads, which no other stage made."""
     origin: dict[str, Any] = field(default_factory=dict)
-    """External model and data from which the stage and its inputs descend; see `run.lineage.origin`."""
+    """External model and data from which the stage and its inputs descend; see `run.lineage.model_origin`."""
     engines: list[Any] = field(default_factory=list)
     """Rollout engines in separate processes, as `rollout.fleet.Handle` objects; their number may change later."""
     stop_requested: bool = field(default=False)
-    """True after a signal has requested a stop: the program saves a checkpoint at the next safe point and raises
-    `Preempted`."""
+    """True after a signal has requested a stop: the program saves a checkpoint when it can and raises `Preempted`."""
 
     @property
     def name(self) -> str:
@@ -78,8 +72,7 @@ class Stage:
 
     @property
     def checkpoint_fingerprint(self) -> str:
-        """Return the fingerprint of the stage's checkpoints; any stage with the same checkpoint fingerprint may resume
-        from them."""
+        """Return the fingerprint of the stage's checkpoints; any stage with the same one may resume from them."""
         return self.of_training or self.fingerprint
 
     @property
@@ -140,8 +133,7 @@ def load_stage(path: Path) -> Stage:
 
 
 def num_requested_engines(path: Path, configured: int) -> int:
-    """Return the number of rollout engines that a training should have now: the request of `cosmos scale`, otherwise
-    the configured number."""
+    """Return the number of rollout engines that a training should have: as `cosmos scale` asked, or as configured."""
     requested = read_json(path / ENGINES)
     return requested if isinstance(requested, int) and not isinstance(requested, bool) and requested > 0 else configured
 

@@ -19,7 +19,6 @@ RERUN_EVENT = "remade"
 """Name of the event that a stage runs again although it was made before; its detail is the reason."""
 ACTIVE = frozenset({"running", "retrying"})
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -50,8 +49,7 @@ class State(Document):
     failed_at: int | None = None
     """Step of the newest checkpoint when the last attempt failed."""
     failed_with: str = ""
-    """Step and error message of the last attempt if its program failed with an error that is not transient; otherwise
-    empty."""
+    """Step and error message of the last attempt if its program failed with an error that is not transient."""
     is_repeated: bool = False
     """Whether the two last attempts failed with the same error at the same step."""
     error: str = ""
@@ -70,10 +68,9 @@ class State(Document):
     launcher_host: str = ""
     """Host name of the launcher; machines may share the folder of runs."""
     launcher_machine: str = ""
-    """Machine and boot of the launcher, within which its pid is valid; see `run.process.this_machine`."""
+    """Machine and boot of the launcher, within which its pid is valid; see `run.process.identify_machine`."""
     renewed: Seconds | None = None
-    """Time at which the launcher last confirmed, every two seconds, that it follows the attempt: a lease for other
-    machines."""
+    """Time at which the launcher last confirmed, as every two seconds, that it follows the attempt: a lease."""
     heartbeat: Seconds | None = None
     """Time of the last heartbeat of the worker; this and the following fields are from its last progress report."""
     phase: str = ""
@@ -140,9 +137,8 @@ def record_failure(stage_path: Path, error: CosmosError) -> None:
     state, is_preempted = read_state(stage_path), isinstance(error, Preempted)
     has_progressed = (state.checkpoint_step or 0) > (state.failed_at or 0)
     failures = state.failures if is_preempted else 1 if has_progressed else state.failures + 1
-    failed_with = (
-        f"step {state.step}: {_RANK_OR_ADDRESS.sub('', str(error))}" if isinstance(error, ProgramError) else ""
-    )
+    message = _RANK_OR_ADDRESS.sub("", str(error))
+    failed_with = f"step {state.step}: {message}" if isinstance(error, ProgramError) else ""
     is_repeated = bool(failed_with) and failed_with == state.failed_with
     if is_repeated:
         logger.warning("stage %s: the same error at the same step twice; it is not tried again", stage_path.name)

@@ -3,6 +3,10 @@
 from cosmos_core.run.libraries import ROWS
 from cosmos_core.types import StageKind
 
+_ALGORITHM_KEYS = (
+    "dataset", "clean", "data_packer", "conversation_column_name", "prompt_column_name", "response_column_name",
+    "chosen_column_name", "rejected_column_name", "label_column_name", "system_prompt",
+)  # fmt: skip
 SOURCE_KEYS = (
     "name", "label", "weight", "arguments", "subset", "revision", "split", "test_size", "max_skipped_fraction",
     "columns", "system_prompt", "keep", "pass_rates",
@@ -11,16 +15,7 @@ SOURCE_KEYS = (
 DATA_TERM_KEYS = ("name", "subset", "revision", "split", "max_skipped_fraction", "conversation_column_name")
 """Keys of `train.train_policy.data_term` that determine the rows of the supervised loss."""
 ROW_KEYS = (
-    "train.train_policy.dataset",
-    "train.train_policy.clean",
-    "train.train_policy.data_packer",
-    "train.train_policy.conversation_column_name",
-    "train.train_policy.prompt_column_name",
-    "train.train_policy.response_column_name",
-    "train.train_policy.chosen_column_name",
-    "train.train_policy.rejected_column_name",
-    "train.train_policy.label_column_name",
-    "train.train_policy.system_prompt",
+    *(f"train.train_policy.{name}" for name in _ALGORITHM_KEYS),
     *(f"train.train_policy.datasets.{name}" for name in SOURCE_KEYS),
     *(f"train.train_policy.data_term.{name}" for name in DATA_TERM_KEYS),
     "validation.dataset",
@@ -28,24 +23,14 @@ ROW_KEYS = (
 )
 """Recipe keys that only stages of kind `prepare` read; later stages read the prepared rows."""
 RENDER_PROMPTS = (
-    "enable",
-    "enable_tools",
-    "tools",
-    "enable_thinking",
-    "custom_chat_template_path",
-    "add_generation_prompt",
+    "enable", "enable_tools", "tools", "enable_thinking", "custom_chat_template_path", "add_generation_prompt",
     "continue_final_message",
-)
+)  # fmt: skip
 """Keys of `rollout.multi_turn_config` that determine how prompts are rendered."""
-
 ENCODE = (
-    "is_diffusers",
-    "model_class",
-    "diffusers.dtype",
-    "diffusers.max_prompt_length",
-    "diffusers.inference_size",
+    "is_diffusers", "model_class", "diffusers.dtype", "diffusers.max_prompt_length", "diffusers.inference_size",
     "diffusers.train_frames",
-)
+)  # fmt: skip
 """Keys of `policy` that determine how text and media are encoded for the training of a diffusion model."""
 
 KIND = StageKind(

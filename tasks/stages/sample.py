@@ -5,19 +5,9 @@ from cosmos_core.types import StageKind
 from tasks.stages.prepare import RENDER_PROMPTS, ROW_KEYS
 
 _REWARDS = (
-    "type",
-    "trainer_type",
-    "reward_function",
-    "reward_env",
-    "reward_timeout_seconds",
-    "use_remote_reward",
-    "remote_reward",
-    "bypass_reward",
-    "group_reward_calculation",
-    "overlong_reward",
-    "system_prompt",
-    "datasets",
-)
+    "type", "trainer_type", "reward_function", "reward_env", "reward_timeout_seconds", "use_remote_reward",
+    "remote_reward", "bypass_reward", "group_reward_calculation", "overlong_reward", "system_prompt", "datasets",
+)  # fmt: skip
 """Keys of `train.train_policy` that determine how completions are scored."""
 
 KIND = StageKind(
@@ -31,9 +21,7 @@ KIND = StageKind(
     reads_data="prepared",
     table="sample",
     recipe_tables=(
-        "train.seed",
-        "train.master_dtype",
-        "train.param_dtype",
+        *(f"train.{name}" for name in ("seed", "master_dtype", "param_dtype")),
         *(f"train.train_policy.{name}" for name in _REWARDS),
         "policy",
         "rollout",

@@ -21,9 +21,6 @@ KIND = StageKind(
     is_numeric=False,
     forwards_metrics=True,
 )
-_KEYS_OF_CHOSEN_STAGE = (
-    "data",
-)  # keys of `info` with folders of the chosen stage, which a select stage does not pass on
 
 
 def run(stage: Stage) -> Outcome:
@@ -46,7 +43,7 @@ def run(stage: Stage) -> Outcome:
     best = (max if sweep.mode == "max" else min)(candidates, key=lambda sweep_branch: values[sweep_branch.stages])
     model_stages = [name for name in best.stages if stage.inputs[name]["info"].get("model")]
     source = stage.inputs[model_stages[-1] if model_stages else best.stages[-1]]
-    info = {key: value for key, value in source["info"].items() if key not in _KEYS_OF_CHOSEN_STAGE}
+    info = {key: value for key, value in source["info"].items() if key != "data"}  # a folder of the chosen stage
     outputs: tuple[str, ...] = ()
     if model_stages:
         outputs = (str(info["model"]),)

@@ -69,10 +69,8 @@ def run(stage: Stage) -> Outcome:
     if prepare := getattr(target, "prepare_upload", None):
         prepare(stage.path, check)
     _send_saves(stage)
-    if published_address := _find_current(stage, target, folder, record):
-        return Outcome(
-            metrics=metrics, info={"model": published_address, "published": published_address, "was_published": True}
-        )
+    if address := _find_current(stage, target, folder, record):
+        return Outcome(metrics=metrics, info={"model": address, "published": address, "was_published": True})
     published = target.publish(folder, version, record)
     write_json(stage.path / _PUBLICATION, record)
     return Outcome(metrics=metrics, info={"model": published, "published": published})
@@ -89,9 +87,8 @@ def _find_current(stage: Stage, target: Target, folder: Path, record: dict[str, 
         return ""
     if current is None or current.get("version") in {None, record["version"]}:
         return ""  # publishing the same version again repairs damaged files
-    return _find_superseded(stage, target, folder, record, current) or _find_same_weights(
-        target, folder, record, current
-    )
+    superseded = _find_superseded(stage, target, folder, record, current)
+    return superseded or _find_same_weights(target, folder, record, current)
 
 
 def _find_superseded(stage: Stage, target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
@@ -119,8 +116,7 @@ def _find_superseded(stage: Stage, target: Any, folder: Path, record: dict[str, 
 
 
 def _find_same_weights(target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
-    """Return the address of the current version if another run published it with the same undamaged files, except for
-    the model card; otherwise an empty string."""
+    """Return the address of the current version if it has the same undamaged files, besides the model card; else ""."""
     version, weights = str(current["version"]), _weights(record)
     if _weights(current) != weights:
         return ""

@@ -4,6 +4,12 @@ from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
 from tasks.stages.prepare import ROW_KEYS
 
+_TRAIN_KEYS = (
+    "seed", "master_dtype", "param_dtype", "logprob_dtype", "deterministic", "compile", "sequence_packing",
+    "fsdp_offload", "train_policy",
+)  # fmt: skip
+"""Keys of `train` that change measured values."""
+
 KIND = StageKind(
     name="validate",
     entry="cosmos_core.train.validate:run",
@@ -14,22 +20,7 @@ KIND = StageKind(
     allowed_keys=("reward_service", "reward_service_pool"),
     reads_model="weights",
     reads_data="prepared",
-    recipe_tables=(
-        "train.seed",
-        "train.master_dtype",
-        "train.param_dtype",
-        "train.logprob_dtype",
-        "train.deterministic",
-        "train.compile",
-        "train.sequence_packing",
-        "train.fsdp_offload",
-        "train.train_policy",
-        "policy",
-        "rollout",
-        "validation",
-        "custom",
-        "judge",
-    ),
+    recipe_tables=(*(f"train.{name}" for name in _TRAIN_KEYS), "policy", "rollout", "validation", "custom", "judge"),
     # Validation reads its rows once and in order: settings of shuffling and of its schedule have no effect.
     unread=(
         *ROW_KEYS,

@@ -28,7 +28,8 @@ from cosmos_core.cli import app
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.directory import create_run
-from cosmos_core.run.retrain_state import content_digest, note_of, retraining_lock
+from cosmos_core.run.lock import Lock
+from cosmos_core.run.retrain_state import content_digest, note_of
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.file import FileTarget
 from flows.retrain import retrain, starting_from_published
@@ -260,7 +261,7 @@ def test_the_model_that_a_person_was_asked_about_is_published_when_a_firing_at_w
     assert asked.go_on()[0] == "Suspended"
     nightly.rows({"accuracy": 0.6})
     [note] = tmp_path.glob("outputs/.cosmos/retraining/*.json")
-    with retraining_lock(note) as lock:
+    with Lock(note.with_suffix(".lock")) as lock:
         assert lock.try_acquire()
         release = threading.Timer(1.0, lock.release)
         release.start()

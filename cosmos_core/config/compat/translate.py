@@ -61,8 +61,7 @@ def with_current_keys(values: Values, source: str, notices: list[str]) -> Values
 
 
 def _refuse_wfm(values: Values, source: str) -> None:
-    """Refuse a recipe of the deprecated `--wfm-mode` schema; a current recipe may have a table `[model]` for a user's
-    script."""
+    """Refuse a recipe of the deprecated `--wfm-mode` schema; a user's script may have a table `[model]`."""
     tables = [name for name in _WORLD_MODEL_TABLES if isinstance(values.get(name), dict)]
     if tables and (not _CURRENT_TABLES & values.keys() or ("model" in tables and len(tables) > 1)):
         raise ConfigError(
@@ -97,24 +96,20 @@ def _fill(values: Values, old_key: str, new: str, notices: list[str]) -> None:
     if target.setdefault(today_name, value) == value:
         notices.append(f"{old_key} is today's {new}")
     else:
-        notices.append(
-            f"{old_key} = {short_text(value)} is ignored: today's {new} says {short_text(target[today_name])}"
-        )
+        current = short_text(target[today_name])
+        notices.append(f"{old_key} = {short_text(value)} is ignored: today's {new} says {current}")
 
 
 def _keep_applicable_batch_size(values: Values, notices: list[str]) -> None:
-    """Remove one of two validation batch sizes in a file of the first generation; keep the one that applies to the type
-    of training, RL or SFT."""
+    """Keep that one of two validation batch sizes of the first generation which applies to the training, RL or SFT."""
     (first, name), (second_value, other) = (_find_table(values, key) for key in _BATCHES)
     if name not in first or other not in second_value or first[name] == second_value[other]:
         return
     policy, _ = _find_table(values, f"{_POLICY}.type")
     is_rl = inferred_type(policy) == "grpo" if policy else True
-    removed_value = first.pop(name) if is_rl else second_value.pop(other)
-    kept_key = _BATCHES[is_rl]
-    notices.append(
-        f"{_BATCHES[not is_rl]} = {short_text(removed_value)} is ignored: {kept_key} is that of this type of training"
-    )
+    removed = short_text(first.pop(name) if is_rl else second_value.pop(other))
+    removed_key, kept_key = _BATCHES[not is_rl], _BATCHES[is_rl]
+    notices.append(f"{removed_key} = {removed} is ignored: {kept_key} is that of this type of training")
 
 
 def _remove_ineffective(values: Values, keys: dict[str, str], notices: list[str]) -> None:
@@ -154,8 +149,7 @@ def current_name(key: str) -> str:
 
 
 def no_effect_message(key: str, value: Any) -> str:
-    """Return a message if a dotted key, with or without the name of a stage before it, has no effect; otherwise an
-    empty string."""
+    """Return a message if a dotted key, also one after the name of a stage, has no effect; otherwise an empty text."""
     for old_key, meaning in UNUSED_KEYS.items():
         if "." in old_key and _split_stage_key(key, old_key)[1]:
             return _ineffective_message(key, value, meaning)
@@ -163,8 +157,7 @@ def no_effect_message(key: str, value: Any) -> str:
 
 
 def _split_stage_key(key: str, table: str) -> tuple[str, bool]:
-    """Return the name of the stage at the beginning of a dotted key, with its dot, and whether the rest of the key is
-    in `table`."""
+    """Return the name of the stage that a dotted key begins with, with its dot, and whether the rest is in `table`."""
     if f"{key}.".startswith(f"{table}."):
         return "", True
     stage, _, rest = key.partition(".")

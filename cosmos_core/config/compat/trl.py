@@ -1,5 +1,4 @@
-"""Names of settings in transformers and TRL, each with the key that has the same meaning here or the feature that
-replaces it."""
+"""Names of settings in transformers and TRL, each with the key here that means the same, or what replaces it."""
 
 import tomllib
 from importlib.resources import files

@@ -75,8 +75,7 @@ class AlgorithmConfig(Table):
 
     @property
     def sources(self) -> dict[str, Self]:
-        """Return a copy of this table for each data set of training rows, with the settings of that data set, by the
-        key of the data set."""
+        """Return a copy of this table with the settings of each data set of training rows, by the data set's key."""
         if not self.datasets:
             return {"train.train_policy.dataset": self}
         source_tables = (self.derive(datasets=(), dataset=each, **self._settings_of(each)) for each in self.datasets)
@@ -108,8 +107,7 @@ class AlgorithmConfig(Table):
 
     @property
     def supervised_rows(self) -> DataTermConfig | None:
-        """Return the settings of SFT rows that are trained on in addition to text rollouts; None: there are no such
-        rows."""
+        """Return the settings of SFT rows that are trained on in addition to text rollouts; None: no such rows."""
         return None
 
     @property
@@ -139,8 +137,7 @@ class AlgorithmConfig(Table):
 
     @property
     def reward_keyword_values(self) -> dict[str, Any]:
-        """Return the values of this table that reward functions may take as keyword arguments; see
-        `rewards.base.KEYWORDS`."""
+        """Return the values that reward functions may take as keyword arguments; see `rewards.base.KEYWORDS`."""
         return {}
 
     @property
@@ -163,8 +160,7 @@ class AlgorithmConfig(Table):
 
     @property
     def reward_env_names(self) -> tuple[str, ...]:
-        """Return the names of environment variables that reward functions receive in addition to those of every
-        subprocess."""
+        """Return the environment variables that reward functions receive in addition to those of every subprocess."""
         return ()
 
     def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling | None:
@@ -232,8 +228,7 @@ class AlgorithmConfig(Table):
 
 
 def algorithm_of(values: Any) -> str:
-    """Return the name of the algorithm whose table validates the values of a `[train.train_policy]`: that of
-    `trainer_type`, otherwise (user code included) that of `type`."""
+    """Return the algorithm of a `[train.train_policy]`: its `trainer_type`, otherwise (as for user code) its `type`."""
     if isinstance(values, AlgorithmConfig):
         return values.algorithm
     kind, name = str(values.get("type")), values.get("trainer_type")

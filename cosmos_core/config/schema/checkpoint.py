@@ -47,8 +47,7 @@ class CheckpointConfig(Table):
         return f"s3://{'/'.join(filter(None, parts))}" if self.upload_s3 else ""
 
     def targets(self, *names: str, is_last: bool) -> dict[str, str]:
-        """Return the publication targets of a training's export by the suffix of the upload stage; only the last
-        training has the target on the Hub."""
+        """Return a training's publication targets by suffix of the upload stage; only the last one goes to the Hub."""
         hub = f"hub://{self.hf_repo_name}" if self.upload_hf and is_last else ""
         return {kind: url for kind, url in {"s3": self.s3_url(*names), "hub": hub}.items() if url}
 

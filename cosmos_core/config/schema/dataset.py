@@ -8,27 +8,22 @@ from pydantic import field_validator, model_validator
 
 from cosmos_core.config.conditions import parse_range
 from cosmos_core.config.schema.marks import IfSet, NamedThing, NoResult
-from cosmos_core.config.schema.rewards import RewardWeights
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import Fraction, PositiveFloat, Splits
+from cosmos_core.config.schema.value_types import Fraction, PositiveFloat, RewardWeights, Splits
 
 _TEXTS = (".jsonl", ".json", ".csv", ".tsv")
 _PACKED = (".gz", ".bz2", ".xz")
 DATA_SUFFIXES = (*_TEXTS, ".parquet", ".arrow", *(f"{text}{packed}" for text in _TEXTS for packed in _PACKED))
 """Suffixes of the names of data files."""
-
-
 GENERATED = "reasoning-gym:"
 """Prefix of the names of data sets that the package `reasoning-gym` generates."""
+PASS_RATES = "pass_rates.jsonl"
+"""Name of the file in which stages that complete prompts record the pass rate of each prompt."""
 
 
 def generator_of(name: str) -> str:
     """Return the generator that the name of a data set names, such as `chain_sum`; empty if it names none."""
     return name.removeprefix(GENERATED) if name.startswith(GENERATED) else ""
-
-
-PASS_RATES = "pass_rates.jsonl"
-"""Name of the file in which stages that complete prompts record the pass rate of each prompt."""
 
 
 def data_suffix(name: str) -> str:

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from cosmos_core.config.schema.diffusers import DiffusersConfig
 
 OLD_POLICY = "old"
-"""Name of the weights of the old policy, which generates the rollouts of DiffusionNFT and follows the trained
-policy."""
+"""Name of the weights of the old policy, which generates rollouts of DiffusionNFT and follows the trained policy."""
 
 
 class DiffusionNftConfig(FlowPolicyConfig):

@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 
 from pydantic import ValidationInfo, field_validator
 
-from cosmos_core.config.schema.marks import NamedThing, NoResult, UnitMark
+from cosmos_core.config.schema.marks import UnitMark
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import DType, Fraction, NonNegativeFloat, Rows, Tokens
+from cosmos_core.config.schema.value_types import DType, Fraction, ModelName, NonNegativeFloat, Rows, Tokens
 
 
 class TeacherParallelismConfig(Table):
@@ -26,7 +26,7 @@ class DistillationConfig(Table):
     rewards."""
     parallelism: TeacherParallelismConfig = TeacherParallelismConfig()
     """Device mesh of the teacher."""
-    model_name_or_path: Annotated[str, NoResult, NamedThing.PATH] = "Qwen/Qwen2.5-VL-7B-Instruct"
+    model_name_or_path: ModelName = "Qwen/Qwen2.5-VL-7B-Instruct"
     """Teacher model: a folder in Hugging Face format, a Hub id, or `stage:NAME` for the export of that stage (the
     fingerprint includes the content). Its tokenizer must have every token of the policy's tokenizer, with the same
     id."""
@@ -67,13 +67,6 @@ class DistillationConfig(Table):
     trainer_token_ids_from_teacher: bool = True
     """Take the `top_k` tokens that are most likely under the teacher; False: those that are most likely under the
     policy before the train step."""
-
-    @field_validator("model_name_or_path")
-    @classmethod
-    def _require_name(cls, name: str) -> str:
-        if not name.strip():
-            raise ValueError("model_name_or_path is empty; give a folder or a Hub id")
-        return name
 
     @field_validator("top_k")
     @classmethod

@@ -71,8 +71,7 @@ class MultiTurnRolloutConfig(Table):
             )
 
     def notices(self, stage: StageContext) -> Iterator[str]:
-        """Yield notices about settings that end every conversation after its first turn, or let every tool call
-        fail."""
+        """Yield notices about settings that end every conversation after one turn, or let every tool call fail."""
         if not self.enable_tools:
             yield f"{_KEY}.enable: without enable_tools every conversation ends with its first assistant turn"
         elif not self.tools:

@@ -12,7 +12,7 @@ from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresSwitch
 from cosmos_core.config.schema.modality import CAUSAL_LM, DIFFUSION, Modality
 from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
 from cosmos_core.config.schema.table import StageContext, Table, as_toml
-from cosmos_core.config.schema.value_types import NameOrImportPath, NonNegativeFloat, Strings, Tokens
+from cosmos_core.config.schema.value_types import ModelName, NameOrImportPath, NonNegativeFloat, Strings, Tokens
 
 
 class PolicyConfig(Table):
@@ -26,7 +26,7 @@ class PolicyConfig(Table):
     """Whether the model is a pipeline of the library diffusers."""
     model_class: Annotated[NameOrImportPath | None, NamedThing.CODE] = None
     """User class of a family of diffusion models, `path/file.py:Class`; None: the family of the pipeline's class."""
-    model_name_or_path: Annotated[str, NoResult, NamedThing.PATH] = "Qwen/Qwen2.5-VL-7B-Instruct"
+    model_name_or_path: ModelName = "Qwen/Qwen2.5-VL-7B-Instruct"
     """Model that is trained: a folder in Hugging Face format, its URL in a store (`s3://BUCKET/PREFIX`; `/latest` at
     the end selects the published version), or a Hub id (the fingerprint includes the content, not the name); in a
     pipeline `model = "stage:NAME"` replaces it."""
@@ -111,13 +111,6 @@ class PolicyConfig(Table):
             )
         if self.lora and self.lora.modules_to_save:
             yield "policy.lora.modules_to_save: diffusers loads adapters alone; leave it out, or train all weights"
-
-    @field_validator("model_name_or_path")
-    @classmethod
-    def _require_name(cls, name: str) -> str:
-        if not name.strip():
-            raise ValueError("model_name_or_path is empty; give a folder or a Hub id")
-        return name
 
     @field_validator("freeze_pattern", "trainable_pattern")
     @classmethod

@@ -77,8 +77,7 @@ class Recipe(Table):
 
     @property
     def completes_held_out(self) -> bool:
-        """Return whether held-out rows are prompts that the model completes, rather than texts whose loss is
-        measured."""
+        """Return whether held-out rows are prompts that the model completes, not texts whose loss is measured."""
         has_rewards = self.validation.reward_function or self.validation.remote_rewards
         return self.train.train_policy.has_rollouts or bool(has_rewards)
 
@@ -101,8 +100,7 @@ class Recipe(Table):
 
     @property
     def datasets(self) -> dict[str, RowsConfig]:
-        """Return the data sets of training rows, supervised rows, held-out rows and benchmarks, by the key of their
-        table."""
+        """Return the data sets of training, supervised and held-out rows and benchmarks, by the key of their table."""
         policy = self.train.train_policy
         benchmarks = policy.clean.decontaminate_against if policy.clean else ()
         supervised = {"train.train_policy.data_term": policy.supervised_rows.dataset} if policy.supervised_rows else {}
@@ -125,8 +123,7 @@ class Recipe(Table):
 
     @property
     def reward_constants(self) -> dict[str, Any]:
-        """Return the values of the recipe that every reward function may take as keyword arguments; see
-        `rewards.base.KEYWORDS`."""
+        """Return the values that every reward function may take as keyword arguments; see `rewards.base.KEYWORDS`."""
         constants = self.train.train_policy.reward_keyword_values
         max_tokens = self.rollout.max_response_length
         return {"custom": self.custom, "max_tokens": max_tokens, "judge_config": self.judge.model_dump(), **constants}
@@ -138,14 +135,12 @@ class Recipe(Table):
 
     @property
     def reward_env(self) -> tuple[str, ...]:
-        """Return the names of environment variables that reward functions receive in addition to those of every
-        subprocess."""
+        """Return the environment variables that reward functions receive in addition to those of every subprocess."""
         return tuple(dict.fromkeys((*self.train.train_policy.reward_env_names, *self.validation.reward_env)))
 
     @property
     def secret_env(self) -> tuple[str, ...]:
-        """Return the names of environment variables whose values are masked: those of rewards, and the key of the
-        judge."""
+        """Return the environment variables whose values are masked: those of rewards, and the key of the judge."""
         return (*self.reward_env, self.judge.key_env) if self.uses_judge else self.reward_env
 
     @model_validator(mode="before")
@@ -162,15 +157,13 @@ class Recipe(Table):
         name = policy_table.get("trainer_type", "sft")
         if policy_table.get("type") != "sft" or not isinstance(name, str) or not (name == "sft" or ":" in name):
             return values
-        algorithm = DiffusionSftConfig.model_validate(
-            {**policy_table, "trainer_type": "diffusion_sft" if name == "sft" else name}
-        )
+        trainer_type = "diffusion_sft" if name == "sft" else name
+        algorithm = DiffusionSftConfig.model_validate({**policy_table, "trainer_type": trainer_type})
         return {**values, "train": {**train, "train_policy": algorithm}}
 
     @model_validator(mode="after")
     def _replicas(self, info: ValidationInfo) -> Self:
-        """Replace replicas of the trainer by data-parallel replicas of one mesh, and multiply the rows per step by
-        their number."""
+        """Replace replicas of the trainer by data-parallel replicas of one mesh, and multiply the rows per step."""
         mesh, train = self.policy.parallelism, self.train
         count, policy = mesh.n_init_replicas, train.train_policy
         if count == 1:
@@ -188,8 +181,7 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _set_diffusion_engine(self) -> Self:
-        """Set the backend `flow_sampler` for diffusion models in place of an engine for text: the ranks that train
-        generate."""
+        """Set the backend `flow_sampler` for diffusion models, whose ranks generate, in place of an engine for text."""
         if not self.policy.is_diffusers or self.rollout.backend not in {"vllm", "hf"}:
             return self
         return self.derive(rollout=self.rollout.derive(backend="flow_sampler"))

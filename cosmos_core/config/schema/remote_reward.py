@@ -83,8 +83,7 @@ class RemoteRewardConfig(Table):
 
     @property
     def metric_names(self) -> dict[RewardFunctionConfig, str]:
-        """Return the metric name of each function: its `name`, or `name/score_key` if several functions have that
-        name."""
+        """Return the metric name of each function: its `name`, or `name/score_key` if several have that name."""
         names = [each.name for each in self.reward_fns]
         return {
             each: each.name if names.count(each.name) == 1 else f"{each.name}/{each.score_key}"

@@ -1,5 +1,4 @@
-"""`[train.train_policy]` with `type = "grpo"`: keys of the algorithms that learn from scored rollouts, with any
-loss."""
+"""`[train.train_policy]` with `type = "grpo"`: keys of algorithms that learn from scored rollouts, with any loss."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -9,11 +8,18 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.dataset import generator_of
 from cosmos_core.config.schema.marks import NoResult, RequiresSwitch, UnitMark
-from cosmos_core.config.schema.overlong_reward import OverlongRewardConfig
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
-from cosmos_core.config.schema.rewards import RewardWeights
-from cosmos_core.config.schema.table import StageContext, warn
-from cosmos_core.config.schema.value_types import Completions, Names, NonNegativeInt, PositiveFloat, PositiveInt, Tokens
+from cosmos_core.config.schema.table import StageContext, Table, warn
+from cosmos_core.config.schema.value_types import (
+    Completions,
+    Names,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    RewardWeights,
+    Tokens,
+)
 from cosmos_core.config.source_weights import SourceWeights
 
 DAPO_FETCH = 128
@@ -25,6 +31,16 @@ def _is_generated_dataset(dataset: Any) -> bool:
     """Return whether a data set, as given in a recipe, is a generator of `reasoning-gym`."""
     name = dataset.get("name") if isinstance(dataset, dict) else getattr(dataset, "name", "")
     return bool(generator_of(str(name or "")))
+
+
+class OverlongRewardConfig(Table):
+    """`[train.train_policy.overlong_reward]`: read by the reward `overlong`."""
+
+    buffer_length: Tokens = 4096
+    """Length of the ramp before `rollout.max_response_length` over which the penalty grows from 0 to
+    `penalty_factor`."""
+    penalty_factor: NonNegativeFloat = 1.0
+    """Penalty of a completion of the maximum length."""
 
 
 class RlConfig(AlgorithmConfig):
@@ -113,14 +129,12 @@ class RlConfig(AlgorithmConfig):
         if self.bypass_reward or self.use_remote_reward or not self.datasets:
             return {} if self.bypass_reward or self.use_remote_reward else self.reward_function
         source_pairs = zip(self.datasets, self.sources.values(), strict=True)
-        return SourceWeights(
-            {"": self.reward_function} | {each.source: policy.reward_function for each, policy in source_pairs}
-        )
+        by_source = {each.source: policy.reward_function for each, policy in source_pairs}
+        return SourceWeights({"": self.reward_function} | by_source)
 
     @property
     def held_out_rewards(self) -> dict[str, float]:
-        """Return the reward functions of validation; with `bypass_reward` those of `reward_function` if the recipe sets
-        it."""
+        """Return the reward functions of validation; with `bypass_reward` those of a set `reward_function`."""
         has_own_rewards = "reward_function" in self.model_fields_set
         return self.reward_function if self.bypass_reward and has_own_rewards else self.rewards
 
@@ -166,12 +180,8 @@ class RlConfig(AlgorithmConfig):
                 f"{temperature} differ: training completions are not drawn from the policy; the loss weights their "
                 f"tokens by policy / sampled distribution"
             )
-        if (
-            self.rewards
-            and not any(self.rewards.values())
-            and not stage.recipe.distillation.enable
-            and stage.kind.trains_model
-        ):
+        learns_rewards = stage.kind.trains_model and not stage.recipe.distillation.enable
+        if learns_rewards and self.rewards and not any(self.rewards.values()):
             yield "train.train_policy.reward_function: every weight is 0, so that no completion is better than another"
         for name in ("filter_reward_metric", "max_retry_for_on_policy"):
             if self.variant != "dapo" and self.is_set(name):

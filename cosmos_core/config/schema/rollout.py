@@ -22,8 +22,7 @@ from cosmos_core.config.schema.value_types import (
 )
 
 VLLM_TEMPERATURES = (0.01, 2.0)
-"""Range of temperatures at which vLLM samples: below it vLLM silently samples at 0.01, above it vLLM raises an
-error."""
+"""Range of temperatures at which vLLM samples: below it vLLM silently samples at 0.01, above it it raises an error."""
 _VLLM_MESH = {"n_init_replicas", "tp_size", "pp_size", "dp_shard_size"}
 
 
@@ -226,8 +225,7 @@ class RolloutConfig(Table):
             )
 
     def _greedy_sampling_errors(self, stage: StageContext) -> Iterator[str]:
-        """Yield errors for sampling settings with which all completions of a prompt are equal, which gives no learning
-        signal."""
+        """Yield errors for sampling settings that make all completions of a prompt equal, without a learning signal."""
         sampling = self.sampling_config
         if stage.recipe.policy.is_diffusers or not stage.recipe.train.train_policy.compares_in_group:
             return
@@ -239,8 +237,7 @@ class RolloutConfig(Table):
                 )
 
     def notices(self, stage: StageContext) -> Iterator[str]:
-        """Yield notices about rollout settings, such as sampling settings with which completions are not sampled from
-        the policy."""
+        """Yield notices about rollout settings, such as sampling from another distribution than the policy."""
         yield from self._engine_notices(stage)
         yield from self._native_notices(stage)
         policy = stage.recipe.policy
@@ -260,11 +257,9 @@ class RolloutConfig(Table):
             return
         fields, sampling = SamplingConfig.model_fields, dict(self.sampling_config)
         names = ("top_p", "top_k", "repetition_penalty")
-        changed_settings = ", ".join(
-            f"{name} = {sampling[name]}" for name in names if sampling[name] != fields[name].default
-        )
+        changes = [f"{name} = {sampling[name]}" for name in names if sampling[name] != fields[name].default]
         yield (
-            f"rollout.sampling_config: {changed_settings}: training completions are not drawn from the policy; the "
+            f"rollout.sampling_config: {', '.join(changes)}: training completions are not drawn from the policy; the "
             f"loss weights their tokens by policy / sampled distribution, and never sees the tokens that are cut off"
         )
 

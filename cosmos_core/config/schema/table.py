@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 
 _STATUS_NOTES: dict[str, Any] = tomllib.loads(files("cosmos_core.config").joinpath("status.toml").read_text("utf-8"))
-_UNUSED_KEYS: dict[str, Any] = tomllib.loads(
-    files("cosmos_core.config.schema").joinpath("unused.toml").read_text("utf-8")
-)
+_UNUSED_KEYS: dict[str, Any] = tomllib.loads(files(__package__).joinpath("unused.toml").read_text("utf-8"))
 
 
 def _notes_by_key(kind: str) -> dict[tuple[str, str], str]:
@@ -67,12 +65,7 @@ class Table(BaseModel):
     """One TOML table: unknown keys refused, values immutable, types not coerced."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        validate_default=True,
-        defer_build=True,
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True, defer_build=True
     )
 
     switch: ClassVar[str] = ""
@@ -98,8 +91,7 @@ class Table(BaseModel):
                     field.metadata = [*field.metadata, note]
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
-        """Yield an error message for each combination of values that this version does not support in the stage, with
-        full keys."""
+        """Yield a message with full keys for each combination of values that is not supported in the stage."""
         yield from ()
 
     def notices(self, stage: StageContext) -> Iterator[str]:
@@ -108,8 +100,9 @@ class Table(BaseModel):
 
     def is_set(self, name: str) -> bool:
         """Return True if a field was set to another value than its default."""
-        default = type(self).model_fields[name].get_default(call_default_factory=True)
-        return name in self.model_fields_set and not _means_default(getattr(self, name), default)
+        value, default = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
+        # None mostly means the setting of another table, so that False is a default of None.
+        return name in self.model_fields_set and value != default and not (default is None and value is False)
 
     def derive(self, **values: Any) -> Self:
         """Return a copy with values that a rule derives; they are not validated and do not count as set by the user."""
@@ -118,8 +111,6 @@ class Table(BaseModel):
 
 
 TableT = TypeVar("TableT", bound=Table)
-
-
 _USED_STATUS = Status("used")
 
 
@@ -175,8 +166,7 @@ def _iterate_active_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]
 
 
 def unused_settings(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield every key that was set and has no effect, because the field that it `Needs` is off, as (dotted path, value,
-    name of that field)."""
+    """Yield (dotted path, value, switch) of every key that was set and has no effect, because its switch is off."""
     if table.switch and not getattr(table, table.switch):
         return
     for name, field in type(table).model_fields.items():
@@ -189,8 +179,7 @@ def unused_settings(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, 
 
 
 def active_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
-    """Yield every key that has an effect with the present values, as (dotted path, field, value, whether it was set and
-    differs from its default)."""
+    """Yield (dotted path, field, value, whether it was set and differs from its default) of keys with an effect."""
     for name, field, value in _iterate_active_fields(table):
         if isinstance(value, Table) and status(field) == _USED_STATUS:
             yield from active_fields(value, f"{prefix}{name}.")
@@ -199,12 +188,6 @@ def active_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldIn
                 yield from active_fields(each, f"{prefix}{name}.{i}.")
         else:
             yield prefix + name, field, value, table.is_set(name)
-
-
-def _means_default(value: Any, default: Any) -> bool:
-    """Return whether a value has the same meaning as the default; False counts as a default of None, since None mostly
-    means the setting of another table."""
-    return bool(value == default) or (default is None and value is False)
 
 
 def _are_tables(value: Any) -> bool:
@@ -232,8 +215,7 @@ def result_values(table: Table) -> dict[str, Any]:
 
 
 def convert_named_things(table: TableT, convert: Callable[[NamedThing, str], str]) -> TableT:
-    """Return a table in which `convert` has replaced the values of fields that are marked `Where`, nested tables
-    included."""
+    """Return a table, nested tables included, with the values of fields marked `NamedThing` replaced by `convert`."""
     changed: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         value, where = getattr(table, name), find_mark(field, NamedThing)
@@ -251,7 +233,7 @@ def convert_named_things(table: TableT, convert: Callable[[NamedThing, str], str
 
 
 def flat_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables as one flat dict with dotted keys."""
+    """Return nested tables as one flat dict with dotted keys; empty tables are left out."""
     flattened: dict[str, Any] = {}
     for key, value in values.items():
         flattened |= flat_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

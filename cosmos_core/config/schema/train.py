@@ -1,5 +1,4 @@
-"""`[train]`: optimizer, learning rate schedule, batch size and precision. `[train.train_policy]` and `[train.ckpt]`
-have separate files."""
+"""`[train]`: optimizer, schedule, batch size, precision. `[train.train_policy]` and `[train.ckpt]` have own files."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -278,8 +277,7 @@ class TrainConfig(Table):
     @model_validator(mode="before")
     @classmethod
     def _infer_policy_type(cls, values: Any) -> Any:
-        """Set `type` of a `train_policy` without it: `grpo` if the table has a key that only GRPO has, as in
-        Cosmos-RL."""
+        """Set a missing `type` of `train_policy`, as in Cosmos-RL: `grpo` if the table has a key that only GRPO has."""
         policy = values.get("train_policy") if isinstance(values, dict) else None
         if policy is not None and not isinstance(policy, dict | Table):
             raise ValueError(f"train_policy = {policy!r}: must be a table")

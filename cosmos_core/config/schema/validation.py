@@ -8,7 +8,6 @@ from pydantic import ValidationInfo, model_validator
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.marks import NoResult, RequiresSwitch
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
-from cosmos_core.config.schema.rewards import RewardWeights
 from cosmos_core.config.schema.table import StageContext, Table, warn
 from cosmos_core.config.schema.value_types import (
     Completions,
@@ -16,6 +15,7 @@ from cosmos_core.config.schema.value_types import (
     NonNegativeFloat,
     Nucleus,
     PositiveFloat,
+    RewardWeights,
     Rows,
     Steps,
     Tokens,
@@ -77,8 +77,7 @@ class ValidationConfig(Table):
         return self
 
     def notices(self, stage: StageContext) -> Iterator[str]:
-        """Yield notices about text completions that cannot differ from each other, and about completions that exceed
-        the model's maximum length."""
+        """Yield notices about text completions that cannot differ, or that exceed the maximum length of the model."""
         max_response, length = self.max_response_length or 0, stage.recipe.policy.model_max_length
         has_prompts = stage.measures_held_out and stage.recipe.completes_held_out
         if has_prompts and not stage.recipe.policy.is_diffusers and max_response >= length:

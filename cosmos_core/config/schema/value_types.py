@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from cosmos_core.config.schema.marks import UnitMark
+from cosmos_core.config.schema.marks import NamedThing, NoResult, UnitMark
 from cosmos_core.registry import is_import_path
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -65,3 +65,31 @@ Splits = Annotated[Names, AfterValidator(_train_if_empty)]
 """Names of the splits of a data set; empty: `train`."""
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 """List of strings."""
+
+
+def _parse_weight(value: Any) -> Any:
+    if isinstance(value, str):
+        return {value: 1.0}
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        return dict.fromkeys(value, 1.0)
+    if isinstance(value, dict):
+        return {name: float(w) if isinstance(w, int) and not isinstance(w, bool) else w for name, w in value.items()}
+    return value
+
+
+RewardWeights = Annotated[
+    dict[str, float],
+    BeforeValidator(_parse_weight, json_schema_input_type=str | list[str] | dict[str, float]),
+    NamedThing.CODE,
+]
+"""Weight of each reward function by its name or import path; a string or a list of strings means weight 1."""
+
+
+def _require_name(name: str) -> str:
+    if not name.strip():
+        raise ValueError("model_name_or_path is empty; give a folder or a Hub id")
+    return name
+
+
+ModelName = Annotated[str, AfterValidator(_require_name), NoResult, NamedThing.PATH]
+"""Value of a key `model_name_or_path`: a folder or a Hub id."""
