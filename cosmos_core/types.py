@@ -62,8 +62,8 @@ class StageKind:
     keys_by_modality: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Recipe keys that this kind reads only for models of one modality, by the name of the modality."""
     unread: tuple[str, ...] = ()
-    """Recipe keys below `recipe_tables` that this kind does not read; `run.fingerprint.reads_of` adds keys that other
-    settings disable."""
+    """Recipe keys below `recipe_tables` that this kind does not read; `run.fingerprint.read_key_predicate` adds keys
+    that other settings disable."""
     reports: tuple[str, ...] = ("*",)
     """Patterns of the names of metrics that a result may have, in addition to those of held-out rows if the kind
     `scores`."""

@@ -130,8 +130,8 @@ def diversity(groups: Sequence[ScoredGroup]) -> float:
 class RewardMonitor:
     """Monitor for reward hacking: diversity of the samples falls, or a monitored reward falls while the reward rises.
 
-    Monitored rewards are the reward functions with weight 0, named `watched`. The baseline of each value is its mean
-    over the first `num_first` train steps; a fall below the fraction `least_fraction` of the baseline raises the alarm,
+    The rewards `monitored` are reward functions with weight 0. The baseline of each value is its mean over the first
+    `num_baseline_steps` train steps; a fall below the fraction `min_fraction` of the baseline raises the alarm,
     the metric `watch/alarm`. A warning is logged when the alarm starts.
     """
 

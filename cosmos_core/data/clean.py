@@ -3,8 +3,8 @@
     <stage>/data/clean.jsonl   a match per line: the row, the row that it matches, both texts, whether it was dropped
 
 A row is compared by the texts of its turns, without system turns. Candidates for near duplicates share a key of
-`ngrams.Bands`; the exact similarity decides, and the earliest of several similar rows stays. Memory holds the benchmark
-texts and about 10 bytes per key and row (200 MB for a million rows); the n-grams of rows are in a temporary file.
+`ngrams.MinHashBands`; the exact similarity decides, and the earliest of several similar rows stays. Memory holds the
+benchmark texts and about 10 bytes per key and row (200 MB for a million rows); n-grams of rows are in a temporary file.
 """
 
 import json

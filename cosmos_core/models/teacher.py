@@ -23,7 +23,7 @@ from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import move_buffers
 
 TEACHER = "teacher"
-"""Name under which `View.evaluate` selects the weights of the teacher."""
+"""Name under which `TrainerView.evaluate` selects the weights of the teacher."""
 
 TEACHER_KEY = "distillation.model_name_or_path"
 

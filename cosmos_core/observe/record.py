@@ -44,7 +44,7 @@ class Condition(Document):
     passed: bool
     metric: str = ""  # name of the metric that matched `*` in the condition
     paired: dict[str, Any] | None = None
-    """Comparison with the published model per benchmark item (`Paired.describe`); None: not compared."""
+    """Comparison with the published model per benchmark item (`PairedDifferences.describe`); None: not compared."""
 
     @property
     def title(self) -> str:

@@ -101,8 +101,8 @@ class PooledEngine:
 class EnginePool:
     """Pool of the engines of a fleet.
 
-    `max_groups`: maximum number of groups in flight in one engine. An engine without a forward pass for `timeout_seconds`
-    seconds is killed. `beat` is called during waits to report that the stage is alive.
+    `max_groups`: maximum number of groups in flight in one engine. An engine is killed if it makes no forward pass for
+    `timeout_seconds`. `beat` is called during waits to report that the stage is alive.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class EnginePool:
     ) -> Future[Group]:
         """Request one group, from any thread; an urgent request is queued before all other requests.
 
-        `version` is the version of the weights that must generate the group; the future raises `WeightsUnavailable` if no
-        engine holds that version any more.
+        `version` is the version of the weights that must generate the group; the future raises `WeightsUnavailable` if
+        no engine holds that version any more.
         """
         new_request = _Request(prompt, sampling, step, Future(), version)
         with self.lock:

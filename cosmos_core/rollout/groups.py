@@ -201,7 +201,7 @@ class FilteredGroupSource:
         max_rounds = self.filter.max_retries if self.filter else 0
         kept_groups, sampled, times = list[ScoredGroup](), list[ScoredGroup](), Counter[int]()
         num_rounds, seconds, start = 0, 0.0, time.perf_counter()
-        # `_num_taken` is set only at the end of the step, so that a run that stops earlier resumes with the same prompts.
+        # `_num_taken` is set at the end of the step, so that a run that stops earlier resumes with the same prompts.
         num_taken = self._num_taken
         self.sync.engine.wake()
         while len(kept_groups) < num_requested and not 0 < max_rounds < num_rounds:

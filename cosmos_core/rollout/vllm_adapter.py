@@ -1,7 +1,8 @@
 """LoRA adapter in vLLM: the engine holds the base weights, and each version of the policy consists of the factors only.
 
 vLLM has one scale for the whole adapter, so the scale of each layer is multiplied into its factor B. An adapter that
-does not only consist of factors of linear layers (`models.lora.is_adapter_alone`) is merged into the weights and sent.
+does not only consist of factors of linear layers (`models.lora.trains_only_linear_factors`) is merged into the weights
+and sent.
 """
 
 import json

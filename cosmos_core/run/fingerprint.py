@@ -270,7 +270,7 @@ def stage_facts(pipeline: Pipeline, *, is_group: bool = False) -> MachinePropert
     libraries.
 
     Raises:
-        ConfigError, StageFailed: as `facts_of_workers`.
+        ConfigError, StageFailed: as `measure_workers`.
     """
     return measure_workers(LIBRARIES, pipeline.config.python, is_group=is_group)
 

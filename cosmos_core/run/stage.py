@@ -56,7 +56,7 @@ class Stage:
     origin: dict[str, Any] = field(default_factory=dict)
     """External model and data from which the stage and its inputs descend; see `run.lineage.model_origin`."""
     engines: list[Any] = field(default_factory=list)
-    """Rollout engines in separate processes, as `rollout.fleet.Handle` objects; their number may change later."""
+    """Rollout engines in separate processes, as `rollout.engine_pool.EngineHandle`; their number may change."""
     stop_requested: bool = field(default=False)
     """True after a signal has requested a stop: the program saves a checkpoint when it can and raises `Preempted`."""
 

@@ -66,8 +66,8 @@ def completion_metrics(
 
     Accuracy is the fraction of completions with the full reward, that is, every reward function returned 1 and no
     penalty applied. With several completions of a prompt, `pass@k` is the unbiased estimate of how often at least one
-    of k completions has the full reward (see `pass_at`). `full_reward` may be a dict with the full reward of each data
-    set. Prompts whose full reward is None are left out of accuracy and pass@k.
+    of k completions has the full reward (see `pass_at_k`). `full_reward` may be a dict with the full reward of each
+    data set. Prompts whose full reward is None are left out of accuracy and pass@k.
 
     Raises:
         RewardError, StageFailed: no completion has a valid reward.
