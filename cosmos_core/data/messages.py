@@ -306,9 +306,9 @@ def read_content(content: Any, where: str, with_images: bool = False) -> Any:
     if not isinstance(content, str):
         raise DataError(f"{where}: content {str(content)[:40]!r} is not text; {_TEXT_ONLY}")
     if mark := _MEDIA_MARK.search(content):
-        kind = mark[1] or mark[2]
-        if not (with_images and kind == "image"):
-            raise DataError(f"{where}: the turn shows an {kind}, and {_TEXT_ONLY}; take rows without {mark[0].strip()}")
+        shown, remedy = mark[1] or mark[2], f"take rows without {mark[0].strip()}"
+        if shown != "image" or not with_images:
+            raise DataError(f"{where}: the turn shows an {shown}, and {_TEXT_ONLY}; {remedy}")
     return content
 
 
