@@ -46,7 +46,7 @@ def import_object(path: str) -> Any:
         ConfigError: the module, the file or the name in it does not exist.
     """
     module_name, object_name = _split_import_path(path)
-    module = _module_from_file(Path(module_name)) if module_name.endswith(".py") else _module(module_name, path)
+    module = _module_from_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name, path)
     try:
         return getattr(module, object_name)
     except AttributeError:
@@ -203,7 +203,7 @@ def code_digest(path: str) -> str:
     return hashlib.sha256(_file_of(path).read_bytes()).hexdigest()
 
 
-def _module(name: str, path: str) -> Any:
+def _import_module(name: str, path: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -143,7 +143,7 @@ def _function_of(kind: StageKind) -> Callable[..., Any]:
     ) -> Any:
         try:
             if first is not None:
-                key = _first_key(kind)
+                key = _positional_key(kind)
                 if key in settings:
                     raise ConfigError(f"stage {name!r}: the first argument is its {key}, which is given twice")
                 settings[key] = first
@@ -158,7 +158,7 @@ def _function_of(kind: StageKind) -> Callable[..., Any]:
     return call_stage
 
 
-def _first_key(kind: StageKind) -> str:
+def _positional_key(kind: StageKind) -> str:
     """Return the key that the first positional argument of a call sets, depending on the stage kind."""
     for key in ("entry", "after"):
         if key in kind.required_keys:
@@ -209,7 +209,7 @@ def _make_call(
     tables: Values = {}
     handles = [after_argument] if isinstance(after_argument, StageHandle | str) else list(after_argument or ())
     predecessors = [_stage_of(flow, name, "after", each) for each in handles]
-    if _first_key(kind) == "after" and kind.reads_model and predecessors and not recipe and "model" not in keys:
+    if _positional_key(kind) == "after" and kind.reads_model and predecessors and not recipe and "model" not in keys:
         keys["model"], tables = _start_of(flow, predecessors[0])
         predecessors += filter(None, [source_of(keys["model"])])
     if isinstance(recipe, Mapping):

@@ -124,7 +124,7 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
     store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.size)
     dist.init_process_group(backend, store=store, rank=rendezvous.rank, world_size=rendezvous.size)
     yield
-    dist.destroy_process_group()  # skipped after an error, because it would make other ranks fail
+    dist.destroy_process_group()  # not called after an error, because closing the group makes other ranks fail
 
 
 def network_interface_to(address: str) -> str | None:

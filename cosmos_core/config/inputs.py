@@ -116,7 +116,7 @@ def _models(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Inp
             if has_weights:
                 yield replace(model, role="carried", patterns=_EXCLUDED_TRAINING_FILES)
         if has_weights and model.form != "stage" and policy.model_safetensor_path:
-            yield from _weights(policy.model_safetensor_path)
+            yield from _weight_inputs(policy.model_safetensor_path)
     if teacher := recipe.teacher_of(kind):
         location, form = _locate_input(teacher.model_name_or_path)
         yield Input("distillation.model_name_or_path", "teacher", location, form, patterns, teacher.model_revision)
@@ -127,7 +127,7 @@ def _models(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Inp
         yield Input("policy.lora.lora_path", "adapter", _resolve_existing(policy.lora.lora_path), "folder")
 
 
-def _weights(name: str) -> Iterator[Input]:
+def _weight_inputs(name: str) -> Iterator[Input]:
     """Yield the files of weights that replace those in the model folder; yield `name` itself if it has none."""
     path = Path(name).expanduser()
     candidates = [path] if os.path.isfile(path) else sorted(path.iterdir()) if os.path.isdir(path) else []
@@ -154,7 +154,7 @@ def _rows(stage: StageConfig, recipe: Recipe, kind: StageKind, model: Input | No
         yield Input(f"{_TRAIN_ROWS}.name", "data", "", "folder")
     for key, name in names.items():
         if name:
-            each = _data(key, name, data_files, has_sets=modality.names_prompt_sets)
+            each = _data(key, name, data_files, allows_prompt_sets=modality.names_prompt_sets)
             dataset_of_key = recipe.datasets.get(key.removesuffix(".name"))
             if dataset_of_key and each.form != "folder":
                 each = replace(each, revision=dataset_of_key.revision or None)
@@ -165,12 +165,12 @@ def _rows(stage: StageConfig, recipe: Recipe, kind: StageKind, model: Input | No
             yield Input(MEDIA, "media", folder, "folder", media_files)
 
 
-def _data(key: str, name: str, patterns: tuple[str, ...], *, has_sets: bool) -> Input:
+def _data(key: str, name: str, patterns: tuple[str, ...], *, allows_prompt_sets: bool) -> Input:
     if generator_of(name):
         return Input(key, "data", name, "literal")
     location, form = _locate_input(name)
     if form in {"folder", "hub"} and not existing_path(name, Path.cwd()):
-        if has_sets and name in KNOWN_PROMPT_SETS:
+        if allows_prompt_sets and name in KNOWN_PROMPT_SETS:
             form = "folder"
             with suppress(DataError):
                 location = str(find_prompt_set(name, key))
@@ -204,7 +204,7 @@ def _benchmarks(recipe: Recipe, kind: StageKind) -> Iterator[Input]:
     """Yield the user's lm-eval tasks with the local data files that they name, and prompt sets of a diffusion model."""
     if kind.reads_key(EVALUATION_PROMPTS):
         for name in recipe.evaluate.prompts:
-            yield replace(_data(EVALUATION_PROMPTS, name, ALL, has_sets=True), form="folder")
+            yield replace(_data(EVALUATION_PROMPTS, name, ALL, allows_prompt_sets=True), form="folder")
     key = "evaluate.include_path"
     if kind.reads_key(key) and (folder := recipe.evaluate.include_path):
         yield Input(key, "data", location := _resolve_existing(folder), "folder", TASK_FILES)

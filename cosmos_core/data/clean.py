@@ -195,7 +195,7 @@ class ComparedRow(NamedTuple):
 
 
 class HeldOutIndex:
-    """Index of the held-out rows, in memory."""
+    """In-memory index of the n-grams of the held-out rows."""
 
     def __init__(self, threshold: float) -> None:
         self._threshold, self._rows = threshold, list[ComparedRow]()

@@ -25,7 +25,7 @@ from cosmos_core.data.spans import num_shared
 from cosmos_core.errors import DataError, MissingColumn
 
 _PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem")
-_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+_LABEL_BY_TEXT = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 class Preference(NamedTuple):
@@ -98,7 +98,7 @@ def read_label(row: Row, where: str) -> bool:
         DataError: the row has no valid label.
     """
     value = row.get("label")
-    if (label := _LABELS.get(str(value).lower())) is None:
+    if (label := _LABEL_BY_TEXT.get(str(value).lower())) is None:
         raise DataError(
             f"{where}: label {value!r} among the columns {columns_of(row)} must be true or false, or 1 or 0; set "
             "train.train_policy.label_column_name to the column that says whether the response is desirable"

@@ -178,7 +178,7 @@ def _locate_completions(
         return None
     stops = _earliest_positions(full[:last], parts[1:], first)
     # Spans are ambiguous if a turn quotes the template's text between two turns, with its control tokens.
-    if stops is None or stops != _latest_positions(full[:last], parts[1:], first):
+    if stops is None or stops != _latest_text_positions(full[:last], parts[1:], first):
         return None
     spans = []
     begin = first
@@ -202,7 +202,7 @@ def _earliest_positions(text: str, parts: list[str], start: int) -> list[int] | 
     return positions
 
 
-def _latest_positions(text: str, parts: list[str], start: int) -> list[int]:
+def _latest_text_positions(text: str, parts: list[str], start: int) -> list[int]:
     """Return the positions of `parts` in a text, in order and each as late as possible; all parts must occur."""
     positions: list[int] = []
     for part in reversed(parts):

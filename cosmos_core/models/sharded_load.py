@@ -61,7 +61,7 @@ _Source = tuple[str, str, Any]
 
 
 @dataclass(frozen=True)
-class _Group:
+class _TensorGroup:
     """Group of tensors in the files that a transform converts together to one or several weights of the model."""
 
     transform: _Transform
@@ -76,7 +76,7 @@ class _LoadingPlan:
 
     model: str
     device: torch.device
-    groups: Sequence[_Group]
+    groups: Sequence[_TensorGroup]
 
 
 _LOADING_PLANS: WeakKeyDictionary[PreTrainedModel, _LoadingPlan] = WeakKeyDictionary()
@@ -214,7 +214,9 @@ def _plan_loading(
     return ""
 
 
-def _plan(network: PreTrainedModel, slices: Mapping[str, Any], model: str) -> tuple[list[_Group], LoadStateDictInfo]:
+def _plan(
+    network: PreTrainedModel, slices: Mapping[str, Any], model: str
+) -> tuple[list[_TensorGroup], LoadStateDictInfo]:
     """Return the groups of tensors in files that become weights, and the loading information of transformers. The
     loading information lists missing and unexpected tensors, and tensors of another shape."""
     state = network.state_dict()
@@ -242,7 +244,7 @@ def _plan(network: PreTrainedModel, slices: Mapping[str, Any], model: str) -> tu
             converted = _convert(name, transform, sources, empty, network, info)
         except SkipParameters:
             raise merge_error(model) from None
-        groups.append(_Group(transform, sources, {key: tensor.shape for key, tensor in converted.items()}))
+        groups.append(_TensorGroup(transform, sources, {key: tensor.shape for key, tensor in converted.items()}))
         for key, tensor in converted.items():
             info.missing_keys.discard(key)
             if key not in state:
@@ -273,7 +275,7 @@ def _convert(
 
 
 def _read_group(
-    group: _Group, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, loaded_tensors: set[Tensor]
+    group: _TensorGroup, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, loaded_tensors: set[Tensor]
 ) -> None:
     """Fill this rank's shards of the weights of a group; `loaded_tensors` are the tensors that are filled already."""
     local_targets = {name: [t for t in targets.get(name, ()) if local_shard(t).numel()] for name in group.shapes}
@@ -294,7 +296,7 @@ def _read_group(
             loaded_tensors.add(tensor)
 
 
-def _is_expert_stack(group: _Group) -> bool:
+def _is_expert_stack(group: _TensorGroup) -> bool:
     """Return True if a group becomes one weight of stacked experts, each with its own tensors in the files."""
     operations = list(getattr(group.transform, "operations", ()))
     if len(group.shapes) > 1 or not isinstance(operations[0], MergeModulelist) or operations[0].dim != 0:

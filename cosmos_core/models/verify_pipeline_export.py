@@ -35,7 +35,7 @@ class Probe(NamedTuple):
     adapter: Path | None
     """Folder of the adapter for `load_lora_weights`; None: no adapter is loaded."""
     settings: dict[str, Any]
-    """Arguments of the call of the pipeline, by name."""
+    """Keyword arguments with which the diffusers pipeline is called."""
     dtype: torch.dtype
     model_class: str | None
     num_threads: int

@@ -41,7 +41,7 @@ class _PartialGradient(ParallelStyle):
         forward, group = module.forward, device_mesh.get_group()
 
         def forward_with_summed_gradients(*args: Any, **kwargs: Any) -> Any:
-            with _weights(module, lambda weight: _SummedBackward.apply(weight, group)):
+            with _changed_weights(module, lambda weight: _SummedBackward.apply(weight, group)):
                 return forward(*args, **kwargs)
 
         module.forward = forward_with_summed_gradients  # type: ignore[method-assign]
@@ -64,7 +64,7 @@ class _ExpertSharding(ParallelStyle):
         def forward_local_experts(hidden_NH: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
             is_on_other_rank = (chosen_NK < first) | (chosen_NK >= first + count)
             hidden_NH, weights_NK = (_SummedBackward.apply(each, group) for each in (hidden_NH, weights_NK))
-            with _weights(module, local_shard):  # expert kernels do not support DTensor
+            with _changed_weights(module, local_shard):  # expert kernels do not support DTensor
                 outputs_NH = forward(
                     hidden_NH,
                     (chosen_NK - first).masked_fill(is_on_other_rank, count),
@@ -176,7 +176,7 @@ def _has_different_gradients(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
 
 
 @contextmanager
-def _weights(module: Any, change: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
+def _changed_weights(module: Any, change: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
     """Replace the weights of a module by the results of `change` during the block."""
     parameters = dict(module.named_parameters(recurse=False))
     try:

@@ -81,7 +81,7 @@ class GenEvalReward:
         names = {entry["class"] for entry in (*include, *excluded)}
         objects = self.detect(image, names, threshold)
         colors = {name: [self.color(image, each, name) for each in objects[name]] for name in names}
-        is_correct = satisfies_request(include, excluded, objects, colors) and not row.get("geneval_only_strict")
+        is_correct = has_requested_objects(include, excluded, objects, colors) and not row.get("geneval_only_strict")
         score, is_strict = strict_score(include, objects, colors)
         return score, float(is_correct), float(is_strict)
 
@@ -122,7 +122,7 @@ Objects = Mapping[str, Sequence[Detection]]
 Colors = Mapping[str, Sequence[str]]
 
 
-def satisfies_request(
+def has_requested_objects(
     include: Sequence[Mapping[str, Any]], excluded: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors
 ) -> bool:
     """Return True if all requested objects are present, and fewer excluded objects than the request forbids."""

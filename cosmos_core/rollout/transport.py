@@ -107,7 +107,7 @@ class NcclTransport(Transport):
 
         device = torch.cuda.current_device()
         self._communicator = PyNcclCommunicator.from_unique_id_bytes(self._unique_id, 0, self._num_ranks, device)
-        if self._communicator.disabled:  # it would silently transfer nothing
+        if self._communicator.disabled:  # a disabled communicator transfers nothing, without an error
             raise TransferFailed("vLLM cannot use NCCL")
 
     def stage(self, bucket: Bucket) -> BucketHeader:

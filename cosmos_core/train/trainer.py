@@ -136,7 +136,7 @@ class Trainer:
         """Move named weights towards the policy: weights + fraction * (policy - weights)."""
         self.named_weights.lerp(weights, fraction)
 
-    def _weights_equal_to_policy(self, names: Sequence[str]) -> list[str]:
+    def _names_of_unchanged_weights(self, names: Sequence[str]) -> list[str]:
         """Return the names of the weights that equal the policy's on all ranks, so that their outputs equal the
         policy's. With dropout no outputs are equal, so the list is empty."""
         if not names or has_dropout(self.adapter.model):
@@ -168,7 +168,7 @@ class Trainer:
         model computes, such as a router loss, is divided by the `num_tokens` of the whole optimizer step, data rows
         included."""
         losses: list[Loss] = []
-        equal = self._weights_equal_to_policy(update.extra_weights)
+        equal = self._names_of_unchanged_weights(update.extra_weights)
         compared = self._reference_outputs(update, [name for name in update.extra_weights if name not in equal])
 
         def compute_loss(micro: MicroBatch) -> Tensor:

@@ -97,8 +97,8 @@ def _find_superseded(stage: Stage, target: Any, folder: Path, record: dict[str, 
     newer publication, unless the stage is forced to run again."""
     folders = [stage.path, *(stage.run_path / "superseded").glob(f"{stage.name}.*")]
     notes = [note for note in (read_object(each / _PUBLICATION) for each in folders) if "files" in note]
-    weights = _weights(record)
-    versions = {str(note["version"]) for note in notes if _weights(note) == weights}
+    weights = _weight_digests(record)
+    versions = {str(note["version"]) for note in notes if _weight_digests(note) == weights}
     if current["version"] in versions or read_state(stage.path).forced:
         return ""
     for version in sorted(versions):
@@ -117,8 +117,8 @@ def _find_superseded(stage: Stage, target: Any, folder: Path, record: dict[str, 
 
 def _find_same_weights(target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
     """Return the address of the current version if it has the same undamaged files, besides the model card; else ""."""
-    version, weights = str(current["version"]), _weights(record)
-    if _weights(current) != weights:
+    version, weights = str(current["version"]), _weight_digests(record)
+    if _weight_digests(current) != weights:
         return ""
     where = str(target.where(version))
     if damage := target.damage(folder, version, {"files": weights}):
@@ -127,7 +127,7 @@ def _find_same_weights(target: Any, folder: Path, record: dict[str, Any], curren
     return where
 
 
-def _weights(record: dict[str, Any]) -> dict[str, str]:
+def _weight_digests(record: dict[str, Any]) -> dict[str, str]:
     return {name: digest for name, digest in record["files"].items() if not name.endswith(".md")}
 
 

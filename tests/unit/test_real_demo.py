@@ -65,7 +65,7 @@ def test_an_index_that_does_not_have_the_package_is_one_line(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(
-    ("name", "trained"), [("real", "grpo"), pytest.param("expert-iteration", "sample", marks=pytest.mark.full)]
+    ("name", "trained"), [("real", "grpo"), pytest.param("expert-iteration", "sample-1", marks=pytest.mark.full)]
 )
 def test_the_benchmark_asks_what_the_training_asks(name: str, trained: str, tmp_path: Path) -> None:
     pipeline = load_pipeline(DEMO / f"{name}.toml", [], all_kinds())
