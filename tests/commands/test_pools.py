@@ -18,8 +18,9 @@ from cosmos_core.run.manifest import read_result
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.artifact_store import ArtifactStore
 from cosmos_core.upload.s3 import S3Target
+from tests.commands.apart import write_apart
 from tests.commands.orchestra import ROOT, Orchestra
-from tests.conftest import DEMOS, Workspace, processes_below, wait_until
+from tests.conftest import Workspace, processes_below, wait_until
 from tests.store import Proxy
 
 TWO = """
@@ -243,73 +244,6 @@ def test_a_pool_without_a_deployment_is_one_line(orchestra: Orchestra, place: Wo
     assert "work_pool = 'tpu': the server has no deployment stage/tpu; add one like stage/cpu" in done.stderr
 
 
-APART = """
-[pipeline]
-name = "apart"
-threads = 1
-grace_seconds = 10
-output_dir = "OUTPUTS"
-artifact_store = "STORE"
-
-[policy]
-model_max_length = 64
-model_gradient_checkpointing = false
-
-[train]
-param_dtype = "float32"
-compile = false
-
-[[pipeline.stages]]
-name = "task"
-kind = "custom"
-entry = "DEMOS/arithmetic.py:make"
-arguments = { train_rows = 400, heldout_rows = 20, hidden_size = 32 }
-work_pool = "cpu"
-
-[[pipeline.stages]]
-name = "sft"
-kind = "sft"
-after = "task"
-model = "stage:task"
-data = "stage:task"
-work_pool = "gpu"
-
-[pipeline.stages.overrides.train]
-epoch = 1000
-max_num_steps = 30
-train_batch_per_replica = 16
-optm_lr = 3e-3
-train_policy = { type = "sft", mini_batch = 16, conversation_column_name = "messages" }
-ckpt = { enable_checkpoint = true, save_freq = 3, max_keep = 2 }
-
-[[pipeline.stages]]
-name = "export"
-kind = "export"
-after = "sft"
-model = "stage:sft"
-work_pool = "cpu"
-
-[[pipeline.stages]]
-name = "gate"
-kind = "gate"
-after = "sft"
-require = ["loss > 0"]
-
-[[pipeline.stages]]
-name = "publish"
-kind = "upload"
-after = ["gate", "export"]
-model = "stage:export"
-target = "STORE/published"
-work_pool = "cpu"
-""".replace("DEMOS", str(DEMOS))
-
-
-def write_apart(place: Workspace, name: str) -> str:
-    text = APART.replace("OUTPUTS", str(place.path / "outputs")).replace("STORE", f"s3://models/{name}")
-    return str(place.write("apart.toml", text))
-
-
 def weights(orchestra: Orchestra, run: str) -> dict[str, str]:
     """Digests of what was exported, on the machine that did."""
     result = read_result(orchestra.machine("cpu") / run / "stages" / "export")
@@ -318,8 +252,13 @@ def weights(orchestra: Orchestra, run: str) -> dict[str, str]:
 
 
 def run_apart(orchestra: Orchestra, place: Workspace, name: str, *, is_disturbed: bool) -> Path:
-    """Run the pipeline to its end. Disturbed, the machine that trains dies with its disk once a checkpoint is stored;
-    the next one has nothing but the store."""
+    """Run the pipeline to its end. Disturbed, the training waits after step 8 until a checkpoint is stored, and then
+    the machine that trains dies with its disk; the next one has nothing but the store."""
+    gate = place.path / "open"
+    if is_disturbed:
+        gate.unlink(missing_ok=True)
+    else:
+        gate.touch()
     flow_run = orchestra.run("post-train/local", f"config={write_apart(place, name)}", f"run_id={name}")
     run = place.path / "outputs" / name
     if is_disturbed:
@@ -328,6 +267,7 @@ def run_apart(orchestra: Orchestra, place: Workspace, name: str, *, is_disturbed
         for pid in pids_of(child(run, "sft")["flow_run"]):
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(orchestra.machine("gpu"))
+        gate.touch()
     orchestra.wait_for(flow_run, "COMPLETED", 240)
     assert len((run / "stages" / "sft" / "metrics.jsonl").read_text().splitlines()) == 30
     return run
