@@ -77,7 +77,7 @@ class CheckpointUploader:
 
 
 class _UploadStopped(Exception):
-    """Exception that ends an upload after the training; the stage that publishes the model sends remaining files."""
+    """The training has ended, so the upload stops; the stage that publishes the model sends the remaining files."""
 
 
 @contextmanager

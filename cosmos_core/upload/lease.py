@@ -51,7 +51,8 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def acquire(self, report_waiting: Callable[[LeaseHolder], None]) -> bool:
-        """Wait for the lease and acquire it; return True if it was held. `report_waiting` gets the holder, may raise.
+        """Wait for the lease and acquire it; return True if another process held it before. `report_waiting` is called
+        with the holder between attempts, and may raise an error to give up.
 
         Raises:
             ConfigError, UploadError: the store refuses a request or cannot be reached.
