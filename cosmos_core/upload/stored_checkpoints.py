@@ -47,8 +47,8 @@ class StoredCheckpoints:
         return num_sent
 
     def pull(self) -> str:
-        """Download the newest intact checkpoint with its metrics, if it is newer than all local ones; return its name, or
-        an empty string."""
+        """Download the newest intact checkpoint with its metrics, if it is newer than all local ones; return its name,
+        or an empty string."""
         newest_local_step = max(map(step_of, saved_manifests(self._stage_path)), default=-1)
         with translate_errors(self._bucket.url(self._prefix)):
             for name in sorted(self.names(), key=step_of, reverse=True):
