@@ -27,8 +27,8 @@ from cosmos_core.run.state import FINISHED, read_state
 from tests import store
 from tests.acceptance.page import Proof, table
 from tests.acceptance.postgres import postgres
+from tests.commands.apart import APART
 from tests.commands.orchestra import Orchestra
-from tests.commands.test_pools import APART
 from tests.conftest import Workspace, processes_below
 
 logger = logging.getLogger(__name__)

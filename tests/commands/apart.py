@@ -42,7 +42,6 @@ train_batch_per_replica = 16
 optm_lr = 3e-3
 train_policy = { type = "sft", mini_batch = 16, conversation_column_name = "messages" }
 ckpt = { enable_checkpoint = true, save_freq = 3, max_keep = 2 }
-hooks = { pre_training_step_hook = "PLACE/hooks.py:wait" }
 
 [[pipeline.stages]]
 name = "export"
@@ -79,5 +78,6 @@ def wait(stage, report_data):
 
 def write_apart(place: Workspace, name: str) -> str:
     place.write("hooks.py", WAIT.replace("PLACE", str(place.path)))
-    text = APART.replace("OUTPUTS", str(place.path / "outputs")).replace("PLACE", str(place.path))
-    return str(place.write("apart.toml", text.replace("STORE", f"s3://models/{name}")))
+    hooks = f'hooks = {{ pre_training_step_hook = "{place.path}/hooks.py:wait" }}'
+    text = APART.replace("OUTPUTS", str(place.path / "outputs")).replace("STORE", f"s3://models/{name}")
+    return str(place.write("apart.toml", text.replace("\nckpt =", f"\n{hooks}\nckpt =")))
