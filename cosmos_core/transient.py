@@ -75,6 +75,6 @@ def _status(error: BaseException) -> int:
         response = response.get("ResponseMetadata")
         status = response.get("HTTPStatusCode") if isinstance(response, dict) else None
     else:
-        places: tuple[tuple[object, str], ...] = ((response, "status_code"), (error, "code"), (error, "status"))
-        status = next(filter(None, (getattr(place, name, None) for place, name in places)), None)
+        attributes: tuple[tuple[object, str], ...] = ((response, "status_code"), (error, "code"), (error, "status"))
+        status = next(filter(None, (getattr(owner, name, None) for owner, name in attributes)), None)
     return status if isinstance(status, int) else 0
