@@ -205,8 +205,10 @@ def plan(
         from cosmos_core.run.estimated import save_estimate
 
         estimates, gpus = list(estimate_in_worker(pipeline, decisions)), check_meshes(pipeline)
-        recipes, kinds = pipeline.recipes, pipeline.kind_of
-        num_gpus = {each.name: num_reserved_gpus(kinds(each), recipes[each.name]) for each in original.stages}
+        num_gpus = {
+            stage.name: num_reserved_gpus(pipeline.kind_of(stage), pipeline.recipes[stage.name])
+            for stage in original.stages
+        }
         console.print(estimate_table(estimates, gpus, pipeline.config.gpus_per_node))
         machine = machine_of(pipeline.config, on, dict(estimates).values())
         cost = costs(pipeline, decisions, dict(estimates), num_gpus | gpus, output_dir, machine)
@@ -379,7 +381,8 @@ def _require_unclaimed(run: Run) -> Run:
 
 
 def _exit_without_cleanup(code: int) -> NoReturn:
-    """Exit without cleanup: to free the imported modules would take most of a second, and nothing else runs here."""
+    """Exit without cleanup, because nothing else runs in this process and freeing its imported modules would take most
+    of a second."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -111,10 +111,11 @@ def reap(output_dir: Annotated[Path, typer.Option(help="Folder of runs.")] = Pat
     """Stop the remaining processes of runs whose flow died on this machine, and correct their recorded state."""
     from cosmos_core.launch import reap as leftovers
 
-    line = ""
+    has_changes = False
     for line in leftovers.reap(output_dir.absolute()):
+        has_changes = True
         typer.echo(line)
-    if not line:
+    if not has_changes:
         typer.echo("nothing is left over")
 
 

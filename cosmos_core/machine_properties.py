@@ -49,17 +49,15 @@ class MachineProperties:
 
 def measure(libraries: Sequence[str] = ()) -> MachineProperties:
     """Return the hardware and the versions of the libraries as this process sees them."""
-    versions = {}
-    for name in libraries:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
+    versions = {name: installed for name in libraries if (installed := _version(name))}
     gpus = tuple(name for name, _ in _gpus_visible_to_cuda())
     threads, lacks = len(os.sched_getaffinity(0)), _missing_compiler(has_gpus=bool(gpus))
     return MachineProperties(platform.node(), gpus, threads, versions, lacks)
 
 
 def _missing_compiler(*, has_gpus: bool) -> str:
-    """Return what is missing to compile kernels, a C (GPU) or C++ (CPU) compiler or Python.h; empty: nothing."""
+    """Return a description of what is missing for compiling kernels: a C compiler for Triton on a GPU, a C++ compiler
+    on a CPU, or Python.h; empty if nothing is missing."""
     variable, names, language = ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
     command = os.environ.get(variable, "").split()
     if not any(shutil.which(name) for name in command[:1] or names):
@@ -137,7 +135,8 @@ def _gpus_visible_to_cuda() -> tuple[tuple[str, str], ...]:
 
 
 def _find_gpu(pynvml: Any, cards: Sequence[Any], entry: str) -> Any | None:
-    """Return the GPU that an entry of CUDA_VISIBLE_DEVICES names by index or beginning of the UUID, or a MIG device."""
+    """Return the GPU that an entry of CUDA_VISIBLE_DEVICES names: by index, by the beginning of its UUID, or as a MIG
+    device; None if there is no such GPU."""
     if entry.isdigit():
         return cards[int(entry)] if int(entry) < len(cards) else None
     if entry.startswith("MIG-"):
@@ -146,6 +145,12 @@ def _find_gpu(pynvml: Any, cards: Sequence[Any], entry: str) -> Any | None:
         return None
     matches = [card for card in cards if entry and str(pynvml.nvmlDeviceGetUUID(card)).startswith(entry)]
     return matches[0] if len(matches) == 1 else None
+
+
+def _version(name: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(name)
+    return None
 
 
 @cache

@@ -175,8 +175,10 @@ def exit_code(run: Run) -> int:
     """Return the exit code of a run, from the states of all its stages."""
     states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
     failed = {state.exit_code for state in states if state.state == "failed"}
-    of_states = EXIT_OK if all(state.state in FINISHED for state in states) else EXIT_PREEMPTED
-    return next((code for code in (EXIT_USAGE, EXIT_CRASH, EXIT_REFUSED) if code in failed), of_states)
+    for code in (EXIT_USAGE, EXIT_CRASH, EXIT_REFUSED):
+        if code in failed:
+            return code
+    return EXIT_OK if all(state.state in FINISHED for state in states) else EXIT_PREEMPTED
 
 
 def _explain(run: Run, code: int) -> None:
@@ -200,8 +202,12 @@ def _print_message(message: str) -> None:
 
 def _final_message(run_flow: Callable[[], Any], folder: Path, function: Any = None) -> str:
     """Run a flow to its end with `run_flow`, which returns its state; return the reason why it did not complete, or an
-    empty string. If `function` of the user raised an error, the reason has the location. A stop of the flow and a
-    `CosmosError` of the flow are raised."""
+    empty string. If `function` of the user raised an error, the reason has the location.
+
+    Raises:
+        Preempted: the flow was stopped or cancelled.
+        CosmosError: an error that the flow raised.
+    """
     from prefect.events.worker import EventsWorker
     from prefect.exceptions import TerminationSignal, UnfinishedRun
     from prefect.logging.handlers import APILogWorker
@@ -240,7 +246,8 @@ def _probe(folder: Path) -> DiskFull | None:
 
 
 def _terminate(number: int, frame: object) -> None:
-    """Raise KeyboardInterrupt, as Ctrl-C does: a library that is being imported might catch another error."""
+    """Raise KeyboardInterrupt, as Ctrl-C does: a library that is being imported might catch another error and
+    continue."""
     raise KeyboardInterrupt
 
 

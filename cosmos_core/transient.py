@@ -75,6 +75,7 @@ def _status(error: BaseException) -> int:
         response = response.get("ResponseMetadata")
         status = response.get("HTTPStatusCode") if isinstance(response, dict) else None
     else:
-        attributes: tuple[tuple[object, str], ...] = ((response, "status_code"), (error, "code"), (error, "status"))
-        status = next(filter(None, (getattr(owner, name, None) for owner, name in attributes)), None)
+        status = (
+            getattr(response, "status_code", None) or getattr(error, "code", None) or getattr(error, "status", None)
+        )
     return status if isinstance(status, int) else 0

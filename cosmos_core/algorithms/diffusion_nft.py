@@ -32,7 +32,8 @@ class DiffusionNft(FlowRl):
         config, beta, total = self.config, self.diffusers.nft_beta, float(len(samples))
 
         def loss(micro: MicroBatch) -> Loss:
-            outputs, low, high, mode = micro.outputs, config.advantage_low, config.advantage_high, config.advantage_mode
+            outputs = micro.outputs
+            low, high, mode = config.advantage_low, config.advantage_high, config.advantage_mode
             advantages_B = torch.tensor([sample.rollout.advantage for sample in micro.samples], dtype=torch.float64)
             sigma_B = torch.tensor([sample.sigma for sample in micro.samples], dtype=torch.float64)
             velocities = outputs["velocity"], outputs[f"{OLD_POLICY}/velocity"], outputs.get("reference/velocity")
@@ -60,9 +61,12 @@ class DiffusionNft(FlowRl):
         sample, embedding = rollout.diffusion_sample, rollout.prompt.embedding
         sigmas, num_frames = sample.sigmas[:-1], sample.num_conditioning_frames
         count = int(self.diffusers.timesteps_fraction * len(sigmas))
-        seeds = {i: (rollout.seed + 1 + i) & _SEED_BITS for i in random_order(len(sigmas), rollout.seed)[:count]}
-        x0 = sample.latents
-        return [SeededSample(x0, sigmas[i], embedding, rollout, seed, num_frames) for i, seed in seeds.items()]
+        selected = random_order(len(sigmas), rollout.seed)[:count]
+        seeds = [(rollout.seed + 1 + i) & _SEED_BITS for i in selected]
+        return [
+            SeededSample(sample.latents, sigmas[i], embedding, rollout, seed, num_frames)
+            for i, seed in zip(selected, seeds, strict=True)
+        ]
 
 
 def old_policy_decay(kind: int, num_updates: int) -> float:

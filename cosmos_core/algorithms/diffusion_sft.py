@@ -54,7 +54,8 @@ class DiffusionSft(Algorithm):
         total, count = 0.0, 0
         for samples in chunks:
             for sample, row in zip(samples, view.evaluate(samples, size=size), strict=True):
-                total, count = total + _error(sample, row["velocity"]), count + 1
+                total += _error(sample, row["velocity"])
+                count += 1
         return {"loss": total / max(1, count), "samples": float(count)}
 
 

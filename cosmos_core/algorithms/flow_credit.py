@@ -35,9 +35,10 @@ class FlowRollout:
     """Seed of the random numbers that training uses for this rollout."""
 
     @property
-    def latents(self) -> Any:
+    def latents(self) -> Tensor:
         """Return the clean latents, whose size determines the cost of the sample."""
-        return self.diffusion_sample.latents
+        clean_latents: Tensor = self.diffusion_sample.latents
+        return clean_latents
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,9 @@ class FlowRl(Algorithm):
         """
         for batch in equal_batches(len(samples), self.config.batch_size_per_optimize):
             if (update := self.make_update(samples[batch])) is not None:
-                yield replace(update, data=self.data_term and self.data_term(self._num_steps, self._num_updates))
+                if self.data_term is not None:
+                    update = replace(update, data=self.data_term(self._num_steps, self._num_updates))
+                yield update
                 self._num_updates += 1
         self._num_steps += 1
         self.after_train_step(view)

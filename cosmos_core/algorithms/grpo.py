@@ -230,9 +230,12 @@ class Grpo(Algorithm):
     def _is_constant(self, inputs: _UpdateInputs) -> bool:
         """Return True if the derivative of the loss with respect to the log-probabilities is independent of them."""
         settings = self._settings
-        absent = (inputs.old_logprobs, inputs.reference, inputs.teacher, inputs.correction)
         return (
-            all(each is None for each in (*absent, settings.off_policy_masking_delta))
+            inputs.old_logprobs is None
+            and inputs.reference is None
+            and inputs.teacher is None
+            and inputs.correction is None
+            and settings.off_policy_masking_delta is None
             and not settings.entropy_coeff
             and settings.objective != "aipo"
         )

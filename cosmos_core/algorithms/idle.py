@@ -51,7 +51,8 @@ def exclude_idle(
 
 
 def _select_run_samples(samples: Sequence[Sample], is_idle: Callable[[Sample], bool]) -> list[Sample]:
-    """Return the samples with a gradient, and idle samples up to `NUM_COMPARED` samples with images and without."""
+    """Return the samples with a gradient, and as many idle samples as needed to have `NUM_COMPARED` samples with images
+    and `NUM_COMPARED` without images, where available."""
     selected = {i for i, sample in enumerate(samples) if not is_idle(sample)}
     for has_images in (False, True):
         same_modality = [i for i, sample in enumerate(samples) if bool(sample.images) == has_images]

@@ -92,7 +92,9 @@ class Kto(Algorithm):
         `chunks` alternate between the labelled sample of a row and a sample with the response of another row; both
         carry their reference log-probabilities. `size`: number of samples in a forward pass.
         """
-        labels, sources, logps, references, divergences = list[bool](), list[str](), [], [], []
+        labels: list[bool] = []
+        sources: list[str] = []
+        logps, references, divergences = [], [], []
         for samples in chunks:
             labelled, mismatched = samples[::2], samples[1::2]
             labels += [sample.reward > 0 for sample in labelled]
@@ -110,8 +112,10 @@ class Kto(Algorithm):
         return {"loss": loss.item(), **means(metrics)}
 
     def _reference(self, samples: Sequence[Sample], view: TrainerView) -> tuple[Tensor, Tensor]:
-        """Return the reference log-probabilities of the responses, and the log-ratios of policy to reference for
-        mismatched responses, from which KL is estimated; the log-ratios are 0 for losses without KL."""
+        """Return two tensors: the reference log-probabilities of responses, and log-ratios for the KL estimate.
+
+        The log-ratios are those of policy to reference for mismatched responses; they are 0 for losses without KL.
+        """
         if self.config.kto.loss_type != "kto":
             reference_B = _sums(view, samples, "reference")
             return reference_B, torch.zeros_like(reference_B)

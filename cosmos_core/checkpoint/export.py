@@ -73,7 +73,8 @@ def _export(stage: Stage, step: int) -> Outcome:
     revision = stage.recipe.policy.model_revision
     stage.progress.phase("load")
     tokenizer = load_tokenizer(stage.model, revision)
-    model, target = load_model(stage.model, revision=revision, dtype=torch.float32), stage.path / export_folder(step)
+    model = load_model(stage.model, revision=revision, dtype=torch.float32)
+    target = stage.path / export_folder(step)
     stage.progress.phase("export")
     adapter = adapter_files(stage)
     card = model_card(stage, loading_instructions(stage, auto_class(model.config).__name__)).encode()

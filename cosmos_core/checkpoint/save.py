@@ -147,8 +147,8 @@ class Checkpointer:
     def _write(self, step: int, tensors: dict[str, LocalTensor], extra: str, best: BestStep | None) -> None:
         """Write this rank's files of a checkpoint, and wait until the files of all ranks are on the disk.
 
-        The first rank then commits the checkpoint, records the best step, and deletes old checkpoints. If the disk of a
-        rank is full or broken, all ranks raise the same `StageFailed`.
+        The first rank then commits the checkpoint, records the best step, deletes old checkpoints, and calls
+        `on_saved`. If the disk of a rank is full or broken, all ranks raise the same `StageFailed`.
         """
         records, problem = {}, ""
         try:
@@ -177,7 +177,10 @@ class Checkpointer:
             self._on_saved(step)
 
     def _copies(self, tensors: dict[str, LocalTensor]) -> dict[str, LocalTensor]:
-        """Return copies of the tensors in host memory, from a GPU by pinned memory that the next save reuses."""
+        """Return copies of the tensors in host memory.
+
+        From a GPU, the copies are made on a separate stream into pinned memory, which the next save reuses.
+        """
         live = {name: local.tensor for name, local in tensors.items()}
         if self._stager is None:
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
@@ -188,7 +191,10 @@ class Checkpointer:
         return {name: LocalTensor(copies[name], local.offsets) for name, local in tensors.items()}
 
     def _commit(self, step: int, records: list[dict[str, Any]]) -> None:
-        """Move the files of all ranks, described by `records`, to the checkpoint's folder; write its manifest."""
+        """Move the files of all ranks into the folder of the checkpoint, and write its manifest.
+
+        `records` has, for each rank, the size and digest of its files by name.
+        """
         target = step_folder(self._folder, step)
         with replaced_folder(target) as building:
             policy = building / "policy"
@@ -220,9 +226,7 @@ class Checkpointer:
         """
         if self._max_keep == -1:
             return
-        steps = [step for step in saved_steps(self._folder) if step <= newest]
-        manifests = (resume.read_manifest(step_folder(self._folder, step) / "policy") for step in steps)
-        own_steps = [s for s, m in zip(steps, manifests, strict=True) if m.get("fingerprint") == self._fingerprint]
+        own_steps = [step for step in saved_steps(self._folder) if step <= newest and self._has_own_fingerprint(step)]
         deleted_steps = [step for step in own_steps[: -self._max_keep] if best is None or step != best.step]
         if deleted_steps and resume.resume_obstacle(self._folder, newest, self._fingerprint, is_hashed=True) is None:
             for step in deleted_steps:
@@ -230,6 +234,10 @@ class Checkpointer:
                 deleted_folder = self._folder / f".step_{step}.{os.getpid()}.tmp"
                 os.rename(step_folder(self._folder, step), deleted_folder)
                 shutil.rmtree(deleted_folder)
+
+    def _has_own_fingerprint(self, step: int) -> bool:
+        manifest = resume.read_manifest(step_folder(self._folder, step) / "policy")
+        return manifest.get("fingerprint") == self._fingerprint
 
     def _newest_complete_step(self) -> int | None:
         return resume.newest_complete_step(self._folder, self._fingerprint, self._hashed)

@@ -205,7 +205,10 @@ def _named_weights(state: TrainState) -> dict[str, Tensor]:
 
 
 def _extract_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValue:
-    """Return `value` as JSON with names of tensors, which begin with `name`, and add the tensors to `tensors`."""
+    """Return `value` as JSON, with each tensor replaced by an object with its name, and add the tensors to `tensors`.
+
+    `name` is the prefix of the tensor names.
+    """
     if isinstance(value, Tensor):
         tensors[name] = value.detach()
         return {_TENSOR: name}
@@ -228,7 +231,10 @@ def _put_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _parts(value: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of an optimizer state by suffix of the slot: three for an 8-bit state of torchao, else one."""
+    """Return the plain tensors that represent a tensor of optimizer state, by suffix of its slot name.
+
+    An 8-bit state of torchao consists of three tensors; any other tensor is returned itself with an empty suffix.
+    """
     if not hasattr(value, "qmap"):
         return {"": value}
     return {f":{part}": getattr(value, part) for part in ("codes", "scale", "qmap")}

@@ -56,6 +56,7 @@ class _ObjectActor:
         self._object = make()
 
     def call(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], shared: Any = None) -> Any:
+        """Call a method of the object with `arguments`, then `shared` unless it is None, and `keywords`."""
         return getattr(self._object, method)(*arguments, *([] if shared is None else [shared]), **keywords)
 
 
@@ -106,7 +107,10 @@ class ActorHandle:
 
 
 def _gpus_of(placements: Sequence[Any], count: int) -> list[str]:
-    """Return `count` free GPUs for each scheduling strategy of a bundle, as values of `CUDA_VISIBLE_DEVICES`."""
+    """Return `count` free GPUs for each bundle of resources, as values of `CUDA_VISIBLE_DEVICES`.
+
+    `placements` are Ray's scheduling strategies, one per reserved bundle.
+    """
     remote: Any = ray.remote
     visible = remote(num_cpus=0, num_gpus=count)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
     return list(ray.get([visible.options(scheduling_strategy=each).remote() for each in placements]))
@@ -130,7 +134,9 @@ class Actors:
         self._group, self._threads = group, threads
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         shares_gpus = has_gpus and group.shares_gpus
-        gpus = (SHARED_GPU_FRACTION if shares_gpus else float(group.processes)) if has_gpus else 0.0
+        gpus = 0.0
+        if has_gpus:
+            gpus = SHARED_GPU_FRACTION if shares_gpus else float(group.processes)
         self._placements = placements if has_gpus or not group.shares_gpus else ()
         self._max_actors = len(placements) if shares_gpus else math.inf
         self._gpus = [""] * len(placements)

@@ -85,7 +85,8 @@ class WorkerGroup:
             count = ranks_of_bundle(group, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
             per_rank = [placements[rank // count] for rank in range(size)]
             share = 0.5 if group is not None and group.shares_gpus and count == 1 else 1
-            start, actors = _make_starter(ray, per_rank, share), None
+            start = _make_starter(ray, per_rank, share)
+            actors = None
             if group is not None:
                 actor_placements = placements if group.shares_gpus else placements[size:]
                 actors = importlib.import_module("cosmos_core.cluster.actors").Actors(
@@ -257,7 +258,13 @@ def _wait_for_ranks(
     *,
     is_embedded: bool,
 ) -> Any:
-    """Wait until the program has ended on all ranks; return its value on the first rank, or raise its first error."""
+    """Wait until the program has ended on all ranks, and return its value on the first rank.
+
+    Raises:
+        CosmosError: the first error of this package that a rank raised.
+        RankFailed: a rank died.
+        StageFailed: the embedded cluster has died, so that ranks cannot be restarted.
+    """
     waiting, is_stop_sent, first, last_poll = list(calls), False, None, time.monotonic()
     if actors is not None:
         members[0].set_actors.remote(actors.handles)

@@ -39,7 +39,8 @@ def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
             facts: MachineProperties = ray.get(measure_node.remote(list(libraries)))
         finally:
             ray.shutdown()
-    return replace(facts, gpus=(facts.gpus[:1] or ("GPU",)) * num_gpus)
+    model = facts.gpus[0] if facts.gpus else "GPU"
+    return replace(facts, gpus=(model,) * num_gpus)
 
 
 def variables_of_ranks() -> dict[str, str]:

@@ -73,9 +73,11 @@ def read_service(client: Any, name: str) -> dict[str, str] | None:
     of this name."""
     from prefect.exceptions import ObjectNotFound
 
-    with suppress(ObjectNotFound):
-        return RewardService(**client.read_block_document_by_name(name, BLOCK_SLUG).data).environment()
-    return None
+    try:
+        document = client.read_block_document_by_name(name, BLOCK_SLUG)
+    except ObjectNotFound:
+        return None
+    return RewardService(**document.data).environment()
 
 
 def delete_service_block(client: Any, name: str) -> None:

@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.inputs import inputs_of, is_remote, source_of
@@ -55,8 +54,8 @@ def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
             recipe = recipe.derive(policy=recipe.policy.derive(**model_of_base))
         model = "" if base is stage else base.model or base_policy.model_name_or_path
         rows = "" if data else stage.data
-        settings: dict[str, Any] = {"model": model, "data": rows, "recipe": recipe, "prompts": prompts.get(data)}
-        result = run_check(pipeline, stage, pipeline.kind_of(stage).check, **settings)
+        program, known_prompts = pipeline.kind_of(stage).check, prompts.get(data)
+        result = run_check(pipeline, stage, program, model=model, data=rows, recipe=recipe, prompts=known_prompts)
         prompts[stage.name] = result["info"].get("prompts")
         check_readers(pipeline, stage.name, result["info"])
         suffix = "" if base is stage else f" (looked at with the model that stage {base.name!r} starts from)"
@@ -158,10 +157,11 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
             fingerprint="look", kind=replace(kind, entry=program),
         ).save()  # fmt: skip
         service, config = service_named(stage.reward_service), pipeline.config
-        return run(AttemptSettings(
+        attempt = AttemptSettings(
             stage_path=path, python=config.python, threads=threads(pipeline), grace_seconds=config.grace_seconds,
             environment=service, secrets=tuple(service),
-        ))  # fmt: skip
+        )  # fmt: skip
+        return run(attempt)
 
 
 def _base(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:

@@ -58,8 +58,8 @@ def estimate_table(
     """Return the estimates as a table with notes about unknown values; `gpus` has the number of GPUs by stage name."""
     title = "per GPU in GiB, at the peak of a train step"
     table = Table("stage", "parameters", "trained", title=title, caption_justify="left")
-    sizes_in_gib = ("weights", "gradients", "optimizer", "activations", "peak", "rollout")
-    for column in (*sizes_in_gib, "row length", "steps", "tokens", "GPUs", "nodes"):
+    memory_columns = ("weights", "gradients", "optimizer", "activations", "peak", "rollout")
+    for column in (*memory_columns, "row length", "steps", "tokens", "GPUs", "nodes"):
         table.add_column(column, justify="right")
     notes = [
         "weights: with copies in param_dtype, the reference model and the moving average; rollout: weights of the "
@@ -106,7 +106,8 @@ def _format_count(count: int) -> str:
 
 
 def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> str:
-    """Return the model from which the stage starts, or an upstream model of its architecture; empty if none exists."""
+    """Return the model from which the stage starts, or an upstream model of the same architecture, which training and
+    export keep; empty if the model does not exist yet."""
     while (name := source_of(model := pipeline.starts_from(stage))) is not None:
         if folder := _output_path(model, "model", decisions):
             return folder

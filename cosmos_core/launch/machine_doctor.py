@@ -62,7 +62,8 @@ def package_findings(requirements: Iterable[str]) -> Iterator[Finding]:
         try:
             installed = version(name)
         except PackageNotFoundError:
-            problems += [] if is_extra else [f"{name} is missing: {remedy}"]
+            if not is_extra:
+                problems.append(f"{name} is missing: {remedy}")
             continue
         count += 1
         if not specifier.contains(installed, prereleases=True):
@@ -84,9 +85,11 @@ def gpu_findings(facts: MachineProperties, cuda_of_torch: str) -> Iterator[Findi
     if sees_gpu == "True":
         yield Finding("torch", f"{torch_version} for CUDA {built_architectures[0]} sees the GPUs")
         return
-    cuda = f"is built for CUDA {built_architectures[0]}, which the driver is too old for" if built_architectures else ""
+    reason = "is a CPU build"
+    if built_architectures:
+        reason = f"is built for CUDA {built_architectures[0]}, which the driver is too old for"
     remedy = "update the driver, or install the build of torch for its CUDA version"
-    yield Finding("torch", f"{torch_version} {cuda or 'is a CPU build'}; {remedy}", is_ok=False)
+    yield Finding("torch", f"{torch_version} {reason}; {remedy}", is_ok=False)
 
 
 def vllm_finding(facts: MachineProperties) -> Finding:

@@ -60,8 +60,9 @@ def managed_service(
         return
     service = _Service(Path(config), folder, python or sys.executable, host)
     try:
-        base = f"{service.start(check)}/api/reward"
-        variables = {ENQUEUE_URL: f"{base}/enqueue", FETCH_URL: f"{base}/pull", TOKEN: service.token}
+        url = service.start(check)
+        rewards = f"{url}/api/reward"
+        variables = {ENQUEUE_URL: f"{rewards}/enqueue", FETCH_URL: f"{rewards}/pull", TOKEN: service.token}
         try:
             yield variables
         finally:

@@ -86,7 +86,8 @@ def _is_locked(folder: Path) -> bool:
 
 
 def scratch_of(attempt: str) -> Path:
-    """Return the folder for the temporary files of an attempt, with a short name because paths of sockets are short."""
+    """Return the folder for the temporary files of an attempt; its name is short because paths of sockets are
+    limited."""
     return Path(tempfile.gettempdir()) / f"{_SCRATCH}{attempt[:12]}"
 
 

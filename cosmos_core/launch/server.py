@@ -89,7 +89,8 @@ def _wait_for_server(url: str) -> None:
 
 
 def _claim_prefect_home(folder: Path) -> tuple[Path, Lock]:
-    """Return the first `PREFECT_HOME` that no other server uses, with its lock, because SQLite allows one writer."""
+    """Return a `PREFECT_HOME` that no other server uses, and its lock: SQLite allows one writer. The first free one of
+    the numbered folders is used, because it is likely to have a database."""
     number = 1
     while not (lock := Lock(folder / f"server-{number}" / "lock")).try_acquire():
         lock.release()
@@ -103,7 +104,8 @@ def _template() -> Path:
 
 
 def _copy_database(source: Path, target: Path) -> bool:
-    """Copy a database that may be in use atomically; return False if it is missing or damaged, or the disk is full."""
+    """Copy a database, which may be in use, atomically; return False if it is missing or damaged, or the disk is
+    full."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -206,7 +206,8 @@ def _environment(launch: AttemptSettings) -> dict[str, str]:
 def _wait_for_worker(launch: AttemptSettings, child: Child, log: Path) -> tuple[int, str, Preempted | None]:
     """Wait for the end of the worker. Return its exit code, the reason for which this process ended it (empty if the
     worker ended by itself), and the error of `must_stop` (None if it requested no stop)."""
-    reason, stop, start_time, last_state = "", None, time.monotonic(), 0.0
+    reason, stop = "", None
+    start_time, last_state = time.monotonic(), 0.0
     lines, progress_watch = _LogLines(log), _ProgressWatch()
 
     def show(line: str) -> None:
@@ -316,7 +317,8 @@ class _LogLines:
         self._last_forwarded = time.monotonic()
 
     def forward(self, receiver: Callable[[str], None], *, is_last: bool = False) -> None:
-        """Pass the new lines of the log to a callback, as the rate allows; with `is_last`, also an unfinished line."""
+        """Pass the new lines of the log to a callback, as the rate allows; with `is_last`, also a last line
+        without a line break."""
         now = time.monotonic()
         allowance = self._allowance + (now - self._last_forwarded) * _MAX_LINES_PER_SECOND
         self._allowance, self._last_forwarded = min(_MAX_LINES_PER_SECOND, allowance), now

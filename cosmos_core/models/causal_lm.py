@@ -89,6 +89,7 @@ class CausalLM:
     """Causal language model, sharded over the mesh; implements `models.base.ModelAdapter`."""
 
     default_outputs: RequestedOutputs = LOGPROBS
+    """Outputs of an update that requests none: the log-probability of each trained token."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class CausalLM:
         self.mesh = mesh
         self.device = torch.device(mesh.data.device_type) if mesh else model.device
         self.meta_copy = copy_without_weights(model) if mesh else None
-        self._train, self._inputs = train, reading
+        self._train, self._processing = train, reading
         self._dtype = getattr(torch, train.logprob_dtype)
         packs = train.sequence_packing
         if packs is None:
@@ -122,13 +123,13 @@ class CausalLM:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer of the model."""
-        assert self._inputs.tokenizer is not None, "opened without a tokenizer"
-        return self._inputs.tokenizer
+        assert self._processing.tokenizer is not None, "opened without a tokenizer"
+        return self._processing.tokenizer
 
     @property
     def vision(self) -> ImageReader | None:
         """Return the converter of the images of samples to model inputs; None: samples have no images."""
-        return self._inputs.vision
+        return self._processing.vision
 
     def whole_model(self) -> PreTrainedModel | None:
         """Return the model with all weights; with a mesh, a copy on the first rank's CPU, and None on other ranks."""
@@ -139,7 +140,7 @@ class CausalLM:
         if model is None:
             return None
         remove_fp8(model)
-        export_model(model, self.tokenizer, target, dtype=None, extra_files=self._inputs.files)
+        export_model(model, self.tokenizer, target, dtype=None, extra_files=self._processing.files)
         checks = verify_export(model, target, dtype=None, tokenizer=self.tokenizer)
         return Export(tuple(checks), ADAPTER if is_adapted(model) else "")
 
@@ -149,7 +150,7 @@ class CausalLM:
 
     def batching_key(self, sample: Sample) -> int:
         """Return the group of a sample: rows with images and rows without images are in separate micro-batches."""
-        return self._inputs.vision.batching_key(sample) if self._inputs.vision else 0
+        return self._processing.vision.batching_key(sample) if self._processing.vision else 0
 
     def assigned_batch(self, sample: Sample) -> Hashable | None:
         return sample.micro_batch
@@ -178,16 +179,16 @@ class CausalLM:
         shared = sum(num_shared_tokens([samples_or_filler[i] for i in group]) for group in groups)
         if groups and is_worth_sharing(sum(map(len, ids)), shared):
             prompts = [prompt_length(samples_or_filler[group[0]]) * (len(group) > 1) for group in groups]
-            rows = shared_rows(ids, [*zip(groups, prompts, strict=True)], self._inputs.pad_id, self._row_length)
+            rows = shared_rows(ids, [*zip(groups, prompts, strict=True)], self._processing.pad_id, self._row_length)
         else:
-            rows = rows_of(ids, self._inputs.pad_id, packed=self._is_packed, num_tokens_of=self._row_length)
+            rows = rows_of(ids, self._processing.pad_id, packed=self._is_packed, num_tokens_of=self._row_length)
         trained_positions = [np.flatnonzero(sample.loss_mask[1:]) for sample in samples_or_filler]
         positions = np.concatenate([start + s for start, s in zip(rows.starts, trained_positions, strict=True)])
         inputs = to_device(rows.inputs, device)
         if samples_or_filler[0].images:
-            assert self._inputs.vision is not None
+            assert self._processing.vision is not None
             del inputs["position_ids"]  # the model computes positions itself, sometimes 2-D image positions
-            image_inputs = self._inputs.vision.inputs(samples_or_filler, rows.inputs["input_ids"])
+            image_inputs = self._processing.vision.inputs(samples_or_filler, rows.inputs["input_ids"])
             inputs |= {name: tensor.to(device, self._image_dtype(tensor)) for name, tensor in image_inputs.items()}
         if self.has_model_loss:
             inputs |= to_device(sequences_of(rows.inputs, [len(each) for each in ids]), device)

@@ -22,7 +22,7 @@ TEMPLATES = {
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
-    """Set the chat template of a tokenizer; `name` is a key of `TEMPLATES`, or the path of a Jinja file; None: keep the
+    """Set the chat template of a tokenizer. `name` is a key of `TEMPLATES`, or the path of a Jinja file; None: keep the
     template of the tokenizer.
 
     Raises:

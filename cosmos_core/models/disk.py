@@ -1,4 +1,4 @@
-"""Conversion of disk errors to one-line errors that name the lost file and the files that are still intact."""
+"""Writing of exports, and conversion of disk errors to one-line errors that name the lost file and the intact ones."""
 
 import errno
 import os
@@ -38,7 +38,8 @@ def translate_disk_errors(name: str, describe_rest: Callable[[], str]) -> Iterat
 
 @contextmanager
 def write_export(target: Path, extra_files: Mapping[str, bytes]) -> Iterator[Path]:
-    """Yield a folder that replaces `target` when the block ends; `extra_files` are written to it by their paths.
+    """Yield a folder that replaces `target` when the block ends. `extra_files`, the content of files by path in the
+    folder, are written last.
 
     Raises:
         StageFailed: the disk is full, read-only or missing.

@@ -172,8 +172,12 @@ def _build_empty(config: PretrainedConfig, model: str, dtype: torch.dtype) -> Pr
 
 
 def _check_architecture(config: PretrainedConfig, model: str) -> None:
-    """Refuse, by a ModelError, a config.json whose architecture cannot be trained or does not match `model_type`, or
-    whose quantized weights cannot be read here."""
+    """Refuse a config.json whose architecture cannot be trained, or whose quantized weights cannot be read.
+
+    Raises:
+        ModelError: the architecture is no model of transformers, does not generate text, or does not match
+            `model_type`; or the weights are quantized, and the package that reads them is missing.
+    """
     names = config.architectures
     with translate_load_errors("architecture", model):  # importing the model class fails if a library is missing
         cls = _model_class(config)

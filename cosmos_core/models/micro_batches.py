@@ -53,7 +53,9 @@ def split_by_length(
     while bounds[-1]:
         bounds.append(starts[bounds[-1]])
     slices = [(num_ranks * start, num_ranks * end) for start, end in pairwise(reversed(bounds))]
-    batches = [[*sorted_indices[start + rank : end : num_ranks]] for start, end in slices for rank in range(num_ranks)]
+    batches = [
+        list(sorted_indices[start + rank : end : num_ranks]) for start, end in slices for rank in range(num_ranks)
+    ]
     return [batch for batch in batches if batch]
 
 

@@ -272,8 +272,11 @@ def _shorten_windows(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def _is_exact(model: PreTrainedModel, roots: Sequence[Any], attention_name: str, dtype: torch.dtype) -> bool:
-    """Return True if packed rows have the same outputs as separate rows, which use the attention `attention_name`:
-    logits, or last hidden states of each root, in `dtype`. Afterwards packed attention is enabled."""
+    """Return True if packed rows have the same outputs as separate rows: logits, or last hidden states of each root.
+
+    Separate rows use the attention `attention_name`, and all rows are computed in `dtype`. Afterwards packed attention
+    is enabled.
+    """
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.config.get_text_config().vocab_size)
     rows = [torch.randint(vocabulary, (length,), generator=generator).numpy() for length in _PROBE_LENGTHS]

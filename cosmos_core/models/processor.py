@@ -45,8 +45,8 @@ def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]
 def load_processor(
     model: str, revision: str | None = None, pixels: Sequence[tuple[str, int]] = ()
 ) -> ProcessorMixin | None:
-    """Load the processor of a model folder or Hub id; return None for a text-only model. `pixels`: `min_pixels` and
-    `max_pixels` of images, which override the limits in the processor's settings.
+    """Load the processor of a model folder or Hub id; return None for a text-only model. `pixels` are the `min_pixels`
+    and `max_pixels` of images, which override the limits in the processor's settings.
 
     Raises:
         ModelError: a file is damaged, or the processor needs a library that is not installed.

@@ -346,8 +346,10 @@ class _ChunkedScore(torch.autograd.Function):
     ) -> Any:
         ctx.task, ctx.weights = task, weights
         ctx.compute_dtype = _autocast_dtype(hidden_NH.device)
-        is_known = derivative_N is not None and task.differentiable == {"logprobs"} and any(ctx.needs_input_grad)
-        gradients = _Gradients(task, hidden_NH, weights, ctx.compute_dtype) if is_known else None
+        has_known_derivative = (
+            derivative_N is not None and task.differentiable == {"logprobs"} and any(ctx.needs_input_grad)
+        )
+        gradients = _Gradients(task, hidden_NH, weights, ctx.compute_dtype) if has_known_derivative else None
         computed: list[dict[str, Tensor]] = []
         with _autocast(hidden_NH.device, ctx.compute_dtype):
             casts = {} if gradients else task.head.cast(ctx.compute_dtype)
@@ -368,10 +370,12 @@ class _ChunkedScore(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> Any:  # type: ignore[override]
         task: _Task = ctx.task
         hidden_NH, labels_N, top_ids_NK, derivative_N = ctx.saved_tensors
-        by_name = {name: g for name, g in zip(task.names, upstream, strict=True) if name in task.differentiable}
+        upstream_by_name = {
+            name: g for name, g in zip(task.names, upstream, strict=True) if name in task.differentiable
+        }
         precomputed, ctx.precomputed = ctx.precomputed, None
         # The comparison is exact, because an approximately equal derivative would change the gradient.
-        if precomputed is not None and bool((by_name["logprobs"] == derivative_N).all()):
+        if precomputed is not None and bool((upstream_by_name["logprobs"] == derivative_N).all()):
             return None, precomputed[0], None, None, None, *precomputed[1:]
         del precomputed
         with _autocast(hidden_NH.device, ctx.compute_dtype):
@@ -379,7 +383,7 @@ class _ChunkedScore(torch.autograd.Function):
             for chunk in task.chunks(len(labels_N)):
                 softmax = task.softmax(gradients.logits(chunk))
                 top_ids_MK = None if top_ids_NK is None else top_ids_NK[chunk]
-                chunk_gradients = {name: gradient[chunk] for name, gradient in by_name.items()}
+                chunk_gradients = {name: gradient[chunk] for name, gradient in upstream_by_name.items()}
                 gradients.add(task.derivative(softmax, labels_N[chunk], chunk_gradients, top_ids_MK))
                 del softmax
         totals = gradients.totals()

@@ -98,16 +98,17 @@ def init_on_meta(
         ModelError: an error of `load_model`, except for values that are not finite, which `load_sharded` reports.
     """
     files, reason = weight_files(model, revision)
-    options: dict[str, Any] = {
-        "revision": revision, "dtype": dtype, "gradient_checkpointing": gradient_checkpointing
-    }  # fmt: skip
     if not reason:
         with torch.device("meta"), meta_device_safe_creation_ops():
-            network = model_without_weights(model, **options)
+            network = model_without_weights(
+                model, revision=revision, dtype=dtype, gradient_checkpointing=gradient_checkpointing
+            )
         reason = _plan_loading(network, model, revision, dtype, device, files)
     if reason:
         logger.info("every rank loads the whole of %s before it is sharded, because %s", model, reason)
-        return load_model(model, device=device, **options)
+        return load_model(
+            model, revision=revision, dtype=dtype, device=device, gradient_checkpointing=gradient_checkpointing
+        )
     return network
 
 
@@ -254,8 +255,9 @@ def _plan(
     return groups, info
 
 
-def _empty(each: Any) -> Tensor:
-    return torch.empty(each.get_shape(), dtype=str_to_torch_dtype.get(each.get_dtype(), torch.float32), device="meta")
+def _empty(source: Any) -> Tensor:
+    dtype = str_to_torch_dtype.get(source.get_dtype(), torch.float32)
+    return torch.empty(source.get_shape(), dtype=dtype, device="meta")
 
 
 def _convert(

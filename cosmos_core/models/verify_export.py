@@ -81,9 +81,12 @@ def verify_export(
     memory: int | None = None,
 ) -> list[str]:
     """Compare the export in `target` with the model in memory, and return the names of the checks that passed. A model
-    with an adapter is compared in merged form, and the adapter is compared separately. `dtype`: dtype of the exported
-    weights; None: their own. `tokenizer`: the tokenizer whose ids and chat template the export must have; None: not
-    checked. `memory`: bytes that copies of the model may use; None: the free memory of this machine.
+    with an adapter is compared in merged form, and the adapter is compared separately.
+
+    Args:
+        dtype: Dtype of the exported weights; None: their own dtype.
+        tokenizer: Tokenizer whose ids and chat template the export must have; None: not checked.
+        memory: Number of bytes that copies of the model may use; None: the free memory of this machine.
 
     Raises:
         StageFailed: a check failed; the message names the tensors or the difference.
@@ -233,7 +236,8 @@ def _compare_logits(
     first: FirstLayers | None,
     fraction: float = _TOLERANCE,
 ) -> str:
-    """Return a text about a passed check; raise an error if logits differ by more than a fraction of the largest."""
+    """Return a text about a check that passed; raise an error if the logits differ by more than `fraction` times the
+    largest logit."""
     suffix = f" (first {first.num_first_layers} of {first.num_layers} layers)" if first else ""
     if are_bits_equal(trainer_BTV, reloaded_BTV):
         return f"{check}{suffix}: bit-identical"

@@ -49,9 +49,11 @@ def verify_pipeline(
     dtype: torch.dtype | None = None,
     model_class: str | None = None,
 ) -> list[str]:
-    """Compare the pipeline in `target`, whose denoiser is in `dtype` (None: its own), with the policy in memory, and
-    return the names of the checks that passed. `model_class`: import path of a user-defined family; None: a built-in
-    one.
+    """Compare the pipeline in `target` with the policy in memory, and return the names of the checks that passed.
+
+    Args:
+        dtype: Dtype of the exported denoiser; None: its own dtype.
+        model_class: Import path of a user-defined model family; None: a built-in family.
 
     Raises:
         StageFailed: a check failed.

@@ -85,13 +85,15 @@ def gather_scored(values: Tensor, is_local_N: Tensor, mesh: DeviceMesh) -> Tenso
 
     In the backward pass, the gradient of each value goes to the rank whose shard contains the token.
     """
-    return _GatherScored.apply(values, is_local_N, mesh.get_group())  # type: ignore[no-any-return]
+    all_values: Tensor = _GatherScored.apply(values, is_local_N, mesh.get_group())
+    return all_values
 
 
 def exchange(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return a tensor resharded by an all-to-all: each rank's tensor is split along `chunk_dim`, and the received
     chunks are concatenated along `cat_dim`."""
-    return _Exchange.apply(tensor, chunk_dim, cat_dim, group)  # type: ignore[no-any-return]
+    resharded: Tensor = _Exchange.apply(tensor, chunk_dim, cat_dim, group)
+    return resharded
 
 
 class _Exchange(torch.autograd.Function):

@@ -42,9 +42,11 @@ def broadcast(value: T, source: int = 0, group: dist.ProcessGroup | None = None)
     packed = _to_bytes(value) if is_source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([len(packed)])
     dist.broadcast(size, src=source, group=group)
-    packed = packed if is_source else torch.empty(int(size), dtype=torch.uint8)
+    if not is_source:
+        packed = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(packed, src=source, group=group)
-    return value if is_source else _from_bytes(packed)  # type: ignore[no-any-return]
+    received: T = value if is_source else _from_bytes(packed)
+    return received
 
 
 def _to_bytes(value: Any) -> Tensor:

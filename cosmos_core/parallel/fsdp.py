@@ -64,8 +64,8 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
     # Weights of experts that expert parallelism (`apply_ep`) has already sharded.
     local_experts = {p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert}
     # Weights of experts that tensor parallelism has distributed over ranks, each expert whole on one rank.
-    layers = [module for module in model.modules() if getattr(module, "_is_expert_parallel", False)]
-    tensor_parallel = {p for layer in layers for p in layer.parameters()} - local_experts
+    expert_layers = [module for module in model.modules() if getattr(module, "_is_expert_parallel", False)]
+    tensor_parallel = {p for layer in expert_layers for p in layer.parameters()} - local_experts
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         return expert_sharding(shards, parameter) if parameter in tensor_parallel else None
@@ -88,7 +88,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     Blocks inside another block are left out, because some model families list a block and also a module within it.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    blocks, within = list[nn.Module](), set[nn.Module]()
+    blocks: list[nn.Module] = []
+    within: set[nn.Module] = set()
     for module in model.modules():
         if type(module).__name__ in names and module not in within:
             blocks.append(module)
@@ -156,8 +157,10 @@ def copy_without_weights(model: ModuleT) -> ModuleT:
 
     Call this function before `apply_fsdp`, which changes the classes of modules.
     """
-    meta = ((id(p), nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)) for p in model.parameters())
-    return copy.deepcopy(model, dict[int, object](meta))
+    memo: dict[int, object] = {
+        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
 
 
 def gather_into(skeleton: ModuleT, model: nn.Module) -> ModuleT | None:

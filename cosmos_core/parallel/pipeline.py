@@ -47,7 +47,10 @@ class StagePlaceholder(nn.Module):
 
 
 class _EmbeddingPlaceholder(StagePlaceholder):
-    """Placeholder for an embedding with deterministic hidden states of token ids, to probe a model without weights."""
+    """Placeholder for an embedding, which returns deterministic hidden states for each token id.
+
+    It allows a probe of the body of a model without weights.
+    """
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         ids_BT, weight = hidden_BTH, self.weight
@@ -233,7 +236,8 @@ def _check_pipeline_support(model: PreTrainedModel, where: str) -> None:
 def _computation_outside_plan(
     model: PreTrainedModel, base_model: nn.Module, first_names: Sequence[str], last_names: Sequence[str]
 ) -> str:
-    """Return a description of what `base_model` computes outside the modules of its plan; empty: nothing.
+    """Return a description of what `base_model` computes outside the modules of its plan; empty if it computes nothing
+    there.
 
     `first_names` and `last_names` are the names of the modules before and after the layers. The body runs with
     placeholders instead of its modules, because weights may be on the meta device.

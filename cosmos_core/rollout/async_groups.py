@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rewards.runner import ScoreGroups
@@ -24,6 +24,9 @@ from cosmos_core.run.progress import Progress
 from cosmos_core.types import Group, JsonValue, Prompt, Sampling, ScoredGroup
 
 _POLL_SECONDS = 0.5
+
+Status = Literal["waiting", "stale", "whole"]
+"""State of a train step's groups: some are missing, the engines' weights are too old for them, or all are there."""
 
 
 @dataclass
@@ -145,8 +148,8 @@ class AsyncGroupSource:
             self._thread = threading.Thread(target=self._run, daemon=True, name="rollouts")
             self._thread.start()
 
-    def _poll_step(self, step: int) -> tuple[str, list[ScoredGroup], list[ScoredGroup]]:
-        """Return `waiting`, `stale` or `whole`, the groups of `step` to train on, and all groups that were sampled."""
+    def _poll_step(self, step: int) -> tuple[Status, list[ScoredGroup], list[ScoredGroup]]:
+        """Return the status of `step`, its groups to train on if it is `whole`, and all groups that were sampled."""
         with self._ready:
             self._ready.wait_for(
                 lambda: self._groups_of(step) or self._problem or self.fleet.needs_weights, _POLL_SECONDS
@@ -181,7 +184,10 @@ class AsyncGroupSource:
         return kept_groups, sampled
 
     def _request_outdated_groups(self, step: int, positions: Sequence[int]) -> None:
-        """Request groups again if their weights are too old for train step `step`, and those of the engines are not."""
+        """Request the groups at `positions` again if their weights are too old for train step `step`.
+
+        Nothing is requested until the engines have weights that are new enough.
+        """
         if self.fleet.version + self.max_lag < step:
             return
         # Each urgent request goes to the front of the queue, so the group that is needed first is requested last.

@@ -203,9 +203,9 @@ def reseed(sampling: Sampling, times: int) -> Sampling:
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end a completion, from the generation config and the tokenizer."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    ids = [*(ids if isinstance(ids, (list, tuple)) else [ids]), tokenizer.eos_token_id]
-    return sorted({token for token in ids if token is not None})
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    configured_ids = configured if isinstance(configured, (list, tuple)) else [configured]
+    return sorted({token for token in [*configured_ids, tokenizer.eos_token_id] if token is not None})
 
 
 def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:

@@ -246,8 +246,11 @@ class EnginePool:
                 self._open(member)
             return
         if not member.reply.done():
-            is_idle = not member.in_flight or self.is_loading
-            seconds = _OPEN_SECONDS if member.description is None else math.inf if is_idle else self.timeout_seconds
+            seconds = math.inf  # an engine that does not generate may be silent
+            if member.description is None:
+                seconds = _OPEN_SECONDS
+            elif member.in_flight and not self.is_loading:
+                seconds = self.timeout_seconds
             if now - member.last_progress > seconds:
                 logger.warning("an engine did nothing for %.0f s; it is ended and started again", seconds)
                 member.handle.kill()
@@ -344,10 +347,12 @@ def _take_batch(
 
     All moved requests have the same step and sampling, because some engines generate a submission as one batch.
     """
-    first, batch = queue[0], list[_Request]()
+    first = queue[0]
+    batch: list[_Request] = []
     while queue and len(batch) < max_groups and queue[0].key not in in_flight:
         if (queue[0].step, queue[0].sampling) != (first.step, first.sampling):
             break
-        batch.append(queue.popleft())
-        in_flight[batch[-1].key] = batch[-1]
+        request = queue.popleft()
+        batch.append(request)
+        in_flight[request.key] = request
     return batch

@@ -58,8 +58,10 @@ class Path:
         before, after, means = map(stack_steps, (self.latents_before, self.latents_after, self.transition_means))
         sigmas, log_probs = tuple(sigmas_N.tolist()), tuple(each[b].item() for each in self.log_probs)
         num_frames = 0 if self.num_conditioning_B is None else int(self.num_conditioning_B[b])
-        path = (sigmas, version, self.steps, before, after, means, log_probs)
-        return DiffusionSample(pixels, self.latents[b].clone(), *path, num_frames)
+        latents = self.latents[b].clone()
+        return DiffusionSample(
+            pixels, latents, sigmas, version, self.steps, before, after, means, log_probs, num_frames
+        )
 
 
 def table_of(model: DiffusionModel, settings: FlowSampling) -> Tensor:
@@ -79,8 +81,11 @@ def stochastic_steps(sampling: FlowSampling, seed: int, step: int) -> range:
     if window is None:
         return range(last)
     count = max(1, window.end - window.first - window.size + 1)
-    moved = step // window.steps_per_move % count if window.steps_per_move else shuffled(count, seed, step, _WINDOWS)[0]
-    first = window.first + int(moved)
+    if window.steps_per_move:
+        offset = step // window.steps_per_move % count
+    else:
+        offset = int(shuffled(count, seed, step, _WINDOWS)[0])
+    first = window.first + offset
     return range(first, min(first + window.size, last))
 
 

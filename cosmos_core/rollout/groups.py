@@ -146,7 +146,8 @@ class SyncGroupSource:
     def state_dict(self) -> dict[str, JsonValue]:
         return {}  # prompts and seeds are functions of the step
 
-    def load_state_dict(self, state: dict[str, JsonValue]) -> None: ...
+    def load_state_dict(self, state: dict[str, JsonValue]) -> None:
+        """Do nothing, because the source has no state."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,9 @@ class FilteredGroupSource:
         """
         num_requested = self.num_groups if num_groups is None else num_groups
         max_rounds = self.filter.max_retries if self.filter else 0
-        kept_groups, sampled, times = list[ScoredGroup](), list[ScoredGroup](), Counter[int]()
+        kept_groups: list[ScoredGroup] = []
+        sampled: list[ScoredGroup] = []
+        times = Counter[int]()
         num_rounds, seconds, start = 0, 0.0, time.perf_counter()
         # `_num_taken` is set at the end of the step, so that a run that stops earlier resumes with the same prompts.
         num_taken = self._num_taken

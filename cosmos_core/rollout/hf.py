@@ -98,10 +98,12 @@ class HfEngine:
             tokens_RT, logprobs_RT, lengths_R = self._sample(prompts, sampling, step, ks)
         rows = []
         for tokens, logprobs, length in zip(tokens_RT.tolist(), logprobs_RT.tolist(), lengths_R.tolist(), strict=True):
-            rows.append(completion(
+            ends_with_stop = tokens[length - 1] in self._stop_ids
+            row = completion(
                 self._tokenizer, tokens[:length], logprobs[:length], version=self._version,
-                ends_with_stop=tokens[length - 1] in self._stop_ids, vision=self._vision,
-            ))  # fmt: skip
+                ends_with_stop=ends_with_stop, vision=self._vision,
+            )  # fmt: skip
+            rows.append(row)
         return [rows[i : i + len(ks)] for i in range(0, len(rows), len(ks))]
 
     def abort(self) -> None:

@@ -46,7 +46,8 @@ class BucketHeader(NamedTuple):
     def placeholder(self) -> Bucket:
         """Return the bucket with tensors on the meta device, for an engine whose ranks hold the data already."""
         each = zip(self.names, self.dtype_names, self.shapes, strict=True)
-        return self.bucket({n: torch.empty(s, dtype=getattr(torch, d), device="meta") for n, d, s in each})
+        meta = {name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, dtype, shape in each}
+        return self.bucket(meta)
 
 
 def split_bucket(bucket: Bucket) -> tuple[BucketHeader, list[Tensor]]:

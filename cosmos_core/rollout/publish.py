@@ -114,9 +114,12 @@ class WeightPublisher:
         """Compare the trainer's log-probabilities with those of each engine that has weights of `version`."""
         token_ids = probe_tokens(self.model.config.get_text_config().vocab_size)
         expected = self.probe_logprobs(token_ids).detach().cpu().float()
-        tolerance, is_fleet = logprob_tolerance(self.dtype, self.transfer_dtype), isinstance(self.engine, Fleet)
-        engine: Any = self.engine
-        for logprobs in engine.logprobs_per_engine(token_ids, version) if is_fleet else [engine.logprobs(token_ids)]:
+        tolerance = logprob_tolerance(self.dtype, self.transfer_dtype)
+        if isinstance(self.engine, Fleet):
+            logprobs_per_engine = self.engine.logprobs_per_engine(token_ids, version)
+        else:
+            logprobs_per_engine = [self.engine.logprobs(token_ids)]
+        for logprobs in logprobs_per_engine:
             difference = (expected - torch.tensor(logprobs)).abs().mean().item()
             if not difference <= tolerance:  # `not <=` also rejects a difference of NaN
                 raise StageFailed(

@@ -68,7 +68,8 @@ class DataParallel(EngineWrapper):
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         """Submit this rank's share of the prompts to its engine, with unchanged seeds; see `Engine.submit`."""
-        if local_prompts := prompts[rank_number() // self.ranks_per_engine :: num_ranks() // self.ranks_per_engine]:
+        num_engines = num_ranks() // self.ranks_per_engine
+        if local_prompts := prompts[rank_number() // self.ranks_per_engine :: num_engines]:
             self._inner.submit(local_prompts, sampling, step)
 
     def completed(self) -> list[Group]:

@@ -100,7 +100,8 @@ class Turns(EngineWrapper):
 
     def _abort(self) -> None:
         """Discard all requests in flight."""
-        self._inner.abort()  # type: ignore[attr-defined]
+        inner_engine: Any = self._inner
+        inner_engine.abort()
         self._first.clear()
         self._conversations.clear()
 

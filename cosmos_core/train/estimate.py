@@ -103,8 +103,13 @@ def run(stage: Stage) -> Outcome:
 
 
 def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared_folder: Path | None = None) -> Estimate:
-    """Estimate the needs of one training stage; of `model`, a folder or Hub id, only the config.json is read. Without
-    the data folder of a finished `prepare` stage (`prepared_folder`), the rows of a local dataset are counted.
+    """Estimate the needs of one training stage.
+
+    Args:
+        recipe: the recipe of the stage.
+        model: folder or Hub id; only its config.json is read.
+        progress: receives heartbeats during the trace.
+        prepared_folder: data folder of a finished `prepare` stage; None: the rows of a local dataset are counted.
 
     Raises:
         ModelError, DataError: config.json or the rows are missing or wrong.
@@ -202,9 +207,11 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
     weight_names = () if train.train_policy.scores_rows_once else train.train_policy.named_weights
     with torch.device("meta"):  # meta tensors instead of fake tensors, to which PEFT cannot add adapters
         empty_model = model_without_weights(
-            model, revision=policy.model_revision, dtype=getattr(torch, train.master_dtype),
+            model,
+            revision=policy.model_revision,
+            dtype=getattr(torch, train.master_dtype),
             gradient_checkpointing=policy.model_gradient_checkpointing,
-        )  # fmt: skip
+        )
         mark_trained_weights(empty_model, policy)
     notes: list[str] = []
     with FakeTensorMode():

@@ -92,8 +92,11 @@ class Generation:
 
     @property
     def _transfer_dtype(self) -> torch.dtype | None:
-        """Return the dtype that weights are cast to before they are sent to the engine, to send no more bytes than vLLM
-        keeps in `param_dtype`; None: no cast, as for the factors of an adapter, which are first scaled in float32."""
+        """Return the dtype that weights are cast to before they are sent to the engine; None: no cast.
+
+        vLLM converts weights to `param_dtype`, so sending a wider dtype would only transfer more bytes. The factors of
+        a LoRA adapter are not cast, because they are first scaled in float32.
+        """
         recipe, configured = self._stage.recipe, transfer_dtype_of(self._stage.recipe.train)
         holds_narrower = self.engine.weight_format == "checkpoint"
         if configured is None and holds_narrower and recipe.train.master_dtype == "float32" != recipe.train.param_dtype:

@@ -149,7 +149,8 @@ class Loop:
             raise self._save_and_make_error() from None
 
     def _measure_last(self) -> bool:
-        """Validate the last step if the data ended before its validation was due; return whether it was validated."""
+        """Validate the last step if its validation is missing because the data ended unexpectedly, and return whether
+        it was validated."""
         if not self.validation.is_missing(self.step):
             return False
         # The engine may lack the weights of the last step, because a further step was expected.
@@ -158,7 +159,8 @@ class Loop:
         return True
 
     def _validation_metrics(self, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Return the validation metrics of the current step; log the train step's `metrics` before a requested stop."""
+        """Return the validation metrics of the current step. If a stop is requested during the validation, the train
+        step's metrics (`metrics`) are logged first."""
         try:
             return self.validation.run(self.step)
         except StopRequested:

@@ -184,24 +184,28 @@ class Completions:
 
 def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, has_rewards: bool = True) -> None:
     """Add the first completion of each group to the file of samples, and remove its lines of `step` and later steps."""
-    kept_lines = []
+    lines_to_write = []
     if path.exists():
         lines = json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
-        kept_lines = [json.dumps(line, ensure_ascii=False) for line in lines if has_step(line) and line["step"] < step]
+        earlier = [line for line in lines if has_step(line) and line["step"] < step]
+        lines_to_write = [json.dumps(line, ensure_ascii=False) for line in earlier]
     media_files = add_drawings(path.parent, step, groups, has_rewards=has_rewards)
     for index, group in enumerate(groups):
         completion, score, prompt = group.group.completions[0], group.scores[0], group.group.prompt
         record: dict[str, Any] = {
-            "step": step, "prompt": prompt.text, "reference": prompt.reference, "completion": completion.text,
+            "step": step,
+            "prompt": prompt.text,
+            "reference": prompt.reference,
+            "completion": completion.text,
             "reward": score.value if has_rewards else None,
-        }  # fmt: skip
+        }
         if index < len(media_files):
             record["media"] = media_files[index]
             record |= {"rewards": [score.value for score in group.scores]} if has_rewards else {}
         if completion.turns:
             record["turns"] = [asdict(turn) for turn in completion.turns]
-        kept_lines.append(json.dumps(record, ensure_ascii=False))
-    write_text(path, "".join(line + "\n" for line in kept_lines))
+        lines_to_write.append(json.dumps(record, ensure_ascii=False))
+    write_text(path, "".join(line + "\n" for line in lines_to_write))
 
 
 def add_drawings(stage: Path, step: int, groups: Sequence[ScoredGroup], *, has_rewards: bool) -> list[list[str]]:

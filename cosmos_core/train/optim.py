@@ -52,11 +52,14 @@ def build_optimizer(
     if not any(group["params"] for group in groups):
         raise ConfigError(f"nothing is trained of {type(model).__name__} on this rank; train more, or on one rank")
     is_8bit = train.optm_name.endswith("8bit")
-    implementation = {} if is_8bit else {name: train.optm_impl == name for name in ("fused", "foreach")}
+    implementation = {} if is_8bit else {"fused": train.optm_impl == "fused", "foreach": train.optm_impl == "foreach"}
     return _optimizer_class(train.optm_name)(
-        [group for group in groups if group["params"]], lr=rates[GLOBAL], betas=train.optm_betas, eps=train.epsilon,
+        [group for group in groups if group["params"]],
+        lr=rates[GLOBAL],
+        betas=train.optm_betas,
+        eps=train.epsilon,
         **implementation,
-    )  # fmt: skip
+    )
 
 
 def learning_rate_factor(step: int, total_steps: int | None, train: TrainConfig) -> float:

@@ -207,7 +207,7 @@ def _size_settings(method: Method, num_params: int, machine: Machine) -> Iterato
 
 
 def _batch_settings(samples_completions: bool, num_rows: int, max_rows: int) -> Iterator[Setting]:
-    """Yield batch sizes, epochs and learning-rate schedule; the `max_rows` longest rows fit in memory."""
+    """Yield batch sizes, epochs and learning-rate schedule; `max_rows` rows of maximum length fit in memory."""
     if samples_completions:
         prompts = min(8, num_rows)
         batch = 8 * prompts

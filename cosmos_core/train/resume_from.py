@@ -106,7 +106,8 @@ def _drop_mesh(fingerprint: Any) -> dict[str, Any]:
     """Return the ingredients of a fingerprint, by dotted key, without the mesh; empty if the fingerprint is unknown."""
     if not isinstance(fingerprint, dict):
         return {}
-    return {key: each for key, each in flat_keys(fingerprint["ingredients"]).items() if not is_at_or_below(key, _MESH)}
+    ingredients = flat_keys(fingerprint["ingredients"])
+    return {key: value for key, value in ingredients.items() if not is_at_or_below(key, _MESH)}
 
 
 def _link(folder: Path, step: int, fingerprint: str, stage: Stage) -> None:

@@ -36,7 +36,7 @@ class RolloutFeed(Feed):
         recipe: Recipe,
         log: Callable[[int, Sequence[ScoredGroup]], None] = lambda step, groups: None,
     ) -> None:
-        """Store source and settings; `log` is called with the number of each train step and its groups."""
+        """Build the feed; `log` is called with each train step, counted from 1, and the step's groups."""
         self._source, self._algorithm, self._log, self._steps = source, algorithm, log, step_groups(recipe)
         self._policy, self._prompts = recipe.train.train_policy, prompts
         self._rates = PassRates(partial(full_value, self._policy.remote_rewards or self._policy.rewards))

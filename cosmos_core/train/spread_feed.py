@@ -87,8 +87,10 @@ class SpreadRolloutFeed(RolloutFeed):
             return None
         if groups or not self._carried_samples:
             samples, credit_metrics = self._credit_groups(groups, metrics)
-            of_groups = {name: value for name, value in metrics.items() if name.startswith(("reward/", "completion/"))}
-            self._carried_samples.add(groups, samples, of_groups | credit_metrics)
+            group_metrics = {
+                name: value for name, value in metrics.items() if name.startswith(("reward/", "completion/"))
+            }
+            self._carried_samples.add(groups, samples, group_metrics | credit_metrics)
         samples, sample_metrics = self._carried_samples.take_samples(self._steps.batch, self.step)
         self.step += 1
         if self._source.is_exhausted and not self._carried_samples:

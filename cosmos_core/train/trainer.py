@@ -136,7 +136,7 @@ class Trainer:
         """Move named weights towards the policy: weights + fraction * (policy - weights)."""
         self.named_weights.lerp(weights, fraction)
 
-    def _names_of_unchanged_weights(self, names: Sequence[str]) -> list[str]:
+    def _names_of_equal_weights(self, names: Sequence[str]) -> list[str]:
         """Return the names of the weights that equal the policy's on all ranks, so that their outputs equal the
         policy's. With dropout no outputs are equal, so the list is empty."""
         if not names or has_dropout(self.adapter.model):
@@ -168,7 +168,7 @@ class Trainer:
         model computes, such as a router loss, is divided by the `num_tokens` of the whole optimizer step, data rows
         included."""
         losses: list[Loss] = []
-        equal = self._names_of_unchanged_weights(update.extra_weights)
+        equal = self._names_of_equal_weights(update.extra_weights)
         compared = self._reference_outputs(update, [name for name in update.extra_weights if name not in equal])
 
         def compute_loss(micro: MicroBatch) -> Tensor:
@@ -204,8 +204,8 @@ class Trainer:
         loss_fn: Callable[[MicroBatch], Tensor] | None = None,
     ) -> None:
         """Run the model on each micro-batch of this rank, and pass the micro-batch with its outputs to `consume`.
-        `loss_fn` is a loss whose derivative the forward pass can use already, as it does not depend on the outputs;
-        else None."""
+        `loss_fn` is the loss function if its derivative does not depend on the outputs, so that the forward pass can
+        already use the derivative; else None."""
 
         def connect_outputs(batch: Any, outputs: dict[str, Tensor]) -> Tensor | None:
             outputs = adapter.gather_outputs(batch, outputs)
@@ -229,8 +229,9 @@ class Trainer:
             adapter.runner.reshard()
 
     def _plans(self, adapter: ModelAdapter, samples: Sequence[Any], size: int, *, is_planned: bool) -> list[Plan]:
-        """Return the micro-batches of this rank, some possibly empty: samples of similar cost together, the most
-        expensive first. This order needs the least padding and reaches peak memory early."""
+        """Return the micro-batches of this rank: samples of similar cost together, the most expensive first. This order
+        needs the least padding and reaches peak memory early. All ranks get the same number of micro-batches, of which
+        some may be empty."""
         by_descending_length = sorted(range(len(samples)), key=lambda i: -adapter.num_tokens(samples[i]))
         planned = [adapter.assigned_batch(sample) for sample in samples]
         can_rearrange = is_planned and None in planned

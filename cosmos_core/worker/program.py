@@ -94,8 +94,8 @@ def run_program(stage: Stage) -> None:
         outcome = group.run(partial(run_rank, stage.path, program), lambda: stage.stop_requested, stage.progress.beat)
     else:
         outcome = _run(stage, program)
-    origin: dict[str, Any] = {"inputs": stage.inputs, "sources": stage.sources}
-    commit(stage.path, outcome, kind=stage.kind.name, fingerprint=stage.fingerprint, **origin)
+    kind, fingerprint = stage.kind.name, stage.fingerprint
+    commit(stage.path, outcome, kind=kind, fingerprint=fingerprint, inputs=stage.inputs, sources=stage.sources)
 
 
 def _has_engines(stage: Stage) -> bool:

@@ -27,8 +27,8 @@ from cosmos_core.run.state import FINISHED, read_state
 from tests import store
 from tests.acceptance.page import Proof, table
 from tests.acceptance.postgres import postgres
-from tests.commands.apart import APART
 from tests.commands.orchestra import Orchestra
+from tests.commands.separate_disks import SEPARATE_DISKS
 from tests.conftest import Workspace, processes_below
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,9 @@ class Chaos:
 
     def begin(self, name: str) -> str:
         """Start a pipeline with a store and a folder of its own."""
-        text = APART.replace("OUTPUTS", str(self.workspace.path / "outputs")).replace("STORE", f"s3://models/{name}")
+        text = SEPARATE_DISKS.replace("OUTPUTS", str(self.workspace.path / "outputs")).replace(
+            "STORE", f"s3://models/{name}"
+        )
         config = self.workspace.write(f"{name}.toml", text)
         return self.orchestra.run("post-train/local", f"config={config}", f"run_id={name}")
 

@@ -18,8 +18,8 @@ from cosmos_core.run.manifest import read_result
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.artifact_store import ArtifactStore
 from cosmos_core.upload.s3 import S3Target
-from tests.commands.apart import write_apart
 from tests.commands.orchestra import ROOT, Orchestra
+from tests.commands.separate_disks import write_pipeline
 from tests.conftest import Workspace, processes_below, wait_until
 from tests.store import Proxy
 
@@ -259,7 +259,7 @@ def run_apart(orchestra: Orchestra, place: Workspace, name: str, *, is_disturbed
         gate.unlink(missing_ok=True)
     else:
         gate.touch()
-    flow_run = orchestra.run("post-train/local", f"config={write_apart(place, name)}", f"run_id={name}")
+    flow_run = orchestra.run("post-train/local", f"config={write_pipeline(place, name)}", f"run_id={name}")
     run = place.path / "outputs" / name
     if is_disturbed:
         saved = ArtifactStore(f"s3://models/{name}")

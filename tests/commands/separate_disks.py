@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.conftest import DEMOS, Workspace
 
-APART = """
+SEPARATE_DISKS = """
 [pipeline]
-name = "apart"
+name = "separate-disks"
 threads = 1
 grace_seconds = 10
 output_dir = "OUTPUTS"
@@ -76,8 +76,8 @@ def wait(stage, report_data):
 """
 
 
-def write_apart(place: Workspace, name: str) -> str:
+def write_pipeline(place: Workspace, name: str) -> str:
     place.write("hooks.py", WAIT.replace("PLACE", str(place.path)))
     hooks = f'hooks = {{ pre_training_step_hook = "{place.path}/hooks.py:wait" }}'
-    text = APART.replace("OUTPUTS", str(place.path / "outputs")).replace("STORE", f"s3://models/{name}")
-    return str(place.write("apart.toml", text.replace("\nckpt =", f"\n{hooks}\nckpt =")))
+    text = SEPARATE_DISKS.replace("OUTPUTS", str(place.path / "outputs")).replace("STORE", f"s3://models/{name}")
+    return str(place.write("separate_disks.toml", text.replace("\nckpt =", f"\n{hooks}\nckpt =")))
