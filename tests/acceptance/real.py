@@ -26,7 +26,7 @@ def prove_grpo(folder: Path) -> Proof:
 
 def prove_expert_iteration(folder: Path) -> Proof:
     """Run the demo of expert iteration once a seed."""
-    how = "by two rounds of SFT on the best of its own completions"
+    how = "by three rounds of SFT on the best of its own completions"
     return _prove(folder, "expert-iteration", 20.0, "A real model learns from its own completions", how)
 
 
