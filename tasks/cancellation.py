@@ -41,7 +41,8 @@ _executed_flow_runs: set[UUID] = set()
 
 
 def wait_unless_cancelled(pending: Collection[futures.Future[Any]]) -> bool:
-    """Wait until the futures `pending` have ended; return True as soon as the current flow run was cancelled."""
+    """Wait until the futures `pending` have ended, and check every few seconds whether the current flow run was
+    cancelled; return True if it was cancelled."""
     while pending:
         pending = futures.wait(pending, timeout=_MAX_REQUEST_SECONDS).not_done
         if pending and is_cancelled():
@@ -100,7 +101,8 @@ def listen_for_stop(run: Run) -> None:
 
 
 def stop_stages(run: Run, stages: list[PrefectFuture[Any]]) -> None:
-    """Ask the workers of this process to save a checkpoint and exit, wait for their tasks, and ignore more SIGTERMs."""
+    """Ask the workers of this process to save a checkpoint and exit, wait for their tasks `stages`, and ignore any
+    further SIGTERM."""
     if threading.current_thread() is threading.main_thread():
         # SIGTERM is ignored until the flow ends, when Prefect restores its handler.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -155,7 +155,8 @@ def _start_child(run: Run, stage: StageConfig, stored: StageSync) -> Child:
 
 
 def _next_child(previous_child: Child | None) -> Child:
-    """Return the child flow run to request: a new one, or the one that an earlier parent requested without response."""
+    """Return the child flow run to request from the server: a new one, or the one that an earlier parent requested
+    before it died without a response."""
     if previous_child is None:
         return Child(flow_run="", attempt=1, token=uuid4().hex)
     if not previous_child.flow_run:

@@ -23,7 +23,7 @@ from prefect.utilities.callables import expand_mapping_parameters, get_call_para
 
 from cosmos_core.config.files import read_config
 from cosmos_core.config.inputs import STAGE_PREFIX, source_of
-from cosmos_core.config.load import Values, merge
+from cosmos_core.config.load import Values, merge, nest_value
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import Cancelled, ConfigError
 from cosmos_core.launch import worker
@@ -222,7 +222,7 @@ def _make_call(
     elif isinstance(keys.get("model"), StageHandle) and flow.run is not None:
         tables = flow.run.pipeline.recipes[keys["model"].name].model_dump(mode="json", exclude_none=True)
     for key, value in overrides.items():
-        tables = merge(tables, _nest_dotted_key(key, value))
+        tables = merge(tables, nest_value(key.split("."), value))
     stage: Values = {"name": name, "kind": kind.name, "after": predecessors}
     own_keys = Recipe.model_fields[kind.table].annotation.model_fields if kind.table else {}  # type: ignore[union-attr]
     for key, value in keys.items():
@@ -254,17 +254,11 @@ def _handle_in(value: Any) -> StageHandle | None:
 
 
 def _start_of(flow: FlowInPython, name: str) -> tuple[str, Values]:
-    """Return the model from which a stage of the flow's run started, empty if its recipe names it, and the recipe."""
+    """Return the model from which a stage of the flow's run started (empty if its recipe names it), and its recipe."""
     assert flow.run is not None
     pipeline = flow.run.pipeline
     recipe = pipeline.recipes[name].model_dump(mode="json", exclude_none=True)
     return pipeline.starts_from(pipeline.stage(name)), recipe
-
-
-def _nest_dotted_key(key: str, value: Any) -> Values:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return dict(value)
 
 
 def _recipe_file(flow: FlowInPython, name: str, recipe: str | Path) -> Path:

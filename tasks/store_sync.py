@@ -214,7 +214,8 @@ class StageSync:
             record.pull()
 
     def _fetch_missing_outputs(self, result: Result, path: Path) -> bool:
-        """Fetch outputs that are missing or damaged here from the store that has them; return True if any was."""
+        """Fetch outputs that are missing or damaged on this machine from the store that has them; return True if files
+        were fetched."""
         url = result.get(STORE_KEY)
         is_complete = all((path / record["path"]).is_file() for record in result["outputs"])
         if not url or (is_complete and find_damage(path, result) is None):

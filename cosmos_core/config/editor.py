@@ -18,7 +18,8 @@ class _File(Recipe):
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema (dialect 2020-12) of a configuration file, whose descriptions mark keys without effect."""
+    """Return the JSON schema of a configuration file (dialect 2020-12); its descriptions mark keys that have no effect
+    or are not supported."""
     schema = _File.model_json_schema()
     _make_type_optional(schema)
     schema |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Configuration", "description": ""}

@@ -24,7 +24,7 @@ class Media:
     media_path: str = ""
     """Folder to which image paths in the rows are relative; if empty, the folder of the rows."""
     pixels: tuple[tuple[str, int], ...] = ()
-    """Pairs of `min_pixels` or `max_pixels` and a number of pixels, for the bounds that the recipe sets."""
+    """Bounds of the image size that the recipe sets, as pairs of `min_pixels` or `max_pixels` and a number."""
     ignored_keys: tuple[str, ...] = ()
     """Dotted keys about videos that the recipe sets and that have no effect."""
 

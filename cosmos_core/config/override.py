@@ -70,7 +70,7 @@ def parse_setting(text: str) -> Setting:
 
 
 def drop_dead(settings: Sequence[Setting], notices: list[str]) -> list[Setting]:
-    """Return the overrides whose keys have an effect; add a message for each of the others to `notices`."""
+    """Return the overrides whose keys have an effect; add a message for each other override to `notices`."""
     messages = [no_effect_message(".".join(setting.keys), setting.value) for setting in settings]
     notices += filter(None, messages)
     return [setting for setting, is_dead in zip(settings, messages, strict=True) if not is_dead]

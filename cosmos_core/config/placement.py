@@ -7,7 +7,8 @@ from cosmos_core.types import StageKind
 
 
 def is_open(recipe: Recipe, kind: StageKind) -> bool:
-    """Return True if `mode` depends on the number of GPUs, as in a recipe for Cosmos-RL that leaves `mode` out."""
+    """Return True if `mode` depends on the number of GPUs, as in a recipe for Cosmos-RL that leaves `mode` out; the
+    default of Cosmos-RL is `disaggregated`."""
     may_be_disaggregated = kind.feed == "rollouts" and recipe.policy.modality.has_engines_of_text
     return may_be_disaggregated and "mode" not in recipe.model_fields_set and recipe.has_cosmos_rl_keys
 

@@ -1,6 +1,6 @@
 """Check which metrics each stage can report, so that a gate on any other metric is refused before a run."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 
 from cosmos_core.config.compose import Pipeline
@@ -52,11 +52,11 @@ def _check_choice(pipeline: Pipeline, stage: StageConfig) -> None:
             )
 
 
-def _can_any_report(pipeline: Pipeline, names: Iterable[str], metric: str) -> bool:
+def _can_any_report(pipeline: Pipeline, names: Collection[str], metric: str) -> bool:
     return any(_can_report(pipeline, pipeline.stage(name), metric) for name in names)
 
 
-def _held_out_metrics(pipeline: Pipeline, names: Iterable[str]) -> list[str]:
+def _held_out_metrics(pipeline: Pipeline, names: Collection[str]) -> list[str]:
     """Return the metrics of held-out rows, without patterns, that any of the stages `names` can report."""
     metrics = [HELD_OUT + name for name in MEASURED_METRICS if "*" not in name]
     return [metric for metric in metrics if _can_any_report(pipeline, names, metric)]

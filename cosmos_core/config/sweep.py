@@ -101,7 +101,7 @@ def _expand(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: M
         for member, name in names.items():
             if name in recipes:
                 raise ConfigError(f"{where}: sweep: the name {name!r} of a branch is taken by another stage")
-            # Rows are prepared for each trial, because the preparing stage reads settings of the stage with the sweep.
+            # A stage that prepares rows for the stage with the sweep has the settings of that stage.
             owner = member if member in pipeline.with_dependents(head.name) else head.name
             overrides = point.of(owner, head.name, members)
             member_overrides = overrides if owner == member else {}

@@ -123,11 +123,13 @@ class _SharedMemory:
 def _open_memory(size: int) -> _SharedMemory | None:
     """Allocate `size` bytes of memory that all ranks map; return None if memory is short or a rank cannot open it."""
     descriptor = -1
-    with suppress(OSError):
-        if rank_number() == 0:
-            new_descriptor = os.memfd_create("cosmos-weights")
-            os.posix_fallocate(new_descriptor, 0, size)  # allocate now, because a later lack of memory raises SIGBUS
-            descriptor = new_descriptor
+    if rank_number() == 0:
+        descriptor = os.memfd_create("cosmos-weights")
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # allocate now, because a later lack of memory raises SIGBUS
+        except OSError:
+            os.close(descriptor)
+            descriptor = -1
     pid, number = broadcast_object((os.getpid(), descriptor))
     with suppress(OSError):
         if number >= 0 and rank_number() != 0:

@@ -72,13 +72,14 @@ def split_url(url: str) -> tuple[str, str]:
     return name, prefix.strip("/")
 
 
-def _new_client(endpoint: str | None, read_seconds: float, **credentials: str | None) -> Any:
-    """Return a new boto3 client with the region and the credentials of a boto3 session; None without credentials."""
+def _new_client(endpoint: str | None, read_seconds: float, **session_settings: str | None) -> Any:
+    """Return a new boto3 client of a boto3 session with the given settings, such as region and credentials; None if
+    there are no credentials."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
-    session = boto3.session.Session(**credentials)
+    session = boto3.session.Session(**session_settings)
     if session.get_credentials() is None:
         return None
     config = Config(
@@ -102,7 +103,8 @@ def _new_client(endpoint: str | None, read_seconds: float, **credentials: str | 
 
 @lru_cache(maxsize=8)
 def _shared_client(pid: int, **settings: Any) -> Any:
-    """Return the cached boto3 client of a process; a child process must not use the connections of its parent."""
+    """Return the cached boto3 client of the process `pid`: creating a client takes a tenth of a second, and a child
+    process must not use the connections of its parent."""
     return _new_client(**settings)
 
 
@@ -217,7 +219,8 @@ class Bucket:
             # With server-side encryption, the ETag may not be an MD5.
             if etag == digest.hexdigest() or "ServerSideEncryption" in response:
                 return etag
-            condition = {}
+            if condition:  # of an altered object of this call, and of no other
+                condition = {"IfMatch": response["ETag"]}
         raise UploadError(f"{SCHEME}{self.name}/{key} arrived altered {_MAX_TRANSFERS} times")
 
     def remove(self, key: str) -> None:

@@ -64,7 +64,8 @@ class RunFacts(Document):
     kinds: dict[str, dict[str, Any]] = {}
     """Declared properties of each stage kind of the run, by name of the kind."""
     fixed: dict[str, Any] = {}
-    """Settings that were resolved at the creation, such as the number of threads, with their configured values."""
+    """Settings that were resolved when the run was created, such as the number of threads: each key with the value in
+    the user's config."""
     entrypoint: str = ""
     """Import path `FILE.py:FLOW` of the Python flow that created the run; empty: a TOML file did."""
     parameters: dict[str, Any] = {}
@@ -269,7 +270,8 @@ def find_run(name: str, output_dir: Path) -> Path:
 
 
 def supersede_stage(stage_path: Path) -> None:
-    """Move a stage directory, which is outdated or which the user wants to be made again, to `superseded`."""
+    """Move a stage directory to `superseded`, because its fingerprint is outdated or the user wants the stage to run
+    again."""
     if not stage_path.exists():
         return
     folder = stage_path.parent.parent / "superseded"

@@ -29,7 +29,8 @@ _DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def disk_full(error: BaseException | None, where: Path) -> DiskFull | None:
-    """Return a `DiskFull` error if an error, or a cause of it, means that a disk is full or read-only; else None."""
+    """Return a `DiskFull` error with a message for the user if an error, or one of its causes, means that a disk is
+    full or read-only; otherwise None."""
     while error is not None and not (isinstance(error, OSError) and error.errno in {*_DISK_FULL_ERRORS, errno.EROFS}):
         error = error.__cause__ or error.__context__
     if error is None:
@@ -40,7 +41,7 @@ def disk_full(error: BaseException | None, where: Path) -> DiskFull | None:
 
 @contextmanager
 def raise_disk_full(where: Path) -> Iterator[None]:
-    """Raise `DiskFull` in place of an `OSError` in the block which means that the disk is full or read-only."""
+    """Raise `DiskFull` in place of an `OSError` of the block if it means that the disk is full or read-only."""
     try:
         yield
     except OSError as error:
@@ -51,8 +52,8 @@ def raise_disk_full(where: Path) -> Iterator[None]:
 
 @contextmanager
 def warn_if_disk_full(description: str) -> Iterator[None]:
-    """Log a warning and continue if the block cannot write `description` because the disk is full; use it only for
-    information that other files contain too."""
+    """Log a warning and continue if the block cannot write because the disk is full or read-only; use it only for
+    information that other files contain too. `description` names the information."""
     try:
         yield
     except OSError as error:

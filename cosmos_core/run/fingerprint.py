@@ -34,7 +34,8 @@ _PACKAGE_CUSTOM_TABLES = ("dataset", "vision")  # tables of `[custom]` that this
 _INPUTS = frozenset(get_args(Role)) - {"end_tokens"}
 _END_TOKENS = "eos_token_id"
 _ENCODING = ("rollout.multi_turn_config.tools", "policy.model_class")
-"""Keys of user code on which prepared rows depend: tools describe themselves in prompts, families encode media."""
+"""Keys of user code that prepared rows depend on: tools add their descriptions to prompts, families of diffusion models
+encode media."""
 Read = tuple[str, str, str, str]
 """Input of a stage in a fingerprint: its role, key and name, and the digest of its content."""
 

@@ -107,7 +107,8 @@ def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def _cached(folder: Path, revision: str) -> str | None:
-    """Return the commit of a revision in the Hub's cache; for a data set, which has no branches there, its only one."""
+    """Return the commit of a revision in the cache of the Hub; `datasets` stores no branch names there, so for a data
+    set return its only commit. Return None if there is no such commit."""
     reference = folder / "refs" / revision
     if os.path.isfile(reference):  # Path.is_file raises an error for a name that is too long
         return reference.read_text(encoding="utf-8").strip()

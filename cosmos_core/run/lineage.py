@@ -34,7 +34,8 @@ class Link:
     where: str
     """Origin of the entry: the run of a stage, or the path or Hub id of an external model or data set."""
     note: str
-    """Status of the content: `verified`, `recorded` if it cannot be hashed again as a whole, or its damage."""
+    """Status of the content: `verified`, `recorded` for content that cannot be hashed again as a whole, or a
+    description of the damage."""
     gpu_seconds: float = 0.0
     """GPU seconds that the attempts of a stage held."""
 
@@ -149,7 +150,7 @@ def base_of(stage: Stage) -> str:
     source_name = stage.config.model or stage.recipe.policy.model_name_or_path
     if (upstream := source_of(source_name)) is not None:
         return f"{stage.run_path.name}/{upstream}"
-    digest = {source.kind: source.digest for source in reversed(stage.sources)}.get("model", "")
+    digest = next((source.digest for source in stage.sources if source.kind == "model"), "")
     name = public_name(source_name)
     return name if name in {source_name, ""} or not digest or "/" in name else f"{name} (sha256 {digest[:12]})"
 

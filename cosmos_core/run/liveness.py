@@ -39,7 +39,8 @@ class Approval(Document):
 
 
 def note_approval(run_path: Path, approval: Approval) -> None:
-    """Save the approval request of a run, pending or declined; the next process that claims the run removes it."""
+    """Save the approval request of a run, pending or declined; the next process that claims the run removes the
+    file."""
     write_json(run_path / "locks" / _APPROVAL, approval.model_dump(), durable=False)
 
 

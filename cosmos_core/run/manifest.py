@@ -98,7 +98,9 @@ def commit(
         "created": time.time(),
         "metrics": outcome.metrics,
         "info": outcome.info,
-        "inputs": {name: {key: value[key] for key in _Input.model_fields} for name, value in inputs.items()},
+        "inputs": {
+            key: {"fingerprint": value["fingerprint"], "digest": value["digest"]} for key, value in inputs.items()
+        },
         "sources": [source.model_dump() for source in sources],
         "outputs": files,
         "reused_from": None,

@@ -58,7 +58,8 @@ class Stage:
     engines: list[Any] = field(default_factory=list)
     """Rollout engines in separate processes, as `rollout.engine_pool.EngineHandle`; their number may change."""
     stop_requested: bool = field(default=False)
-    """True after a signal has requested a stop: the program saves a checkpoint when it can and raises `Preempted`."""
+    """True after a signal has requested a stop: the program saves a checkpoint at the next safe point and raises
+    `Preempted`."""
 
     @property
     def name(self) -> str:

@@ -49,7 +49,8 @@ class State(Document):
     failed_at: int | None = None
     """Step of the newest checkpoint when the last attempt failed."""
     failed_with: str = ""
-    """Step and error message of the last attempt if its program failed with an error that is not transient."""
+    """Step and error message of the last attempt if its program failed with an error that is not transient; otherwise
+    empty."""
     is_repeated: bool = False
     """Whether the two last attempts failed with the same error at the same step."""
     error: str = ""
@@ -70,7 +71,8 @@ class State(Document):
     launcher_machine: str = ""
     """Machine and boot of the launcher, within which its pid is valid; see `run.process.identify_machine`."""
     renewed: Seconds | None = None
-    """Time at which the launcher last confirmed, as every two seconds, that it follows the attempt: a lease."""
+    """Time at which the launcher last confirmed, every two seconds, that it follows the attempt: a lease for other
+    machines."""
     heartbeat: Seconds | None = None
     """Time of the last heartbeat of the worker; this and the following fields are from its last progress report."""
     phase: str = ""

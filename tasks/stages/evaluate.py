@@ -17,8 +17,11 @@ KIND = StageKind(
     keys_by_modality={
         "causal_lm": ("rollout.backend", "rollout.parallelism.tp_size"),
         "diffusion": (
-            *(f"policy.diffusers.{name}" for name in ("inference_size", "inference_frames", "max_prompt_length")),
-            *(f"policy.diffusers.sample.{name}" for name in ("eval_num_steps", "guidance_scale")),
+            "policy.diffusers.inference_size",
+            "policy.diffusers.inference_frames",
+            "policy.diffusers.max_prompt_length",
+            "policy.diffusers.sample.eval_num_steps",
+            "policy.diffusers.sample.guidance_scale",
             "policy.model_class",
             "train.param_dtype",
             "custom",

@@ -146,7 +146,9 @@ def _measured_metrics(
     for name, result in stage.inputs.items():
         for key in result["metrics"]:
             metrics[f"{name}.{key}"] = metrics[key] = (key, result["metrics"])
-    matching = {each[0]: each for full_name, each in metrics.items() if condition.matches_metric(full_name)}
+    matching = {
+        key: metrics[full_name] for full_name, (key, _) in metrics.items() if condition.matches_metric(full_name)
+    }
     if not matching:
         reported = sorted({key for key, _ in metrics.values()})
         raise ConfigError(

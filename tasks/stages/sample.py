@@ -21,7 +21,9 @@ KIND = StageKind(
     reads_data="prepared",
     table="sample",
     recipe_tables=(
-        *(f"train.{name}" for name in ("seed", "master_dtype", "param_dtype")),
+        "train.seed",
+        "train.master_dtype",
+        "train.param_dtype",
         *(f"train.train_policy.{name}" for name in _REWARDS),
         "policy",
         "rollout",

@@ -116,7 +116,8 @@ def _find_superseded(stage: Stage, target: Any, folder: Path, record: dict[str, 
 
 
 def _find_same_weights(target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
-    """Return the address of the current version if it has the same undamaged files, besides the model card; else ""."""
+    """Return the address of the current version if another run published it with the same undamaged files, except for
+    the model card; otherwise an empty string."""
     version, weights = str(current["version"]), _weight_digests(record)
     if _weight_digests(current) != weights:
         return ""

@@ -15,10 +15,11 @@ from cosmos_core.run.directory import create_run, open_or_create_run
 from cosmos_core.run.files import sha256
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.remote import fetch, pinned_url
+from cosmos_core.upload.bundle import exchange_document, read_document, write_document
 from cosmos_core.upload.transfer import Transfer
 from tasks.kinds import all_kinds
 from tasks.stage import run_stage
-from tests.store import Proxy
+from tests.store import Proxy, Request
 from tests.unit.tiny_model import save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -87,6 +88,22 @@ def test_what_arrives_altered_is_fetched_again(tmp_path: Path, proxy: Proxy, siz
     folder = fetch(pin, tmp_path / "fetched")
     assert (folder / "weights").read_bytes() == weights.read_bytes() and (folder / "rows").read_text() == "1"
     assert len(reads(proxy)) == 4 and sum(request.fault == "flip" for request in proxy.requests) == 2
+
+
+def test_a_document_that_arrived_altered_is_not_sent_over_that_of_another(proxy: Proxy) -> None:
+    bucket, key, methods = Bucket("models"), "altered-document", []
+    etag = exchange_document(bucket, key, {"owner": "before"}, "")
+
+    def choose(request: Request) -> str:
+        methods.append(request.method)
+        if methods == ["PUT", "PUT"]:
+            write_document(Bucket("models"), key, {"owner": "another"})
+        return "flip" if methods == ["PUT"] else ""
+
+    proxy.reset(choose)
+    assert exchange_document(bucket, key, {"owner": "this"}, etag) == ""
+    proxy.reset()
+    assert read_document(bucket, key)[0] == {"owner": "another"}
 
 
 def test_what_arrives_altered_each_time_is_one_line_and_is_not_kept(tmp_path: Path, proxy: Proxy) -> None:

@@ -101,7 +101,8 @@ def _fill(values: Values, old_key: str, new: str, notices: list[str]) -> None:
 
 
 def _keep_applicable_batch_size(values: Values, notices: list[str]) -> None:
-    """Keep that one of two validation batch sizes of the first generation which applies to the training, RL or SFT."""
+    """Of two validation batch sizes in a file of the first generation, keep the one that applies to the type of
+    training, RL or SFT."""
     (first, name), (second_value, other) = (_find_table(values, key) for key in _BATCHES)
     if name not in first or other not in second_value or first[name] == second_value[other]:
         return
@@ -149,7 +150,8 @@ def current_name(key: str) -> str:
 
 
 def no_effect_message(key: str, value: Any) -> str:
-    """Return a message if a dotted key, also one after the name of a stage, has no effect; otherwise an empty text."""
+    """Return a message if a dotted key, with or without the name of a stage before it, has no effect; otherwise an
+    empty string."""
     for old_key, meaning in UNUSED_KEYS.items():
         if "." in old_key and _split_stage_key(key, old_key)[1]:
             return _ineffective_message(key, value, meaning)

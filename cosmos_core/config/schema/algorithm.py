@@ -75,7 +75,8 @@ class AlgorithmConfig(Table):
 
     @property
     def sources(self) -> dict[str, Self]:
-        """Return a copy of this table with the settings of each data set of training rows, by the data set's key."""
+        """Return a copy of this table for each data set of training rows, with the settings of that data set, by the
+        key of the data set."""
         if not self.datasets:
             return {"train.train_policy.dataset": self}
         source_tables = (self.derive(datasets=(), dataset=each, **self._settings_of(each)) for each in self.datasets)
@@ -137,7 +138,8 @@ class AlgorithmConfig(Table):
 
     @property
     def reward_keyword_values(self) -> dict[str, Any]:
-        """Return the values that reward functions may take as keyword arguments; see `rewards.base.KEYWORDS`."""
+        """Return the values of this table that reward functions may take as keyword arguments; see
+        `rewards.base.KEYWORDS`."""
         return {}
 
     @property
@@ -160,7 +162,7 @@ class AlgorithmConfig(Table):
 
     @property
     def reward_env_names(self) -> tuple[str, ...]:
-        """Return the environment variables that reward functions receive in addition to those of every subprocess."""
+        """Return the names of environment variables that reward functions receive besides those of every subprocess."""
         return ()
 
     def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling | None:

@@ -1,4 +1,5 @@
-"""`[train.train_policy]` with `trainer_type = "ddrl"`: FlowGRPO with a diffusion loss on clips (arXiv 2512.04332)."""
+"""`[train.train_policy]` with `trainer_type = "ddrl"`: FlowGRPO with a diffusion loss on real clips (arXiv
+2512.04332)."""
 
 from typing import ClassVar, Literal
 

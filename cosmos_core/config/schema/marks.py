@@ -64,7 +64,8 @@ class NamedThing(Enum):
 
 
 def accepts_registered(folder: str, suffix: str) -> SupportedValues:
-    """Return the mark of a field that accepts user code or the classes in a folder; see `registry.offered_names`."""
+    """Return the mark of a field that accepts the classes in a folder of this package (see `registry.offered_names`) or
+    user code."""
     names = tuple(offered_names(folder, suffix))
     note = (
         f"this version has {', '.join(map(repr, names))}; take one of them, or a class of your own, path/file.py:Class"

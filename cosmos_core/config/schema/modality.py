@@ -9,7 +9,8 @@ TOKENIZER_FILES = (
     "tokenizer*", "vocab*", "merges*", "*.jinja", "special_tokens_map.json", "added_tokens.json",
     "*processor_config.json", "chat_template.json", "*.model",
 )  # fmt: skip
-"""Patterns of the files that tokenisation depends on: no weights, so that rows stay valid when only these change."""
+"""Patterns of the files that tokenisation depends on. They include no weights, so prepared rows stay valid when only
+weights change."""
 DATA_FILES = tuple(f"*{suffix}" for suffix in DATA_SUFFIXES)
 _IMAGES = ("*.png", "*.jpg", "*.jpeg", "*.webp", "*.bmp", "*.gif", "*.tif", "*.tiff", "*.PNG", "*.JPG", "*.JPEG")
 

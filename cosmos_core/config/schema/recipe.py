@@ -123,7 +123,8 @@ class Recipe(Table):
 
     @property
     def reward_constants(self) -> dict[str, Any]:
-        """Return the values that every reward function may take as keyword arguments; see `rewards.base.KEYWORDS`."""
+        """Return the values of the recipe that every reward function may take as keyword arguments; see
+        `rewards.base.KEYWORDS`."""
         constants = self.train.train_policy.reward_keyword_values
         max_tokens = self.rollout.max_response_length
         return {"custom": self.custom, "max_tokens": max_tokens, "judge_config": self.judge.model_dump(), **constants}
@@ -135,12 +136,12 @@ class Recipe(Table):
 
     @property
     def reward_env(self) -> tuple[str, ...]:
-        """Return the environment variables that reward functions receive in addition to those of every subprocess."""
+        """Return the names of environment variables that reward functions receive besides those of every subprocess."""
         return tuple(dict.fromkeys((*self.train.train_policy.reward_env_names, *self.validation.reward_env)))
 
     @property
     def secret_env(self) -> tuple[str, ...]:
-        """Return the environment variables whose values are masked: those of rewards, and the key of the judge."""
+        """Return the names of environment variables whose values are masked: those of rewards, and the judge's key."""
         return (*self.reward_env, self.judge.key_env) if self.uses_judge else self.reward_env
 
     @model_validator(mode="before")
@@ -163,7 +164,8 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _replicas(self, info: ValidationInfo) -> Self:
-        """Replace replicas of the trainer by data-parallel replicas of one mesh, and multiply the rows per step."""
+        """Replace replicas of the trainer by data-parallel replicas of one mesh, and multiply the rows per step by
+        their number."""
         mesh, train = self.policy.parallelism, self.train
         count, policy = mesh.n_init_replicas, train.train_policy
         if count == 1:
@@ -181,7 +183,8 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _set_diffusion_engine(self) -> Self:
-        """Set the backend `flow_sampler` for diffusion models, whose ranks generate, in place of an engine for text."""
+        """Set the backend `flow_sampler` for diffusion models in place of an engine for text: the ranks that train
+        generate."""
         if not self.policy.is_diffusers or self.rollout.backend not in {"vllm", "hf"}:
             return self
         return self.derive(rollout=self.rollout.derive(backend="flow_sampler"))

@@ -134,7 +134,8 @@ class RlConfig(AlgorithmConfig):
 
     @property
     def held_out_rewards(self) -> dict[str, float]:
-        """Return the reward functions of validation; with `bypass_reward` those of a set `reward_function`."""
+        """Return the reward functions of validation; with `bypass_reward` those of `reward_function` if the recipe sets
+        it."""
         has_own_rewards = "reward_function" in self.model_fields_set
         return self.reward_function if self.bypass_reward and has_own_rewards else self.rewards
 

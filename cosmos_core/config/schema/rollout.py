@@ -22,7 +22,8 @@ from cosmos_core.config.schema.value_types import (
 )
 
 VLLM_TEMPERATURES = (0.01, 2.0)
-"""Range of temperatures at which vLLM samples: below it vLLM silently samples at 0.01, above it it raises an error."""
+"""Range of temperatures at which vLLM samples: below it vLLM silently samples at 0.01, above it vLLM raises an
+error."""
 _VLLM_MESH = {"n_init_replicas", "tp_size", "pp_size", "dp_shard_size"}
 
 
@@ -225,7 +226,8 @@ class RolloutConfig(Table):
             )
 
     def _greedy_sampling_errors(self, stage: StageContext) -> Iterator[str]:
-        """Yield errors for sampling settings that make all completions of a prompt equal, without a learning signal."""
+        """Yield errors for sampling settings with which all completions of a prompt are equal, which gives no learning
+        signal."""
         sampling = self.sampling_config
         if stage.recipe.policy.is_diffusers or not stage.recipe.train.train_policy.compares_in_group:
             return
@@ -237,7 +239,8 @@ class RolloutConfig(Table):
                 )
 
     def notices(self, stage: StageContext) -> Iterator[str]:
-        """Yield notices about rollout settings, such as sampling from another distribution than the policy."""
+        """Yield notices about rollout settings, such as sampling settings with which completions are not sampled from
+        the policy."""
         yield from self._engine_notices(stage)
         yield from self._native_notices(stage)
         policy = stage.recipe.policy

@@ -157,7 +157,7 @@ def active_tables(table: Table) -> Iterator[Table]:
 
 
 def _iterate_active_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yield (name, field, value) of each field that neither the table's `switch` nor the field's `Needs` disables."""
+    """Yield (name, field, value) of each field that neither the table's switch nor the field's own switch disables."""
     is_disabled = bool(table.switch) and not getattr(table, table.switch)
     for name, field in type(table).model_fields.items():
         needs: RequiresSwitch | None = find_mark(field, RequiresSwitch)
@@ -166,7 +166,8 @@ def _iterate_active_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]
 
 
 def unused_settings(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield (dotted path, value, switch) of every key that was set and has no effect, because its switch is off."""
+    """Yield (dotted path, value, name of the switch) of every key that was set and whose switch is off, so that it has
+    no effect."""
     if table.switch and not getattr(table, table.switch):
         return
     for name, field in type(table).model_fields.items():
@@ -179,7 +180,8 @@ def unused_settings(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, 
 
 
 def active_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
-    """Yield (dotted path, field, value, whether it was set and differs from its default) of keys with an effect."""
+    """Yield every key that has an effect with the present values, as (dotted path, field, value, whether it was set and
+    differs from its default)."""
     for name, field, value in _iterate_active_fields(table):
         if isinstance(value, Table) and status(field) == _USED_STATUS:
             yield from active_fields(value, f"{prefix}{name}.")

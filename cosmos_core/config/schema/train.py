@@ -1,4 +1,5 @@
-"""`[train]`: optimizer, schedule, batch size, precision. `[train.train_policy]` and `[train.ckpt]` have own files."""
+"""`[train]`: optimizer, learning rate schedule, batch size and precision. `[train.train_policy]` and `[train.ckpt]`
+have separate files."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -49,7 +49,7 @@ def _check_import_path(name: str) -> str:
 
 NameOrImportPath = Annotated[str, Field(min_length=1), AfterValidator(_check_import_path)]
 """Name of a built-in class or function, or the import path of user code, `module:thing` or `path/file.py:thing`; a
-field of this type is marked `Where.CODE`."""
+field of this type is marked `NamedThing.CODE`."""
 
 Names = Annotated[
     tuple[str, ...], BeforeValidator(_as_tuple, json_schema_input_type=str | tuple[str, ...]), Field(strict=False)
@@ -82,7 +82,8 @@ RewardWeights = Annotated[
     BeforeValidator(_parse_weight, json_schema_input_type=str | list[str] | dict[str, float]),
     NamedThing.CODE,
 ]
-"""Weight of each reward function by its name or import path; a string or a list of strings means weight 1."""
+"""Weight of each reward function by its name or import path `module:function`; a string or a list of strings means
+weight 1."""
 
 
 def _require_name(name: str) -> str:
@@ -92,4 +93,4 @@ def _require_name(name: str) -> str:
 
 
 ModelName = Annotated[str, AfterValidator(_require_name), NoResult, NamedThing.PATH]
-"""Value of a key `model_name_or_path`: a folder or a Hub id."""
+"""Name of a model in a key `model_name_or_path`, such as a folder or a Hub id; an empty name is refused."""
