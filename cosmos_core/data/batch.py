@@ -28,9 +28,13 @@ class Bounds:
     __slots__ = ("ends", "prompts")
 
     def __init__(self, ends: np.ndarray, prompts: Sequence[int] | None = None) -> None:
-        """Store the boundaries `ends` of the B sequences, int32, (B + 1), beginning with 0. `prompts` has for each
-        sequence the index of the sequence that it continues and attends to, its prompt; -1, or None for all: the
-        sequence is whole."""
+        """Store the boundaries of the B sequences.
+
+        Args:
+            ends: boundaries, int32, (B + 1), beginning with 0.
+            prompts: for each sequence the index of the sequence that it continues and attends to, its prompt; -1: the
+                sequence is whole. None: all sequences are whole.
+        """
         self.ends, self.prompts = ends, prompts or [-1] * (len(ends) - 1)
 
 
@@ -98,9 +102,12 @@ def packed_bounds(bounds: np.ndarray, prompts: Sequence[int] | None = None) -> d
     bounds = np.asarray(bounds, dtype=np.int32)
     longest, on_device = int(np.diff(bounds).max()), torch.from_numpy(bounds)
     return {
-        "sequence_bounds": Bounds(bounds, prompts), "cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device,
-        "max_length_q": longest, "max_length_k": longest,
-    }  # fmt: skip
+        "sequence_bounds": Bounds(bounds, prompts),
+        "cu_seq_lens_q": on_device,
+        "cu_seq_lens_k": on_device,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 def to_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:

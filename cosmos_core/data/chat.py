@@ -215,9 +215,12 @@ class ToolText:
     def _render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
         options = {name: value for name, value in self._chat.options.items() if name != "continue_final_message"}
         text: Any = self._tokenizer.apply_chat_template(
-            messages, tools=list(self._chat.tools) or None, tokenize=False,
-            add_generation_prompt=add_generation_prompt, **options,
-        )  # fmt: skip
+            messages,
+            tools=list(self._chat.tools) or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **options,
+        )
         return str(text)
 
     def _escape_special_tokens(self, text: str) -> str:

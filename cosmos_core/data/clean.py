@@ -4,7 +4,8 @@
 
 A row is compared by the texts of its turns, without system turns. Candidates for near duplicates share a key of
 `ngrams.MinHashBands`; the exact similarity decides, and the earliest of several similar rows stays. Memory holds the
-benchmark texts and about 10 bytes per key and row (200 MB for a million rows); n-grams of rows are in a temporary file.
+benchmark texts and about 10 bytes per key and row (200 MB for a million rows); the n-grams of rows are in a temporary
+file.
 """
 
 import json
@@ -175,7 +176,7 @@ class ComparedRow(NamedTuple):
         return common / max(1, self.grams.size + other.grams.size - common)
 
     def keys(self, bands: MinHashBands | None) -> list[int]:
-        """Return a hash of the row's text and the row's keys of `bands`; similar rows very likely share a key."""
+        """Return the hash of the row's text and, with `bands`, a key per band: similar rows very likely share one."""
         return [int.from_bytes(self.digest[:8]), *(bands.keys(self.grams).tolist() if bands else ())]
 
     def match(self, others: Iterable["ComparedRow"], threshold: float) -> dict[str, Any] | None:
@@ -195,7 +196,7 @@ class ComparedRow(NamedTuple):
 
 
 class HeldOutIndex:
-    """In-memory index of the n-grams of the held-out rows."""
+    """In-memory index of the held-out rows by their hash keys."""
 
     def __init__(self, threshold: float) -> None:
         self._threshold, self._rows = threshold, list[ComparedRow]()

@@ -88,8 +88,10 @@ def tokenize_prompt(
     where: str,
     chat: PromptRendering = DEFAULT_RENDERING,
 ) -> tuple[list[int], str]:
-    """Return token ids and text of the turns up to the one to complete, with the generation prompt of the chat template
-    unless `chat` has none; `max_length` is `policy.model_max_length` minus one token for a completion.
+    """Return token ids and text of a prompt: the turns up to the one to complete, with the generation prompt of the
+    chat template unless `chat` has none.
+
+    `max_length` is the maximum number of tokens: `policy.model_max_length` minus one for a completion.
 
     Raises:
         SkippedRow: the prompt is longer than `max_length`.

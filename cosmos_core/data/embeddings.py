@@ -29,8 +29,9 @@ _ALLOWED_GLOBALS = {
 
 
 def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return the tensors of a text embedding, without a batch dimension, by the `names` of the text encoder's outputs;
-    a pickle has no names, so it needs exactly one.
+    """Return the tensors of a text embedding by name, without a batch dimension.
+
+    `names` are the names of the text encoder's outputs. A pickle has no names, so `names` must then have one element.
 
     Raises:
         DataError: the file is damaged, holds other objects than arrays, or lacks one of the names.

@@ -185,14 +185,16 @@ def _decode_data_uri(uri: str, where: str) -> bytes:
         raise DataError(f"{where}: the image {uri[:30]!r}... cannot be decoded: {error}") from error
 
 
-def _read(file: Path, image: str) -> bytes:
+def _read(file: Path, description: str) -> bytes:
     try:
         if not S_ISREG(file.stat().st_mode):
-            raise DataError(f"{image}: {file} is no regular file, and a device or a pipe may be read without end")
+            raise DataError(f"{description}: {file} is no regular file, and a device or a pipe may be read without end")
         return file.read_bytes()
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
-        raise DataError(f"{image}: {reason} ({file}); check the path, or set custom.dataset.media_path") from error
+        raise DataError(
+            f"{description}: {reason} ({file}); check the path, or set custom.dataset.media_path"
+        ) from error
 
 
 def convert_to_rgb(image: Image) -> Image:

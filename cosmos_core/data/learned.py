@@ -18,7 +18,8 @@ from cosmos_core.data.spans import Render, Span, prefix_spans, spans_by_placehol
 from cosmos_core.data.turn_weights import is_learned_turn
 from cosmos_core.errors import DataError
 
-_MIN_PLACEHOLDER_TURNS = 64  # turns above which placeholders are tried before `prefix_spans`, whose time is quadratic
+_MIN_PLACEHOLDER_TURNS = 64
+"""Number of turns above which `spans_by_placeholders` is tried before `prefix_spans`, whose time is quadratic."""
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -72,7 +73,8 @@ def _turn_spans(
 
 
 def _spans_in_turns(chosen: list[Span], marked_spans: list[Span], turn_spans: list[Span], where: str) -> list[Span]:
-    """Return the `marked_spans` that overlap a turn with a loss (`chosen`), of all assistant turns in `turn_spans`."""
+    """Return the spans of `marked_spans` that overlap a turn with a loss (`chosen`); `turn_spans` has all assistant
+    turns."""
     selected = [span for span in marked_spans if any(_do_overlap(span, each) for each in chosen)]
     if any(_do_overlap(span, each) for span in selected for each in turn_spans if each not in chosen):
         raise DataError(
@@ -131,9 +133,12 @@ def _find_marked_spans(
     if not isinstance(template, str) or not _GENERATION_MARK.search(template):
         return None
     texts, mark_offsets = cast(Any, render_jinja_template)(
-        conversations=[turns], chat_template=template, return_assistant_tokens_mask=True, tools=tools,
+        conversations=[turns],
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        tools=tools,
         **tokenizer.special_tokens_map,
-    )  # fmt: skip
+    )
     if texts[0] != full:
         return None
     return [(start, stop) for start, stop in mark_offsets[0]]

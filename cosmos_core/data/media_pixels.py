@@ -30,7 +30,8 @@ Size = tuple[int, int]
 """Height and width of an image or a frame, in pixels."""
 _STEPS = 8
 """Number of bucket sizes between the aspect ratios 1:1 and 1:2."""
-_MIN_READABLE_FRACTION = 0.95  # of the duration in a video's header, which some programs round
+_MIN_READABLE_FRACTION = 0.95
+"""Minimum readable fraction of the duration in a video's header, which some programs round."""
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,7 @@ def _items_from_metas(folder: Path) -> Iterator[Item]:
 
 
 def _files(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Return the files in those of the sub-folders `names` that exist."""
+    """Return the files in those sub-folders `names` that exist, sorted by name in each sub-folder."""
     return [file for name in names if (folder / name).is_dir() for file in sorted((folder / name).iterdir())]
 
 
@@ -270,8 +270,8 @@ def _items_from_tar(path: Path) -> Iterator[Item]:
 
 
 def _check_end(path: Path, offset: int) -> None:
-    """Raise tarfile.ReadError if reading a tar file did not stop at the block of zeros that follows its last member:
-    `tarfile` also stops silently at a damaged header."""
+    """Raise tarfile.ReadError unless the block at `offset`, where reading a tar file stopped, is the block of zeros
+    that follows the last member: `tarfile` also stops silently at a damaged header."""
     with open(path, "rb") as file:
         file.seek(offset)
         block = file.read(tarfile.BLOCKSIZE)

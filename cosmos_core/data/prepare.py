@@ -167,8 +167,12 @@ def _write_split(
     stage: Stage, path: Path, jobs: list[Job], sources: list[_Source], num_done: int, total: int
 ) -> tuple[Counts, list[Counts]]:
     """Write the prepared file of one split, and return the statistics of the split and of each of its data sets.
-    `num_done` rows of `total`, of all splits together, are processed before. Raise DataError if too many rows cannot be
-    read, or a data set has no row left to write."""
+
+    `num_done` is the number of rows that were processed before, and `total` the number of rows, of all splits together.
+
+    Raises:
+        DataError: too many rows cannot be read, or no row of a data set is left to write.
+    """
     counts = Counts(jobs[0].kind, jobs[0].column, jobs[0].num_free_tokens)
     counts_of_sources = [Counts(job.kind, job.column, job.num_free_tokens) for job in jobs]
     with pa.ipc.new_file(path, jobs[0].schema) as file, closing(_chunks(stage, jobs, sources)) as chunks:

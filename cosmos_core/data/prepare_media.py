@@ -95,8 +95,10 @@ def _preview_split(stage: Stage, source: Source, name: str, split: Split) -> tup
         details += f", clips of {min(rates):g}" + (f" to {max(rates):g}" if len(rates) > 1 else "") + " frames a second"
         details += ", which are learned frame by frame" if len(rates) > 1 else ""
     details += f", {len(skipped):,} left out (first: {skipped[0]})" if skipped else ""
-    first = [{"text": row.prompt, "reference": "", "metadata": json.loads(row.metadata)} for row in split.kept_rows[:2]]
-    return f"{name}: {num_remaining:,} rows{details}", num_remaining, list(first)
+    prompts = [
+        {"text": row.prompt, "reference": "", "metadata": json.loads(row.metadata)} for row in split.kept_rows[:2]
+    ]
+    return f"{name}: {num_remaining:,} rows{details}", num_remaining, list(prompts)
 
 
 def _inspect_row(row: Row, content: Content | None, framing: FrameSettings) -> tuple[Row, float, str, bool]:

@@ -44,7 +44,8 @@ def run(stage: Stage) -> Outcome:
 
 
 def _check_readable(dataset: RowsConfig, key: str, read_row: Reader) -> None:
-    """Read the first rows of a data set, whose table in the TOML is named `key`."""
+    """Read the first rows of a data set, and raise DataError if too many of them cannot be used; `key` is the name of
+    the data set's table in the TOML, for messages."""
     rows, max_fraction = load_rows(dataset, key), dataset.max_skipped_fraction
     errors: list[DataError] = []
     count = min(_NUM_GENERATED_ROWS if rows.is_generated else _NUM_ROWS, len(rows))

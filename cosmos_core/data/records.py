@@ -99,7 +99,8 @@ class Job:
 
     @property
     def no_images(self) -> list[list[Ref]]:
-        """Return the value of the column of images for a row without images; nothing if rows have no such column."""
+        """Return the values that a row without images adds to its record: an empty list for the column `images`, or no
+        value if the file has no such column."""
         return [] if self.root is None else [[]]
 
     @property

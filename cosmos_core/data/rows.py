@@ -140,8 +140,9 @@ def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Row
 
 
 def held_out_mask(num_rows: int, test_size: int | float, seed: int) -> np.ndarray:
-    """Return a mask of the rows to hold out, chosen by the seed alone; `test_size` is their number, or a fraction below
-    1 of all rows, rounded up.
+    """Return the mask of the held-out rows, bool, (num_rows,), which are chosen at random by the seed alone.
+
+    `test_size` is the number of held-out rows, or a fraction below 1 of all rows, which is rounded up.
 
     Raises:
         DataError: no row would be left to train on.

@@ -110,8 +110,10 @@ def _texts_before_completions(
     for number, i in enumerate(turns):
         generation_prompt = first if first == last else _generation_prompt(render, messages[:i])
         part, last_text = template_parts[number], _last_text(messages[max(0, i - 1) : i])
-        split = generation_prompt and _split_at_generation_prompt(part, last_text, *generation_prompt)
-        texts_before.append(split or (part, ""))
+        if generation_prompt is None:
+            texts_before.append((part, ""))
+        else:
+            texts_before.append(_split_at_generation_prompt(part, last_text, *generation_prompt))
     return texts_before
 
 

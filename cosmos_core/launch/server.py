@@ -32,8 +32,8 @@ _RESPONSE_SECONDS = 10.0
 _BUSY_SERVER_SECONDS = 60.0
 _CHECK_SECONDS = 0.5
 _MAX_CHECK_SECONDS = 30.0
-# The server has no schedules, the run directory determines which runs are late or lost, and only this run has the
-# password to read the history of the task run recorder and of the event persister.
+# Services of Prefect that this server does not start: it has no schedules, the run directory determines which runs are
+# late or lost, and nobody reads the history of task runs and events, since only this run knows the password.
 _UNUSED_SERVICES = ("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS", "TASK_RUN_RECORDER", "EVENT_PERSISTER")
 
 

@@ -161,7 +161,7 @@ class Filter:
     """Maximum number of further rounds of generation in a train step; 0: generate until the prompts end."""
 
     def has_learning_signal(self, group: ScoredGroup) -> bool:
-        """Return whether the filtered metrics differ between valid completions of a group."""
+        """Return True if valid completions of a group differ in `metrics`, or in their reward if `metrics` is empty."""
         valid = [s for s in group.scores if s.value is not None and s.metrics.keys() >= set(self.metrics)]
         return len({tuple(score.metrics[name] for name in self.metrics) or score.value for score in valid}) > 1
 

@@ -31,7 +31,7 @@ _MAX_FAILURES = 2
 
 
 class EngineProcess(NamedTuple):
-    """Engine of the pool, with the description of its process at the start of a weight load."""
+    """Engine of the pool, and what its process said of itself when a load of weights began."""
 
     member: PooledEngine
     description: Description | None

@@ -70,8 +70,10 @@ class HeldOutRows(ABC):
 
     @abstractmethod
     def samples(self, positions: Sequence[int], seed: Seed = None, micro_batch: int | None = None) -> list[Any]:
-        """Return the samples of the rows at `positions`; `micro_batch` is the number of the micro-batch that all these
-        samples belong to; None: the trainer divides them."""
+        """Return the samples of the rows at `positions`, with random values that follow from `seed`.
+
+        `micro_batch` is the number of the micro-batch that all these samples belong to; None: the trainer divides them.
+        """
 
     def token_counts(self, *, is_packed: bool) -> np.ndarray:
         """Return the number of tokens that each row takes in a packed or padded micro-batch, int64."""
@@ -128,13 +130,21 @@ class RowKind(ABC):
         """Prepare the rows of a stage: the program of a `prepare` stage."""
 
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> HeldOutRows:
-        """Return the rows of a split in the data folder of a `prepare` stage, to learn; `adapter`, the adapter of the
-        model, is needed only for diffusion models; errors are those of `open_table`."""
+        """Return the rows to learn of a split in `folder`, the data folder of a `prepare` stage.
+
+        `adapter` is the adapter of the model, which only the rows of diffusion models need.
+
+        Raises:
+            DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
+        """
         raise NotImplementedError(f"{self.name} are not learned")
 
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
-        """Return the rows of a split as prompts to complete, with the references and clips that the algorithm reads;
-        errors are those of `open_table`."""
+        """Return the rows of a split as prompts to complete, with the references and clips that the algorithm reads.
+
+        Raises:
+            DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
+        """
         raise NotImplementedError(f"{self.name} are not completed")
 
     def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:

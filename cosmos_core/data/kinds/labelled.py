@@ -10,7 +10,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.data.kinds.base import Seed, TokenisedKind
+from cosmos_core.data.kinds.base import VALIDATION, Seed
 from cosmos_core.data.kinds.sequences import Sequences, SequencesKind
 from cosmos_core.data.messages import Row
 from cosmos_core.data.preferences import read_label, read_labelled
@@ -50,11 +50,16 @@ class LabelledKind(SequencesKind):
     purpose = "with a label (KTO)"
     columns: ClassVar[dict[str, pa.DataType]] = {"label": pa.bool_(), **SequencesKind.columns}
     reader = staticmethod(read_labelled)
-    held_out_kinds, omits_response = TokenisedKind.held_out_kinds, TokenisedKind.omits_response
 
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> LabelledSequences:
         table = open_table(folder, split, self)
         return LabelledSequences(table, split_path(folder, split), model.model_max_length)
+
+    def held_out_kinds(self, *, has_rewards: bool) -> dict[str, str]:
+        return {VALIDATION: self.name}
+
+    def omits_response(self, row: Row, column: str) -> bool:
+        return False
 
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
         label, record = read_label(row, where), super().record(tokenizer, job, row, where)

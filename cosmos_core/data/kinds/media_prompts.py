@@ -28,8 +28,11 @@ class MediaPromptList(IndexedSequence[Prompt]):
     """Prepared prompts for images or videos, as a sequence of `Prompt`."""
 
     def __init__(self, prompts: MediaPrompts, column: str = "", clips: MediaRows | None = None) -> None:
-        """Wrap prepared prompts. `column`: the metadata key of the rewards' reference; empty: see `find_reference`.
-        `clips`: the clips of the same rows, for rollouts that are conditioned on first frames."""
+        """Wrap prepared prompts, with their text embeddings.
+
+        `column` is the metadata key of the reference that rewards compare with; empty: see `find_reference`. `clips`
+        are the clips of the same rows, for rollouts that are conditioned on first frames.
+        """
         self.media, self._column, self._clips = prompts, column, clips
 
     def __len__(self) -> int:
