@@ -95,7 +95,8 @@ def _check_rewards(names: Sequence[str]) -> None:
 
 
 def _score_all(stage: Stage, sets: dict[str, list[Prompt]], unfinished: Path, num_shown: int) -> list[ScoredPrompt]:
-    """Return the scores of all prompts, some of an earlier attempt; keep samples of the first `num_shown` prompts."""
+    """Return the scores of all prompts, after those of an earlier attempt; keep the samples of the first `num_shown`
+    prompts of each set for the grid."""
     settings, prompts = stage.recipe.evaluate, [(name, prompt) for name, each in sets.items() for prompt in each]
     unfinished.mkdir(parents=True, exist_ok=True)
     scored = read_scores(unfinished)

@@ -19,7 +19,8 @@ _TEXTS = ("doc_hash", "prompt_hash", "response")
 
 
 def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of tasks and groups as `evaluation/TASK/METRIC`, with `..._stderr` where lm-eval has one."""
+    """Return the metrics of tasks and groups as `evaluation/TASK/METRIC`, and standard errors that lm-eval
+    returns as `evaluation/TASK/METRIC_stderr`."""
     metrics: dict[str, float] = {}
     for task, values in results.items():
         first = next((key.partition(",")[2] for key in values if "," in key), "")

@@ -66,7 +66,10 @@ def text_rows(folder: Path, max_length: int) -> tuple[str, list[Row]]:
 
 
 def save_logprobs(folder: Path, in_vllm: bool, rows: Sequence[Row], target: Path) -> None:
-    """Write the log-probabilities TV of a model for each row to the folder `target`, by vLLM if `in_vllm`."""
+    """Write the log-probabilities TV of the model in `folder` for each row to the folder `target`.
+
+    `in_vllm`: whether vLLM computes them, rather than transformers.
+    """
     target.mkdir()
     for number, logprobs_TV in enumerate(_logprobs(folder, in_vllm, rows)):
         np.save(target / f"{number}.npy", logprobs_TV.numpy())

@@ -65,7 +65,8 @@ class _StageLine:
     history: dict[int, float] = field(default_factory=dict)
     """Value of the headline metric (reward, loss or accuracy) by step."""
     anchor: Position | None = None
-    """Progress at the first step of the attempt; times per step count from it, without the compilation before it."""
+    """Progress at the first step of the attempt, from which the time per step is computed, so that compilation in that
+    step does not count."""
 
 
 class Display:
@@ -158,7 +159,8 @@ class Display:
         return [*words, formatting.duration(self._elapsed(line))] if line.start_time is not None else words
 
     def _line_texts(self, line: _StageLine) -> list[str]:
-        """Return the step with its metrics, unless a running stage printed it last, and compilation time that grew."""
+        """Return the texts of a printed line: the step with its metrics, unless the last line of the running stage
+        reported the same step, and the compilation time if it has increased."""
         progress, compiled = line.progress, ""
         if progress is None:
             return []
@@ -367,7 +369,8 @@ def _set_anchor(line: _StageLine, position: Position) -> None:
 
 
 def _eta_seconds(line: _StageLine) -> float | None:
-    """Return the estimated seconds until the last step, by the time per step since the first seen; None: unknown."""
+    """Return the estimated number of seconds until the last step of a stage, from the time per step since its first
+    observed step; None if it is unknown."""
     position, first = line.progress, line.anchor
     if position is None or first is None or not position.total or not first.step < position.step < position.total:
         return None

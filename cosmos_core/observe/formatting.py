@@ -117,7 +117,8 @@ def family(key: str) -> str:
 
 
 def judge_change(key: str, change: float | None) -> str:
-    """Return `better` or `worse` for a change of a metric; empty for no change, or without a preferred direction."""
+    """Return whether a change of a metric is `better` or `worse`; empty for no change, and for metrics without a
+    preferred direction, such as a length."""
     lower_is_better = any(word in key.lower() for word in LOWER_IS_BETTER)
     if not change or not (lower_is_better or family(key) in _HEADLINES):
         return ""
@@ -159,7 +160,8 @@ def short_name(key: str) -> str:
 
 
 def table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return accuracy, reward, loss and log-prob difference by short name, or the first three metrics if all lack."""
+    """Return accuracy, reward, loss and log-prob difference by short name, or the first three metrics
+    if none of these exists."""
     ranked = key_metrics(metrics, max_count=len(metrics))
     shown_metrics: dict[str, float] = {}
     for name in _TABLE_METRICS:

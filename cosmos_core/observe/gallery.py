@@ -83,7 +83,8 @@ def save_rows(target: Path, rows: Sequence[Sequence[GeneratedSample]]) -> list[l
 
 
 def samples_of_group(scored: ScoredGroup, indices: Iterable[int], *, is_scored: bool = True) -> list[GeneratedSample]:
-    """Return what was generated for some completions of a group, with their rewards unless `is_scored` is false."""
+    """Return the generated images or videos of the completions `indices` of a group; `is_scored` is whether the scores
+    of the group are rewards to show."""
     samples = [(scored.group.completions[k].diffusion_sample, scored.scores[k].value) for k in indices]
     text = scored.group.prompt.text
     return [GeneratedSample(text, each.pixels.numpy(), value, is_scored) for each, value in samples if each is not None]
@@ -161,7 +162,8 @@ def _write_video(path: Path, frames: np.ndarray) -> None:
 
 
 def _cell_size(shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return height and width in pixels of grid cells: small images enlarged by a whole factor, large ones reduced."""
+    """Return height and width in pixels of the cells of a grid: small images are enlarged by a whole factor, large
+    images reduced."""
     height, width = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
     scale = max(1, -(-_CELL // width)) if width < _CELL else min(1.0, _MAX_CELL_SIZE / max(height, width))
     return round(height * scale), round(width * scale)

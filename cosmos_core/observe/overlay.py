@@ -36,7 +36,8 @@ def build(paths: Sequence[Path]) -> str:
 
 
 def _settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
-    """Return the settings that differ between runs, key and one value per run; one row if all stages differ alike."""
+    """Return the settings that differ between runs, each as its key and one value per run. A setting that differs in
+    the same way in all stages is one row."""
     settings = [resolved(run.path) for run in runs]
     changes: dict[str, list[tuple[str, ...]]] = {}
     for name in dict.fromkeys(name for each in settings for name in each):
@@ -48,7 +49,8 @@ def _settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
 
 
 def _metrics(runs: Sequence[RunRecord], stages: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the most important metrics of each stage by run, and whether the last run's are better or worse."""
+    """Return the most important metrics of each stage with one value per run, and whether the change from the first to
+    the last run is better or worse."""
     rows = []
     for name in stages:
         metrics = [next((stage.metrics for stage in run.stages if stage.name == name), {}) for run in runs]

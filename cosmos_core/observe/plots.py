@@ -71,7 +71,7 @@ def curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> byt
 
 
 def curves_svg(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> str:
-    """Return one `<svg>` element for each metric family in `keys` that occurs, to embed in an HTML page.
+    """Return one `<svg>` element for each metric family in `keys` that occurs, for an HTML page; empty if none occurs.
 
     Colours are CSS variables, `--ink-soft`, `--grid`, `--line-0` to `--line-3`, with defaults, so that the plots follow
     the light or dark mode of the page.

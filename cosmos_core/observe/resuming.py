@@ -11,7 +11,8 @@ from cosmos_core.run.state import ACTIVE
 
 
 def pause_or_death(run: RunRecord) -> str:
-    """Return a message about a run without a flow: killed, still running, awaiting approval or declined; else empty."""
+    """Return a message about a run that no flow executes: it was killed, its stages still run after its flow ended, it
+    waits for approval, or a person declined the publication. Return an empty string for any other run."""
     if run.outcome == "declined":
         return "a person has declined: the model is not published"
     if run.outcome == "waiting" and (approval := read_approval(run.path)):

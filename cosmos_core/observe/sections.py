@@ -186,12 +186,14 @@ def logs(stage: StageRecord) -> list[str]:
 
 
 def outcome_of(lines: Sequence[Sample | None]) -> str:
-    """Return the CSS classes of a prompt: `good` or `bad` by its last reward, `changed` if the first one differs."""
+    """Return the CSS classes by which the page filters the completions of a prompt: `good` or `bad` by the last reward,
+    and `changed` if the first and the last reward differ."""
     scores = [[line.reward, *line.rewards] for line in lines if line is not None]
     rewards = [max(valid) for each in scores if (valid := [value for value in each if value is not None])]
     if not rewards:
         return ""
-    return ("good" if rewards[-1] > 0 else "bad") + " changed" * (rewards[0] != rewards[-1])
+    verdict = "good" if rewards[-1] > 0 else "bad"
+    return verdict if rewards[0] == rewards[-1] else f"{verdict} changed"
 
 
 def rollouts(stage: StageRecord) -> list[Sample]:

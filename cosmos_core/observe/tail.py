@@ -11,7 +11,7 @@ from cosmos_core.run.tail import FileTail
 
 
 def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
-    """Write the log of a stage's newest attempt to standard output, once or (`follow`) until the stage ends.
+    """Write the log of a stage's newest attempt to standard output: once, or until the stage ends if `follow`.
 
     Raises:
         ConfigError: the stage has no log yet.

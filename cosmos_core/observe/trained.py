@@ -36,7 +36,8 @@ def training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tuple[st
 
 
 def sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]]]]:
-    """Return each training stage with its first row as texts, and whether the loss has each; a shared data set once."""
+    """Return each training stage with its first row as a list of texts, each with whether the loss includes it. A data
+    set that several stages use is shown once."""
     entries = _entries(run)
     stages = {stage.name: stage for stage in run.stages}
     shown_rows: dict[str, tuple[StageRecord, list[tuple[str, bool]]]] = {}
@@ -70,7 +71,8 @@ def _chain(entries: dict[str, dict[str, Any]], name: str) -> list[str]:
 
 
 def _digests(run: RunRecord, chain: list[str], kind: str) -> str:
-    """Return the digests of the models or data sets (`kind`: `model` or `data`) that a chain read from outside."""
+    """Return the digests of the models or data sets (`kind` is `model` or `data`) that a chain of stages read from
+    outside the run."""
     results = [stage.result for stage in run.stages if stage.name in chain and stage.result]
     sources = [source for result in results for source in result.get("sources", ()) if source["kind"] == kind]
     return ", ".join(dict.fromkeys(source["digest"][:_DIGEST_LETTERS] for source in sources))

@@ -38,7 +38,8 @@ def resources(run: RunRecord) -> list[ResourceUse]:
 
 
 def _gpu_hours(stage: StageRecord) -> float:
-    """Return the GPU hours that a stage held, estimated from its run time if an earlier version kept no holds."""
+    """Return the GPU hours that a stage held. Runs of earlier versions recorded no holds: estimate them from run time
+    and number of GPUs."""
     if stage.state.holds:
         return gpu_seconds(closed_intervals(stage.path)) / 3600
     return (stage.seconds or 0.0) * sum(bool(rank.gpus) for rank in stage.ranks) / 3600
@@ -57,14 +58,16 @@ class HistogramBin:
     low: float
     high: float
     first: float
-    """Fraction of the rewards in the first half of the steps in this bin, in percent of the largest of any bin."""
+    """Fraction of the rewards in the first half of the logged steps that lie in this bin, in percent of the largest
+    fraction of any bin."""
     last: float
     num_first_half: int
     num_second_half: int
 
 
 def reward_bins(stage: StageRecord) -> list[HistogramBin]:
-    """Return the bins of the rewards in each half of a training's logged steps; empty below two steps or rewards."""
+    """Return the bins of two histograms of the logged rewards of a training, one for each half of its logged steps;
+    empty if fewer than two steps or two different rewards were logged."""
     logged = [(line.step, value) for line in stage.samples for value in (line.rewards or [line.reward])]
     rewards = [(step, value) for step, value in logged if value is not None and math.isfinite(value)]
     steps = sorted({step for step, _ in rewards})

@@ -35,7 +35,8 @@ class AestheticReward:
 
 
 def aesthetic(to_be_evaluated: str, reference: str, *, media: Any, custom: Any) -> tuple[float, dict[str, float]]:
-    """Return the aesthetic score of one image or video; `[custom.aesthetic]` has the settings of the model."""
+    """Return the aesthetic score of one image or video; `[custom.aesthetic]` sets `model_path`, `predictor` and
+    `device`."""
     return score_one("aesthetic", Item("", media), custom)
 
 

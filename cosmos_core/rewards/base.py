@@ -129,13 +129,15 @@ def metric_names(rewards: Iterable[str]) -> dict[str, str]:
     full = {reward: _parts(reward) for reward in rewards}
     names = {}
     for reward, parts in full.items():
-        num_equal = [sum(other[-n:] == parts[-n:] for other in full.values()) for n in range(1, len(parts))]
-        names[reward] = ".".join(parts[-num_equal.index(1) - 1 :] if 1 in num_equal else parts)
+        lengths = range(1, len(parts))
+        unique = (n for n in lengths if sum(other[-n:] == parts[-n:] for other in full.values()) == 1)
+        names[reward] = ".".join(parts[-next(unique, len(parts)) :])
     return names
 
 
 def _parts(reward: str) -> list[str]:
-    """Return folders or packages, the file or module, and the function of `file.py:function` or `module:function`."""
+    """Return the folders or packages, the file or module, and the function in `path/file.py:function` or
+    `module:function`."""
     if not is_import_path(reward):
         return [reward]
     module, _, function = reward.rpartition(":")
@@ -216,7 +218,8 @@ def _finite(value: Any, description: str) -> float:
 
 
 def full_value(rewards: Rewards, source: str = "") -> float | None:
-    """Return the reward if every reward function returns 1 and no penalty applies; None: no function distinguishes."""
+    """Return the reward of a completion for which every reward function returns 1 and no penalty applies; None if no
+    reward function distinguishes completions."""
     if not isinstance(rewards, dict):
         return rewards.max_total
     weights = [weight for name, weight in weights_of(rewards, source).items() if name not in PENALTIES]

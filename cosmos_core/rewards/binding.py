@@ -86,7 +86,8 @@ class ParameterBinding:
         return self._bind_values(lambda name: _value(name, fields), [fields])
 
     def list_arguments(self, group: Sequence[Fields]) -> tuple[list[Any], dict[str, Any]]:
-        """Return lists of arguments for all completions of a prompt, one value for each; see `arguments` for errors."""
+        """Return the arguments for all completions of a prompt, with a list for each parameter of a completion or row;
+        see `arguments` for errors."""
         return self._bind_values(lambda name: _values(name, group), group)
 
     def _bind_values(self, value_of: Callable[[str], Any], group: Sequence[Fields]) -> tuple[list[Any], dict[str, Any]]:
@@ -145,7 +146,8 @@ def bind(name: str, function: Callable[..., Any]) -> ParameterBinding:
 
 
 def _value(name: str, fields: Fields) -> Any:
-    """Return the argument for a known name, or else a column, and one completion; raise KeyError for other names."""
+    """Return the argument for a parameter name and one completion; known names take precedence over columns, and any
+    other name raises KeyError."""
     columns = _columns(fields)
     if name in _COMPLETION:
         return fields["to_be_evaluated"]

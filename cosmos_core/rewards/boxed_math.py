@@ -42,7 +42,8 @@ def boxed_math(to_be_evaluated: str, reference: str) -> float:
 
 
 def _keep_last_box(text: str) -> str:
-    """Return the text from its last box on, since math-verify joins boxes, normalised for math-verify's parser."""
+    """Return the text from its last box on, because math-verify would join several boxes to one answer, with the box
+    and the numbers normalised for math-verify's parser."""
     boxes = list(_BOX.finditer(text))
     text = "\\boxed" + text[boxes[-1].end() :] if boxes else text
     text = _SPACE_IN_NUMBER.sub("", text)

@@ -13,7 +13,7 @@ _MAX_TEXT_TOKENS = 77
 
 
 class ClipModel:
-    """CLIP model that embeds images and texts; `options.processor_path` names a processor outside the model folder."""
+    """CLIP model that embeds images and texts; `options.processor_path` names a processor outside its folder."""
 
     def __init__(self, name: str, settings: Settings, model_path: str, processor_path: str = "") -> None:
         """Load the model in `settings`, or without one the model `model_path` with the processor `processor_path`.

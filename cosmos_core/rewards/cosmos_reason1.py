@@ -129,7 +129,8 @@ class CosmosReason1Reward:
 
 
 def fit_size(size: tuple[int, int], factor: int, max_pixels: int) -> tuple[int, int]:
-    """Return the height and width nearest to a size that are multiples of a factor, with `max_pixels` at most."""
+    """Return the height and width nearest to a size that are multiples of a factor and have at most `max_pixels`
+    pixels."""
     height, width = (max(factor, round(length / factor) * factor) for length in size)
     if height * width > max_pixels:
         shrink = math.sqrt(size[0] * size[1] / max_pixels)

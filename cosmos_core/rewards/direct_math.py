@@ -34,7 +34,8 @@ _PATTERN_REPLACEMENTS = (
 
 
 def direct_math(to_be_evaluated: str, reference: str) -> float:
-    """Return +1 if the last line `Answer: ...` equals the reference after normalisation, else (or without one) -1.
+    """Return +1 if the last `Answer: ...` line equals the reference after normalisation, else -1, also if there is no
+    such line.
 
     A reference that is empty after normalisation (`ways`) is invalid.
     """

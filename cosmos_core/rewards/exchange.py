@@ -74,8 +74,10 @@ def service_of(environment: Mapping[str, str] = os.environ) -> Service:
         raise RewardError(
             f"{ENQUEUE_URL} has {len(enqueue)} URLs and {FETCH_URL} {len(fetch)}; give one of each a replica"
         )
-    pairs = zip(enqueue, fetch, strict=True)
-    replicas = tuple((_check_url(ENQUEUE_URL, each), _check_url(FETCH_URL, other)) for each, other in pairs)
+    replicas = tuple(
+        (_check_url(ENQUEUE_URL, enqueue_url), _check_url(FETCH_URL, fetch_url))
+        for enqueue_url, fetch_url in zip(enqueue, fetch, strict=True)
+    )
     return Service(replicas, environment.get(TOKEN, ""), environment.get(NO_PINNING, "0") != "1")
 
 
@@ -137,7 +139,8 @@ class MissingScores(Exception):
 
 
 class ServiceRequest:
-    """Request to a reward service, enqueued at a replica, again if it is lost there, until its scores are fetched."""
+    """Request to a reward service: enqueued at a replica, enqueued again if the service loses it, until its scores are
+    fetched."""
 
     def __init__(self, service: Service, client: httpx.AsyncClient, seconds: float, state: ReplicaState) -> None:
         self._service, self._client, self._replica_state, self._seconds = service, client, state, seconds
@@ -235,7 +238,8 @@ class ServiceRequest:
         return None
 
     def _choose(self) -> str:
-        """Return the replica's enqueue URL; if there is none, choose one that has few requests and did not fail."""
+        """Return the enqueue URL of the request's replica. Without a replica, choose at random one of those with the
+        fewest pending requests that did not fail recently."""
         state = self._replica_state
         if self._replica < 0:
             ranks = [(state.seconds_avoided(i), n, random.random(), i) for i, n in enumerate(state.num_pending)]
@@ -254,7 +258,11 @@ class ServiceRequest:
             self._replica = -1
 
     async def _wait(self, response: httpx.Response | None, reason: str) -> None:
-        """Pause with backoff, jitter and `Retry-After`; raise MissingScores(`reason`) if the deadline would pass."""
+        """Pause with exponential backoff and jitter, at least for the `Retry-After` of the response.
+
+        Raises:
+            MissingScores: the deadline would pass; its message is `reason`.
+        """
         pause = self._pause * random.uniform(0.5, 1.5)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         if response is not None:

@@ -109,7 +109,8 @@ class GenEvalReward:
         return {name: sorted(each, key=lambda f: -f.confidence)[:_MAX_OBJECTS] for name, each in objects.items()}
 
     def color(self, image: Image.Image, detection: Detection, name: str) -> str:
-        """Return the colour whose mean CLIP embedding of three templates is nearest to the object, cropped on grey."""
+        """Return the colour whose mean CLIP embedding of three prompt templates is most similar to the object, cropped
+        and on a grey background."""
         grey = Image.new("RGB", image.size, "#999")
         crop = Image.composite(image, grey, Image.fromarray(detection.mask)).crop(detection.box)  # type: ignore[arg-type]
         texts = [template.format(color=color, name=name) for color in _COLORS for template in _TEMPLATES]

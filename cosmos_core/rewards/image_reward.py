@@ -35,7 +35,8 @@ _VISION_NAMES = {
 
 
 class ImageRewardReward:
-    """Reward with the key `image_reward`; `model_path` is ImageReward.pt, else the Hub's; `options` has `tokenizer`."""
+    """Reward with the key `image_reward`; `model_path` is ImageReward.pt, or empty for the file on the Hub; `options`
+    has `tokenizer`, a BERT tokenizer."""
 
     def __init__(self, settings: Settings) -> None:
         require_packages("image_reward", "install torch and transformers", "torch", "transformers")
@@ -85,7 +86,8 @@ def _file(settings: Settings) -> Path:
 
 
 def _modules(state: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Return image encoder, text encoder and linear layers of a checkpoint, with sizes from the tensors' shapes."""
+    """Return the image encoder, the text encoder and the linear layers of a checkpoint, with sizes from the shapes of
+    its tensors."""
     import torch
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 

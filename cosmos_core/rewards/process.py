@@ -56,7 +56,8 @@ class WorkerPool(ABC):
     def _replace_pool(self, start: Callable[..., None], *arguments: Any, env: Sequence[str], count: int) -> ProcessPool:
         """Replace the pool by a new one, whose processes begin with `start`, and return it."""
         self.close()
-        initargs, context = (*arguments, env, os.getpid()), SpawnContext()
+        initargs = (*arguments, env, os.getpid())
+        context = SpawnContext()
         context.Process = partial(_Process, tuple(env))  # type: ignore[assignment,misc]
         self._pool = ProcessPool(count, initializer=start, initargs=initargs, context=context)
         return self._pool

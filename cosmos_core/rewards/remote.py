@@ -184,7 +184,8 @@ def _batches(items: Sequence[Any], size: int) -> list[list[Any]]:
 def _encode_batch(
     requests: Sequence[Mapping[str, Any]], functions: Sequence[RewardFunctionConfig], latents: np.ndarray | None
 ) -> bytes:
-    """Return the body of one batch: images as uint8 of B, H, W, C; videos or latents as B, C, T, H, W; or texts."""
+    """Return the HTTP body that enqueues one batch: images as uint8 of B, H, W, C; videos or their latents as B, C, T,
+    H, W; texts within the JSON."""
     media = [request.get("media") for request in requests]
     # Send positive weights, because the service skips functions whose weight is not above 0.
     weights = {each.name: each.weight if each.weight > 0 else 1.0 for each in functions}
@@ -261,7 +262,8 @@ def _record_scores(
 
 
 def _has_failed(scores: Mapping[str, Any], i: int) -> bool:
-    """Return True if an item's numbers are an error of Cosmos-RL: the prediction `Error`, or -1 as each video score."""
+    """Return True if the numbers of an item mean an error in the format of Cosmos-RL's service: a prediction `Error`,
+    or -1 for each score of a video."""
     column = scores.get("prediction")
     if isinstance(column, list) and i < len(column) and column[i] == "Error":
         return True

@@ -163,7 +163,7 @@ def has_model(name: str) -> bool:
 
 
 def open_model(name: str, custom: Mapping[str, Any] | None) -> Scorer:
-    """Return the model of a built-in reward, with the settings `[custom.NAME]`, loaded once in this process.
+    """Return the model of a built-in reward, with the settings in `[custom.NAME]`; each process loads it once.
 
     Raises:
         RewardError: the model cannot be loaded.

@@ -79,8 +79,9 @@ class _TimeoutMonitor:
         for reward in self._futures_by_reward.keys() - self.cancelled:
             futures = self._futures_by_reward[reward]
             done_futures = [future for future in futures if future.done()]
-            has_timed_out = all(isinstance(each.exception(), TimeoutError) for each in done_futures)
-            if len(done_futures) >= self._max_timeouts and has_timed_out:
+            if len(done_futures) < self._max_timeouts:
+                continue
+            if all(isinstance(each.exception(), TimeoutError) for each in done_futures):
                 self.cancelled.add(reward)
                 for future in futures:
                     future.cancel()
@@ -156,7 +157,12 @@ class RewardRunner(WorkerPool):
         return scores
 
     def _open(self) -> ProcessPool:
-        """Start the processes; raise RewardError if they cannot load the rewards, StageFailed if a retry may help."""
+        """Start the processes and wait until one of them has loaded the rewards.
+
+        Raises:
+            RewardError: the rewards cannot be loaded.
+            StageFailed: loading timed out, succeeded before, or ended because its process was killed; a retry may help.
+        """
         names = list(self._weights)
         pool = self._replace_pool(_start, names, self._constants, env=self._env, count=self._num_workers)
         try:
@@ -174,7 +180,8 @@ class RewardRunner(WorkerPool):
         return pool
 
     def _results(self, calls: Sequence[_Call]) -> list[list[_Result]]:
-        """Return the results of each call; calls that ended their process are repeated last, unless cancelled."""
+        """Return the results of each call of a reward function. Calls that ended their worker process are retried when
+        all other calls are done, unless the remaining calls of that reward function were cancelled."""
         results: list[list[_Result]] = [[]] * len(calls)
         waiting = list(range(len(calls)))
         attempt, num_broken_pools = 1, 0

@@ -90,7 +90,11 @@ class Endpoint:
 
 
 def _extensions(sampling: Sampling) -> dict[str, float]:
-    """Return the changed sampling settings that vLLM's API adds to OpenAI's; other servers may refuse them."""
-    penalty = sampling.repetition_penalty
-    settings: dict[str, float] = {"top_k": sampling.top_k} if sampling.top_k > 0 else {}
-    return settings if penalty == 1 else {**settings, "repetition_penalty": penalty}
+    """Return the sampling settings that differ from their defaults and that vLLM's API has in addition to OpenAI's API;
+    other servers may refuse them."""
+    settings: dict[str, float] = {}
+    if sampling.top_k > 0:
+        settings["top_k"] = sampling.top_k
+    if sampling.repetition_penalty != 1:
+        settings["repetition_penalty"] = sampling.repetition_penalty
+    return settings

@@ -156,8 +156,8 @@ def _model_columns(stage: Stage) -> dict[str, str]:
 
 
 def _require_rewards(file: Path, records: Sequence[SampledPrompt]) -> None:
-    """Check that a completion has a valid reward; otherwise remove the records, so that a repeated stage starts again,
-    and raise RewardError."""
+    """Check that at least one completion has a valid reward; otherwise remove the file of the records, so that a
+    repeated stage generates and scores the completions again, and raise RewardError."""
     candidates = [each for record in records for each in record.candidates]
     if any(each.reward is not None for each in candidates):
         return

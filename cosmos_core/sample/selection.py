@@ -14,7 +14,8 @@ Message = Mapping[str, Any]
 
 
 def pass_rate(sampled: SampledPrompt, full: float | None) -> float | None:
-    """Return the fraction of valid completions with the full reward `full`; None without a valid one or `full`."""
+    """Return the fraction of valid completions that have the full reward `full`; None if no completion is valid, or
+    `full` is None."""
     values = _rewards(sampled.candidates)
     return None if full is None or not values else sum(has_full_reward(value, full) for value in values) / len(values)
 
@@ -48,7 +49,8 @@ def select_completions(
 def select_pair(
     sampled: SampledPrompt, eligible: Sequence[ScoredCompletion], min_margin: float
 ) -> tuple[ScoredCompletion, ScoredCompletion] | None:
-    """Return the best in `eligible` and the prompt's worst completion; None unless they differ by over `min_margin`."""
+    """Return the best completion in `eligible` and the worst completion of the prompt; None if `eligible` is empty, or
+    if the two rewards do not differ by more than `min_margin`."""
     if not eligible:
         return None
     best, worst_completion = eligible[0], max(_valid_completions(sampled), key=_descending)
@@ -63,7 +65,8 @@ def rows_of(
     eligible: Sequence[ScoredCompletion],
     origin: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return rows of the kept completions `eligible`, or a pair with `config.pairs`, with the columns `origin`."""
+    """Return the rows of a prompt for its kept completions (`eligible`): conversations, or at most one pair if `config`
+    sets `pairs`; the columns `origin` are added to each row."""
     if config.pairs:
         best_and_worst = select_pair(sampled, eligible, config.min_margin)
         if best_and_worst is None:

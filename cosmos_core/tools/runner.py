@@ -167,7 +167,8 @@ def _result(path: str, arguments: dict[str, Any]) -> ToolResult:
         value = _tool(path)(**arguments)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
-        text, is_error = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str), False
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        is_error = False
     except BaseException as error:  # noqa: BLE001 - the user's tool may raise any error; the policy receives its text
         text, is_error = f"Error: {error_on_one_line(error)}", True
     is_truncated = len(text) > _LONGEST_RESULT

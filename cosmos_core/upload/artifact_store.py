@@ -46,7 +46,8 @@ class ArtifactStore:
     one line."""
 
     def __init__(self, url: str, pause: Callable[[], None] = lambda: None) -> None:
-        """Open the store at `url`; `pause` is called between files and parts of a file, and raises to stop the run."""
+        """Open the store at `url`. `pause` is a function that is called between files and between parts of a file; it
+        raises an error if the run is to stop."""
         name, self._prefix = split_url(url)
         self.url = f"{SCHEME}{name}/{self._prefix}".rstrip("/")
         self._bucket = Bucket(name)
@@ -202,7 +203,8 @@ def _text(file: Path) -> str:
 
 
 def result_lookup(pipeline: Pipeline) -> Callable[[str], Result | None]:
-    """Return a function that looks up a fingerprint's result in a pipeline's artifact store; None without a store."""
+    """Return a function that looks up the result of a fingerprint in the artifact store of a pipeline; without a store
+    it always returns None."""
     url = pipeline.config.artifact_store
     return ArtifactStore(url).find_stored_result if url else lambda fingerprint: None
 

@@ -58,7 +58,8 @@ class ContentStore:
     """Storage of files below one prefix of a bucket; the key of each file is the SHA-256 of its content."""
 
     def __init__(self, bucket: Bucket, prefix: str, pause: Callable[[], None] = lambda: None) -> None:
-        """Store contents below `prefix`; `pause` is called between files and parts of a file, and raises to stop."""
+        """Store contents below `prefix`. `pause` is a function that is called between files and between parts of a
+        file; it raises an error if the run is to stop."""
         self._bucket, self._prefix, self._pause = bucket, prefix, pause
 
     def send(self, files: Mapping[str, Path], journal: Path | None = None) -> None:
@@ -102,7 +103,8 @@ class ContentStore:
         return ""
 
     def fetch(self, files: Mapping[Path, Entry], local_files: Mapping[str, Path] | None = None) -> None:
-        """Download contents to local files that lack them, or copy them from `local_files`, local files by digest.
+        """Download contents to local files, except to files that already have their content. `local_files` maps digests
+        to other local files, which are copied instead of downloaded.
 
         Raises:
             UploadError: a content is missing from the bucket, or has the wrong digest after each download.
@@ -152,14 +154,16 @@ class ContentStore:
 
 
 def write_document(bucket: Bucket, key: str, value: dict[str, Any], **only: str) -> str:
-    """Replace a JSON document in one request, with the conditional headers `only`, and return its new ETag."""
+    """Replace a JSON document in one request and return its new ETag. `only` holds conditional headers for
+    `Bucket.write`, for example `IfMatch`."""
     text = json.dumps(value)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return bucket.write(key, json.dumps({"sha256": digest, "text": text}).encode(), **only)
 
 
 def exchange_document(bucket: Bucket, key: str, value: dict[str, Any], etag: str) -> str:
-    """Replace the JSON document with this ETag (empty: create it); return the new ETag, empty if another is stored."""
+    """Replace the JSON document that has this ETag, or create the document if `etag` is empty; return the new ETag, or
+    an empty string if the stored document has another ETag."""
     from botocore.exceptions import ClientError
 
     condition = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}

@@ -51,7 +51,8 @@ class HubTarget:
             call_with_timeout(_CHECK_SECONDS, lambda: self._retry(self.api.whoami, _CHECK_SECONDS / 2))
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Set the function `pause` for between attempts and before the commit; the Hub knows which files arrived."""
+        """Set the function `pause`, which is called between attempts and before the commit. The target keeps no journal
+        in `folder`: the Hub knows which files have arrived."""
         self._pause = pause
 
     @cached_property
@@ -121,8 +122,8 @@ class HubTarget:
         if is_sent and not self._find_damage(folder, record, branch):
             return
         head = self.api.repo_info(self.repository, revision=branch)
-        weights = [name for name in record["files"] if name != _CARD]
-        operations: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in weights]
+        names = [name for name in record["files"] if name != _CARD]
+        operations: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in names]
         self.api.preupload_lfs_files(self.repository, operations, revision=branch)
         self._pause()  # check for a stop request before the commit, which publishes the uploaded files
         operations.append(CommitOperationAdd(_CARD, _card_with_metrics(folder / _CARD, record).encode()))
@@ -135,7 +136,8 @@ class HubTarget:
         )
 
     def _find_damage(self, folder: Path, record: dict[str, Any], revision: str) -> str:
-        """Return a message about the first file whose SHA-256, or git object id if small, differs; else empty."""
+        """Return a message about the first file whose digest on the Hub differs: the SHA-256 of a large file, the git
+        object id of a small file. Empty if there is none."""
         from huggingface_hub.errors import RevisionNotFoundError
 
         try:
@@ -196,7 +198,8 @@ class HubTarget:
         raise AssertionError("the last attempt returns or raises")
 
     def _sleep(self, seconds: float) -> None:
-        """Wait in short intervals with `pause` in each, because a busy Hub may request longer than a stop can wait."""
+        """Wait in short intervals and call `pause` in each: a run that is to stop must not wait as long as a busy Hub
+        may request."""
         deadline = time.monotonic() + seconds
         while (seconds_left := deadline - time.monotonic()) > 0:
             self._pause()

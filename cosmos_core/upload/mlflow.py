@@ -53,7 +53,8 @@ class MlflowTarget:
             call_with_timeout(_CHECK_SECONDS, self._model)
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Set the function `pause` for before each file and each version; the server knows which files have arrived."""
+        """Set the function `pause`, which is called before each file and before the version is created. The target
+        keeps no journal in `folder`: the server knows which files have arrived."""
         self._pause = pause
 
     def published(self) -> dict[str, Any] | None:
@@ -192,7 +193,8 @@ class MlflowTarget:
         return next((each for each in self._find() if str(each.version) == str(number)), None)
 
     def _version(self, version: str) -> Any:
-        """Return the model version published as `version`, of several the one with the alias or the newest, or None."""
+        """Return the version of the model that was published as `version`; None if there is none. Of several, return
+        the one with the alias, or else the newest."""
         current = self._current_version()
         if current is not None and current.tags.get(VERSION) == version:
             return current

@@ -78,7 +78,8 @@ class Transfer:
     part_bytes: int = PART_BYTES
 
     def send(self, files: dict[str, tuple[Path, str]]) -> None:
-        """Store files in the bucket (by key, each with its SHA-256), except objects that are already stored.
+        """Store files in the bucket; `files` maps each key to a file and its SHA-256. Objects that are already stored
+        are not sent.
 
         Raises:
             UploadError: a stored object has the wrong digest after each attempt, or its file changed meanwhile.
@@ -182,5 +183,6 @@ def _md5(data: bytes) -> tuple[str, str]:
 
 
 def _is_upload_confirmed(response: dict[str, Any], md5: str) -> bool:
-    """Return True if a response confirms the sent bytes; that of an encrypted object does, since its ETag is no MD5."""
+    """Return True if the store's response confirms the bytes that were sent. The ETag of an encrypted object is no MD5,
+    so its response always counts as a confirmation."""
     return "ServerSideEncryption" in response or response["ETag"].strip('"') == md5

@@ -34,18 +34,21 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0
 """Maximum number of seconds to wait for all metric sinks together when a stage ends."""
 STOP_SECONDS = 2.0
-"""Maximum seconds to wait for all metric sinks after a stop request, whose grace period is for the checkpoint."""
+"""Maximum number of seconds to wait for all metric sinks when a stage ends because it was requested to stop; the rest
+of its grace period is reserved for the checkpoint."""
 
 
 class Sink(Protocol):
-    """Interface of metric sinks, the classes in `logging.logger`; they get the stage and the attempt's first step.
+    """Interface of metric sinks, the classes that `logging.logger` names. The constructor gets the stage and the first
+    step that this attempt logs.
 
     All calls may be slow or raise errors. A built-in metric sink is the class `SomeNameSink` in `some_name.py`, and the
     attribute `package` names the Python package that it needs.
     """
 
     starting_step: int
-    """First step that the metric sink lacks; lines of earlier attempts in `metrics.jsonl` from it on are sent first."""
+    """First step that the metric sink has not stored. Earlier attempts' lines of `metrics.jsonl` from this step on are
+    sent before new lines."""
 
     def log(self, line: dict[str, Any]) -> None:
         """Receive one line of `metrics.jsonl`: `step`, `time` (seconds since 1970) and metrics by name."""

@@ -1,4 +1,5 @@
-"""Metric sink for trackio, one run per stage: it sends metrics and settings, neither samples nor machine statistics."""
+"""Metric sink for trackio, one run per stage: it sends metrics and settings, but neither samples nor statistics of
+the machine."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ class WandbSink:
         self._run.log({**numbers(line), **earlier, **self._validation_images(step)}, step=self._newest_step)
 
     def _validation_images(self, step: int) -> dict[str, Any]:
-        """Return what was generated from held-out prompts after a step; empty off the log interval or without any."""
+        """Return the images and videos that were generated from held-out prompts after a train step; empty if none were
+        generated or the step is not a multiple of the log interval."""
         import wandb
 
         folder = gallery.step_folder(self._stage_path, step)

@@ -240,7 +240,8 @@ def _length(request: Request, max_bytes: int) -> int:
 
 
 async def _read_body(request: Request, size: int) -> bytearray:
-    """Return the body; raise ClientDisconnect if it ends early, HTTPException if it is too long or times out."""
+    """Return the body of a request; raise ClientDisconnect if it ended early, and HTTPException if it is longer than
+    its `Content-Length`, or timed out."""
     body, deadline = bytearray(), time.monotonic() + _BODY_SECONDS + size / 2**20
     stream = request.stream().__aiter__()
     while True:

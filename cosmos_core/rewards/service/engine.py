@@ -69,7 +69,8 @@ class Engine:
         self.pools = {each.reward_type: Pool(self.program(each), self._store_result) for each in self.config.rewards}
         if self.config.vae:
             self.decoder = Pool(self._decoder_program(), self._handle_decoded)
-        for name, pool in (self.pools | ({"decode_args": self.decoder} if self.decoder else {})).items():
+        waiting = self.pools if self.decoder is None else {**self.pools, "decode_args": self.decoder}
+        for name, pool in waiting.items():
             try:
                 await pool.loaded
             except ProcessLost as error:
@@ -128,7 +129,9 @@ class Engine:
             self._num_arriving -= 1
 
     async def accept(self, uuid: str, body: bytes | bytearray) -> None:
-        """Store a request and queue it for scoring, unless it is known and its acceptance was not interrupted.
+        """Store a request and queue it for scoring; a request that is already known is not scored again.
+
+        A request whose acceptance was interrupted after it was stored is queued again.
 
         Raises:
             ProtocolError: the body is not a valid request.
@@ -168,7 +171,8 @@ class Engine:
         return uuid in self.pending or await self.store.is_known(uuid)
 
     def check_latent_attributes(self, fields: dict[str, Any]) -> None:
-        """Check that latents with the attributes `fields` can be decoded; attributes other than the VAE are ignored.
+        """Check that latents with the attributes `fields` can be decoded: attributes that this VAE does not need are
+        ignored, but attributes that name another VAE are refused.
 
         Raises:
             ProtocolError: there is no decoder, or the client names another VAE.
