@@ -15,7 +15,7 @@ _OVERHEAD, _FRACTION = 32, 64
 """Fixed cost of a micro-batch on a CPU, in tokens: a 64th of all tokens, at most 32."""
 _MIN_SAVED_FRACTION = 0.25
 """Fraction of all tokens that sharing prompts must save."""
-_MIN_PROMPT = 32
+_MIN_PROMPT = 8
 """Minimum number of tokens of a prompt to share. Attention of shared prompts runs separately, which costs more than the
 tokens of a short prompt."""
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from cosmos_core.data.batch import Bounds, rows_of, shared_rows, to_device
 from cosmos_core.models.base import has_dropout
-from cosmos_core.models.length_rounding import round_length
+from cosmos_core.models.length_rounding import KERNEL_MULTIPLE, round_length
 from cosmos_core.models.scorer import is_without_data
 from cosmos_core.parallel.mesh import any_rank
 
@@ -39,6 +40,9 @@ _TOLERANCE = 1e-3
 _VARLEN_DEVICE, _VARLEN_DTYPES, _VARLEN_HEAD, _VARLEN_CAPABILITY = "cuda", {torch.bfloat16, torch.float16}, 256, (8, 0)
 _GQA_OPTIONS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Arguments of `varlen_attn` for grouped-query attention; older versions of torch need none."""
+
+_FP32_MULTIPLE = 4
+"""Smallest multiple to which lengths are rounded in float32, for which no kernels are compiled."""
 
 logger = logging.getLogger(__name__)
 
@@ -230,17 +234,29 @@ def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *
         return attend(*states)
     lengths, prompts = np.diff(bounds.ends).tolist(), bounds.prompts
     slices = [state.squeeze(0).split(lengths, dim=1) for state in states]  # each slice: (K, sequence length, D)
-    indices_by_length: dict[tuple[int, int], list[int]] = {}
-    for index, length in enumerate(lengths):
-        indices_by_length.setdefault((round_length(length), prompts[index]), []).append(index)
+    multiple = _FP32_MULTIPLE if states[0].dtype == torch.float32 else KERNEL_MULTIPLE
+    batches: dict[tuple[int, int], list[int]] = {}
+    for index, prompt in sorted(enumerate(prompts), key=lambda pair: lengths[pair[0]]):
+        prompt_length = lengths[prompt] if prompt >= 0 else 0
+        batches.setdefault((round_length(lengths[index], multiple), prompt_length), []).append(index)
     outputs: dict[int, Tensor] = {}
-    for (length, prompt), indices in indices_by_length.items():
-        batch = [torch.stack([pad(each[i], [0, 0, 0, length - lengths[i]]) for i in indices]) for each in slices]
-        if prompt >= 0:  # prepend the keys and values of the shared prompt
-            prompt_tensors = (each[prompt].expand(len(indices), -1, -1, -1) for each in slices[1:])
+    for (length, prompt_length), indices in batches.items():
+        same_lengths = [list(group) for _, group in groupby(indices, key=lengths.__getitem__)]
+        batch = [
+            torch.cat([_pad_end(torch.stack([each[i] for i in group]), length) for group in same_lengths])
+            for each in slices
+        ]
+        if prompt_length:  # prepend the keys and values of the shared prompts
+            prompt_tensors = (torch.stack([each[prompts[i]] for i in indices]) for each in slices[1:])
             batch[1:] = [torch.cat(pair, dim=2) for pair in zip(prompt_tensors, batch[1:], strict=True)]
         outputs |= zip(indices, attend(*batch).unbind(0), strict=True)
     return torch.cat([outputs[index][:length] for index, length in enumerate(lengths)]).unsqueeze(0)
+
+
+def _pad_end(states_BKPD: Tensor, length: int) -> Tensor:
+    """Append zeros to sequences of equal length so that they have `length` tokens."""
+    num_missing = length - states_BKPD.shape[2]
+    return pad(states_BKPD, [0, 0, 0, num_missing]) if num_missing else states_BKPD
 
 
 def _sliding_window_mask(length: int, window: int, device: torch.device) -> Tensor:
