@@ -37,7 +37,7 @@ from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.compiled import compile_blocks, watch_compiling
 from cosmos_core.models.hf import named_weights
 from cosmos_core.models.kernels import use_flash_attention, use_fp8
-from cosmos_core.models.recompute import Recompute, recompute
+from cosmos_core.models.recompute import Recompute, recompute_activations
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.trainer import Trainer
 
@@ -152,7 +152,7 @@ def _batches(options: argparse.Namespace, num_rows: int, length: int) -> Iterato
 
 def _prepared(options: argparse.Namespace, device: torch.device, how: str) -> PreTrainedModel:
     model = _model(options).to(device)
-    recompute(model, RECOMPUTED[how])
+    recompute_activations(model, RECOMPUTED[how])
     if options.lora:
         from cosmos_core.models.lora import add_adapter
 

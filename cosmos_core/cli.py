@@ -102,7 +102,7 @@ def run(
         pipeline.stage(from_stage)
     with session(_ready(pipeline)) as run_session:
         check_first_rows(pipeline)
-        run = _require_unclaimed(open_or_create_run(pipeline, run_id=run_id))
+        run = _require_unclaimed_run(open_or_create_run(pipeline, run_id=run_id))
         code = run_session(run, from_stage, verify)
     _exit_without_cleanup(code)
 
@@ -141,7 +141,7 @@ def resume(
             run.pipeline.stage(from_stage)
         if budget is not None:
             run = with_budget(run, run.pipeline.config.model_copy(update={"budget": budget}))
-        _require_unclaimed(run)
+        _require_unclaimed_run(run)
         with session(run.output_dir) as run_session:
             code = run_session(run, from_stage, verify)
         _exit_without_cleanup(code)
@@ -199,12 +199,12 @@ def plan(
     if estimate:
         from cosmos_core.config.mesh import check_meshes
         from cosmos_core.launch.cost import cost_table, costs
-        from cosmos_core.launch.estimate import estimate_in_worker, estimate_table
+        from cosmos_core.launch.estimate import estimate_stages_in_worker, estimate_table
         from cosmos_core.launch.gpus import num_reserved_gpus
         from cosmos_core.launch.machine import machine_of
         from cosmos_core.run.estimated import save_estimate
 
-        estimates, gpus = list(estimate_in_worker(pipeline, decisions)), check_meshes(pipeline)
+        estimates, gpus = list(estimate_stages_in_worker(pipeline, decisions)), check_meshes(pipeline)
         num_gpus = {
             stage.name: num_reserved_gpus(pipeline.kind_of(stage), pipeline.recipes[stage.name])
             for stage in original.stages
@@ -230,10 +230,10 @@ def check(
     """Check a pipeline before it reserves GPUs: the schema, then models, tokenizers, rows and rewards in a worker."""
     pipeline = _pipeline(configs, overrides)
     if not schema_only:
-        from cosmos_core.launch.check import check_in_worker
+        from cosmos_core.launch.check import check_stages_in_worker
 
         _ready(pipeline)
-        for line in check_in_worker(pipeline, show):
+        for line in check_stages_in_worker(pipeline, show):
             typer.echo(line)
     names = [stage.name for stage in pipeline.stages]
     typer.echo(f"{configs[0]}: ok ({len(names)} stages: {', '.join(names)})")
@@ -366,7 +366,7 @@ def _open(run_name: str, output_dir: Path) -> Run:
     return open_run(find_run(run_name, output_dir), all_kinds())
 
 
-def _require_unclaimed(run: Run) -> Run:
+def _require_unclaimed_run(run: Run) -> Run:
     """Return the run after a check that no other process executes it; the flow itself claims the run later."""
     from cosmos_core.run.directory import claim
 

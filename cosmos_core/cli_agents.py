@@ -26,7 +26,7 @@ def mcp() -> None:
 
 def agent_docs(context: typer.Context) -> None:
     """Print the documentation for an agent: every command with its options, the exit codes, and every recipe key."""
-    from cosmos_core.config.reference import reference
+    from cosmos_core.config.reference import render_config_reference
     from tasks.kinds import all_kinds
 
     typer.echo(f"# cosmos: post-training as a pipeline\n\n{_EXIT_CODES}\n\n# Commands\n")
@@ -37,7 +37,7 @@ def agent_docs(context: typer.Context) -> None:
             words = parameter.opts if is_option else [parameter.name.upper()]
             typer.echo(f"- `{' '.join(words)}`: {getattr(parameter, 'help', None) or ''}")
         typer.echo("")
-    typer.echo(reference(all_kinds()), nl=False)
+    typer.echo(render_config_reference(all_kinds()), nl=False)
 
 
 def _commands(name: str, group: Any) -> Iterator[tuple[str, Any]]:

@@ -83,7 +83,7 @@ def coverage() -> None:
 @config_app.command()
 def reference() -> None:
     """Print the reference of all keys in Markdown, the content of `docs/configuration.md`."""
-    from cosmos_core.config.reference import reference as page
+    from cosmos_core.config.reference import render_config_reference as page
     from tasks.kinds import all_kinds
 
     typer.echo(page(all_kinds()), nl=False)

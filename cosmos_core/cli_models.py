@@ -78,5 +78,5 @@ def check_model(
     import subprocess
 
     command = [sys.executable, "-m", "cosmos_core.models.check_model", model]
-    completed = subprocess.run(command + (["--class", model_class] if model_class else []), check=False)
-    raise typer.Exit(completed.returncode)
+    completed_process = subprocess.run(command + (["--class", model_class] if model_class else []), check=False)
+    raise typer.Exit(completed_process.returncode)

@@ -38,7 +38,7 @@ def bootstrap(
     from cosmos_core.launch.notify import parsed_channels
 
     work_pools = [server.Pool(name, type_, limit or None, template) for name in pools or server.POOLS]
-    for line in server.bootstrap(work_pools, parsed_channels(notify)):
+    for line in server.bootstrap_server(work_pools, parsed_channels(notify)):
         typer.echo(line)
 
 
@@ -139,33 +139,33 @@ def clean(
     except ValueError as error:
         raise ConfigError(f"--older-than {older_than!r}: write a number and a unit: 12h or 30d") from error
     if store:
-        _clean_store(store, keep=keep, older_than_seconds=age, is_confirmed=yes)
+        _clean_store(store, num_kept_runs=keep, older_than_seconds=age, is_confirmed=yes)
         return
     folder = output_dir.expanduser().absolute()
-    runs = retention.verdicts(folder, num_kept=keep, older_than_seconds=age)
+    runs = retention.verdicts(folder, num_kept_runs=keep, older_than_seconds=age)
     for verdict in runs:
         outcome = f"stays: {verdict.reason_to_keep}" if verdict.reason_to_keep else "goes"
         details = f"{verdict.pipeline}, {size(verdict.size)}, {duration(verdict.age_seconds)} old"
         typer.echo(f"{verdict.path.name}  {details}  {outcome}")
-    deletable = [verdict for verdict in runs if not verdict.reason_to_keep]
-    removed = list(retention.remove(folder, deletable)) if yes else deletable
+    removable_runs = [verdict for verdict in runs if not verdict.reason_to_keep]
+    removed = list(retention.remove(folder, removable_runs)) if yes else removable_runs
     freed_bytes = size(sum(verdict.size for verdict in removed))
     counts, hint = f"{len(removed)} of {len(runs)} runs", "; remove them with --yes" if removed else ""
     typer.echo(f"removed {counts}, {freed_bytes}" if yes else f"{counts} may be removed, {freed_bytes}{hint}")
 
 
-def _clean_store(url: str, *, keep: int, older_than_seconds: float, is_confirmed: bool) -> None:
+def _clean_store(url: str, *, num_kept_runs: int, older_than_seconds: float, is_confirmed: bool) -> None:
     from cosmos_core.observe.formatting import duration, size
     from cosmos_core.upload.store_retention import Retention
 
-    retention = Retention(url, num_kept=keep, older_than_seconds=older_than_seconds)
+    retention = Retention(url, num_kept=num_kept_runs, older_than_seconds=older_than_seconds)
     for run in retention.runs:
         outcome = f"stays: {run.reason_to_keep}" if run.reason_to_keep else "goes"
         typer.echo(f"{run.name}  {run.pipeline}, {duration(run.age_seconds)} old  {outcome}")
-    num_leaving = sum(not run.reason_to_keep for run in retention.runs)
+    num_removable_runs = sum(not run.reason_to_keep for run in retention.runs)
     if is_confirmed:
         num_deleted, freed_bytes = retention.remove()
         typer.echo(f"removed {num_deleted} of {len(retention.runs)} runs, {size(freed_bytes)}")
     else:
         hint = "; remove them with --yes" if retention.size else ""
-        typer.echo(f"{num_leaving} of {len(retention.runs)} runs may be removed, {size(retention.size)}{hint}")
+        typer.echo(f"{num_removable_runs} of {len(retention.runs)} runs may be removed, {size(retention.size)}{hint}")

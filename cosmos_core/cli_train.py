@@ -102,7 +102,7 @@ def evaluate(  # noqa: PLR0913 - the options of a command
         *([("evaluate.include_path", include_path, "--include-path")] if include_path else []),
         *([("evaluate.apply_chat_template", True, "--chat")] if chat else []),
     ]
-    _write_and_run(options, settings, save, dry_run, overrides)
+    _save_and_run_recipe(options, settings, save, dry_run, overrides)
 
 
 def _names(text: str) -> list[str]:
@@ -170,10 +170,10 @@ def _model_of(name: str, output_dir: Path) -> str:
 
 
 def _train(asked: dict[str, str], save: str, dry_run: bool, overrides: Sequence[str]) -> None:
-    _write_and_run(asked, _propose_settings(asked), save, dry_run, overrides)
+    _save_and_run_recipe(asked, _propose_settings(asked), save, dry_run, overrides)
 
 
-def _write_and_run(
+def _save_and_run_recipe(
     asked: dict[str, str], settings: list[tuple[str, Any, str]], save: str, dry_run: bool, overrides: Sequence[str]
 ) -> None:
     if dry_run:

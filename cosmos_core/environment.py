@@ -35,7 +35,7 @@ _URL_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/@\s]*:([^/@\s]+)@", re.
 _OVERLAP_CHARACTERS = 4096
 _MIN_SECRET_CHARACTERS = 8
 """Minimum number of characters of a value that is masked: a shorter value, like `false`, may be an ordinary word."""
-_BLOCK = 1 << 20
+_BLOCK_BYTES = 1 << 20
 _secret_names: set[str] = set()
 _values: set[str] = set()
 
@@ -81,7 +81,7 @@ def hide_in_records() -> None:
     if getattr(make, "masks", False):
         return
 
-    def mask_record(*arguments: Any, **named: Any) -> logging.LogRecord:
+    def make_masked_record(*arguments: Any, **named: Any) -> logging.LogRecord:
         record = make(*arguments, **named)
         with suppress(Exception):  # the logging module reports arguments that do not match the format
             message = record.getMessage()
@@ -91,8 +91,8 @@ def hide_in_records() -> None:
             record.exc_text = masked(logging.Formatter().formatException(record.exc_info))
         return record
 
-    mask_record.masks = True  # type: ignore[attr-defined]
-    logging.setLogRecordFactory(mask_record)
+    make_masked_record.masks = True  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(make_masked_record)
 
 
 def masked(text: str, names: Iterable[str] = ()) -> str:
@@ -103,7 +103,7 @@ def masked(text: str, names: Iterable[str] = ()) -> str:
     return mask_secret_spans(text)
 
 
-def mask_error(error: BaseException) -> None:
+def mask_error_message(error: BaseException) -> None:
     """Mask secrets in the message of an error, which Prefect and the files of a run display."""
     error.args = tuple(each if masked(str(each)) == str(each) else masked(str(each)) for each in error.args)
     if notes := getattr(error, "__notes__", None):
@@ -131,12 +131,12 @@ def mask_file(file: Path, names: Iterable[str] = ()) -> None:
     overlap = max(_OVERLAP_CHARACTERS, *map(len, secrets), 0)
     start = 0
     with open(file, "r+b", buffering=0) as log:
-        while block := os.pread(log.fileno(), _BLOCK + overlap, start):
+        while block := os.pread(log.fileno(), _BLOCK_BYTES + overlap, start):
             spans = [match.span() for secret in secrets for match in re.finditer(re.escape(secret), block)]
             spans += find_secret_spans(block.decode("latin-1"))  # latin-1 gives one character per byte
             for begin, end in spans:
                 os.pwrite(log.fileno(), b"*" * (end - begin), start + begin)
-            start += _BLOCK
+            start += _BLOCK_BYTES
 
 
 class _MaskingStream:

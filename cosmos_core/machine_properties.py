@@ -49,10 +49,10 @@ class MachineProperties:
 
 def measure(libraries: Sequence[str] = ()) -> MachineProperties:
     """Return the hardware and the versions of the libraries as this process sees them."""
-    versions = {name: installed for name in libraries if (installed := _version(name))}
+    versions = {name: installed_version for name in libraries if (installed_version := _version(name))}
     gpus = tuple(name for name, _ in _gpus_visible_to_cuda())
-    threads, lacks = len(os.sched_getaffinity(0)), _missing_compiler(has_gpus=bool(gpus))
-    return MachineProperties(platform.node(), gpus, threads, versions, lacks)
+    threads, missing_requirement = len(os.sched_getaffinity(0)), _missing_compiler(has_gpus=bool(gpus))
+    return MachineProperties(platform.node(), gpus, threads, versions, missing_requirement)
 
 
 def _missing_compiler(*, has_gpus: bool) -> str:
@@ -88,8 +88,10 @@ def _measure_machine(libraries: tuple[str, ...], python: str, cluster: str, visi
     program = "cosmos_core.cluster.properties" if cluster else "cosmos_core.machine_properties"
     command = [python or sys.executable, "-m", program, *libraries]
     try:
-        completed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_MEASURE_SECONDS)
-        facts = MachineProperties(**json.loads(completed.stdout.splitlines()[-1]))
+        completed_process = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=_MEASURE_SECONDS
+        )
+        facts = MachineProperties(**json.loads(completed_process.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
         if cluster:
             reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
@@ -159,8 +161,10 @@ def git_commit() -> str:
     if shutil.which("git") is None:
         return ""
     folder = Path(__file__).parent
-    completed = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
-    return completed.stdout.strip()
+    completed_process = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    return completed_process.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ _DIGESTS = {40, 64}
 
 def find_secret_spans(text: str) -> Iterator[tuple[int, int]]:
     """Yield start and end of each part of the text that looks like a secret; the spans may overlap."""
-    for form in (_SECRET_FORMATS, _URL_WITH_PASSWORD, _NAMED_SECRET):
-        for match in form.finditer(text):
+    for secret_pattern in (_SECRET_FORMATS, _URL_WITH_PASSWORD, _NAMED_SECRET):
+        for match in secret_pattern.finditer(text):
             yield match.span(match.lastindex or 0)
     for match in _WORD_AND_SECRET.finditer(text):
         if _looks_like_secret(match[1]) or re.fullmatch(r"[0-9a-fA-F]{16,}", match[1]):

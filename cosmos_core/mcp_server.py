@@ -36,7 +36,7 @@ def open_server() -> MCPServer:
     """Return the MCP server with its tools; paths are relative to the working directory of the process."""
     server = MCPServer("cosmos", instructions=_INSTRUCTIONS)
     _add_tools_that_read(server)
-    _add_tools_that_start(server)
+    _add_run_starting_tools(server)
     return server
 
 
@@ -88,7 +88,7 @@ def _add_tools_that_read(server: MCPServer) -> None:
         return await _run_cosmos("plan", recipe)
 
 
-def _add_tools_that_start(server: MCPServer) -> None:
+def _add_run_starting_tools(server: MCPServer) -> None:
     @server.tool(annotations=_STARTS_PROCESS)
     async def start_run(
         recipe: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_about_recipe)]
@@ -151,9 +151,12 @@ async def _run_cosmos(*words: str) -> str:
         ToolError: the command failed; the message is its output.
     """
     command = _arguments(*words)
-    completed = await asyncio.to_thread(
+    completed_process = await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, stdin=subprocess.DEVNULL
     )
-    if completed.returncode:
-        raise ToolError(f"exit code {completed.returncode}: {completed.stderr.strip() or completed.stdout.strip()}")
-    return f"{completed.stderr}{completed.stdout}".strip()
+    if completed_process.returncode:
+        raise ToolError(
+            f"exit code {completed_process.returncode}: "
+            f"{completed_process.stderr.strip() or completed_process.stdout.strip()}"
+        )
+    return f"{completed_process.stderr}{completed_process.stdout}".strip()

@@ -30,7 +30,7 @@ from cosmos_core.errors import (
     Preempted,
 )
 from cosmos_core.imports import without_garbage_collection
-from cosmos_core.launch.processes import kill_below
+from cosmos_core.launch.processes import kill_descendants
 from cosmos_core.launch.server import prefect_server
 from cosmos_core.launch.worker import is_stopping, longest_grace
 from cosmos_core.observe.console import Display, print_summary
@@ -65,7 +65,7 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
                 flow_error = _final_message(partial(post_train, **settings, return_state=True), run.path)
         except (KeyboardInterrupt, Preempted):
             interrupted = True
-    kill_below()
+    kill_descendants()
     print_summary(run.path)
     code = EXIT_PREEMPTED if interrupted else exit_code(run)
     states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
@@ -114,7 +114,7 @@ def run_python_flow(
                 interrupted = True
             except CosmosError as raised:
                 error = raised
-    kill_below()
+    kill_descendants()
     import_module("tasks.cancellation").confirm_cancellations()
     run = current_run()
     if run is not None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from cosmos_core.config.inputs import inputs_of, source_of
 from cosmos_core.config.schema.dataset import PASS_RATES
-from cosmos_core.config.schema.export import UNQUANTIZED
+from cosmos_core.config.schema.export import UNQUANTIZED_FORMAT
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.worker import sleep_unless_stopping
@@ -119,7 +119,7 @@ def output_folder(stage: str, key: str, reference: str, inputs: dict[str, Result
     if name is None:
         return reference
     info = inputs[name]["info"]
-    output = info.get(key) if model_format in {"", UNQUANTIZED} else info.get("formats", {}).get(model_format)
+    output = info.get(key) if model_format in {"", UNQUANTIZED_FORMAT} else info.get("formats", {}).get(model_format)
     if not output:
         raise ConfigError(
             f"stage {stage!r}: {key} = {reference!r}, but stage {name!r} (kind {inputs[name]['kind']}) makes no {key}"

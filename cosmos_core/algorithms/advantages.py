@@ -57,7 +57,7 @@ def advantages(
         group_advantages = [np.array([next(flat) for _ in each]) for each in valid]
     iterators = map(iter, group_advantages)
     values = [
-        [float(next(values_of_group)) if _is_valid(r) else None for r in rewards]
+        [float(next(values_of_group)) if _is_valid(reward) else None for reward in rewards]
         for rewards, values_of_group in zip(groups, iterators, strict=True)
     ]
     return values, {
@@ -104,8 +104,8 @@ def whitened_returns(
     if not returns:
         return []
     flat, counts = torch.cat(returns), torch.cat(masks)
-    whitened = torch.from_numpy(whiten(flat.numpy(), counts.numpy().astype(float)))
-    return list(apply_mask(whitened, counts).split([len(row_S) for row_S in returns]))
+    whitened_values = torch.from_numpy(whiten(flat.numpy(), counts.numpy().astype(float)))
+    return list(apply_mask(whitened_values, counts).split([len(row_S) for row_S in returns]))
 
 
 def _is_constant(rewards_G: np.ndarray) -> bool:
@@ -120,30 +120,35 @@ def _centre(groups: list[np.ndarray]) -> list[np.ndarray]:
 def _grpo(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean) / (population std + 1e-6) in each group (GRPO, arXiv 2402.03300)."""
     pairs = zip(_centre(groups), groups, strict=True)
-    return [c_G / (r_G.std() + STD_EPSILON) if c_G.any() else c_G for c_G, r_G in pairs]
+    return [
+        deviations_G / (r_G.std() + STD_EPSILON) if deviations_G.any() else deviations_G for deviations_G, r_G in pairs
+    ]
 
 
 def _rloo(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return each reward minus the mean of the other rewards of its group (RLOO, arXiv 2402.14740)."""
-    return [c_G * len(c_G) / max(1, len(c_G) - 1) for c_G in _centre(groups)]
+    return [deviations_G * len(deviations_G) / max(1, len(deviations_G) - 1) for deviations_G in _centre(groups)]
 
 
 def _batch_std(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean of its group) / (population std of all rewards of the step + 1e-6) (arXiv 2508.08221)."""
     all_rewards = np.concatenate([*groups, np.zeros(0)])
     std = all_rewards.std() if all_rewards.size else 0.0
-    return [c_G / (std + STD_EPSILON) for c_G in _centre(groups)]
+    return [deviations_G / (std + STD_EPSILON) for deviations_G in _centre(groups)]
 
 
 def _max_rl(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean) / mean in each group, for rewards of 0 and 1 (MaxRL, arXiv 2602.02710)."""
-    min_r = min((r_G.min() for r_G in groups if r_G.size), default=0.0)
-    if min_r < 0:
+    min_reward = min((r_G.min() for r_G in groups if r_G.size), default=0.0)
+    if min_reward < 0:
         raise RewardError(
-            f"train.train_policy.algo = 'maxrl' divides by the mean reward of a group, and a reward is {min_r:g}; take "
-            f"rewards that are never negative, or another algo"
+            f"train.train_policy.algo = 'maxrl' divides by the mean reward of a group, and a reward is "
+            f"{min_reward:g}; take rewards that are never negative, or another algo"
         )
-    return [c_G / r_G.mean() if c_G.any() else c_G for c_G, r_G in zip(_centre(groups), groups, strict=True)]
+    return [
+        deviations_G / r_G.mean() if deviations_G.any() else deviations_G
+        for deviations_G, r_G in zip(_centre(groups), groups, strict=True)
+    ]
 
 
 def gdpo_advantages(rewards: Sequence[Groups], weights: Sequence[float]) -> list[list[float | None]]:
@@ -158,7 +163,7 @@ def gdpo_advantages(rewards: Sequence[Groups], weights: Sequence[float]) -> list
     sums = [np.zeros(sum(row)) for row in valid]
     for groups, weight in zip(rewards, weights, strict=True):
         for sum_G, values_of_group, row in zip(sums, groups, valid, strict=True):
-            kept = [r for r, is_valid in zip(values_of_group, row, strict=True) if is_valid]
+            kept = [value for value, is_valid in zip(values_of_group, row, strict=True) if is_valid]
             sum_G += weight * _standardise(np.array(kept, dtype=np.float64))
     flat = iter(_standardise(np.concatenate([*sums, np.zeros(0)])))
     return [[float(next(flat)) if is_valid else None for is_valid in row] for row in valid]

@@ -159,14 +159,14 @@ class Algorithm:
         `chunks`: lists of samples that are evaluated together; `size`: number of samples in a forward pass.
         """
         loss_sum, num_correct, num_tokens = 0.0, 0.0, 0
-        source_sums: dict[str, list[float]] = {}
+        sums_by_source: dict[str, list[float]] = {}
         for samples in chunks:
             rows = view.evaluate(samples, RequestedOutputs(is_top=True), size=size)
             losses = [-row["logprobs"].sum(dtype=torch.float64).item() for row in rows]
             loss_sum += sum(losses)
             for sample, value in zip(samples, losses, strict=True):
                 if source := getattr(sample, "source", ""):
-                    entry = source_sums.setdefault(source, [0.0, 0.0])
+                    entry = sums_by_source.setdefault(source, [0.0, 0.0])
                     entry[:] = entry[0] + value, entry[1] + sample.num_learned
             num_correct += sum(row["is_top"].sum().item() for row in rows)
             num_tokens += sum(sample.num_learned for sample in samples)
@@ -176,7 +176,7 @@ class Algorithm:
             "perplexity": math.exp(min(loss, 700.0)),
             "token_accuracy": num_correct / max(1, num_tokens),
             "tokens": float(num_tokens),
-            **{f"loss/{source}": value / max(1.0, count) for source, (value, count) in source_sums.items()},
+            **{f"loss/{source}": value / max(1.0, count) for source, (value, count) in sums_by_source.items()},
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -204,8 +204,8 @@ def align_rows(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
     If each token of a row has a vector instead of a number, the result has the dimensions of the vector too.
     """
     out_BS = like_BS.new_zeros((*like_BS.shape, *rows[0].shape[1:]))
-    for b, row in enumerate(rows):
-        out_BS[b, : len(row)] = row
+    for row_index, row in enumerate(rows):
+        out_BS[row_index, : len(row)] = row
     return out_BS
 
 

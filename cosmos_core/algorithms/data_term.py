@@ -40,7 +40,7 @@ class WithDataTerm(Algorithm):
         """
         super().__init__(algorithm.config, algorithm.custom, algorithm.sampling)
         self.teacher, self.diffusers = algorithm.teacher, algorithm.diffusers
-        self._algorithm, self._term = algorithm, term
+        self._algorithm, self._make_data_term = algorithm, term
         self._num_updates = 0
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
@@ -49,7 +49,7 @@ class WithDataTerm(Algorithm):
     def updates(self, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
         for update in self._algorithm.updates(samples, view):
             number, self._num_updates = self._num_updates, self._num_updates + 1
-            yield replace(update, data=self._term(number))
+            yield replace(update, data=self._make_data_term(number))
 
     def measure(self, chunks: Iterable[Sequence[Any]], view: TrainerView, size: int) -> dict[str, float]:
         return self._algorithm.measure(chunks, view, size)

@@ -25,7 +25,7 @@ class DiffusionNft(FlowRl):
 
     keeps_equal_groups = True
 
-    def make_update(self, rollouts: Sequence[FlowRollout]) -> Update | None:
+    def make_optimizer_update(self, rollouts: Sequence[FlowRollout]) -> Update | None:
         if not rollouts:
             return None
         samples = [sample for rollout in rollouts for sample in self._samples(rollout)]

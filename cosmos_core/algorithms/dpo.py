@@ -150,7 +150,7 @@ class Dpo(Algorithm):
         total = step_denominators(samples)
 
         def loss(micro: MicroBatch) -> Loss:
-            rows = {index: b for b, index in enumerate(micro.indices)}
+            rows = {index: row_index for row_index, index in enumerate(micro.indices)}
             chosen = [i for i in sorted(rows) if i % 2 == 0]
             assert sorted(rows) == [j for i in chosen for j in (i, i + 1)], "a pair was split"
             logps_B = apply_mask(micro.logprobs_BS, micro.mask_BS).sum(-1, dtype=torch.float64)
@@ -159,7 +159,7 @@ class Dpo(Algorithm):
             columns = (logps_B, reference_B, micro.mask_BS.sum(-1).to(logps_B))
             pairs = PairLogprobs(*(values_B[rows_of_side] for values_B in columns for rows_of_side in sides))
             value, metrics = preference_loss(pairs, self.config.dpo, total)
-            sources = [micro.samples[b].source for b in sides[0]]
+            sources = [micro.samples[row_index].source for row_index in sides[0]]
             return Loss(value, metrics | loss_of_sources(pairs, sources, self.config.dpo, total))
 
         yield Update(samples, loss)

@@ -67,35 +67,36 @@ def diffusion_advantages(
     """
     totals = [[score.value for score in scores] for scores in groups]
     valid = [[value for value in values if value is not None and math.isfinite(value)] for values in totals]
-    normalised = _normalise_separately(groups, settings) if settings.each else _normalise(totals, settings)
+    normalised = _sum_normalised_rewards(groups, settings) if settings.each else _normalise_rewards(totals, settings)
     is_constant = [not any(row) for row in normalised]
     advantages: list[list[float | None]] = [
         [None] * len(row) if is_constant[g] and not settings.keeps_constant else row for g, row in enumerate(normalised)
     ]
     num_valid = sum(bool(values) for values in valid)
     return advantages, {
-        "reward/constant_groups": sum(c and bool(v) for c, v in zip(is_constant, valid, strict=True))
+        "reward/constant_groups": sum(
+            is_constant_group and bool(v) for is_constant_group, v in zip(is_constant, valid, strict=True)
+        )
         / max(1, num_valid),
         "reward/group_std": float(np.mean([float(np.std(values)) for values in valid if values] or [0.0])),
     }
 
 
-def _normalise_separately(groups: Sequence[Sequence[Score]], settings: CreditSettings) -> list[list[float | None]]:
+def _sum_normalised_rewards(groups: Sequence[Sequence[Score]], settings: CreditSettings) -> list[list[float | None]]:
     """Return for each completion the weighted sum of the values of reward functions, each normalized individually."""
-    columns = [
-        _normalise([[s.metrics.get(name) if s.value is not None else None for s in scores] for scores in groups],
-                    settings)
-        for name in settings.each
-    ]  # fmt: skip
+    columns = []
+    for name in settings.each:
+        rewards = [[s.metrics.get(name) if s.value is not None else None for s in scores] for scores in groups]
+        columns.append(_normalise_rewards(rewards, settings))
     return [
         [_weighted_total(values, settings.each) for values in zip(*of_group, strict=True)]
         for of_group in zip(*columns, strict=True)
     ]
 
 
-def _normalise(groups: Sequence[Sequence[float | None]], settings: CreditSettings) -> list[list[float | None]]:
+def _normalise_rewards(groups: Sequence[Sequence[float | None]], settings: CreditSettings) -> list[list[float | None]]:
     """Return (reward - mean of its group) / standard deviation, or exactly 0 in groups of equal rewards."""
-    valid = [np.array([r for r in rewards if r is not None], dtype=np.float64) for rewards in groups]
+    valid = [np.array([reward for reward in rewards if reward is not None], dtype=np.float64) for rewards in groups]
     all_rewards = np.concatenate([*valid, np.zeros(0)])
     std_of_batch = float(all_rewards.std()) if all_rewards.size else 0.0
     result: list[list[float | None]] = []
@@ -104,7 +105,9 @@ def _normalise(groups: Sequence[Sequence[float | None]], settings: CreditSetting
         std = std_of_batch if settings.std_scope == "batch" else float(values_G.std()) if values_G.size else 0.0
         scale = std + STD_EPSILON if settings.divides_by_std else 1.0
         mean = float(values_G.mean()) if values_G.size else 0.0
-        result.append([None if r is None else 0.0 if is_constant else (r - mean) / scale for r in rewards])
+        result.append(
+            [None if reward is None else 0.0 if is_constant else (reward - mean) / scale for reward in rewards]
+        )
     return result
 
 
@@ -121,7 +124,11 @@ def diversity(groups: Sequence[ScoredGroup]) -> float:
     """
     distances = []
     for group in groups:
-        latents = [c.diffusion_sample.latents for c in group.group.completions if c.diffusion_sample is not None]
+        latents = [
+            completion.diffusion_sample.latents
+            for completion in group.group.completions
+            if completion.diffusion_sample is not None
+        ]
         pairs = [(a - b).square().mean().sqrt().item() for a, b in combinations(latents, 2)]
         if pairs:
             distances.append(float(np.mean(pairs)))
@@ -131,37 +138,41 @@ def diversity(groups: Sequence[ScoredGroup]) -> float:
 class RewardMonitor:
     """Monitor for reward hacking: diversity of the samples falls, or a monitored reward falls while the reward rises.
 
-    The rewards `monitored` are reward functions with weight 0. The baseline of each value is its mean over the first
-    `num_baseline_steps` train steps; a fall below the fraction `min_fraction` of the baseline raises the alarm,
+    The rewards `monitored_rewards` are reward functions with weight 0. The baseline of each value is its mean over the
+    first `num_baseline_steps` train steps; a fall below the fraction `min_fraction` of the baseline raises the alarm,
     the metric `watch/alarm`. A warning is logged when the alarm starts.
     """
 
-    def __init__(self, min_fraction: float, monitored: Sequence[str], num_baseline_steps: int = 5) -> None:
-        self._min_fraction, self._monitored, self._num_first = min_fraction, tuple(monitored), num_baseline_steps
-        self._first: dict[str, list[float]] = {}
+    def __init__(self, min_fraction: float, monitored_rewards: Sequence[str], num_baseline_steps: int = 5) -> None:
+        self._min_fraction, self._monitored_rewards, self._num_baseline_steps = (
+            min_fraction,
+            tuple(monitored_rewards),
+            num_baseline_steps,
+        )
+        self._baseline_values: dict[str, list[float]] = {}
         self._is_alarm_on = False
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return the monitoring metrics of the groups of a train step, and log a warning if the alarm starts."""
         current = {"reward": _mean([s.value for g in groups for s in g.scores]), "diversity": diversity(groups)}
-        for name in self._monitored:
+        for name in self._monitored_rewards:
             current[name] = _mean([s.metrics.get(name) for g in groups for s in g.scores])
         for name, value in current.items():
-            first_values = self._first.setdefault(name, [])
-            if len(first_values) < self._num_first and math.isfinite(value):
+            first_values = self._baseline_values.setdefault(name, [])
+            if len(first_values) < self._num_baseline_steps and math.isfinite(value):
                 first_values.append(value)
-        baselines = {name: float(np.mean(values)) for name, values in self._first.items() if values}
+        baselines = {name: float(np.mean(values)) for name, values in self._baseline_values.items() if values}
         relative = current["diversity"] / baselines["diversity"] if baselines.get("diversity") else 1.0
         reward_rises = current["reward"] > baselines.get("reward", math.inf)
         alarms = ["diversity"] if relative < self._min_fraction else []
-        for name in self._monitored if reward_rises else ():
+        for name in self._monitored_rewards if reward_rises else ():
             if name in baselines and current[name] < baselines[name] - (1 - self._min_fraction) * abs(baselines[name]):
                 alarms.append(name)
         self._warn(alarms, current, baselines)
         return {
             "watch/diversity": current["diversity"],
             "watch/relative_diversity": relative,
-            **{f"watch/{name}": current[name] for name in self._monitored if math.isfinite(current[name])},
+            **{f"watch/{name}": current[name] for name in self._monitored_rewards if math.isfinite(current[name])},
             "watch/alarm": float(bool(alarms)),
         }
 
@@ -174,11 +185,16 @@ class RewardMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the baseline values and whether the alarm is on, to be saved in a checkpoint."""
-        return {"first": {name: list(values) for name, values in self._first.items()}, "is_told": self._is_alarm_on}
+        return {
+            "first": {name: list(values) for name, values in self._baseline_values.items()},
+            "is_told": self._is_alarm_on,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
-        self._first = {str(name): [float(v) for v in values] for name, values in state.get("first", {}).items()}
+        self._baseline_values = {
+            str(name): [float(v) for v in values] for name, values in state.get("first", {}).items()
+        }
         self._is_alarm_on = bool(state.get("is_told", False))
 
 

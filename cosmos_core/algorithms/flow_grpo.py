@@ -19,7 +19,7 @@ from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.denoiser import RequestedOutputs
-from cosmos_core.models.flow_steps import NoiseLevels, Transition, transition
+from cosmos_core.models.flow_steps import NoiseLevels, Transition, compute_transition
 from cosmos_core.types import DiffusionSample
 
 _STEP = "step"
@@ -49,7 +49,7 @@ class FlowGrpo(FlowRl):
 
     config: FlowGrpoConfig
 
-    def make_update(self, rollouts: Sequence[FlowRollout]) -> Update | None:
+    def make_optimizer_update(self, rollouts: Sequence[FlowRollout]) -> Update | None:
         assert self.sampling is not None and self.sampling.flow is not None
         flow, config = self.sampling.flow, self.config
         trained = [rollout for rollout in rollouts if rollout.advantage]
@@ -86,24 +86,24 @@ class FlowGrpo(FlowRl):
         steps: list[_Step] = [sample.extra[_STEP] for sample in micro.samples]
         x, config = micro.outputs["noisy"], self.config
         levels = NoiseLevels(*torch.tensor([step.levels for step in steps], dtype=torch.float64, device=x.device).T)
-        reference = micro.outputs.get("reference/velocity")
+        reference_velocity = micro.outputs.get("reference/velocity")
         advantages_B = torch.tensor([step.rollout.advantage for step in steps], dtype=torch.float64, device=x.device)
         clipped_B = advantages_B.clamp(config.advantage_low, config.advantage_high)
         has_means = steps[0].sample.means is not None
         return StepInputs(
-            self._transition(x, micro.outputs["velocity"], levels),
+            self._compute_transition(x, micro.outputs["velocity"], levels),
             torch.stack([step.sample.after[step.n] for step in steps]).to(x),
             torch.tensor([step.sample.log_probs[step.n] for step in steps], dtype=x.dtype, device=x.device),
             ADVANTAGE_TRANSFORMS[config.advantage_mode](clipped_B),
             torch.stack([step.sample.means[step.n] for step in steps]).to(x) if has_means else None,
-            self._transition(x, reference, levels) if reference is not None else None,
+            self._compute_transition(x, reference_velocity, levels) if reference_velocity is not None else None,
             levels.sigma - levels.next,
             micro.mask,
         )
 
-    def _transition(self, x: Tensor, velocity: Tensor, levels: NoiseLevels) -> Transition:
+    def _compute_transition(self, x: Tensor, velocity: Tensor, levels: NoiseLevels) -> Transition:
         assert self.sampling is not None and self.sampling.flow is not None
-        return transition(self.sampling.flow.kernel, x, velocity, levels, self.sampling.flow.eta)
+        return compute_transition(self.sampling.flow.kernel, x, velocity, levels, self.sampling.flow.eta)
 
 
 ALGORITHM = FlowGrpo

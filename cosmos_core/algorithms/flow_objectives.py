@@ -79,10 +79,10 @@ def nft_loss(inputs: NftInputs, beta: float, scale: float) -> NftLosses:
     divided by the mean absolute error without gradient. The policy loss has the factor `scale` / `beta`.
     """
     v, old = inputs.velocity.float(), inputs.old.detach().float()
-    positive_B = _regression(inputs, beta * v + (1 - beta) * old)
+    positive_loss_B = _regression(inputs, beta * v + (1 - beta) * old)
     negative_B = _regression(inputs, (1 + beta) * old - beta * v)
-    r_B = inputs.optimality_B.to(positive_B)
-    unweighted_B = r_B * positive_B + (1 - r_B) * negative_B
+    optimality_B = inputs.optimality_B.to(positive_loss_B)
+    unweighted_B = optimality_B * positive_loss_B + (1 - optimality_B) * negative_B
     kl_B = torch.zeros_like(unweighted_B)
     if inputs.reference is not None:
         kl_B = mean_per_sample((v - inputs.reference.detach().float()) ** 2, inputs.mask)

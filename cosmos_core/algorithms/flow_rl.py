@@ -57,7 +57,7 @@ class SeededSample:
 
 
 class FlowRl(Algorithm):
-    """Base class for RL on images and videos; subclasses define the optimizer steps by `make_update`."""
+    """Base class for RL on images and videos; subclasses define the optimizer steps by `make_optimizer_update`."""
 
     config: FlowPolicyConfig
     keeps_equal_groups: ClassVar[bool] = False
@@ -66,8 +66,8 @@ class FlowRl(Algorithm):
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         super().__init__(config, custom, sampling)
         weights = metric_weights(config)
-        monitored = [name for name, weight in weights.items() if not weight]
-        self._reward_monitor = RewardMonitor(config.least_diversity, monitored)
+        monitored_rewards = [name for name, weight in weights.items() if not weight]
+        self._reward_monitor = RewardMonitor(config.least_diversity, monitored_rewards)
         self._weights = {name: weight for name, weight in weights.items() if weight}
         self._num_steps = self._num_updates = 0
 
@@ -90,10 +90,10 @@ class FlowRl(Algorithm):
     def updates(self, samples: Sequence[FlowRollout], view: TrainerView) -> Iterator[Update]:
         """Yield optimizer steps of at most `batch_size_per_optimize` completions.
 
-        Batches without a learning signal, for which `make_update` returns None, are skipped.
+        Batches without a learning signal, for which `make_optimizer_update` returns None, are skipped.
         """
         for batch in equal_batches(len(samples), self.config.batch_size_per_optimize):
-            if (update := self.make_update(samples[batch])) is not None:
+            if (update := self.make_optimizer_update(samples[batch])) is not None:
                 if self.data_term is not None:
                     update = replace(update, data=self.data_term(self._num_steps, self._num_updates))
                 yield update
@@ -104,7 +104,7 @@ class FlowRl(Algorithm):
         if interval and self._num_steps % interval == 0:
             view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
 
-    def make_update(self, rollouts: Sequence[FlowRollout]) -> Update | None:
+    def make_optimizer_update(self, rollouts: Sequence[FlowRollout]) -> Update | None:
         """Return the optimizer step that trains on `rollouts`; None if the rollouts give no learning signal."""
         raise NotImplementedError(type(self).__name__)
 

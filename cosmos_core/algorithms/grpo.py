@@ -166,11 +166,11 @@ class Grpo(Algorithm):
         elif not has_one_update:
             old_logprobs = _logprobs(view, samples, self._request, "policy")
         has_reference = "reference" in self.config.named_weights
-        reference = _logprobs(view, samples, self._request, "reference") if has_reference else None
+        reference_logprobs = _logprobs(view, samples, self._request, "reference") if has_reference else None
         returns = None
-        if self.config.kl_in_reward and reference is not None:
+        if self.config.kl_in_reward and reference_logprobs is not None:
             logprobs_before = old_logprobs or _logprobs(view, samples, self._request, "policy")
-            returns = whitened_returns(samples, logprobs_before, reference, self.config.kl_beta)
+            returns = whitened_returns(samples, logprobs_before, reference_logprobs, self.config.kl_beta)
         correction = self._correction
         if correction is not None and old_logprobs is not None and self.config.self_normalised_weights:
             correction = self_normalise(correction, map(_importance_ratio_rows, samples, old_logprobs))
@@ -179,7 +179,11 @@ class Grpo(Algorithm):
             samples, teacher = score_with_teacher(self.teacher, samples, view, self._request)
         iterations = [*zip(batches, all_samples, strict=True)] * self.config.mu_iterations
         for number, (batch, step_samples) in enumerate(iterations):
-            inputs = (old_logprobs and old_logprobs[batch], reference and reference[batch], teacher and teacher[batch])
+            inputs = (
+                old_logprobs and old_logprobs[batch],
+                reference_logprobs and reference_logprobs[batch],
+                teacher and teacher[batch],
+            )
             other_inputs = (returns and returns[batch], self._high_entropy(samples[batch], view), correction)
             batch_inputs = (samples[batch], step_samples, *inputs, *other_inputs)
             yield replace(self._update(_UpdateInputs(*batch_inputs, is_first=number == 0)), metrics=metrics)
@@ -247,10 +251,10 @@ class Grpo(Algorithm):
         metrics: Metrics = {}
         weights_BS = None
         if inputs.correction is not None:
-            _, before_BS, rollout_BS, sampled_BS = references
+            _, logprobs_before_BS, rollout_BS, is_sampled_BS = references
             assert rollout_BS is not None, "weights need the log-probabilities of the rollouts"
-            weights_BS, metrics = importance_weights(before_BS, rollout_BS, sampled_BS, inputs.correction)
-            weights_BS = torch.where(sampled_BS, weights_BS, 1.0)
+            weights_BS, metrics = importance_weights(logprobs_before_BS, rollout_BS, is_sampled_BS, inputs.correction)
+            weights_BS = torch.where(is_sampled_BS, weights_BS, 1.0)
         if (high_entropy_BS := _rows(inputs.high_entropy, micro)) is not None:
             weights_BS = high_entropy_BS if weights_BS is None else high_entropy_BS * weights_BS
         teacher_terms = self._teacher_terms(micro, inputs, references)
@@ -279,8 +283,8 @@ class Grpo(Algorithm):
         teacher_BS = _rows(inputs.teacher, micro)
         if self.teacher is None or teacher_BS is None:
             return None
-        policy_BS = micro.outputs["top_logprobs"] if self.teacher.top_k else references.before_BS
-        return teacher_loss(self.teacher, policy_BS, teacher_BS, micro.mask_BS, references.sampled_BS)
+        policy_logprobs_BS = micro.outputs["top_logprobs"] if self.teacher.top_k else references.before_BS
+        return teacher_loss(self.teacher, policy_logprobs_BS, teacher_BS, micro.mask_BS, references.sampled_BS)
 
 
 ALGORITHM = Grpo
@@ -348,16 +352,16 @@ def _importance_ratio_rows(sample: Sample, old_S: Tensor) -> tuple[Tensor, Tenso
 def _reference_logprobs(micro: MicroBatch, old_logprobs: Sequence[Tensor] | None) -> _ReferenceLogprobs:
     """Return the log-probabilities of a micro-batch that the loss compares with those under the current policy."""
     old_BS = _rows(old_logprobs, micro)
-    before_BS = micro.logprobs_BS.detach() if old_BS is None else old_BS
+    logprobs_before_BS = micro.logprobs_BS.detach() if old_BS is None else old_BS
     mask_BS = micro.mask_BS.bool()
     if any(sample.rollout_logprobs is None for sample in micro.samples):
-        return _ReferenceLogprobs(old_BS, before_BS, None, mask_BS)
+        return _ReferenceLogprobs(old_BS, logprobs_before_BS, None, mask_BS)
     rollout_BS = torch.zeros_like(micro.logprobs_BS)
     flat = [torch.as_tensor(sample.rollout_logprobs) for sample in micro.samples]
     rollout_BS[mask_BS] = torch.cat(flat).to(rollout_BS)
     is_unknown_BS = rollout_BS.isnan()
-    rollout_BS = torch.where(is_unknown_BS, before_BS, rollout_BS)
-    return _ReferenceLogprobs(old_BS, before_BS, rollout_BS, mask_BS & ~is_unknown_BS)
+    rollout_BS = torch.where(is_unknown_BS, logprobs_before_BS, rollout_BS)
+    return _ReferenceLogprobs(old_BS, logprobs_before_BS, rollout_BS, mask_BS & ~is_unknown_BS)
 
 
 def _engine_difference(references: _ReferenceLogprobs, low: float, high: float) -> tuple[dict[str, Tensor], Metrics]:
@@ -367,11 +371,11 @@ def _engine_difference(references: _ReferenceLogprobs, low: float, high: float) 
     """
     if references.rollout_BS is None:
         return {}, {}
-    log_ratio_BS, sampled_BS = references.before_BS - references.rollout_BS, references.sampled_BS
+    log_ratio_BS, is_sampled_BS = references.before_BS - references.rollout_BS, references.sampled_BS
     difference_BS, ratio_BS = log_ratio_BS.abs(), probability_ratio(log_ratio_BS)
-    return {"rollout/logprob_difference": difference_BS[sampled_BS]}, {
-        "rollout/logprob_difference_mean": token_metric(difference_BS, sampled_BS),
-        "rollout/ratio": token_metric(ratio_BS, sampled_BS),
-        "rollout/ratio_square": token_metric(ratio_BS.square(), sampled_BS),
-        "rollout/ratio_out_of_band": token_metric((ratio_BS < low) | (ratio_BS > high), sampled_BS),
+    return {"rollout/logprob_difference": difference_BS[is_sampled_BS]}, {
+        "rollout/logprob_difference_mean": token_metric(difference_BS, is_sampled_BS),
+        "rollout/ratio": token_metric(ratio_BS, is_sampled_BS),
+        "rollout/ratio_square": token_metric(ratio_BS.square(), is_sampled_BS),
+        "rollout/ratio_out_of_band": token_metric((ratio_BS < low) | (ratio_BS > high), is_sampled_BS),
     }

@@ -14,7 +14,7 @@ from cosmos_core.data.sample import Sample
 
 METRIC = "train/completions_without_gradient"
 """Name of the metric that counts the completions of a train step whose gradient is exactly 0."""
-NUM_COMPARED = 4
+MIN_COMPARED_COMPLETIONS = 4
 """Minimum number of completions per optimizer step that run through the model, even if their gradient is 0."""
 
 
@@ -51,12 +51,12 @@ def exclude_idle(
 
 
 def _select_run_samples(samples: Sequence[Sample], is_idle: Callable[[Sample], bool]) -> list[Sample]:
-    """Return the samples with a gradient, and as many idle samples as needed to have `NUM_COMPARED` samples with images
-    and `NUM_COMPARED` without images, where available."""
+    """Return the samples with a gradient, and as many idle samples as needed to have `MIN_COMPARED_COMPLETIONS` samples
+    with images and `MIN_COMPARED_COMPLETIONS` without images, where available."""
     selected = {i for i, sample in enumerate(samples) if not is_idle(sample)}
     for has_images in (False, True):
         same_modality = [i for i, sample in enumerate(samples) if bool(sample.images) == has_images]
         idle = [i for i in same_modality if i not in selected]
-        missing = max(0, NUM_COMPARED - len(same_modality) + len(idle))
+        missing = max(0, MIN_COMPARED_COMPLETIONS - len(same_modality) + len(idle))
         selected.update(idle[:: max(1, len(idle) // max(1, missing))][:missing])
     return [samples[i] for i in sorted(selected)]

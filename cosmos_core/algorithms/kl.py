@@ -23,12 +23,12 @@ def k3(logprobs_BT: Tensor, other_logprobs_BT: Tensor) -> tuple[Tensor, Tensor]:
     function does not.
     """
     difference_BT = other_logprobs_BT - logprobs_BT
-    clamped_BT = difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.expm1(clamped_BT) - clamped_BT, difference_BT.detach().abs() > MAX_LOG_RATIO
+    clamped_log_ratio_BT = difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.expm1(clamped_log_ratio_BT) - clamped_log_ratio_BT, difference_BT.detach().abs() > MAX_LOG_RATIO
 
 
 def k2(logprobs_BT: Tensor, other_logprobs_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Return the k2 estimate of KL(policy || other) per token, and a mask of the tokens whose log-ratio was clamped."""
     difference_BT = logprobs_BT - other_logprobs_BT
-    clamped_BT = difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return clamped_BT.square() / 2, difference_BT.detach().abs() > MAX_LOG_RATIO
+    clamped_log_ratio_BT = difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return clamped_log_ratio_BT.square() / 2, difference_BT.detach().abs() > MAX_LOG_RATIO

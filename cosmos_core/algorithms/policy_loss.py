@@ -60,8 +60,8 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
     """
     mask_BT = inputs.mask_BT.bool()
     logprobs_BT = apply_mask(inputs.logprobs_BT, mask_BT)
-    old_BT = inputs.logprobs_BT if inputs.old_logprobs_BT is None else inputs.old_logprobs_BT
-    log_ratio_BT = logprobs_BT - apply_mask(old_BT.detach(), mask_BT)
+    old_logprobs_BT = inputs.logprobs_BT if inputs.old_logprobs_BT is None else inputs.old_logprobs_BT
+    log_ratio_BT = logprobs_BT - apply_mask(old_logprobs_BT.detach(), mask_BT)
     rollout_log_ratio_BT = None
     if inputs.rollout_logprobs_BT is not None:
         rollout_log_ratio_BT = logprobs_BT.detach() - apply_mask(inputs.rollout_logprobs_BT, mask_BT)
@@ -86,9 +86,9 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
             loss_BT = loss_BT - settings.entropy_coeff * apply_mask(inputs.entropy_BT, mask_BT)
     if inputs.ref_logprobs_BT is not None:
         estimate = k2 if settings.kl_estimator == "k2" else k3
-        kl_BT, clamped_BT = estimate(logprobs_BT, apply_mask(inputs.ref_logprobs_BT.detach(), mask_BT))
+        kl_BT, is_clamped_BT = estimate(logprobs_BT, apply_mask(inputs.ref_logprobs_BT.detach(), mask_BT))
         metrics["kl"] = token_metric(kl_BT, mask_BT)
-        metrics["kl_clamped"] = token_metric(clamped_BT, mask_BT)
+        metrics["kl_clamped"] = token_metric(is_clamped_BT, mask_BT)
         if settings.kl_beta:
             loss_BT = loss_BT + settings.kl_beta * (kl_BT * ratio_BT if settings.unbiased_kl_estimate else kl_BT)
     assert inputs.ref_logprobs_BT is not None or not settings.kl_beta, "kl_beta > 0 needs ref_logprobs_BT"
@@ -128,5 +128,5 @@ def positive_nll_loss(logprobs_BT: Tensor, mask_BT: Tensor, rewards_B: Tensor, d
     `denominator` is the number of such tokens in the whole optimizer step, which differs from the denominator of the
     policy loss (VAPO, arXiv 2504.05118). The key `positive_nll_coef` is the weight of this loss.
     """
-    positive_BT = mask_BT.bool() & (rewards_B > 0).unsqueeze(-1)
-    return -apply_mask(logprobs_BT, positive_BT).sum() / denominator
+    has_positive_reward_BT = mask_BT.bool() & (rewards_B > 0).unsqueeze(-1)
+    return -apply_mask(logprobs_BT, has_positive_reward_BT).sum() / denominator

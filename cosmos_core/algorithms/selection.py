@@ -41,14 +41,14 @@ def shared_prefixes(
     """
     numbers = range(len(completions))
     shared = [[_prefix_length(completions[i], completions[j]) if i != j else 0 for j in numbers] for i in numbers]
-    num_excluded = [0] * len(completions)
+    excluded_token_counts = [0] * len(completions)
     for i in numbers:
         length = max(shared[i], default=0)
-        sharing = [j for j in numbers if j == i or shared[i][j] == length]
-        is_longest = all(shared[a][b] <= length for a in sharing for b in sharing)
-        if length >= min_tokens and is_longest and len({rewards[j] for j in sharing} - {None}) > 1:
-            num_excluded[i] = length if len(completions[i]) > length else 0
-    return num_excluded
+        sharing_indices = [j for j in numbers if j == i or shared[i][j] == length]
+        is_longest = all(shared[a][b] <= length for a in sharing_indices for b in sharing_indices)
+        if length >= min_tokens and is_longest and len({rewards[j] for j in sharing_indices} - {None}) > 1:
+            excluded_token_counts[i] = length if len(completions[i]) > length else 0
+    return excluded_token_counts
 
 
 def _prefix_length(one: Sequence[int], other: Sequence[int]) -> int:

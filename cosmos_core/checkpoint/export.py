@@ -27,7 +27,7 @@ from cosmos_core.types import JsonValue, Outcome
 logger = logging.getLogger(__name__)
 
 
-class Loading(NamedTuple):
+class LoadingInstructions(NamedTuple):
     """Text of a model card that explains how to load the model."""
 
     library: str
@@ -84,7 +84,7 @@ def _export(stage: Stage, step: int) -> Outcome:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
     checks = verify_export(model, target, dtype=dtype, tokenizer=tokenizer)
     if adapter:
-        checks.append(prove_copy(adapter, target))
+        checks.append(verify_copied_files(adapter, target))
     return export_outcome(stage, step, checks, target.glob("*.safetensors"), has_adapter=bool(adapter))
 
 
@@ -106,10 +106,10 @@ def export_folder(step: int) -> str:
     return f"safetensors/step_{step}"
 
 
-def loading_instructions(stage: Stage, loader: str) -> Loading:
+def loading_instructions(stage: Stage, loader: str) -> LoadingInstructions:
     """Return the instructions for loading a stage's model; `loader` names the model's auto class in transformers."""
     reader = "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
-    return Loading(
+    return LoadingInstructions(
         "transformers",
         (
             f"from transformers import {loader}, Auto{reader}", "",
@@ -120,7 +120,7 @@ def loading_instructions(stage: Stage, loader: str) -> Loading:
     )  # fmt: skip
 
 
-def model_card(stage: Stage, loading: Loading) -> str:
+def model_card(stage: Stage, loading: LoadingInstructions) -> str:
     """Return the README.md of an exported model: origin of the weights, loading code, metrics of upstream stages."""
     origin, base = stage.origin, public_name(stage.origin.get("base_model", ""))
     revision = origin.get("revision", "")
@@ -189,7 +189,7 @@ def _base_of_adapter(stage: Stage) -> str:
     return str(_upstream_info(stage).get("base") or public_name(stage.origin.get("base_model", "")))
 
 
-def prove_copy(files: Mapping[str, bytes], target: Path) -> str:
+def verify_copied_files(files: Mapping[str, bytes], target: Path) -> str:
     """Check that the files below `target` equal `files`, which has their content by path; return the check's name.
 
     Raises:

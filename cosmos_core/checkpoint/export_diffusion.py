@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from cosmos_core.checkpoint.export import (
-    Loading,
+    LoadingInstructions,
     adapter_files,
     export_folder,
     export_outcome,
     model_card,
-    prove_copy,
     trained_step,
+    verify_copied_files,
 )
 from cosmos_core.checkpoint.load_checkpoint_model import pinned_model, pinned_step, training_of
 from cosmos_core.errors import Preempted
@@ -53,7 +53,7 @@ def run(stage: Stage) -> Outcome:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
     checks = verify_pipeline(family, model, target, dtype=dtype, model_class=policy.model_class)
     if adapter:
-        checks.append(prove_copy(adapter, target))
+        checks.append(verify_copied_files(adapter, target))
     has_adapter = bool(adapter) or is_adapted(model)
     return export_outcome(stage, step, checks, target.rglob("*.safetensors"), has_adapter=has_adapter)
 
@@ -65,10 +65,10 @@ def _starting_model(family: DiffusionModel, training: Stage) -> Any:
     return model
 
 
-def _loading_instructions(family: DiffusionModel) -> Loading:
+def _loading_instructions(family: DiffusionModel) -> LoadingInstructions:
     index = family.folder.index
     call = f"DiffusionPipeline.from_pretrained(path{pipeline_arguments(index)})"
-    return Loading(
+    return LoadingInstructions(
         "diffusers",
         ("from diffusers import DiffusionPipeline", "", f"pipeline = {call}{pipeline_needs(index)}"),
         f"The adapter is merged into these weights; `{FOLDER}/{ADAPTER_FILE}` has it alone: load it onto the base "

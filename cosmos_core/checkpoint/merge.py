@@ -58,9 +58,9 @@ def run(stage: Stage) -> Outcome:
         for other in models[1:]:
             _check_same(models[0], other)
         if base is not None:
-            _check_same(models[0], base, may_have_extra=True)
+            _check_same(models[0], base, allow_extra_tensors=True)
         for number, (file, names) in enumerate(models[0].files.items(), start=1):
-            merged = {name: combine(config, weights, models, base, name, stage.seed) for name in names}
+            merged = {name: combine_tensors(config, weights, models, base, name, stage.seed) for name in names}
             save_file(merged, building / Path(file).name, metadata={"format": "pt"})
             stage.progress.step(number, len(models[0].files))
             if stage.stop_requested:
@@ -72,7 +72,11 @@ def run(stage: Stage) -> Outcome:
     # init_on_meta raises an error if tensors of the merged model and of its transformers class differ in name or shape.
     init_on_meta(str(target), dtype=torch.float32, device=torch.device("cpu"))
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    info: dict[str, Any] = {"model": _FOLDER, "checks": ["keys"], "merged": [Path(r["path"]).name for r in results]}
+    info: dict[str, Any] = {
+        "model": _FOLDER,
+        "checks": ["keys"],
+        "merged": [Path(result["path"]).name for result in results],
+    }
     metrics = {"merge/bytes": float(size), "merge/models": float(len(folders))}
     return Outcome(outputs=(_FOLDER,), metrics=metrics, info=info)
 
@@ -100,7 +104,7 @@ class _Tensors:
         return self._readers[name].get_tensor(name)  # type: ignore[no-any-return]
 
 
-def combine(
+def combine_tensors(
     config: MergeConfig,
     weights: Sequence[float],
     models: Sequence[Mapping[str, Tensor] | _Tensors],
@@ -160,11 +164,11 @@ def model_weights(config: MergeConfig, count: int) -> Sequence[float]:
     return config.weights
 
 
-def _check_same(first: _Tensors, other: _Tensors, *, may_have_extra: bool = False) -> None:
-    """Check that two models have tensors of the same names and shapes; with `may_have_extra`, the model `other` may
-    have further tensors, such as an output layer that is stored although it is tied to the embedding."""
+def _check_same(first: _Tensors, other: _Tensors, *, allow_extra_tensors: bool = False) -> None:
+    """Check that two models have tensors of the same names and shapes; with `allow_extra_tensors`, the model `other`
+    may have further tensors, such as an output layer that is stored although it is tied to the embedding."""
     shapes, other_shapes = first.shapes(), other.shapes()
-    names = shapes.keys() if may_have_extra else {*shapes, *other_shapes}
+    names = shapes.keys() if allow_extra_tensors else {*shapes, *other_shapes}
     if different := sorted(name for name in names if shapes.get(name) != other_shapes.get(name)):
         name = different[0]
         raise ModelError(

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from cosmos_core.checkpoint.rank_files import EXTRA_FILE, extra_name
 from cosmos_core.checkpoint.state import (
     TrainState,
-    adopt_json_values,
     adopt_optimizer_tensors,
     allocate_tensors,
     init_missing_weight_sets,
+    restore_json_values,
 )
 from cosmos_core.errors import ModelError
 from cosmos_core.models.disk import unwrap_checkpoint_errors
@@ -180,7 +180,7 @@ def _fill(state: TrainState, policy: Path) -> None:
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     adopt_optimizer_tensors(state, tensors)
     init_missing_weight_sets(state, tensors)
-    adopt_json_values(state, _read_extra(policy), tensors)
+    restore_json_values(state, _read_extra(policy), tensors)
 
 
 def _read_extra(policy: Path) -> dict[str, Any]:

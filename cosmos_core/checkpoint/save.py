@@ -68,7 +68,7 @@ class Checkpointer:
             beat: heartbeat of the process, called before each file is hashed.
         """
         self._folder, self._fingerprint, self._max_keep = folder, fingerprint, max_keep
-        self._on_saved, self._beat = on_saved, beat
+        self._on_saved, self._send_heartbeat = on_saved, beat
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
         self._hashed: set[int] = set()  # steps whose checkpoint files need not be hashed again: this process wrote them
@@ -119,7 +119,7 @@ class Checkpointer:
         Raises:
             ModelError: the checkpoint is of another model, or was written by Cosmos-RL.
         """
-        return resume.load_latest(self._folder, state, self._fingerprint, self._beat)
+        return resume.load_latest(self._folder, state, self._fingerprint, self._send_heartbeat)
 
     def name_best(self, best: BestStep | None) -> None:
         """Write the best step to `best.json`, in the parent folder of the checkpoints; None: remove the file."""

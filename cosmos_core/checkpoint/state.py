@@ -77,7 +77,7 @@ def json_values(state: TrainState) -> dict[str, JsonValue]:
     return state.extra | {table: _extract_tensors(value, table, {}) for table, value in tables.items() if value}
 
 
-def adopt_json_values(state: TrainState, values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def restore_json_values(state: TrainState, values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Set `extra`, `feed` and `algorithm` of `state` from a result of `json_values` and the loaded tensors."""
     for table in _TABLES:
         setattr(state, table, _put_tensors(values.pop(table, {}), tensors))
@@ -200,8 +200,8 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 def _named_weights(state: TrainState) -> dict[str, Tensor]:
     # A weight set named "model" or "optimizer" would overwrite the tensors of the model or optimizer in the checkpoint.
     assert not state.named_weights.keys() & {"model", "optimizer", *_TABLES}
-    sets = state.named_weights.items()
-    return {f"{set_name}.{name}": tensor for set_name, weights in sets for name, tensor in weights.items()}
+    weight_sets = state.named_weights.items()
+    return {f"{set_name}.{name}": tensor for set_name, weights in weight_sets for name, tensor in weights.items()}
 
 
 def _extract_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValue:

@@ -131,12 +131,12 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
 def network_interface_to(address: str) -> str | None:
     """Return the name of this machine's network interface that routes to an address; None: it cannot be determined."""
     family = socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe_socket:
         try:
-            probe.connect((address, 9))  # connecting a UDP socket sends no packet
+            probe_socket.connect((address, 9))  # connecting a UDP socket sends no packet
         except OSError:
             return None
-        source_address = probe.getsockname()[0]
+        source_address = probe_socket.getsockname()[0]
     addresses = psutil.net_if_addrs().items()
     return next(
         (name for name, entries in addresses if any(each.address.split("%")[0] == source_address for each in entries)),

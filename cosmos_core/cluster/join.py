@@ -23,20 +23,20 @@ from cosmos_core.errors import StageFailed
 
 logger = logging.getLogger(__name__)
 # Maximum seconds for the node to start, and to end; Ray drains an ending node for up to 30 seconds.
-_SECONDS, _END_SECONDS = 120.0, 40.0
+_START_SECONDS, _END_SECONDS = 120.0, 40.0
 _STORE_BYTES = 128 << 20
 _GCS = "--gcs-address="
 
 
 def is_cluster_node(address: str) -> bool:
     """Return True if this machine runs a raylet of the cluster with the address `host:port`."""
-    cluster = _resolve(address)
+    cluster = _resolve_address(address)
     local_addresses = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
     if cluster[0].startswith("127.") or cluster[0] in local_addresses:  # this machine is the head node of the cluster
         return True
     for process in psutil.process_iter(["cmdline"]):
         for word in process.info["cmdline"] or ():
-            if word.startswith(_GCS) and _resolve(word.removeprefix(_GCS)) == cluster:
+            if word.startswith(_GCS) and _resolve_address(word.removeprefix(_GCS)) == cluster:
                 return True
     return False
 
@@ -77,7 +77,7 @@ def join_cluster(has_joined: Callable[[str], bool] = is_cluster_node) -> Iterato
 
 def _wait_until_running(node: subprocess.Popen[bytes], output: Any, address: str) -> None:
     """Wait until the output of the process `node` reports that the Ray node is running."""
-    deadline = time.monotonic() + _SECONDS
+    deadline = time.monotonic() + _START_SECONDS
     while True:
         output.seek(0)
         text = output.read().decode(errors="replace")
@@ -93,7 +93,7 @@ def _wait_until_running(node: subprocess.Popen[bytes], output: Any, address: str
         time.sleep(0.1)
 
 
-def _resolve(address: str) -> tuple[str, str]:
+def _resolve_address(address: str) -> tuple[str, str]:
     """Return host and port of an address `host:port`, with the host resolved to an IP address if possible."""
     host, _, port = address.rpartition(":")
     try:

@@ -136,9 +136,11 @@ class Pipeline:
         return without_none({"pipeline": pipeline})
 
 
-def load_pipeline(path: Path, overrides: Sequence[str], kinds: StageKinds, over: Sequence[Path] = ()) -> Pipeline:
-    """Read, compose and check the pipeline or recipe in `path`. The files `over` take precedence over `path`, and
-    `overrides` take precedence over all files.
+def load_pipeline(
+    path: Path, overrides: Sequence[str], kinds: StageKinds, overriding_files: Sequence[Path] = ()
+) -> Pipeline:
+    """Read, compose and check the pipeline or recipe in `path`. The files `overriding_files` take precedence over
+    `path`, and `overrides` take precedence over all files.
 
     `kinds` contains every available stage kind; its properties decide which stages are added and what is checked.
 
@@ -147,7 +149,7 @@ def load_pipeline(path: Path, overrides: Sequence[str], kinds: StageKinds, over:
     """
     notices: list[str] = []
     with _shorten_errors():
-        shared = read_config(path, notices, over)
+        shared = read_config(path, notices, overriding_files)
         return _check_saveable(_compose(path, shared, overrides, kinds, notices))
 
 
@@ -246,7 +248,7 @@ def _recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> Values:
 
 def _stages_of_recipe(recipe: Recipe, kinds: StageKinds) -> tuple[StageConfig, ...]:
     """Return one stage for each step that a recipe without `[pipeline]` needs, named like its kind."""
-    prepare, train = _kind(kinds, makes="data"), _kind(kinds, feed=_feed(recipe))
+    prepare, train = _kind(kinds, makes="data"), _kind(kinds, feed=_find_required_feed(recipe))
     data = f"{STAGE_PREFIX}{prepare}"
     stages = [StageConfig(name=prepare, kind=prepare), StageConfig(name=train, kind=train, after=(prepare,), data=data)]
     model: Values = {"after": (train,), "model": f"{STAGE_PREFIX}{train}"}
@@ -282,7 +284,7 @@ def _row_references(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield f"{key}.pass_rates", dataset.pass_rates
 
 
-def _feed(recipe: Recipe) -> str:
+def _find_required_feed(recipe: Recipe) -> str:
     """Return the value of `StageKind.feed` that the recipe's algorithm needs."""
     return "rollouts" if recipe.train.train_policy.has_rollouts else "dataset"
 
@@ -310,11 +312,11 @@ def _check_stages(pipeline: Pipeline) -> None:
                     f"{where}: after = {upstream!r} is no stage of this pipeline{suggestion(upstream, names)}"
                 )
         recipe = pipeline.recipes[stage.name]
-        for key, reference in (*_references(stage, recipe, kinds[stage.kind]), *_row_references(recipe)):
-            referenced = source_of(reference)
+        for key, input_reference in (*_references(stage, recipe, kinds[stage.kind]), *_row_references(recipe)):
+            referenced = source_of(input_reference)
             if referenced is not None and referenced not in names:
                 raise ConfigError(
-                    f"{where}: {key} = {reference!r} is no stage of this pipeline{suggestion(referenced, names)}"
+                    f"{where}: {key} = {input_reference!r} is no stage of this pipeline{suggestion(referenced, names)}"
                 )
 
 
@@ -331,13 +333,13 @@ def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: StageKind
         if getattr(stage, key) and key not in kind.allowed_keys:
             users = [repr(other.name) for other in kinds.values() if key in other.allowed_keys]
             raise ConfigError(f"{where}: {key} has a meaning only with kind = {' or '.join(users)}")
-    for key, form in kind.required_keys.items():
+    for key, example_value in kind.required_keys.items():
         if not getattr(stage, key):
-            raise ConfigError(f"{where}: kind {kind.name!r} needs {key} = {form}")
-    if kind.trains_model and kind.feed != _feed(recipe):
+            raise ConfigError(f"{where}: kind {kind.name!r} needs {key} = {example_value}")
+    if kind.trains_model and kind.feed != _find_required_feed(recipe):
         raise ConfigError(
             f"{where}: kind {kind.name!r} does not train with train.train_policy.type = "
-            f"{recipe.train.train_policy.type!r}; take kind = {_kind(kinds, feed=_feed(recipe))!r}"
+            f"{recipe.train.train_policy.type!r}; take kind = {_kind(kinds, feed=_find_required_feed(recipe))!r}"
         )
 
 
@@ -364,12 +366,14 @@ def _sorted(pipeline: Pipeline) -> Pipeline:
     complete = []
     for stage in ordered_pipeline.stages:
         inputs = list(stage.after)
-        for key, reference in _references(stage, ordered_pipeline.recipes[stage.name], ordered_pipeline.kind_of(stage)):
-            upstream = source_of(reference)
+        for key, input_reference in _references(
+            stage, ordered_pipeline.recipes[stage.name], ordered_pipeline.kind_of(stage)
+        ):
+            upstream = source_of(input_reference)
             if upstream is not None and stage.name not in ordered_pipeline.with_dependents(upstream):
                 raise ConfigError(
-                    f"{pipeline.source}: stage {stage.name!r}: {key} = {reference!r} but {upstream!r} is not in its "
-                    f'`after`; write after = ["{upstream}"]'
+                    f"{pipeline.source}: stage {stage.name!r}: {key} = {input_reference!r} but {upstream!r} is not in "
+                    f'its `after`; write after = ["{upstream}"]'
                 )
             inputs += [upstream] if upstream else []
         changes = {"after": tuple(dict.fromkeys(inputs)), "target": _gate_target(ordered_pipeline, stage)}
@@ -453,7 +457,9 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
         prepare = _kind(pipeline.kinds, makes="data")
         prepare_stage = StageConfig(name=name, kind=prepare, model=origin, data=stage.data)
         references = _references(prepare_stage, recipes[stage.name], pipeline.kinds[prepare])
-        needs = tuple(dict.fromkeys(source for _, reference in references if (source := source_of(reference))))
+        needs = tuple(
+            dict.fromkeys(source for _, input_reference in references if (source := source_of(input_reference)))
+        )
         stages.append(prepare_stage.model_copy(update={"after": needs}))
         recipes[name] = recipes[stage.name]
         stages.append(_add_data_dependency(stage, name))

@@ -23,7 +23,7 @@ LOWER_IS_BETTER = ("loss", "perplexity", "nll", "kl", "error", "invalid", "trunc
 
 
 @dataclass(frozen=True)
-class Condition:
+class MetricCondition:
     """Comparison of a metric with a number, or with the same metric of the currently published model.
 
     A condition on a metric with `*` applies to every metric whose name matches.
@@ -61,7 +61,7 @@ class Condition:
         return not math.isnan(value) and (limit is None or _OPERATORS[self.comparison](worsened, limit))
 
 
-def parse_condition(text: str) -> Condition:
+def parse_condition(text: str) -> MetricCondition:
     """Parse the text of one condition.
 
     Raises:
@@ -78,7 +78,7 @@ def parse_condition(text: str) -> Condition:
             f"condition {text!r} must be METRIC >= NUMBER, METRIC >= {PUBLISHED}, METRIC >= {PUBLISHED} - NUMBER (also "
             f">, <=, <, ==) or METRIC not worse than {PUBLISHED} by NUMBER"
         )
-    return Condition(text, metric, comparison, bound or PUBLISHED, float(f"{sign}{by}"))
+    return MetricCondition(text, metric, comparison, bound or PUBLISHED, float(f"{sign}{by}"))
 
 
 def parse_range(text: str) -> Callable[[float], bool]:

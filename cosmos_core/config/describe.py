@@ -69,7 +69,9 @@ def find_key(name: str) -> list[Key]:
         raise ConfigError(f"{name} does nothing in any version; it would have meant {UNUSED_KEYS[key_name]}")
     keys = keys or [key for key in all_keys() if key.name in trl.keys_of(name) or key.name.rpartition(".")[2] == name]
     if not keys:
-        raise ConfigError(shorten_message(f"{name}: unknown key{trl.equivalent(name) or _suggest_keys(name)}"))
+        raise ConfigError(
+            shorten_message(f"{name}: unknown key{trl.describe_equivalent_key(name) or _suggest_keys(name)}")
+        )
     return keys
 
 
@@ -78,13 +80,13 @@ def _suggest_keys(name: str) -> str:
     names = sorted({key.name for key in all_keys()})
     similar = [key for key in names if key.rpartition(".")[2] == name.rpartition(".")[2]]
     if not similar and len(name) <= MAX_NAME:  # the comparison of a very long name is slow
-        at_depth = [key for key in names if key.count(".") == name.count(".")]  # `train` is close to `train.lr`
-        similar = difflib.get_close_matches(name, at_depth, n=1) or difflib.get_close_matches(name, names, n=1)
+        same_depth_keys = [key for key in names if key.count(".") == name.count(".")]  # `train` is close to `train.lr`
+        similar = difflib.get_close_matches(name, same_depth_keys, n=1) or difflib.get_close_matches(name, names, n=1)
     suggested = " or ".join(map(repr, similar))
     return f"; did you mean {suggested}?" if similar else "; `cosmos config coverage` lists them all"
 
 
-def kinds_that_read(key: Key, kinds: Mapping[str, StageKind]) -> list[str]:
+def find_kinds_that_read_key(key: Key, kinds: Mapping[str, StageKind]) -> list[str]:
     """Return the names of the stage kinds that read a key."""
     if key.name.startswith("pipeline."):
         return []
@@ -116,7 +118,7 @@ def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
             "default": key.default,
             "unit": key.unit,
             "since": key.since,
-            "used by": ", ".join(kinds_that_read(key, kinds)) if key.status == "used" else "",
+            "used by": ", ".join(find_kinds_that_read_key(key, kinds)) if key.status == "used" else "",
             "status": key.status + (f": {key.note}" if key.note else ""),
             "test": effect_tests().get(key.name, ""),
         }

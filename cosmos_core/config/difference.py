@@ -44,10 +44,10 @@ def _lines(prefix: str, old_values: dict[str, Any], new: dict[str, Any]) -> Iter
 def group_by_stage(changes: Mapping[str, Sequence[T]]) -> Iterator[tuple[str, T]]:
     """Yield pairs of a stage name and a change: first each change that all stages share, once with an empty name, then
     all other changes."""
-    common = set.intersection(*map(set, changes.values())) if changes else set()
-    shared_changes = dict.fromkeys(each for lines in changes.values() for each in lines if each in common)
+    common_changes = set.intersection(*map(set, changes.values())) if changes else set()
+    shared_changes = dict.fromkeys(each for lines in changes.values() for each in lines if each in common_changes)
     yield from (("", each) for each in shared_changes)
-    yield from ((name, each) for name, lines in changes.items() for each in lines if each not in common)
+    yield from ((name, each) for name, lines in changes.items() for each in lines if each not in common_changes)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,9 +9,9 @@ from cosmos_core.config.load import MAX_DEPTH, Values, merge, read_toml
 from cosmos_core.errors import ConfigError
 
 
-def read_config(path: Path, notices: list[str], over: Sequence[Path] = ()) -> Values:
-    """Return the tables of `path` merged over the files that it `extends`, with the files `over` merged over the result
-    and with current key names.
+def read_config(path: Path, notices: list[str], overriding_files: Sequence[Path] = ()) -> Values:
+    """Return the tables of `path` merged over the files that it `extends`, with the files `overriding_files` merged
+    over the result and with current key names.
 
     `extends` is a file or a list of files, relative to the file that contains it; later files take precedence.
 
@@ -19,7 +19,7 @@ def read_config(path: Path, notices: list[str], over: Sequence[Path] = ()) -> Va
         ConfigError: a file cannot be read, or the files extend each other in a circle.
     """
     values = _read(path, notices, ())
-    for file in over:
+    for file in overriding_files:
         values = merge(values, _resolve_recipe_files(_read(file, notices, ()), file))
     return values
 

@@ -45,7 +45,7 @@ Role = Literal[
     "model", "carried", "end_tokens", "weights", "teacher", "resume", "adapter", "data", "media", "chat_template",
     "template", "entry", "target", "code", "hook", "reward", "data_code", "reward_service", "rewards",
 ]  # fmt: skip
-Form = Literal["folder", "hub", "store", "stage", "code", "literal"]
+LocationForm = Literal["folder", "hub", "store", "stage", "code", "literal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Input:
     location: str
     """Location of the input: a path, URL, Hub id, `stage:NAME` or import path, or the name of a built-in module or of a
     row generator."""
-    form: Form
+    form: LocationForm
     """Form of the location; `folder` is a file or folder on this machine, which may be missing."""
     patterns: tuple[str, ...] = ALL
     """Patterns of the files of a folder that are read; see `run.content.matches_patterns`."""
@@ -69,9 +69,9 @@ class Input:
     """Revision of a model or data set on the Hub; None means the newest revision."""
 
 
-def source_of(reference: str) -> str | None:
+def source_of(input_reference: str) -> str | None:
     """Return `NAME` of a reference `stage:NAME`; None for a text of any other form."""
-    return reference.removeprefix(STAGE_PREFIX) if reference.startswith(STAGE_PREFIX) else None
+    return input_reference.removeprefix(STAGE_PREFIX) if input_reference.startswith(STAGE_PREFIX) else None
 
 
 def is_remote(name: str) -> bool:
@@ -118,8 +118,10 @@ def _models(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Inp
         if has_weights and model.form != "stage" and policy.model_safetensor_path:
             yield from _weight_inputs(policy.model_safetensor_path)
     if teacher := recipe.teacher_of(kind):
-        location, form = _locate_input(teacher.model_name_or_path)
-        yield Input("distillation.model_name_or_path", "teacher", location, form, patterns, teacher.model_revision)
+        location, location_form = _locate_input(teacher.model_name_or_path)
+        yield Input(
+            "distillation.model_name_or_path", "teacher", location, location_form, patterns, teacher.model_revision
+        )
     # The manifest of a checkpoint contains the digests of its other files.
     if kind.trains_model and isinstance(recipe.train.resume, str):
         yield Input("train.resume", "resume", f"{_resolve_existing(recipe.train.resume)}/manifest.json", "folder")
@@ -168,19 +170,19 @@ def _rows(stage: StageConfig, recipe: Recipe, kind: StageKind, model: Input | No
 def _data(key: str, name: str, patterns: tuple[str, ...], *, allows_prompt_sets: bool) -> Input:
     if generator_of(name):
         return Input(key, "data", name, "literal")
-    location, form = _locate_input(name)
-    if form in {"folder", "hub"} and not existing_path(name, Path.cwd()):
+    location, location_form = _locate_input(name)
+    if location_form in {"folder", "hub"} and not existing_path(name, Path.cwd()):
         if allows_prompt_sets and name in KNOWN_PROMPT_SETS:
-            form = "folder"
+            location_form = "folder"
             with suppress(DataError):
                 location = str(find_prompt_set(name, key))
         elif is_code(name):
-            form = "code"
+            location_form = "code"
             with suppress(ConfigError):
-                location, form = str(code_file(name)), "folder"
+                location, location_form = str(code_file(name)), "folder"
         elif key in {"data", ANNOTATIONS} or key.endswith((".local_dir", ".pass_rates")) or data_suffix(name):
-            form = "folder"
-    return Input(key, "data", location, form, patterns)
+            location_form = "folder"
+    return Input(key, "data", location, location_form, patterns)
 
 
 def _media(stage: StageConfig, recipe: Recipe, media: Media, model: Input | None) -> str:
@@ -271,7 +273,7 @@ def _code(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input
             yield Input(f"{_TRAIN_ROWS}.name", "data_code", name, "code")
 
 
-def _locate_input(name: str) -> tuple[str, Form]:
+def _locate_input(name: str) -> tuple[str, LocationForm]:
     """Return location and form of a model or data set; a name that neither exists nor looks like a path is a Hub id."""
     if source_of(name) is not None:
         return name, "stage"

@@ -23,7 +23,9 @@ _SHAPES = {
 }  # fmt: skip
 
 # Names that pydantic adds to an error location for members of a union; no table has a key of such a name.
-_UNION_MEMBER = re.compile(r"(constrained-)?(float|int|str|bool)|(tuple|dict|list|literal|function-\w+|nullable)\[.*\]")
+_UNION_MEMBER_PATTERN = re.compile(
+    r"(constrained-)?(float|int|str|bool)|(tuple|dict|list|literal|function-\w+|nullable)\[.*\]"
+)
 
 _FORMS = {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
 MAX_FILE_BYTES = 16 << 20
@@ -53,8 +55,12 @@ def read_toml(path: Path) -> Values:
     except RecursionError:
         raise ConfigError(f"{path}: nested more than {MAX_DEPTH} tables deep") from None
     except ValueError as error:  # invalid TOML, or an integer with more digits than Python parses
-        form = _FORMS.get(path.suffix.lower())
-        problem = f"a configuration is TOML, not {form}; write [table] and key = value" if form else "not valid TOML"
+        format_name = _FORMS.get(path.suffix.lower())
+        problem = (
+            f"a configuration is TOML, not {format_name}; write [table] and key = value"
+            if format_name
+            else "not valid TOML"
+        )
         raise ConfigError(f"{path}: {problem}: {_join_lines(str(error))}") from error
     if values is None:
         raise ConfigError(f"{path}: more than {MAX_FILE_BYTES} bytes, the most that a configuration may have")
@@ -100,14 +106,14 @@ def nest_value(keys: Sequence[str], value: Any) -> Any:
     return value
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any], table: str = "") -> Values:
-    """Return `base` with `over` merged into it: tables are merged, and all other values are replaced, including maps of
-    names to values.
+def merge(base: Mapping[str, Any], overriding_values: Mapping[str, Any], table: str = "") -> Values:
+    """Return `base` with `overriding_values` merged into it: tables are merged, and all other values are replaced,
+    including maps of names to values.
 
     `table` is the dotted key of both tables; it is empty for a recipe, and for an entry of `[[pipeline.stages]]`.
     """
     merged = type(base)(base) if isinstance(base, dict) else dict(base)
-    for name, value in over.items():
+    for name, value in overriding_values.items():
         old, key = merged.get(name), f"{table}.{name}".removeprefix(".").removeprefix("overrides.")
         if isinstance(old, Mapping) and isinstance(value, Mapping) and not _replaces_table(key, old, value):
             merged[name] = merge(old, value, key)
@@ -127,14 +133,14 @@ def _maps() -> frozenset[str]:
     """Return the keys of a recipe whose values are maps with free names, such as weights of rewards, not tables."""
     from cosmos_core.config.schema.recipe import Recipe
 
-    return frozenset(key for key, _, field in all_fields(Recipe) if _has_map(field.annotation))
+    return frozenset(key for key, _, field in all_fields(Recipe) if _has_mapping_type(field.annotation))
 
 
-def _has_map(annotation: Any) -> bool:
+def _has_mapping_type(annotation: Any) -> bool:
     arguments = get_args(annotation)
     if get_origin(annotation) is dict:
         return arguments[1] is not Any  # the table `[custom]` may contain nested tables
-    return any(map(_has_map, arguments))
+    return any(map(_has_mapping_type, arguments))
 
 
 def without_none(value: Any) -> Any:
@@ -222,7 +228,7 @@ def _keys(table: type[Table], mistake: Any) -> Iterator[int | str]:
             yield key
         elif isinstance(key, str) and any(key in _tags(model) for model in current):
             current = [model for model in current if key in _tags(model)]
-        elif not (isinstance(key, str) and _UNION_MEMBER.fullmatch(key)):
+        elif not (isinstance(key, str) and _UNION_MEMBER_PATTERN.fullmatch(key)):
             yield key
     yield from last_key
 
@@ -245,7 +251,7 @@ def _suggest(table: type[Table], keys: list[str], prefix: str, values: Any) -> s
         if not _has_type_or_value(values, keys[:-1]):
             return f" here; set {type_key} = {kinds}"
         return f" here; it belongs to {type_key} = {kinds}" if kinds else " here"
-    if equivalent_key := trl.equivalent(dotted_key):
+    if equivalent_key := trl.describe_equivalent_key(dotted_key):
         return equivalent_key
     if (intended_key := _closest_foreign_key(keys[-1], names)) and not prefix:
         return f"; did you mean {intended_key}?"
@@ -292,7 +298,10 @@ def _join_lines(text: str) -> str:
 
 def escape_controls(text: str) -> str:
     """Return a text on one line, with control characters escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in _join_lines(text))
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in _join_lines(text)
+    )
 
 
 def shorten_message(message: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.inputs import existing_path, source_of
-from cosmos_core.config.placement import is_open, needs_gpu, placement, with_default_mode, with_engines_in_ranks
+from cosmos_core.config.placement import choose_default_mode, is_open, needs_gpu, placement, with_engines_in_ranks
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
@@ -79,7 +79,7 @@ def resolve_gpus(pipeline: Pipeline) -> Pipeline:
             continue
         if is_open(recipe, kind):
             is_remote = bool(stage.work_pool) and not pipeline.config.gpus
-            recipe, notice = with_default_mode(recipe, None if is_remote else gpus_of_workers(pipeline))
+            recipe, notice = choose_default_mode(recipe, None if is_remote else gpus_of_workers(pipeline))
             notices += [notice] if notice else []
         elif kind.makes == "metrics" and (recipe.mode == "disaggregated" or recipe.has_cosmos_rl_keys):
             recipe, changed = with_engines_in_ranks(recipe)
@@ -161,17 +161,17 @@ def _check_split(where: str, mesh: ParallelismConfig, model: Mapping[str, Any]) 
         ("features of the feed-forward part", model.get("intermediate_size")),
     )
     for counted, count in (*pairs, ("vocabulary entries", model.get("vocab_size"))):
-        _divides(f"{where}.tp_size", mesh.tp_size, counted, count)
+        _check_divisibility(f"{where}.tp_size", mesh.tp_size, counted, count)
     if isinstance(num_heads, int):
         counted = f"attention heads of tp_size = {mesh.tp_size}"
-        _divides(f"{where}.cp_size", mesh.cp_size, counted, num_heads // mesh.tp_size)
+        _check_divisibility(f"{where}.cp_size", mesh.cp_size, counted, num_heads // mesh.tp_size)
     experts = next((model[key] for key in _EXPERTS if isinstance(model.get(key), int)), None)
     if mesh.ep_size > 1 and model and experts is None:
         raise ConfigError(f"{where}.ep_size = {mesh.ep_size}: the model has no experts; set it to 1")
-    _divides(f"{where}.ep_size", mesh.ep_size, "experts", experts)
+    _check_divisibility(f"{where}.ep_size", mesh.ep_size, "experts", experts)
     if mesh.dp_shard_size > 0:
         shards = mesh.dp_shard_size * mesh.cp_size
-        _divides(f"{where}.ep_size", mesh.ep_size, "ranks of dp_shard_size x cp_size", shards)
+        _check_divisibility(f"{where}.ep_size", mesh.ep_size, "ranks of dp_shard_size x cp_size", shards)
     if isinstance(layers, int):
         _check_stages(where, mesh, layers)
 
@@ -189,10 +189,10 @@ def _check_stages(where: str, mesh: ParallelismConfig, layers: int) -> None:
         )
 
 
-def _divides(key: str, size: int, quantity: str, count: Any) -> None:
+def _check_divisibility(key: str, size: int, quantity_name: str, count: Any) -> None:
     if isinstance(count, int) and count > 0 and count % size:
         nearest = max(divisor for divisor in range(1, size + 1) if count % divisor == 0)
-        raise ConfigError(f"{key} = {size} does not divide the {count} {quantity}; the nearest is {nearest}")
+        raise ConfigError(f"{key} = {size} does not divide the {count} {quantity_name}; the nearest is {nearest}")
 
 
 def _check_batch(recipe: Recipe, shards: int) -> None:

@@ -30,7 +30,7 @@ class Setting:
     keys: tuple[str, ...]
     value: Any
 
-    def value_below(self, level: int) -> Values:
+    def build_nested_value(self, level: int) -> Values:
         """Return the value of the override in nested dicts, one per part of its key after the first `level` parts."""
         values: Values = nest_value(self.keys[level:], self.value)
         return values
@@ -81,7 +81,7 @@ def values_for_all_stages(settings: Sequence[Setting]) -> Values:
     values: Values = {}
     for setting in settings:
         if setting.keys[0] in Recipe.model_fields:
-            values = merge(values, setting.value_below(0))
+            values = merge(values, setting.build_nested_value(0))
     return values
 
 
@@ -97,14 +97,14 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
     for setting in settings:
         first, *remaining_keys = setting.keys
         if first in names and remaining_keys and (first not in Recipe.model_fields or remaining_keys[0] in valid_keys):
-            values = setting.value_below(1)
+            values = setting.build_nested_value(1)
             is_of_recipe = remaining_keys[0] in Recipe.model_fields
             grouped.add_stage_values(first, {"overrides": values} if is_of_recipe else values)
         elif first in Recipe.model_fields:
             for name in names:  # a value for all stages takes precedence over the recipe file of a stage
-                grouped.add_stage_values(name, {"overrides": setting.value_below(0)})
+                grouped.add_stage_values(name, {"overrides": setting.build_nested_value(0)})
         elif first == "pipeline" and remaining_keys and remaining_keys[0] != "stages":
-            grouped.pipeline = merge(grouped.pipeline, setting.value_below(1))
+            grouped.pipeline = merge(grouped.pipeline, setting.build_nested_value(1))
         elif first == "pipeline":
             raise ConfigError(
                 f"--set {setting.text!r}: write pipeline.KEY=VALUE with one of "
@@ -117,9 +117,10 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
                 f"to set a key of it, or set one of its recipe with {stage}.KEY=VALUE"
             )
         else:
-            allowed = list(dict.fromkeys([*names, *Recipe.model_fields, "pipeline"]))
+            allowed_names = list(dict.fromkeys([*names, *Recipe.model_fields, "pipeline"]))
             raise ConfigError(
-                f"--set {setting.text!r}: {first!r} is no stage and no table of a recipe{suggestion(first, allowed)}"
+                f"--set {setting.text!r}: {first!r} is no stage and no table of a "
+                f"recipe{suggestion(first, allowed_names)}"
             )
     return grouped
 

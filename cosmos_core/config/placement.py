@@ -13,16 +13,16 @@ def is_open(recipe: Recipe, kind: StageKind) -> bool:
     return may_be_disaggregated and "mode" not in recipe.model_fields_set and recipe.has_cosmos_rl_keys
 
 
-def with_default_mode(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
+def choose_default_mode(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
     """Return the recipe with the `mode` that fits `gpus` GPUs, and a notice if this is not `disaggregated`, the default
     of Cosmos-RL. If `gpus` is None, another machine runs the stage and is assumed to have enough GPUs.
 
     In `colocated` mode, `tp_size` of the engines is changed to a divisor of the number of ranks.
     """
-    disaggregated = recipe.derive(mode="disaggregated")
-    num_required = disaggregated.num_gpus(has_rollouts=True)
+    disaggregated_recipe = recipe.derive(mode="disaggregated")
+    num_required = disaggregated_recipe.num_gpus(has_rollouts=True)
     if gpus is None or num_required <= gpus:
-        return disaggregated, ""
+        return disaggregated_recipe, ""
     colocated_recipe, changed = with_engines_in_ranks(recipe)
     return colocated_recipe.derive(mode="colocated"), (
         f"mode is left out, which means 'disaggregated' in a recipe of Cosmos-RL and takes {num_required} GPUs, and "

@@ -50,7 +50,7 @@ def prompt_files(path: Path, split: str) -> list[Path]:
     if not path.is_dir():
         return []
     names = {"train": ("train", "video"), "validation": ("validation", "test")}.get(split, (split,))
-    candidates = (path / form.format(name) for name in names for form in _FILE_PATTERNS)
+    candidates = (path / file_pattern.format(name) for name in names for file_pattern in _FILE_PATTERNS)
     return [file for file in candidates if file.is_file()][:1]
 
 

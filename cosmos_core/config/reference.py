@@ -8,11 +8,11 @@ from itertools import groupby
 from jinja2 import Environment, StrictUndefined
 
 from cosmos_core.config.compat.translate import RENAMED_KEYS, UNUSED_KEYS
-from cosmos_core.config.describe import Key, all_keys, kinds_that_read
+from cosmos_core.config.describe import Key, all_keys, find_kinds_that_read_key
 from cosmos_core.types import StageKind
 
 
-def reference(kinds: Mapping[str, StageKind]) -> str:
+def render_config_reference(kinds: Mapping[str, StageKind]) -> str:
     """Return the configuration reference in Markdown, rendered with the template `reference.md.j2`."""
     markdown = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     markdown.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
@@ -48,4 +48,4 @@ def _table_heading(path: str, table: str) -> str:
 def _status(key: Key, kinds: Mapping[str, StageKind]) -> str:
     if key.status != "used":
         return f"{key.status}: {key.note}" if key.note else key.status
-    return "; ".join(filter(None, (", ".join(kinds_that_read(key, kinds)), key.note)))
+    return "; ".join(filter(None, (", ".join(find_kinds_that_read_key(key, kinds)), key.note)))

@@ -8,9 +8,9 @@ from cosmos_core.errors import ConfigError
 class SourceWeights(dict[str, float]):
     """Weights of all reward functions, with those of each source of rows; rows of no source have the source ""."""
 
-    def __init__(self, by_source: Mapping[str, Mapping[str, float]]) -> None:
-        super().__init__({name: weight for weights in by_source.values() for name, weight in weights.items()})
-        self.by_source = by_source
+    def __init__(self, weights_by_source: Mapping[str, Mapping[str, float]]) -> None:
+        super().__init__({name: weight for weights in weights_by_source.values() for name, weight in weights.items()})
+        self.by_source = weights_by_source
 
     def __repr__(self) -> str:
         return repr(self.by_source)

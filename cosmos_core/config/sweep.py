@@ -127,7 +127,7 @@ def _expand(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: M
         sweep=sweep.model_copy(update={"grid": {}, "through": (), "branches": tuple(branches)}),
     )
     outside = [stage for stage in pipeline.stages if stage.name not in members]
-    unchanged = [_replace_by_choice(pipeline, stage, head.name, members) for stage in outside]
+    unchanged = [_replace_branch_references(pipeline, stage, head.name, members) for stage in outside]
     for member in set(members) - {head.name}:
         del recipes[member]
     return pipeline.with_stages([*unchanged, *new_stages, choice], recipes)
@@ -230,12 +230,14 @@ def _nest_keys(settings: Values) -> Values:
 def _rename_references(stage: StageConfig, names: Mapping[str, str]) -> StageConfig:
     """Return a stage of a branch, with its references to other stages of the branch renamed."""
 
-    def reference(text: str) -> str:
+    def rename_reference(text: str) -> str:
         name = names.get(source_of(text) or "")
         return f"{STAGE_PREFIX}{name}" if name else text
 
     after = tuple(names.get(name, name) for name in stage.after)
-    return stage.model_copy(update={"after": after, "model": reference(stage.model), "data": reference(stage.data)})
+    return stage.model_copy(
+        update={"after": after, "model": rename_reference(stage.model), "data": rename_reference(stage.data)}
+    )
 
 
 def _rename_teacher(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
@@ -245,7 +247,9 @@ def _rename_teacher(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
     return recipe.derive(distillation=recipe.distillation.derive(model_name_or_path=f"{STAGE_PREFIX}{name}"))
 
 
-def _replace_by_choice(pipeline: Pipeline, stage: StageConfig, head: str, members: Sequence[str]) -> StageConfig:
+def _replace_branch_references(
+    pipeline: Pipeline, stage: StageConfig, head: str, members: Sequence[str]
+) -> StageConfig:
     """Return a stage outside of the branches, with its references to stages of the branches replaced by the choice."""
     where = _describe_stage(pipeline, stage)
     swept_names = {f"{STAGE_PREFIX}{name}" for name in members}

@@ -52,7 +52,7 @@ def _next_position(lengths: Sequence[int], batch: list[int], pool: list[int], bu
     return None if best is None else best[2]
 
 
-class BalancedSteps:
+class BalancedStepPlan:
     """Plan of the micro-batches of each optimizer step; the last step of an epoch may have fewer micro-batches."""
 
     def __init__(

@@ -58,7 +58,7 @@ def rows_of(
         "attention_mask": real_BT.long(),
         "position_ids": torch.arange(width).expand(len(rows), -1),
     }
-    return Rows(inputs, [b * (width - 1) for b in range(len(rows))])
+    return Rows(inputs, [row_index * (width - 1) for row_index in range(len(rows))])
 
 
 def shared_rows(

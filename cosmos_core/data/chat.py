@@ -125,8 +125,12 @@ class ToolText:
         """Find the text between turns; `end_ids` are the tokens that end an assistant turn."""
         self._tokenizer, self._chat = tokenizer, chat
         self._end_tokens = {str(tokenizer.decode([token])): token for token in end_ids}
-        marks = [token for token in tokenizer.all_special_tokens if len(token) > 2]
-        self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else None
+        special_tokens = [token for token in tokenizer.all_special_tokens if len(token) > 2]
+        self._marks = (
+            re.compile("|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))))
+            if special_tokens
+            else None
+        )
         self._form: Message | None = None
         with limit_resources(f"{_KEY}: the chat template"):
             self._form = self._select_assistant_form()
@@ -153,16 +157,16 @@ class ToolText:
     def _select_assistant_form(self) -> Message:
         """Return the first form of an assistant turn that renders equally with and without a tool result after it."""
         reason = ""
-        for form in _ASSISTANT_FORMS:
+        for assistant_form in _ASSISTANT_FORMS:
             try:
-                end_and_text = self._text_after_call(form, [("tool", ToolResult("forty-two"))])
+                end_and_text = self._text_after_call(assistant_form, [("tool", ToolResult("forty-two"))])
             except (TemplateError, ValueError, TypeError) as error:
                 reason = f" ({' '.join(str(error).split())})"
                 continue
             if end_and_text is not None and "forty-two" not in end_and_text[1]:
                 reason = " (it leaves out what a tool says)"
             elif end_and_text is not None:
-                return form
+                return assistant_form
         raise _changed_turn_error(self._tokenizer, reason)
 
     def _check_calls(self) -> None:
@@ -175,10 +179,10 @@ class ToolText:
         function = {"name": expected.name, "arguments": expected.arguments}
         calls = [{"type": "function", "id": "call00000", "function": function}]
         call_text = ""
-        for form in (calls, with_texts(calls)):
+        for call_form in (calls, with_texts(calls)):
             with suppress(TemplateError, ValueError, TypeError):
                 prompt = self._render([_USER], add_generation_prompt=False)
-                turn = {"role": "assistant", "content": "", "tool_calls": form}
+                turn = {"role": "assistant", "content": "", "tool_calls": call_form}
                 text = self._render([_USER, turn], add_generation_prompt=False)
                 text = text[num_shared(prompt, text) :]
                 if parse_calls(text) == [expected]:
@@ -192,14 +196,16 @@ class ToolText:
                 f"{_KEY}.custom_chat_template_path, or take another model"
             )
 
-    def _text_after_call(self, form: Message, results: Sequence[tuple[str, ToolResult]]) -> tuple[str, str] | None:
+    def _text_after_call(
+        self, assistant_form: Message, results: Sequence[tuple[str, ToolResult]]
+    ) -> tuple[str, str] | None:
         """Return the end token of the assistant turn and the text after it; None if results change the turn's text."""
         ids = [f"call{number:05d}" for number in range(len(results))]  # Mistral requires call ids of nine characters
         called = [
             {"type": "function", "id": id_, "function": {"name": name, "arguments": {}}}
             for id_, (name, _) in zip(ids, results, strict=True)
         ]
-        turn = form if form["content"] else {**form, "tool_calls": called}
+        turn = assistant_form if assistant_form["content"] else {**assistant_form, "tool_calls": called}
         replies = [
             {"role": "tool", "name": name, "tool_call_id": id_, "content": self._escape_special_tokens(result.text)}
             for id_, (name, result) in zip(ids, results, strict=True)

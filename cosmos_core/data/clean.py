@@ -51,7 +51,9 @@ class CleanedRows(NamedTuple):
     notices: list[str]
 
 
-def clean(stage: Stage, rows: Rows, held_out: Sequence[Rows], folder: Path, opener: Opener) -> CleanedRows:
+def clean_training_rows(
+    stage: Stage, rows: Rows, held_out: Sequence[Rows], folder: Path, opener: Opener
+) -> CleanedRows:
     """Write the duplicates and benchmark texts among the training rows to a file in `folder`, and drop these rows if
     the recipe sets `action = "drop"`. Rows that match held-out rows are only reported.
 
@@ -101,13 +103,13 @@ def _matches(
     with tempfile.TemporaryFile(dir=stage.path) as file:
         compared = ComparedRows(file)
         for number, where, texts in _readable(stage, rows, pack):
-            normal, turns = _normalise_turns(texts)
+            normalised_texts, turns = _normalise_turns(texts)
             if match := benchmarks.match(turns):
                 is_removed = match["similarity"] >= config.min_overlap
                 yield number, is_removed, {"row": where, **match}
                 if is_removed:
                     continue
-            row = _make_compared_row(where, texts, normal, turns)
+            row = _make_compared_row(where, texts, normalised_texts, turns)
             own_keys = row.keys(bands)
             if match := held_out_index.match(row, own_keys):
                 yield number, False, match
@@ -133,12 +135,14 @@ def _readable(stage: Stage, rows: Rows, pack: Callable[[Row, str], Row] | None) 
 
 def _normalise_turns(texts: Iterable[str]) -> tuple[list[str], list[list[str]]]:
     """Return the normalised texts of a row, and the words of each."""
-    normal = list(map(normalised, texts))
-    return normal, list(map(split_words, normal))
+    normalised_texts = list(map(normalised, texts))
+    return normalised_texts, list(map(split_words, normalised_texts))
 
 
-def _make_compared_row(where: str, texts: list[str], normal: list[str], turns: list[list[str]]) -> "ComparedRow":
-    digest = blake2b("\0".join(normal).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def _make_compared_row(
+    where: str, texts: list[str], normalised_texts: list[str], turns: list[list[str]]
+) -> "ComparedRow":
+    digest = blake2b("\0".join(normalised_texts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
     grams = np.unique(ngrams(hashes_of([*chain.from_iterable(turns)]), _SHINGLE))
     text = "\n".join(texts)[:_MAX_CHARACTERS].encode("utf-8", "replace").decode()
     return ComparedRow(digest, where, text, grams)
@@ -172,8 +176,8 @@ class ComparedRow(NamedTuple):
 
     def similarity(self, other: "ComparedRow") -> float:
         """Return the Jaccard similarity of the n-grams of two rows."""
-        common = np.intersect1d(self.grams, other.grams, assume_unique=True).size
-        return common / max(1, self.grams.size + other.grams.size - common)
+        num_common_grams = np.intersect1d(self.grams, other.grams, assume_unique=True).size
+        return num_common_grams / max(1, self.grams.size + other.grams.size - num_common_grams)
 
     def keys(self, bands: MinHashBands | None) -> list[int]:
         """Return the hash of the row's text and, with `bands`, a key per band: similar rows very likely share one."""

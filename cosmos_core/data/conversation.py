@@ -131,12 +131,12 @@ def _masked_tokens(
     """Tokenise the whole text once; a token is learned if it has a character inside a span."""
     if not tokenizer.is_fast:
         return _tokenise_between_borders(tokenizer, text, spans, where)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    starts, token_ends = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    starts, token_ends = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), dtype=bool)
     for span in spans:
         mask |= mask_of_span(span, starts, token_ends)
-    return encoded["input_ids"], mask.astype(int).tolist()
+    return encoding["input_ids"], mask.astype(int).tolist()
 
 
 def _tokenise_between_borders(

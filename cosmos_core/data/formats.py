@@ -32,7 +32,7 @@ from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.transient import is_machine_error
 
-_BLOCK = 1 << 20  # characters that are read from a file at a time
+_BLOCK_CHARACTERS = 1 << 20  # characters that are read from a file at a time
 _BATCH_ROWS = 1024
 _JSON_WHITESPACE = re.compile(r"[ \t\n\r]*")
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
@@ -57,10 +57,10 @@ def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
     with ExitStack() as stack:
         with reader_errors(f"{path.name} cannot be read"):
             file = stack.enter_context(_OPEN_BY_SUFFIX.get(path.suffix, open)(path, "rb"))
-            marks = 0  # bytes of byte order marks, which some programs repeat with each save
+            num_mark_bytes = 0  # bytes of byte order marks, which some programs repeat with each save
             while file.read(len(BOM_UTF8)) == BOM_UTF8:
-                marks += len(BOM_UTF8)
-            file.seek(marks)
+                num_mark_bytes += len(BOM_UTF8)
+            file.seek(num_mark_bytes)
         try:
             yield TextIOWrapper(file, encoding="utf-8", newline=newline)
         except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
@@ -106,7 +106,7 @@ def _parse_object(text: str, where: str) -> Row:
 def _json(path: Path) -> Iterator[Located]:
     """Yield the rows of a JSON array of objects; read any other file as JSON Lines."""
     with _open_text(path, "\n") as file:
-        beginning = file.read(_BLOCK)
+        beginning = file.read(_BLOCK_CHARACTERS)
         if not beginning.lstrip().startswith("["):
             yield from _json_lines(path)
             return
@@ -127,7 +127,7 @@ def _iterate_json_array(file: TextIO, text: str) -> Iterator[Any]:
     one element in memory; raise ValueError if the text is not an array, or ends too early."""
     decoder = json.JSONDecoder()
     position = text.index("[") + 1
-    separator, size = ",", _BLOCK
+    separator, size = ",", _BLOCK_CHARACTERS
     while separator == ",":
         try:
             value, end = decoder.raw_decode(text, _skip_whitespace(text, position))
@@ -142,7 +142,7 @@ def _iterate_json_array(file: TextIO, text: str) -> Iterator[Any]:
         if separator not in ",]":
             raise ValueError(f"{separator!r} between two elements")
         yield value
-        position, size = end + 1, _BLOCK
+        position, size = end + 1, _BLOCK_CHARACTERS
     if text[position:].strip() or file.read().strip():
         raise ValueError("text behind the array")
 
@@ -195,8 +195,8 @@ def _separator(path: Path, header: str) -> str:
     """Return the separator of a file: a tab for TSV, else the first of `_SEPARATORS` in the header outside quotes."""
     if ".tsv" in path.suffixes[-2:]:
         return "\t"
-    unquoted = re.sub(r'"[^"]*"', "", header)
-    return next((each for each in _SEPARATORS if each in unquoted), ",")
+    unquoted_header = re.sub(r'"[^"]*"', "", header)
+    return next((each for each in _SEPARATORS if each in unquoted_header), ",")
 
 
 def _text(read: Callable[[Path], Iterator[Located]], path: Path) -> RowPart:

@@ -31,7 +31,7 @@ def find_lost_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> 
 
 
 def _characters(text: str) -> Counter[str]:
-    normal = unicodedata.normalize("NFKD", text).casefold()
-    counts = Counter(filter(str.isalnum, normal))
-    counts[" "] = max(0, len(normal.split()) - 1)
+    normalised_text = unicodedata.normalize("NFKD", text).casefold()
+    counts = Counter(filter(str.isalnum, normalised_text))
+    counts[" "] = max(0, len(normalised_text.split()) - 1)
     return counts

@@ -15,7 +15,7 @@ from cosmos_core.data.bounds import limit_resources
 from cosmos_core.data.messages import Message, SkippedRow, texts_of
 from cosmos_core.data.rendering import Tools, render, render_template
 from cosmos_core.data.spans import Render, Span, prefix_spans, spans_by_placeholders, trimmed
-from cosmos_core.data.turn_weights import is_learned_turn
+from cosmos_core.data.turn_weights import is_trained_turn
 from cosmos_core.errors import DataError
 
 _MIN_PLACEHOLDER_TURNS = 64
@@ -40,7 +40,7 @@ def find_learned_spans(
         SkippedRow: no assistant turn with content is learned.
         RefusedRow, ModelError: as in `render`.
     """
-    if not any(_has_content(turn) for turn in turns if is_learned_turn(turn)):
+    if not any(_has_content(turn) for turn in turns if is_trained_turn(turn)):
         raise SkippedRow(where, "without an assistant turn to learn")
     turns, full = render(owner, turns, where, tools=tools)
     tokenizer = owner.tokenizer if isinstance(owner, ProcessorMixin) else owner
@@ -49,16 +49,16 @@ def find_learned_spans(
     with limit_resources(f"{where}: the chat template"):
         spans = _find_marked_spans(owner, tokenizer, turns, full, tools)
     is_marked, assistant = spans is not None, [turn for turn in turns if turn["role"] == "assistant"]
-    if spans is None or not all(map(is_learned_turn, assistant)):
+    if spans is None or not all(map(is_trained_turn, assistant)):
         turn_spans = _turn_spans(render_part, turns, full, special_tokens)
         if turn_spans is None:
             raise _location_error(turns, where)
-        chosen = [span for span, turn in zip(turn_spans, assistant, strict=True) if is_learned_turn(turn)]
+        chosen = [span for span, turn in zip(turn_spans, assistant, strict=True) if is_trained_turn(turn)]
         spans = chosen if spans is None else _spans_in_turns(chosen, spans, turn_spans, where)
     if not spans:
         raise SkippedRow(where, "in which the chat template marks nothing to learn")
     spans = [trimmed(span, full, special_tokens) for span in spans]
-    return full, [_with_end(span, full, end_texts, is_marked=is_marked) for span in spans]
+    return full, [_extend_to_end_token(span, full, end_texts, is_marked=is_marked) for span in spans]
 
 
 def _turn_spans(
@@ -88,7 +88,7 @@ def _do_overlap(span: Span, other: Span) -> bool:
     return max(span[0], other[0]) < min(span[1], other[1])
 
 
-def _with_end(span: Span, full: str, end_texts: Sequence[str], *, is_marked: bool) -> Span:
+def _extend_to_end_token(span: Span, full: str, end_texts: Sequence[str], *, is_marked: bool) -> Span:
     """Extend the span by the end token after it, without which a model never learns to stop. Marks often exclude the
     end token. In some models, such as GLM-4, the first token of the next turn is the end token."""
     start, stop = span
@@ -132,7 +132,7 @@ def _find_marked_spans(
     template = owner.chat_template if isinstance(owner, ProcessorMixin) else owner.get_chat_template(tools=tools)
     if not isinstance(template, str) or not _GENERATION_MARK.search(template):
         return None
-    texts, mark_offsets = cast(Any, render_jinja_template)(
+    texts, generation_spans = cast(Any, render_jinja_template)(
         conversations=[turns],
         chat_template=template,
         return_assistant_tokens_mask=True,
@@ -141,7 +141,7 @@ def _find_marked_spans(
     )
     if texts[0] != full:
         return None
-    return [(start, stop) for start, stop in mark_offsets[0]]
+    return [(start, stop) for start, stop in generation_spans[0]]
 
 
 @lru_cache(maxsize=4)  # every row needs the tokens, and listing them is slow

@@ -27,7 +27,7 @@ from cosmos_core.run.files import copy_file, follow_umask, read_json, remove_lef
 logger = logging.getLogger(__name__)
 
 _VERSION = 2  # version of the cache, to increase if the same bytes are decoded to other pixels or tokens
-_TYPICAL_ENTRIES, _MAX_ENTRIES = 32, 128
+_TYPICAL_SHARD_ENTRIES, _MAX_ENTRIES = 32, 128
 
 Entry = dict[str, Tensor]
 ItemT = TypeVar("ItemT")
@@ -54,7 +54,7 @@ def shards_of(items: Iterable[Keyed[ItemT]]) -> Iterator[list[Keyed[ItemT]]]:
             continue
         shard_digests.add(each.key)
         shard.append(each)
-        if int(each.key[:8], 16) % _TYPICAL_ENTRIES == 0 or len(shard) == _MAX_ENTRIES:
+        if int(each.key[:8], 16) % _TYPICAL_SHARD_ENTRIES == 0 or len(shard) == _MAX_ENTRIES:
             yield shard
             shard = []
     if shard:
@@ -96,10 +96,10 @@ class MediaCache:
         is the reason why the item could not be encoded."""
         path = self.path(shard)
         building = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        encoded = {key: entry for key, entry in entries.items() if not isinstance(entry, str)}
+        encoded_entries = {key: entry for key, entry in entries.items() if not isinstance(entry, str)}
         tensors = {
             f"{key}.{name}": value.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for key, entry in encoded.items()
+            for key, entry in encoded_entries.items()
             for name, value in entry.items()
         }
         save_file(tensors, building)

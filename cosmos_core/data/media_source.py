@@ -39,7 +39,7 @@ _MEDIA_KEYS = ("image", "img", "jpg", "png", "webp", "video", "mp4", "file_name"
 _METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _MEDIA_FOLDERS = ("videos", "images")
 _EMBEDDING_FOLDERS = ("text_embeddings", "t5_xxl", "t5")
-_BLOCK = 1 << 20
+_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Content:
             return hashlib.sha256(self.content_bytes).hexdigest()
         digest, remaining = hashlib.sha256(), self.size
         with self.open() as file:
-            while block := file.read(_BLOCK if remaining is None else min(_BLOCK, remaining)):
+            while block := file.read(_BLOCK_BYTES if remaining is None else min(_BLOCK_BYTES, remaining)):
                 digest.update(block)
                 remaining = None if remaining is None else remaining - len(block)
         return digest.hexdigest()
@@ -137,7 +137,7 @@ def _reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> Items:
             raise DataError(f"{key}.split = {split!r}: {path} has no rows to take a slice of; name the split alone")
         return lambda: _prompt_lines(files, path)
     if path.is_dir() and (path / "metas").is_dir():
-        return lambda: _items_from_metas(path)
+        return lambda: _read_metas_folder(path)
     if tar_files := _tars(path):
         return lambda: (item for path in tar_files for item in _items_from_tar(path))
     if metadata := next((path / name for name in _METADATA if (path / name).is_file()), None):
@@ -208,7 +208,7 @@ def _caption(media: Path) -> str | None:
         return ""
 
 
-def _items_from_metas(folder: Path) -> Iterator[Item]:
+def _read_metas_folder(folder: Path) -> Iterator[Item]:
     """Yield an item for each metas/NAME.txt, with the video or image NAME."""
     media = {file.stem: file for file in _files(folder, _MEDIA_FOLDERS) if file.suffix.lower() in _MEDIA_SUFFIXES}
     embeddings = {file.stem: file for file in _files(folder, _EMBEDDING_FOLDERS) if file.suffix in EMBEDDING_SUFFIXES}
@@ -264,12 +264,12 @@ def _items_from_tar(path: Path) -> Iterator[Item]:
                 group[suffix.lower()] = member
             if group:
                 yield _item_from_members(archive, path, group)
-            _check_end(path, archive.offset)
+            _check_tar_end(path, archive.offset)
     except (tarfile.TarError, OSError) as error:
         yield Item(path.name, "", problem=f"{path.name}: damaged tar file, {first_line(error)}")
 
 
-def _check_end(path: Path, offset: int) -> None:
+def _check_tar_end(path: Path, offset: int) -> None:
     """Raise tarfile.ReadError unless the block at `offset`, where reading a tar file stopped, is the block of zeros
     that follows the last member: `tarfile` also stops silently at a damaged header."""
     with open(path, "rb") as file:
@@ -328,8 +328,10 @@ def _item_of_row(located: Located, folder: Path) -> Item:
     where, row = located
     key = next((name for name in _MEDIA_KEYS if row.get(name) is not None), None)
     if key is None:
-        lacks = f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
-        return replace(_item_from_json(row, where, None, None), lacks=lacks)
+        missing_media_reason = (
+            f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
+        )
+        return replace(_item_from_json(row, where, None, None), lacks=missing_media_reason)
     value, is_video = row[key], key in {"video", "mp4"}
     if key == "file_name":
         is_video = str(value).lower().endswith(VIDEO_SUFFIXES)

@@ -114,8 +114,10 @@ def read_splits(stage: Stage, source: Source) -> dict[str, Split]:
     splits, max_rows = _read_source_splits(stage, source), stage.recipe.validation.max_rows
     if VALIDATION in splits and max_rows is not None:
         held_out, other_rows = splits[VALIDATION], iter(range(max_rows))
-        limited = [row if row is not None and next(other_rows, None) is not None else None for row in held_out.rows]
-        splits[VALIDATION] = held_out._replace(rows=limited)
+        limited_rows = [
+            row if row is not None and next(other_rows, None) is not None else None for row in held_out.rows
+        ]
+        splits[VALIDATION] = held_out._replace(rows=limited_rows)
     return splits
 
 

@@ -133,7 +133,9 @@ def read_conversation(
         DataError: the row has no known column, an unknown role, or content that is not text.
         SkippedRow: the text or conversation is empty.
     """
-    present_column = next((c for c in (column, *_CONVERSATION_COLUMNS) if has_value(row, c)), None)
+    present_column = next(
+        (candidate for candidate in (column, *_CONVERSATION_COLUMNS) if has_value(row, candidate)), None
+    )
     if present_column is not None:
         value = row[present_column] if present_column == "text" else decode_conversation(row[present_column])
         if not isinstance(value, str):
@@ -187,7 +189,7 @@ def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit m
             raise DataError(f"{where}: column {name!r} (train_policy.{key}) is null; fill it, or leave the row out")
         if name and name not in row:
             raise DataError(f"{where}: no column {name!r} (train_policy.{key}); the row has {columns_of(row)}")
-    column = prompt_column or next((c for c in _PROMPT_COLUMNS if has_value(row, c)), "")
+    column = prompt_column or next((candidate for candidate in _PROMPT_COLUMNS if has_value(row, candidate)), "")
     if not column:
         raise MissingColumn(
             f"{where}: no prompt among the columns {columns_of(row)}; set train.train_policy.prompt_column_name"
@@ -216,17 +218,17 @@ def read_held_out(
     return _split_reference(conversation, _reference(row, "", where), where)
 
 
-def _split_reference(turns: list[Message], reference: str | None, where: str) -> tuple[list[Message], str]:
+def _split_reference(turns: list[Message], reference_response: str | None, where: str) -> tuple[list[Message], str]:
     if turns and turns[-1]["role"] == "assistant":
-        reference = "".join(texts_of(turns[-1])) if reference is None else reference
+        reference_response = "".join(texts_of(turns[-1])) if reference_response is None else reference_response
         turns = turns[:-1]
     if not any(turn["role"] == "user" and any(map(str.strip, texts_of(turn))) for turn in turns):
         raise SkippedRow(where, "without a user turn to answer")
-    return turns, reference or ""
+    return turns, reference_response or ""
 
 
 def _reference(row: Row, column: str, where: str) -> str | None:
-    column = column or next((c for c in _REFERENCE_COLUMNS if has_value(row, c)), "")
+    column = column or next((candidate for candidate in _REFERENCE_COLUMNS if has_value(row, candidate)), "")
     if not column:
         return None
     value = row[column]
@@ -331,7 +333,7 @@ def texts_of(message: Message) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
-def alternative_turns(turns: list[Message]) -> Iterator[list[Message]]:
+def propose_merged_turns(turns: list[Message]) -> Iterator[list[Message]]:
     """Yield alternative forms of the turns for a chat template that refuses their sequence of roles. The closest form
     comes first: consecutive turns of one role are merged. Then system turns become user turns too."""
     yield merge_turns(turns)

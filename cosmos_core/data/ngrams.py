@@ -58,11 +58,11 @@ def ngrams(hashes: np.ndarray, n: int) -> np.ndarray:
     n = min(n, len(hashes))
     if not n:
         return hashes
-    return np.convolve(hashes, _powers(n), mode="valid")
+    return np.convolve(hashes, _compute_hash_powers(n), mode="valid")
 
 
 @cache
-def _powers(n: int) -> np.ndarray:
+def _compute_hash_powers(n: int) -> np.ndarray:
     """Return powers of an odd number modulo 2^64, with which 64-bit hashes are combined to one."""
     return np.array([pow(_BASE, i + 1, 1 << 64) for i in range(n)], dtype=np.uint64)
 
@@ -79,7 +79,7 @@ class MinHashBands:
             n for n in sizes if 1 - (1 - threshold**n) ** (_NUM_PERMUTATIONS // n) >= _TARGET_RECALL or n == 1
         )
         self._empty = MinHash(num_perm=_NUM_PERMUTATIONS, hashfunc=int)
-        self._powers = _powers(self._size)
+        self._hash_powers = _compute_hash_powers(self._size)
 
     @property
     def count(self) -> int:
@@ -91,4 +91,4 @@ class MinHashBands:
         sketch = self._empty.copy()
         sketch.update_batch((grams >> np.uint64(32)).tolist())
         bands = sketch.hashvalues[: self.count * self._size].reshape(self.count, self._size)
-        return bands.astype(np.uint64) @ self._powers
+        return bands.astype(np.uint64) @ self._hash_powers

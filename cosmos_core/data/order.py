@@ -112,7 +112,7 @@ def left_over_notice(train: TrainConfig, size: int, num_rows: int) -> str:
     Raises:
         DataError: the rows do not fill one step.
     """
-    if train.train_policy.fills_by_tokens or size < 1:
+    if train.train_policy.has_token_based_batches or size < 1:
         return ""
     batches_per_epoch(size, num_rows, train.train_policy.drops_last_rows)
     count = num_rows % size if train.train_policy.drops_last_rows else 0

@@ -58,7 +58,9 @@ def read_preference(
     first_completion, other = (_read_completion(row, name, where, with_images) for name in ("chosen", "rejected"))
     if first_completion == other:
         raise SkippedRow(where, "with equal chosen and rejected")
-    prompt_column = next((c for c in (column, *_PROMPT_COLUMNS) if has_value(row, c)), None)
+    prompt_column = next(
+        (candidate_column for candidate_column in (column, *_PROMPT_COLUMNS) if has_value(row, candidate_column)), None
+    )
     if prompt_column is None and isinstance(first_completion, str) and isinstance(other, str):
         if any(name in row for name in (column, *_PROMPT_COLUMNS)):
             raise SkippedRow(where, "without a prompt")

@@ -30,7 +30,7 @@ from cosmos_core.config.schema.dataset import DatasetConfig, RowsConfig, SourceC
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.chat import prompt_rendering, renders_tools
-from cosmos_core.data.clean import clean, texts_of
+from cosmos_core.data.clean import clean_training_rows, texts_of
 from cosmos_core.data.formats import Located
 from cosmos_core.data.kept_text import find_lost_text
 from cosmos_core.data.kinds.base import TRAIN, VALIDATION
@@ -89,8 +89,8 @@ def tokenise(stage: Stage) -> Outcome:
             "custom.dataset.media_path, the folder of all images"
         )
     first_texts = (text for source in splits[TRAIN] for text in _first_texts(stage, source))
-    lost_notice, loses_much = find_lost_text(tokenizer, first_texts)
-    jobs, tool_notices = _set_renderings(stage, jobs, tokenizer)
+    lost_notice, is_much_text_lost = find_lost_text(tokenizer, first_texts)
+    jobs, tool_notices = _set_prompt_rendering(stage, jobs, tokenizer)
     statistics: dict[str, dict[str, Any]] = {}
     ignored_keys = media_settings(stage.recipe).ignored_keys
     notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in ignored_keys]
@@ -101,7 +101,7 @@ def tokenise(stage: Stage) -> Outcome:
     with replaced_folder(stage.path / "data") as folder:
         if stage.recipe.train.train_policy.clean is not None:  # with `clean`, the schema allows only one data set
             held_out = [source.rows for source in splits.get(VALIDATION, ())]
-            cleaned = clean(stage, splits[TRAIN][0].rows, held_out, folder, _opener(stage, stage.recipe))
+            cleaned = clean_training_rows(stage, splits[TRAIN][0].rows, held_out, folder, _opener(stage, stage.recipe))
             splits[TRAIN] = [replace(splits[TRAIN][0], rows=cleaned.rows)]
             notices += cleaned.notices
             clean_metrics = cleaned.metrics
@@ -125,7 +125,7 @@ def tokenise(stage: Stage) -> Outcome:
     names = ("rows", "tokens", "skipped_rows")
     metrics = {f"data/{split}_{name}": float(statistics[split][name]) for split in statistics for name in names}
     info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
-    info |= {"loses_text": lost_notice} if loses_much else {}
+    info |= {"loses_text": lost_notice} if is_much_text_lost else {}
     return Outcome(outputs=("data",), metrics=metrics | clean_metrics, info=info)
 
 
@@ -150,7 +150,7 @@ def _first_texts(stage: Stage, source: _Source) -> Iterator[str]:
             yield from texts_of(tokenised_kind(policy.rows).read(pack(row, where) if pack else row, where, policy))
 
 
-def _set_renderings(
+def _set_prompt_rendering(
     stage: Stage, jobs: dict[str, list[Job]], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, list[Job]], list[JsonValue]]:
     """Return the jobs with the recipe's settings for rendering prompts, and notices about the chat template."""
@@ -286,7 +286,7 @@ def _without_pass_rates(dataset: RowsConfig) -> RowsConfig:
 def _kinds_by_split(recipe: Recipe) -> dict[str, str]:
     """Return the kinds of rows that held-out rows are prepared as, by the name of the split for each kind."""
     kind = row_kind(recipe.train.train_policy.rows)
-    return kind.held_out_kinds(has_rewards=bool(recipe.validation.reward_function))
+    return kind.held_out_row_kinds(has_rewards=bool(recipe.validation.reward_function))
 
 
 def _opener(stage: Stage, recipe: Recipe) -> Opener:

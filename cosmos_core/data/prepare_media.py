@@ -214,11 +214,11 @@ class _SplitEncoder:
         if is_media:
             framing = frame_settings(self._stage.recipe, split.config, self._source)
             encode: Any = lambda items: self._encode_media(items, framing)  # noqa: E731
-            keyed: Iterable[Any] = (Keyed(row.media, (row.media, item.content)) for row, item in pairs)
+            keyed_items: Iterable[Any] = (Keyed(row.media, (row.media, item.content)) for row, item in pairs)
         else:
             encode = self._encode_texts
-            keyed = (Keyed(row.text, item.embedding or row.prompt) for row, item in pairs)
-        for shard in shards_of(keyed):
+            keyed_items = (Keyed(row.text, item.embedding or row.prompt) for row, item in pairs)
+        for shard in shards_of(keyed_items):
             name = self._shard(shard, encode, folder, int(is_media))
             entries.skip_reasons.update(self._cache.skip_reasons(name))
             shapes = self._cache.shapes(name, "mean") if is_media else {}
@@ -253,8 +253,8 @@ class _SplitEncoder:
             with torch.no_grad():
                 batch = self._source.encoders.text_embedding(part)
             entries += [{name: values[i] for name, values in batch.items()} for i in range(len(part))]
-        encoded = iter(entries)
-        return [next(encoded) if isinstance(text, str) else self._read_given_embedding(text) for text in texts]
+        encoded_entries = iter(entries)
+        return [next(encoded_entries) if isinstance(text, str) else self._read_given_embedding(text) for text in texts]
 
     def _read_given_embedding(self, path: Path) -> Entry | str:
         """Return the embedding in a file of the data set, or the reason why the embedding cannot be used."""
@@ -299,8 +299,8 @@ class _SplitEncoder:
         with torch.no_grad():
             mean, logvar = self._source.encoders.visual_embedding(pixels.movedim(-1, 1).contiguous())
         latents: dict[int, Entry | str] = {}
-        for b, (index, _) in enumerate(batch):
-            latents[index] = {"mean": mean[b]} | ({} if logvar is None else {"logvar": logvar[b]})
+        for batch_index, (index, _) in enumerate(batch):
+            latents[index] = {"mean": mean[batch_index]} | ({} if logvar is None else {"logvar": logvar[batch_index]})
         return latents
 
 

@@ -38,7 +38,7 @@ def run(stage: Stage) -> Outcome:
         read = partial(read_conversation, column=term.conversation_column_name, system_prompt=prompt, with_images=True)
         _check_readable(term.dataset, "train.train_policy.data_term", read)
     if validation.dataset.name:
-        held_out = tokenised_kind(kind.held_out_kinds(has_rewards=bool(validation.reward_function))[VALIDATION])
+        held_out = tokenised_kind(kind.held_out_row_kinds(has_rewards=bool(validation.reward_function))[VALIDATION])
         _check_readable(validation.dataset, "validation.dataset", partial(held_out.read, policy=policy))
     return Outcome()
 

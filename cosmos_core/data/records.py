@@ -27,7 +27,7 @@ from cosmos_core.data.chat import DEFAULT_RENDERING, PromptRendering
 from cosmos_core.data.formats import Located
 from cosmos_core.data.images import align_images, read_image
 from cosmos_core.data.kinds.base import TokenisedKind
-from cosmos_core.data.messages import Message, ReadRow, Row, SkippedRow, alternative_turns
+from cosmos_core.data.messages import Message, ReadRow, Row, SkippedRow, propose_merged_turns
 from cosmos_core.data.rendering import RefusedRow
 from cosmos_core.data.statistics import Chunk, SkippedSource
 from cosmos_core.errors import DataError
@@ -234,7 +234,7 @@ def tokenise_turns(tokenise: Callable[[_Turns], _Tokens], turns: _Turns) -> tupl
         return tokenise(turns), False
     except RefusedRow:
         assert not isinstance(turns, str)  # plain text is not rendered by a template
-        for merged_turns in alternative_turns(turns):
+        for merged_turns in propose_merged_turns(turns):
             with suppress(RefusedRow):
                 return tokenise(merged_turns), True
         raise

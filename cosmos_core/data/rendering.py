@@ -49,20 +49,22 @@ def render(
             "from an instruct model, or give plain text: a column `text`, or `prompt` and `completion`"
         )
     renderings: list[tuple[list[Message], list[Message], str]] = []
-    for form in (turns, _with_text_parts(turns)) if isinstance(owner, ProcessorMixin) else (turns,):
+    for rendered_turns in (turns, _with_text_parts(turns)) if isinstance(owner, ProcessorMixin) else (turns,):
         try:
-            text = render_template(owner, form, add_generation_prompt, where=where, tools=tools, options=options)
-            renderings.append((_find_missing_turns(form, text), form, text))
+            text = render_template(
+                owner, rendered_turns, add_generation_prompt, where=where, tools=tools, options=options
+            )
+            renderings.append((_find_missing_turns(rendered_turns, text), rendered_turns, text))
         except TemplateError as error:
             reason = error
-    written = _with_written_arguments(turns)
+    written = _with_json_arguments(turns)
     if written != turns and (
         not renderings or any(uses_python_notation(turn.get("tool_calls"), renderings[0][2]) for turn in turns)
     ):
         return render(owner, written, where, add_generation_prompt=add_generation_prompt, tools=tools, options=options)
     if not renderings:
         raise RefusedRow(where, f"refused by the chat template ({reason})")
-    missing_turns, form, text = min(renderings, key=lambda each: len(each[0]))
+    missing_turns, rendered_turns, text = min(renderings, key=lambda each: len(each[0]))
     for turn in missing_turns:
         if turn["role"] == "system":
             raise RefusedRow(where, "with a system turn that the chat template leaves out")
@@ -72,8 +74,8 @@ def render(
                 f"{where}: the chat template leaves out the user's text {' '.join(texts_of(turn))[:40]!r}; "
                 "use a template that accepts strings as content"
             )
-    _check_tool_calls(form, text, where)
-    return form, text
+    _check_tool_calls(rendered_turns, text, where)
+    return rendered_turns, text
 
 
 def _with_text_parts(turns: list[Message]) -> list[Message]:
@@ -84,7 +86,7 @@ def _with_text_parts(turns: list[Message]) -> list[Message]:
     ]
 
 
-def _with_written_arguments(turns: list[Message]) -> list[Message]:
+def _with_json_arguments(turns: list[Message]) -> list[Message]:
     """Return the turns with tool-call arguments as JSON text, which a few chat templates expect, such as DeepSeek's."""
     return [{**turn, "tool_calls": with_texts(turn["tool_calls"])} if "tool_calls" in turn else turn for turn in turns]
 

@@ -53,10 +53,10 @@ class Rows:
         selects rows (None: all rows)."""
         self.folder = folder
         self._row_parts, self._chosen_rows = parts, chosen_rows
-        self._num_all = sum(part.num_rows for part in parts)
+        self._num_all_rows = sum(part.num_rows for part in parts)
 
     def __len__(self) -> int:
-        return self._num_all if self._chosen_rows is None else int(self._chosen_rows.sum())
+        return self._num_all_rows if self._chosen_rows is None else int(self._chosen_rows.sum())
 
     @property
     def is_generated(self) -> bool:
@@ -71,15 +71,15 @@ class Rows:
         """Return the first `count` rows; None returns all rows."""
         if count is None or count >= len(self):
             return self
-        chosen_rows = np.ones(self._num_all, bool) if self._chosen_rows is None else self._chosen_rows
+        chosen_rows = np.ones(self._num_all_rows, bool) if self._chosen_rows is None else self._chosen_rows
         return Rows(self._row_parts, self.folder, chosen_rows & (np.cumsum(chosen_rows) <= count))
 
     def where(self, chosen_rows: np.ndarray) -> Rows:
         """Return the rows that the mask `chosen_rows`, with an entry per row, selects."""
         if self._chosen_rows is not None:
-            new_chosen = self._chosen_rows.copy()
-            new_chosen[self._chosen_rows] = chosen_rows
-            chosen_rows = new_chosen
+            new_chosen_rows = self._chosen_rows.copy()
+            new_chosen_rows[self._chosen_rows] = chosen_rows
+            chosen_rows = new_chosen_rows
         return Rows(self._row_parts, self.folder, chosen_rows)
 
 
@@ -101,7 +101,7 @@ def load_rows(dataset: RowsConfig, key: str = "dataset", opener: Opener | None =
     path = Path(os.path.expanduser(dataset.name))
     if os.path.exists(path):
         path = _folder_of_rows(path, dataset.subset)
-        parts = [part for split in dataset.split for part in _sliced_parts(path, split, key)]
+        parts = [part for split in dataset.split for part in _find_split_parts(path, split, key)]
     elif is_code(dataset.name) and opener:
         parts = [opener.make_part(dataset.name, key)]
     elif _looks_like_path(dataset.name):
@@ -159,7 +159,7 @@ def _looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or bool(data_suffix(name))
 
 
-def _sliced_parts(path: Path, split: str, key: str) -> list[RowPart]:
+def _find_split_parts(path: Path, split: str, key: str) -> list[RowPart]:
     """Return the parts of a split, or of a slice in the notation of `datasets`: `train[:48]`, `train[10%:]`."""
     match = _SLICE.fullmatch(split)
     if match is None:
@@ -294,10 +294,10 @@ def _set_offline_if_unreachable() -> Iterator[None]:
     """Restrict `datasets` to its cache while the Hub is unreachable; otherwise it retries each file for 20 seconds."""
     import datasets
 
-    old_offline = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    old_offline_flags = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
     if not hub_is_reachable():
         datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = old_offline
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = old_offline_flags

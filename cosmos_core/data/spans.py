@@ -56,13 +56,13 @@ def spans_by_placeholders(
         with_placeholders[i].pop("tool_calls", None)  # tool calls belong to the completion
     try:
         template_parts = _split_at(render(with_placeholders, False), words)
-        parts_to_last_turn = _split_at(render(with_placeholders[: turns[-1] + 1], False), words)
-        if template_parts is None or parts_to_last_turn is None:
+        parts_up_to_last_turn = _split_at(render(with_placeholders[: turns[-1] + 1], False), words)
+        if template_parts is None or parts_up_to_last_turn is None:
             return None
         texts_before = _texts_before_completions(render, with_placeholders, turns, template_parts)
     except TemplateError:
         return None
-    turn_ends = [_turn_end(part, parts_to_last_turn[-1], closing_tokens) for part in template_parts[1:]]
+    turn_ends = [_turn_end(part, parts_up_to_last_turn[-1], closing_tokens) for part in template_parts[1:]]
     return _locate_completions(full, texts_before, template_parts[-1], turn_ends)
 
 
@@ -147,14 +147,14 @@ def _split_at_generation_prompt(part: str, asked: str, turn_end: str, prompt: st
     if candidate in part:
         return part[: part.rfind(candidate) + len(candidate)], ""
     # Search after the user's text: it may contain the generation prompt, or, if short, occur in the generation prompt.
-    preceding = next((words for words in (asked + turn_end, asked) if words in part), None)
-    if preceding is None or not prompt:
+    preceding_text = next((words for words in (asked + turn_end, asked) if words in part), None)
+    if preceding_text is None or not prompt:
         return part, ""
-    search_start = part.rfind(preceding) + len(preceding) if preceding else 0
+    search_start = part.rfind(preceding_text) + len(preceding_text) if preceding_text else 0
     for length in range(len(prompt), 0, -1):
         position = part.rfind(prompt[:length], search_start)
         # Without preceding user text to search from, a short prefix of the prompt may match unrelated text.
-        if position >= 0 and (preceding or length == len(prompt) or part.endswith(prompt[:length])):
+        if position >= 0 and (preceding_text or length == len(prompt) or part.endswith(prompt[:length])):
             return part[: position + length], prompt[length:]
     return part, ""
 
@@ -184,11 +184,11 @@ def _locate_completions(
         return None
     spans = []
     begin = first
-    for (_, missing_rest), next_text, end, closer in zip(
+    for (_, missing_rest), next_text, end, turn_end in zip(
         texts_before, [*parts[1:], ""], [*stops, last], turn_ends, strict=True
     ):
         begin += len(missing_rest) * full.startswith(missing_rest, begin, end)
-        spans.append((begin, end + len(closer)))
+        spans.append((begin, end + len(turn_end)))
         begin = end + len(next_text)
     return spans
 

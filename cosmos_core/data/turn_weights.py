@@ -41,6 +41,6 @@ def check_parts(content: Any, where: str) -> None:
             raise DataError(f"{where}: a part of the content has {keys[0]!r}; put it on the turn, learned whole")
 
 
-def is_learned_turn(turn: dict[str, Any]) -> bool:
+def is_trained_turn(turn: dict[str, Any]) -> bool:
     """Return whether a turn is an assistant turn that is learned."""
     return bool(turn["role"] == "assistant" and turn.get("weight", 1))

@@ -159,18 +159,18 @@ def _row(item: Any, policy: AlgorithmConfig, where: str) -> Row:
             f"{where} is a {type(item).__name__}; the rule is a dict, a list of turns, a string, or an object with "
             "prompt or conversation"
         )
-    reference = getattr(item, "reference_answer", None)
-    return _row(content, policy, where) | _reference(reference, policy)
+    response = getattr(item, "reference_answer", None)
+    return _row(content, policy, where) | _reference(response, policy)
 
 
-def _reference(reference: Any, policy: AlgorithmConfig) -> Row:
+def _reference(response: Any, policy: AlgorithmConfig) -> Row:
     """Return a row with the reference answer as text, serialised as in a file; an empty row if there is none."""
-    if reference is None:
+    if response is None:
         return {}
     try:
-        text = reference if isinstance(reference, str) else json.dumps(reference, ensure_ascii=False)
+        text = response if isinstance(response, str) else json.dumps(response, ensure_ascii=False)
     except (TypeError, ValueError):  # the value has no JSON form, such as a set or a NumPy scalar
-        text = str(reference)
+        text = str(response)
     return {_reference_column(policy): text}
 
 

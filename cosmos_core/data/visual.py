@@ -86,7 +86,7 @@ def visual_prompt(
     return tokens, text
 
 
-def truncate_visual(tokens: VisualTokens, max_length: int, where: str) -> tuple[list[int], list[int]]:
+def truncate_visual_tokens(tokens: VisualTokens, max_length: int, where: str) -> tuple[list[int], list[int]]:
     """Cut token ids and loss mask on the right, and return them.
 
     Raises:
@@ -110,7 +110,7 @@ def _expand_images(
         )
     bos = processor.tokenizer.bos_token
     try:
-        encoded: Any = processor(
+        processor_output: Any = processor(
             text=[full],
             images=[images] if images else None,
             # Like `apply_chat_template`, add no second BOS token to a text that begins with it.
@@ -120,9 +120,9 @@ def _expand_images(
         )
     except ValueError as error:
         raise DataError(f"{where}: the model's processor refuses the row: {' '.join(str(error).split())}") from error
-    words = _image_spans(processor, full, encoded, where) if images else []
-    ids = list(encoded["input_ids"][0])
-    starts, token_ends = np.asarray(encoded["offset_mapping"][0], dtype=np.int64).reshape(-1, 2).T
+    words = _image_spans(processor, full, processor_output, where) if images else []
+    ids = list(processor_output["input_ids"][0])
+    starts, token_ends = np.asarray(processor_output["offset_mapping"][0], dtype=np.int64).reshape(-1, 2).T
 
     mask, is_image = np.zeros(len(ids), dtype=bool), np.zeros(len(ids), dtype=bool)
     for start, end in spans:
@@ -134,10 +134,12 @@ def _expand_images(
     return VisualTokens(ids, (mask & ~is_image).astype(int).tolist(), int(is_image.sum()), images_end)
 
 
-def _image_spans(processor: ProcessorMixin, full: str, encoded: Any, where: str) -> list[tuple[Span, Span]]:
+def _image_spans(processor: ProcessorMixin, full: str, processor_output: Any, where: str) -> list[tuple[Span, Span]]:
     """Return the span of each image's placeholder word in the text, with its span in the expanded text."""
-    if "text_replacement_offsets" in encoded:
-        return [(tuple(each["span"]), tuple(each["new_span"])) for each in encoded["text_replacement_offsets"][0]]
+    if "text_replacement_offsets" in processor_output:
+        return [
+            (tuple(each["span"]), tuple(each["new_span"])) for each in processor_output["text_replacement_offsets"][0]
+        ]
     bos = processor.tokenizer.bos_token
     # A processor that inserts a BOS token before the text shifts all offsets of tokens.
     if bos and bos not in full:

@@ -34,7 +34,7 @@ from cosmos_core.train.measure import SAMPLES, add_samples, open_rewards
 from cosmos_core.types import Completion, DiffusionSample, Group, Outcome, Prompt, Score, ScoredGroup
 
 REPORT = "evaluation.json"
-_UNFINISHED = "unfinished"
+_UNFINISHED_PREFIX = "unfinished"
 _CHECKED_PROMPTS = 2
 
 
@@ -49,11 +49,11 @@ def check(stage: Stage) -> Outcome:
     diffusers = stage.recipe.policy.diffusers
     num_frames = diffusers.inference_frames if family.is_video else 1
     family.latent_shape(*diffusers.inference_size, num_frames)
-    sets = read_prompt_sets(settings)
-    prompts = [prompt for each in sets.values() for prompt in each[:_CHECKED_PROMPTS]]
+    prompt_sets = read_prompt_sets(settings)
+    prompts = [prompt for each in prompt_sets.values() for prompt in each[:_CHECKED_PROMPTS]]
     groups = made_up_groups(prompts, num_frames, diffusers.inference_size)
     rewards = call_rewards(stage, dict.fromkeys(settings.rewards, 1.0), groups)
-    counts = ", ".join(f"{name} ({len(each)} prompts)" for name, each in sets.items())
+    counts = ", ".join(f"{name} ({len(each)} prompts)" for name, each in prompt_sets.items())
     return Outcome(info={"found": f"{family.folder.class_name}; {counts}; {rewards}"})
 
 
@@ -66,22 +66,22 @@ def run(stage: Stage) -> Outcome:
         Preempted: a stop was requested; finished batches are kept.
     """
     _check_rewards(stage.recipe.evaluate.rewards)
-    sets = read_prompt_sets(stage.recipe.evaluate)
-    unfinished = stage.path / f"{_UNFINISHED}-{stage.fingerprint[:16]}"
-    num_shown = max(1, gallery.MAX_PROMPTS // len(sets))
+    prompt_sets = read_prompt_sets(stage.recipe.evaluate)
+    unfinished = stage.path / f"{_UNFINISHED_PREFIX}-{stage.fingerprint[:16]}"
+    num_shown_prompts = max(1, gallery.MAX_PROMPTS // len(prompt_sets))
     try:
-        scored = _score_all(stage, sets, unfinished, num_shown)
-        metrics = metrics_of(scored)
+        scored_prompts = _score_all(stage, prompt_sets, unfinished, num_shown_prompts)
+        metrics = metrics_of(scored_prompts)
     except RewardError:
         shutil.rmtree(unfinished, ignore_errors=True)  # a repeated stage scores again
         raise
     stage.metrics.log(0, metrics)
-    shown_prompts = [(name, prompt) for name, prompts in sets.items() for prompt in prompts[:num_shown]]
+    shown_prompts = [(name, prompt) for name, prompts in prompt_sets.items() for prompt in prompts[:num_shown_prompts]]
     with raise_disk_full(stage.path):
-        groups = [_shown_group(unfinished, scored, name, prompt) for name, prompt in shown_prompts]
+        groups = [_shown_group(unfinished, scored_prompts, name, prompt) for name, prompt in shown_prompts]
         add_samples(stage.path / SAMPLES, 0, groups)
-        write_json(stage.path / REPORT, _report(stage, sets, metrics))
-        pq.write_table(item_table(scored, sets), stage.path / ITEMS)
+        write_json(stage.path / REPORT, _report(stage, prompt_sets, metrics))
+        pq.write_table(item_table(scored_prompts, prompt_sets), stage.path / ITEMS)
         shutil.rmtree(unfinished)
     return Outcome(outputs=(REPORT, ITEMS, SAMPLES, gallery.FOLDER), metrics=metrics)
 
@@ -94,14 +94,16 @@ def _check_rewards(names: Sequence[str]) -> None:
             raise RewardError(f"evaluate.rewards: {problem}; leave it out")
 
 
-def _score_all(stage: Stage, sets: dict[str, list[Prompt]], unfinished: Path, num_shown: int) -> list[ScoredPrompt]:
-    """Return the scores of all prompts, after those of an earlier attempt; keep the samples of the first `num_shown`
-    prompts of each set for the grid."""
-    settings, prompts = stage.recipe.evaluate, [(name, prompt) for name, each in sets.items() for prompt in each]
+def _score_all(
+    stage: Stage, prompt_sets: dict[str, list[Prompt]], unfinished: Path, num_shown_prompts: int
+) -> list[ScoredPrompt]:
+    """Return the scores of all prompts, after those of an earlier attempt; keep the samples of the first
+    `num_shown_prompts` prompts of each set for the grid."""
+    settings, prompts = stage.recipe.evaluate, [(name, prompt) for name, each in prompt_sets.items() for prompt in each]
     unfinished.mkdir(parents=True, exist_ok=True)
-    scored = read_scores(unfinished)
-    if len(scored) == len(prompts):
-        return scored
+    scored_prompts = read_scores(unfinished)
+    if len(scored_prompts) == len(prompts):
+        return scored_prompts
     stage.progress.phase("load")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     family = open_family(stage.model, stage.recipe.policy, device)
@@ -110,21 +112,21 @@ def _score_all(stage: Stage, sets: dict[str, list[Prompt]], unfinished: Path, nu
     size, call_settings = settings.batch_size or 1, _call_settings(family)
     with open_rewards(stage, dict.fromkeys(settings.rewards, 1.0 / len(settings.rewards))) as score:
         stage.progress.phase("evaluate")
-        for start in range(len(scored), len(prompts), size):
+        for start in range(len(scored_prompts), len(prompts), size):
             batch = prompts[start : start + size]
             samples = _sample(pipeline, call_settings, [prompt for _, prompt in batch], settings)
             groups = score([_make_group(prompt, each) for (_, prompt), each in zip(batch, samples, strict=True)])
             new = [ScoredPrompt.of(name, group) for (name, _), group in zip(batch, groups, strict=True)]
-            if not scored and not any(value for each in new for value in each.rewards):
+            if not scored_prompts and not any(value for each in new for value in each.rewards):
                 raise RewardError(f"no reward of the first batch is valid; the first: {new[0].error}")
             with raise_disk_full(stage.path):
-                _save_shown_samples(unfinished, batch, samples, num_shown)
+                _save_shown_samples(unfinished, batch, samples, num_shown_prompts)
                 append_scores(unfinished, new)
-            scored += new
-            stage.progress.step(len(scored), len(prompts))
-            if stage.stop_requested and len(scored) < len(prompts):
-                raise Preempted(f"stopped; the scores of {len(scored)} prompts are kept")
-    return scored
+            scored_prompts += new
+            stage.progress.step(len(scored_prompts), len(prompts))
+            if stage.stop_requested and len(scored_prompts) < len(prompts):
+                raise Preempted(f"stopped; the scores of {len(scored_prompts)} prompts are kept")
+    return scored_prompts
 
 
 def _call_settings(family: DiffusionModel) -> dict[str, Any]:
@@ -149,8 +151,8 @@ def _sample(
         generator=[torch.Generator().manual_seed(each) for each in seeds],
         output_type="pt", return_dict=False, **call_settings,
     )[0]  # fmt: skip
-    scaled = (torch.as_tensor(pixels).float().clamp(0, 1) * 255).round().to("cpu", torch.uint8)
-    return list(scaled.movedim(-3, -1).contiguous().split(count))
+    pixels_uint8 = (torch.as_tensor(pixels).float().clamp(0, 1) * 255).round().to("cpu", torch.uint8)
+    return list(pixels_uint8.movedim(-3, -1).contiguous().split(count))
 
 
 def _make_group(prompt: Prompt, samples: Tensor) -> Group:
@@ -163,22 +165,22 @@ def _sample_file(unfinished: Path, name: str, prompt: Prompt) -> Path:
 
 
 def _save_shown_samples(
-    unfinished: Path, batch: Sequence[tuple[str, Prompt]], samples: Sequence[Tensor], num_shown: int
+    unfinished: Path, batch: Sequence[tuple[str, Prompt]], samples: Sequence[Tensor], num_shown_prompts: int
 ) -> None:
     for (name, prompt), pixels in zip(batch, samples, strict=True):
-        if prompt.id < num_shown:
+        if prompt.id < num_shown_prompts:
             np.save(_sample_file(unfinished, name, prompt), pixels.numpy())
 
 
-def _shown_group(unfinished: Path, scored: Sequence[ScoredPrompt], name: str, prompt: Prompt) -> ScoredGroup:
+def _shown_group(unfinished: Path, scored_prompts: Sequence[ScoredPrompt], name: str, prompt: Prompt) -> ScoredGroup:
     """Return a prompt with its samples and their mean rewards."""
     group = _make_group(prompt, torch.from_numpy(np.load(_sample_file(unfinished, name, prompt))))
-    rewards = next(each.rewards for each in scored if (each.set_name, each.id) == (name, prompt.id))
+    rewards = next(each.rewards for each in scored_prompts if (each.set_name, each.id) == (name, prompt.id))
     means = [float(np.mean(list(values.values()))) if values else None for values in rewards]
     return ScoredGroup(group, tuple(map(Score, means)))
 
 
-def _report(stage: Stage, sets: dict[str, list[Prompt]], metrics: dict[str, float]) -> dict[str, Any]:
+def _report(stage: Stage, prompt_sets: dict[str, list[Prompt]], metrics: dict[str, float]) -> dict[str, Any]:
     settings = stage.recipe.evaluate
     family = open_family(stage.model, stage.recipe.policy)
     return {
@@ -188,6 +190,6 @@ def _report(stage: Stage, sets: dict[str, list[Prompt]], metrics: dict[str, floa
             **_call_settings(family), "seed": settings.seed or 0, "rewards": list(settings.rewards),
             "samples_per_prompt": settings.samples_per_prompt or 1, "dtype": stage.recipe.train.param_dtype,
         },
-        "prompts": {name: len(prompts) for name, prompts in sets.items()},
+        "prompts": {name: len(prompts) for name, prompts in prompt_sets.items()},
         "metrics": metrics,
     }  # fmt: skip

@@ -33,8 +33,8 @@ def _read(location: str, limit: int | None) -> list[Prompt]:
     for item in islice(open_items(DatasetConfig(name=str(path), split=(split,)), _KEY)(), limit):
         if item.problem or not item.prompt:
             raise DataError(f"{_KEY}: {location}: {item.problem or f'{item.where}: the prompt is empty'}")
-        reference = find_reference(item.metadata, "")
-        prompts.append(Prompt(len(prompts), (0,), item.prompt, reference, metadata=item.metadata))
+        reference_response = find_reference(item.metadata, "")
+        prompts.append(Prompt(len(prompts), (0,), item.prompt, reference_response, metadata=item.metadata))
     if not prompts:
         raise DataError(f"{_KEY}: {location} has no prompts")
     return prompts

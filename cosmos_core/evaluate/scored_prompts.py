@@ -49,28 +49,28 @@ def read_scores(folder: Path) -> list[ScoredPrompt]:
     """Return the scores that an earlier attempt of the stage wrote, and remove a truncated line at the end."""
     path = folder / _FILE
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
-    scored = [ScoredPrompt(**each) for each in json_objects(lines)]
-    write_text(path, _lines(scored))
-    return scored
+    scored_prompts = [ScoredPrompt(**each) for each in json_objects(lines)]
+    write_text(path, _lines(scored_prompts))
+    return scored_prompts
 
 
-def append_scores(folder: Path, scored: Sequence[ScoredPrompt]) -> None:
+def append_scores(folder: Path, scored_prompts: Sequence[ScoredPrompt]) -> None:
     """Append scores to the file, and sync the file to disk."""
     with open(folder / _FILE, "a", encoding="utf-8") as file:
-        file.write(_lines(scored))
+        file.write(_lines(scored_prompts))
         file.flush()
         os.fsync(file.fileno())
 
 
-def metrics_of(scored: Sequence[ScoredPrompt]) -> dict[str, float]:
+def metrics_of(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
     """Return the mean of each reward of each prompt set, with standard error, and the number of invalid samples.
 
     Raises:
         RewardError: no sample of a prompt set has a valid reward.
     """
     metrics: dict[str, float] = {}
-    for set_name in dict.fromkeys(each.set_name for each in scored):
-        of_set = [each for each in scored if each.set_name == set_name]
+    for set_name in dict.fromkeys(each.set_name for each in scored_prompts):
+        of_set = [each for each in scored_prompts if each.set_name == set_name]
         means = [each.means() for each in of_set]
         names = dict.fromkeys(name for values in means for name in values)
         if not names:
@@ -85,19 +85,19 @@ def metrics_of(scored: Sequence[ScoredPrompt]) -> dict[str, float]:
     return metrics
 
 
-def item_table(scored: Sequence[ScoredPrompt], sets: Mapping[str, Sequence[Prompt]]) -> pa.Table:
+def item_table(scored_prompts: Sequence[ScoredPrompt], prompt_sets: Mapping[str, Sequence[Prompt]]) -> pa.Table:
     """Return a table with the columns task (name of the prompt set), doc_id, doc_hash (of prompt and metadata),
     prompt_hash, response (empty) and one column for each reward, with null if no sample of the prompt has a valid
     reward."""
-    means = [each.means() for each in scored]
-    prompts = [sets[each.set_name][each.id] for each in scored]
+    means = [each.means() for each in scored_prompts]
+    prompts = [prompt_sets[each.set_name][each.id] for each in scored_prompts]
     columns = dict.fromkeys(name for values in means for name in values)
     return pa.table({
-        "task": pa.array([each.set_name for each in scored], pa.string()),
-        "doc_id": pa.array([each.id for each in scored], pa.int64()),
+        "task": pa.array([each.set_name for each in scored_prompts], pa.string()),
+        "doc_id": pa.array([each.id for each in scored_prompts], pa.int64()),
         "doc_hash": pa.array([_hash([prompt.text, prompt.metadata]) for prompt in prompts], pa.string()),
         "prompt_hash": pa.array([_hash(prompt.text) for prompt in prompts], pa.string()),
-        "response": pa.array([""] * len(scored), pa.string()),
+        "response": pa.array([""] * len(scored_prompts), pa.string()),
         **{name: pa.array([values.get(name) for values in means], pa.float64()) for name in columns},
     })  # fmt: skip
 
@@ -106,5 +106,5 @@ def _hash(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _lines(scored: Sequence[ScoredPrompt]) -> str:
-    return "".join(json.dumps(asdict(each)) + "\n" for each in scored)
+def _lines(scored_prompts: Sequence[ScoredPrompt]) -> str:
+    return "".join(json.dumps(asdict(each)) + "\n" for each in scored_prompts)

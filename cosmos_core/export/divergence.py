@@ -75,15 +75,15 @@ def save_logprobs(folder: Path, in_vllm: bool, rows: Sequence[Row], target: Path
         np.save(target / f"{number}.npy", logprobs_TV.numpy())
 
 
-def compare(folder: Path, in_vllm: bool, rows: Sequence[Row], reference: Path) -> Divergence:
-    """Return the divergence of the model in `folder` from the model with the log-probabilities in `reference`.
+def compare(folder: Path, in_vllm: bool, rows: Sequence[Row], reference_folder: Path) -> Divergence:
+    """Return the divergence of the model in `folder` from the model with the log-probabilities in `reference_folder`.
 
     Raises:
         StageFailed: the divergence is not below the divergence of the uniform distribution, so the model is broken.
     """
     sums, counts, uniform, num_agreeing = [], [], 0.0, 0
     for number, logprobs_TV in enumerate(_logprobs(folder, in_vllm, rows)):
-        expected_TV = torch.from_numpy(np.load(reference / f"{number}.npy")).double()
+        expected_TV = torch.from_numpy(np.load(reference_folder / f"{number}.npy")).double()
         kl_T = (expected_TV.exp() * (expected_TV - logprobs_TV.double())).sum(-1)
         entropy_T = -(expected_TV.exp() * expected_TV).sum(-1)
         sums.append(float(kl_T.sum()))

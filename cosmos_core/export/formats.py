@@ -26,7 +26,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 
 from cosmos_core.checkpoint.export import run as export_plain
 from cosmos_core.config.inputs import source_of
-from cosmos_core.config.schema.export import UNQUANTIZED
+from cosmos_core.config.schema.export import UNQUANTIZED_FORMAT
 from cosmos_core.data.kinds.base import VALIDATION
 from cosmos_core.errors import ConfigError, DataError, Preempted
 from cosmos_core.export.divergence import MAX_COMPARED_TOKENS, Divergence, Row, compare, save_logprobs, text_rows
@@ -41,7 +41,7 @@ from cosmos_core.run.progress import read_progress
 from cosmos_core.run.stage import Stage, load_stage
 from cosmos_core.types import JsonValue, Outcome
 
-_SECONDS = 3600.0
+_TIMEOUT_SECONDS = 3600.0
 _LOGPROBS = ".logprobs"
 _BENCHMARKS = "evaluation/"
 
@@ -79,17 +79,17 @@ def run(stage: Stage) -> Outcome:
         StageFailed: a quantised model cannot be loaded, or its divergence is that of a broken model.
         Preempted: a stop was requested; finished weight files are kept.
     """
-    all_plans = plans(stage)
+    export_plans = plans(stage)
     config = load_config(stage.model, stage.recipe.policy.model_revision).get_text_config()
     max_length = getattr(config, "max_position_embeddings", None) or MAX_COMPARED_TOKENS + 1
     split_name, rows = text_rows(_prepared_rows(stage), max_length)
-    unquantized = _load_or_make(stage, UNQUANTIZED, lambda: export_plain(stage))
+    unquantized = _load_or_make(stage, UNQUANTIZED_FORMAT, lambda: export_plain(stage))
     scratch = stage.path / _LOGPROBS
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     outputs, metrics = list(unquantized.outputs), dict(unquantized.metrics)
-    formats: dict[str, JsonValue] = {UNQUANTIZED: unquantized.info["model"]}
-    for plan in all_plans:
+    formats: dict[str, JsonValue] = {UNQUANTIZED_FORMAT: unquantized.info["model"]}
+    for plan in export_plans:
         quantized, verification = _write_and_verify(stage, plan, unquantized, rows)
         folder = stage.path / quantized.outputs[0]
         card = (stage.path / str(unquantized.info["model"]) / "README.md").read_text(encoding="utf-8")
@@ -206,11 +206,11 @@ def _write(stage: Stage, plan: Plan, unquantized: Outcome) -> Outcome:
 def _verify_quantized(stage: Stage, plan: Plan, unquantized: Outcome, folder: Path, rows: list[Row]) -> Outcome:
     """Load a quantised model in separate Python processes, and return its divergence and benchmarks as metrics."""
     source = stage.path / str(unquantized.info["model"])
-    reference = stage.path / _LOGPROBS / ("of_engine" if plan.in_vllm else "plain")
+    reference_folder = stage.path / _LOGPROBS / ("of_engine" if plan.in_vllm else "plain")
     stage.progress.phase("validate")
-    if not reference.exists():
-        _in_fresh_interpreter(stage, save_logprobs, source, plan.in_vllm, rows, reference)
-    divergence: Divergence = _in_fresh_interpreter(stage, compare, folder, plan.in_vllm, rows, reference)
+    if not reference_folder.exists():
+        _in_fresh_interpreter(stage, save_logprobs, source, plan.in_vllm, rows, reference_folder)
+    divergence: Divergence = _in_fresh_interpreter(stage, compare, folder, plan.in_vllm, rows, reference_folder)
     prefix = f"export/{plan.name}/"
     metrics = {
         "kl": divergence.kl,
@@ -255,7 +255,7 @@ def _in_fresh_interpreter(
 
     stage.progress.beat()
     with pool_of_one_process() as pool:
-        seconds = None if progress_file else _SECONDS
+        seconds = None if progress_file else _TIMEOUT_SECONDS
         return call_in_interpreter(pool, function, (folder, *arguments), seconds, folder, forward_heartbeat)
 
 

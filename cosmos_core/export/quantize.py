@@ -67,23 +67,23 @@ def find_layers(model: PreTrainedModel) -> Layers:
     """
     path = layers_path(model)
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    inside = {name: module for name, module in linear.items() if path and name.startswith(f"{path}.")}
+    block_layers = {name: module for name, module in linear.items() if path and name.startswith(f"{path}.")}
     name_of = type(model).__name__
     experts = [n for n, p in model.named_parameters() if path and n.startswith(f"{path}.") and p.ndim == 3]
-    experts += [name for name in inside if ".experts." in name]
+    experts += [name for name in block_layers if ".experts." in name]
     if experts:
         raise ModelError(
             f"{name_of} is a mixture of experts ({experts[0]}), whose fused weights are not quantised; leave the "
             f"quantised formats out of export.formats"
         )
-    if not inside:
+    if not block_layers:
         raise ModelError(f"{name_of} has no linear layers in decoder blocks to quantise; see export.formats")
     # Weights may have other names in the exported files than in the modules.
     saved = revert_weight_conversion(model, dict(model.state_dict(keep_vars=True)))
     key_of = {id(tensor): key for key, tensor in saved.items()}
-    weights = {key_of[id(module.weight)]: name for name, module in inside.items()}
-    shapes = {key: tuple(inside[name].weight.shape) for key, name in weights.items()}
-    return Layers(weights, shapes, [name for name in linear if name not in inside])
+    weights = {key_of[id(module.weight)]: name for name, module in block_layers.items()}
+    shapes = {key: tuple(block_layers[name].weight.shape) for key, name in weights.items()}
+    return Layers(weights, shapes, [name for name in linear if name not in block_layers])
 
 
 def scheme_of(name: str, layers: Layers) -> QuantizationScheme:
@@ -122,12 +122,12 @@ def quantize_folder(
     target: Path,
     scheme: QuantizationScheme,
     layers: Layers,
-    after_file: Callable[[int, int], None] = lambda done, count: None,
+    on_file_quantized: Callable[[int, int], None] = lambda done, count: None,
 ) -> None:
     """Quantise the model in the folder `source` to the folder `target`, and copy its other files.
 
-    Weight files that an interrupted call has written to `target` are kept. `after_file` is called after each weight
-    file with the number of finished files and of all files.
+    Weight files that an interrupted call has written to `target` are kept. `on_file_quantized` is called after each
+    weight file with the number of finished files and of all files.
 
     Raises:
         ModelError: `source` has no safetensors files.
@@ -139,7 +139,7 @@ def quantize_folder(
     for number, file in enumerate(map(Path, files), start=1):
         if not (target / file.name).exists():
             _quantize_file(file, target / file.name, scheme, layers)
-        after_file(number, len(files))
+        on_file_quantized(number, len(files))
     for other in source.iterdir():
         if other.is_file() and other.suffix != ".safetensors" and other.name != _INDEX_FILE:
             shutil.copyfile(other, target / other.name)

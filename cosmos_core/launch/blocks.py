@@ -37,7 +37,7 @@ class RewardService(Block):
         return {**paths, TOKEN: self.token.get_secret_value()}
 
 
-def service_in_block(name: str) -> dict[str, str]:
+def load_service_variables(name: str) -> dict[str, str]:
     """Return the environment variables that tell clients the address and token of the service in `block:NAME`.
 
     Raises:

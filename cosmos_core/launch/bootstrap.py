@@ -44,7 +44,7 @@ class Pool:
     """JSON file with the base job template of the work pool; None: the default template of its type."""
 
 
-def bootstrap(pools: Sequence[Pool], channels: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
+def bootstrap_server(pools: Sequence[Pool], channels: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
     """Create or update work pools, automations and block types on the Prefect server; yield one line of text for each.
 
     Args:

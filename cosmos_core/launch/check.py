@@ -30,9 +30,9 @@ _QUICK_CHECK = "cosmos_core.data.quick_check:run"
 _MAX_CHECKED_BYTES = 32 << 20
 
 
-def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
+def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Iterator[str]:
     """Check each stage in turn; yield a line with the result or the reason why it cannot be checked yet, and the token
-    spans of the first `num_shown` rows.
+    spans of the first `num_shown_rows` rows.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: the first error in the input.
@@ -44,8 +44,8 @@ def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
             continue
         base, data = _base(pipeline, stage), source_of(stage.data)
         if base is None or (data and pipeline.kind_of(pipeline.stage(data)).makes != "data"):
-            unknown = source_of(stage.model) if base is None else data
-            yield f"{stage.name}: not looked at: it starts from what stage {unknown!r} will make"
+            unfinished_stage_name = source_of(stage.model) if base is None else data
+            yield f"{stage.name}: not looked at: it starts from what stage {unfinished_stage_name!r} will make"
             continue
         base_policy = pipeline.recipes[base.name].policy
         recipe = None if base is stage else pipeline.recipes[stage.name]
@@ -57,17 +57,17 @@ def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
         program, known_prompts = pipeline.kind_of(stage).check, prompts.get(data)
         result = run_check(pipeline, stage, program, model=model, data=rows, recipe=recipe, prompts=known_prompts)
         prompts[stage.name] = result["info"].get("prompts")
-        check_readers(pipeline, stage.name, result["info"])
+        check_downstream_stages(pipeline, stage.name, result["info"])
         suffix = "" if base is stage else f" (looked at with the model that stage {base.name!r} starts from)"
         yield f"{stage.name}: {result['info']['found']}{suffix}"
         starts = 0
         for line in result["info"].get("shown", []):
             starts += not line.startswith(" ")
-            if starts <= num_shown:
+            if starts <= num_shown_rows:
                 yield line
 
 
-def check_readers(pipeline: Pipeline, name: str, info: dict[str, JsonValue]) -> None:
+def check_downstream_stages(pipeline: Pipeline, name: str, info: dict[str, JsonValue]) -> None:
     """Check that downstream stages can start from the rows of the data stage `name`, whose check result is `info`.
 
     Raises:

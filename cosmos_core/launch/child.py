@@ -29,10 +29,11 @@ class Child:
         log: Path,
         grace_seconds: float,
         environment: Mapping[str, str],
-        inherited: Mapping[str, str] = os.environ,
+        inherited_environment: Mapping[str, str] = os.environ,
         inherit: Sequence[int] = (),
     ) -> None:
-        """Start the command with the environment `inherited` plus `environment` and the file descriptors `inherit`."""
+        """Start the command with the environment `inherited_environment` plus `environment` and the file descriptors
+        `inherit`."""
         self.attempt = uuid.uuid4().hex
         log.parent.mkdir(parents=True, exist_ok=True)
         self._scratch_lock = make_scratch(self.attempt)
@@ -45,7 +46,7 @@ class Child:
             with cleanup_on_error(self._release_resources), open(log, "ab") as output:
                 self._process = subprocess.Popen(
                     [*supervisor, "--", *command], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                    env=add_quiet_variables({**inherited, **new_variables}), start_new_session=True,
+                    env=add_quiet_variables({**inherited_environment, **new_variables}), start_new_session=True,
                     pass_fds=(reader, self._scratch_lock, *inherit),
                 )  # fmt: skip
         finally:

@@ -44,17 +44,17 @@ class Verdict:
     """Reason to keep the run; an empty string if the run can be removed."""
 
 
-def verdicts(output_dir: Path, *, num_kept: int, older_than_seconds: float) -> list[Verdict]:
+def verdicts(output_dir: Path, *, num_kept_runs: int, older_than_seconds: float) -> list[Verdict]:
     """Return the decision for each run in a folder, the oldest run first, without changing anything.
 
-    The newest `num_kept` runs of each pipeline are kept, and runs with activity in the last `older_than_seconds`.
+    The newest `num_kept_runs` runs of each pipeline are kept, and runs with activity in the last `older_than_seconds`.
     """
     facts = {output_dir / each.run_id: each for each in runs_in(output_dir)}
     newest: dict[str, list[Path]] = {}
     for path in facts:
         newest.setdefault(facts[path].pipeline, []).append(path)
-    kept = [path for paths in newest.values() for path in (paths[-num_kept:] if num_kept else [])]
-    reason = f"one of the newest {num_kept} of its pipeline" if num_kept > 1 else "the newest of its pipeline"
+    kept = [path for paths in newest.values() for path in (paths[-num_kept_runs:] if num_kept_runs else [])]
+    reason = f"one of the newest {num_kept_runs} of its pipeline" if num_kept_runs > 1 else "the newest of its pipeline"
     reasons = dict.fromkeys(kept, reason)
     ages = {path: max(0.0, time.time() - _last_activity(path)) for path in facts}
     for path, age in ages.items():
@@ -184,13 +184,13 @@ def _keep_referenced_runs(paths: list[Path], reasons: dict[Path, str]) -> None:
     """Add reasons to keep the runs to which settings and manifests of kept runs refer, directly or indirectly."""
     waiting = [path for path in paths if path in reasons]
     while waiting:
-        kept_run = waiting.pop()
-        files = [kept_run / name for name in _KEPT_FILES]
-        files += [*kept_run.glob(f"stages/*/{RESULT}"), *kept_run.glob("stages/*/stage.toml")]
+        kept_run_path = waiting.pop()
+        files = [kept_run_path / name for name in _KEPT_FILES]
+        files += [*kept_run_path.glob(f"stages/*/{RESULT}"), *kept_run_path.glob("stages/*/stage.toml")]
         text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file())
         for path in paths:
-            if path not in reasons and path != kept_run and any(name in text for name in _spellings(path)):
-                reasons[path] = f"run {kept_run.name} refers to it"
+            if path not in reasons and path != kept_run_path and any(name in text for name in _spellings(path)):
+                reasons[path] = f"run {kept_run_path.name} refers to it"
                 waiting.append(path)
 
 

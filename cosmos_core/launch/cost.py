@@ -63,7 +63,7 @@ def costs(
     """Return the estimated cost of each stage. `estimates` holds the estimates of trainings, and `gpus` the number of
     GPUs, by stage name."""
     ids = [facts.run_id for facts in runs_in(output_dir) if facts.pipeline == pipeline.config.name]
-    earlier = [read_run(output_dir / run_id) for run_id in reversed(ids[-_MAX_COMPARED_RUNS:])]
+    earlier_runs = [read_run(output_dir / run_id) for run_id in reversed(ids[-_MAX_COMPARED_RUNS:])]
     costs = []
     seconds: float | None
     for stage in pipeline.stages:
@@ -73,9 +73,9 @@ def costs(
             seconds, time_source = 0.0, "reused"
         else:
             steps, card = sizes["steps"] if sizes else None, machine.card if machine else ""
-            measured = _estimate_from_history(stage, steps, earlier, card)
+            measured = _estimate_from_history(stage, steps, earlier_runs, card)
             seconds, time_source = measured or _estimate_from_flops(pipeline, stage, sizes, gpus, machine)
-        memory_verdict, disk = _fits_in_memory(sizes, machine), _disk_bytes(stage, sizes, earlier)
+        memory_verdict, disk = _fits_in_memory(sizes, machine), _disk_bytes(stage, sizes, earlier_runs)
         costs.append(Cost(stage.name, seconds, gpus.get(stage.name, 0), memory_verdict, time_source, disk))
     return costs
 
@@ -133,24 +133,24 @@ def wall_seconds(pipeline: Pipeline, costs: Sequence[Cost]) -> float:
     return max(end_of_stage.values(), default=0.0)
 
 
-def _disk_bytes(stage: StageConfig, sizes: dict[str, Any] | None, earlier: Sequence[RunRecord]) -> int | None:
+def _disk_bytes(stage: StageConfig, sizes: dict[str, Any] | None, earlier_runs: Sequence[RunRecord]) -> int | None:
     """Return the bytes that a stage leaves on disk, from its estimate `sizes` or from its newest result."""
     if sizes is not None:
         return int(sizes["disk"])
-    results = (each.result for run in earlier for each in run.stages if each.name == stage.name and each.result)
+    results = (each.result for run in earlier_runs for each in run.stages if each.name == stage.name and each.result)
     result = next(results, None)
     return None if result is None else sum(int(output["size"]) for output in result["outputs"])
 
 
 def _estimate_from_history(
-    stage: StageConfig, steps: int | None, earlier: Sequence[RunRecord], card: str
+    stage: StageConfig, steps: int | None, earlier_runs: Sequence[RunRecord], card: str
 ) -> tuple[float, str] | None:
     """Return the duration of a stage in seconds for `steps` steps, from the newest run that recorded it, with a
     description of the source; None if no earlier run recorded it.
 
     A stopped or killed training counts if it completed a step. `card`: type of GPU that a training must have used.
     """
-    for run in earlier:
+    for run in earlier_runs:
         record = next((each for each in run.stages if each.name == stage.name and each.kind.name == stage.kind), None)
         if (
             record is None

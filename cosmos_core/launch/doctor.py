@@ -39,7 +39,8 @@ Check = Callable[[Any], Iterator[Finding]]
 def run_checks(output_dir: Path, client: Any) -> Iterator[Finding]:
     """Run all checks of a cluster and yield their results; `client` is a synchronous client of the Prefect server."""
     checks: dict[str, Check] = {
-        "server": _server, "pools": _pools, "workers": _workers, "cancellation": _cancelling, "deployments": _paths,
+        "server": _server, "pools": _pools, "workers": _workers, "cancellation": _check_cancellation,
+        "deployments": _paths,
     }  # fmt: skip
     for name, check in checks.items():
         try:
@@ -108,7 +109,7 @@ def _is_online(worker: Any) -> bool:
     return getattr(worker.status, "value", worker.status) == "ONLINE"
 
 
-def _cancelling(client: Any) -> Iterator[Finding]:
+def _check_cancellation(client: Any) -> Iterator[Finding]:
     from prefect.client.schemas.filters import FlowRunFilter
 
     is_cancelling = FlowRunFilter.model_validate({"state": {"type": {"any_": ["CANCELLING"]}}})

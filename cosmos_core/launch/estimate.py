@@ -27,7 +27,9 @@ StageEstimate = dict[str, Any] | str
 none."""
 
 
-def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Iterator[tuple[str, StageEstimate]]:
+def estimate_stages_in_worker(
+    pipeline: Pipeline, decisions: Mapping[str, Decision]
+) -> Iterator[tuple[str, StageEstimate]]:
     """Estimate each training stage in turn; yield its name and the estimate. `decisions` tell which stages are
     finished.
 
@@ -117,11 +119,11 @@ def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decis
     return stage.model or pipeline.recipes[stage.name].policy.model_name_or_path
 
 
-def _output_path(reference: str, key: str, decisions: Mapping[str, Decision]) -> str:
+def _output_path(input_reference: str, key: str, decisions: Mapping[str, Decision]) -> str:
     """Return the path of the output `key` of the stage in a reference `stage:NAME`, or an empty string if the stage has
     not run; return any other path unchanged."""
-    if (name := source_of(reference)) is None:
-        return reference
+    if (name := source_of(input_reference)) is None:
+        return input_reference
     decision = decisions.get(name)
     output = decision.result["info"].get(key) if decision and decision.result else None
     return str(decision.source / str(output)) if decision and decision.source and output else ""

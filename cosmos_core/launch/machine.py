@@ -15,7 +15,7 @@ _CARDS = {
     "rtx4090": (165.0, 24.0),
 }  # fmt: skip
 _UTILIZATION_OF_SPEC = 0.4
-_UTILIZATION_OF_MEASURED = 0.5
+_UTILIZATION_OF_MEASURED_RATE = 0.5
 """Fraction of the measured rate of large matrix products that a training reaches."""
 _TERA, _GIB = 1e12, 2**30
 
@@ -58,7 +58,7 @@ def machine_of(config: PipelineConfig, gpu_name: str, estimates: Iterable[Any]) 
         peak, memory_gib = _CARDS[card]
         machine = Machine(gpu_name, peak * _UTILIZATION_OF_SPEC, memory_gib, card=card)
     elif measured := next((each["machine"] for each in estimates if isinstance(each, dict)), None):
-        name, rate = f"this machine ({measured['device']})", measured["flops"] / _TERA * _UTILIZATION_OF_MEASURED
+        name, rate = f"this machine ({measured['device']})", measured["flops"] / _TERA * _UTILIZATION_OF_MEASURED_RATE
         machine = Machine(name, rate, measured["memory"] / _GIB, is_shared=measured["is_cpu"])
     if config.gpu_tflops is not None:
         memory, card = (machine.memory, machine.card) if machine else (None, "")

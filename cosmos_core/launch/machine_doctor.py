@@ -60,14 +60,14 @@ def package_findings(requirements: Iterable[str]) -> Iterator[Finding]:
         name, specifier = requirement.name, requirement.specifier
         remedy = f"pip install '{name}{specifier}'"
         try:
-            installed = version(name)
+            installed_version = version(name)
         except PackageNotFoundError:
             if not is_extra:
                 problems.append(f"{name} is missing: {remedy}")
             continue
         count += 1
-        if not specifier.contains(installed, prereleases=True):
-            problems.append(f"{name} {installed} is outside of {specifier}: {remedy}")
+        if not specifier.contains(installed_version, prereleases=True):
+            problems.append(f"{name} {installed_version} is outside of {specifier}: {remedy}")
     yield Finding("packages", "; ".join(dict.fromkeys(problems)) or f"{count} fit their requirements", not problems)
 
 
@@ -94,13 +94,13 @@ def gpu_findings(facts: MachineProperties, cuda_of_torch: str) -> Iterator[Findi
 
 def vllm_finding(facts: MachineProperties) -> Finding:
     """Report whether vLLM can be imported; a machine with GPUs needs vLLM."""
-    installed = next(iter(facts.versions.values()), "")
-    if not installed:
+    installed_version = next(iter(facts.versions.values()), "")
+    if not installed_version:
         remedy = "pip install 'cosmos-posttrain[vllm]'"
         return Finding("vLLM", f"not installed: completions come from transformers; {remedy}", not facts.gpus)
     error = _output_of("import vllm.engine.arg_utils", reads_stderr=True)
     status = f"cannot be imported: {error}" if error else "is imported"
-    return Finding("vLLM", f"{installed} {status}", not error)
+    return Finding("vLLM", f"{installed_version} {status}", not error)
 
 
 def shared_memory_finding(free: int) -> Finding:

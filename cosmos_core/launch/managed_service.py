@@ -80,9 +80,9 @@ def service_named(config: str) -> dict[str, str]:
     """
     if not config.startswith(BLOCK):
         return {}
-    from cosmos_core.launch.blocks import service_in_block
+    from cosmos_core.launch.blocks import load_service_variables
 
-    return service_in_block(config)
+    return load_service_variables(config)
 
 
 class _Service:
@@ -156,7 +156,9 @@ class _Service:
         command = [self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config)]
         command += ["--host", self._host, "--port", self._port, "--ready", str(self._ready)]
         environment = {variable: self.token, _QUEUE: self._queue}
-        return Child(command, log=self._log, grace_seconds=1.0, environment=environment, inherited=dict(os.environ))
+        return Child(
+            command, log=self._log, grace_seconds=1.0, environment=environment, inherited_environment=dict(os.environ)
+        )
 
     def _last_line(self) -> str:
         text = self._log.read_text(encoding="utf-8", errors="replace").strip() if self._log.is_file() else ""

@@ -39,9 +39,11 @@ def parsed_channels(texts: Sequence[str]) -> dict[str, str]:
         channel, _, address = text.partition("=")
         scheme = "mailto" if channel == "email" else "http"
         if channel not in CHANNELS or not address.startswith(scheme) or "://" not in address:
-            displayed = channel if channel in CHANNELS else "CHANNEL=URL"  # the text may be an address with a secret
+            displayed_channel = (
+                channel if channel in CHANNELS else "CHANNEL=URL"
+            )  # the text may be an address with a secret
             raise ConfigError(
-                f"--notify {displayed}: write slack=https://hooks.slack.com/..., webhook=http://HOST/PATH or "
+                f"--notify {displayed_channel}: write slack=https://hooks.slack.com/..., webhook=http://HOST/PATH or "
                 "email=mailtos://USER:PASSWORD@SMTP_HOST?to=ADDRESS"
             )
         if channel in addresses:

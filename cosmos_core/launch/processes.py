@@ -38,7 +38,7 @@ def kill_marked(attempt: str) -> list[int]:
     return _kill(lambda: processes_of_attempt(attempt))
 
 
-def kill_below() -> list[int]:
+def kill_descendants() -> list[int]:
     """Send SIGKILL to all descendants of this process until none is left; return the ids of the killed processes."""
     return _kill(lambda: [each for each in psutil.Process().children(recursive=True) if is_running(each)])
 
@@ -99,13 +99,13 @@ def remove_scratch(attempt: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _kill(find: Callable[[], list[psutil.Process]]) -> list[int]:
-    killed: set[int] = set()
+def _kill(find_processes: Callable[[], list[psutil.Process]]) -> list[int]:
+    killed_pids: set[int] = set()
     deadline = time.monotonic() + _KILL_SECONDS
-    while (remaining := find()) and time.monotonic() < deadline:
+    while (remaining := find_processes()) and time.monotonic() < deadline:
         for process in remaining:
-            killed.add(process.pid)
+            killed_pids.add(process.pid)
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         time.sleep(0.02)
-    return sorted(killed)
+    return sorted(killed_pids)

@@ -28,8 +28,10 @@ def reap(output_dir: Path) -> Iterator[str]:
     """Kill the processes of stages whose flow has ended, and correct the state of these stages in files and on the
     Prefect server; yield a line of text about each stage and flow run."""
     sweep()
-    abandoned = [file.parent for file in sorted(output_dir.glob(f"*/{PIPELINE}")) if _has_lost_launcher(file.parent)]
-    for run in abandoned:
+    abandoned_runs = [
+        file.parent for file in sorted(output_dir.glob(f"*/{PIPELINE}")) if _has_lost_launcher(file.parent)
+    ]
+    for run in abandoned_runs:
         for path in sorted((run / "stages").glob("*")):
             state = read_state(path)
             if state.state not in ACTIVE or is_alive(state.launcher_pid, state.launcher_started):
@@ -43,7 +45,7 @@ def reap(output_dir: Path) -> Iterator[str]:
             update_state(path, state="stopped", ended=time.time(), error_type="", error=reason)
             yield f"{run.name}/{path.name}: ended; it goes on with: cosmos resume {run}"
     if os.environ.get("PREFECT_API_URL"):
-        yield from _correct_flow_runs(output_dir, {run.name for run in abandoned})
+        yield from _correct_flow_runs(output_dir, {run.name for run in abandoned_runs})
 
 
 def cancelled_flow_run(output_dir: Path, run_id: str) -> str:
@@ -65,7 +67,7 @@ def _has_lost_launcher(run: Path) -> bool:
         return lock.try_acquire()
 
 
-def _correct_flow_runs(output_dir: Path, abandoned: set[str]) -> Iterator[str]:
+def _correct_flow_runs(output_dir: Path, abandoned_run_names: set[str]) -> Iterator[str]:
     """Correct the state of flow runs whose process has ended, and stop the process of a cancelled flow run."""
     from prefect.client.orchestration import get_client
     from prefect.states import Cancelled, Crashed, State
@@ -73,10 +75,14 @@ def _correct_flow_runs(output_dir: Path, abandoned: set[str]) -> Iterator[str]:
     for run, flow_run in _flow_runs(output_dir):
         is_cancelling = flow_run.state_type == "CANCELLING"
         state: State[Any] | None = None
-        if run in abandoned and (is_cancelling or flow_run.state_type == "RUNNING"):
+        if run in abandoned_run_names and (is_cancelling or flow_run.state_type == "RUNNING"):
             message = "its process is gone; resume the run"
             state = Cancelled(message=message) if is_cancelling else Crashed(message=message)
-        elif run not in abandoned and flow_run.state_type in _CANCELLED and flow_run.id == _newest(output_dir, run):
+        elif (
+            run not in abandoned_run_names
+            and flow_run.state_type in _CANCELLED
+            and flow_run.id == _newest(output_dir, run)
+        ):
             yield from _stop(output_dir / run, flow_run.name)
         if isinstance(state, State):
             with get_client(sync_client=True) as client:

@@ -145,9 +145,9 @@ class _Server:
         descriptor = os.open(home_dir / "auth", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(auth)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        with socket.socket() as probe_socket:
+            probe_socket.bind(("127.0.0.1", 0))
+            self._port = probe_socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}/api"
         self.environment = {
             "PREFECT_HOME": str(home_dir.absolute()),

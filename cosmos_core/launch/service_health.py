@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 FILE = "reward_service.json"
 ENQUEUE_URL, FETCH_URL, TOKEN = "REMOTE_REWARD_ENQUEUE_URL", "REMOTE_REWARD_FETCH_URL", "REMOTE_REWARD_TOKEN"
-_SECONDS = 2.0
+_TIMEOUT_SECONDS = 2.0
 _PATH = "/api/reward/enqueue"
 _REWARD_METRIC = re.compile(r'^reward_(\w+?)(?:_total)?\{reward="([^"]+)"\} (\S+)$', re.M)
 _RESPONSE = re.compile(r'^reward_responses_total\{path="([^"]+)",status="(\d+)"\} (\S+)$', re.M)
@@ -48,10 +48,10 @@ def _health(url: str, token: str) -> dict[str, Any]:
     report: dict[str, Any] = {"url": url, "status": "does not respond", "rewards": {}, "refused": {}}
     try:
         verify = tls_trust()
-        health = httpx.get(f"{url}/health", timeout=_SECONDS, verify=verify)
+        health = httpx.get(f"{url}/health", timeout=_TIMEOUT_SECONDS, verify=verify)
         state = health.json() if health.headers.get("Content-Type", "").startswith("application/json") else {}
         report["status"] = str(state.get("status") or "tells nothing") if isinstance(state, dict) else "tells nothing"
-        metrics = httpx.get(f"{url}/metrics", headers=headers, timeout=_SECONDS, verify=verify)
+        metrics = httpx.get(f"{url}/metrics", headers=headers, timeout=_TIMEOUT_SECONDS, verify=verify)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, ConfigError):
         return report
     if metrics.status_code == 200:

@@ -39,7 +39,7 @@ class Supervisor:
         self.is_orphaned = False
         self.child: subprocess.Popen[bytes] | None = None
 
-    def run(self, command: list[str], inherited: list[int]) -> int:
+    def run(self, command: list[str], inherited_descriptors: list[int]) -> int:
         """Run the command to its end, kill its descendants, remove its temporary files and return its exit code."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self.stop())
@@ -53,8 +53,10 @@ class Supervisor:
             signal.signal(number, forward)
         own_pid = os.getpid()
         adopt_orphans()
-        self.child = subprocess.Popen(command, pass_fds=inherited, preexec_fn=lambda: kill_with_parent(own_pid))
-        from cosmos_core.launch.processes import ATTEMPT, kill_below, kill_marked, remove_scratch
+        self.child = subprocess.Popen(
+            command, pass_fds=inherited_descriptors, preexec_fn=lambda: kill_with_parent(own_pid)
+        )
+        from cosmos_core.launch.processes import ATTEMPT, kill_descendants, kill_marked, remove_scratch
 
         if self.kill_at is not None:  # a stop was requested before the command had started
             self.child.terminate()
@@ -66,7 +68,7 @@ class Supervisor:
         attempt = os.environ.get(ATTEMPT, "")
         if attempt:
             kill_marked(attempt)
-        kill_below()
+        kill_descendants()
         remove_scratch(attempt)
         code = self.child.returncode
         return code if code >= 0 else 128 - code

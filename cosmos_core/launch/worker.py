@@ -60,7 +60,7 @@ class _ChildRegistry:
                 self._num_runs -= 1
 
     @contextmanager
-    def registered(self, child: Child, grace: Callable[[], float]) -> Iterator[None]:
+    def register_child(self, child: Child, grace: Callable[[], float]) -> Iterator[None]:
         """Register a child process for `stop_all`; `grace` returns the number of seconds from a stop to SIGKILL."""
         with self._lock:
             self._children[child] = grace
@@ -140,7 +140,7 @@ def run(launch: AttemptSettings) -> Result:
     command = [launch.python or sys.executable, "-m", "cosmos_core.worker", str(path)]
     child = Child(
         command, log=log, grace_seconds=launch.grace_seconds, environment=_environment(launch),
-        inherited=launch.inherited, inherit=launch.locks,
+        inherited_environment=launch.inherited, inherit=launch.locks,
     )  # fmt: skip
     start_time = time.time()
     spans = previous.closed_attempts(start_time)
@@ -151,7 +151,7 @@ def run(launch: AttemptSettings) -> Result:
             error_type=""
         )  # fmt: skip
         record_event(path, "started", f"attempt {attempt}")
-        with _child_registry.registered(child, lambda: max_grace_seconds(path, launch.grace_seconds)):
+        with _child_registry.register_child(child, lambda: max_grace_seconds(path, launch.grace_seconds)):
             code, reason, stop = _wait_for_worker(launch, child, log)
     finally:
         child.kill()
@@ -177,8 +177,8 @@ def reap(stage_path: Path) -> bool:
     state = read_state(stage_path)
     if is_alive(state.launcher_pid, state.launcher_started) and state.launcher_pid != os.getpid():
         return False
-    if state.mark and (killed := kill_marked(state.mark)):
-        record_event(stage_path, "reaped", f"processes of attempt {state.attempt}: {killed}")
+    if state.mark and (killed_pids := kill_marked(state.mark)):
+        record_event(stage_path, "reaped", f"processes of attempt {state.attempt}: {killed_pids}")
     remove_scratch(state.mark)
     return True
 

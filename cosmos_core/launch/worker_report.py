@@ -25,7 +25,7 @@ from cosmos_core.run.process import start_time
 PREFIX = "cosmos-worker-"
 DIRECTORY = "prefect.deployments.steps.set_working_directory"
 """Step of a deployment that names the folder in which its flow runs start."""
-_SECONDS = 20.0
+_REPORT_INTERVAL_SECONDS = 20.0
 _REPORT_WINDOW_SECONDS = 300.0
 _DEAD_SECONDS, _MAX_PENDING_SECONDS, _UNKNOWN_SECONDS = 10.0, 60.0, 600.0
 """Seconds in the state Pending or Cancelling after which a flow run is lost: with a dead process, without a process,
@@ -37,13 +37,13 @@ def start_reporting(pool: str) -> None:
     from prefect.client.orchestration import get_client  # two threads must not import Prefect at once
 
     def report_periodically() -> None:
-        seen_since: dict[UUID, float] = {}
+        first_seen_times: dict[UUID, float] = {}
         while True:
             # A process that waits for the server to respond is not lost.
-            with log_errors(lambda _: seen_since.clear()), get_client(sync_client=True) as client:
+            with log_errors(lambda _: first_seen_times.clear()), get_client(sync_client=True) as client:
                 report(client, pool)
-                end_lost_flow_runs(client, pool, seen_since)
-            time.sleep(_SECONDS)
+                end_lost_flow_runs(client, pool, first_seen_times)
+            time.sleep(_REPORT_INTERVAL_SECONDS)
 
     threading.Thread(target=report_periodically, daemon=True, name="worker-report").start()
 
@@ -61,12 +61,12 @@ def report(client: Any, pool: str) -> None:
         client.update_variable(VariableUpdate(name=name, value=value))
 
 
-def end_lost_flow_runs(client: Any, pool: str, seen_since: dict[UUID, float]) -> None:
+def end_lost_flow_runs(client: Any, pool: str, first_seen_times: dict[UUID, float]) -> None:
     """Set the state of flow runs of a process pool that are Pending or Cancelling and whose process died, or for which
     no worker started a process: Crashed or Cancelled. Prefect would leave them Pending, or Cancelling for five minutes.
 
-    `seen_since` is kept from one call to the next: the time, by `time.monotonic`, at which each flow run was first seen
-    in such a state.
+    `first_seen_times` is kept from one call to the next: the time, by `time.monotonic`, at which each flow run was
+    first seen in such a state.
     """
     from prefect.client.schemas import filters
     from prefect.client.schemas.objects import StateType
@@ -81,10 +81,10 @@ def end_lost_flow_runs(client: Any, pool: str, seen_since: dict[UUID, float]) ->
         work_pool_filter=filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[pool])),
         flow_run_filter=filters.FlowRunFilter(state=filters.FlowRunFilterState(type=is_starting_or_ending)),
     )
-    for other_id in seen_since.keys() - {flow_run.id for flow_run in flow_runs}:
-        del seen_since[other_id]
+    for other_id in first_seen_times.keys() - {flow_run.id for flow_run in flow_runs}:
+        del first_seen_times[other_id]
     for flow_run in flow_runs:
-        seconds = time.monotonic() - seen_since.setdefault(flow_run.id, time.monotonic())
+        seconds = time.monotonic() - first_seen_times.setdefault(flow_run.id, time.monotonic())
         if seconds > max_seconds_without_process(flow_run.infrastructure_pid or "", hosts):
             message = f"{flow_run.state_name} for {seconds:.0f} s: its process is gone"
             client.set_flow_run_state(flow_run.id, final_states[flow_run.state_type](message=message), force=True)

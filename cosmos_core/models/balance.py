@@ -30,7 +30,7 @@ OUTPUT = "balance"
 
 
 @dataclass(frozen=True, slots=True)
-class Balance:
+class LoadBalancingSettings:
     """Settings of the load-balancing loss of a mixture-of-experts model."""
 
     coefficient: float
@@ -39,7 +39,7 @@ class Balance:
     """Number of experts to which the router sends each token."""
 
 
-def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> Balance | None:
+def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> LoadBalancingSettings | None:
     """Return the settings of the load-balancing loss of a model; None if the coefficient is 0.
 
     Raises:
@@ -56,7 +56,7 @@ def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> Balan
             f"{COEFFICIENT_KEY} = {coefficient}: transformers has no load-balancing loss for {type(model).__name__}, "
             f"which hands out no logits of routers; leave it out"
         )
-    return Balance(coefficient, int(num_experts), int(num_chosen))
+    return LoadBalancingSettings(coefficient, int(num_experts), int(num_chosen))
 
 
 def sequences_of(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
@@ -71,7 +71,9 @@ def sequences_of(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, An
     return {SEQUENCES: sequence_P, NUM_SEQUENCES: len(lengths)}
 
 
-def balance_loss(balance: Balance, logits: Sequence[Tensor], sequence_of_M: Tensor, num_sequences: int) -> Tensor:
+def balance_loss(
+    balance: LoadBalancingSettings, logits: Sequence[Tensor], sequence_of_M: Tensor, num_sequences: int
+) -> Tensor:
     """Return the load-balancing loss of a micro-batch, the coefficient times the sum over sequences of tokens * loss,
     from the router logits ME of each layer; padding has the sequence index `num_sequences`."""
     shape = (num_sequences + 1, balance.num_experts)
@@ -86,5 +88,5 @@ def balance_loss(balance: Balance, logits: Sequence[Tensor], sequence_of_M: Tens
         probability_RE = probability_RE.index_add(0, sequence_of_M, probability_ME)
     tokens_R = torch.bincount(sequence_of_M, minlength=num_sequences + 1)[:num_sequences]
     rows_R = (len(logits) * tokens_R).clamp(min=1)
-    products_R = (chosen_RE * probability_RE).sum(-1)[:num_sequences] / rows_R.square()
-    return balance.coefficient * balance.num_experts * (tokens_R * products_R).sum()
+    expert_products_R = (chosen_RE * probability_RE).sum(-1)[:num_sequences] / rows_R.square()
+    return balance.coefficient * balance.num_experts * (tokens_R * expert_products_R).sum()

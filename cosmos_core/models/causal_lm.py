@@ -21,7 +21,7 @@ from cosmos_core.data.batch import rows_of, shared_rows, to_device
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
 from cosmos_core.models.balance import OUTPUT as BALANCE
-from cosmos_core.models.balance import Balance, sequences_of
+from cosmos_core.models.balance import LoadBalancingSettings, sequences_of
 from cosmos_core.models.base import Batch, Export, MicroBatch
 from cosmos_core.models.export import export_model
 from cosmos_core.models.kernels import remove_fp8
@@ -95,9 +95,9 @@ class CausalLM:
         self,
         model: PreTrainedModel,
         train: TrainConfig,
-        reading: InputProcessing,
+        input_processing: InputProcessing,
         mesh: Mesh | None = None,
-        balance: Balance | None = None,
+        balance: LoadBalancingSettings | None = None,
     ) -> None:
         """Parallelise the model over the mesh and prepare it for training. Each update adds the load-balancing loss of
         experts with the settings `balance`; None: no such loss."""
@@ -106,19 +106,19 @@ class CausalLM:
         self.mesh = mesh
         self.device = torch.device(mesh.data.device_type) if mesh else model.device
         self.meta_copy = copy_without_weights(model) if mesh else None
-        self._train, self._processing = train, reading
+        self._train, self._processing = train, input_processing
         self._dtype = getattr(torch, train.logprob_dtype)
-        packs = train.sequence_packing
-        if packs is None:
-            packs = self.device.type == "cuda" or not train.compile
+        is_packing_enabled = train.sequence_packing
+        if is_packing_enabled is None:
+            is_packing_enabled = self.device.type == "cuda" or not train.compile
         self._merges_prompts = False
-        self._is_packed = (packs and reading.vision is None) or bool(mesh and mesh.context)
-        if train.sequence_packing and reading.vision is not None:
+        self._is_packed = (is_packing_enabled and input_processing.vision is None) or bool(mesh and mesh.context)
+        if train.sequence_packing and input_processing.vision is not None:
             logger.warning("train.sequence_packing: rows are padded, because some show images")
         self.runner: SequentialRunner | PipelineRunner = self._parallelize()
         for scorer in (module for root in self.runner.roots for module in root.modules()):
             if isinstance(scorer, Scorer):
-                scorer.num_ids, scorer.balance = reading.num_ids, balance
+                scorer.num_ids, scorer.balance = input_processing.num_ids, balance
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -225,7 +225,10 @@ class CausalLM:
 
     def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
         lengths = [len(sample.input_ids) - 1 for sample in micro.samples]
-        return [{name: value[b, :length] for name, value in micro.outputs.items()} for b, length in enumerate(lengths)]
+        return [
+            {name: value[row_index, :length] for name, value in micro.outputs.items()}
+            for row_index, length in enumerate(lengths)
+        ]
 
     def attach_loss_derivative(self, batch: TokenBatch, loss: Callable[[MicroBatch], Tensor]) -> TokenBatch:
         count = sum(len(positions) for positions in batch.trained_positions)

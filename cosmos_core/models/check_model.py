@@ -79,13 +79,13 @@ def _check_noise_levels(family: DiffusionModel) -> str:
 
 def _check_text(family: DiffusionModel) -> str:
     """Check that the embedding of a prompt does not depend on the other prompts of the batch."""
-    both, single_embedding = family.text_embedding(_PROMPTS), family.text_embedding(_PROMPTS[1:])
-    for name, value in both.items():
+    batch_embedding, single_embedding = family.text_embedding(_PROMPTS), family.text_embedding(_PROMPTS[1:])
+    for name, value in batch_embedding.items():
         if len(value) != len(_PROMPTS) or value.requires_grad:
             return f"{_MISMATCH}{name!r} is {tuple(value.shape)}, for {len(_PROMPTS)} prompts, without gradient"
         if not torch.allclose(value[1:].float(), single_embedding[name].float(), atol=1e-3):
             return f"{_MISMATCH}{name!r} of a prompt depends on the prompts beside it"
-    return ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in both.items())
+    return ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in batch_embedding.items())
 
 
 def _check_media(family: DiffusionModel) -> str:
@@ -121,9 +121,9 @@ def _check_prediction(family: DiffusionModel) -> str:
         pipeline(prompt=_PROMPTS[:1], **family.probe(), generator=torch.Generator().manual_seed(0), output_type="pt")
         network.forward = forward
         text = family.text_embedding(_PROMPTS[:1])
-        probe, max_difference = family.probe(), 0.0
-        frames = probe.get("frames", probe.get("num_frames", 1))
-        shape = family.latent_shape(probe["height"], probe["width"], frames)
+        probe_arguments, max_difference = family.probe(), 0.0
+        frames = probe_arguments.get("frames", probe_arguments.get("num_frames", 1))
+        shape = family.latent_shape(probe_arguments["height"], probe_arguments["width"], frames)
         for arguments, expected in calls:
             latents = family.latents_in(arguments[names[0]], shape)
             unit = family.nft_prepare_transformer_input(latents, torch.ones(len(latents)), text)["timestep"]

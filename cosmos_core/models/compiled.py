@@ -19,8 +19,8 @@ def compile_blocks(model: nn.Module) -> None:
     Raises:
         ConfigError: this machine lacks a compiler that torch.compile needs.
     """
-    if lacks := measure().lacks:
-        raise ConfigError(f"train.compile needs {lacks}; install it, or set train.compile = false")
+    if missing_requirement := measure().lacks:
+        raise ConfigError(f"train.compile needs {missing_requirement}; install it, or set train.compile = false")
     blocks = blocks_of(model)
     for block in blocks:
         block.compile(dynamic=True)

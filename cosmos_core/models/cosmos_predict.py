@@ -26,7 +26,7 @@ PIPELINES = ("Cosmos2_5_PredictBasePipeline",)
 CONDITIONING_LEVEL = 0.0001
 """Noise level that the network expects for clean conditioning frames."""
 _TRAIN_SHIFT = 5.0
-_NETWORK = "diffusers.models.transformers.transformer_cosmos"
+_NETWORK_MODULE = "diffusers.models.transformers.transformer_cosmos"
 
 
 class GuardrailPlaceholder:
@@ -154,7 +154,7 @@ def substitute_torchvision() -> None:
 
     modes = SimpleNamespace(NEAREST="nearest")
     transforms = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=modes)
-    importlib.import_module(_NETWORK).__dict__.setdefault("transforms", transforms)
+    importlib.import_module(_NETWORK_MODULE).__dict__.setdefault("transforms", transforms)
 
 
 FAMILY = CosmosPredict

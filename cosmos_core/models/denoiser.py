@@ -133,20 +133,22 @@ class Denoiser:
     def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], padding_sample: FlowSample) -> FlowBatch:
         """Collate samples to model inputs and add noise to latents; without samples, collate the sample
         `padding_sample`."""
-        collated = samples or [padding_sample]
-        latents = self._stack_latents([sample.latents for sample in collated])
-        sigma_B = torch.tensor([sample.sigma for sample in collated], dtype=torch.float64, device=self.device)
-        counts = [sample.num_conditioning_frames for sample in collated]
+        collated_samples = samples or [padding_sample]
+        latents = self._stack_latents([sample.latents for sample in collated_samples])
+        sigma_B = torch.tensor([sample.sigma for sample in collated_samples], dtype=torch.float64, device=self.device)
+        counts = [sample.num_conditioning_frames for sample in collated_samples]
         num_conditioning_B = torch.tensor(counts, device=self.device) if any(counts) else None
         inputs = {"noisy": latents}
-        if collated[0].noise is not None:
-            noise = self._stack_latents([sample.noise for sample in collated if sample.noise is not None])
+        if collated_samples[0].noise is not None:
+            noise = self._stack_latents([sample.noise for sample in collated_samples if sample.noise is not None])
             noisy = self.family.add_noise(latents, noise, sigma_B.to(latents.dtype), num_conditioning_B)
             inputs = {"noisy": noisy, "latents": latents, "noise": noise}
         negative = None
-        if collated[0].negative is not None:
-            negative = self._stack_texts([sample.negative for sample in collated if sample.negative is not None])
-        text = self._stack_texts([sample.text for sample in collated])
+        if collated_samples[0].negative is not None:
+            negative = self._stack_texts(
+                [sample.negative for sample in collated_samples if sample.negative is not None]
+            )
+        text = self._stack_texts([sample.text for sample in collated_samples])
         return FlowBatch(samples, indices, inputs, sigma_B, text, negative, num_conditioning_B)
 
     def gather_outputs(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -110,10 +110,10 @@ class DiffusionModel:
         except (ValueError, ImportError) as error:
             raise ConfigError(f"{table_mismatch}its scheduler has no table of noise levels here: {error}") from error
         sigmas_N = scheduler.sigmas.double()
-        has_all_levels = sigmas_N.shape == exact_N.shape
-        if has_all_levels and (sigmas_N - exact_N).abs().max() < _MAX_TABLE_DIFFERENCE:
+        has_expected_shape = sigmas_N.shape == exact_N.shape
+        if has_expected_shape and (sigmas_N - exact_N).abs().max() < _MAX_TABLE_DIFFERENCE:
             return exact_N
-        if not (has_all_levels and sigmas_N[0] <= 1 and sigmas_N[-1] == 0 and sigmas_N.diff().max() < 0):
+        if not (has_expected_shape and sigmas_N[0] <= 1 and sigmas_N[-1] == 0 and sigmas_N.diff().max() < 0):
             raise ConfigError(
                 f"{table_mismatch}the {len(sigmas_N)} noise levels of its {type(scheduler).__name__} for {num_steps} "
                 f"steps go from {sigmas_N[0]:g} to {sigmas_N[-1]:g}; they must fall from at most 1 to 0 at each step: "
@@ -224,8 +224,11 @@ class DiffusionModel:
         max_level, min_level = self.scheduler.get("sigma_max"), self.scheduler.get("sigma_min")
         if max_level is None or min_level is None:
             alphas_cumprod = self.folder.load("scheduler").alphas_cumprod.double()
-            training_levels = ((1 - alphas_cumprod) / alphas_cumprod).sqrt()
-            max_level, min_level = max_level or training_levels[-1].item(), min_level or training_levels[0].item()
+            training_noise_levels = ((1 - alphas_cumprod) / alphas_cumprod).sqrt()
+            max_level, min_level = (
+                max_level or training_noise_levels[-1].item(),
+                min_level or training_noise_levels[0].item(),
+            )
         return float(max_level), float(min_level)
 
     @property

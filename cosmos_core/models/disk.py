@@ -18,10 +18,10 @@ _DISK_FULL_ERRORS = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 @contextmanager
-def translate_disk_errors(name: str, describe_rest: Callable[[], str]) -> Iterator[None]:
+def translate_disk_errors(name: str, describe_intact_files: Callable[[], str]) -> Iterator[None]:
     """Convert disk errors of the block, which writes the file `name`, to one-line errors.
 
-    The message includes the result of `describe_rest()`, a text about the files that are still intact.
+    The message includes the result of `describe_intact_files()`, a text about the files that are still intact.
 
     Raises:
         StageFailed: the disk is full, read-only or missing.
@@ -31,9 +31,9 @@ def translate_disk_errors(name: str, describe_rest: Callable[[], str]) -> Iterat
     except CheckpointException as error:
         # CheckpointException is a BaseException, which `except Exception` clauses of callers do not catch.
         cause = next(iter(error.failures.values()))[0]
-        raise _disk_error(cause, name, describe_rest) from error
+        raise _disk_error(cause, name, describe_intact_files) from error
     except (OSError, SafetensorError) as error:
-        raise _disk_error(error, name, describe_rest) from error
+        raise _disk_error(error, name, describe_intact_files) from error
 
 
 @contextmanager
@@ -60,13 +60,13 @@ def unwrap_checkpoint_errors() -> Iterator[None]:
         raise next(iter(error.failures.values()))[0] from error
 
 
-def _disk_error(error: BaseException, name: str, describe_rest: Callable[[], str]) -> BaseException:
+def _disk_error(error: BaseException, name: str, describe_intact_files: Callable[[], str]) -> BaseException:
     number = _error_number(error)
     if number is None:
         return error
     if number in _DISK_FULL_ERRORS:
-        return StageFailed(f"disk full while saving {name}; {describe_rest()}; free space and run again")
-    return StageFailed(f"{os.strerror(number)} while saving {name}; {describe_rest()}; mend that and run again")
+        return StageFailed(f"disk full while saving {name}; {describe_intact_files()}; free space and run again")
+    return StageFailed(f"{os.strerror(number)} while saving {name}; {describe_intact_files()}; mend that and run again")
 
 
 def _error_number(error: BaseException) -> int | None:

@@ -63,13 +63,13 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     size, best = _MIN_MATRIX_SIZE, 0.0
     while size <= _MAX_MATRIX_SIZE.get(device.type, 1024):
         matrix = torch.randn(size, size, device=device, dtype=dtype)
-        shortest = float("inf")
+        shortest_seconds = float("inf")
         for _ in range(_NUM_MEASUREMENTS):
             start_time = _now(device)
             matrix @ matrix
-            shortest = min(shortest, _now(device) - start_time)
-        best = max(best, 2.0 * size**3 / shortest)
-        if shortest > _MIN_MEASURED_SECONDS:
+            shortest_seconds = min(shortest_seconds, _now(device) - start_time)
+        best = max(best, 2.0 * size**3 / shortest_seconds)
+        if shortest_seconds > _MIN_MEASURED_SECONDS:
             break
         size *= 2
     return best

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 _MODE_SCALE = 1.29
-_TRAIN_LEVELS = 1000
+_NUM_TRAIN_NOISE_LEVELS = 1000
 """Number of noise levels with which diffusers' schedulers describe training."""
 
 
@@ -43,9 +43,9 @@ def noise_estimate(x: Tensor, v: Tensor, sigma_B: Tensor) -> Tensor:
     return x + (1 - broadcast_per_sample(sigma_B, x)) * v
 
 
-def broadcast_per_sample(values_B: Tensor, like: Tensor) -> Tensor:
-    """Return values per sample, or a scalar, in the dtype of the latents `like` and broadcastable over them."""
-    return values_B.to(like).reshape(-1, *[1] * (like.ndim - 1)) if values_B.ndim else values_B.to(like)
+def broadcast_per_sample(values_B: Tensor, latents: Tensor) -> Tensor:
+    """Return values per sample, or a scalar, in the dtype of the latents `latents` and broadcastable over them."""
+    return values_B.to(latents).reshape(-1, *[1] * (latents.ndim - 1)) if values_B.ndim else values_B.to(latents)
 
 
 def mean_per_sample(values: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -81,13 +81,17 @@ def draw_noise_levels(
     schemes are uniform (arXiv 2403.03206, section 3.1).
     """
     if scheme == "logit_normal":
-        z_N = torch.randn(count, generator=generator, dtype=torch.float64)
-        u_N = torch.sigmoid(logit_mean + logit_std * z_N)
+        normal_samples_N = torch.randn(count, generator=generator, dtype=torch.float64)
+        unshifted_levels_N = torch.sigmoid(logit_mean + logit_std * normal_samples_N)
     else:
-        u_N = torch.rand(count, generator=generator, dtype=torch.float64)
+        unshifted_levels_N = torch.rand(count, generator=generator, dtype=torch.float64)
         if scheme == "mode":
-            u_N = 1 - u_N - _MODE_SCALE * (torch.cos(math.pi * u_N / 2) ** 2 - 1 + u_N)
-    return shift_levels(u_N, shift)
+            unshifted_levels_N = (
+                1
+                - unshifted_levels_N
+                - _MODE_SCALE * (torch.cos(math.pi * unshifted_levels_N / 2) ** 2 - 1 + unshifted_levels_N)
+            )
+    return shift_levels(unshifted_levels_N, shift)
 
 
 def loss_weights(sigma_B: Tensor, scheme: str) -> Tensor:
@@ -111,21 +115,21 @@ def flow_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
 def euler_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the noise levels of diffusers' FlowMatchEulerDiscreteScheduler, which the papers on RL with flows used.
     This scheduler shifts its smallest level twice, so its last step is very small."""
-    smallest = shift_levels(torch.tensor(1 / _TRAIN_LEVELS, dtype=torch.float64), shift).item()
-    return _append_zero(shift_levels(torch.linspace(1, smallest, num_steps, dtype=torch.float64), shift))
+    smallest_level = shift_levels(torch.tensor(1 / _NUM_TRAIN_NOISE_LEVELS, dtype=torch.float64), shift).item()
+    return _append_zero(shift_levels(torch.linspace(1, smallest_level, num_steps, dtype=torch.float64), shift))
 
 
 def dpm_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the noise levels of diffusers' DPMSolverMultistepScheduler for flows: from 0.999 to 0, shifted."""
-    largest = 1 - 1 / _TRAIN_LEVELS
-    return _append_zero(shift_levels(torch.linspace(largest, 0, num_steps + 1, dtype=torch.float64)[:-1], shift))
+    largest_level = 1 - 1 / _NUM_TRAIN_NOISE_LEVELS
+    return _append_zero(shift_levels(torch.linspace(largest_level, 0, num_steps + 1, dtype=torch.float64)[:-1], shift))
 
 
 def unipc_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the noise levels of diffusers' UniPCMultistepScheduler for flows: from 1 down to above 0.001, shifted,
     followed by 0. The scheduler itself starts at 1 - 1e-6, because its steps take a logarithm."""
-    smallest = 1 / _TRAIN_LEVELS
-    return _append_zero(shift_levels(torch.linspace(1, smallest, num_steps + 1, dtype=torch.float64)[:-1], shift))
+    smallest_level = 1 / _NUM_TRAIN_NOISE_LEVELS
+    return _append_zero(shift_levels(torch.linspace(1, smallest_level, num_steps + 1, dtype=torch.float64)[:-1], shift))
 
 
 def karras_schedule(num_steps: int, shift: float = 1.0, *, max_sigma: float = 200.0, min_sigma: float = 0.01) -> Tensor:

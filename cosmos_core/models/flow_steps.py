@@ -76,8 +76,8 @@ def flow_cps_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Tran
     new. The total noise after the step is exactly that of the next noise level."""
     new = levels.next * math.sin(eta * math.pi / 2)
     kept_noise = torch.sqrt((levels.next**2 - new**2).clamp(min=0))
-    clean, noise = clean_estimate(x, v, levels.sigma), noise_estimate(x, v, levels.sigma)
-    mean = broadcast_per_sample(1 - levels.next, x) * clean + broadcast_per_sample(kept_noise, x) * noise
+    clean_latents, noise = clean_estimate(x, v, levels.sigma), noise_estimate(x, v, levels.sigma)
+    mean = broadcast_per_sample(1 - levels.next, x) * clean_latents + broadcast_per_sample(kept_noise, x) * noise
     return Transition(mean, new, new, has_density=False)
 
 
@@ -89,8 +89,8 @@ def ddim_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transiti
     variance = (sigma**2 - (kept_noise_factor * next_sigma) ** 2).clamp(min=0)
     std = torch.minimum(eta * next_sigma / sigma * torch.sqrt(variance), next_sigma)
     kept_noise = torch.sqrt(next_sigma**2 - std**2)
-    clean, noise = clean_estimate(x, v, sigma), noise_estimate(x, v, sigma)
-    mean = broadcast_per_sample(1 - next_sigma, x) * clean + broadcast_per_sample(kept_noise, x) * noise
+    clean_latents, noise = clean_estimate(x, v, sigma), noise_estimate(x, v, sigma)
+    mean = broadcast_per_sample(1 - next_sigma, x) * clean_latents + broadcast_per_sample(kept_noise, x) * noise
     return Transition(mean, std, std / torch.sqrt(sigma - next_sigma))
 
 
@@ -98,7 +98,7 @@ KERNELS: dict[str, Kernel] = {"flow": flow_sde, "dance": dance_grpo_step, "cps":
 """Functions for stochastic steps, by the name in `policy.diffusers.sample.solver`."""
 
 
-def transition(kernel: str, x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
+def compute_transition(kernel: str, x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
     """Return the distribution of the latents after a stochastic step from the latents `x` with the predicted velocity
     `v`; `kernel` is a key of `KERNELS`, `eta` the strength of the noise."""
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -140,15 +140,15 @@ class DpmSolver2M:
     def step(self, x: Tensor, v: Tensor, i: int) -> Tensor:
         """Return the latents after step `i` of the schedule. Call this method for the steps in order."""
         sigma, next_sigma = self._sigmas_N[i], self._sigmas_N[i + 1]
-        clean, previous_clean = clean_estimate(x, v, sigma), self._clean
-        self._clean = clean
+        clean_latents, previous_clean = clean_estimate(x, v, sigma), self._clean
+        self._clean = clean_latents
         if previous_clean is None or next_sigma == 0 or self._sigmas_N[i - 1] >= 1:
             return euler_step(x, v, sigma, next_sigma)
         log_snr = [torch.log((1 - s) / s).item() for s in (self._sigmas_N[i - 1], sigma, next_sigma)]
         length, previous = log_snr[2] - log_snr[1], log_snr[1] - log_snr[0]
-        slope = (clean - previous_clean) / (previous / length)
+        slope = (clean_latents - previous_clean) / (previous / length)
         scale = (1 - next_sigma).item() * math.expm1(-length)
-        return (next_sigma / sigma).item() * x - scale * clean - 0.5 * scale * slope
+        return (next_sigma / sigma).item() * x - scale * clean_latents - 0.5 * scale * slope
 
     def restart(self) -> None:
         """Discard the stored clean estimate, for example after a stochastic step; the next step is of order 1."""

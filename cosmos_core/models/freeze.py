@@ -43,7 +43,7 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, targets: Sequen
             key = "policy.trainable_pattern" if is_trained else "policy.freeze_pattern"
             model.requires_grad_(not is_trained)
             for pattern in patterns:
-                _set_trained(names, key, pattern, re.compile(pattern).search, is_trained)
+                _set_requires_grad(names, key, pattern, re.compile(pattern).search, is_trained)
     _apply_map(names, policy.trainable_map or {})
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"policy.{keys[-1]} leaves no weight to train; name fewer in it")
@@ -56,10 +56,10 @@ def _apply_map(names: dict[str, nn.Parameter], trainable_map: dict[str, bool]) -
         def is_in_module(name: str, module_name: str = module_name) -> bool:
             return name == module_name or name.startswith(f"{module_name}.")
 
-        _set_trained(names, "policy.trainable_map", module_name, is_in_module, trainable_map[module_name])
+        _set_requires_grad(names, "policy.trainable_map", module_name, is_in_module, trainable_map[module_name])
 
 
-def _set_trained(
+def _set_requires_grad(
     names: dict[str, nn.Parameter], key: str, name_or_pattern: str, matches: Callable[[str], object], is_trained: bool
 ) -> None:
     parameters = [parameter for name, parameter in names.items() if matches(name)]

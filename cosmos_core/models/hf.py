@@ -30,7 +30,7 @@ from cosmos_core.models.chat_templates import set_template
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.lora import merge_adapter, merged_state_dict
 from cosmos_core.models.model_files import check_weights, locate_model, model_error, read_object, translate_load_errors
-from cosmos_core.models.recompute import Recompute, recompute
+from cosmos_core.models.recompute import Recompute, recompute_activations
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -117,7 +117,7 @@ def load_model(
     # Rollout engines load the revision that the config records, but transformers does not always record it.
     loaded.config._commit_hash = getattr(loaded.config, "_commit_hash", None) or revision
     nn.Module.to(loaded, device)
-    recompute(loaded, gradient_checkpointing)
+    recompute_activations(loaded, gradient_checkpointing)
     return loaded
 
 
@@ -132,7 +132,7 @@ def model_without_weights(
     """
     empty_model = _build_empty(load_config(model, revision), model, dtype)
     empty_model.tie_weights()  # `from_pretrained` ties weights during the initialisation, which is skipped here
-    recompute(empty_model, gradient_checkpointing)
+    recompute_activations(empty_model, gradient_checkpointing)
     return empty_model.eval()
 
 

@@ -63,12 +63,12 @@ def convert_to_fp8(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = Fa
     # Inner dimensions are padded: fp8 products need multiples of 16, micro-batches have any number of tokens.
     config = replace(float8.Float8LinearConfig.from_recipe_name(fp8.quant_recipe), pad_inner_dim=True, emulate=emulate)
     blocks = tuple(model._no_split_modules or ())
-    inside = [name for name, module in model.named_modules() if type(module).__name__ in blocks]
+    block_names = [name for name, module in model.named_modules() if type(module).__name__ in blocks]
 
     def is_converted(module: nn.Module, name: str) -> bool:
         return (
             type(module) is nn.Linear  # a subclass of nn.Linear may be a router of experts
-            and any(name.startswith(f"{block}.") for block in inside)
+            and any(name.startswith(f"{block}.") for block in block_names)
             and not module.in_features % _FP8_SIZE_MULTIPLE
             and not module.out_features % _FP8_SIZE_MULTIPLE
         )
@@ -123,12 +123,12 @@ def autocast_experts(experts: Any, states: Tensor, *routing: Tensor) -> Tensor:
     if device_type != "cuda" or not torch.is_autocast_enabled(device_type):
         return grouped_mm_experts_forward(experts, states, *routing)
     dtype = torch.get_autocast_dtype(device_type)
-    casts = {name: weight.to(dtype) for name, weight in experts._parameters.items() if weight is not None}
-    experts.__dict__.update(casts)  # instance attributes take precedence over parameters of the same name
+    cast_weights = {name: weight.to(dtype) for name, weight in experts._parameters.items() if weight is not None}
+    experts.__dict__.update(cast_weights)  # instance attributes take precedence over parameters of the same name
     try:
         return grouped_mm_experts_forward(experts, states, *routing)
     finally:
-        for name in casts:
+        for name in cast_weights:
             del experts.__dict__[name]
 
 

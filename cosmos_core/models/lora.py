@@ -95,7 +95,7 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     logger.info("policy.lora: %s", describe_adapter(model, lora.target_modules))
     for key, patterns in (("r_pattern", lora.r_pattern), ("alpha_pattern", lora.alpha_pattern)):
         _check_targets(f"{_KEY}.{key}", patterns or {}, adapted_names(model), r"(.*\.)?({})", are_patterns=True)
-    _check_head(model, lora)
+    _check_head_dropout(model, lora)
     if lora.lora_path is not None and not next(model.parameters()).is_meta:
         load_weights(model, lora)
     if str(lora.init_lora_weights).startswith(BASE_CHANGING_INITS):
@@ -192,7 +192,7 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
             setattr(config, name, sorted(names))
     state = peft.get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False)
     if has_changed_base(model):
-        state = _convert_to_original_base(model, state, config)
+        state = _rebase_adapter_on_original(model, state, config)
     folder.mkdir(parents=True)
     # Each tensor is copied, because safetensors refuses tensors that share memory, such as tied weights.
     tensors = {PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
@@ -229,12 +229,13 @@ def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraCon
 
 
 def _check_targets(
-    key: str, targets: Iterable[str], names: Iterable[str], form: str, *, are_patterns: bool = False
+    key: str, targets: Iterable[str], names: Iterable[str], pattern_template: str, *, are_patterns: bool = False
 ) -> None:
-    """Check that each of `targets`, inserted into the regular expression `form`, matches at least one module name."""
+    """Check that each of `targets`, inserted into the regular expression `pattern_template`, matches at least one
+    module name."""
     names = list(names)
     for target in targets:
-        expression = form.format(target if are_patterns else re.escape(target))
+        expression = pattern_template.format(target if are_patterns else re.escape(target))
         if not any(re.fullmatch(expression, name) for name in names):
             last = sorted({name.rpartition(".")[2] for name in names})
             raise ConfigError(f"{key} = {target!r} matches no module{suggestion(target, last)}")
@@ -250,7 +251,7 @@ def _tied_modules(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if module in outer_layers]
 
 
-def _check_head(model: nn.Module, lora: LoraConfig) -> None:
+def _check_head_dropout(model: nn.Module, lora: LoraConfig) -> None:
     """Refuse LoRA dropout on the output head, which runs again in the backward pass, with another dropout mask."""
     if not isinstance(model, PreTrainedModel):
         return
@@ -275,22 +276,24 @@ def _name_without_wrappers(key: str, wrapper_names: set[str]) -> str:
     return ".".join(components)
 
 
-def _convert_to_original_base(model: PreTrainedModel, state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+def _rebase_adapter_on_original(model: PreTrainedModel, state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Convert an adapter whose initialisation B0 A0 changed the base weights to an adapter for the original base
     weights. The new adapter has twice the rank: B A - B0 A0 = [B -B0] [A; A0]."""
     buffers = dict(model.named_buffers())
-    doubled_factors = {}
+    doubled_rank_state = {}
     for name, tensor in state.items():
         layer, _, factor = name.removesuffix(".weight").rpartition(".lora_")
         initial = buffers.get(f"{layer}.initial_{factor}")
         if initial is None:  # the tensor is no LoRA factor but a weight in `modules_to_save`
-            doubled_factors[name] = tensor
+            doubled_rank_state[name] = tensor
         else:
-            doubled_factors[name] = torch.cat([tensor, initial]) if factor == "A" else torch.cat([tensor, -initial], 1)
+            doubled_rank_state[name] = (
+                torch.cat([tensor, initial]) if factor == "A" else torch.cat([tensor, -initial], 1)
+            )
     # alpha grows with the rank, so that the scale of the adapter, alpha / r or alpha / sqrt(r), does not change.
     growth = math.sqrt(2) if config.use_rslora else 2.0
     config.r, config.lora_alpha = 2 * config.r, growth * config.lora_alpha
-    config.rank_pattern = {name: 2 * r for name, r in config.rank_pattern.items()}
+    config.rank_pattern = {name: 2 * rank for name, rank in config.rank_pattern.items()}
     config.alpha_pattern = {name: growth * alpha for name, alpha in config.alpha_pattern.items()}
     config.init_lora_weights = True
-    return doubled_factors
+    return doubled_rank_state

@@ -125,10 +125,10 @@ def portable_config(config: Any, model: nn.Module) -> Any:
         if not isinstance(layer, ParamWrapper) and any(_has_suffix(name, target) for target in lost_targets):
             kind = name_without_prefix(name)
             parameters.add(target := f"{kind if modules[kind] == adapted[kind] else name}.weight")
-            (r,), (alpha,) = layer.r.values(), layer.lora_alpha.values()
-            if (r, alpha) != (config.r, config.lora_alpha):
+            (rank,), (alpha,) = layer.r.values(), layer.lora_alpha.values()
+            if (rank, alpha) != (config.r, config.lora_alpha):
                 pattern = f".*{re.escape(target.removesuffix('.weight'))}(\\.weight)?"
-                config.rank_pattern[pattern], config.alpha_pattern[pattern] = r, alpha
+                config.rank_pattern[pattern], config.alpha_pattern[pattern] = rank, alpha
     config.target_parameters, config.lora_dropout = parameters, 0.0  # PEFT refuses dropout for adapted parameters
     return config
 

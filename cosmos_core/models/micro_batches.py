@@ -112,6 +112,10 @@ def merge_prompts(
                 lengths.append(prompt)
             batches[-1].append(i)
             lengths[-1] += num_new_tokens
-    order = sorted(range(len(batches)), key=lambda b: -lengths[b])
-    rank_tokens = sum(lengths[b] for b in order[::num_ranks])
-    return [batches[b] for b in order] if is_worth_sharing(num_tokens / num_ranks, rank_tokens) else None
+    order = sorted(range(len(batches)), key=lambda batch_index: -lengths[batch_index])
+    rank_tokens = sum(lengths[batch_index] for batch_index in order[::num_ranks])
+    return (
+        [batches[batch_index] for batch_index in order]
+        if is_worth_sharing(num_tokens / num_ranks, rank_tokens)
+        else None
+    )

@@ -92,7 +92,7 @@ def check_weights(model: str) -> None:
     for file in _local_files(folder, model):
         if not file.is_file():
             raise model_error(model, f"{file} is no file, or a link to none; copy it again")
-        check = _check_safetensors if file.suffix == ".safetensors" else _check_pickled
+        check = _check_safetensors if file.suffix == ".safetensors" else _check_pickled_weights
         check(file, model)
 
 
@@ -146,7 +146,7 @@ def _check_safetensors(file: Path, model: str) -> None:
         raise model_error(model, f"{file} is damaged ({error}); copy it again") from error
 
 
-def _check_pickled(file: Path, model: str) -> None:
+def _check_pickled_weights(file: Path, model: str) -> None:
     try:
         state = load_state_dict(file)  # maps the file into memory without reading tensors
     except Exception as error:

@@ -45,7 +45,7 @@ def call_in_interpreter(
     Raises:
         StageFailed: the function raised an error, or took longer than `seconds` seconds; None: no limit.
     """
-    failed = f"export {folder} failed the check 'reload'"
+    failure_prefix = f"export {folder} failed the check 'reload'"
     future = pool.schedule(function, arguments, timeout=seconds)
     with cleanup_on_error(pool.stop):
         while not wait([future], _POLL_SECONDS).done:
@@ -53,10 +53,10 @@ def call_in_interpreter(
     try:
         return future.result()
     except TimeoutError:
-        raise StageFailed(f"{failed}: not loaded after {seconds:g} s") from None
+        raise StageFailed(f"{failure_prefix}: not loaded after {seconds:g} s") from None
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise StageFailed(f"{failed}: a fresh interpreter cannot load it: {reason[-300:]}") from error
+        raise StageFailed(f"{failure_prefix}: a fresh interpreter cannot load it: {reason[-300:]}") from error
 
 
 def _start(parent: int) -> None:

@@ -15,15 +15,15 @@ MIN_OFFLOADED_ELEMENTS = 1 << 10
 def activations_on_cpu() -> saved_tensors_hooks:
     """Return hooks that offload activations to host memory, like torch's `save_on_cpu`. Small tensors and parameters,
     which FSDP manages, stay on the device."""
-    save_context = save_on_cpu(pin_memory=torch.cuda.is_available())
+    offload_hooks = save_on_cpu(pin_memory=torch.cuda.is_available())
 
     def pack(tensor: Tensor) -> Any:
         base = tensor._base if tensor._base is not None else tensor
-        stays = isinstance(base, nn.Parameter) or tensor.numel() < MIN_OFFLOADED_ELEMENTS
-        return tensor if stays else save_context.pack_hook(tensor)
+        is_kept_on_device = isinstance(base, nn.Parameter) or tensor.numel() < MIN_OFFLOADED_ELEMENTS
+        return tensor if is_kept_on_device else offload_hooks.pack_hook(tensor)
 
     def unpack(packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else save_context.unpack_hook(packed)
+        return packed if isinstance(packed, Tensor) else offload_hooks.unpack_hook(packed)
 
     return saved_tensors_hooks(pack, unpack)
 
@@ -33,7 +33,7 @@ class ComponentOffload:
 
     def __init__(self, device: torch.device, *, is_offloaded: bool) -> None:
         """Store the device. `is_offloaded`: whether components return to host memory after their use."""
-        self._device, self._is_offloaded, self._keeps_on_device = device, is_offloaded, False
+        self._device, self._is_offloaded, self._is_offload_deferred = device, is_offloaded, False
         self._on_device: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
         """Components that are on the device, each with the list of its parameters and their tensors in host memory."""
 
@@ -46,22 +46,22 @@ class ComponentOffload:
         try:
             yield
         finally:
-            if not self._keeps_on_device:
+            if not self._is_offload_deferred:
                 self._return_to_host()
 
     @contextmanager
     def keep_on_device(self) -> Iterator[None]:
         """Keep all components that are used during the block on the device until the end of the block."""
-        self._keeps_on_device = True
+        self._is_offload_deferred = True
         try:
             yield
         finally:
-            self._keeps_on_device = False
+            self._is_offload_deferred = False
             self._return_to_host()
 
     def _return_to_host(self) -> None:
         for component, weights in self._on_device.items() if self._is_offloaded else ():
-            for weight, on_host in weights:
-                weight.data = on_host  # weights of components never change, so they are not copied back
+            for weight, host_tensor in weights:
+                weight.data = host_tensor  # weights of components never change, so they are not copied back
             component.to("cpu")
         self._on_device.clear()

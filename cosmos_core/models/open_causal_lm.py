@@ -39,7 +39,7 @@ def open_model(stage: Stage) -> CausalLM:
     tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # any token id can pad, because masks are built from positions
-    vision = open_vision(stage)
+    vision = open_image_reader(stage)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mesh = open_mesh(policy.parallelism, device.type)
     load = init_on_meta if mesh and not needs_base_weights(policy.lora) else load_model
@@ -64,19 +64,19 @@ def open_model(stage: Stage) -> CausalLM:
         mark_trained_weights(model, policy)
         if train.fp8.enable_fp8:
             use_fp8(model, train.fp8)
-    train = train.derive(compile=stage.recipe.compiles_on(device.type) and policy.parallelism.tp_size == 1)
+    train = train.derive(compile=stage.recipe.should_compile_blocks(device.type) and policy.parallelism.tp_size == 1)
     if train.compile:
         watch_compiling(stage.progress)
         compile_blocks(model)
     files = processor_files(stage.model, policy.model_revision)
     # The model may have no embedding for the pad token of its tokenizer; any other token can pad.
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id < model.config.get_text_config().vocab_size else 0
-    reading = InputProcessing(pad_id, vision, tokenizer, files, num_ids=count_ids(tokenizer))
+    input_processing = InputProcessing(pad_id, vision, tokenizer, files, num_ids=count_ids(tokenizer))
     balance = load_balancing_settings(model, policy.aux_loss_coeff) if stage.kind.trains_model else None
-    return CausalLM(model, train, reading, mesh, balance)
+    return CausalLM(model, train, input_processing, mesh, balance)
 
 
-def open_vision(stage: Stage) -> ImageReader | None:
+def open_image_reader(stage: Stage) -> ImageReader | None:
     """Return the reader of the images in a stage's prepared rows; None: the rows have no images.
 
     Raises:
@@ -92,7 +92,7 @@ def open_vision(stage: Stage) -> ImageReader | None:
                 f"policy.parallelism.{key} = {getattr(sizes, key)}: this version shards models that are shown images "
                 f"by dp_shard_size and dp_replicate_size alone; set {key} = 1"
             )
-    if stage.recipe.train.train_policy.fills_by_tokens:
+    if stage.recipe.train.train_policy.has_token_based_batches:
         raise ConfigError(
             "train.train_policy.enable_dp_load_balancing = true: rows with images go apart from rows without, whatever "
             "their length; set it to false"

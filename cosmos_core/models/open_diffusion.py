@@ -43,7 +43,7 @@ def open_model(stage: Stage) -> Denoiser:
     recompute_blocks(model, policy.model_gradient_checkpointing)
     if stage.kind.trains_model:
         mark_trained_weights(model, policy, family.lora_targets)
-    if stage.recipe.compiles_on(device.type):
+    if stage.recipe.should_compile_blocks(device.type):
         watch_compiling(stage.progress)
         compile_blocks(model)
     adapter = Denoiser(model, family, train, mesh)

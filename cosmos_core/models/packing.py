@@ -37,7 +37,12 @@ _NAMES = {"sdpa": PACKED_ATTENTION, "eager": "packed_eager"}
 _PACKABLE = {"full_attention", "sliding_attention"}
 _PROBE_LENGTHS, _PROBE_WINDOW = (5, 9), 3
 _TOLERANCE = 1e-3
-_VARLEN_DEVICE, _VARLEN_DTYPES, _VARLEN_HEAD, _VARLEN_CAPABILITY = "cuda", {torch.bfloat16, torch.float16}, 256, (8, 0)
+_VARLEN_DEVICE, _VARLEN_DTYPES, _VARLEN_MAX_HEAD_SIZE, _VARLEN_CAPABILITY = (
+    "cuda",
+    {torch.bfloat16, torch.float16},
+    256,
+    (8, 0),
+)
 _GQA_OPTIONS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Arguments of `varlen_attn` for grouped-query attention; older versions of torch need none."""
 
@@ -154,8 +159,8 @@ def varlen_obstacle(query: Tensor, key: Tensor, value: Tensor, dropout: float) -
     size = query.shape[-1]
     if query.dtype not in _VARLEN_DTYPES:
         return f"its kernel takes half precision, and this is {str(query.dtype).removeprefix('torch.')}"
-    if size % 8 or size > _VARLEN_HEAD:
-        return f"its kernel takes heads of a multiple of 8 up to {_VARLEN_HEAD}, and these have {size}"
+    if size % 8 or size > _VARLEN_MAX_HEAD_SIZE:
+        return f"its kernel takes heads of a multiple of 8 up to {_VARLEN_MAX_HEAD_SIZE}, and these have {size}"
     if value.shape[-1] != size:
         return f"its kernel takes values as wide as keys, and these have {value.shape[-1]} and {size}"
     if dropout:
@@ -272,7 +277,7 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
 
 
 @contextmanager
-def _shorten_windows(model: PreTrainedModel) -> Iterator[None]:
+def _shorten_sliding_windows(model: PreTrainedModel) -> Iterator[None]:
     """Make sliding windows shorter than the rows of the probe during the block. The probe thus detects model families
     whose packed attention ignores the window."""
     holders: list[Any] = [model.config.get_text_config(), *model.modules()]
@@ -302,8 +307,8 @@ def _is_exact(model: PreTrainedModel, roots: Sequence[Any], attention_name: str,
 
     was_training = model.training
     model.eval()
-    with _shorten_windows(model), torch.autocast(model.device.type, dtype, enabled=dtype != model.dtype):
-        separate = torch.cat([logits([row], packed=False) for row in rows])
+    with _shorten_sliding_windows(model), torch.autocast(model.device.type, dtype, enabled=dtype != model.dtype):
+        separate_outputs = torch.cat([logits([row], packed=False) for row in rows])
         _set_attention(model, _NAMES[attention_name])
         try:
             packed = logits(rows, packed=True)
@@ -311,7 +316,7 @@ def _is_exact(model: PreTrainedModel, roots: Sequence[Any], attention_name: str,
             return False
         finally:
             model.train(was_training)
-    return _is_close(packed, separate, dtype)
+    return _is_close(packed, separate_outputs, dtype)
 
 
 def _outputs(model: PreTrainedModel, roots: Sequence[Any], inputs: dict[str, Any]) -> Tensor:

@@ -23,7 +23,7 @@ from cosmos_core.parallel.fsdp import reshard
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.pipeline import num_stages, stage_of, stages_of_rank
 
-_SINGLE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
+_SINGLE_STAGE_SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 
 
 class _MicroBatches(NamedTuple):
@@ -154,4 +154,4 @@ class PipelineRunner:
         options: dict[str, Any] = {"n_microbatches": num_batches, "loss_fn": loss, "scale_grads": False}
         if self._sizes.pp_schedule == "Interleaved1F1B":
             return ScheduleInterleaved1F1B(stages, **options)
-        return _SINGLE[self._sizes.pp_schedule](stages[0], **options)
+        return _SINGLE_STAGE_SCHEDULES[self._sizes.pp_schedule](stages[0], **options)

@@ -132,7 +132,7 @@ class ImageReader:
         is_cross_attending = "cross_attention_mask" in self._processor.model_input_names
         return len(row.images) if is_cross_attending else min(len(row.images), 1)
 
-    def num_before_images(self, token_ids: Sequence[int]) -> int:
+    def num_tokens_before_images(self, token_ids: Sequence[int]) -> int:
         """Return the number of tokens before the first image token. A policy may sample image tokens although there is
         no image; such a completion is truncated before the first one."""
         [is_image] = self._kinds(torch.tensor([list(token_ids)])).bool().tolist() if token_ids else [[]]

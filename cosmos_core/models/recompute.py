@@ -30,7 +30,7 @@ _ATTENTION = {
 _MATRIX_PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
 
 
-def recompute(model: PreTrainedModel, how: Recompute) -> None:
+def recompute_activations(model: PreTrainedModel, how: Recompute) -> None:
     """Make the blocks of a model recompute activations in the backward pass; gradients do not change.
 
     If the model family does not support recomputation, log a warning and keep all activations: recomputation is a

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from cosmos_core.models.balance import NUM_SEQUENCES, OUTPUT, SEQUENCES, Balance, balance_loss
+from cosmos_core.models.balance import NUM_SEQUENCES, OUTPUT, SEQUENCES, LoadBalancingSettings, balance_loss
 from cosmos_core.models.length_rounding import pad_to_kernel
 
 PROBE_TOKENS = 8
@@ -78,7 +78,7 @@ class Scorer(nn.Module):
         """Number of token ids among which the most likely tokens are selected; None: all rows of the head, which may
         exceed the ids of the tokenizer."""
 
-        self.balance: Balance | None = None
+        self.balance: LoadBalancingSettings | None = None
         """Settings of the load-balancing loss, the output `balance` if gradients are enabled; None: no loss."""
 
     def forward(
@@ -268,7 +268,7 @@ class _Task:
         return ["logprobs", *["entropy"] * bool(self.request.entropy), *top, *["is_top"] * self.request.is_top]
 
     @property
-    def differentiable(self) -> set[str]:
+    def differentiable_outputs(self) -> set[str]:
         """Return the names of the outputs through which gradients flow."""
         return set(self.names) - {"top_ids", "is_top"} - ({"entropy"} if self.request.entropy != "gradient" else set())
 
@@ -347,15 +347,17 @@ class _ChunkedScore(torch.autograd.Function):
         ctx.task, ctx.weights = task, weights
         ctx.compute_dtype = _autocast_dtype(hidden_NH.device)
         has_known_derivative = (
-            derivative_N is not None and task.differentiable == {"logprobs"} and any(ctx.needs_input_grad)
+            derivative_N is not None and task.differentiable_outputs == {"logprobs"} and any(ctx.needs_input_grad)
         )
         gradients = _Gradients(task, hidden_NH, weights, ctx.compute_dtype) if has_known_derivative else None
         computed: list[dict[str, Tensor]] = []
         with _autocast(hidden_NH.device, ctx.compute_dtype):
-            casts = {} if gradients else task.head.cast(ctx.compute_dtype)
+            cast_weights = {} if gradients else task.head.cast(ctx.compute_dtype)
             for chunk in task.chunks(len(labels_N)):
                 top_ids_MK = None if top_ids_NK is None else top_ids_NK[chunk]
-                softmax = task.softmax(gradients.logits(chunk) if gradients else task.logits(hidden_NH[chunk], casts))
+                softmax = task.softmax(
+                    gradients.logits(chunk) if gradients else task.logits(hidden_NH[chunk], cast_weights)
+                )
                 computed.append(task.outputs(softmax, labels_N[chunk], top_ids_MK))
                 if gradients and derivative_N is not None:
                     gradients.add(task.derivative(softmax, labels_N[chunk], {"logprobs": derivative_N[chunk]}, None))
@@ -363,7 +365,7 @@ class _ChunkedScore(torch.autograd.Function):
         ctx.precomputed = gradients.totals() if gradients else None
         outputs = {name: _concatenate([each[name] for each in computed], name, task, hidden_NH) for name in task.names}
         ctx.save_for_backward(hidden_NH, labels_N, outputs.get("top_ids"), derivative_N)
-        ctx.mark_non_differentiable(*(outputs[name] for name in task.names if name not in task.differentiable))
+        ctx.mark_non_differentiable(*(outputs[name] for name in task.names if name not in task.differentiable_outputs))
         return tuple(outputs.values())
 
     @staticmethod
@@ -371,7 +373,7 @@ class _ChunkedScore(torch.autograd.Function):
         task: _Task = ctx.task
         hidden_NH, labels_N, top_ids_NK, derivative_N = ctx.saved_tensors
         upstream_by_name = {
-            name: g for name, g in zip(task.names, upstream, strict=True) if name in task.differentiable
+            name: g for name, g in zip(task.names, upstream, strict=True) if name in task.differentiable_outputs
         }
         precomputed, ctx.precomputed = ctx.precomputed, None
         # The comparison is exact, because an approximately equal derivative would change the gradient.

@@ -137,15 +137,17 @@ def check_file_tensors(
 
 def _audit_values(network: PreTrainedModel, beat: Callable[[], None]) -> None:
     """Check the values of all weights in a loading plan; tied weights stay in memory until they are compared."""
-    plan, state, tied = (_LOADING_PLANS.pop(network), network.state_dict(keep_vars=True), dict[int, Tensor]())
+    plan, state, tied_tensors = (_LOADING_PLANS.pop(network), network.state_dict(keep_vars=True), dict[int, Tensor]())
     num_names = Counter(id(state[name]) for group in plan.groups for name in group.shapes)
     for group in plan.groups:
-        targets, loaded = dict[str, list[Tensor]](), set(tied.values())
+        targets, loaded = dict[str, list[Tensor]](), set(tied_tensors.values())
         for name in group.shapes:
             key = id(state[name])
-            targets[name] = [tied[key] if key in tied else torch.empty_like(state[name], device="cpu").detach()]
+            targets[name] = [
+                tied_tensors[key] if key in tied_tensors else torch.empty_like(state[name], device="cpu").detach()
+            ]
             if num_names[key] > 1:
-                tied[key] = targets[name][0]
+                tied_tensors[key] = targets[name][0]
         try:
             _read_group(group, targets, network, loaded)
         except (ModelError, SafetensorError, OSError) as error:
@@ -347,7 +349,7 @@ def _materialise(model: PreTrainedModel, device: torch.device) -> dict[str, list
         for name, parameter in module._parameters.items():
             if parameter is not None and local_shard(parameter).is_meta:
                 if parameter not in allocated:
-                    allocated[parameter] = _allocate(parameter, device)
+                    allocated[parameter] = _allocate_parameter(parameter, device)
                 module._parameters[name] = allocated[parameter]
     targets: dict[str, list[Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -355,7 +357,7 @@ def _materialise(model: PreTrainedModel, device: torch.device) -> dict[str, list
     return targets
 
 
-def _allocate(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+def _allocate_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     local = torch.empty_like(local_shard(parameter).detach(), device=device, memory_format=torch.contiguous_format)
     if isinstance(parameter, DTensor):
         local = DTensor.from_local(

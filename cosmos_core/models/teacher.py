@@ -49,8 +49,10 @@ def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapt
         model.requires_grad_(False)
         check_row_length(model.config, recipe.policy.model_max_length)
         tokenizer = policy.tokenizer
-        reading = InputProcessing(int(tokenizer.pad_token_id), tokenizer=tokenizer, num_ids=count_ids(tokenizer))
-        return CausalLM(model, train, reading, policy.mesh)
+        input_processing = InputProcessing(
+            int(tokenizer.pad_token_id), tokenizer=tokenizer, num_ids=count_ids(tokenizer)
+        )
+        return CausalLM(model, train, input_processing, policy.mesh)
 
 
 def check_teacher(teacher: DistillationConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:

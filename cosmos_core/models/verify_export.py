@@ -98,11 +98,11 @@ def verify_export(
             free = psutil.virtual_memory().available if memory is None else memory
             first = num_fitting_layers(model, dtype, int(free * _MEMORY_SHARE))
             with keep_first_layers(model, first):
-                merged_BTV, about_reload = _check_reload(model, target, dtype, tokenizer, first, pool)
+                merged_logits_BTV, about_reload = _check_reload(model, target, dtype, tokenizer, first, pool)
         checks += about_reload
         if is_adapted(model):
             with keep_first_layers(model, first):
-                checks += _check_adapter(model, merged_BTV, target, first, pool)
+                checks += _check_adapter(model, merged_logits_BTV, target, first, pool)
     return checks
 
 
@@ -191,7 +191,7 @@ def _check_reload(
 
 
 def _check_adapter(
-    model: PreTrainedModel, merged_BTV: torch.Tensor, target: Path, first: FirstLayers | None, pool: ProcessPool
+    model: PreTrainedModel, merged_logits_BTV: torch.Tensor, target: Path, first: FirstLayers | None, pool: ProcessPool
 ) -> list[str]:
     """Check that merging the adapter changes the logits only by rounding, and that PEFT computes the same logits from
     the base model and the exported adapter."""
@@ -200,7 +200,7 @@ def _check_adapter(
     folder, tolerance = target / FOLDER, rounding if has_changed_base(model) else _TOLERANCE
     reloaded_BTV, _ = _reload(model, folder, first, pool)
     return [
-        _compare_logits("merge", logits_BTV, merged_BTV, target, first, rounding),
+        _compare_logits("merge", logits_BTV, merged_logits_BTV, target, first, rounding),
         _compare_logits("adapter", logits_BTV, reloaded_BTV, folder, first, tolerance),
     ]
 
@@ -210,15 +210,19 @@ def _reload(
 ) -> tuple[torch.Tensor, list[object]]:
     """Return the logits BTV that a fresh interpreter computes from an export, and a description of its tokenizer."""
     attention = model.config._attn_implementation or "sdpa"
-    probe = Probe(
+    probe_inputs = Probe(
         _probe_ids(model).numpy(),
         model.dtype,
         attention.removeprefix("packed_"),  # padded rows use the attention function without this prefix
         torch.get_num_threads(),
         first,
-        {n: b.dtype for n, b in model.named_buffers() if b.is_floating_point() and b.dtype != torch.float32},
+        {
+            n: buffer.dtype
+            for n, buffer in model.named_buffers()
+            if buffer.is_floating_point() and buffer.dtype != torch.float32
+        },
     )
-    logits_BTV, tokenizer = call_in_interpreter(pool, compute_logits, (folder, probe), _RELOAD_SECONDS, folder)
+    logits_BTV, tokenizer = call_in_interpreter(pool, compute_logits, (folder, probe_inputs), _RELOAD_SECONDS, folder)
     return torch.from_numpy(logits_BTV), tokenizer
 
 
@@ -230,7 +234,7 @@ def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
 
 def _compare_logits(
     check: str,
-    trainer_BTV: torch.Tensor,
+    trainer_logits_BTV: torch.Tensor,
     reloaded_BTV: torch.Tensor,
     target: Path,
     first: FirstLayers | None,
@@ -239,12 +243,12 @@ def _compare_logits(
     """Return a text about a check that passed; raise an error if the logits differ by more than `fraction` times the
     largest logit."""
     suffix = f" (first {first.num_first_layers} of {first.num_layers} layers)" if first else ""
-    if are_bits_equal(trainer_BTV, reloaded_BTV):
+    if are_bits_equal(trainer_logits_BTV, reloaded_BTV):
         return f"{check}{suffix}: bit-identical"
-    tolerance = fraction * float(trainer_BTV.abs().max())
+    tolerance = fraction * float(trainer_logits_BTV.abs().max())
     difference = float("inf")
-    if trainer_BTV.shape == reloaded_BTV.shape:
-        difference = float((trainer_BTV - reloaded_BTV).abs().max())
+    if trainer_logits_BTV.shape == reloaded_BTV.shape:
+        difference = float((trainer_logits_BTV - reloaded_BTV).abs().max())
     if not difference <= tolerance:  # `not <=` instead of `>`, so that NaN fails too
         raise ProgramError(
             f"export {target} failed the check {check!r}: logits of the {_COMPARISONS[check]} differ by "
@@ -269,38 +273,40 @@ def _trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.
 
 
 @torch.no_grad()
-def compute_logits(folder: Path, probe: Probe) -> tuple[np.ndarray, list[object]]:
+def compute_logits(folder: Path, probe_inputs: Probe) -> tuple[np.ndarray, list[object]]:
     """Load the export in `folder` as a user would; return the probe's logits BTV and a tokenizer description."""
-    torch.set_num_threads(probe.num_threads)
+    torch.set_num_threads(probe_inputs.num_threads)
     has_adapter = (folder / "adapter_config.json").is_file()
-    model = _load_with_adapter(folder, probe) if has_adapter else _load_exported(folder, probe)
+    model = _load_with_adapter(folder, probe_inputs) if has_adapter else _load_exported_model(folder, probe_inputs)
     for name, buffer in model.named_buffers():
-        buffer.copy_(buffer.to(probe.buffers.get(name, buffer.dtype)))
+        buffer.copy_(buffer.to(probe_inputs.buffers.get(name, buffer.dtype)))
     tokenizer = [] if has_adapter else _describe_tokenizer(AutoTokenizer.from_pretrained(folder))
-    logits_BTV = model.eval()(input_ids=torch.from_numpy(probe.input_ids_BT), use_cache=False).logits
+    logits_BTV = model.eval()(input_ids=torch.from_numpy(probe_inputs.input_ids_BT), use_cache=False).logits
     return logits_BTV.float().numpy(), tokenizer
 
 
-def _load_exported(folder: Path, probe: Probe) -> Any:
-    config = truncate_config(AutoConfig.from_pretrained(folder), probe.first)
+def _load_exported_model(folder: Path, probe_inputs: Probe) -> Any:
+    config = truncate_config(AutoConfig.from_pretrained(folder), probe_inputs.first)
     loaded: Any = auto_class(config).from_pretrained(
-        folder, config=config, dtype=torch.float32, attn_implementation=probe.attention, output_loading_info=True
+        folder, config=config, dtype=torch.float32, attn_implementation=probe_inputs.attention, output_loading_info=True
     )
     model, loading = loaded
-    loading["unexpected_keys"] = {key for key in loading["unexpected_keys"] if not is_removed(str(key), probe.first)}
+    loading["unexpected_keys"] = {
+        key for key in loading["unexpected_keys"] if not is_removed(str(key), probe_inputs.first)
+    }
     if problems := {name: sorted(map(str, keys)) for name, keys in loading.items() if keys}:
         raise StageFailed(f"transformers found {problems}")
     return model
 
 
-def _load_with_adapter(folder: Path, probe: Probe) -> Any:
+def _load_with_adapter(folder: Path, probe_inputs: Probe) -> Any:
     """Return the base model that an exported adapter names, in the dtype of training, with the adapter."""
     adapter = PeftConfig.from_pretrained(str(folder))
     source, revision = str(adapter.base_model_name_or_path), adapter.revision
-    config = truncate_config(AutoConfig.from_pretrained(source, revision=revision), probe.first)
+    config = truncate_config(AutoConfig.from_pretrained(source, revision=revision), probe_inputs.first)
     cls: Any = auto_class(config)
     base = cls.from_pretrained(
-        source, config=config, revision=revision, dtype=probe.dtype, attn_implementation=probe.attention,
+        source, config=config, revision=revision, dtype=probe_inputs.dtype, attn_implementation=probe_inputs.attention,
         generation_config=GenerationConfig(),  # transformers may refuse the generation config of the base model
     )  # fmt: skip
     return PeftModel.from_pretrained(base, str(folder)).float()

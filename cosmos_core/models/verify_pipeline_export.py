@@ -25,7 +25,7 @@ from cosmos_core.models.pipeline_folder import PipelineFolder
 from cosmos_core.models.verify_export import are_bits_equal, format_names, tensors_of
 
 _PROMPT = "7 red apples on a table, 東京"
-_SECONDS = 3000
+_TIMEOUT_SECONDS = 3000
 
 
 class Probe(NamedTuple):
@@ -114,7 +114,7 @@ def _check_images(
         policy_images["adapter"] = _generate_rounded(family, model, model.dtype)
         base = family.folder.path
         probes["adapter"] = Probe(base, target / FOLDER, settings, model.dtype, model_class, num_threads)
-    images = _draw_in_interpreter(list(probes.values()))
+    images = _generate_in_interpreter(list(probes.values()))
     return [_compare_images(name, policy_images[name], each, target) for name, each in zip(probes, images, strict=True)]
 
 
@@ -159,17 +159,19 @@ def _generate(pipeline: Any, settings: dict[str, Any], **inputs: Any) -> Tensor:
     return images.float().cpu()  # type: ignore[no-any-return]
 
 
-def _draw_in_interpreter(probes: Sequence[Probe]) -> list[Tensor]:
+def _generate_in_interpreter(probes: Sequence[Probe]) -> list[Tensor]:
     """Return the images of the probes, generated in a fresh interpreter."""
     with pool_of_one_process() as pool:
-        images = call_in_interpreter(pool, generate_images, (probes,), _SECONDS, probes[0].folder)
+        images = call_in_interpreter(pool, generate_images, (probes,), _TIMEOUT_SECONDS, probes[0].folder)
     return [torch.from_numpy(image) for image in images]
 
 
-def _compare_images(check: str, expected: Tensor, exported: Tensor, target: Path) -> str:
-    if are_bits_equal(expected, exported):
+def _compare_images(check: str, expected: Tensor, exported_image: Tensor, target: Path) -> str:
+    if are_bits_equal(expected, exported_image):
         return f"{check}: bit-identical"
-    difference = float((expected - exported).abs().max()) if expected.shape == exported.shape else float("inf")
+    difference = (
+        float((expected - exported_image).abs().max()) if expected.shape == exported_image.shape else float("inf")
+    )
     raise StageFailed(
         f"export {target} failed the check {check!r}: what a fresh interpreter draws differs by {difference:.2g} from "
         f"what the policy draws; it must not be used, run the stage again"

@@ -51,9 +51,12 @@ class ClipSharding:
         all_tokens: Tensor = _Gather.apply(tensor, dim, self.group)
         return all_tokens.narrow(dim, 0, self.count)
 
-    def token_mask(self, like: Tensor) -> Tensor:
-        """Return a mask N over this rank's tokens: 1 for tokens, 0 for padding, in dtype and device of `like`."""
-        return (self.rank * self.length + torch.arange(self.length, device=like.device) < self.count).to(like.dtype)
+    def token_mask(self, like_tensor: Tensor) -> Tensor:
+        """Return a mask N over this rank's tokens: 1 for tokens, 0 for padding, in dtype and device of
+        `like_tensor`."""
+        return (self.rank * self.length + torch.arange(self.length, device=like_tensor.device) < self.count).to(
+            like_tensor.dtype
+        )
 
     def to_heads(self, states_BKND: Tensor) -> Tensor:
         """Exchange this rank's tokens of all heads for all tokens of this rank's heads, by an all-to-all."""
@@ -103,7 +106,7 @@ def shard_blocks(
             tokens.
     """
 
-    def shard_in(arguments: dict[str, Any], dims: Dims) -> None:
+    def shard_arguments(arguments: dict[str, Any], dims: Dims) -> None:
         for name, dim in dims.items():
             value = arguments.get(name)
             if isinstance(value, tuple):
@@ -115,11 +118,11 @@ def shard_blocks(
 
         def enter(arguments: dict[str, Any], is_first: bool = i == 0) -> None:
             adapt(arguments)
-            shard_in(arguments, {**dims, **({"hidden_states": 1} if is_first else {})})
+            shard_arguments(arguments, {**dims, **({"hidden_states": 1} if is_first else {})})
 
         _change_arguments(block, enter)
     for name, block_size in block_sizes.items():
-        _change_arguments(denoiser.get_submodule(name), partial(shard_in, dims=block_size))
+        _change_arguments(denoiser.get_submodule(name), partial(shard_arguments, dims=block_size))
     denoiser.proj_out.register_forward_hook(lambda module, args, output: shards.gather_tokens(output, 1))
 
 
@@ -191,20 +194,24 @@ def exchange_borders(convolution: nn.Module, shards: ClipSharding, tokens_per_fr
     """Make a convolution over time (B, C, F, S) use the neighbouring frames of other ranks at both ends. Otherwise the
     convolution would pad each rank's frames with zeros. `tokens_per_frame` returns the number of tokens of a frame."""
 
-    def extend_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+    def add_neighbour_frames(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         (frames_BCFS,) = args
         is_real_F = shards.token_mask(frames_BCFS)[:: tokens_per_frame()]
         return (shards.add_borders(frames_BCFS * is_real_F[:, None]),)
 
-    convolution.register_forward_pre_hook(extend_input)
+    convolution.register_forward_pre_hook(add_neighbour_frames)
     convolution.register_forward_hook(lambda module, args, output: output[:, :, 1:-1])
 
 
 def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding to queries or keys, in pairs of neighbouring elements."""
-    even, other = states.unflatten(-1, (-1, 2)).unbind(-1)
+    even_elements, other = states.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
-    return torch.stack([even * cos - other * sin, even * sin + other * cos], -1).flatten(-2).type_as(states)
+    return (
+        torch.stack([even_elements * cos - other * sin, even_elements * sin + other * cos], -1)
+        .flatten(-2)
+        .type_as(states)
+    )
 
 
 def _project_output(attn: Any, states: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from cosmos_core.observe.resuming import pause_or_death
 from cosmos_core.run.progress import Position
 from cosmos_core.run.state import ACTIVE
 
-MIN_LINE_SECONDS = 10.0
+MIN_LINE_INTERVAL_SECONDS = 10.0
 """Minimum number of seconds between two printed lines of a running stage if the output is no terminal."""
 
 STATE_STYLES = {
@@ -41,7 +41,7 @@ _STATE_MARKS = {
     "stopped": "■", "died": "✗",
 }  # fmt: skip
 _SPARKLINE_LEVELS = "▁▂▃▄▅▆▇█"
-_MEMORY = {"GPU": "memory/gpu_gib", "memory": "memory/host_gib"}
+_MEMORY_METRICS = {"GPU": "memory/gpu_gib", "memory": "memory/host_gib"}
 _SPARKS = 12  # number of characters of a sparkline
 # Phases that are shown only before the first step, because a step number implies them.
 _PHASES_OF_STEP = frozenset({"step", "generate", "score"})
@@ -122,8 +122,8 @@ class Display:
                 line.progress = progress
                 if (metric := formatting.headline(progress.metrics)) and math.isfinite(metric[1]):
                     line.history[progress.step] = metric[1]
-                _set_anchor(line, progress)
-            is_due = now - line.printed_at >= MIN_LINE_SECONDS and _subject(line) != line.last_subject
+                _update_eta_anchor(line, progress)
+            is_due = now - line.printed_at >= MIN_LINE_INTERVAL_SECONDS and _subject(line) != line.last_subject
             if self._live_display is None and (has_changed or (state in ACTIVE and is_due)):
                 line.printed_at = now
                 self._write(f"{stage:<{self._width}}  {'  '.join(self._words(line, has_changed=has_changed))}".rstrip())
@@ -340,7 +340,7 @@ def _seconds(line: _StageLine) -> list[str]:
 def _memory(line: _StageLine) -> list[str]:
     """Return the text with the memory that training uses: GPU memory if it is measured, otherwise host memory."""
     metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
-    used = [f"{name} {metrics[key]:.1f} GiB" for name, key in _MEMORY.items() if key in metrics]
+    used = [f"{name} {metrics[key]:.1f} GiB" for name, key in _MEMORY_METRICS.items() if key in metrics]
     return used[:1]
 
 
@@ -362,7 +362,7 @@ def _progress_bar(line: _StageLine, width: int, now: float) -> ProgressBar:
     return ProgressBar(total=total or 1, completed=num_done, width=width, pulse=is_pulsing, animation_time=now)
 
 
-def _set_anchor(line: _StageLine, position: Position) -> None:
+def _update_eta_anchor(line: _StageLine, position: Position) -> None:
     is_stale = line.anchor is not None and (line.anchor.pid != position.pid or line.anchor.step > position.step)
     if (line.anchor is None or is_stale) and position.step:
         line.anchor = position

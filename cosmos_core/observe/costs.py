@@ -41,8 +41,8 @@ class RunCost:
     @property
     def rows(self) -> Iterator[tuple[str, int, int, float, str, str]]:
         """Yield for each time interval: stage, attempt, number of GPUs, seconds, GPU hours and cost."""
-        for stage, holds in self.holds.items():
-            for hold in holds:
+        for stage, gpu_intervals in self.holds.items():
+            for hold in gpu_intervals:
                 hours = gpu_seconds([hold]) / _SECONDS_PER_HOUR
                 seconds = (hold.end or hold.begin) - hold.begin
                 yield stage, hold.attempt, hold.gpus, seconds, formatting.number(hours), self.cost(hours)

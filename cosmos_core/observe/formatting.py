@@ -10,7 +10,7 @@ from cosmos_core.config.conditions import LOWER_IS_BETTER, STDERR
 
 _SUFFIXES = ("/mean", "_mean", "/avg", "_avg")
 RESOURCE_PREFIXES = ("time/", "throughput/", "memory/")
-_HEADLINES = ("reward", "loss", "accuracy")
+_HEADLINE_METRICS = ("reward", "loss", "accuracy")
 _TABLE_METRICS = {
     "accuracy": "accuracy", "reward": "reward", "loss": "loss", "logprob_difference_p95": "log-prob difference p95",
 }  # fmt: skip
@@ -120,7 +120,7 @@ def judge_change(key: str, change: float | None) -> str:
     """Return whether a change of a metric is `better` or `worse`; empty for no change, and for metrics without a
     preferred direction, such as a length."""
     lower_is_better = any(word in key.lower() for word in LOWER_IS_BETTER)
-    if not change or not (lower_is_better or family(key) in _HEADLINES):
+    if not change or not (lower_is_better or family(key) in _HEADLINE_METRICS):
         return ""
     return "better" if (change < 0) == lower_is_better else "worse"
 
@@ -128,7 +128,7 @@ def judge_change(key: str, change: float | None) -> str:
 def headline(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
     """Return name and value of the metric for a progress line: the reward, else the loss, else the accuracy; None if
     none of the three was measured."""
-    for name in _HEADLINES:
+    for name in _HEADLINE_METRICS:
         for key, value in metrics.items():
             if family(key) == name and isinstance(value, int | float):
                 return name, as_float(value)
@@ -147,7 +147,9 @@ def key_metrics(metrics: Mapping[str, Any], max_count: int = 4) -> dict[str, flo
     def metric_rank(key: str) -> int:
         if key.startswith("validation/"):
             return 0
-        return 1 + _HEADLINES.index(family(key)) if family(key) in _HEADLINES else len(_HEADLINES) + 1
+        return (
+            1 + _HEADLINE_METRICS.index(family(key)) if family(key) in _HEADLINE_METRICS else len(_HEADLINE_METRICS) + 1
+        )
 
     shown_keys = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(RESOURCE_PREFIXES)]
     return {key: metrics[key] for key in sorted(shown_keys, key=metric_rank)[:max_count]}

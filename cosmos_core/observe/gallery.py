@@ -82,11 +82,13 @@ def save_rows(target: Path, rows: Sequence[Sequence[GeneratedSample]]) -> list[l
     return names
 
 
-def samples_of_group(scored: ScoredGroup, indices: Iterable[int], *, is_scored: bool = True) -> list[GeneratedSample]:
+def samples_of_group(
+    scored_group: ScoredGroup, indices: Iterable[int], *, is_scored: bool = True
+) -> list[GeneratedSample]:
     """Return the generated images or videos of the completions `indices` of a group; `is_scored` is whether the scores
     of the group are rewards to show."""
-    samples = [(scored.group.completions[k].diffusion_sample, scored.scores[k].value) for k in indices]
-    text = scored.group.prompt.text
+    samples = [(scored_group.group.completions[k].diffusion_sample, scored_group.scores[k].value) for k in indices]
+    text = scored_group.group.prompt.text
     return [GeneratedSample(text, each.pixels.numpy(), value, is_scored) for each, value in samples if each is not None]
 
 

@@ -84,20 +84,20 @@ class StepLog:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._waiting: dict[str, Any] = {}
-        self._logged = -math.inf
+        self._pending_line: dict[str, Any] = {}
+        self._last_log_time = -math.inf
 
     def log_metrics_line(self, line: dict[str, Any]) -> None:
         """Log one line of `metrics.jsonl`, or keep it for `flush` if another line was logged within the last second."""
-        self._waiting = line
-        if time.monotonic() - self._logged >= _STEP_SECONDS:
+        self._pending_line = line
+        if time.monotonic() - self._last_log_time >= _STEP_SECONDS:
             self.flush()
 
     def flush(self) -> None:
         """Log the newest line of metrics unless it was already logged."""
-        if not self._waiting:
+        if not self._pending_line:
             return
-        line, self._waiting, self._logged = self._waiting, {}, time.monotonic()
+        line, self._pending_line, self._last_log_time = self._pending_line, {}, time.monotonic()
         metrics = {key: value for key, value in line.items() if key not in {"step", "time"}}
         words = [f"{key} {formatting.number(value)}" for key, value in formatting.key_metrics(metrics).items()]
         if speed := formatting.tokens_per_second(metrics):

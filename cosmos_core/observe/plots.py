@@ -64,7 +64,7 @@ def curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> byt
         if not panels:
             figure.text(0.5, 0.5, "no metrics yet", ha="center", va="center", color=_TEXT_COLOR)
         for index, (name, series) in enumerate(panels.items()):
-            _draw(figure.add_subplot(height, width, index + 1), name, series)
+            _draw_series(figure.add_subplot(height, width, index + 1), name, series)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()
@@ -98,7 +98,7 @@ def _pictures(panels: Mapping[str, Series]) -> str:
     with _plot_lock, matplotlib.rc_context(_STYLE):
         for name, series in panels.items():
             figure = Figure(figsize=_SIZE, layout="constrained")
-            _draw(figure.add_subplot(), name, series)
+            _draw_series(figure.add_subplot(), name, series)
             pictures.append(_figure_to_svg(figure, f"{_title(name)} by step"))
     return "\n".join(pictures)
 
@@ -117,11 +117,11 @@ def _panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, S
                 steps, values = panels[panel].setdefault(key, ([], []))
                 steps.append(float(step))
                 values.append(_plot_value(value))
-    finite = {
+    finite_panels = {
         name: {key: points for key, points in series.items() if any(map(math.isfinite, points[1]))}
         for name, series in panels.items()
     }
-    return {name: series for name, series in finite.items() if len(series) > (name in _TITLES)}
+    return {name: series for name, series in finite_panels.items() if len(series) > (name in _TITLES)}
 
 
 def _title(name: str) -> str:
@@ -134,7 +134,7 @@ def _plot_value(value: float) -> float:
     return number if abs(number) <= _MAX_PLOTTED else math.nan
 
 
-def _draw(axes: Axes, name: str, series: Series) -> None:
+def _draw_series(axes: Axes, name: str, series: Series) -> None:
     from matplotlib.ticker import MaxNLocator
 
     plotted = dict(list(series.items())[:MAX_LINES])

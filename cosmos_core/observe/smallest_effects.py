@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.conditions import Condition, parse_condition
+from cosmos_core.config.conditions import MetricCondition, parse_condition
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.target import split_target
 from cosmos_core.errors import CosmosError
@@ -36,7 +36,7 @@ def smallest_effects(pipeline: Pipeline) -> Iterator[str]:
                     yield from _lines(stage, condition, metric, record)
 
 
-def _lines(stage: StageConfig, condition: Condition, metric: str, record: dict[str, Any]) -> Iterator[str]:
+def _lines(stage: StageConfig, condition: MetricCondition, metric: str, record: dict[str, Any]) -> Iterator[str]:
     folder = next(published_item_folders(record, metric), None)
     if condition.comparison == "==" or folder is None:
         return

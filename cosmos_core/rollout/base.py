@@ -237,7 +237,7 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
     `earlier` has, for each earlier version of the weights, the number of tokens sampled up to its replacement, and the
     version. With `vision`, the completion is truncated before the first image placeholder token.
     """
-    if vision is not None and (count := vision.num_before_images(token_ids)) < len(token_ids):
+    if vision is not None and (count := vision.num_tokens_before_images(token_ids)) < len(token_ids):
         token_ids, logprobs, ends_with_stop = token_ids[:count], logprobs[:count], False
     segments, start = [], 0
     for end, segment_version in (*earlier, (len(token_ids), version)):

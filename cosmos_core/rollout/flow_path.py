@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cosmos_core.data.order import shuffled
 from cosmos_core.models import flow
-from cosmos_core.models.flow_steps import DpmSolver2M, NoiseLevels, euler_step, log_prob, transition
+from cosmos_core.models.flow_steps import DpmSolver2M, NoiseLevels, compute_transition, euler_step, log_prob
 from cosmos_core.types import DiffusionSample, FlowSampling
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
             continue
         solver.restart()
         levels = NoiseLevels(sigmas_N[i], sigmas_N[i + 1], sigmas_N[1])
-        step = transition(sampling.kernel, x, v, levels, sampling.eta)
+        step = compute_transition(sampling.kernel, x, v, levels, sampling.eta)
         step_noise = torch.stack([torch.randn(x.shape[1:], generator=generator) for generator in generators])
         next_x = insert_conditioning(step.mean + step.std.to(x) * step_noise.to(x))
         if i in path.steps:

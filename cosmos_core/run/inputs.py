@@ -203,7 +203,7 @@ def _check_compiler(recipe: Recipe, python: str) -> None:
     optimizer = recipe.train.optm_name
     if optimizer.endswith("8bit"):
         key, remedy = f"train.optm_name = {optimizer!r}", "take another optimizer"
-    elif recipe.compiles_on("cpu" if facts.device == "cpu" else "cuda"):
+    elif recipe.should_compile_blocks("cpu" if facts.device == "cpu" else "cuda"):
         key, remedy = "train.compile", "set train.compile = false"
     else:
         return

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from cosmos_core.environment import mask_error
+from cosmos_core.environment import mask_error_message
 from cosmos_core.errors import EXIT_CRASH, EXIT_REFUSED, CosmosError, OverBudget, Preempted, ProgramError
 from cosmos_core.run.files import Document, Seconds, read_document, warn_if_disk_full, write_json
 from cosmos_core.run.manifest import read_result
@@ -135,7 +135,7 @@ def record_event(stage_path: Path, event: str, detail: str = "") -> None:
 def record_failure(stage_path: Path, error: CosmosError) -> None:
     """Record the error that ended an attempt, and count consecutive attempts without progress; a preemption does not
     count. Secrets in `error` are masked."""
-    mask_error(error)
+    mask_error_message(error)
     state, is_preempted = read_state(stage_path), isinstance(error, Preempted)
     has_progressed = (state.checkpoint_step or 0) > (state.failed_at or 0)
     failures = state.failures if is_preempted else 1 if has_progressed else state.failures + 1

@@ -295,7 +295,7 @@ def _row_length(recipe: Recipe, tokens: float | None) -> float:
 def _estimate_training_length(recipe: Recipe, rows: _Rows, prepared_folder: Path | None) -> _TrainingLength:
     """Return the number of train steps and of tokens of the whole training."""
     train, policy = recipe.train, recipe.train.train_policy
-    if policy.fills_by_tokens:
+    if policy.has_token_based_batches:
         return _balanced_training_length(recipe, prepared_folder)
     steps = train.max_num_steps if rows.number is None else total_steps(recipe, rows.number)
     tokens_per_step = train.train_batch_per_replica * rows.sequences_per_row * _row_length(recipe, rows.mean)

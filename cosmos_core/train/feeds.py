@@ -15,7 +15,7 @@ from cosmos_core.algorithms.base import Update
 from cosmos_core.algorithms.data_term import sft_term
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.data.balance import BalancedSteps, Budget
+from cosmos_core.data.balance import BalancedStepPlan, Budget
 from cosmos_core.data.kinds.base import HeldOutRows
 from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order, left_over_notice, rows_of
 from cosmos_core.data.sample import batch_within_token_limit
@@ -91,17 +91,17 @@ def unused_rows_message(recipe: Recipe, num_rows: int) -> str:
     return left_over_notice(recipe.train, 1 if recipe.may_split_groups else rows_per_step(recipe), num_rows)
 
 
-def plan_balanced_steps(rows: HeldOutRows, recipe: Recipe) -> BalancedSteps | None:
+def plan_balanced_steps(rows: HeldOutRows, recipe: Recipe) -> BalancedStepPlan | None:
     """Return the plan of train steps whose micro-batches are filled up to a token budget; None if the recipe sets the
     number of rows of a batch instead."""
     train, policy = recipe.train, recipe.train.train_policy
-    if not policy.fills_by_tokens:
+    if not policy.has_token_based_batches:
         return None
     # The schema requires `max_num_steps` if batches are filled by tokens.
     assert isinstance(policy, SupervisedConfig) and train.max_num_steps is not None
     # If `sequence_packing` is None (the model decides), plan for padding, which needs at least as many tokens.
     is_packed = bool(train.sequence_packing)
-    return BalancedSteps(
+    return BalancedStepPlan(
         rows.token_counts(is_packed=is_packed),
         lambda epoch: epoch_order(train.order_seed, epoch, rows_of(rows), policy.dataloader_shuffle),
         Budget(

@@ -21,7 +21,7 @@ from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.hf import load_tokenizer, model_without_weights
 from cosmos_core.models.lora import is_adapted
-from cosmos_core.models.open_causal_lm import open_vision
+from cosmos_core.models.open_causal_lm import open_image_reader
 from cosmos_core.models.processor import ImageReader
 from cosmos_core.observe.logs import configure
 from cosmos_core.rewards.runner import ScoreGroups
@@ -199,4 +199,4 @@ def open_engine(stage: Stage) -> Engine:
         mark_trained_weights(model, policy)
     if generation := load_generation_config(stage.model, policy.model_revision):
         model.generation_config = generation
-    return make_engine(_settings(stage, model, tokenizer, open_vision(stage), is_separate=True))
+    return make_engine(_settings(stage, model, tokenizer, open_image_reader(stage), is_separate=True))

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.conditions import Condition, noise_margin, parse_condition
+from cosmos_core.config.conditions import MetricCondition, noise_margin, parse_condition
 from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.run.files import write_json
 from cosmos_core.run.paired_items import (
@@ -60,7 +60,7 @@ def run(stage: Stage) -> Outcome:
 
 
 def _report_condition(
-    condition: Condition, name: str, value: float, limit: float | None, noise: float
+    condition: MetricCondition, name: str, value: float, limit: float | None, noise: float
 ) -> dict[str, Any]:
     """Return the report of a gate's condition: its text, the measured value, the bound and whether it holds."""
     entry: dict[str, Any] = {"condition": condition.text, "value": value, "bound": limit}
@@ -68,7 +68,7 @@ def _report_condition(
     return entry | ({"metric": name} if "*" in condition.metric else {}) | ({"noise": noise} if noise else {})
 
 
-def _compare_items(condition: Condition, paired: PairedDifferences, confidence: float) -> dict[str, JsonValue]:
+def _compare_items(condition: MetricCondition, paired: PairedDifferences, confidence: float) -> dict[str, JsonValue]:
     """Return whether a comparison per benchmark item passes, and its statistics, for the report of a gate."""
     is_higher_better = condition.comparison.startswith(">")
     p_value = paired.p_value(condition.offset) if is_higher_better else paired.negate.p_value(-condition.offset)
@@ -87,7 +87,7 @@ def _add_corrected_p_values(entries: list[dict[str, Any]]) -> None:
             pair["p_holm"] = corrected
 
 
-def _refusal(condition: Condition, entry: dict[str, Any]) -> str:
+def _refusal(condition: MetricCondition, entry: dict[str, Any]) -> str:
     """Return the error message for a condition that does not hold."""
     bound = "" if entry["bound"] is None else f", bound {entry['bound']:.6g}"
     noise = f", noise {entry['noise']:.3g}" if "noise" in entry else ""
@@ -104,7 +104,7 @@ def _refusal(condition: Condition, entry: dict[str, Any]) -> str:
 
 
 def _paired_comparison(
-    stage: Stage, condition: Condition, name: str, measured: dict[str, float], record: dict[str, Any]
+    stage: Stage, condition: MetricCondition, name: str, measured: dict[str, float], record: dict[str, Any]
 ) -> PairedDifferences | None:
     """Return the comparison with the published model per item of a benchmark. Return None if the run of the published
     model is not on this machine, if it measured other items, or if the metric is not the mean over the items: of a
@@ -122,7 +122,7 @@ def _paired_comparison(
 
 
 def _noise_margin(
-    stage: Stage, condition: Condition, name: str, measured: dict[str, float], published: dict[str, float]
+    stage: Stage, condition: MetricCondition, name: str, measured: dict[str, float], published: dict[str, float]
 ) -> float:
     """Return the margin by which a metric must differ from that of the published model at the configured confidence."""
     if not (stage.config.confidence and condition.needs_published_model):
@@ -137,7 +137,7 @@ def _noise_margin(
 
 
 def _measured_metrics(
-    condition: Condition, stage: Stage, published: dict[str, float] | None
+    condition: MetricCondition, stage: Stage, published: dict[str, float] | None
 ) -> list[tuple[str, dict[str, float]]]:
     """Return each metric that a condition matches: its name, and all metrics of the stage that reported it.
     `STAGE.METRIC` selects one of several stages that report the same metric. In a comparison with the published model,

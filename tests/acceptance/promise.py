@@ -37,7 +37,7 @@ from cosmos_core.data import quick_check
 from cosmos_core.data.kinds.prompts import find_prompts
 from cosmos_core.data.prepared import open_table
 from cosmos_core.errors import CosmosError
-from cosmos_core.launch.check import check_readers
+from cosmos_core.launch.check import check_downstream_stages
 from cosmos_core.registry import import_object
 from cosmos_core.run.files import write_json
 from cosmos_core.run.inputs import check_inputs
@@ -193,7 +193,7 @@ def _check(pipeline: Pipeline, place: Path) -> None:
             quick_check.run(at)
         info = check.run(at).info
         prompts = info.get("prompts", prompts)
-        check_readers(pipeline, stage.name, info)
+        check_downstream_stages(pipeline, stage.name, info)
 
 
 def _run(pipeline: Pipeline, place: Path, settings: dict[str, Any]) -> str:

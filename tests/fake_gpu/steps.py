@@ -31,7 +31,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.kernels import use_fp8
-from cosmos_core.models.recompute import recompute
+from cosmos_core.models.recompute import recompute_activations
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.estimate import _use_fake_tensors
 from cosmos_core.train.memory import _LiveByteCounter, step_memory
@@ -132,7 +132,7 @@ def traced_text(chosen: Recipe, name: str, folder: Path, kernels: Kernels) -> tu
     with torch.device("meta"):
         model = model_of(name)
         mark_trained_weights(model, policy)
-        recompute(model, policy.model_gradient_checkpointing)
+        recompute_activations(model, policy.model_gradient_checkpointing)
     if train.fp8.enable_fp8:
         use_fp8(model, train.fp8)
     with FakeTensorMode():

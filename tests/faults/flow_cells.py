@@ -362,7 +362,7 @@ def drawn_apart() -> Iterator[None]:
             raise AssertionError(found)
         return [torch.from_numpy(image) for image in found]
 
-    verify_pipeline_export._draw_in_interpreter = fresh
+    verify_pipeline_export._generate_in_interpreter = fresh
     yield
     here.close()
     os.waitpid(child, 0)

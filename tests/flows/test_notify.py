@@ -13,7 +13,7 @@ from prefect.client.orchestration import get_client
 from prefect.events.worker import EventsWorker
 
 from cosmos_core.errors import ConfigError, GateFailed, ProgramError
-from cosmos_core.launch.bootstrap import bootstrap
+from cosmos_core.launch.bootstrap import bootstrap_server
 from cosmos_core.launch.notify import EVENTS, _block, parsed_channels
 from tasks import events
 from tests.conftest import wait_until
@@ -54,9 +54,9 @@ def test_a_second_bootstrap_updates_and_the_server_sends_what_failed_with_the_re
     channels = parsed_channels(
         ["email=mailto://ada:secret@127.0.0.1:1?to=ada@localhost", "webhook=http://127.0.0.1:1/old"]
     )
-    lines = list(bootstrap([], channels))
+    lines = list(bootstrap_server([], channels))
     assert sum(line.endswith(": made") and " message when " in line for line in lines) == 2 * len(EVENTS)
-    lines = list(bootstrap([], {**channels, "webhook": url}))
+    lines = list(bootstrap_server([], {**channels, "webhook": url}))
     assert sum(line.endswith(": there") and " message when " in line for line in lines) == 2 * len(EVENTS)
     assert len(notifications()) == 2 * len(EVENTS)
     saved: Any = Webhook.load("cosmos-notify-webhook")

@@ -36,7 +36,7 @@ from prefect.states import Cancelling, Pending, Running
 
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.errors import Cancelled
-from cosmos_core.launch.bootstrap import AUTOMATION, OUTCOMES, bootstrap
+from cosmos_core.launch.bootstrap import AUTOMATION, OUTCOMES, bootstrap_server
 from cosmos_core.launch.worker_report import (
     DIRECTORY,
     end_lost_flow_runs,
@@ -66,21 +66,21 @@ def automations() -> list[dict[str, Any]]:
 
 
 def test_bootstrap_updates_the_automation_of_an_older_version_and_keeps_whether_it_is_enabled() -> None:
-    assert f"automation {AUTOMATION!r}: made" in list(bootstrap([]))
-    assert f"automation {AUTOMATION!r}: there" in list(bootstrap([]))
+    assert f"automation {AUTOMATION!r}: made" in list(bootstrap_server([]))
+    assert f"automation {AUTOMATION!r}: there" in list(bootstrap_server([]))
     [made] = automations()
     older = {key: made[key] for key in ("name", "description", "trigger", "actions")} | {"enabled": False}
     older["trigger"]["expect"] = ["prefect.flow-run.heartbeat", "prefect.flow-run.Completed"]
     with get_client(sync_client=True) as client:
         client.request("PUT", "/automations/{id}", path_params={"id": made["id"]}, json=older)
-    assert f"automation {AUTOMATION!r}: changed" in list(bootstrap([]))
-    assert f"automation {AUTOMATION!r}: there" in list(bootstrap([]))
+    assert f"automation {AUTOMATION!r}: changed" in list(bootstrap_server([]))
+    assert f"automation {AUTOMATION!r}: there" in list(bootstrap_server([]))
     [changed] = automations()
     assert changed["trigger"]["expect"].sort() == made["trigger"]["expect"].sort() and not changed["enabled"]
 
 
 def test_a_flow_run_that_has_no_process_is_not_taken_for_a_dead_one() -> None:
-    list(bootstrap([]))
+    list(bootstrap_server([]))
     [found] = automations()
     from prefect.server.events.schemas.automations import EventTrigger
 

@@ -24,7 +24,7 @@ from cosmos_core.models import packing
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.compiled import compile_blocks
 from cosmos_core.models.packing import enable_packing
-from cosmos_core.models.recompute import Recompute, recompute
+from cosmos_core.models.recompute import Recompute, recompute_activations
 from cosmos_core.models.scorer import RequestedOutputs, Scorer
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.trainer import Trainer
@@ -92,7 +92,7 @@ def test_packed_rows_have_the_scores_and_gradients_of_padded_ones(
     kernel = packing.varlen_attn
     monkeypatch.setattr(packing, "varlen_attn", lambda *a, **k: calls.append(1) or kernel(*a, **k))
     model = make(family).train()
-    recompute(model, is_recomputed)
+    recompute_activations(model, is_recomputed)
     padded, theirs = scored(model, dtype, packed=False)
     assert enable_packing(model, compute_dtype=dtype) == ""
     calls.clear()
@@ -107,7 +107,7 @@ def test_packed_rows_have_the_scores_and_gradients_of_padded_ones(
 def test_compiled_packed_blocks_have_the_gradients_of_padded_ones(how: Recompute) -> None:
     model = make().train()
     _, theirs = scored(model, torch.bfloat16, packed=False)
-    recompute(model, how)
+    recompute_activations(model, how)
     assert enable_packing(model, compute_dtype=torch.bfloat16) == ""
     compile_blocks(model)
     _, ours = scored(model, torch.bfloat16, packed=True)

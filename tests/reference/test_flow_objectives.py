@@ -18,7 +18,7 @@ from cosmos_core.algorithms.flow_objectives import (
     nft_loss,
     optimality_probability,
 )
-from cosmos_core.models.flow_steps import NoiseLevels, log_prob, transition
+from cosmos_core.models.flow_steps import NoiseLevels, compute_transition, log_prob
 
 SHAPE = (3, 2, 2, 3)
 
@@ -89,15 +89,15 @@ def step_inputs(name: str, guarded: bool) -> tuple[StepInputs, Tensor, dict[str,
     levels = NoiseLevels(sigma_B, sigma_B - 0.1, torch.tensor(0.95, dtype=torch.float64))
     v.mul_(0.01).add_(v_old)
     v.requires_grad_()
-    old = transition(name, x, v_old, levels, 0.7)
+    old = compute_transition(name, x, v_old, levels, 0.7)
     later = old.mean + old.std.reshape(-1, 1, 1, 1) * noise
     inputs = StepInputs(
-        transition(name, x, v, levels, 0.7),
+        compute_transition(name, x, v, levels, 0.7),
         later,
         log_prob(old, later),
         torch.tensor([2.0, -1.0, 0.5], dtype=torch.float64),
         old.mean if guarded else None,
-        transition(name, x, v_ref, levels, 0.7),
+        compute_transition(name, x, v_ref, levels, 0.7),
         levels.sigma - levels.next,
     )
     return inputs, v, {"old": old, "next_latents": later}

@@ -18,7 +18,7 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
-from cosmos_core.models.balance import Balance, balance_loss, load_balancing_settings
+from cosmos_core.models.balance import LoadBalancingSettings, balance_loss, load_balancing_settings
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import Progress
@@ -63,7 +63,7 @@ def samples() -> list[Sample]:
 def test_of_one_sequence_it_is_that_of_transformers() -> None:
     logits = [torch.randn(12, EXPERTS, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     of_token = torch.tensor([2, 2, *[0] * 5, 2, *[1] * 4])
-    ours = balance_loss(Balance(COEFFICIENT, EXPERTS, CHOSEN), logits, of_token, 2)
+    ours = balance_loss(LoadBalancingSettings(COEFFICIENT, EXPERTS, CHOSEN), logits, of_token, 2)
     theirs = sum(
         COEFFICIENT * count * load_balancing_loss_func(
             tuple(logits), EXPERTS, CHOSEN, attention_mask=(of_token == number).long().unsqueeze(0)

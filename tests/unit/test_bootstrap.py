@@ -9,7 +9,7 @@ import pytest
 from prefect.exceptions import ObjectNotFound
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.launch.bootstrap import Pool, _pool, bootstrap
+from cosmos_core.launch.bootstrap import Pool, _pool, bootstrap_server
 
 
 class Server:
@@ -31,7 +31,7 @@ class Server:
 @pytest.mark.parametrize("name", ["prefect-x", "Prefect", "y/z", "a&b", "", " "])
 def test_a_name_that_prefect_does_not_take_is_one_line(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        list(bootstrap([Pool("good"), Pool(name)]))
+        list(bootstrap_server([Pool("good"), Pool(name)]))
     assert str(caught.value) == (
         f"work pool {name!r}: a name has no % & / < >, and those that begin with 'prefect' are Prefect's own; take "
         "another"

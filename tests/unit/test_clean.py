@@ -45,7 +45,7 @@ def runs_of(folder: Path, *ages_days: float) -> list[Run]:
 
 
 def fates(run: Run, keep: int = 1, older_than_days: float = 0.0) -> dict[str, str]:
-    found = verdicts(run.output_dir, num_kept=keep, older_than_seconds=older_than_days * DAY)
+    found = verdicts(run.output_dir, num_kept_runs=keep, older_than_seconds=older_than_days * DAY)
     return {verdict.path.name: verdict.reason_to_keep for verdict in found}
 
 
@@ -104,7 +104,7 @@ def test_a_run_that_runs_or_is_taken_up_meanwhile_stays(tmp_path: Path) -> None:
     with claim(first):
         assert fates(first) == {first.id: "it is running", second.id: "it is running",
                                 "run-2": "the newest of its pipeline"}  # fmt: skip
-    found = verdicts(first.output_dir, num_kept=1, older_than_seconds=0)
+    found = verdicts(first.output_dir, num_kept_runs=1, older_than_seconds=0)
     assert [verdict.path for verdict in found if not verdict.reason_to_keep] == [first.path]
 
 

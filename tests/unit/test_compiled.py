@@ -57,7 +57,7 @@ def test_what_is_left_out_is_compiled_on_a_gpu_where_nothing_excludes_it(
     settings: dict[str, Any], on_gpu: bool, on_cpu: bool
 ) -> None:
     config = recipe(settings)
-    assert (config.compiles_on("cuda"), config.compiles_on("cpu")) == (on_gpu, on_cpu)
+    assert (config.should_compile_blocks("cuda"), config.should_compile_blocks("cpu")) == (on_gpu, on_cpu)
 
 
 @pytest.mark.parametrize(

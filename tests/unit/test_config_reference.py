@@ -12,7 +12,7 @@ from cosmos_core.config import describe
 from cosmos_core.config.compat import trl
 from cosmos_core.config.compat.translate import RENAMED_KEYS, UNUSED_KEYS
 from cosmos_core.config.describe import all_keys, explain, find_key
-from cosmos_core.config.reference import reference
+from cosmos_core.config.reference import render_config_reference
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import all_fields
@@ -23,7 +23,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 def test_the_page_is_what_the_schema_makes() -> None:
-    assert PAGE.read_text(encoding="utf-8") == reference(all_kinds()), "docs/configuration.md is stale: run make docs"
+    assert PAGE.read_text(encoding="utf-8") == render_config_reference(all_kinds()), (
+        "docs/configuration.md is stale: run make docs"
+    )
 
 
 def test_every_key_has_a_row_of_all_columns() -> None:
@@ -97,7 +99,8 @@ def test_a_name_of_trl_without_a_key_says_what_is_here(name: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown key; {name} of transformers and TRL is (always on|not )"):
         find_key(name)
     assert (
-        trl.equivalent(f"train.train_policy.{name}") == f"; {name} of transformers and TRL is {trl._REPLACEMENTS[name]}"
+        trl.describe_equivalent_key(f"train.train_policy.{name}")
+        == f"; {name} of transformers and TRL is {trl._REPLACEMENTS[name]}"
     )
 
 

@@ -184,7 +184,7 @@ def test_a_flow_finds_a_target_or_a_store_that_cannot_be_written_before_it_makes
 
 
 def test_a_log_is_masked_where_it_stands_however_large_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_BLOCK", 64)
+    monkeypatch.setattr(environment, "_BLOCK_BYTES", 64)
     monkeypatch.setenv("SOME_TOKEN", "a-secret-token")
     log = tmp_path / "log"
     text = "".join(f"{'x' * gap}a-secret-token\n" for gap in range(70))

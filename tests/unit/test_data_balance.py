@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cosmos_core.data.balance import BalancedSteps, Budget, fill_batches
+from cosmos_core.data.balance import BalancedStepPlan, Budget, fill_batches
 from cosmos_core.data.order import epoch_order
 
 
@@ -83,8 +83,8 @@ def test_each_row_is_there_once_and_no_batch_is_dearer_than_its_budget(
 LENGTHS = np.random.default_rng(0).integers(1, 200, 97)
 
 
-def steps(seed: int = 3, batches_per_step: int = 3, num_epochs: int = 3, max_steps: int = 10**6) -> BalancedSteps:
-    return BalancedSteps(
+def steps(seed: int = 3, batches_per_step: int = 3, num_epochs: int = 3, max_steps: int = 10**6) -> BalancedStepPlan:
+    return BalancedStepPlan(
         LENGTHS, partial(epoch_order, seed, rows=len(LENGTHS), shuffle=True), budget(400),
         batches_per_step=batches_per_step, num_epochs=num_epochs, max_steps=max_steps,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
-from cosmos_core.data.clean import FILE, CleanedRows, clean
+from cosmos_core.data.clean import FILE, CleanedRows, clean_training_rows
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.ngrams import MinHashBands, hashes_of, ngrams, normalised, split_words
 from cosmos_core.data.rows import Rows, load_rows
@@ -47,7 +47,7 @@ def stage(folder: Path, texts: list[str], benchmark: list[Any] | None = None, **
 
 def cleaned(of: Stage, held_out: Sequence[Rows] = ()) -> tuple[CleanedRows, list[dict[str, Any]]]:
     rows = load_rows(of.recipe.train.train_policy.dataset)
-    result = clean(of, rows, held_out, of.path, Opener(of.recipe, lambda: None))
+    result = clean_training_rows(of, rows, held_out, of.path, Opener(of.recipe, lambda: None))
     return result, [json.loads(line) for line in (of.path / FILE).read_text().splitlines()]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from cosmos_core.data.messages import (
     SkippedRow,
-    alternative_turns,
+    propose_merged_turns,
     read_conversation,
     read_held_out,
     read_prompt,
@@ -178,13 +178,13 @@ def say(*turns):
 )
 def test_turns_are_put_together_so_that_roles_alternate(turns, merged, folded):
     before = say(*turns)
-    assert list(alternative_turns(before)) == [say(*merged), say(*folded)]
+    assert list(propose_merged_turns(before)) == [say(*merged), say(*folded)]
     assert before == say(*turns)
 
 
 def test_a_turn_with_more_than_words_is_not_put_together():
     call = {"role": "assistant", "content": "", "tool_calls": [{}]}
-    assert next(alternative_turns([call, *say("a:1")])) == [call, *say("a:1")]
+    assert next(propose_merged_turns([call, *say("a:1")])) == [call, *say("a:1")]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.sequences import open_sequences
-from cosmos_core.launch.estimate import estimate_in_worker, estimate_table
+from cosmos_core.launch.estimate import estimate_stages_in_worker, estimate_table
 from cosmos_core.run.plan import Decision
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.estimate import Estimate, estimate, kv_cache_bytes, sharded
@@ -321,7 +321,7 @@ def test_each_training_stage_of_a_pipeline_is_estimated_in_a_worker(tiny: Path, 
     data = write_statistics(tmp_path / "prepared", 30, 20, 10.0)
     done = Decision("adopt", "same", tmp_path, {"info": {"data": data.name}})
 
-    found = dict(estimate_in_worker(pipeline, {"grpo-data": done, "maker": Decision("run", "new")}))
+    found = dict(estimate_stages_in_worker(pipeline, {"grpo-data": done, "maker": Decision("run", "new")}))
 
     assert (
         found["later"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.models import flow
-from cosmos_core.models.flow_steps import NoiseLevels, log_prob, transition
+from cosmos_core.models.flow_steps import NoiseLevels, compute_transition, log_prob
 from cosmos_core.rollout.base import EngineSettings, FlowSource, generate
 from cosmos_core.rollout.flow_path import ConditioningFrames, denoise, num_conditioning_frames, stochastic_steps
 from cosmos_core.rollout.flow_sampler import FlowSamplerEngine, decode_latents, to_bytes
@@ -172,7 +172,7 @@ def test_what_is_kept_of_a_step_gives_its_log_probability_again(kernel: str) -> 
         for n, i in enumerate(drawn.steps):
             x = drawn.before[n][None]
             v = denoiser(x, table[i].expand(1), {"colour": torch.tensor([COLOURS["red"]])})
-            step = transition(kernel, x, v, NoiseLevels(table[i], table[i + 1], table[1]), 0.5)
+            step = compute_transition(kernel, x, v, NoiseLevels(table[i], table[i + 1], table[1]), 0.5)
             assert drawn.before.dtype == drawn.after.dtype == torch.float32
             assert torch.allclose(step.mean[0], drawn.means[n], atol=1e-6)
             assert log_prob(step, drawn.after[n][None]).item() == pytest.approx(drawn.log_probs[n], abs=1e-6)
@@ -238,7 +238,7 @@ def test_given_frames_are_no_part_of_a_log_probability() -> None:
     for completion in group.completions:
         drawn = completion.diffusion_sample
         zero = torch.zeros_like(drawn.before)
-        std = transition("flow", zero, zero, NoiseLevels(table[1], table[2], table[1]), 0.5).std.item()
+        std = compute_transition("flow", zero, zero, NoiseLevels(table[1], table[2], table[1]), 0.5).std.item()
         squared = (drawn.after - drawn.means)[0, :, 2:].square().mean().item()
         expected = -squared / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
         assert drawn.log_probs == pytest.approx([expected], abs=1e-5)

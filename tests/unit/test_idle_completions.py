@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cosmos_core.algorithms.data_term import WithDataTerm, sft_term
 from cosmos_core.algorithms.grpo import Grpo
-from cosmos_core.algorithms.idle import METRIC, NUM_COMPARED, has_advantage_factor
+from cosmos_core.algorithms.idle import METRIC, MIN_COMPARED_COMPLETIONS, has_advantage_factor
 from cosmos_core.algorithms.policy_loss import scales_with_advantage
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
@@ -133,7 +133,7 @@ def test_a_step_of_constant_groups_runs_few_completions_and_moves_the_weights_as
     steps = [samples(()), samples(tuple(range(NUM_GROUPS)))]
     found = trained(folder, tmp_path, {}, steps, skips=True)
     plain = trained(folder, tmp_path, {}, steps, skips=False)
-    assert found[3] == NUM_GROUPS * GROUP + NUM_COMPARED
+    assert found[3] == NUM_GROUPS * GROUP + MIN_COMPARED_COMPLETIONS
     for name, tensor in found[2].items():
         torch.testing.assert_close(tensor, plain[2][name], rtol=0, atol=1e-6)
 
@@ -178,7 +178,7 @@ def test_rows_with_and_without_images_are_both_run() -> None:
     algorithm = Grpo(GrpoConfig())
     algorithm.has_separate_gradients = True
     (update,) = algorithm.updates(batch, NoView())
-    assert len(update.samples) == NUM_COMPARED + 1 and any(sample.images for sample in update.samples)
+    assert len(update.samples) == MIN_COMPARED_COMPLETIONS + 1 and any(sample.images for sample in update.samples)
 
 
 def test_dropout_and_router_losses_keep_every_completion(folder: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core import environment
-from cosmos_core.environment import find_secrets, hide_in_records, mask_error, mask_file, masked
+from cosmos_core.environment import find_secrets, hide_in_records, mask_error_message, mask_file, masked
 from cosmos_core.errors import StageFailed
 
 KNOWN = [
@@ -114,18 +114,18 @@ def test_every_handler_gets_records_and_tracebacks_without_secrets(monkeypatch: 
 
 def test_an_error_and_settings_are_known_by_their_own() -> None:
     error = StageFailed(f"refused: {KNOWN[0]}")
-    mask_error(error)
+    mask_error_message(error)
     assert str(error) == "refused: ***"
     response = RuntimeError({"password": "correcthorse"}, 3, b"token=" + KNOWN[0].encode())
     response.add_note(f"sent {KNOWN[1]}")
-    mask_error(response)
+    mask_error_message(response)
     assert response.args == ("{'password': '***'}", 3, "b'token=***'") and response.__notes__ == ["sent ***"]
     settings = {"steps": 3, "api_key": "abc", "deep": [{"password": ["x", "y"], "name": "n"}], "secrets": {"a": "z"}}
     assert sorted(find_secrets(settings)) == ["abc", "x", "y", "z"]
 
 
 def test_a_log_that_others_wrote_has_no_such_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_BLOCK", 64)
+    monkeypatch.setattr(environment, "_BLOCK_BYTES", 64)
     log = tmp_path / "log"
     log.write_bytes(b"".join(b"\xff" + b"." * gap + KNOWN[0].encode() + b"\n" for gap in range(70)))
     size = log.stat().st_size

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from cosmos_core.checkpoint.merge import combine, run
+from cosmos_core.checkpoint.merge import combine_tensors, run
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.schema.merge import MergeConfig
@@ -77,7 +77,7 @@ def test_a_linear_merge_is_the_weighted_sum(folder: Path, tmp_path: Path, given:
 def test_ties_is_the_mean_of_the_largest_differences_of_the_majority_sign() -> None:
     base = {"w": torch.zeros(4)}
     models = [{"w": torch.tensor([4.0, -3.0, 1.0, 0.5])}, {"w": torch.tensor([2.0, 5.0, 0.5, 1.0])}]
-    merged = combine(MergeConfig(method="ties", density=0.5), [1.0, 1.0], models, base, "w", 0)
+    merged = combine_tensors(MergeConfig(method="ties", density=0.5), [1.0, 1.0], models, base, "w", 0)
     # The two largest of each: (4, -3, 0, 0) and (2, 5, 0, 0); the sign of the second is that of 5.
     assert merged.tolist() == [3.0, 5.0, 0.0, 0.0]
 
@@ -88,7 +88,7 @@ def test_dare_keeps_random_differences_scaled_up_and_depends_on_seed_and_name(fo
     config = MergeConfig(method=method, density=0.25)
 
     def merged(seed: int) -> torch.Tensor:
-        return combine(config, [1.0, 0.0], [a, b], base, NAME, seed) - base[NAME]
+        return combine_tensors(config, [1.0, 0.0], [a, b], base, NAME, seed) - base[NAME]
 
     before = torch.get_rng_state()
     first, difference = merged(0), a[NAME] - base[NAME]
@@ -103,7 +103,7 @@ def test_dare_keeps_random_differences_scaled_up_and_depends_on_seed_and_name(fo
 def test_a_sum_that_its_dtype_cannot_hold_is_refused() -> None:
     models = [{"w": torch.full((2,), 6e4, dtype=torch.float16)}] * 2
     with pytest.raises(ModelError, match="w has values that are not finite"):
-        combine(MergeConfig(), [1.0, 1.0], models, None, "w", 0)
+        combine_tensors(MergeConfig(), [1.0, 1.0], models, None, "w", 0)
 
 
 def test_a_model_of_other_dtype_and_shards_counts_as_its_values(folder: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from cosmos_core.data.batch import rows_of
 from cosmos_core.models import packing
 from cosmos_core.models.packing import PACKED_ATTENTION
-from cosmos_core.models.recompute import Recompute, recompute
+from cosmos_core.models.recompute import Recompute, recompute_activations
 
 CONFIG = Qwen3Config(
     vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -46,7 +46,7 @@ def gradients(how: Recompute, *, compiled: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(CONFIG).train()
     packing._set_attention(model, PACKED_ATTENTION)
-    recompute(model, how)
+    recompute_activations(model, how)
     for block in model.model.layers if compiled else ():
         block.compile(dynamic=True, backend="aot_eager")
     for lengths in ((7, 13), (5, 17, 3)):

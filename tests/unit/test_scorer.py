@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from cosmos_core.models import scorer as scorers
-from cosmos_core.models.recompute import recompute
+from cosmos_core.models.recompute import recompute_activations
 from cosmos_core.models.scorer import RequestedOutputs, Scorer, chunk_bytes
 from tests.unit.trainers import sequence_logprobs
 
@@ -314,7 +314,7 @@ def test_the_first_pass_of_a_scorer_can_be_recomputed_in_half_precision() -> Non
     model = Qwen3ForCausalLM._from_config(Qwen3Config(**SIZES, head_dim=8), attn_implementation="sdpa").train()
     found = []
     for how in (False, "selective"):
-        recompute(model, how)
+        recompute_activations(model, how)
         with torch.autocast("cpu", torch.bfloat16):
             logprobs = scorer_of(model)(inputs(), CHOSEN)["logprobs"]
         found.append(gradients(model, logprobs.sum()))

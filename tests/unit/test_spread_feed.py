@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cosmos_core.algorithms.grpo import Grpo
-from cosmos_core.checkpoint.state import TrainState, adopt_json_values, json_values, named_tensors
+from cosmos_core.checkpoint.state import TrainState, json_values, named_tensors, restore_json_values
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.order import epoch_order
 from cosmos_core.data.sample import Sample
@@ -62,7 +62,7 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
     """The state of a feed through a checkpoint's JSON and tensors."""
     live = TrainState(torch.nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)]), feed=state)
     tensors, values = named_tensors(live), json.loads(json.dumps(json_values(live)))
-    adopt_json_values(live, values, {name: tensor.clone() for name, tensor in tensors.items()})
+    restore_json_values(live, values, {name: tensor.clone() for name, tensor in tensors.items()})
     return live.feed
 
 

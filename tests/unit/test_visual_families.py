@@ -24,7 +24,7 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import load_model
-from cosmos_core.models.open_causal_lm import open_vision
+from cosmos_core.models.open_causal_lm import open_image_reader
 from cosmos_core.models.processor import ImageReader, load_processor
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.run.files import read_json
@@ -190,7 +190,7 @@ def test_what_rows_with_images_exclude_is_one_line(
         {"policy": policy, "train": {"max_num_steps": 1, "train_policy": {"type": "sft", **train}}}
     )
     with pytest.raises(ConfigError, match=said):
-        open_vision(replace(stage, data=stage.path / "data", recipe=asked))
+        open_image_reader(replace(stage, data=stage.path / "data", recipe=asked))
 
 
 @pytest.mark.parametrize("template", [MIXED, PARTS], ids=["mixed", "parts"])

@@ -16,9 +16,11 @@ def dppo_tv(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, M
     For an advantage above 0 the probability must not have risen by more than epsilon_high; otherwise it must not have
     fallen by more than epsilon_low.
     """
-    probability_BT, old_BT = probabilities(terms)
-    moved_BT, is_positive_B1 = probability_BT - old_BT, terms.advantages_B1 > 0
-    is_inside_BT = torch.where(is_positive_B1, moved_BT <= settings.epsilon_high, moved_BT >= -settings.epsilon_low)
+    probability_BT, old_probability_BT = probabilities(terms)
+    probability_change_BT, is_positive_B1 = probability_BT - old_probability_BT, terms.advantages_B1 > 0
+    is_inside_BT = torch.where(
+        is_positive_B1, probability_change_BT <= settings.epsilon_high, probability_change_BT >= -settings.epsilon_low
+    )
     return trust_region_loss(terms, settings, is_inside_BT)
 
 

@@ -12,7 +12,7 @@ from cosmos_core.errors import ConfigError
 
 _DATA: dict[str, Any] = tomllib.loads(files("cosmos_core.config.compat").joinpath("keys.toml").read_text("utf-8"))
 _POLICY = "train.train_policy"
-_CURRENT_TABLES = {*Recipe.model_fields, "pipeline", "extends"}
+_CURRENT_TABLE_NAMES = {*Recipe.model_fields, "pipeline", "extends"}
 _WORLD_MODEL_TABLES = (
     "model", "optimizer", "scheduler", "dataloader_train", "dataloader_val", "trainer", "model_parallel", "job"
 )  # fmt: skip
@@ -41,8 +41,8 @@ def with_current_keys(values: Values, source: str, notices: list[str]) -> Values
         if name not in table:
             continue
         value = table.pop(name)
-        target, today_name = _find_table(values, new, make=True)
-        current = target.get(today_name, value)
+        target, new_key_name = _find_table(values, new, make=True)
+        current = target.get(new_key_name, value)
         if current not in (value, None) and new in source_of_key:
             raise ConfigError(
                 f"{source}: {source_of_key[new]} = {short_text(current)} and {old_key} = {short_text(value)} are both "
@@ -53,17 +53,17 @@ def with_current_keys(values: Values, source: str, notices: list[str]) -> Values
                 f"{source}: {old_key} = {short_text(value)} is today's {new}, which says {short_text(current)}; keep "
                 f"one of them"
             )
-        target[today_name], source_of_key[new] = value, old_key
+        target[new_key_name], source_of_key[new] = value, old_key
         notices.append(f"{old_key} is today's {new}")
     _remote_reward(values, notices)
-    _remove_ineffective(values, UNUSED_KEYS, notices)
+    _remove_unused_keys(values, UNUSED_KEYS, notices)
     return values
 
 
 def _refuse_wfm(values: Values, source: str) -> None:
     """Refuse a recipe of the deprecated `--wfm-mode` schema; a user's script may have a table `[model]`."""
     tables = [name for name in _WORLD_MODEL_TABLES if isinstance(values.get(name), dict)]
-    if tables and (not _CURRENT_TABLES & values.keys() or ("model" in tables and len(tables) > 1)):
+    if tables and (not _CURRENT_TABLE_NAMES & values.keys() or ("model" in tables and len(tables) > 1)):
         raise ConfigError(
             f"{source}: [{tables[0]}] is of the deprecated --wfm-mode schema; `python tools/convert_wfm.py {source}` "
             f"prints a recipe that says the same"
@@ -83,7 +83,7 @@ def with_algorithm_keys(values: Values, notices: list[str]) -> Values:
             _fill(values, old_key, new, notices)
     if inferred_type(policy) == "grpo" and any(f"{_POLICY}.{name}" in _UNUSED_GRPO_KEYS for name in policy):
         values = copy.deepcopy(values)
-        _remove_ineffective(values, _UNUSED_GRPO_KEYS, notices)
+        _remove_unused_keys(values, _UNUSED_GRPO_KEYS, notices)
     return values
 
 
@@ -92,11 +92,11 @@ def _fill(values: Values, old_key: str, new: str, notices: list[str]) -> None:
     if name not in table:
         return
     value = table.pop(name)
-    target, today_name = _find_table(values, new, make=True)
-    if target.setdefault(today_name, value) == value:
+    target, new_key_name = _find_table(values, new, make=True)
+    if target.setdefault(new_key_name, value) == value:
         notices.append(f"{old_key} is today's {new}")
     else:
-        current = short_text(target[today_name])
+        current = short_text(target[new_key_name])
         notices.append(f"{old_key} = {short_text(value)} is ignored: today's {new} says {current}")
 
 
@@ -113,7 +113,7 @@ def _keep_applicable_batch_size(values: Values, notices: list[str]) -> None:
     notices.append(f"{removed_key} = {removed} is ignored: {kept_key} is that of this type of training")
 
 
-def _remove_ineffective(values: Values, keys: dict[str, str], notices: list[str]) -> None:
+def _remove_unused_keys(values: Values, keys: dict[str, str], notices: list[str]) -> None:
     """Remove keys that have no effect from `values`, and add a message for each to `notices`."""
     for key, meaning in keys.items():
         table, name = _find_table(values, key)

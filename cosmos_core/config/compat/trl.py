@@ -19,7 +19,7 @@ def keys_of(name: str) -> tuple[str, ...]:
     return NAMES.get(name.rpartition(".")[2], ())
 
 
-def equivalent(name: str) -> str:
+def describe_equivalent_key(name: str) -> str:
     """Return the equivalent of a name of transformers or TRL as the end of the error "unknown key"; empty if none."""
     name = name.rpartition(".")[2]
     meaning = _REPLACEMENTS.get(name) or " or ".join(NAMES.get(name, ()))

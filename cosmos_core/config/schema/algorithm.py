@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from cosmos_core.config.schema.clean import CleanConfig
 from cosmos_core.config.schema.data_term import DataTermConfig
 from cosmos_core.config.schema.dataset import DatasetConfig, SourceConfig
-from cosmos_core.config.schema.marks import IfSet, NamedThing, NoResult, UnitMark
+from cosmos_core.config.schema.marks import NamedThing, NoResult, OmittedIfEmpty, UnitMark
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.value_types import NameOrImportPath, Rows
@@ -51,9 +51,9 @@ class AlgorithmConfig(Table):
     """Algorithm: a built-in name, or a user class `path/file.py:Class`, whose parameters are in `[custom]`."""
     dataset: DatasetConfig = DatasetConfig()
     """Data set of the training rows."""
-    clean: Annotated[CleanConfig | None, IfSet] = None
+    clean: Annotated[CleanConfig | None, OmittedIfEmpty] = None
     """Search of the training rows for duplicates and for text of benchmarks; None: no search."""
-    datasets: Annotated[tuple[SourceConfig, ...], Field(strict=False), IfSet] = ()
+    datasets: Annotated[tuple[SourceConfig, ...], Field(strict=False), OmittedIfEmpty] = ()
     """Data sets that are mixed by weight, in place of `dataset`, for models of text. An epoch has as many rows as they
     have together; one whose weight asks for more rows than it has is repeated, in a new order each time."""
     data_packer: Annotated[NameOrImportPath | Literal[""], NamedThing.CODE] = ""
@@ -102,7 +102,7 @@ class AlgorithmConfig(Table):
         return True
 
     @property
-    def fills_by_tokens(self) -> bool:
+    def has_token_based_batches(self) -> bool:
         """Return whether micro-batches are filled up to a number of tokens rather than a number of rows."""
         return False
 
@@ -181,7 +181,7 @@ class AlgorithmConfig(Table):
 
     @field_validator("dataloader_num_workers")
     @classmethod
-    def _disable_negative_workers(cls, count: int) -> int:
+    def _clamp_worker_count(cls, count: int) -> int:
         return max(0, count)
 
     @field_validator("dataloader_prefetch_factor")
@@ -203,8 +203,8 @@ class AlgorithmConfig(Table):
         explicit_values = {name: getattr(self, name) for name in self.model_fields_set - {"datasets"}}
         for i, source in enumerate(self.datasets):
             settings = self._settings_of(source)
-            if unknown := [name for name in settings if name not in type(self).model_fields]:
-                raise ValueError(f"datasets.{i}: {self.algorithm} has no {unknown[0]}; leave it out")
+            if unknown_keys := [name for name in settings if name not in type(self).model_fields]:
+                raise ValueError(f"datasets.{i}: {self.algorithm} has no {unknown_keys[0]}; leave it out")
             if "reward_function" in settings and self.remote_rewards is not None:
                 raise ValueError(f"datasets.{i}.reward_function excludes use_remote_reward; leave one of them out")
             try:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from cosmos_core.config.schema.marks import NoResult, RequiresSwitch, UnitMark
+from cosmos_core.config.schema.marks import NoResult, RequiresEnabledField, UnitMark
 from cosmos_core.config.schema.table import Table
 
 
@@ -29,16 +29,16 @@ class CheckpointConfig(Table):
     upload_hf: Annotated[bool, NoResult] = False
     """Publish the export of the last training on the Hugging Face Hub, in a stage `NAME-hub` after it. A new repository
     is private; each run is a commit with a tag. The token is `HF_TOKEN` in the environment."""
-    hf_repo_name: Annotated[str, RequiresSwitch("upload_hf"), NoResult] = "Comos-Reason1"
+    hf_repo_name: Annotated[str, RequiresEnabledField("upload_hf"), NoResult] = "Comos-Reason1"
     """Repository on the Hub, `OWNER/NAME`, or `NAME` in the account of the token; the default is spelt as in
     Cosmos-RL."""
     upload_s3: Annotated[bool | str, NoResult] = False
     """Publish in an S3-compatible store: false, `final` (the export, in a stage `NAME-s3` after it) or `all` (also each
     checkpoint during the training). Credentials are environment variables: `PROD_S3_CHECKPOINT_*`, as in Cosmos-RL, or
     those of AWS, including `AWS_ENDPOINT_URL`."""
-    s3_bucket: Annotated[str | None, RequiresSwitch("upload_s3"), NoResult] = None
+    s3_bucket: Annotated[str | None, RequiresEnabledField("upload_s3"), NoResult] = None
     """Bucket of the S3-compatible store; None: no upload."""
-    s3_prefix: Annotated[str, RequiresSwitch("upload_s3"), NoResult] = "outputs"
+    s3_prefix: Annotated[str, RequiresEnabledField("upload_s3"), NoResult] = "outputs"
     """Prefix of keys in the bucket, before the names of pipeline and stage."""
 
     def s3_url(self, *names: str) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import field_validator, model_validator
 
 from cosmos_core.config.conditions import parse_range
-from cosmos_core.config.schema.marks import IfSet, NamedThing, NoResult
+from cosmos_core.config.schema.marks import NamedThing, NoResult, OmittedIfEmpty
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import Fraction, PositiveFloat, RewardWeights, Splits
 
@@ -39,7 +39,7 @@ class RowsConfig(Table):
     folder of such files, a `save_to_disk` folder, a URL of one of these in a store (`s3://BUCKET/KEY`), a Hub id, a
     user's data set class, `path/file.py:Class`, or a generator of the package `reasoning-gym`, such as
     `reasoning-gym:chain_sum`; the fingerprint includes the content, or the version of the package."""
-    arguments: Annotated[dict[str, Any], IfSet] = {}
+    arguments: Annotated[dict[str, Any], OmittedIfEmpty] = {}
     """Arguments of the generator of `reasoning-gym:NAME`: `size` (number of rows, 500 if left out), `seed` (0 if left
     out), and those of the generator itself."""
     subset: str = ""
@@ -56,7 +56,7 @@ class RowsConfig(Table):
     max_skipped_fraction: Fraction = 0.01
     """Maximum fraction of rows that may be skipped because they cannot be read or the chat template refuses them; above
     it the `prepare` stage fails and reports the first such row. Rows without trained tokens do not count."""
-    keep: Annotated[str, IfSet] = ""
+    keep: Annotated[str, OmittedIfEmpty] = ""
     """Range of pass rates of the rows to keep, such as `0.1 <= pass_rate <= 0.9`, from the rows' column `pass_rate` or
     from `pass_rates`; other rows are skipped and counted, an unknown rate (null) excludes no row. Rows that `test_size`
     holds out are all kept. Empty: all rows."""

@@ -24,5 +24,7 @@ def field_of(says: dict[str, Any], types: dict[str, Any] = TYPES) -> tuple[Any, 
         default = TypeAdapter(kind).validate_python(default)
     description_fields = [Field(description=" ".join(says["means"].split()))] if "means" in says else []
     units = [UnitMark(says["unit"])] if "unit" in says else []
-    optional = kind | None if default is None else kind
-    return (Annotated[optional, *description_fields, *units] if description_fields or units else optional), default
+    optional_type = kind | None if default is None else kind
+    return (
+        Annotated[optional_type, *description_fields, *units] if description_fields or units else optional_type
+    ), default

@@ -44,8 +44,8 @@ class DpoLossConfig(Table):
     @field_validator("loss_type")
     @classmethod
     def _check_loss_types(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        unknown = [name for name in names if name not in get_args(LossType)]
-        if unknown or not names:
+        unknown_loss_types = [name for name in names if name not in get_args(LossType)]
+        if unknown_loss_types or not names:
             raise ValueError(f"loss_type = {list(names)} must be of {', '.join(get_args(LossType))}")
         return names
 

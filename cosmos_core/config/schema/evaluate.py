@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cosmos_core.config.schema.marks import IfSet, NamedThing, NoResult, RequiresSwitch, UnitMark
+from cosmos_core.config.schema.marks import NamedThing, NoResult, OmittedIfEmpty, RequiresEnabledField, UnitMark
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import Names, NonNegativeInt, PositiveInt, Tokens
 
@@ -30,7 +30,7 @@ class EvaluateConfig(Table):
     """Maximum number of items of each task, or of prompts of each prompt set, from the first; None: all."""
     apply_chat_template: bool = False
     """Render prompts as conversations with the model's chat template; False: plain text."""
-    fewshot_as_multiturn: Annotated[bool, RequiresSwitch("apply_chat_template")] = True
+    fewshot_as_multiturn: Annotated[bool, RequiresEnabledField("apply_chat_template")] = True
     """Render each solved example as a user turn and an assistant turn; False: all examples are part of a single user
     turn."""
     batch_size: Annotated[PositiveInt | None, UnitMark("prompts")] = None
@@ -49,10 +49,10 @@ class EvaluateConfig(Table):
     prompts: Annotated[Names, NamedThing.PATH, NoResult] = ()
     """Prompt sets of a diffusion model: files with a prompt per line (`.txt`), files of rows with a column `prompt`,
     folders, or known sets such as `geneval`. The name of a set in metrics is that of its file without the suffix."""
-    rewards: Annotated[Names, NamedThing.CODE, IfSet] = ()
+    rewards: Annotated[Names, NamedThing.CODE, OmittedIfEmpty] = ()
     """Rewards that score each image or video of a diffusion model, each as a metric `evaluation/PROMPT_SET/REWARD`:
     names such as `clip_score`, or your own as `file.py:function`."""
-    samples_per_prompt: Annotated[PositiveInt | None, UnitMark("images or videos"), IfSet] = None
+    samples_per_prompt: Annotated[PositiveInt | None, UnitMark("images or videos"), OmittedIfEmpty] = None
     """Number of images or videos of each prompt of a diffusion model, whose mean is the prompt's reward; None: 1."""
 
     @property

@@ -8,7 +8,7 @@ from pydantic import Field
 from cosmos_core.config.schema.table import StageContext, Table
 
 Format = Literal["bf16", "fp8", "int8", "w4a16", "gguf"]
-UNQUANTIZED = "bf16"
+UNQUANTIZED_FORMAT = "bf16"
 """Format without quantisation, from which all other formats are made."""
 
 
@@ -29,7 +29,7 @@ class ExportConfig(Table):
     @property
     def quantized(self) -> tuple[Format, ...]:
         """Return the quantised formats, each once, in the order of `formats`."""
-        return tuple(dict.fromkeys(name for name in self.formats if name != UNQUANTIZED))
+        return tuple(dict.fromkeys(name for name in self.formats if name != UNQUANTIZED_FORMAT))
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
         """Yield errors for formats that a stage of kind `export` does not support."""
@@ -38,7 +38,7 @@ class ExportConfig(Table):
         dtype = stage.recipe.train.param_dtype
         if stage.recipe.policy.is_diffusers:
             yield "export.formats is for language models; leave it out with policy.is_diffusers = true"
-        elif UNQUANTIZED not in self.formats:
+        elif UNQUANTIZED_FORMAT not in self.formats:
             yield f"export.formats = {list(self.formats)}: the others are made of 'bf16'; add it"
         elif dtype != "bfloat16":
             yield f"export.formats needs train.param_dtype = 'bfloat16', not {dtype!r}"

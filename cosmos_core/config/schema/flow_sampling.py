@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cosmos_core.config.schema.marks import RequiresSwitch, UnitMark
+from cosmos_core.config.schema.marks import RequiresEnabledField, UnitMark
 from cosmos_core.config.schema.table import Table, check_order
 from cosmos_core.config.schema.value_types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from cosmos_core.types import StepWindow
@@ -55,11 +55,11 @@ class FlowRLConfig(Table):
         tuple[NonNegativeInt, PositiveInt] | None,
         Field(strict=False),
         UnitMark("denoising steps"),
-        RequiresSwitch("window_size"),
+        RequiresEnabledField("window_size"),
     ] = None
     """Range in which the stochastic window may lie: its first step, and the step after its last one; None: the first
     half of the steps."""
-    window_moves_every: Annotated[NonNegativeInt, UnitMark("train steps"), RequiresSwitch("window_size")] = 0
+    window_moves_every: Annotated[NonNegativeInt, UnitMark("train steps"), RequiresEnabledField("window_size")] = 0
     """Number of train steps after which the stochastic window moves by one step towards the data (MixGRPO, arXiv
     2507.21802); 0: its position is sampled in each train step."""
     guard: bool = False
@@ -77,7 +77,7 @@ class FlowRLConfig(Table):
     """Replace the advantage A by -exp(-A) before it is clipped."""
     data_beta: NonNegativeFloat = 0.0
     """Weight of the diffusion loss on real images or clips, the regulariser of DDRL; 0: no such loss."""
-    data_on_first_only: Annotated[bool, RequiresSwitch("use_rl_sigma_and_noise")] = False
+    data_on_first_only: Annotated[bool, RequiresEnabledField("use_rl_sigma_and_noise")] = False
     """Compute the diffusion loss on real clips only in the first trained step of a rollout."""
     use_rl_sigma_and_noise: bool = True
     """Compute the diffusion loss on real clips at the rollout's noise level and with its noise; False: noise level and

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.data_term import DataTermConfig
-from cosmos_core.config.schema.marks import NamedThing, RequiresSwitch, SupportedValues
+from cosmos_core.config.schema.marks import NamedThing, RequiresEnabledField, SupportedValues
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.table import StageContext, warn
 from cosmos_core.config.schema.value_types import NameOrImportPath, NonNegativeFloat, PositiveFloat, Steps, Tokens
@@ -60,10 +60,10 @@ class GrpoConfig(RlConfig):
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty towards the reference model, from which the stage started; 0: no penalty, and no
     reference model in memory."""
-    kl_in_reward: Annotated[bool, RequiresSwitch("kl_beta")] = False
+    kl_in_reward: Annotated[bool, RequiresEnabledField("kl_beta")] = False
     """Take `kl_beta` * log(old policy / reference) from the reward of each token, whose advantage is then its whitened
     return, as in the paper of `algo = "reinforce++"` (arXiv 2501.03262), instead of adding the KL to the loss."""
-    unbiased_kl_estimate: Annotated[bool, RequiresSwitch("kl_beta")] = False
+    unbiased_kl_estimate: Annotated[bool, RequiresEnabledField("kl_beta")] = False
     """Multiply the k3 estimator of the KL by the probability ratio, which makes its gradient that of the reverse KL
     (arXiv 2512.02556)."""
     kl_estimator: Literal["k2", "k3"] = "k3"
@@ -89,7 +89,7 @@ class GrpoConfig(RlConfig):
     aipo_rho: PositiveFloat | None = None
     """Maximum importance weight of AIPO, which weights tokens by policy / rollout policy in place of clipping (arXiv
     2505.24034); None: off."""
-    aipo_form: Annotated[Literal["weighted", "clamped"], RequiresSwitch("aipo_rho")] = "weighted"
+    aipo_form: Annotated[Literal["weighted", "clamped"], RequiresEnabledField("aipo_rho")] = "weighted"
     """Form of AIPO. `weighted`: as in the paper, every token has a gradient. `clamped`: as in Cosmos-RL, a token with a
     ratio policy / old policy above `aipo_rho` has no gradient."""
     entropy_coeff: float = 0.0
@@ -102,11 +102,11 @@ class GrpoConfig(RlConfig):
     share; None: no prefix is left out."""
     reference_reset_interval: Steps | None = None
     """Number of train steps after which the current policy becomes the new reference of the KL penalty; None: never."""
-    reset_optimizer_with_reference: Annotated[bool, RequiresSwitch("reference_reset_interval")] = True
+    reset_optimizer_with_reference: Annotated[bool, RequiresEnabledField("reference_reset_interval")] = True
     """Also reset the optimizer's moments when the reference policy is reset; the learning rate schedule continues."""
     use_decoupled_loss: bool = False
     """Weight tokens by old policy / rollout policy, and clip against the old policy (arXiv 2505.24298)."""
-    behav_imp_weight_cap: Annotated[PositiveFloat | None, RequiresSwitch("use_decoupled_loss")] = None
+    behav_imp_weight_cap: Annotated[PositiveFloat | None, RequiresEnabledField("use_decoupled_loss")] = None
     """With `use_decoupled_loss`: tokens whose weight old policy / rollout policy exceeds this value get weight 0; None:
     no cap."""
     use_rollout_logprobs_for_loss: bool = False
@@ -116,7 +116,7 @@ class GrpoConfig(RlConfig):
     """Importance weights w = old policy / rollout policy: `truncate` them at `rollout_correction_high` (TIS), `mask`
     tokens outside low and high (IcePop), or apply either to the product over a sequence; `none`: w = 1. Empty:
     `truncate` if rollouts may be older than the policy or are sampled from another distribution, otherwise 1."""
-    rollout_correction_low: Annotated[NonNegativeFloat, RequiresSwitch("rollout_correction")] = 0.5
+    rollout_correction_low: Annotated[NonNegativeFloat, RequiresEnabledField("rollout_correction")] = 0.5
     """Smallest importance weight that `rollout_correction` does not mask."""
     rollout_correction_high: PositiveFloat = 2.0
     """Largest importance weight of `rollout_correction`, above which a weight is truncated or masked."""

@@ -30,7 +30,7 @@ class IntroducedIn:
 
 
 @dataclass(frozen=True)
-class RequiresSwitch:
+class RequiresEnabledField:
     """Mark of a field that has an effect only while the field `switch` of the same table is set."""
 
     switch: str
@@ -91,7 +91,7 @@ class AffectsResult:
 
 NoResult = AffectsResult(False)
 """Mark of a field that changes how a run is shown or stored, never what it computes."""
-IfSet = AffectsResult(True, omits_empty=True)
+OmittedIfEmpty = AffectsResult(True, omits_empty=True)
 """Mark of a field that is left out of fingerprints while it is empty."""
 
 

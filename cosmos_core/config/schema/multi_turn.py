@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresSwitch, UnitMark
+from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresEnabledField, UnitMark
 from cosmos_core.config.schema.table import StageContext, Table, warn
 from cosmos_core.config.schema.value_types import NameOrImportPath, Names, PositiveFloat, PositiveInt
 
@@ -23,14 +23,14 @@ class MultiTurnRolloutConfig(Table):
     """Execute the tool calls that end an assistant turn, in the format of Hermes (`<tool_call>{...}</tool_call>`), and
     insert their results before the next turn."""
     tools: Annotated[
-        tuple[NameOrImportPath, ...], Field(strict=False), RequiresSwitch("enable_tools"), NamedThing.CODE
+        tuple[NameOrImportPath, ...], Field(strict=False), RequiresEnabledField("enable_tools"), NamedThing.CODE
     ] = ()
     """Tools that the policy may call: functions decorated with `@tool` of `cosmos_core.tools.base`, as
     `path/file.py:function` or `module:function`. A column `tools` of a row replaces the descriptions of the tools in
     its prompt."""
-    tool_timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds"), RequiresSwitch("enable_tools")] = 10.0
+    tool_timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds"), RequiresEnabledField("enable_tools")] = 10.0
     """Time limit of a tool call, after which it is killed; its result is then an error message for the policy."""
-    tool_env: Annotated[Names, NoResult, RequiresSwitch("enable_tools")] = ()
+    tool_env: Annotated[Names, NoResult, RequiresEnabledField("enable_tools")] = ()
     """Names of environment variables that tools receive, such as the key of a service, in addition to those that any
     program needs; their values are masked in logs."""
     enable_thinking: bool = False
@@ -54,7 +54,7 @@ class MultiTurnRolloutConfig(Table):
 
     @field_validator("continue_final_message")
     @classmethod
-    def _tools_end_messages(cls, may_continue: bool, info: ValidationInfo) -> bool:
+    def _disable_continued_message(cls, may_continue: bool, info: ValidationInfo) -> bool:
         if not (may_continue and info.data.get("enable_tools") and info.data.get("add_generation_prompt")):
             return may_continue
         warn(info, f"{_KEY}.continue_final_message: false, because enable_tools and add_generation_prompt are set")

@@ -207,7 +207,7 @@ class PipelineConfig(Table):
 
     @field_validator("budget")
     @classmethod
-    def _budget_has_a_price(cls, budget: float | None, info: ValidationInfo) -> float | None:
+    def _check_budget_has_price(cls, budget: float | None, info: ValidationInfo) -> float | None:
         if budget is not None and info.data.get("price_per_gpu_hour") is None:
             raise ValueError(f"budget = {budget:g} needs price_per_gpu_hour, with which costs are computed")
         return budget

@@ -8,7 +8,7 @@ from pydantic import field_validator, model_validator
 
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.lora import LoraConfig
-from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresSwitch
+from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresEnabledField
 from cosmos_core.config.schema.modality import CAUSAL_LM, DIFFUSION, Modality
 from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
 from cosmos_core.config.schema.table import StageContext, Table, as_toml
@@ -20,7 +20,7 @@ class PolicyConfig(Table):
 
     parallelism: PolicyParallelismConfig = PolicyParallelismConfig()
     """Device mesh of the trainer."""
-    diffusers: Annotated[DiffusersConfig, RequiresSwitch("is_diffusers")] = DiffusersConfig()
+    diffusers: Annotated[DiffusersConfig, RequiresEnabledField("is_diffusers")] = DiffusersConfig()
     """Settings of diffusion models; they have an effect only with `is_diffusers`."""
     is_diffusers: bool = False
     """Whether the model is a pipeline of the library diffusers."""

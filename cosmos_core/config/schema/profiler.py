@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cosmos_core.config.schema.marks import NoResult, RequiresSwitch, UnitMark
+from cosmos_core.config.schema.marks import NoResult, RequiresEnabledField, UnitMark
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.value_types import NonNegativeInt, PositiveInt
 
@@ -37,5 +37,5 @@ class ProfilerConfig(Table):
     enable_profiler: Annotated[bool, NoResult] = False
     """Record `profile/steps_A-B_rank_R.json.gz` in the stage, which Perfetto (ui.perfetto.dev) opens, and the operators
     that took longest, which the report shows."""
-    sub_profiler_config: Annotated[SubProfilerConfig, RequiresSwitch("enable_profiler")] = SubProfilerConfig()
+    sub_profiler_config: Annotated[SubProfilerConfig, RequiresEnabledField("enable_profiler")] = SubProfilerConfig()
     """Train steps and ranks that the profiler records."""

@@ -206,7 +206,7 @@ class Recipe(Table):
             raise ValueError(f"{where} excludes train.fsdp_offload; set train.fsdp_offload = false")
         return self
 
-    def compiles_on(self, device: str) -> bool:
+    def should_compile_blocks(self, device: str) -> bool:
         """Return whether blocks are compiled on devices of a type, `cuda` or `cpu`."""
         if self.train.compile is not None or device != "cuda":
             return bool(self.train.compile)

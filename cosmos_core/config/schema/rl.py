@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.dataset import generator_of
-from cosmos_core.config.schema.marks import NoResult, RequiresSwitch, UnitMark
+from cosmos_core.config.schema.marks import NoResult, RequiresEnabledField, UnitMark
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import StageContext, Table, warn
 from cosmos_core.config.schema.value_types import (
@@ -79,7 +79,7 @@ class RlConfig(AlgorithmConfig):
     of every subprocess; their values are masked in logs."""
     use_remote_reward: bool = False
     """Take rewards from a reward service in place of `reward_function`."""
-    remote_reward: Annotated[RemoteRewardConfig, RequiresSwitch("use_remote_reward")] = RemoteRewardConfig()
+    remote_reward: Annotated[RemoteRewardConfig, RequiresEnabledField("use_remote_reward")] = RemoteRewardConfig()
     """Requests to the reward service."""
     filter_reward_metric: Names = ()
     """With variant = 'dapo': reward metrics that must differ within a group for it to be trained on; empty: the total
@@ -129,8 +129,8 @@ class RlConfig(AlgorithmConfig):
         if self.bypass_reward or self.use_remote_reward or not self.datasets:
             return {} if self.bypass_reward or self.use_remote_reward else self.reward_function
         source_pairs = zip(self.datasets, self.sources.values(), strict=True)
-        by_source = {each.source: policy.reward_function for each, policy in source_pairs}
-        return SourceWeights({"": self.reward_function} | by_source)
+        weights_by_source = {each.source: policy.reward_function for each, policy in source_pairs}
+        return SourceWeights({"": self.reward_function} | weights_by_source)
 
     @property
     def held_out_rewards(self) -> dict[str, float]:
@@ -181,8 +181,8 @@ class RlConfig(AlgorithmConfig):
                 f"{temperature} differ: training completions are not drawn from the policy; the loss weights their "
                 f"tokens by policy / sampled distribution"
             )
-        learns_rewards = stage.kind.trains_model and not stage.recipe.distillation.enable
-        if learns_rewards and self.rewards and not any(self.rewards.values()):
+        is_trained_on_rewards = stage.kind.trains_model and not stage.recipe.distillation.enable
+        if is_trained_on_rewards and self.rewards and not any(self.rewards.values()):
             yield "train.train_policy.reward_function: every weight is 0, so that no completion is better than another"
         for name in ("filter_reward_metric", "max_retry_for_on_policy"):
             if self.variant != "dapo" and self.is_set(name):
@@ -238,7 +238,7 @@ class RlConfig(AlgorithmConfig):
 
     @field_validator("max_inflight_steps")
     @classmethod
-    def _raise_to_allowed_lag(cls, steps: int | None, info: ValidationInfo) -> int | None:
+    def _raise_max_inflight_steps(cls, steps: int | None, info: ValidationInfo) -> int | None:
         min_steps = info.data.get("allowed_outdated_steps", 0) + 1
         if steps is None or steps >= min_steps:
             return steps

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresSwitch, UnitMark, accepts_registered
+from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresEnabledField, UnitMark, accepts_registered
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
 from cosmos_core.config.schema.table import StageContext, Table, warn
@@ -113,7 +113,7 @@ class RolloutConfig(Table):
     backend), continues through host memory, with a line in the log."""
     prefetch_rollout: bool = False
     """Prefetch the next prompts during generation."""
-    prefetch_queue_maxsize: Annotated[PositiveInt, UnitMark("batches"), RequiresSwitch("prefetch_rollout")] = 2
+    prefetch_queue_maxsize: Annotated[PositiveInt, UnitMark("batches"), RequiresEnabledField("prefetch_rollout")] = 2
     """Maximum number of prefetched batches of prompts."""
 
     @property
@@ -150,7 +150,7 @@ class RolloutConfig(Table):
         for key in keys:
             yield f"{key} has no effect here: with mode = 'colocated' each rank has an engine inside"
 
-    def _native_notices(self, stage: StageContext) -> Iterator[str]:
+    def _native_transfer_notices(self, stage: StageContext) -> Iterator[str]:
         """Yield notices about native weight transfer to engines in separate processes."""
         if self.weight_transfer == "host" or stage.kind.feed != "rollouts" or stage.recipe.mode == "colocated":
             return
@@ -242,7 +242,7 @@ class RolloutConfig(Table):
         """Yield notices about rollout settings, such as sampling settings with which completions are not sampled from
         the policy."""
         yield from self._engine_notices(stage)
-        yield from self._native_notices(stage)
+        yield from self._native_transfer_notices(stage)
         policy = stage.recipe.policy
         length, has_text = policy.model_max_length, stage.kind.feed == "rollouts" and not policy.is_diffusers
         if has_text and stage.recipe.may_split_groups:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import model_validator
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
-from cosmos_core.config.schema.marks import RequiresSwitch, UnitMark
+from cosmos_core.config.schema.marks import RequiresEnabledField, UnitMark
 from cosmos_core.config.schema.value_types import PositiveInt, Tokens
 
 
@@ -27,16 +27,20 @@ class SupervisedConfig(AlgorithmConfig):
     enable_dp_load_balancing: bool = False
     """Fill micro-batches up to a number of tokens rather than of rows; `train_batch_per_replica` and
     `dataloader_drop_last` then have no effect."""
-    load_balanced_pool_size: Annotated[PositiveInt, UnitMark("rows"), RequiresSwitch("enable_dp_load_balancing")] = 32
+    load_balanced_pool_size: Annotated[
+        PositiveInt, UnitMark("rows"), RequiresEnabledField("enable_dp_load_balancing")
+    ] = 32
     """Number of waiting rows among which the next row of a micro-batch is selected."""
-    load_balanced_max_tokens_for_batch: Annotated[Tokens | None, RequiresSwitch("enable_dp_load_balancing")] = None
+    load_balanced_max_tokens_for_batch: Annotated[Tokens | None, RequiresEnabledField("enable_dp_load_balancing")] = (
+        None
+    )
     """Maximum number of tokens of a micro-batch, including padding unless `sequence_packing`; a longer row forms its
     own micro-batch. None: `mini_batch` x `policy.model_max_length`."""
-    load_balanced_batching_strategy: Annotated[str, RequiresSwitch("enable_dp_load_balancing")] = "prefer_closest"
+    load_balanced_batching_strategy: Annotated[str, RequiresEnabledField("enable_dp_load_balancing")] = "prefer_closest"
     """Rule that selects the next row of a micro-batch among rows of equal cost: `prefer_first` takes the row that has
     waited longest, `prefer_closest` the row nearest in length to the longest row of the micro-batch."""
     load_balanced_batches_per_optimizer_step: Annotated[
-        int, UnitMark("micro-batches"), RequiresSwitch("enable_dp_load_balancing")
+        int, UnitMark("micro-batches"), RequiresEnabledField("enable_dp_load_balancing")
     ] = 1
     """Number of micro-batches of one optimizer step, all ranks together; the last step of an epoch may have fewer."""
 
@@ -66,7 +70,7 @@ class SupervisedConfig(AlgorithmConfig):
         return self.dataloader_drop_last
 
     @property
-    def fills_by_tokens(self) -> bool:
+    def has_token_based_batches(self) -> bool:
         return self.enable_dp_load_balancing
 
     @model_validator(mode="after")

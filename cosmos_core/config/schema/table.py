@@ -17,7 +17,7 @@ from cosmos_core.config.schema.marks import (
     AffectsResult,
     IntroducedIn,
     NamedThing,
-    RequiresSwitch,
+    RequiresEnabledField,
     Status,
     StatusName,
     find_mark,
@@ -45,7 +45,7 @@ def _notes_by_key(kind: str) -> dict[tuple[str, str], str]:
 _STATUS: dict[tuple[str, str], Any] = {
     at: Status(kind, note) for kind in get_args(StatusName)[1:] for at, note in _notes_by_key(kind).items()
 }
-_SINCE_BY_KEY: dict[tuple[str, str], Any] = {at: IntroducedIn(note) for at, note in _notes_by_key("since").items()}  # type: ignore[arg-type]
+_RELEASES: dict[tuple[str, str], Any] = {at: IntroducedIn(note) for at, note in _notes_by_key("since").items()}  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Table(BaseModel):
         """Mark each field with its status and generation in `status.toml`."""
         annotations = inspect.get_annotations(cls)
         for name, field in cls.model_fields.items():
-            for notes in (_STATUS, _SINCE_BY_KEY) if name in annotations else ():
+            for notes in (_STATUS, _RELEASES) if name in annotations else ():
                 table_note = None if is_table(field.annotation) else notes.get((cls.__name__, "*"))
                 if note := notes.get((cls.__name__, name), table_note):
                     field.metadata = [*field.metadata, note]
@@ -160,7 +160,7 @@ def _iterate_active_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]
     """Yield (name, field, value) of each field that neither the table's switch nor the field's own switch disables."""
     is_disabled = bool(table.switch) and not getattr(table, table.switch)
     for name, field in type(table).model_fields.items():
-        needs: RequiresSwitch | None = find_mark(field, RequiresSwitch)
+        needs: RequiresEnabledField | None = find_mark(field, RequiresEnabledField)
         if not (needs and not getattr(table, needs.switch)) and (not is_disabled or name == table.switch):
             yield name, field, getattr(table, name)
 
@@ -171,7 +171,7 @@ def unused_settings(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, 
     if table.switch and not getattr(table, table.switch):
         return
     for name, field in type(table).model_fields.items():
-        value, needs = getattr(table, name), find_mark(field, RequiresSwitch)
+        value, needs = getattr(table, name), find_mark(field, RequiresEnabledField)
         if needs and not getattr(table, needs.switch):
             if table.is_set(name) and not isinstance(value, Table):
                 yield f"{prefix}{name}", value, needs.switch

@@ -17,7 +17,7 @@ from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.hooks import HooksConfig
 from cosmos_core.config.schema.kto import KtoConfig
-from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresSwitch, SupportedValues, UnitMark
+from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresEnabledField, SupportedValues, UnitMark
 from cosmos_core.config.schema.planned import FP4Config
 from cosmos_core.config.schema.precision import FP8Config
 from cosmos_core.config.schema.rl import RlConfig
@@ -38,7 +38,7 @@ from cosmos_core.config.schema.value_types import (
 DEFAULT_SEED = 42
 _BetaDecay = Annotated[float, Field(ge=0, lt=1)]
 _Implementation = Literal["fused", "foreach", "for-loop"]
-_UNCATCHABLE = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # SIGCHLD arrives at the end of every child process
+_UNCATCHABLE_SIGNALS = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # SIGCHLD arrives at the end of every child process
 _GRPO_ONLY_KEYS = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
 
 AlgorithmTable = Annotated[
@@ -103,10 +103,12 @@ class TrainConfig(Table):
     """Maximum global gradient norm, to which gradients are clipped; 0 or less: the norm is only measured."""
     ema_enable: bool = False
     """Keep a moving average of the trained weights in float32, which is validated and exported."""
-    ema_decay: Annotated[Fraction, RequiresSwitch("ema_enable")] = 0.9999
+    ema_decay: Annotated[Fraction, RequiresEnabledField("ema_enable")] = 0.9999
     """Largest decay of the moving average; after n optimizer steps the decay is min((1 + n) / (10 + n),
     `ema_decay`)."""
-    ema_update_step_interval: Annotated[NonNegativeInt, UnitMark("optimizer steps"), RequiresSwitch("ema_enable")] = 0
+    ema_update_step_interval: Annotated[
+        NonNegativeInt, UnitMark("optimizer steps"), RequiresEnabledField("ema_enable")
+    ] = 0
     """Number of optimizer steps between two updates of the moving average, the first after N - 1, as in Flow-GRPO and
     DiffusionNFT; 0 and 1: every step."""
 
@@ -239,7 +241,7 @@ class TrainConfig(Table):
 
     @field_validator("optm_lr")
     @classmethod
-    def _take_single_rate(cls, rate: Any) -> Any:
+    def _take_single_learning_rate(cls, rate: Any) -> Any:
         if isinstance(rate, dict) and "global" not in rate:
             raise ValueError(f"optm_lr = {rate} must have the key 'global', the rate of all modules not named")
         if isinstance(rate, tuple) and not rate:
@@ -264,7 +266,7 @@ class TrainConfig(Table):
         import signal
 
         for name in names:
-            if name not in signal.Signals.__members__ or name in _UNCATCHABLE:
+            if name not in signal.Signals.__members__ or name in _UNCATCHABLE_SIGNALS:
                 raise ValueError(f"{name!r} is not a signal that can ask a process to stop")
         return names
 
@@ -309,7 +311,7 @@ class TrainConfig(Table):
             raise ValueError("optm_impl = 'fused' needs master_dtype float32 or bfloat16")
         if self.async_tp_enabled and self.compile is False:
             raise ValueError("async_tp_enabled = true needs compile = true; set compile = true or leave it out")
-        if policy.fills_by_tokens and self.max_num_steps is None:
+        if policy.has_token_based_batches and self.max_num_steps is None:
             raise ValueError(
                 "train_policy.enable_dp_load_balancing = true needs max_num_steps: batches differ in rows, so the "
                 "length of an epoch is unknown; set train.max_num_steps"

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 from pydantic import ValidationInfo, model_validator
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.marks import NoResult, RequiresSwitch
+from cosmos_core.config.schema.marks import NoResult, RequiresEnabledField
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import StageContext, Table, warn
 from cosmos_core.config.schema.value_types import (
@@ -66,7 +66,7 @@ class ValidationConfig(Table):
     `train.train_policy.reward_env`."""
     use_remote_reward: bool | None = None
     """Use the reward service; None: as in training, the only allowed value."""
-    remote_reward: Annotated[RemoteRewardConfig | None, RequiresSwitch("use_remote_reward")] = None
+    remote_reward: Annotated[RemoteRewardConfig | None, RequiresEnabledField("use_remote_reward")] = None
     """Requests to the reward service; None: as in training."""
 
     @model_validator(mode="after")

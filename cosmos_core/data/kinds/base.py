@@ -120,7 +120,7 @@ class RowKind(ABC):
             return self.schema
         return self.visual_schema.with_metadata({**self.schema.metadata, IMAGE_ROOT: str(root).encode()})
 
-    def held_out_kinds(self, *, has_rewards: bool) -> dict[str, str]:
+    def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
         """Return the kinds of rows that held-out rows are prepared as, by the name of the split for each kind. With
         `has_rewards`, validation scores completions by reward functions."""
         return {VALIDATION: self.name}

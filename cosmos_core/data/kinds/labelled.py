@@ -55,7 +55,7 @@ class LabelledKind(SequencesKind):
         table = open_table(folder, split, self)
         return LabelledSequences(table, split_path(folder, split), model.model_max_length)
 
-    def held_out_kinds(self, *, has_rewards: bool) -> dict[str, str]:
+    def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
         return {VALIDATION: self.name}
 
     def omits_response(self, row: Row, column: str) -> bool:

@@ -21,7 +21,7 @@ from cosmos_core.data.prepared import mixture_of, open_table, split_path
 from cosmos_core.data.records import Job, Record, Ref, check_characters, processor_for, read_images, tokenise_turns
 from cosmos_core.data.sample import Sample
 from cosmos_core.data.tool_calls import read_tools
-from cosmos_core.data.visual import truncate_visual, visual_tokens
+from cosmos_core.data.visual import truncate_visual_tokens, visual_tokens
 from cosmos_core.errors import DataError
 
 
@@ -115,8 +115,8 @@ class PairsKind(TokenisedKind):
 
 def _check_pair_differs(values: list[list[int]], where: str, *, is_truncated: bool) -> None:
     if values[0] == values[2]:
-        up_to = " up to policy.model_max_length" if is_truncated else ""
-        raise SkippedRow(where, f"with equal chosen and rejected{up_to}")
+        truncation_note = " up to policy.model_max_length" if is_truncated else ""
+        raise SkippedRow(where, f"with equal chosen and rejected{truncation_note}")
 
 
 def _visual_pair(job: Job, conversations: list[list[Message]], row: Row, where: str) -> Record:
@@ -129,11 +129,11 @@ def _visual_pair(job: Job, conversations: list[list[Message]], row: Row, where: 
     for conversation in conversations:
         placed_turns, refs, images = read_images(job, conversation, row, where)
         image_refs.append(refs)
-        common: dict[str, Any] = {"images": images, "where": where, "tools": tools, "end_ids": job.end_ids}
-        tokens, merged = tokenise_turns(partial(visual_tokens, processor, **common), placed_turns)
+        shared_arguments: dict[str, Any] = {"images": images, "where": where, "tools": tools, "end_ids": job.end_ids}
+        tokens, merged = tokenise_turns(partial(visual_tokens, processor, **shared_arguments), placed_turns)
         is_truncated, is_merged = is_truncated or len(tokens.ids) > job.max_tokens, is_merged or merged
         num_image_tokens += tokens.num_image_tokens
-        values += truncate_visual(tokens, job.max_tokens, where)
+        values += truncate_visual_tokens(tokens, job.max_tokens, where)
     if image_refs[0] != image_refs[1]:
         raise DataError(f"{where}: chosen and rejected show different images; show them in the prompt")
     _check_pair_differs(values, where, is_truncated=is_truncated)

@@ -49,10 +49,10 @@ class Prompts(IndexedSequence[Prompt]):
         return int(self._table.num_rows)
 
     def item(self, index: int) -> Prompt:
-        ids, text, reference, columns = (self._table[name][index].as_py() for name in _COLUMNS)
+        ids, text, reference_response, columns = (self._table[name][index].as_py() for name in _COLUMNS)
         source = self.mixture.label_of(index) if self.mixture else ""
         values = json.loads(columns)
-        return Prompt(index, tuple(ids), text, reference, self._images[index], metadata=values, source=source)
+        return Prompt(index, tuple(ids), text, reference_response, self._images[index], metadata=values, source=source)
 
 
 def open_prompts(folder: Path, split: str) -> Prompts:
@@ -100,8 +100,10 @@ class PromptsKind(TokenisedKind):
 
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
         policy, has_images, chat = job.recipe.train.train_policy, job.root is not None, job.chat
-        messages, reference = _read(row, where, policy, with_images=has_images, keeps_last=chat.continue_final_message)
-        check_characters([messages, reference], where)
+        messages, reference_response = _read(
+            row, where, policy, with_images=has_images, keeps_last=chat.continue_final_message
+        )
+        check_characters([messages, reference_response], where)
         columns = columns_for_rewards({name: value for name, value in row.items() if name != RENDERED_COLUMN}, messages)
         if tools := read_tools(row, where):
             chat = replace(chat, tools=tuple(tools))
@@ -112,14 +114,14 @@ class PromptsKind(TokenisedKind):
                 lambda turns: visual_prompt(processor, turns, images, job.max_tokens, where, chat), placed_turns
             )
             counts = {"images": len(refs), "image_tokens": tokens.num_image_tokens}
-            return Record((tokens.ids, text, reference, columns, refs, where), is_merged, counts)
-        if (rendered := row.get(RENDERED_COLUMN)) is not None:
-            ids, text = tokenize_text(tokenizer, rendered, job.max_tokens, where)
-            return Record((ids, text, reference, columns, where), False, {})
+            return Record((tokens.ids, text, reference_response, columns, refs, where), is_merged, counts)
+        if (rendered_prompt := row.get(RENDERED_COLUMN)) is not None:
+            ids, text = tokenize_text(tokenizer, rendered_prompt, job.max_tokens, where)
+            return Record((ids, text, reference_response, columns, where), False, {})
         (ids, text), is_merged = tokenise_turns(
             lambda turns: tokenize_prompt(tokenizer, turns, job.max_tokens, where, chat), messages
         )
-        return Record((ids, text, reference, columns, where), is_merged, {})
+        return Record((ids, text, reference_response, columns, where), is_merged, {})
 
 
 def _read(

@@ -27,7 +27,7 @@ from cosmos_core.data.records import Job, Record, check_characters, processor_fo
 from cosmos_core.data.sample import Sample
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.data.user_dataset import LABELS, TOKENS, UNTRAINED_LABEL
-from cosmos_core.data.visual import truncate_visual, visual_tokens
+from cosmos_core.data.visual import truncate_visual_tokens, visual_tokens
 from cosmos_core.errors import DataError
 from cosmos_core.types import ImageRef
 
@@ -81,7 +81,7 @@ class SequencesKind(TokenisedKind):
     columns: ClassVar[dict[str, pa.DataType]] = {"input_ids": IDS, "loss_mask": MASK}
     reader = staticmethod(read_conversation)
 
-    def held_out_kinds(self, *, has_rewards: bool) -> dict[str, str]:
+    def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
         """Return the kind of each held-out split: with rewards, the rows are also prepared as prompts to complete."""
         return {VALIDATION: "prompts", LEARNED_HELD_OUT: self.name} if has_rewards else {VALIDATION: self.name}
 
@@ -140,6 +140,6 @@ def _visual_sequence(job: Job, conversation: list[Message], row: Row, where: str
     tokens, is_merged = tokenise_turns(
         lambda turns: visual_tokens(processor, turns, images, where, tools, job.end_ids), placed_turns
     )
-    ids, mask = truncate_visual(tokens, job.max_tokens, where)
+    ids, mask = truncate_visual_tokens(tokens, job.max_tokens, where)
     counts = {"truncated_rows": len(tokens.ids) > job.max_tokens, "images": len(refs)}
     return Record((ids, mask, refs, where), is_merged, counts | {"image_tokens": tokens.num_image_tokens})

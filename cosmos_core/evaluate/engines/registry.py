@@ -17,8 +17,8 @@ def engine_of(recipe: Recipe) -> str:
     return "vllm" if has_vllm else "hf"
 
 
-def open_model(stage: Stage, watch: Callable[[], None]) -> Any:
-    """Return lm-eval's model object for the stage's model, which calls `watch` after each response.
+def open_model(stage: Stage, on_response: Callable[[], None]) -> Any:
+    """Return lm-eval's model object for the stage's model, which calls `on_response` after each response.
 
     Raises:
         ConfigError: the engine cannot load the model.
@@ -26,15 +26,15 @@ def open_model(stage: Stage, watch: Callable[[], None]) -> Any:
     module = importlib.import_module(f"cosmos_core.evaluate.engines.{engine_of(stage.recipe)}")
     model = module.open_model(stage)
     set_cache_hook = model.set_cache_hook
-    model.set_cache_hook = lambda cache_hook: set_cache_hook(_Hook(cache_hook, watch))
+    model.set_cache_hook = lambda cache_hook: set_cache_hook(_Hook(cache_hook, on_response))
     return model
 
 
 class _Hook:
-    """Hook that lm-eval's model object calls with each response, to cache the response and then call `watch`."""
+    """Hook that lm-eval's model object calls with each response, to cache the response and then call `on_response`."""
 
-    def __init__(self, model: Any, watch: Callable[[], None]) -> None:
-        self._inner, self._watch_request = model, watch
+    def __init__(self, model: Any, on_response: Callable[[], None]) -> None:
+        self._inner, self._watch_request = model, on_response
 
     def add_partial(self, kind: str, request: Any, response: Any) -> None:
         self._inner.add_partial(kind, request, response)

