@@ -52,8 +52,8 @@ def _prove(folder: Path, name: str, minutes: float, title: str, how: str) -> Pro
         is_met=met,
         claim=(
             f"SmolLM2-135M-Instruct learns to name a capital and nothing else, {how}, on two cores in less than "
-            f"{minutes:.0f} minutes: on every seed so many more of 48 held-out questions are answered right that the "
-            f"gate's exact test of McNemar has p < 0.01."
+            f"{minutes:.0f} minutes: on every seed so many more of 48 held-out questions have the right completion "
+            f"that the gate's exact test of McNemar has p < 0.01."
         ),
         commands=[demo.shown(settings(seed), config) for seed in SEEDS],
         body=table(header, rows),
