@@ -88,7 +88,7 @@ from pathlib import Path
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from cosmos_core.errors import ConfigError, StageFailed
-from cosmos_core.launch.blocks import RewardService, service_in_block
+from cosmos_core.launch.blocks import RewardService, load_service_variables
 from cosmos_core.launch.managed_service import managed_service
 
 RewardService(url="http://127.0.0.1:1, http://127.0.0.1:2/", token="a very secret token").save("rewards")
@@ -100,12 +100,12 @@ with managed_service("block:rewards", Path(sys.argv[1])) as found:
         "REMOTE_REWARD_TOKEN": "a very secret token",
     }, found
 try:
-    service_in_block("block:other")
+    load_service_variables("block:other")
 except ConfigError as error:
     print(error)
 try:
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        service_in_block("block:rewards")
+        load_service_variables("block:rewards")
 except StageFailed as error:
     print(error)
 """

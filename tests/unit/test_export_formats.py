@@ -144,7 +144,7 @@ def test_an_interrupted_quantisation_keeps_its_complete_files(done: int, model: 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantized(model, tmp_path / "parts", "int8", after_file=stop)
+        quantized(model, tmp_path / "parts", "int8", on_file_quantized=stop)
     written = {file: file.stat().st_mtime_ns for file in (tmp_path / "parts").glob("*.safetensors")}
     assert len(written) == done
     (tmp_path / "parts/model-00003.partial").write_bytes(b"half")  # a kill in the middle of the next file
