@@ -36,7 +36,7 @@ def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
     Raises:
         DataError: the file is damaged, holds other objects than arrays, or lacks one of the names.
     """
-    if path.suffix == ".safetensors":
+    if path.suffix.lower() == ".safetensors":
         try:
             tensors = load_file(path)
         except (OSError, SafetensorError) as error:

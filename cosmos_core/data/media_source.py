@@ -158,7 +158,7 @@ def _is_media_folder(path: Path) -> bool:
         return True
     if not any(map(data_suffix, names)):
         return any(name.lower().endswith(_UNREAD_SUFFIXES) for name in names)
-    first = next((name for name in names if name.endswith(".json") and not name.startswith(".")), None)
+    first = next((name for name in names if name.lower().endswith(".json") and not name.startswith(".")), None)
     if first is None or first in {"dataset_dict.json", "state.json", "dataset_info.json"}:
         return False
     try:
@@ -169,14 +169,16 @@ def _is_media_folder(path: Path) -> bool:
 
 def _pairs(folder: Path) -> Iterator[Item]:
     """Yield an item for each NAME.json with its media file, and for each media file with a caption file."""
+    files = [file for file in sorted(folder.iterdir()) if not file.name.startswith(".")]
     media: dict[str, list[Path]] = {}
-    for entry in sorted(folder.iterdir()):
-        if not entry.name.startswith(".") and entry.suffix.lower() in _MEDIA_SUFFIXES:
-            media.setdefault(entry.stem, []).append(entry)
-        elif not entry.name.startswith(".") and entry.suffix.lower() in _UNREAD_SUFFIXES:
-            yield Item(entry.name, "", problem=f"{entry.name}: {entry.suffix} is not read; convert it to png or mp4")
-    embeddings = {file.stem: file for file in folder.iterdir() if file.suffix in EMBEDDING_SUFFIXES}
-    json_files = [file for file in sorted(folder.iterdir()) if file.suffix == ".json" and not file.name.startswith(".")]
+    for file in files:
+        if file.suffix.lower() in _MEDIA_SUFFIXES:
+            media.setdefault(file.stem, []).append(file)
+        elif file.suffix.lower() in _UNREAD_SUFFIXES:
+            yield Item(file.name, "", problem=f"{file.name}: {file.suffix} is not read; convert it to png or mp4")
+    embeddings = {file.stem: file for file in files if file.suffix.lower() in EMBEDDING_SUFFIXES}
+    captions = {file.stem: file for end in reversed(CAPTION_SUFFIXES) for file in files if file.suffix.lower() == end}
+    json_files = [file for file in files if file.suffix.lower() == ".json"]
     for file in json_files:
         try:
             value = json.loads(file.read_text(encoding="utf-8-sig"))
@@ -184,11 +186,11 @@ def _pairs(folder: Path) -> Iterator[Item]:
             yield Item(file.name, "", problem=f"{file.name}: malformed JSON, {first_line(error)}")
             continue
         if isinstance(value, dict) and not _has_prompt(value) and file.stem in media:
-            value |= {"prompt": caption} if (caption := _caption(media[file.stem][0])) else {}
+            value |= {"prompt": caption} if (caption := _caption(captions.get(file.stem))) else {}
         for path in media.get(file.stem, [None]):  # one JSON file may describe several media files
             yield _item_from_json(value, file.name, _content(path), embeddings.get(file.stem))
     for stem in sorted(media.keys() - {file.stem for file in json_files}):
-        caption, embedding = _caption(media[stem][0]), embeddings.get(stem)
+        caption, embedding = _caption(captions.get(stem)), embeddings.get(stem)
         for path in media[stem]:
             name = path.name
             if caption is None:
@@ -199,9 +201,8 @@ def _pairs(folder: Path) -> Iterator[Item]:
                 yield _item_from_json({"prompt": caption}, name, _content(path), embedding)
 
 
-def _caption(media: Path) -> str | None:
-    """Return the text of the caption file of an image or a video; empty if unreadable, None if there is none."""
-    file = next((file for end in CAPTION_SUFFIXES if (file := media.with_suffix(end)).is_file()), None)
+def _caption(file: Path | None) -> str | None:
+    """Return the text of a caption file; empty if unreadable, None if there is none."""
     try:
         return None if file is None else file.read_text(encoding="utf-8-sig").strip()
     except (OSError, ValueError):
@@ -211,8 +212,10 @@ def _caption(media: Path) -> str | None:
 def _read_metas_folder(folder: Path) -> Iterator[Item]:
     """Yield an item for each metas/NAME.txt, with the video or image NAME."""
     media = {file.stem: file for file in _files(folder, _MEDIA_FOLDERS) if file.suffix.lower() in _MEDIA_SUFFIXES}
-    embeddings = {file.stem: file for file in _files(folder, _EMBEDDING_FOLDERS) if file.suffix in EMBEDDING_SUFFIXES}
-    text_files = sorted((folder / "metas").glob("[!.]*.txt"))
+    embeddings = {
+        file.stem: file for file in _files(folder, _EMBEDDING_FOLDERS) if file.suffix.lower() in EMBEDDING_SUFFIXES
+    }
+    text_files = [f for f in _files(folder, ["metas"]) if f.suffix.lower() == ".txt" and not f.name.startswith(".")]
     for file in text_files:
         where = f"metas/{file.name}"
         try:

@@ -167,7 +167,20 @@ def test_captions_that_are_missing_or_empty_are_told_and_an_empty_key_hides_no_o
     assert [(item.prompt, item.problem) for item in items_of(shard)] == [("one", ""), ("two", ""), ("", "")]
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".caption"])
+@pytest.mark.parametrize("layout", ["", "metas"])
+def test_the_case_of_a_suffix_does_not_matter(tmp_path, layout):
+    folders = {"images": layout and "images", "t5_xxl": layout and "t5_xxl", "metas": layout}
+    for folder in folders.values():
+        (tmp_path / folder).mkdir(exist_ok=True)
+    (tmp_path / folders["images"] / "A.JPG").write_bytes(png())
+    save_file({"embeds": torch.ones(2, 3)}, tmp_path / folders["t5_xxl"] / "A.SAFETENSORS")
+    (tmp_path / folders["metas"] / "A.TXT").write_text("a cat")
+    [item] = items_of(tmp_path)
+    assert (item.prompt, item.problem) == ("a cat", "") and item.embedding is not None
+    assert read_embedding(item.embedding, ("embeds",))["embeds"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".caption", ".TXT", ".Caption"])
 def test_images_and_clips_with_a_caption_file_of_their_name_are_read(tmp_path, suffix):
     for name in ("a.png", "b.c.JPG", "train.png", "e.png", "f.png", "g.png"):
         (tmp_path / name).write_bytes(png())
