@@ -46,7 +46,7 @@ def prompt_files(path: Path, split: str) -> list[Path]:
     """Return the files with one prompt per line at a path: the path itself, or the file of a split in a folder; empty
     if the rows at the path have another form."""
     if path.is_file():
-        return [path] if path.suffix == ".txt" else []
+        return [path] if path.suffix.lower() == ".txt" else []
     if not path.is_dir():
         return []
     names = {"train": ("train", "video"), "validation": ("validation", "test")}.get(split, (split,))

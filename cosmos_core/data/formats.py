@@ -26,6 +26,7 @@ from typing import Any, TextIO
 import pyarrow as pa
 import pyarrow.parquet
 
+from cosmos_core.config.schema.dataset import data_suffix
 from cosmos_core.data.messages import Row
 from cosmos_core.data.tool_calls import remove_nulls
 from cosmos_core.error_handling import convert_errors
@@ -56,7 +57,7 @@ def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
     """Open a text file and skip its byte order marks; raise DataError if it cannot be read, or is not UTF-8."""
     with ExitStack() as stack:
         with reader_errors(f"{path.name} cannot be read"):
-            file = stack.enter_context(_OPEN_BY_SUFFIX.get(path.suffix, open)(path, "rb"))
+            file = stack.enter_context(_OPEN_BY_SUFFIX.get(path.suffix.lower(), open)(path, "rb"))
             num_mark_bytes = 0  # bytes of byte order marks, which some programs repeat with each save
             while file.read(len(BOM_UTF8)) == BOM_UTF8:
                 num_mark_bytes += len(BOM_UTF8)
@@ -193,7 +194,7 @@ def _csv(path: Path) -> Iterator[Located]:
 
 def _separator(path: Path, header: str) -> str:
     """Return the separator of a file: a tab for TSV, else the first of `_SEPARATORS` in the header outside quotes."""
-    if ".tsv" in path.suffixes[-2:]:
+    if data_suffix(path.name).startswith(".tsv"):
         return "\t"
     unquoted_header = re.sub(r'"[^"]*"', "", header)
     return next((each for each in _SEPARATORS if each in unquoted_header), ",")
@@ -302,4 +303,4 @@ def open_part(path: Path) -> RowPart:
     Raises:
         DataError: the file is malformed.
     """
-    return _READERS[path.with_suffix("").suffix if path.suffix in _OPEN_BY_SUFFIX else path.suffix](path)
+    return _READERS["." + data_suffix(path.name).split(".")[1]](path)

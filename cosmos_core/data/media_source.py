@@ -244,9 +244,9 @@ def _content(path: Path | None) -> Content | None:
 
 def _tars(path: Path) -> list[Path]:
     if path.is_dir():
-        tar_files = (file for file in path.iterdir() if file.suffix == ".tar" and file.is_file())
+        tar_files = (file for file in path.iterdir() if file.suffix.lower() == ".tar" and file.is_file())
         return sorted(file for file in tar_files if not file.name.startswith("."))
-    return [path] if path.suffix == ".tar" else []
+    return [path] if path.suffix.lower() == ".tar" else []
 
 
 def _items_from_tar(path: Path) -> Iterator[Item]:
@@ -316,7 +316,7 @@ def _prompt_lines(files: Iterable[Path], path: Path) -> Iterator[Item]:
                 if not line.strip():
                     continue
                 where = f"{file.name}:{number}"
-                if file.suffix == ".txt":
+                if file.suffix.lower() == ".txt":
                     yield Item(where, line.strip(), metadata_of(line.strip(), path))
                     continue
                 try:

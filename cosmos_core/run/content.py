@@ -54,12 +54,14 @@ def files_of_model(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]
 
 def matches_patterns(file: Path, patterns: Sequence[str]) -> bool:
     """Return True if a file matches one of the patterns and none of the patterns that begin with `!`. Patterns are
-    compared with the name of the file; `!` patterns with a slash are compared with its path relative to its folder. If
-    all patterns begin with `!`, every other file matches."""
+    compared with the name of the file, also in lower case; `!` patterns with a slash are compared with its path
+    relative to its folder. If all patterns begin with `!`, every other file matches."""
     excluded = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
     positive_patterns = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
     is_excluded = any(fnmatch(file.as_posix() if "/" in pattern else file.name, pattern) for pattern in excluded)
-    return not is_excluded and any(fnmatch(file.name, pattern) for pattern in positive_patterns)
+    return not is_excluded and any(
+        fnmatch(name, pattern) for pattern in positive_patterns for name in (file.name, file.name.lower())
+    )
 
 
 def _files_in_index(index: Path) -> list[Path]:

@@ -27,8 +27,8 @@ def generator_of(name: str) -> str:
 
 
 def data_suffix(name: str) -> str:
-    """Return the suffix in `DATA_SUFFIXES` that a file name ends with; empty if there is none."""
-    return next((suffix for suffix in DATA_SUFFIXES if name.endswith(suffix)), "")
+    """Return the suffix in `DATA_SUFFIXES` that a file name ends with, in any case; empty if there is none."""
+    return next((suffix for suffix in DATA_SUFFIXES if name.lower().endswith(suffix)), "")
 
 
 class RowsConfig(Table):
@@ -130,7 +130,7 @@ class SourceConfig(RowsConfig):
     def source(self) -> str:
         """Return the name of the data set in metrics."""
         last = generator_of(self.name) or self.name.rstrip("/").rpartition("/")[2]
-        last = last.removesuffix(data_suffix(last)).rpartition(":")[2]
+        last = last[: len(last) - len(data_suffix(last))].rpartition(":")[2]
         return self.label or re.sub(r"[^\w.-]+", "-", last)
 
     @model_validator(mode="after")
