@@ -150,7 +150,8 @@ def base_of(stage: Stage) -> str:
     source_name = stage.config.model or stage.recipe.policy.model_name_or_path
     if (upstream := source_of(source_name)) is not None:
         return f"{stage.run_path.name}/{upstream}"
-    digest = next((source.digest for source in stage.sources if source.kind == "model"), "")
+    # Of several sources of one kind, the first one counts.
+    digest = {source.kind: source.digest for source in reversed(stage.sources)}.get("model", "")
     name = public_name(source_name)
     return name if name in {source_name, ""} or not digest or "/" in name else f"{name} (sha256 {digest[:12]})"
 
