@@ -1,9 +1,12 @@
-"""Names in backticks in docstrings and comments of the product exist: a rename must not leave them behind."""
+"""Names in backticks in docstrings and comments of the product exist, and so do the parameters that examples of the
+documentation pass: a rename must not leave them behind."""
 
 from __future__ import annotations
 
 import ast
 import builtins
+import importlib
+import inspect
 import io
 import re
 import tokenize
@@ -69,3 +72,31 @@ def test_a_name_in_backticks_exists() -> None:
 def test_a_name_that_was_renamed_is_found() -> None:
     source = 'def f():\n    """Call `run.step` and `gone`."""\n    return "`no`"  # see `old.step()`\n'
     assert missing(source, {"run", "step"}) == ["gone", "old.step"]
+
+
+def unknown_arguments(page: str) -> list[str]:
+    """Return the keyword arguments that Python blocks of a page pass to functions of the product that have no such
+    parameter."""
+    found = []
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        nodes = list(ast.walk(ast.parse(block)))
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+        origins = {alias.asname or alias.name: (each.module, alias.name) for each in imports for alias in each.names}
+        for call in nodes:
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in origins):
+                continue
+            module, name = origins[call.func.id]
+            if module is None or not module.startswith(("cosmos_core", "tasks")):
+                continue
+            parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+            takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+            keywords = [] if takes_any else [keyword.arg for keyword in call.keywords if keyword.arg]
+            found += [f"{name}({keyword}=)" for keyword in keywords if keyword not in parameters]
+    return found
+
+
+def test_examples_of_the_documentation_pass_arguments_that_exist() -> None:
+    pages = {file: unknown_arguments(file.read_text(encoding="utf-8")) for file in (ROOT / "docs").rglob("*.md")}
+    assert {str(file): found for file, found in pages.items() if found} == {}
+    block = "```python\nfrom cosmos_core.rollout.base import completion\ncompletion(version=1, is_stopped=True)\n```"
+    assert unknown_arguments(block) == ["completion(is_stopped=)"]
