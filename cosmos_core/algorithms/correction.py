@@ -81,8 +81,9 @@ def importance_weights(
     mask_BT = mask_BT.bool()
     is_finite_BT = rollout_logprobs_BT.isfinite()
     kept_BT = mask_BT & is_finite_BT
-    masked_old_logprobs_BT, rollout_BT = apply_mask(old_logprobs_BT, kept_BT), apply_mask(rollout_logprobs_BT, kept_BT)
-    log_weight_BT = log_ratio_BT = masked_old_logprobs_BT - rollout_BT
+    old_logprobs_BT = apply_mask(old_logprobs_BT, kept_BT)
+    rollout_logprobs_BT = apply_mask(rollout_logprobs_BT, kept_BT)
+    log_weight_BT = log_ratio_BT = old_logprobs_BT - rollout_logprobs_BT
     if correction.rule.startswith("sequence"):
         log_weight_BT = log_ratio_BT.sum(-1, keepdim=True).expand_as(log_ratio_BT)
     ratio_BT = apply_mask(log_weight_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), kept_BT)
@@ -96,7 +97,7 @@ def importance_weights(
         mean_B1 = (log_ratio_BT.sum(-1, keepdim=True) / kept_BT.sum(-1, keepdim=True).clamp(min=1)).exp()
         accepted_BT = accepted_BT & (mean_B1 >= low) & (mean_B1 <= high)
     if correction.mean_k3 is not None or correction.max_k3 is not None:
-        k3_BT = apply_mask(k3(rollout_BT, masked_old_logprobs_BT)[0], kept_BT)
+        k3_BT = apply_mask(k3(rollout_logprobs_BT, old_logprobs_BT)[0], kept_BT)
         mean_B1 = k3_BT.sum(-1, keepdim=True) / kept_BT.sum(-1, keepdim=True).clamp(min=1)
         accepted_BT = accepted_BT & (mean_B1 <= (math.inf if correction.mean_k3 is None else correction.mean_k3))
         max_k3 = math.inf if correction.max_k3 is None else correction.max_k3
@@ -121,10 +122,10 @@ def self_normalise(correction: Correction, rows: Iterable[tuple[Tensor, Tensor, 
     """
     rule = replace(correction, geometric_mean_range=None, mean_k3=None, max_k3=None)
     total, count = 0.0, 0
-    for old_T, rollout_logprobs_T, mask_T in rows:
+    for old_logprobs_T, rollout_logprobs_T, mask_T in rows:
         num_tokens = int(mask_T.sum())
         sum_ = (
-            importance_weights(old_T[None], rollout_logprobs_T[None], mask_T[None], rule)[0]
+            importance_weights(old_logprobs_T[None], rollout_logprobs_T[None], mask_T[None], rule)[0]
             .sum(dtype=torch.float64)
             .item()
         )

@@ -48,7 +48,11 @@ class TeacherLoss:
 
 
 def teacher_loss(
-    config: DistillationConfig, policy_logprobs_BS: Tensor, teacher_BS: Tensor, mask_BS: Tensor, is_sampled_BS: Tensor
+    config: DistillationConfig,
+    policy_logprobs_BS: Tensor,
+    teacher_logprobs_BS: Tensor,
+    mask_BS: Tensor,
+    is_sampled_BS: Tensor,
 ) -> TeacherLoss:
     """Return the contribution of a teacher model to the loss of a micro-batch.
 
@@ -56,16 +60,16 @@ def teacher_loss(
         config: weight, divergence and discount of the distillation.
         policy_logprobs_BS: the policy's log-probabilities of the sampled tokens before the train step; with `top_k`,
             its current log-probabilities of the selected token ids, shape BSK, with gradient.
-        teacher_BS: the teacher's log-probabilities, of the same shape as `policy_logprobs_BS`.
+        teacher_logprobs_BS: the teacher's log-probabilities, of the same shape as `policy_logprobs_BS`.
         mask_BS: 1 at trained tokens.
         is_sampled_BS: 1 where the policy sampled the token; other tokens get no penalties of later tokens.
     """
     if not config.top_k:
-        penalty_BS = apply_mask(policy_logprobs_BS.detach() - teacher_BS, mask_BS)
+        penalty_BS = apply_mask(policy_logprobs_BS.detach() - teacher_logprobs_BS, mask_BS)
         metrics = {"teacher/reverse_kl": token_metric(penalty_BS, mask_BS)}
         summed_BS = penalty_BS + apply_mask(discounted_sums(penalty_BS, config.kl_discount_factor), is_sampled_BS)
         return TeacherLoss(-config.kl_penalty_coef * summed_BS, None, metrics)
-    divergence_BS = jensen_shannon(append_rest(policy_logprobs_BS), append_rest(teacher_BS), config.jsd_beta)
+    divergence_BS = jensen_shannon(append_rest(policy_logprobs_BS), append_rest(teacher_logprobs_BS), config.jsd_beta)
     divergence_BS = apply_mask(divergence_BS, mask_BS)
     metrics = {"teacher/divergence": token_metric(divergence_BS, mask_BS)}
     loss_BS = config.kl_penalty_coef * divergence_BS
@@ -95,18 +99,18 @@ def append_rest(logprobs_BSK: Tensor) -> Tensor:
     return torch.cat([wide_BSK, rest_BS1.clamp(min=torch.finfo(wide_BSK.dtype).eps - 1).log1p()], dim=-1)
 
 
-def jensen_shannon(policy_BSE: Tensor, teacher_logprobs_BSE: Tensor, beta: float) -> Tensor:
+def jensen_shannon(policy_logprobs_BSE: Tensor, teacher_logprobs_BSE: Tensor, beta: float) -> Tensor:
     """Return the generalised Jensen-Shannon divergence over the last dimension, from log-probabilities.
 
     With M = (1 - beta) S + beta T of policy S and teacher T: beta KL(T | M) + (1 - beta) KL(S | M); for beta = 0 the
     forward KL(T | S), for beta = 1 the reverse KL(S | T).
     """
     if beta == 0:
-        return _kl(teacher_logprobs_BSE, policy_BSE)
+        return _kl(teacher_logprobs_BSE, policy_logprobs_BSE)
     if beta == 1:
-        return _kl(policy_BSE, teacher_logprobs_BSE)
-    mixture_BSE = torch.logaddexp(policy_BSE + math.log1p(-beta), teacher_logprobs_BSE + math.log(beta))
-    return beta * _kl(teacher_logprobs_BSE, mixture_BSE) + (1 - beta) * _kl(policy_BSE, mixture_BSE)
+        return _kl(policy_logprobs_BSE, teacher_logprobs_BSE)
+    mixture_BSE = torch.logaddexp(policy_logprobs_BSE + math.log1p(-beta), teacher_logprobs_BSE + math.log(beta))
+    return beta * _kl(teacher_logprobs_BSE, mixture_BSE) + (1 - beta) * _kl(policy_logprobs_BSE, mixture_BSE)
 
 
 def _kl(one_BSE: Tensor, other_BSE: Tensor) -> Tensor:

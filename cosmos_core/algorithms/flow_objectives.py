@@ -80,9 +80,9 @@ def nft_loss(inputs: NftInputs, beta: float, scale: float) -> NftLosses:
     """
     v, old = inputs.velocity.float(), inputs.old.detach().float()
     positive_loss_B = _regression(inputs, beta * v + (1 - beta) * old)
-    negative_B = _regression(inputs, (1 + beta) * old - beta * v)
+    negative_loss_B = _regression(inputs, (1 + beta) * old - beta * v)
     optimality_B = inputs.optimality_B.to(positive_loss_B)
-    unweighted_B = optimality_B * positive_loss_B + (1 - optimality_B) * negative_B
+    unweighted_B = optimality_B * positive_loss_B + (1 - optimality_B) * negative_loss_B
     kl_B = torch.zeros_like(unweighted_B)
     if inputs.reference is not None:
         kl_B = mean_per_sample((v - inputs.reference.detach().float()) ** 2, inputs.mask)

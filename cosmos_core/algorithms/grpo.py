@@ -280,11 +280,11 @@ class Grpo(Algorithm):
         self, micro: MicroBatch, inputs: _UpdateInputs, references: _ReferenceLogprobs
     ) -> TeacherLoss | None:
         """Return the teacher's contribution to the loss of a micro-batch; None: no teacher."""
-        teacher_BS = _rows(inputs.teacher, micro)
-        if self.teacher is None or teacher_BS is None:
+        teacher_logprobs_BS = _rows(inputs.teacher, micro)
+        if self.teacher is None or teacher_logprobs_BS is None:
             return None
         policy_logprobs_BS = micro.outputs["top_logprobs"] if self.teacher.top_k else references.before_BS
-        return teacher_loss(self.teacher, policy_logprobs_BS, teacher_BS, micro.mask_BS, references.sampled_BS)
+        return teacher_loss(self.teacher, policy_logprobs_BS, teacher_logprobs_BS, micro.mask_BS, references.sampled_BS)
 
 
 ALGORITHM = Grpo

@@ -39,11 +39,10 @@ def parsed_channels(texts: Sequence[str]) -> dict[str, str]:
         channel, _, address = text.partition("=")
         scheme = "mailto" if channel == "email" else "http"
         if channel not in CHANNELS or not address.startswith(scheme) or "://" not in address:
-            displayed_channel = (
-                channel if channel in CHANNELS else "CHANNEL=URL"
-            )  # the text may be an address with a secret
+            # The text may be an address with a secret, so it is not shown.
+            name = channel if channel in CHANNELS else "CHANNEL=URL"
             raise ConfigError(
-                f"--notify {displayed_channel}: write slack=https://hooks.slack.com/..., webhook=http://HOST/PATH or "
+                f"--notify {name}: write slack=https://hooks.slack.com/..., webhook=http://HOST/PATH or "
                 "email=mailtos://USER:PASSWORD@SMTP_HOST?to=ADDRESS"
             )
         if channel in addresses:

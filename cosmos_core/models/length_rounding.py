@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-KERNEL_MULTIPLE = 32
-"""Multiple to which lengths are rounded where a kernel is compiled for each shape."""
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def round_length(length: int, multiple: int = KERNEL_MULTIPLE) -> int:
-    """Return `length` rounded up to a multiple of `multiple` or, where that is more, of an eighth of the next lower
-    power of two."""
-    return length + -length % max(multiple, (1 << length.bit_length()) // 16)
+def round_length(length: int) -> int:
+    """Return `length` rounded up to a multiple of 32 or, above 512, of an eighth of the next lower power of two."""
+    return length + -length % max(32, (1 << length.bit_length()) // 16)
 
 
 def kernel_length(length: int, device: torch.device, dtype: torch.dtype) -> int:

@@ -16,8 +16,8 @@ _OVERHEAD, _FRACTION = 32, 64
 _MIN_SAVED_FRACTION = 0.25
 """Fraction of all tokens that sharing prompts must save."""
 _MIN_PROMPT = 8
-"""Minimum number of tokens of a prompt to share. Attention of shared prompts runs separately, which costs more than the
-tokens of a short prompt."""
+"""Minimum number of tokens of a prompt to share, because the attention of completions of shared prompts runs in more,
+smaller batches."""
 
 
 def split_by_length(

@@ -28,7 +28,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from cosmos_core.data.batch import Bounds, rows_of, shared_rows, to_device
 from cosmos_core.models.base import has_dropout
-from cosmos_core.models.length_rounding import KERNEL_MULTIPLE, round_length
+from cosmos_core.models.length_rounding import round_length
 from cosmos_core.models.scorer import is_without_data
 from cosmos_core.parallel.mesh import any_rank
 
@@ -37,17 +37,13 @@ _NAMES = {"sdpa": PACKED_ATTENTION, "eager": "packed_eager"}
 _PACKABLE = {"full_attention", "sliding_attention"}
 _PROBE_LENGTHS, _PROBE_WINDOW = (5, 9), 3
 _TOLERANCE = 1e-3
-_VARLEN_DEVICE, _VARLEN_DTYPES, _VARLEN_MAX_HEAD_SIZE, _VARLEN_CAPABILITY = (
-    "cuda",
-    {torch.bfloat16, torch.float16},
-    256,
-    (8, 0),
-)
+_VARLEN_DEVICE, _VARLEN_CAPABILITY = "cuda", (8, 0)
+_VARLEN_DTYPES, _VARLEN_MAX_HEAD_SIZE = {torch.bfloat16, torch.float16}, 256
 _GQA_OPTIONS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Arguments of `varlen_attn` for grouped-query attention; older versions of torch need none."""
 
-_FP32_MULTIPLE = 4
-"""Smallest multiple to which lengths are rounded in float32, for which no kernels are compiled."""
+_MAX_SHORT_LENGTH = 16
+"""Maximum length of sequences that are padded to a power of two. Longer ones form fewer, larger batches."""
 
 logger = logging.getLogger(__name__)
 
@@ -232,25 +228,22 @@ def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *
     """Compute the attention of each sequence of a packed row BKPD with the function `attend`.
 
     If `bounds` is None, the row is one sequence. A sequence with a shared prompt (`Bounds.prompts`) also attends to the
-    prompt. Sequences of similar length form a batch, padded on the right, which causal attention ignores. The row is
-    divided by `Tensor.split`, because the gradient of each slice would be as large as the row.
+    prompt. Sequences of similar length, whose prompts have equal lengths, form a batch, padded on the right, which
+    causal attention ignores. The row is divided by `Tensor.split`, because the gradient of each slice would be as large
+    as the row.
     """
     if bounds is None:
         return attend(*states)
     lengths, prompts = np.diff(bounds.ends).tolist(), bounds.prompts
     slices = [state.squeeze(0).split(lengths, dim=1) for state in states]  # each slice: (K, sequence length, D)
-    multiple = _FP32_MULTIPLE if states[0].dtype == torch.float32 else KERNEL_MULTIPLE
-    batches: dict[tuple[int, int], list[int]] = {}
+    indices_by_lengths: dict[tuple[int, int], list[int]] = {}
     for index, prompt in sorted(enumerate(prompts), key=lambda pair: lengths[pair[0]]):
+        padded_length = _padded_length(lengths[index], states[0].dtype)
         prompt_length = lengths[prompt] if prompt >= 0 else 0
-        batches.setdefault((round_length(lengths[index], multiple), prompt_length), []).append(index)
+        indices_by_lengths.setdefault((padded_length, prompt_length), []).append(index)
     outputs: dict[int, Tensor] = {}
-    for (length, prompt_length), indices in batches.items():
-        same_lengths = [list(group) for _, group in groupby(indices, key=lengths.__getitem__)]
-        batch = [
-            torch.cat([_pad_end(torch.stack([each[i] for i in group]), length) for group in same_lengths])
-            for each in slices
-        ]
+    for (padded_length, prompt_length), indices in indices_by_lengths.items():
+        batch = [_stack_padded([each[i] for i in indices], padded_length) for each in slices]
         if prompt_length:  # prepend the keys and values of the shared prompts
             prompt_tensors = (torch.stack([each[prompts[i]] for i in indices]) for each in slices[1:])
             batch[1:] = [torch.cat(pair, dim=2) for pair in zip(prompt_tensors, batch[1:], strict=True)]
@@ -258,10 +251,18 @@ def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *
     return torch.cat([outputs[index][:length] for index, length in enumerate(lengths)]).unsqueeze(0)
 
 
-def _pad_end(states_BKPD: Tensor, length: int) -> Tensor:
-    """Append zeros to sequences of equal length so that they have `length` tokens."""
-    num_missing = length - states_BKPD.shape[2]
-    return pad(states_BKPD, [0, 0, 0, num_missing]) if num_missing else states_BKPD
+def _padded_length(length: int, dtype: torch.dtype) -> int:
+    """Return the length to which a sequence is padded in a batch. In float32 no kernel is compiled for each shape, so a
+    short one is padded only to a power of two."""
+    is_short = dtype == torch.float32 and length <= _MAX_SHORT_LENGTH
+    return 1 << (length - 1).bit_length() if is_short else round_length(length)
+
+
+def _stack_padded(states: Sequence[Tensor], length: int) -> Tensor:
+    """Stack states KPD of sequences, sorted by length, after padding each of them to `length` tokens."""
+    stacks = [torch.stack(list(group)) for _, group in groupby(states, key=lambda state: state.shape[1])]
+    padded = [pad(each, [0, 0, 0, length - each.shape[2]]) if each.shape[2] < length else each for each in stacks]
+    return padded[0] if len(padded) == 1 else torch.cat(padded)
 
 
 def _sliding_window_mask(length: int, window: int, device: torch.device) -> Tensor:

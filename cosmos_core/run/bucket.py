@@ -219,7 +219,7 @@ class Bucket:
             # With server-side encryption, the ETag may not be an MD5.
             if etag == digest.hexdigest() or "ServerSideEncryption" in response:
                 return etag
-            if condition:  # of an altered object of this call, and of no other
+            if condition:  # replace the altered object, but no object that another process has written since
                 condition = {"IfMatch": response["ETag"]}
         raise UploadError(f"{SCHEME}{self.name}/{key} arrived altered {_MAX_TRANSFERS} times")
 

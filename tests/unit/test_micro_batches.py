@@ -116,9 +116,7 @@ def test_a_prompt_is_run_once_for_its_completions_with_the_same_loss_and_gradien
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_short_prompts_of_equal_length_are_not_mixed_up(family: str, tmp_path: Path) -> None:
-    batch = samples([5, 6, 5, 8, 5, 7] * 4, prompt=10, group=4)
-    prompts = {len(sample.input_ids) - length for sample, length in zip(batch, [5, 6, 5, 8, 5, 7] * 4, strict=True)}
-    assert len(prompts) < 6 == len(batch) / 4, "of six prompts some have equal lengths"
+    batch = samples([5, 6, 5, 8, 5, 7] * 4, prompt=10, group=4)  # six prompts of 9, 10 or 11 tokens
     shared, plain = compare(
         family, batch, tmp_path, torch.float32, 1e-6, policy={"mini_batch": 24}, train_batch_per_replica=24
     )

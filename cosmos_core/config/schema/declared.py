@@ -25,6 +25,5 @@ def field_of(says: dict[str, Any], types: dict[str, Any] = TYPES) -> tuple[Any, 
     description_fields = [Field(description=" ".join(says["means"].split()))] if "means" in says else []
     units = [UnitMark(says["unit"])] if "unit" in says else []
     optional_type = kind | None if default is None else kind
-    return (
-        Annotated[optional_type, *description_fields, *units] if description_fields or units else optional_type
-    ), default
+    marks = [*description_fields, *units]
+    return Annotated[optional_type, *marks] if marks else optional_type, default

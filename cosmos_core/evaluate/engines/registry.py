@@ -34,8 +34,8 @@ class _Hook:
     """Hook that lm-eval's model object calls with each response, to cache the response and then call `on_response`."""
 
     def __init__(self, model: Any, on_response: Callable[[], None]) -> None:
-        self._inner, self._watch_request = model, on_response
+        self._inner, self._on_response = model, on_response
 
     def add_partial(self, kind: str, request: Any, response: Any) -> None:
         self._inner.add_partial(kind, request, response)
-        self._watch_request()
+        self._on_response()
