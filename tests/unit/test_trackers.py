@@ -289,6 +289,7 @@ def test_a_real_server_has_each_step_and_each_version_once(
                               env=environment, start_new_session=True)  # fmt: skip
 
     def answers() -> bool:
+        assert server.poll() is None, "the server of MLflow has ended"
         try:
             return httpx.get(f"{address}/health").is_success
         except httpx.HTTPError:
