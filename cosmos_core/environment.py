@@ -1,7 +1,7 @@
 """Environment variables that a user's own code receives, and masking of secret values in logs.
 
 Rewards and custom stages receive the variables that any program needs and those that their recipe names; a key or token
-is never passed on by default. This is no isolation: a program can read the files of the user who runs it.
+is never passed on by default. This does not isolate programs: they can read the files of the user who runs them.
 """
 
 import logging

@@ -12,8 +12,8 @@ from cosmos_core.errors import CosmosError
 def convert_errors(
     convert: Callable[[Exception], Exception], unchanged: type[Exception] | tuple[type[Exception], ...] = CosmosError
 ) -> Iterator[None]:
-    """Raise `convert(error)` for an exception of the block; exceptions of the classes `unchanged`, and those that
-    `convert` returns itself, are raised as they are."""
+    """Raise `convert(error)` for an exception of the block. Exceptions of the classes `unchanged`, and exceptions that
+    `convert` returns unchanged, are raised again."""
     try:
         yield
     except unchanged:

@@ -9,7 +9,7 @@
     ├── Preempted        asked to stop; a checkpoint was saved                       exit 75
     │   ├── Cancelled    stopped by a person, so not restarted automatically         exit 75
     │   └── OverBudget   the budget of the run is spent                              exit 75
-    ├── StageFailed      a worker ended otherwise, or the machine failed it          exit 1
+    ├── StageFailed      a worker ended without a result, or its machine failed     exit 1
     │   ├── ProgramError  its program raised an error that is not transient           exit 1
     │   ├── GateFailed   a condition of a gate does not hold                          exit 65
     │   └── DiskFull     there is no room to write                                    exit 1
@@ -46,7 +46,7 @@ class DataError(CosmosError, ValueError):
 
 
 class MissingColumn(DataError):
-    """Error for a row none of whose columns has a usual name for what is read."""
+    """Error for a row in which no column has one of the usual names for a value."""
 
 
 class ModelError(CosmosError, ValueError):

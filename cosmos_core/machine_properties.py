@@ -70,8 +70,8 @@ def measure_workers(libraries: Sequence[str] = (), python: str = "", *, is_group
     """Return the hardware and libraries of the interpreter that runs the stages, measured once in the life of this
     process.
 
-    `python` is that interpreter, or this one if empty. A group of ranks runs on the Ray cluster of `RAY_ADDRESS` if
-    set.
+    `python` is the path of that interpreter; empty: the interpreter of this process. A group of ranks runs on the Ray
+    cluster of `RAY_ADDRESS` if this variable is set.
 
     Raises:
         ConfigError: the interpreter does not run.

@@ -86,7 +86,7 @@ def mask_secret_spans(text: str) -> str:
 
 
 def _is_secret_word(word: str, is_separate_word: bool) -> bool:
-    """Return True if a string looks random; `is_separate_word`: it is no part of a path, a name or a digest."""
+    """Return True if a string looks random; `is_separate_word`: it is not part of a path, name or digest."""
     has_digit = any(letter.isdigit() for letter in word)
     if re.fullmatch(r"[0-9a-f]+|[0-9A-F]+", word):
         return is_separate_word and has_digit and not word.isdigit() and len(word) >= 32 and len(word) not in _DIGESTS

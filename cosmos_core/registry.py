@@ -146,7 +146,7 @@ that parse at once raise a `SystemError` (CPython issue 106905)."""
 
 
 def _top_level_names(file: Path) -> set[str] | None:
-    """Return the names that a file defines at its top level; None if only running the file can tell them."""
+    """Return the names that a file defines at its top level; None if they are known only after the file has run."""
     try:
         with _PARSER:
             waiting: list[ast.AST] = [ast.parse(file.read_bytes())] if file.suffix == ".py" else []

@@ -147,7 +147,7 @@ def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Any]]:
             return ConfigError(f"{entrypoint}: {type(error).__name__}: {error}{location}")
 
         with convert_errors(convert, ()):
-            # Without `False`, Prefect executes what it can of a file that raises an error.
+            # Without `False`, Prefect executes as much as it can of a file that raises an error.
             return load_flow_from_entrypoint(_module_entrypoint(entrypoint), False), newest_flow
 
 
@@ -256,7 +256,7 @@ def session(output_dir: Path, runner: Callable[..., int] = run_session) -> Itera
     """Start a Prefect server with its data below `output_dir`, which takes seconds, and yield `runner`, which waits
     until the server is ready."""
     os.environ.update(add_quiet_variables(os.environ))
-    # The display shows the progress; Prefect's own log lines go to its server.
+    # The display shows the progress; Prefect's own log lines go to the Prefect server only.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     adopt_orphans()  # workers whose supervisor was killed become children of this process
     with ExitStack() as server:

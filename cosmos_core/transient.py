@@ -1,7 +1,7 @@
 """Distinguish transient errors of memory, disks and networks, after which a retry may succeed, from permanent errors.
 
-A library wraps an error in one of its own (transformers turns a lost connection into a plain OSError), so the causes of
-an error are examined too. Classes are matched by name, so that none of these libraries has to be installed.
+Libraries wrap errors in errors of their own classes (transformers turns a lost connection into a plain OSError), so the
+causes of an error are examined too. Classes are matched by name, so that none of these libraries has to be installed.
 """
 
 import errno
@@ -22,7 +22,7 @@ _NETWORK_ERRORS = {
     "Timeout", "MaxRetryError", "ProtocolError", "HTTPClientError", "ClientConnectionError",
 }  # fmt: skip
 _CODE_ERRORS = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
-"""Classes of programming errors. An error that was handled when one of them was raised is not examined as its cause."""
+"""Classes of programming errors. Their `__context__`, the error that was being handled, is not examined as a cause."""
 _STATUSES = {408, 425, 429}
 """Transient HTTP statuses below 500."""
 
@@ -69,7 +69,7 @@ def _classes(error: BaseException) -> set[str]:
 
 def _status(error: BaseException) -> int:
     """Return the HTTP status of an error, from an attribute of the error (urllib, aiohttp), of its response, or from
-    the response table of botocore; 0 if it has none."""
+    the response table of botocore; 0 if the error has no status."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         response = response.get("ResponseMetadata")

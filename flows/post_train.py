@@ -45,12 +45,12 @@ def post_train(
     from_stage: str = "",
     verify: bool = False,
 ) -> Any:
-    """Bring every stage of a pipeline to its result; verified results are reused.
+    """Run every stage of a pipeline until it has its result; verified results are reused.
 
     Args:
         config: Pipeline or recipe, a TOML file; or the directory of a run, to continue it
         overrides: Settings such as train.optm_lr=2e-6, or STAGE.train.epoch=2 for one stage
-        run_id: Name of the run; an existing one is continued; empty: the time
+        run_id: Name of the run; an existing run is continued; empty: the time
         from_stage: Make this stage and all stages that depend on it again; empty: none
         verify: Hash every input and every reused file instead of trusting size, times and inode
     """
@@ -64,7 +64,7 @@ def post_train(
 
 
 def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: str = "") -> Run:
-    """Return the run to execute: an existing run directory, the run that an earlier attempt of the flow run `request`
+    """Return the run to execute: an existing run directory, the run that an earlier attempt of the same flow run
     created, the existing run `run_id` if its configuration is the same, or a new run.
 
     Raises:
@@ -96,7 +96,7 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
 
 def supersede_stages(run: Run, from_stage: str, request: str) -> None:
     """Move the folders of the stage `from_stage` and of all stages that depend on it to `superseded/`, so that they run
-    again; only once for the same id `request` of a flow run."""
+    again. A retry of the same flow run moves no folder again."""
     if not from_stage:
         return
     for name in sorted(run.pipeline.with_dependents(from_stage)):

@@ -65,7 +65,7 @@ def retrain(
     Args:
         config: Pipeline or recipe, a TOML file
         overrides: Settings such as train.optm_lr=2e-6, or STAGE.train.epoch=2 for one stage
-        start: Start from the published model, or from the one that the pipeline names
+        start: Start from the published model, or from the model that the pipeline names
         approve: Suspend the run before it publishes, until a person approves or declines in the UI
     """
     if approve and not deployment.id:
@@ -73,7 +73,7 @@ def retrain(
     unpinned_pipeline = load_pipeline(Path(config).expanduser(), overrides, all_kinds())
     set_credentials(unpinned_pipeline)
     note = note_of(unpinned_pipeline, overrides, start)
-    flow_run_note = note.with_suffix("") / f"{flow_run.id}.json"  # the run of this flow run, without an outcome
+    flow_run_note = note.with_suffix("") / f"{flow_run.id}.json"  # names the run that this flow run created
     with RetrainLease(note, str(flow_run.id), str(deployment.id or "")) as retrain_lease:
         current = read_document(flow_run_note, RetrainState)
         if current is not None:
@@ -114,7 +114,7 @@ def retrain(
 
 
 def _unfinished_run(pipeline: Pipeline, content: str, latest: RetrainState | None) -> Run | None:
-    """Return the run that the note `latest` names if the run has the same content and has not ended; otherwise None."""
+    """Return the run of the last retraining if it has the same content digest and has not ended; otherwise None."""
     if latest is None or latest.digest != content:
         return None
     path = _path(pipeline, latest.run_id)
@@ -152,7 +152,7 @@ def _publishing_stages(run: Run) -> list[str]:
 def _train_and_publish(
     run: Run, first: list[str], approve: bool
 ) -> tuple[Any, Literal["", "published", "refused", "declined"]]:
-    """Run the stages `first`, then the stages that publish; return the flow's final state and the run's outcome."""
+    """Run the given first stages, then the stages that publish; return the final state and the run's outcome."""
     unpublished = _stages_before_publication(run)
     last = [stage.name for stage in run.pipeline.stages if stage.name not in unpublished]
     with claim(run):

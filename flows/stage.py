@@ -1,4 +1,4 @@
-"""Flow `stage`: run one stage of an existing run, as a separate deployment for another work pool, or again by hand."""
+"""Flow `stage`: run one stage of an existing run, as a deployment for another work pool or started by a person."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tasks.store_sync import StageSync, open_received_run
 
 @flow(name="stage", flow_run_name=flow_run_name)
 def stage(run: str, name: str) -> Any:
-    """Bring one stage of a run to its result; a verified result is reused.
+    """Run one stage of a run until it has its result; a verified result is reused.
 
     Args:
         run: Directory of the run, made by post-train or by the command cosmos run; or its URL in an artifact store

@@ -1,4 +1,4 @@
-"""Stop the stages of a run, with a checkpoint, when the GPU hours of the run have cost its budget."""
+"""Stop the stages of a run, with a checkpoint, when its GPU hours have used up the budget."""
 
 import time
 

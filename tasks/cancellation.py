@@ -73,7 +73,7 @@ def is_cancelled() -> bool | None:
 def confirm_cancellation_at_exit() -> None:
     """Let this process set the state Cancelled of the current flow run when it exits, if the flow run is then in the
     state Cancelling. A worker usually does so, but may have died; the server would do so after five minutes."""
-    if flow_run.id and os.environ.get("PREFECT_API_URL"):  # otherwise the server ends with this process
+    if flow_run.id and os.environ.get("PREFECT_API_URL"):  # a temporary server ends with this process
         if not _executed_flow_runs:
             atexit.register(confirm_cancellations)
         _executed_flow_runs.add(UUID(flow_run.id))

@@ -1,6 +1,6 @@
 """Credentials for object stores and Hubs, from environment variables or from a Secret block of Prefect.
 
-The value of the block `cosmos-credentials` is an object of variable names and values. The variables are set in the
+The value of the block `cosmos-credentials` is a JSON object of names and values. The variables are set in the
 process of the flow unless they are already set, and logs show none of their values.
 """
 

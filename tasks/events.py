@@ -45,7 +45,7 @@ def stage_completed(run: Run, name: str, result: Result, *, was_reused: bool) ->
 
 
 def stage_failed(run: Run, name: str, error: CosmosError) -> None:
-    """Emit an event that a gate refused, or that a stage failed and is not retried; none for a stopped stage."""
+    """Emit an event that a gate refused, or that a stage failed and is not retried; no event for a stopped stage."""
     if not isinstance(error, Preempted):
         event = GATE_FAILED if isinstance(error, GateFailed) else STAGE_FAILED
         _emit_event(event, run, name, {"error": str(error), "exit_code": error.exit_code})

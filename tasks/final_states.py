@@ -14,7 +14,7 @@ from cosmos_core.run.directory import Run
 from cosmos_core.run.state import read_state
 
 REFUSED = "Refused"
-"""Name of the final state of a gate of which a condition does not hold."""
+"""Name of the final state of a gate with a condition that does not hold."""
 _SKIPPED_STATE = "Skipped"
 
 

@@ -1,7 +1,7 @@
 """Run of a Python flow. The pipeline of the run grows by a stage at each call of a task of `tasks`.
 
 The run is named after the flow and its parameters, so executing the flow again continues the run. A call with the
-settings of an earlier call gets the stage of that call, and results are reused as in any run.
+settings of an earlier call uses the stage of that call, and results are reused as in any run.
 """
 
 import hashlib
@@ -96,8 +96,8 @@ class FlowInPython:
         return Path(self.entrypoint.rpartition(":")[0]).parent
 
     def reserve_stage_name(self, kind: str, name: str) -> str:
-        """Reserve the name of the stage of a call: `name` or, if `name` is empty, the kind followed by a number after
-        its first use. Return the reserved name.
+        """Reserve the name of the stage of a call: `name` or, if `name` is empty, the kind, with a number from the
+        second use on. Return the reserved name.
 
         Raises:
             ConfigError: an earlier call of this execution uses the name.
@@ -152,7 +152,7 @@ class FlowInPython:
                     return run, earlier_call.stages
                 _refuse_if_finished(run, earlier_call, call)
                 _forget_call(run, calls, name)
-            run = _keep_stages_of_calls(run, calls)  # without those of a call that was killed before it was recorded
+            run = _keep_stages_of_calls(run, calls)  # drops stages of a call that was killed before it was recorded
         run = self._add_stage(run, call, source)
         self._claim_run(run)
         others = {each for other in calls.values() for each in other.stages}
@@ -271,7 +271,7 @@ def unfinished_stage() -> str:
     """Return a line about a submitted stage that is not done and that no flow waited for; empty if there is none."""
     attempts = {flow.flow_run: flow for flow in _all.values()}  # the last attempt of each flow run
     for name, future in (item for flow in attempts.values() for item in flow.futures.items()):
-        if future._final_state is None:  # neither the flow nor a later stage has waited
+        if future._final_state is None:  # neither the flow nor a later stage has waited for the future
             ended = future.wrapped_future
             if ended.cancelled() or ended.exception() or not ended.result().is_completed():
                 return f"stage {name!r} is not done, and the flow did not wait for it: call .result() of its future"

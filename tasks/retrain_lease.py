@@ -41,7 +41,7 @@ class RetrainLease:
             deployment: Id of the deployment whose schedule started the flow run; empty: no deployment.
         """
         self._name = f"cosmos-retraining-{note.stem}-{deployment}".rstrip("-")
-        # Held from reading the note on: a retraining of older data must not publish after one of newer data.
+        # Acquired before the note is read: a run with older data must not publish after a run with newer data.
         self._lock = Lock(note.with_suffix(".lock"))
         self._value = {"flow_run": flow_run, "machine": identify_machine(), "lock": str(self._lock.path)}
         self._lease: UUID | None = None

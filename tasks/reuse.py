@@ -27,7 +27,7 @@ def fingerprint_of(run: Run, stage: StageConfig) -> Fingerprint:
 
 
 def find_result(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | None:
-    """Return a verified result with the fingerprint `expected`, of this run or adopted from another; else None."""
+    """Return a verified result with the expected fingerprint, of this run or of another run; None if there is none."""
     path = run.stage_path(stage.name)
     state = read_state(path)
     if not run.pipeline.kind_of(stage).is_reusable or (state.forced and read_result(path) is None):

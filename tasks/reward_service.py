@@ -1,4 +1,4 @@
-"""Provide the reward service of a stage: one that already runs, one started on this machine, or one on another work
+"""Provide the reward service of a stage: a running service, or a service started on this machine or on another work
 pool.
 
 On another work pool, the deployment `reward-service/POOL` serves rewards until the stage ends. A Prefect block contains

@@ -321,7 +321,7 @@ def _make_under_lock(
                 services.enter_context(upload_checkpoints_during(path, _checkpoint_url(run, stage)))
                 services.enter_context(stored.sync_checkpoints(expected))
                 variables = services.enter_context(reward_service(run, stage))
-                # Registered last and therefore called first: GPUs are free while the last checkpoint is sent.
+                # The last callback is called first: it releases the GPUs before the last checkpoint is sent.
                 services.callback(devices.close)
                 launch.environment, launch.locks = {**visible, **variables}, (*launch.locks, *locks)
                 launch.secrets = (*launch.secrets, *variables)

@@ -51,7 +51,7 @@ class StageHandle:
 
 
 class StageTask(Task[Any, StageHandle]):
-    """Task that adds one stage of a kind to the run of the flow, and brings it to its result.
+    """Task that adds one stage of a kind to the run of the flow, and runs the stage.
 
     Call it with these arguments, all optional; `.submit()` takes the same and runs the stage in parallel:
 
@@ -65,8 +65,8 @@ class StageTask(Task[Any, StageHandle]):
         any key of `[[pipeline.stages]]`, such as `target`, `require`, `entry`, `arguments`, `work_pool`, `retries`
         any key of the recipe table of the kind, such as `keep` of `[sample]`
 
-    The first argument needs no name: it is the entry of a custom stage, the recipe of a stage that reads rows, the
-    model of an export or an upload, and the stages before any other. Returns a `StageHandle`.
+    The first argument can be positional: it is the `entry` of a custom stage, the `recipe` of a stage that reads rows,
+    the `model` of an export or an upload, and `after` for any other kind. Returns a `StageHandle`.
 
     Raises:
         CosmosError: the stage is refused, or failed after its retries.
@@ -113,7 +113,7 @@ class StageTask(Task[Any, StageHandle]):
         future: PrefectConcurrentFuture[StageHandle] = self.submit(*arguments, **settings)
         try:
             was_cancelled = wait_unless_cancelled([future.wrapped_future])
-        except (TerminationSignal, KeyboardInterrupt, CancelledError):  # the last one: `timeout_seconds` of the flow
+        except (TerminationSignal, KeyboardInterrupt, CancelledError):  # CancelledError: the flow timed out
             worker.stop_all()
             future.wait()
             raise

@@ -66,7 +66,7 @@ class StageSync:
                 _write(path, result)
 
     def find_result(self, expected: Fingerprint) -> Result | None:
-        """Adopt a result with the fingerprint `expected`, which any machine may have stored, as the result of this
+        """Adopt a result with the expected fingerprint, which any machine may have stored, as the result of this
         stage, and return it; return None if the store has no such result."""
         stored = self._store.find_stored_result(expected.value) if self._store else None
         if stored is None:
@@ -79,7 +79,7 @@ class StageSync:
 
     @contextmanager
     def lease_result(self, expected: Fingerprint) -> Iterator[bool]:
-        """Hold the exclusive right among all machines to make the result with the fingerprint `expected` during the
+        """Hold the exclusive right among all machines to make the result with the expected fingerprint during the
         block. Yield True if this machine had to wait for another machine that held the right.
 
         Raises:
@@ -129,7 +129,7 @@ class StageSync:
         ]
         for loop in loops:
             loop.start()
-        # A worker that was stopped has saved a checkpoint: send it for the machine that continues.
+        # A stopped worker has saved a checkpoint: send it to the store, from which any machine continues.
         last_push = partial(_call_and_log, partial(self._push, checkpoints, threading.Event()), self._path)
         with cleanup_on_error(last_push):
             try:
@@ -238,7 +238,7 @@ class StageSync:
 
     @cached_property
     def _name(self) -> str:
-        """Return the name of the run in the store, which is not the run's id if another run there has that id."""
+        """Return the name of the run in the store, which differs from the run's id if another run has that id."""
         assert self._store is not None
         return self._store.put_run(self._run.path).rpartition("/")[2]
 

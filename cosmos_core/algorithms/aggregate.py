@@ -68,8 +68,8 @@ def token_metric(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def source_masks(sources: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the label of each data set of a mixture with the mask of its samples, of which `sources` has the labels;
-    nothing for samples of a single data set, whose label is empty."""
+    """Yield the label of each data set of a mixture with a mask of its samples. `sources` has the data set's label of
+    each sample. Samples of a single data set have an empty label, for which nothing is yielded."""
     for name in dict.fromkeys(filter(None, sources)):
         yield name, torch.tensor([source == name for source in sources])
 

@@ -1,15 +1,15 @@
 """Importance weights for tokens that were not sampled from the policy: pi_old / mu, truncated (TIS) or masked.
 
-pi_old is the trainer's policy before the update, and mu is the distribution that the engine sampled from. Both differ
-by rounding, by the age of the weights, and where sampling changes the distribution. Under top-p and top-k the engine's
-log-probabilities are normalised over the kept tokens, so pi_old / mu is the kept probability mass; under a repetition
-penalty pi_old / mu is the quotient of the two softmaxes.
+pi_old is the trainer's policy before the update, and mu is the distribution that the engine sampled from. They differ
+because of rounding, of outdated engine weights, and of sampling settings that change the distribution. Under top-p and
+top-k the engine's log-probabilities are normalised over the kept tokens, so pi_old / mu is the kept probability mass;
+under a repetition penalty pi_old / mu is the quotient of the two softmaxes.
 
 A sum over tokens sampled from mu, weighted by pi_old / mu, has the expectation of the same sum under pi_old over the
-tokens that mu can sample. A repetition penalty keeps all tokens, so the only bias comes from the cap. top-p and top-k
-remove a tail that no weight restores: the bias of a token's gradient is at most the tail's mass, 1 - top_p, times the
-largest |advantage x gradient of the log-probability| in the tail. Without weights, each kept token counts 1 / kept mass
-times too much, and the gradient is that of the truncated policy.
+tokens that mu can sample. A repetition penalty keeps all tokens, so the only bias comes from the upper bound of the
+weights. top-p and top-k remove a tail that no weight restores: the bias of a token's gradient is at most the tail's
+mass, 1 - top_p, times the largest |advantage x gradient of the log-probability| in the tail. Without weights, each kept
+token counts 1 / kept mass times too much, and the gradient is that of the truncated policy.
 
 Shapes: B sequences, T tokens.
 """
@@ -28,7 +28,7 @@ from cosmos_core.algorithms.kl import MAX_LOG_RATIO, k3
 MAX_TRUNCATED_WEIGHT = 2.0
 """Default upper bound of a weight in truncated importance sampling.
 
-Ratios that come only from top-p and top-k never exceed 1.
+Ratios pi_old / mu that differ from 1 only because of top-p and top-k never exceed 1.
 """
 
 _MEAN_EPSILON = 1e-8

@@ -58,7 +58,7 @@ class WithDataTerm(Algorithm):
         return {"algorithm": self._algorithm.state_dict(), "num_updates": self._num_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state_dict`, or the state of the wrapped algorithm, which a training without a data term
-        saved."""
+        """Restore the state that `state_dict` returned, or the state of the wrapped algorithm from a checkpoint of a
+        training without a data term."""
         self._algorithm.load_state_dict(state.get("algorithm", state))
         self._num_updates = int(state.get("num_updates", 0))

@@ -1,7 +1,7 @@
 """DiffusionNFT (arXiv 2509.16117): trains on samples of the old policy along the forward process.
 
-Fresh noise is added to each sample at some of the noise levels of its sampler. The policy is trained towards good
-samples; for bad samples its velocity, mirrored at that of the old policy, is trained instead. Groups of equal rewards
+Fresh noise is added to each sample at some of the noise levels of its sampler. The policy's velocity is trained on good
+samples; on bad samples, its mirror image with respect to the old policy's velocity is trained. Groups of equal rewards
 are trained with an optimality of 1/2, as in the reference implementation. After each train step the weights of the old
 policy move towards those of the policy. The loss is in `flow_objectives`, advantages are in `flow_credit`.
 """
@@ -57,7 +57,7 @@ class DiffusionNft(FlowRl):
         view.move_towards_policy(OLD_POLICY, 1 - decay)
 
     def _samples(self, rollout: FlowRollout) -> list[SeededSample]:
-        """Return one sample of the rollout per selected noise level of its sampler; the rollout's seed selects them."""
+        """Return a sample of the rollout for each selected noise level of its sampler. The seed selects the levels."""
         sample, embedding = rollout.diffusion_sample, rollout.prompt.embedding
         sigmas, num_frames = sample.sigmas[:-1], sample.num_conditioning_frames
         count = int(self.diffusers.timesteps_fraction * len(sigmas))

@@ -50,7 +50,7 @@ class DiffusionSft(Algorithm):
         yield Update(samples, lambda micro: flow_loss(micro, len(samples)))
 
     def measure(self, chunks: Iterable[Sequence[FlowSample]], view: TrainerView, size: int) -> dict[str, float]:
-        """Return the mean velocity error of held-out samples, each at the noise level that the sample carries."""
+        """Return the mean velocity error of held-out samples, each at the noise level that is stored in the sample."""
         total, count = 0.0, 0
         for samples in chunks:
             for sample, row in zip(samples, view.evaluate(samples, size=size), strict=True):

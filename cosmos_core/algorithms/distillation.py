@@ -11,10 +11,10 @@ changes the divergences after it. Both are implemented:
   its own gradient; with a factor, the advantage of a token falls by the discounted D of the tokens after it.
 
 Two forms of Cosmos-RL are not supported. Cosmos-RL uses -D as the advantage of the sampled token, which lowers the
-probability of any sampled token where the distributions differ, even of the teacher's favourite, and is no gradient of
-D. Cosmos-RL also uses only the probabilities of the K tokens: they do not sum to 1, and the minimum of such a D is not
-at the teacher. In this module all other tokens form one more event, so that D is a divergence. D is a lower bound of
-the divergence over the whole vocabulary, and equals that divergence if K is the size of the vocabulary.
+probability of any sampled token where the distributions differ, even of the teacher's most probable token, and is no
+gradient of D. Cosmos-RL also uses only the probabilities of the K tokens: they do not sum to 1, and the minimum of such
+a D is not at the teacher. In this module all other tokens form one more event, so that D is a divergence. D is a lower
+bound of the divergence over the whole vocabulary, and equals that divergence if K is the size of the vocabulary.
 
 Shapes: B samples, S predicted tokens, K token ids, E = K + 1 events.
 """

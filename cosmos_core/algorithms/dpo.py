@@ -165,8 +165,8 @@ class Dpo(Algorithm):
         yield Update(samples, loss)
 
     def measure(self, chunks: Iterable[Sequence[Sample]], view: TrainerView, size: int) -> dict[str, float]:
-        """Return metrics of held-out pairs: loss, also of each data set, mean rewards, and the fraction whose chosen
-        response has the higher reward.
+        """Return metrics of held-out pairs: the loss (in total and of each data set), mean rewards, and the fraction of
+        pairs whose chosen response has the higher reward.
 
         `size`: number of pairs in a forward pass.
         """

@@ -91,7 +91,7 @@ def nft_loss(inputs: NftInputs, beta: float, scale: float) -> NftLosses:
 
 
 def _regression(inputs: NftInputs, velocity: Tensor) -> Tensor:
-    """Return per sample the squared error of the clean latents of `velocity`, divided by their mean absolute error."""
+    """Return per sample the squared error of the clean latents from `velocity`, divided by the mean absolute error."""
     error = clean_estimate(inputs.x.float(), velocity, inputs.sigma_B) - inputs.x0.float()
     weight_B = mean_per_sample(error.detach().double().abs(), inputs.mask).clamp(min=_MIN_WEIGHT)
     return mean_per_sample(error**2, inputs.mask) / weight_B.to(error)

@@ -44,7 +44,8 @@ class _UpdateInputs:
 
     samples: Sequence[Sample]
     all_samples: Sequence[Sample]
-    """All samples of the optimizer step, also those without a gradient that are not run; they set its denominators."""
+    """All samples of the optimizer step, which determine its denominators; samples without a gradient are included,
+    although they are not run through the model."""
     old_logprobs: Sequence[Tensor] | None
     """Log-probabilities before the first update of the train step; None if there is only one update."""
     reference: Sequence[Tensor] | None

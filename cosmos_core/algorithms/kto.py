@@ -33,7 +33,7 @@ class LabelledLogprobs:
 
 
 def unpaired_loss(responses: LabelledLogprobs, kl: Tensor, config: KtoLossConfig, total: int) -> tuple[Tensor, Metrics]:
-    """Return the loss of the responses `responses`, and metrics that are summed over micro-batches.
+    """Return the loss of the responses, and metrics that are summed over micro-batches.
 
     Args:
         responses: responses of a micro-batch.
@@ -87,7 +87,7 @@ class Kto(Algorithm):
         yield Update(samples, loss)
 
     def measure(self, chunks: Iterable[Sequence[Sample]], view: TrainerView, size: int) -> dict[str, float]:
-        """Return the loss, also of each data set, and the mean rewards of held-out rows, with one KL estimate.
+        """Return the loss (in total and of each data set) and the mean rewards of held-out rows, with one KL estimate.
 
         `chunks` alternate between the labelled sample of a row and a sample with the response of another row; both
         carry their reference log-probabilities. `size`: number of samples in a forward pass.

@@ -132,7 +132,7 @@ def combine_tensors(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1)
             merged = base_tensor + _METHODS[config.method](differences, weights_M, config.density)
-    merged = merged.to(first.dtype)  # of float16, a sum may be too large
+    merged = merged.to(first.dtype)  # a sum may overflow in float16
     if not torch.isfinite(merged).all():
         raise ModelError(f"merge: {name} has values that are not finite; look for them in the merged models")
     return merged

@@ -98,7 +98,7 @@ def _write(file: Path, blocks: Iterable[memoryview | bytes]) -> dict[str, object
         for block in blocks:
             for start in range(0, len(block), _CHUNK):
                 chunk = block[start : start + _CHUNK]
-                hashing = hasher.submit(digest.update, chunk)  # a thread hashes the chunk while it is written
+                hashing = hasher.submit(digest.update, chunk)  # a thread hashes the chunk during the write
                 size += out.write(chunk)
                 hashing.result()
         out.flush()

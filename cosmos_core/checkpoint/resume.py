@@ -105,7 +105,7 @@ def newest_complete_step(folder: Path, fingerprint: str, hashed: Container[int] 
 def load_latest(
     folder: Path, state: TrainState, fingerprint: str, beat: Callable[[], None] = lambda: None
 ) -> int | None:
-    """Load the newest complete checkpoint into `state` and return its step; None: no checkpoint. Every rank calls it.
+    """Load the newest complete checkpoint into `state` on every rank and return its step; None: no checkpoint.
 
     `state.extra` becomes the values that this rank saved, or, if the number of ranks has changed, the values of the
     first rank with `rng` set to None. The random generators are not changed: call `restore_rng` after everything that
@@ -189,7 +189,7 @@ def _read_extra(policy: Path) -> dict[str, Any]:
     saved = read_manifest(policy).get("ranks", 1)
     has_same_ranks = saved == num_ranks()
     extra = read_json(policy / (extra_name(rank_number()) if has_same_ranks else EXTRA_FILE))
-    assert isinstance(extra, dict)  # holds, because the digest of this file was verified before
+    assert isinstance(extra, dict)  # the digest of this file was verified before
     if not has_same_ranks:
         logger.info("%s was saved by %d ranks, here are %d: random numbers begin anew", policy, saved, num_ranks())
         extra["rng"] = None

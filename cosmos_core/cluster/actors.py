@@ -35,7 +35,7 @@ class ActorGroup:
     shares_gpus: bool = False
     """Whether an actor with n processes uses the GPUs of n ranks instead of additional GPUs."""
     processes: int = 1
-    """Number of compute processes per actor, all on one machine with one GPU each; includes an actor that computes."""
+    """Number of compute processes per actor, on one machine with one GPU each; the actor counts if it computes."""
     overlaps: bool = True
     """Whether the actors compute at the same time as the ranks; False: only while the ranks wait."""
 

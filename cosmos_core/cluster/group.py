@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _REPLY_SECONDS = 10.0
 """Seconds between polls whether ranks have ended; needed because a lost connection can lose the reply of `run`."""
 _STORE_BYTES = 1 << 30
-"""Size of Ray's object store in bytes, for two buckets of weights on their way to engines, and values not read yet."""
+"""Size of Ray's object store in bytes, for two buckets of weights in transfer to engines, and unread values."""
 _MAX_RESTARTS = 3
 """Maximum number of restarts of all ranks after the death of a rank, if actors run alongside the ranks."""
 _DEATH_REPORT_SECONDS = 10.0
@@ -56,7 +56,7 @@ class RankRaised(RankFailed, ProgramError):
 
 
 class RanksMustRestart(RankFailed):
-    """Error that a program raises on every rank to be restarted from its newest checkpoint."""
+    """Error that a program raises on every rank to request a restart from the newest checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def _cluster(size: int, group: ActorGroup | None) -> Iterator[tuple[Any, bool, i
                     logging_level=logging.WARNING, object_store_memory=_STORE_BYTES if group else 128 << 20,
                     log_to_driver=True,
                 )  # fmt: skip
-            signal.signal(signal.SIGTERM, on_stop)  # restore the handler: that of ray.init ends this process
+            signal.signal(signal.SIGTERM, on_stop)  # the handler that ray.init sets ends this process
             yield ray, is_embedded, actor_threads
         finally:
             ray.shutdown()
@@ -205,7 +205,7 @@ def num_threads(cores: int, num_ranks: int, num_actors: int, *, overlaps: bool) 
 
     The ranks together use all cores, because engines (the actors) pause often. Engines that compute only while ranks
     wait also use all cores. Engines that overlap with ranks use half: a second thread speeds up decoding little but
-    takes a core from a rank. Training on completions of uneven length is a fifth faster so (docs/benchmarks.md).
+    takes a core from a rank. This makes training on completions of uneven length a fifth faster (docs/benchmarks.md).
     """
     return max(1, cores // max(num_ranks, num_actors)), max(1, cores // max(1, num_actors * (1 + overlaps)))
 

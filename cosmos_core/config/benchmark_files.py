@@ -19,13 +19,13 @@ _Loader.add_multi_constructor("!", lambda _loader, _tag, _node: None)
 
 
 def local_data_files(folder: Path) -> list[Path]:
-    """Return the local files and folders of rows that the lm-eval tasks below `folder` name, sorted: in `dataset_path`,
-    and in `data_files` and `data_dir` of `dataset_kwargs`.
+    """Return the sorted local data files and folders that the lm-eval tasks below `folder` name in `dataset_path`, or
+    in `data_files` and `data_dir` of `dataset_kwargs`.
 
     A relative path starts from the working directory, as in lm-eval. A missing file is left out, because lm-eval itself
     refuses the task that needs it.
     """
-    # Files that tasks include have names such as `_default_template_yaml`, without a dot before `yaml`.
+    # A template file that tasks include has no dot before `yaml`: `_default_template_yaml`.
     names = {name for file in sorted(folder.rglob("*yaml")) for name in _data_files(file)}
     return sorted({Path(path).absolute() for name in names for path in glob.glob(name, recursive=True)})
 

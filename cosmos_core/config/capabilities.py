@@ -1,4 +1,4 @@
-"""Refuse settings that the schema accepts but this version does not support, with a message of one line before a run.
+"""Refuse settings that the schema accepts but this version does not support, with a one-line error before a run.
 
 A field declares its limits with marks (`planned`, `Only`, ...); `Table.refusals` checks combinations of fields.
 """
@@ -43,7 +43,7 @@ def check_capabilities(pipeline: Pipeline) -> None:
 
 
 def _check_store(pipeline: Pipeline) -> None:
-    """Refuse a stage that reads checkpoints of another work pool, as an artifact store shares none between stages."""
+    """If the pipeline has an artifact store, refuse a stage that reads checkpoints from another work pool."""
     for stage in pipeline.stages if pipeline.config.artifact_store else ():
         source = source_of(stage.model) if stage.checkpoint else None
         if source is not None and (pool := pipeline.stage(source).work_pool) != stage.work_pool:

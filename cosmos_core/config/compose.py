@@ -97,11 +97,12 @@ class Pipeline:
         return self.kinds[stage.kind]
 
     def inputs(self, stage: StageConfig) -> tuple[Input, ...]:
-        """Return the inputs of a stage: everything that it reads and does not make; see `config.inputs.inputs_of`."""
+        """Return the models, rows, files and code that a stage reads but does not make; see `inputs.inputs_of`."""
         return inputs_of(stage, self.recipes[stage.name], self.kind_of(stage))
 
     def starts_from(self, stage: StageConfig) -> str:
-        """Return the model reference of a stage; for one that chooses a branch of a sweep, that of the first branch."""
+        """Return the reference to the model that a stage starts from; if the stage chooses a branch of a sweep, to the
+        model of the first branch."""
         if stage.sweep is None or not stage.sweep.branches:
             return stage.model
         names = stage.sweep.branches[0].stages
@@ -327,7 +328,7 @@ def _formats_of(pipeline: Pipeline, name: str | None) -> tuple[str, ...]:
 
 
 def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: StageKinds) -> None:
-    """Refuse keys that a kind ignores, missing keys that it requires, and a kind that cannot train with the recipe."""
+    """Refuse keys that a stage kind ignores, missing required keys, and a kind that cannot train with the recipe."""
     kind = kinds[stage.kind]
     for key in dict.fromkeys(key for other in kinds.values() for key in other.allowed_keys):
         if getattr(stage, key) and key not in kind.allowed_keys:
@@ -344,7 +345,7 @@ def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: StageKind
 
 
 def _with_output_dir(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with the folder of runs that its recipes name; refuse recipes that name different folders."""
+    """Return the pipeline with the `output_dir` that its recipes set; refuse recipes that set different folders."""
     if pipeline.config.output_dir:
         return pipeline
     stage_of_folder: dict[str, str] = {}
@@ -471,7 +472,7 @@ def _add_data_dependency(stage: StageConfig, name: str) -> StageConfig:
 
 
 def _origin_of_model(pipeline: Pipeline, by_name: Mapping[str, StageConfig], stage: StageConfig) -> str:
-    """Return the model with the tokenizer of a stage: training keeps it, so rows can be prepared before training."""
+    """Return the model with the tokenizer of a stage. Training does not change it, so rows are prepared earlier."""
     recipes, model, visited = pipeline.recipes, stage.model, {stage.name}
     while (name := source_of(model)) is not None and pipeline.kind_of(by_name[name]).makes == "model":
         if name in visited:

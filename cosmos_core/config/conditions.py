@@ -1,4 +1,4 @@
-"""Conditions of a gate: `validation/accuracy >= 0.6`, `validation/accuracy >= published`, and for all benchmarks
+"""Conditions of a gate stage: `validation/accuracy >= 0.6`, `validation/accuracy >= published`, and for all benchmarks
 `evaluation/*/acc not worse than published by 0.02`."""
 
 import math
@@ -42,15 +42,15 @@ class MetricCondition:
         return self.bound == PUBLISHED
 
     def limit(self, published: float | None) -> float | None:
-        """Return the number with which the condition compares a metric; None if that is the published model's metric
-        and no model was published yet. `published` is the value of the metric of the published model."""
+        """Return the threshold of the condition; None if the threshold is the metric of the published model and no
+        model was published yet. `published` is the value of the metric of the published model."""
         if not self.needs_published_model:
             return float(self.bound)
         # The sum is rounded, because 0.1 + 0.2 is above 0.3.
         return None if published is None else round(published + self.offset, 12)
 
     def matches_metric(self, name: str) -> bool:
-        """Return True if the condition applies to a metric; `*` does not match standard errors, only full names do."""
+        """Return True if the condition applies to a metric; a pattern with `*` does not match a standard error."""
         is_pattern = "*" in self.metric and not name.endswith(STDERR)
         return name == self.metric or (is_pattern and fnmatchcase(name, self.metric))
 

@@ -1,4 +1,4 @@
-"""Descriptions of all keys of the schema, for `cosmos config explain` and `coverage`, the reference and editors."""
+"""Descriptions of all configuration keys, for `cosmos config explain` and `coverage`, documentation and editors."""
 
 import ast
 import difflib
@@ -80,7 +80,7 @@ def _suggest_keys(name: str) -> str:
     names = sorted({key.name for key in all_keys()})
     similar = [key for key in names if key.rpartition(".")[2] == name.rpartition(".")[2]]
     if not similar and len(name) <= MAX_NAME:  # the comparison of a very long name is slow
-        same_depth_keys = [key for key in names if key.count(".") == name.count(".")]  # `train` is close to `train.lr`
+        same_depth_keys = [key for key in names if key.count(".") == name.count(".")]  # excludes tables such as `train`
         similar = difflib.get_close_matches(name, same_depth_keys, n=1) or difflib.get_close_matches(name, names, n=1)
     suggested = " or ".join(map(repr, similar))
     return f"; did you mean {suggested}?" if similar else "; `cosmos config coverage` lists them all"
@@ -189,7 +189,7 @@ def toml_text(value: Any) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """Return the name of a Python type in the words of TOML."""
+    """Return the TOML name of a Python type, such as `list of strings`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in _WORDS:
         return _WORDS[annotation]

@@ -1,4 +1,4 @@
-"""Differences between two configurations, after composition, defaults and rules."""
+"""Differences between two resolved configurations, with all default and derived values."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,8 +12,8 @@ _RECIPE_KEYS = ("recipe", "overrides")
 
 
 def pipeline_differences(first: Pipeline, second: Pipeline) -> Iterator[str]:
-    """Yield lines `key: old -> new` for the pipeline and each stage. Values are compared after composition, defaults
-    and rules; a change that all stages share appears once, without a stage name."""
+    """Yield lines `key: old -> new` for the pipeline and each stage. Resolved values are compared, with
+    defaults; a change that all stages share appears once, without a stage name."""
     old_values, new = (flat(each.config.model_dump(exclude={"stages"})) for each in (first, second))
     yield from _lines("pipeline.", old_values, new)
     names = [stage.name for stage in first.stages]

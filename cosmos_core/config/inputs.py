@@ -130,7 +130,7 @@ def _models(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Inp
 
 
 def _weight_inputs(name: str) -> Iterator[Input]:
-    """Yield the files of weights that replace those in the model folder; yield `name` itself if it has none."""
+    """Yield the files that replace the weights in the model folder; yield `name` if it contains no such file."""
     path = Path(name).expanduser()
     candidates = [path] if os.path.isfile(path) else sorted(path.iterdir()) if os.path.isdir(path) else []
     files = [str(file) for file in candidates if file.name.endswith(WEIGHTS_SUFFIXES)]

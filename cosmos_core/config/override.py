@@ -1,5 +1,5 @@
 """Overrides on the command line: `--set train.optm_lr=2e-6` for every stage, `--set sft.train.epoch=2` for one stage,
-`--set pipeline.threads=2` for the pipeline. They take precedence over all files, and later ones over earlier ones."""
+`--set pipeline.threads=2` for the pipeline. Overrides take precedence over files, later overrides over earlier ones."""
 
 import re
 import tomllib

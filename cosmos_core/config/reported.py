@@ -14,7 +14,7 @@ _ROW_METRICS = ("loss", "loss/*", "perplexity", "token_accuracy", "tokens", "pai
 MEASURED_METRICS = (
     "reward", "reward_stderr", "accuracy", "invalid", "length_mean", "prompts", "pass@*", "reward/*", *_ROW_METRICS
 )  # fmt: skip
-"""Metrics of completions of held-out rows, then of the rows themselves; a user's algorithm may report more."""
+"""Metrics of validation: first of completions, then of the rows themselves. User algorithms may report more."""
 
 
 def check_gates(pipeline: Pipeline) -> None:

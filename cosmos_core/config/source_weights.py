@@ -1,4 +1,4 @@
-"""Weights of reward functions by the source of a row, without pydantic, so that processes of rewards start fast."""
+"""Reward function weights by data source. Pydantic is not imported, so that reward processes start fast."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from cosmos_core.errors import ConfigError
 
 
 class SourceWeights(dict[str, float]):
-    """Weights of all reward functions, with those of each source of rows; rows of no source have the source ""."""
+    """Weights of all reward functions; `by_source` has the weights for each data source, "" for all other rows."""
 
     def __init__(self, weights_by_source: Mapping[str, Mapping[str, float]]) -> None:
         super().__init__({name: weight for weights in weights_by_source.values() for name, weight in weights.items()})

@@ -1,5 +1,5 @@
 """Expand a stage with a sweep into branches, one per point of the grid, and a stage of the original name that chooses
-the best branch. Stages that depended on the original stage depend on the choice.
+the best branch. Stages that depended on the original stage depend on the new stage.
 
 Names of branches are made from their settings, so that existing branches keep their names when the grid grows.
 """
@@ -250,7 +250,7 @@ def _rename_teacher(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
 def _replace_branch_references(
     pipeline: Pipeline, stage: StageConfig, head: str, members: Sequence[str]
 ) -> StageConfig:
-    """Return a stage outside of the branches, with its references to stages of the branches replaced by the choice."""
+    """Return a stage outside of the branches, with references to branch stages replaced by the selecting stage."""
     where = _describe_stage(pipeline, stage)
     swept_names = {f"{STAGE_PREFIX}{name}" for name in members}
     if stage.data in swept_names:

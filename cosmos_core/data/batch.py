@@ -72,7 +72,7 @@ def shared_rows(
     `groups` has the row indices and the prompt length of each group. The model's outputs for prompt tokens belong to no
     single row. For `pad_id` and `num_tokens_of` see `rows_of`.
     """
-    pieces: list[tuple[int, int, int, int]] = []  # row number, start and end in the row, prompt's index or -1
+    pieces: list[tuple[int, int, int, int]] = []  # row index, start, end, index of the prompt's entry or -1
     numbers = {}
     for indices, length in groups:
         prompt = len(pieces) if length else -1

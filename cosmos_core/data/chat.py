@@ -1,6 +1,6 @@
 """Rendering of prompts and tool results with a chat template, its flags and the descriptions of the tools.
 
-`rollout/turns.py` assembles a sampled turn and the text after it.
+`rollout/turns.py` joins sampled turns and the tool text that follows each of them.
 """
 
 import re
@@ -30,7 +30,7 @@ _ASSISTANT_FORMS: tuple[Message, ...] = (
     {"role": "assistant", "content": "", "reasoning_content": "."},
     {"role": "assistant", "content": "."},
 )
-"""Forms of an assistant turn, tried until the template renders one equally with and without a tool result after it."""
+"""Assistant turns to try in order, until the template renders one turn equally with and without a tool result."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class ToolText:
         return str(text)
 
     def _escape_special_tokens(self, text: str) -> str:
-        """Return the text of a tool result with a space inside of each special token, so that none ends a turn."""
+        """Insert a space into each special token in the text of a tool result, so that no special token ends a turn."""
         return self._marks.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text) if self._marks else text
 
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 FILE = "clean.jsonl"
 _SHINGLE = 2  # number of words per shingle, the unit of comparison of two rows
-_MIN_WORDS = 8  # minimum words of a benchmark text to compare rows with, as in GPT-3 (arXiv 2005.14165)
+_MIN_WORDS = 8  # minimum words of a benchmark text that is searched for, as in GPT-3 (arXiv 2005.14165)
 _MAX_CANDIDATES = 32  # maximum number of candidates with which a row is compared
 _MAX_CHARACTERS = 2_000
 _NUM_EXAMPLES = 3
@@ -180,7 +180,7 @@ class ComparedRow(NamedTuple):
         return num_common_grams / max(1, self.grams.size + other.grams.size - num_common_grams)
 
     def keys(self, bands: MinHashBands | None) -> list[int]:
-        """Return the hash of the row's text and, with `bands`, a key per band: similar rows very likely share one."""
+        """Return the hash of the row's text and, with `bands`, a key per band; similar rows very likely share a key."""
         return [int.from_bytes(self.digest[:8]), *(bands.keys(self.grams).tolist() if bands else ())]
 
     def match(self, others: Iterable["ComparedRow"], threshold: float) -> dict[str, Any] | None:
@@ -294,7 +294,7 @@ class Benchmarks:
         """Return the match of a row, whose turns are lists of words, with the benchmark text that the row repeats most;
         None if the row repeats no benchmark text.
 
-        `similarity` is the fraction of the benchmark's words that are in common n-grams, `text` the longest passage.
+        `similarity` is the fraction of the benchmark's words in common n-grams; `text` is the longest common passage.
         """
         turns = [remove_signs(words) for words in turns] if self._texts else []
         hashes = [*map(hashes_of, turns)]

@@ -201,7 +201,7 @@ def _separator(path: Path, header: str) -> str:
 
 
 def _text(read: Callable[[Path], Iterator[Located]], path: Path) -> RowPart:
-    """Return the rows of a text file, after reading it once so that a damaged file raises an error here."""
+    """Return the rows of a text file. The file is read once here, so that a damaged file raises an error at once."""
     return RowPart(path.name, sum(1 for _ in read(path)), lambda: read(path))
 
 

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedTokenizerBase
 
-_MIN_LOST_FRACTION = 0.1  # fraction of characters lost by the tokenizer from which `cosmos check` reports an error
+_MIN_LOST_FRACTION = 0.1  # fraction of lost characters at or above which `cosmos check` reports an error
 _MAX_CHARACTERS = 2_000  # number of characters at the start of a text that are compared
 _NUM_EXAMPLES = 5
 
 
 def find_lost_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> tuple[str, bool]:
     """Compare texts with their decoded tokens; return a notice about lost letters, digits and spaces (empty if none is
-    lost), and whether at least a tenth of them is lost. Case, accents, punctuation and repeated spaces may differ."""
+    lost), and whether at least a tenth is lost. Case, accents, punctuation and repeated spaces may differ."""
     lost, total = Counter[str](), 0
     for full_text in texts:
         text = full_text[:_MAX_CHARACTERS].encode(errors="ignore").decode()  # drops lone surrogates

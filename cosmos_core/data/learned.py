@@ -1,6 +1,6 @@
 """Spans of a rendered conversation that the assistant has to generate, by the template's {% generation %} marks.
 
-`spans.py` has the two methods for templates without these marks.
+`spans.py` has two methods for templates that do not have these marks.
 """
 
 import re

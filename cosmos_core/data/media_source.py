@@ -177,7 +177,7 @@ def _pairs(folder: Path) -> Iterator[Item]:
         elif file.suffix.lower() in _UNREAD_SUFFIXES:
             yield Item(file.name, "", problem=f"{file.name}: {file.suffix} is not read; convert it to png or mp4")
     embeddings = {file.stem: file for file in files if file.suffix.lower() in EMBEDDING_SUFFIXES}
-    # Of several caption files of a name, that with the first suffix in `CAPTION_SUFFIXES` counts.
+    # If a name has several caption files, the first suffix in `CAPTION_SUFFIXES` decides which file is read.
     captions = {file.stem: file for end in reversed(CAPTION_SUFFIXES) for file in files if file.suffix.lower() == end}
     json_files = [file for file in files if file.suffix.lower() == ".json"]
     for file in json_files:

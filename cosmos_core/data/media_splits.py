@@ -60,7 +60,7 @@ class Source:
 
 
 class Row(NamedTuple):
-    """Prompt, metadata and cache keys of an item, from the pass that computes keys for the pass that encodes."""
+    """Prompt, metadata and cache keys of an item, which one pass over the data computes and the encoding pass reads."""
 
     where: str
     prompt: str

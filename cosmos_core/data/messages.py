@@ -45,7 +45,7 @@ _MEDIA_MARK = re.compile(r"\A\s*<(image|video)>|<(image|video)>\s*\Z")
 
 
 def row_remedy(max_fraction: float, *, is_every_row: bool) -> str:
-    """Return the end of an error message; at most the fraction `max_fraction` of rows may be unusable."""
+    """Return the remedy in an error message about unusable rows, of which the fraction `max_fraction` is allowed."""
     if is_every_row:
         return "none of those read can be: this training reads rows of another form; name their columns, or give others"
     return f"more than dataset.max_skipped_fraction = {max_fraction:g} allows; mend them, or raise it"
@@ -315,7 +315,7 @@ def read_content(content: Any, where: str, with_images: bool = False) -> Any:
 
 
 def _is_image_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # no set: it may be unhashable
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # a tuple: `type` may be unhashable
 
 
 def _normalise_part(part: Any, where: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def hashes_of(words: list[str]) -> np.ndarray:
 
 
 def ngrams(hashes: np.ndarray, n: int) -> np.ndarray:
-    """Return a hash of each run of `n` words, uint64, from the hashes of words; fewer words have one common hash."""
+    """Return a hash of each run of `n` words, uint64, from the hashes of words; fewer than `n` words give one hash."""
     n = min(n, len(hashes))
     if not n:
         return hashes

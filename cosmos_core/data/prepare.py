@@ -181,7 +181,7 @@ def _write_split(
                 file.write_batch(chunk.batch)
             counts.add(chunk)
             counts_of_sources[i].add(chunk)
-            # The split LEARNED_HELD_OUT has the same rows as the validation split, in which they are checked.
+            # LEARNED_HELD_OUT has the same rows as the validation split, whose check covers these rows.
             if path.stem != LEARNED_HELD_OUT:
                 counts_of_sources[i].check_refused(sources[i].dataset.max_skipped_fraction, len(sources[i].rows))
             num_done += chunk.batch.num_rows + len(chunk.skipped)

@@ -64,7 +64,7 @@ def run(stage: Stage) -> Outcome:
 def preview(stage: Stage, source: Source | None = None) -> dict[str, tuple[str, int, list[JsonValue]]]:
     """Return a description, the number of rows and the first prompts of each split, for `cosmos check`.
 
-    Nothing is encoded. Images and clips to learn are decoded; of a large data set, only an evenly spaced sample.
+    Nothing is encoded. Images and clips to learn are decoded, or an evenly spaced sample of them if there are many.
 
     Raises:
         ModelError, DataError: as in `run`.

@@ -68,8 +68,8 @@ class Job:
 
     @property
     def num_free_tokens(self) -> tuple[int, int] | None:
-        """Return the maximum number of tokens of a prompt that the longest completion can follow, and of a completion;
-        None: rows are not completed."""
+        """Return the maximum number of prompt tokens that leaves room for the longest completion, and the maximum
+        number of completion tokens; None: rows are not completed."""
         if not self.kind.is_completed:
             return None
         return self.max_tokens + 1 - self.longest_completion, self.longest_completion

@@ -239,8 +239,8 @@ def _files_of_split(folder: Path, split: str, key: str) -> list[Path]:
 
 
 def _folder_of_rows(path: Path, subset: str) -> Path:
-    """Return the path with the data files of a data set. In a copy of a data set of the Hub these are in a sub-folder:
-    that of `subset`, or else the only one with data files."""
+    """Return the path with the data files of a data set. A copy of a Hub data set has its files in a sub-folder: the
+    one named `subset`, or else the only sub-folder with data files."""
     if not path.is_dir() or _is_saved(path):
         return path
     if subset and (path / subset).is_dir():

@@ -141,8 +141,8 @@ def _last_text(preceding_messages: list[Message]) -> str:
 
 
 def _split_at_generation_prompt(part: str, asked: str, turn_end: str, prompt: str) -> TextBeforeCompletion:
-    """Return the template's text up to the end of the generation prompt or of its longest prefix, and the missing rest.
-    If a generation prompt ends with `<think>`, a completion without thoughts follows only a prefix of the prompt."""
+    """Return `part` up to the end of the generation prompt or of its longest prefix, and the rest of the prompt. If a
+    generation prompt ends with `<think>`, a completion without thoughts follows only a prefix of the prompt."""
     candidate = asked + turn_end + prompt
     if candidate in part:
         return part[: part.rfind(candidate) + len(candidate)], ""

@@ -14,7 +14,7 @@ from cosmos_core.errors import ConfigError, DataError, first_line
 from cosmos_core.registry import suggestion
 
 _UNAVAILABLE_ROWS = (OSError, ValueError, httpx.HTTPError, DatasetsError)
-"""Exceptions of `datasets` if the rows of a task cannot be read, or are not cached and cannot be downloaded."""
+"""Exceptions that `datasets` raises if the rows of a task can neither be read nor be downloaded."""
 _REMEDY = (
     "download them where there is a network and set HF_HOME to that cache, or name a task of local files in "
     "evaluate.include_path"
@@ -57,7 +57,7 @@ def open_benchmarks(settings: EvaluateConfig) -> Benchmarks:
 
 
 def _manager(settings: EvaluateConfig) -> TaskManager:
-    """Return the index of tasks, without lm-eval's built-in tasks if unused: reading them takes half a minute."""
+    """Return lm-eval's task index; unused built-in tasks, whose reading takes half a minute, are left out."""
     if settings.include_path:
         user_tasks = TaskManager(include_path=settings.include_path, include_defaults=False)
         tasks = {name for name, entry in user_tasks.task_index.items() if entry.kind in {Kind.TASK, Kind.PY_TASK}}

@@ -42,7 +42,7 @@ def check(stage: Stage) -> Outcome:
     """Check the pipeline, the prompt sets and the rewards without reading weights.
 
     Raises:
-        ConfigError, DataError, ModelError, RewardError: one of them has a problem.
+        ConfigError, DataError, ModelError, RewardError: the model, a prompt set or a reward has a problem.
     """
     family, settings = open_family(stage.model, stage.recipe.policy), stage.recipe.evaluate
     _check_rewards(settings.rewards)
@@ -73,7 +73,7 @@ def run(stage: Stage) -> Outcome:
         scored_prompts = _score_all(stage, prompt_sets, unfinished, num_shown_prompts)
         metrics = metrics_of(scored_prompts)
     except RewardError:
-        shutil.rmtree(unfinished, ignore_errors=True)  # a repeated stage scores again
+        shutil.rmtree(unfinished, ignore_errors=True)  # so that a repeated stage scores all prompts again
         raise
     stage.metrics.log(0, metrics)
     shown_prompts = [(name, prompt) for name, prompts in prompt_sets.items() for prompt in prompts[:num_shown_prompts]]
@@ -87,7 +87,7 @@ def run(stage: Stage) -> Outcome:
 
 
 def _check_rewards(names: Sequence[str]) -> None:
-    """Check that no built-in reward scores text alone, which an image or a video does not have."""
+    """Check that no built-in reward scores only text, because the samples are images or videos."""
     for name in names:
         if not is_import_path(name) and "media" not in load_reward(name).binding.keywords:
             problem = f"{name!r} scores texts, and samples are images or videos"
@@ -97,8 +97,8 @@ def _check_rewards(names: Sequence[str]) -> None:
 def _score_all(
     stage: Stage, prompt_sets: dict[str, list[Prompt]], unfinished: Path, num_shown_prompts: int
 ) -> list[ScoredPrompt]:
-    """Return the scores of all prompts, after those of an earlier attempt; keep the samples of the first
-    `num_shown_prompts` prompts of each set for the grid."""
+    """Score the prompts that no earlier attempt has scored, and return the scores of all prompts; save the samples of
+    the first `num_shown_prompts` prompts of each set for the grid."""
     settings, prompts = stage.recipe.evaluate, [(name, prompt) for name, each in prompt_sets.items() for prompt in each]
     unfinished.mkdir(parents=True, exist_ok=True)
     scored_prompts = read_scores(unfinished)

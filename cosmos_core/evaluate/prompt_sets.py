@@ -18,7 +18,7 @@ _KEY = "evaluate.prompts"
 def read_prompt_sets(settings: EvaluateConfig) -> dict[str, list[Prompt]]:
     """Return the prompts of each set, at most `evaluate.limit`, by name; the id of a prompt is its position.
 
-    A folder with one file per split contributes its split `test`. Columns beside the prompt are metadata for rewards.
+    In a folder with one file per split, the split `test` is read. Columns other than the prompt are metadata.
 
     Raises:
         DataError: a set is missing or empty, or one of its rows has no prompt.

@@ -1,4 +1,4 @@
-"""Divergence of a quantised model from the exported one: KL(exported || quantised) of the next token, in nats.
+"""Divergence of a quantised model from the exported model: KL(exported || quantised) of the next token, in nats.
 
 Each model is loaded in a separate Python process, by vLLM or by transformers, and computes the log-probabilities of the
 whole vocabulary at each position of some rows. Temporary files hold the log-probabilities of the exported model.
@@ -68,7 +68,7 @@ def text_rows(folder: Path, max_length: int) -> tuple[str, list[Row]]:
 def save_logprobs(folder: Path, in_vllm: bool, rows: Sequence[Row], target: Path) -> None:
     """Write the log-probabilities TV of the model in `folder` for each row to the folder `target`.
 
-    `in_vllm`: whether vLLM computes them, rather than transformers.
+    `in_vllm`: True: vLLM computes them; False: transformers.
     """
     target.mkdir()
     for number, logprobs_TV in enumerate(_logprobs(folder, in_vllm, rows)):

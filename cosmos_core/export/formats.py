@@ -58,7 +58,7 @@ class Plan(NamedTuple):
 
     @property
     def in_vllm(self) -> bool:
-        """Return True if vLLM loads the format to prove it, False if transformers loads it."""
+        """Return True if vLLM loads the format to verify it, False if transformers loads it."""
         return self.layers is not None and not self.problem
 
     @property
@@ -129,7 +129,7 @@ def plans(stage: Stage) -> list[Plan]:
 
 
 def _prepared_rows(stage: Stage) -> Path:
-    """Return the folder of the rows of the stage, else of the last training upstream; raise DataError without one."""
+    """Return the folder of prepared rows of the stage, else of the last upstream training; DataError: there is none."""
     if stage.data is not None:
         return stage.data
     source = source_of(stage.config.model)
@@ -153,7 +153,7 @@ def _prepared_rows(stage: Stage) -> Path:
 
 
 def _load_or_make(stage: Stage, name: str, make: Callable[[], Outcome]) -> Outcome:
-    """Return the outcome of `make`, which is called only if no earlier attempt of the stage has saved the outcome."""
+    """Return the outcome of an operation, which runs only if no earlier attempt of the stage has saved its outcome."""
     file = stage.path / "done" / f"{name}.json"
     saved = read_object(file)
     outputs = tuple(saved.get("outputs", ()))

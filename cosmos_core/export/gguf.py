@@ -20,7 +20,7 @@ _POLL_SECONDS = 1.0
 
 
 def gguf_problem() -> str:
-    """Return the reason why a GGUF file cannot be written and loaded here; empty if it can."""
+    """Return the reason why a GGUF file cannot be written or loaded here; empty: it can."""
     if shutil.which(CONVERTER) is None:
         return f"{CONVERTER} of llama.cpp is not on PATH, or not executable"
     if importlib.util.find_spec("gguf") is None:
@@ -31,7 +31,7 @@ def gguf_problem() -> str:
 def write_gguf(source: Path, target: Path, meanwhile: Callable[[], None]) -> None:
     """Write the model in `source` as `target/model.gguf` in bfloat16.
 
-    `meanwhile` is called every second until the converter has ended. If it raises an error, the converter is stopped.
+    The callback is called every second until the converter has ended. If it raises, the converter is stopped.
 
     Raises:
         StageFailed: the converter failed; the message has the last line of its output.

@@ -33,7 +33,7 @@ def run(stage: Stage) -> Outcome:
 
 
 def _formats() -> Any:
-    """Return the module for quantised formats, whose package comes with vLLM; raise ConfigError without it."""
+    """Import the module for quantised formats; raise ConfigError if its package is not installed."""
     if importlib.util.find_spec("compressed_tensors") is None:
         raise ConfigError("export.formats needs the package compressed-tensors, which comes with vLLM; install vLLM")
     return importlib.import_module("cosmos_core.export.formats")

@@ -1,7 +1,7 @@
 """Quantisation of an exported model to a format of compressed-tensors, by rounding to nearest, one tensor at a time.
 
 The package `compressed_tensors` defines rules, rounding and packing; vLLM and transformers read the files. Memory holds
-at most the quantised tensors of one weight file, one tensor to quantise and temporary values of `_CHUNK` weights.
+at most the quantised tensors of one weight file, one tensor to quantise and temporary values of one chunk of weights.
 """
 
 from __future__ import annotations

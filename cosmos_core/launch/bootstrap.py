@@ -1,8 +1,8 @@
 """Set up a Prefect server: work pools, an automation that detects dead flow runs, and the block types of pipelines.
 
 Existing objects are kept, and objects of an older version are updated. The concurrency limit of a work pool limits the
-GPUs in use: it only delays the start of runs. A limit that a run holds as a lease would end a training that cannot
-renew the lease.
+GPUs in use: it only delays the start of runs. A limit with leases is not used: Prefect would end a training that cannot
+renew its lease.
 """
 
 import json
@@ -106,7 +106,7 @@ def _pool(client: Any, pool: Pool) -> str:
     try:
         existing = client.read_work_pool(pool.name)
     except ObjectNotFound:
-        if not template and pool.type != Pool.type:  # the default type is part of Prefect; other types need a lookup
+        if not template and pool.type != Pool.type:  # Prefect itself has the default type; any other may be unknown
             _check_type(client, pool)
         options = {"base_job_template": template} if template else {}
         client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, concurrency_limit=pool.limit, **options))

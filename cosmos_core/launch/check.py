@@ -165,9 +165,9 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
 
 
 def _base(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
-    """Return the stage whose external model has the architecture and tokenizer of the model of `stage`: the first stage
-    of the chain of stages before it, or `stage` itself. Return None if the architecture may differ, or if the model
-    of the first stage is not in one local folder."""
+    """Return the first stage of the chain of stages from which `stage` takes its model, or `stage` itself. The external
+    model of the first stage has the same architecture and tokenizer. Return None if the architecture may differ, or if
+    this external model is not in one local folder."""
     first = stage
     while name := source_of(stage.model):
         stage = pipeline.stage(name)

@@ -93,7 +93,7 @@ def remove(output_dir: Path, verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
 
 
 def _move_unused_downloads(output_dir: Path, trash_folder: Path) -> None:
-    """Move downloaded inputs that no run names to the trash folder: each retraining may have downloaded a model."""
+    """Move downloads to which no run refers to the trash folder; each retraining may have downloaded a model."""
     fetched = output_dir / SHARED_FOLDER / FETCHED
     for folder in fetched.iterdir() if fetched.is_dir() else ():
         if not folder.is_dir():

@@ -1,6 +1,6 @@
 """Estimate duration, GPU hours, price and memory of each stage for `cosmos plan --estimate`.
 
-The duration comes from an earlier run of the pipeline if there is one. For a training that was never run it is computed
+The duration comes from an earlier run of the pipeline if there is one. Otherwise the duration of a training is computed
 from the floating-point operations of its tokens and the rate of this or another machine (`launch.machine`).
 """
 
@@ -34,7 +34,7 @@ class Cost:
     seconds: float | None
     gpus: int
     fits: str
-    """Whether the peak memory fits into that of the GPU or host: `yes`, `no: N GiB` or `?`; empty: unknown."""
+    """Whether the peak memory fits that of the GPU or host: `yes`, `no: N GiB`, `?` (uncertain); empty: unknown."""
     known_from: str
     disk: int | None = None
     """Bytes that the stage leaves on disk; None: unknown."""

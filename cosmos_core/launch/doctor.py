@@ -57,7 +57,7 @@ def _server(client: Any) -> Iterator[Finding]:
     from prefect import __version__
 
     response = client.hello()
-    server_version = client.api_version()  # the request needs credentials, unlike `hello`
+    server_version = client.api_version()  # unlike `client.hello`, this request needs credentials
     is_same_version = server_version.split(".")[:2] == __version__.split(".")[:2]
     yield Finding("server", f"Prefect {server_version} there, {__version__} here", is_same_version)
     if "Date" in response.headers:

@@ -108,8 +108,8 @@ def _format_count(count: int) -> str:
 
 
 def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> str:
-    """Return the model from which the stage starts, or an upstream model of the same architecture, which training and
-    export keep; empty if the model does not exist yet."""
+    """Return the model from which the stage starts. If it does not exist yet, return an upstream model of the same
+    architecture, or an empty string if there is none."""
     while (name := source_of(model := pipeline.starts_from(stage))) is not None:
         if folder := _output_path(model, "model", decisions):
             return folder

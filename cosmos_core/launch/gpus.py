@@ -34,7 +34,7 @@ def num_gpus(kind: StageKind, recipe: Recipe) -> int:
 def num_reserved_gpus(kind: StageKind, recipe: Recipe) -> int:
     """Return the number of GPUs that the placement of a stage assigns to its ranks and engines, on any machine; 0 for a
     stage without a mesh and without an engine. On a machine without GPUs each such process counts as one GPU."""
-    if kind.has_engine:  # of a diffusion model, one process samples on one GPU
+    if kind.has_engine:  # a diffusion model has one sampling process, on one GPU
         return recipe.rollout.parallelism.tp_size if recipe.policy.modality.has_engines_of_text else 1
     if kind.reads_key("export.formats") and recipe.export.quantized:
         return 1
@@ -44,8 +44,8 @@ def num_reserved_gpus(kind: StageKind, recipe: Recipe) -> int:
 def hold_stage_gpus(
     kind: StageKind, recipe: Recipe, path: Path
 ) -> AbstractContextManager[tuple[dict[str, str], Sequence[int]]]:
-    """Return a context manager that holds the GPUs of a stage, as `hold_gpus`; while it waits for GPUs, the state of
-    the stage in `path` has the reason.
+    """Return a context manager that holds the GPUs of a stage, as `hold_gpus` does; while it waits for GPUs, it writes
+    the reason to the state file of the stage in `path`.
 
     Raises:
         Preempted: the run was stopped while waiting.

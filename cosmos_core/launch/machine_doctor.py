@@ -150,7 +150,7 @@ def _driver_version() -> str:
 
 
 def _output_of(code: str, *, reads_stderr: bool = False) -> str:
-    """Return the output of a Python program or, with `reads_stderr`, the last line of its error (empty: no error)."""
+    """Run Python code; return its output or, with `reads_stderr`, the last line of its error (empty: no error)."""
     command = [sys.executable, "-c", code]
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, env=dict(os.environ))

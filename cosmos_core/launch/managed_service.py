@@ -73,7 +73,7 @@ def managed_service(
 
 def service_named(config: str) -> dict[str, str]:
     """Return the environment variables for clients of the reward service in the Prefect block `config`; empty if
-    `config` has not the form `block:NAME`.
+    `config` does not have the form `block:NAME`.
 
     Raises:
         ConfigError: the block does not exist.

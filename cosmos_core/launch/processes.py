@@ -1,4 +1,4 @@
-"""Find and kill the processes of one attempt of a stage here, and remove their temporary files. Linux only."""
+"""Find and kill the local processes of one attempt of a stage, and remove their temporary files. Linux only."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Prefect server for a run without one: a supervised child that ends with this process and is restarted if it dies.
+"""Prefect server for a run that has none: a child process that ends with this process and is restarted if it dies.
 
 This server replaces Prefect's ephemeral server, which can outlive its flow and hold its standard output open.
 """
@@ -33,7 +33,7 @@ _BUSY_SERVER_SECONDS = 60.0
 _CHECK_SECONDS = 0.5
 _MAX_CHECK_SECONDS = 30.0
 # Services of Prefect that this server does not start: it has no schedules, the run directory determines which runs are
-# late or lost, and nobody reads the history of task runs and events, since only this run knows the password.
+# late or lost, and the history of task runs and events is not read, since only this run knows the password.
 _UNUSED_SERVICES = ("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS", "TASK_RUN_RECORDER", "EVENT_PERSISTER")
 
 
@@ -89,8 +89,8 @@ def _wait_for_server(url: str) -> None:
 
 
 def _claim_prefect_home(folder: Path) -> tuple[Path, Lock]:
-    """Return a `PREFECT_HOME` that no other server uses, and its lock: SQLite allows one writer. The first free one of
-    the numbered folders is used, because it is likely to have a database."""
+    """Return a `PREFECT_HOME` that no other server uses, and its lock: SQLite allows one writer. The first free
+    numbered folder is used, because this folder is likely to have a database."""
     number = 1
     while not (lock := Lock(folder / f"server-{number}" / "lock")).try_acquire():
         lock.release()
@@ -199,7 +199,7 @@ class _Server:
         if self._watcher.is_alive():
             self._watcher.join()
         if self._child is not None:
-            self._child.kill()  # no graceful shutdown: the run directory duplicates the database
+            self._child.kill()  # no graceful shutdown: the run directory has the same information
 
     def _spawn(self) -> Child:
         command = [sys.executable, "-m", "cosmos_core.launch.prefect", "server", "start"]

@@ -258,7 +258,7 @@ class _ProgressWatch:
         self._changed_at = time.monotonic()
 
     def update(self, progress: Position) -> None:
-        """Compare the content of `progress.json` with that of the last call, and restart the time if it has changed."""
+        """Compare the content of `progress.json` with that of the last call; restart the timer if it has changed."""
         if progress != self._last_position:
             self._last_position, self._changed_at = progress, time.monotonic()
             self.phase, self._deadline_seconds = progress.phase, progress.deadline_seconds

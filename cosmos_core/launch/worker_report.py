@@ -28,8 +28,8 @@ DIRECTORY = "prefect.deployments.steps.set_working_directory"
 _REPORT_INTERVAL_SECONDS = 20.0
 _REPORT_WINDOW_SECONDS = 300.0
 _DEAD_SECONDS, _MAX_PENDING_SECONDS, _UNKNOWN_SECONDS = 10.0, 60.0, 600.0
-"""Seconds in the state Pending or Cancelling after which a flow run is lost: with a dead process, without a process,
-and with a process that may be on another host."""
+"""Seconds in the state Pending or Cancelling after which a flow run counts as lost: if its process is dead, if it
+has no process, and if its process may be on another host."""
 
 
 def start_reporting(pool: str) -> None:
@@ -39,7 +39,7 @@ def start_reporting(pool: str) -> None:
     def report_periodically() -> None:
         first_seen_times: dict[UUID, float] = {}
         while True:
-            # A process that waits for the server to respond is not lost.
+            # After an error of the server, waiting times start again: its outage may delay live processes.
             with log_errors(lambda _: first_seen_times.clear()), get_client(sync_client=True) as client:
                 report(client, pool)
                 end_lost_flow_runs(client, pool, first_seen_times)

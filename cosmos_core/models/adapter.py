@@ -1,4 +1,4 @@
-"""Reading of a saved LoRA adapter in PEFT's format, its settings and weights, to continue its training.
+"""Read the settings and weights of a saved LoRA adapter in PEFT's format, to continue its training.
 
 `lora.py` adds adapters to a model and writes them.
 """
@@ -16,7 +16,7 @@ from cosmos_core.errors import ConfigError, ModelError
 
 _KEY = "policy.lora.lora_path"
 PREFIX = "base_model.model."
-"""Text before the name of each tensor in the file of a saved adapter."""
+"""Prefix of the name of each tensor in the file of a saved adapter."""
 _KEYS = {
     "r": "r", "lora_alpha": "lora_alpha", "target_modules": "target_modules", "use_rslora": "use_rslora",
     "modules_to_save": "modules_to_save", "alpha_pattern": "alpha_pattern", "r_pattern": "rank_pattern",
@@ -31,7 +31,7 @@ _BASE_CHANGING_METHODS = ("pissa", "olora", "corda", "loftq")
 
 
 def load_saved_settings(lora: LoraConfig) -> peft.LoraConfig:
-    """Return the settings of the adapter in `lora_path`, of which a recipe may change only the dropout.
+    """Return the settings of the adapter in `lora_path`. A recipe may change only the dropout of a saved adapter.
 
     Raises:
         ModelError: the adapter is missing, or of an unsupported kind.

@@ -60,8 +60,8 @@ def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> LoadB
 
 
 def sequences_of(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the inputs of `Scorer` that assign each token of padded or packed rows with the model inputs `inputs` to
-    its sequence; `lengths` are the numbers of tokens of the sequences."""
+    """Return the inputs of `Scorer` that contain the sequence index of each token. `inputs` are the model inputs of
+    padded or packed rows, and `lengths` are the numbers of tokens of the sequences."""
     numbers = torch.arange(len(lengths))
     if "attention_mask" in inputs:
         sequence_BT = torch.where(inputs["attention_mask"].bool(), numbers.unsqueeze(-1), len(lengths))

@@ -65,7 +65,7 @@ class TokenBatch(Batch):
     trained_positions: Sequence[np.ndarray]
     """Indices of the trained tokens among the S predicted tokens of each sample."""
     derivative_N: Tensor | None = None
-    """Derivative of the loss by the log-probability of each trained token on this rank; None: not known in advance."""
+    """Derivative of the loss with respect to each log-probability on this rank; None: not known in advance."""
     top_ids_NK: Tensor | None = None
     """Token ids whose log-probabilities are computed at each trained token on this rank; None: the most likely ids."""
 

@@ -29,8 +29,8 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def watch_compiling(progress: Progress) -> None:
-    """Report the begin and end of each torch compilation in this process to `progress`, and stop reports to an earlier
-    object. Compilations occur in the first steps, and later for shapes that no compiled graph supports."""
+    """Report the begin and end of each torch compilation in this process to `progress`, and no longer to the `Progress`
+    of an earlier call. Compilations occur in the first steps, and later for shapes that no compiled graph supports."""
     handler = torch._dynamo.callback.callback_handler
     if not _compile_watchers:
         handler.register_start_callback(lambda _: _compile_watchers[-1].begin_compiling())

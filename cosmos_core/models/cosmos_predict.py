@@ -1,5 +1,5 @@
-"""Cosmos-Predict2.5: video clips from text, an image or a clip. The text inputs are the states of all layers of a
-language model.
+"""Cosmos-Predict2.5: video clips from text, an image or a clip. The text inputs are the hidden states of all layers of
+a language model.
 
 Training does not run the guardrail of the pipeline, which the model's licence requires when people use the model.
 """
@@ -58,7 +58,7 @@ class CosmosPredict(SanaVideo):
         return {"prompt_embeds": torch.cat(rows)}
 
     def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
-        """Return zeros as text inputs for a prompt that prompt dropout removed, as the base model was trained."""
+        """Return zeros as text inputs for a prompt that prompt dropout removed, as in training of the base model."""
         return {name: torch.zeros_like(value) for name, value in empty.items()}
 
     def nft_prepare_transformer_input(

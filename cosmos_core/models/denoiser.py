@@ -32,7 +32,7 @@ class RequestedOutputs:
     """Settings of the velocity that a denoiser computes for each sample."""
 
     guidance: float = 1.0
-    """Scale of classifier-free guidance, by the pipeline's formula, for samples with a negative prompt; 1: none."""
+    """Scale of classifier-free guidance, by the pipeline's formula, for samples with a negative prompt; 1: off."""
 
 
 @dataclass(frozen=True, slots=True)

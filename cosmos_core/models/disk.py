@@ -1,4 +1,4 @@
-"""Writing of exports, and conversion of disk errors to one-line errors that name the lost file and the intact ones."""
+"""Write exports, and convert disk errors to one-line errors that name the lost file and the intact files."""
 
 import errno
 import os
@@ -53,7 +53,7 @@ def write_export(target: Path, extra_files: Mapping[str, bytes]) -> Iterator[Pat
 
 @contextmanager
 def unwrap_checkpoint_errors() -> Iterator[None]:
-    """Replace a `CheckpointException` of the block by its cause, because the class is not a subclass of `Exception`."""
+    """Raise the cause of a `CheckpointException` of the block instead, because that class is no `Exception`."""
     try:
         yield
     except CheckpointException as error:

@@ -69,7 +69,7 @@ def truncate_config(config: PretrainedConfig, first: FirstLayers | None) -> Pret
 
 
 def is_removed(key: str, first: FirstLayers | None) -> bool:
-    """Return True if the tensor named `key` belongs to a layer that `first` removes."""
+    """Return True if the tensor named `key` belongs to a layer that is not kept according to `first`."""
     if first is None:
         return False
     indices = re.findall(rf"(?:^|\.){re.escape(first.path.rpartition('.')[2])}\.(\d+)\.", key)

@@ -58,7 +58,7 @@ def mean_per_sample(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def shift_levels(sigma: Tensor, shift: float) -> Tensor:
-    """Return noise levels that are moved towards pure noise if `shift` exceeds 1, as larger images need.
+    """Return noise levels that are moved towards pure noise if `shift` exceeds 1. Larger images need a larger shift.
 
     Source: arXiv 2403.03206, section 5.3.2.
     """

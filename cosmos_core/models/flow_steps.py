@@ -1,8 +1,8 @@
 """Steps of a sampler from one noise level to the next: stochastic steps with their log-probability, and ODE solvers.
 
 A stochastic step is a Gaussian around a mean. Rollouts and, with gradient, training call the same function
-`transition`, which computes mean and standard deviation from a velocity. All values are computed at least in float32,
-whatever the dtype of the network.
+`compute_transition`, which computes mean and standard deviation from a velocity. All values are computed at least in
+float32, whatever the dtype of the network.
 
 `flow` has the tables of noise levels.
 
@@ -109,7 +109,7 @@ def log_prob(distribution: Transition, next_latents: Tensor, mask: Tensor | None
     """Return for each sample the log-probability of the latents `next_latents` after a step, as the *mean* over
     elements.
 
-    Because it is a mean, clip ranges are as small as 1e-4. Only elements with mask 1 count (None: all elements);
+    Because the value is a mean, clip ranges are as small as 1e-4. Only elements with mask 1 count (None: all elements);
     conditioning frames have mask 0.
     """
     mean, next_latents = distribution.mean, next_latents.to(distribution.mean.dtype)

@@ -2,7 +2,8 @@
 torchao's fp8 matrix products of linear layers.
 
 The kernels need an NVIDIA GPU. Tests cover the conversion to fp8, its reversal and, in emulation, its numerical
-results, but not the kernels on a GPU. Importing this module also makes transformers' experts follow autocast on a GPU.
+results, but not the kernels on a GPU. Importing this module also makes transformers' experts run in the dtype of
+autocast on a GPU.
 """
 
 import importlib
@@ -88,8 +89,8 @@ def remove_fp8(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def use_flash_attention(version: int | None, activate: Callable[[str], None] | None = None) -> bool:
-    """Use FlashAttention 3 for packed attention if the GPU is a Hopper and the package is installed; return True if it
-    is used.
+    """Use FlashAttention 3 for packed attention if the GPU is a Hopper and the package is installed; return True if
+    FlashAttention 3 is used.
 
     torch's default kernel is FlashAttention 2, which reaches about half of the rate of a Hopper GPU.
 

@@ -165,7 +165,7 @@ def trains_only_linear_factors(model: nn.Module) -> bool:
 
 
 def add_adapter_like(model: Any, adapted: Any) -> None:
-    """Add an adapter to `model` with the settings of the adapter of `adapted`. The caller has to load its weights."""
+    """Add an adapter to `model` with the settings of the adapter of `adapted`. The caller must load the weights."""
     with torch.random.fork_rng():
         ExactLora(model, copy.deepcopy(adapted.peft_config[_NAME]), _NAME)
 

@@ -182,7 +182,7 @@ def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> 
 
 
 def name_without_prefix(name: str) -> str:
-    """Return the name of a module without its prefix up to the layer number, which is the same in all layers."""
+    """Return the part of a module name after the layer number; this part is the same in all layers."""
     return re.split(r"(?:^|\.)\d+\.", name.replace(".base_layer", ""), maxsplit=1)[-1]
 
 

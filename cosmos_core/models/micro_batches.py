@@ -1,4 +1,4 @@
-"""Arrangements of samples in micro-batches that need less computation than equal numbers of samples of similar length.
+"""Arrange samples in micro-batches that need less computation than micro-batches with equal numbers of samples.
 
 Padded rows are grouped by length. Completions of one prompt share a packed row, which contains the prompt once. An
 arrangement changes only the order in which gradients are summed.
@@ -28,7 +28,7 @@ def split_by_length(
     width: Callable[[int], int] = lambda length: length,
 ) -> list[list[int]] | None:
     """Return micro-batches of at most `size` padded rows with the fewest tokens, padding included; None if batches of
-    equal numbers of rows need hardly more.
+    equal numbers of rows need hardly more tokens.
 
     Args:
         samples: all samples.
@@ -37,7 +37,7 @@ def split_by_length(
         num_ranks: number of data-parallel ranks, which get the micro-batches in turn.
         width: function from the length of the longest row of a micro-batch to the padded length.
     """
-    # The ranks run rows of similar length in parallel, so one of `num_ranks` rows determines the cost.
+    # The ranks run rows of similar length in parallel, so the longest of `num_ranks` rows determines the cost.
     widths = [width(len(samples[i].input_ids)) for i in sorted_indices[::num_ranks]]
     num_unsplit_tokens = sum(widths[start] * len(widths[start : start + size]) for start in range(0, len(widths), size))
     if sum(widths) >= (1 - _MAX_PADDING_FRACTION) * num_unsplit_tokens:
@@ -69,7 +69,7 @@ def group_by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
 
 def prompt_length(sample: Sample) -> int:
     """Return the number of leading tokens of a sample that can be shared: those before the token that predicts the
-    first trained token. Return 0 if there are too few to share."""
+    first trained token. Return 0 if there are too few tokens to share."""
     length = int(sample.loss_mask[1:].argmax())
     return length if length >= _MIN_PROMPT else 0
 
@@ -87,8 +87,8 @@ def num_shared_tokens(samples: Sequence[Sample]) -> int:
 def merge_prompts(
     samples: Sequence[Sample], sorted_indices: Sequence[int], size: int, num_ranks: int
 ) -> list[list[int]] | None:
-    """Return micro-batches in which completions of the same prompt share it; None if the prompts are too short, or too
-    few for the ranks.
+    """Return micro-batches in which completions of a prompt share one copy of the prompt; None if the prompts are too
+    short, or too few for the number of ranks.
 
     A micro-batch has at most as many tokens as `size` of the longest samples without sharing. The arguments are those
     of `split_by_length`.

@@ -29,7 +29,7 @@ def activations_on_cpu() -> saved_tensors_hooks:
 
 
 class ComponentOffload:
-    """Mover of pipeline components to the device for their use, and back to host memory afterwards."""
+    """Offloading of pipeline components to host memory, from which they move to the device for their use."""
 
     def __init__(self, device: torch.device, *, is_offloaded: bool) -> None:
         """Store the device. `is_offloaded`: whether components return to host memory after their use."""

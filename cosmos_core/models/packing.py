@@ -40,10 +40,10 @@ _TOLERANCE = 1e-3
 _VARLEN_DEVICE, _VARLEN_CAPABILITY = "cuda", (8, 0)
 _VARLEN_DTYPES, _VARLEN_MAX_HEAD_SIZE = {torch.bfloat16, torch.float16}, 256
 _GQA_OPTIONS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Arguments of `varlen_attn` for grouped-query attention; older versions of torch need none."""
+"""Arguments of `varlen_attn` for grouped-query attention; empty for older versions of torch."""
 
 _MAX_SHORT_LENGTH = 16
-"""Maximum length of sequences that are padded to a power of two. Longer ones form fewer, larger batches."""
+"""Maximum length of sequences that are padded to a power of two. Longer sequences form fewer, larger batches."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def enable_packing(
     string.
 
     Packed rows have sequence bounds (`data.batch.packed_bounds`) and `position_ids` that restart in each sequence. If
-    the model does not support them, it stays unchanged. If it is sharded, all ranks must call this function.
+    the model does not support packed rows, it stays unchanged. If it is sharded, all ranks must call this function.
 
     Args:
         model: model whose attention is replaced.
@@ -229,8 +229,8 @@ def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *
 
     If `bounds` is None, the row is one sequence. A sequence with a shared prompt (`Bounds.prompts`) also attends to the
     prompt. Sequences of similar length, whose prompts have equal lengths, form a batch, padded on the right, which
-    causal attention ignores. The row is divided by `Tensor.split`, because the gradient of each slice would be as large
-    as the row.
+    causal attention ignores. The row is divided by `Tensor.split`, because the gradient of an indexed slice would be as
+    large as the row.
     """
     if bounds is None:
         return attend(*states)
@@ -253,7 +253,7 @@ def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *
 
 def _padded_length(length: int, dtype: torch.dtype) -> int:
     """Return the length to which a sequence is padded in a batch. In float32 no kernel is compiled for each shape, so a
-    short one is padded only to a power of two."""
+    short sequence is padded only to a power of two."""
     is_short = dtype == torch.float32 and length <= _MAX_SHORT_LENGTH
     return 1 << (length - 1).bit_length() if is_short else round_length(length)
 

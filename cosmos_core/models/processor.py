@@ -134,7 +134,7 @@ class ImageReader:
 
     def num_tokens_before_images(self, token_ids: Sequence[int]) -> int:
         """Return the number of tokens before the first image token. A policy may sample image tokens although there is
-        no image; such a completion is truncated before the first one."""
+        no image; such a completion is truncated before its first image token."""
         [is_image] = self._kinds(torch.tensor([list(token_ids)])).bool().tolist() if token_ids else [[]]
         return is_image.index(True) if True in is_image else len(is_image)
 

@@ -1,8 +1,8 @@
 """Recomputation of activations in the backward pass (gradient checkpointing), for whole blocks or for cheap operations.
 
 Selective recomputation keeps the results of attention, and of matrix products whose result is no larger than their
-input. Norms, activation functions, rotary embeddings and the wide matrix products of feed-forward layers run again (the
-idea of arXiv 2205.05198, section 5, by the size of results instead of a fixed list).
+input. Norms, activation functions, rotary embeddings and the wide matrix products of feed-forward layers run again.
+This follows arXiv 2205.05198, section 5, but selects by the size of results instead of a fixed list.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Check that prepared rows fit a language model: all tokens have embeddings, and lengths are within its positions."""
+"""Check that prepared rows fit a language model: all tokens have embeddings, and lengths do not exceed its limit."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +12,8 @@ from cosmos_core.errors import DataError, ModelError
 
 
 def check_rows(config: PretrainedConfig, folder: Path, build: Callable[[], PreTrainedModel]) -> str:
-    """Refuse prepared rows in `folder` that a model cannot process. Return a warning if rows exceed its positions,
-    otherwise an empty string. `build` returns the model, and is called only if the shapes of weights are needed.
+    """Refuse prepared rows in `folder` that a model cannot process. Return a warning if rows exceed the model's
+    positions, otherwise an empty string. `build` returns the model; it is called only if weight shapes are needed.
 
     Raises:
         DataError: a token has no embedding.

@@ -1,4 +1,4 @@
-"""SANA-Video: SANA for video clips. The VAE is that of Wan or, in newer checkpoints, another one."""
+"""SANA-Video: SANA for video clips. The VAE is that of Wan or, in newer checkpoints, another VAE."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ class SanaVideo(Sana):
 
 
 def channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of each channel of a VAE's latents; 0 and 1 if it declares none."""
+    """Return mean and standard deviation of each channel of a VAE's latents; 0 and 1 if the VAE declares none."""
     statistics = []
     for name, default in (("latents_mean", 0.0), ("latents_std", 1.0)):
         values = vae.config.get(name)

@@ -4,8 +4,8 @@ The body of the model runs once. The head (a matrix of V rows) runs only over th
 time, and again in the backward pass. If the caller knows the derivative of the loss with respect to every
 log-probability (SFT: -1/D; GRPO with one update per step: from the advantages), the forward pass computes the gradient
 of a chunk while its logits exist, so that the head runs once (the idea of Liger's fused cross-entropy, arXiv
-2410.10989, for any head and any loss). The derivatives with respect to the logits are written out, because autograd
-would read a chunk about twice as often.
+2410.10989, for any head and any loss). The derivatives with respect to the logits are explicit formulas, because
+autograd would read a chunk about twice as often.
 
 Shape legend: B rows, T tokens, S = T - 1 predicted tokens, N selected tokens, M selected tokens of a chunk, H hidden
 size, V vocabulary, K most likely tokens.
@@ -40,7 +40,7 @@ class RequestedOutputs:
     temperature: float = 1.0
     """Temperature by which logits are divided before all outputs are computed."""
     entropy: Literal["", "value", "gradient"] = ""
-    """Whether to return the entropy of each token's distribution in nats, with `gradient` or as `value`; empty: no."""
+    """Whether to return the entropy of each token's distribution in nats, with `gradient` or as `value`; empty: off."""
     top_k: int = 0
     """Number of most likely tokens whose ids and log-probabilities (with gradient) are returned for each token."""
     is_top: bool = False
@@ -54,10 +54,10 @@ LOGPROBS = RequestedOutputs()
 def chunk_bytes(device: torch.device) -> int:
     """Return the maximum size in bytes of the float32 logits of one chunk on `device`.
 
-    It is a 64th of the device's memory as a power of two, from 64 MiB to 1 GiB: the peak memory of a chunk is about
-    three times its size, and each chunk reads and writes the gradient of the whole head once. It depends on the total
-    instead of the free memory: chunks determine the order in which gradients are summed, so a resumed run needs the
-    same chunks.
+    The size is a 64th of the device's memory as a power of two, from 64 MiB to 1 GiB: the peak memory of a chunk is
+    about three times its size, and each chunk reads and writes the gradient of the whole head once. The size depends on
+    the total instead of the free memory: chunks determine the order in which gradients are summed, so a resumed run
+    needs the same chunks.
     """
     is_cuda = device.type == "cuda" and torch.cuda.is_available()
     total = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
@@ -118,7 +118,7 @@ class Scorer(nn.Module):
         num_top_ids = min(request.top_k, num_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
         task = _Task(head, request, num_top_ids, num_ids, dtype, max(1, size // (4 * self.vocabulary)))
         if derivative_N is not None:
-            derivative_N = derivative_N.to(dtype)  # to compare it with the derivative in the backward pass
+            derivative_N = derivative_N.to(dtype)  # the backward pass compares it with the actual derivative
         weights = head.trained_weights if torch.is_grad_enabled() else []
         outputs = _ChunkedScore.apply(task, hidden_NH, labels_N, top_ids_NK, derivative_N, *weights)
         return dict(zip(task.names, outputs, strict=True)) | balance
@@ -215,8 +215,8 @@ class _OutputHead:
         return [p for p in self.module.parameters() if p.requires_grad] if self.module else []
 
     def cast(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the matrices of the head by name in `dtype`, the dtype of autocast; empty if no cast is needed. They
-        are cast once instead of once per chunk. Casts of trained matrices are leaves of the autograd graph."""
+        """Return the matrices of the head by name in `dtype`, the dtype of autocast; empty if no cast is needed.
+        The matrices are cast once instead of once per chunk. Casts of trained matrices are autograd leaves."""
         if self.module is None or dtype is None:
             return {}
         return {
@@ -226,7 +226,7 @@ class _OutputHead:
         }
 
     def differentiated_tensors(self, cast_weights: dict[str, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors to differentiate: for each trained weight its cast, or the weight if it has none."""
+        """Return the tensors to differentiate: for each trained weight its cast, or the weight itself."""
         names = [name for name, p in self.module.named_parameters() if p.requires_grad] if self.module else []
         return [cast_weights.get(name, weight) for name, weight in zip(names, weights, strict=True)]
 
@@ -249,7 +249,7 @@ class _Softmax(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Settings and formulas of `_ChunkedScore`: the outputs of a chunk and the derivative of the loss by its logits."""
+    """Settings and formulas of `_ChunkedScore`: outputs of a chunk, and loss derivative with respect to its logits."""
 
     head: _OutputHead
     request: RequestedOutputs
@@ -311,8 +311,8 @@ class _Task:
     ) -> Tensor:
         """Return the derivative of the loss with respect to the logits of a chunk: MV.
 
-        With p the softmax and g the upstream gradient of an output, it is g (1[v = t] - p_v) for the log-probability of
-        token t, and -g p_v (log p_v + E) for the entropy E.
+        With p the softmax and g the upstream gradient of an output, the derivative is g (1[v = t] - p_v) for the
+        log-probability of token t, and -g p_v (log p_v + E) for the entropy E.
         """
         upstream_M1 = {name: gradient.to(self.dtype).unsqueeze(-1) for name, gradient in upstream.items()}
         total_M1 = upstream_M1["logprobs"]

@@ -51,7 +51,7 @@ class SD3(DiffusionModel):
 
     @contextmanager
     def _width_of_tokens(self) -> Iterator[None]:
-        """Give the pipeline a dummy denoiser during the block, from which it reads the embedding size without a T5."""
+        """Set a dummy denoiser during the block, from which the pipeline reads the embedding size if it has no T5."""
         if self.pipeline.transformer is not None:
             yield
             return

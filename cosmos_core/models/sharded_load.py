@@ -49,7 +49,7 @@ from cosmos_core.transient import is_machine_error
 logger = logging.getLogger(__name__)
 
 _ADAPTER_COMPONENTS = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
-"""Name components that an adapter inserts into the names of weights, which the names in the files lack."""
+"""Name components that an adapter inserts into the names of weights. Names in the files do not have them."""
 
 _MAX_AUDITED_BYTES = 64 << 30
 """Maximum total size of weight files whose values are checked before a run."""

@@ -95,7 +95,7 @@ def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def teacher_settings(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:
-    """Return the settings with which the teacher runs: the training's, with dtypes and sharding of the teacher."""
+    """Return the train settings of the recipe with the dtypes and the sharding of the teacher."""
     return train.derive(
         master_dtype=teacher.master_dtype,
         param_dtype=teacher.param_dtype,

@@ -72,7 +72,7 @@ def open_image_generator(model: str, name: str, device: torch.device) -> Respond
 
     try:
         pipeline = DiffusionPipeline.from_pretrained(model).to(device)
-    except (OSError, ValueError, AttributeError, KeyError) as error:  # of a folder that lacks files
+    except (OSError, ValueError, AttributeError, KeyError) as error:  # the folder lacks files
         raise ModelError(f"{model}: the pipeline cannot be loaded: {first_line(error)}; export it again") from error
     pipeline.set_progress_bar_config(disable=True)
 

@@ -31,7 +31,7 @@ Dims = Mapping[str, int]
 
 class ClipSharding:
     """Distribution of the tokens of the current clip over the ranks. Each block sets the distribution again, so that a
-    block that is recomputed in the backward pass uses the same one."""
+    block that is recomputed in the backward pass uses the same distribution."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()

@@ -1,4 +1,4 @@
-"""Show completions of a run with their rewards, for `cosmos samples`: of training or, if it has none, of validation."""
+"""Show completions of a run with rewards, for `cosmos samples`: of training or, if there are none, of validation."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,7 +76,7 @@ def _stage(run: Path, name: str) -> Path:
 
 
 def _files(stage: Path) -> list[Path]:
-    """Return the files with completions of training, ordered by step, or else that with completions of validation."""
+    """Return the files with completions of training, ordered by step; if none exist, the file of validation."""
     return sorted((stage / FOLDER).glob("step_*.jsonl")) or list(stage.glob("samples.jsonl"))
 
 

@@ -62,6 +62,7 @@ class _StageLine:
     phase_began: float = 0.0
     reported_compile_seconds: float = 0.0
     """Compilation time in seconds that the last printed line about compilation has reported."""
+    printed_warnings: set[str] = field(default_factory=set)
     history: dict[int, float] = field(default_factory=dict)
     """Value of the headline metric (reward, loss or accuracy) by step."""
     anchor: Position | None = None
@@ -128,10 +129,14 @@ class Display:
                 line.printed_at = now
                 self._write(f"{stage:<{self._width}}  {'  '.join(self._words(line, has_changed=has_changed))}".rstrip())
                 line.last_subject = () if has_changed else _subject(line)
+            new_warnings = [] if progress is None else [e for e in progress.warnings if e not in line.printed_warnings]
+            line.printed_warnings.update(new_warnings)
+        for warning in new_warnings:
+            self.message(f"{stage:<{self._width}}  warning: {warning}")
 
     def message(self, text: str) -> None:
         """Print one line of text, above the live table if it is shown."""
-        if self._live_display is not None:  # taking self._lock could deadlock: the display takes it under its own lock
+        if self._live_display is not None:  # no self._lock: rich takes it while holding its own lock, a deadlock
             self._console.print(Text(text))
             return
         with self._lock:
@@ -248,15 +253,17 @@ def _console(stream: TextIO | None) -> Console:
 
 
 def _list_notices(run: RunRecord) -> list[Text]:
-    """Return a line for each stage that failed or ran again although it had a result, and for each stage's notice."""
+    """Return a line for each stage that failed or ran again although it had a result, and for each stage's notices and
+    warnings."""
     lines = []
     for stage in run.stages:
         if stage.state.state == "failed" and stage.state.error:
             lines.append(Text(f"{stage.name}: {stage.state.error}", style="red"))
         if stage.reason_for_rerun:
             lines.append(Text(f"{stage.name}: remade: {stage.reason_for_rerun}", style="yellow"))
-        if isinstance(notices := stage.info.get("notices"), list):
-            lines += [Text(f"{stage.name}: {notice}", style="yellow") for notice in notices]
+        notices = stage.info.get("notices")
+        texts = [*(notices if isinstance(notices, list) else []), *(f"warning: {text}" for text in stage.warnings)]
+        lines += [Text(f"{stage.name}: {text}", style="yellow") for text in texts]
     return lines
 
 

@@ -71,8 +71,8 @@ def cost_of(run_path: Path) -> RunCost:
 
 
 def cost_card(run: RunRecord) -> dict[str, str]:
-    """Return the cost of a run as a dict with one entry, label and text; empty if no stage held GPUs, or if no machine
-    has a GPU, so that each process counts as one, and the price is unknown."""
+    """Return the cost of a run as a dict with one label and text. Empty if no stage held GPUs. Also empty if the price
+    is unknown and no machine has a GPU, because each process then counts as one GPU."""
     cost = cost_of(run.path)
     if cost.price is not None:
         return {"cost": str(cost)} if cost.holds else {}

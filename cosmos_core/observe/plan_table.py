@@ -14,7 +14,7 @@ _ACTION_TEXTS = {"adopt": "be reused", "reuse": "be reused", "run": "run", "depe
 
 def plan_table(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Table:
     """Return a table of the decision for each stage, run or reuse, with its reason. The caption lists the sweeps, the
-    devices for the ranks of each stage, and the smallest differences that gates can show."""
+    devices for the ranks of each stage, and the smallest differences that gates can detect."""
     table = Table("stage", "kind", "after", "will", "why", title=pipeline.config.name)
     for stage in pipeline.stages:
         decision = decisions[stage.name]

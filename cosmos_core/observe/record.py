@@ -153,9 +153,14 @@ class StageRecord:
 
     @property
     def seconds(self) -> float | None:
-        """Return the total run time of all attempts in seconds; None if the stage did not run here."""
+        """Return the total run time of all attempts in seconds; None if it waits, was reused or has no attempt."""
         ran_here = self.state.spans and self.status not in {"waiting", "reused"}
         return self.state.seconds(time.time()) if ran_here else None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return the first warnings that the newest attempt logged."""
+        return self.progress.warnings if self.progress else []
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -243,9 +248,9 @@ class RunRecord:
 
     @property
     def outcome(self) -> str:
-        """Return the displayed outcome of the run: `failed`, `refused`, `stopped` or `died` if a stage is, `done` if
-        all stages are finished, `waiting` for approval, `declined`, `died` if the process of the run has ended,
-        otherwise `running`."""
+        """Return the displayed outcome of the run: `failed`, `refused`, `stopped` or `died` if a stage has this status,
+        `done` if all stages are finished, `waiting` for approval, `declined`, `died` if the process of the run has
+        ended, otherwise `running`."""
         # A report stage shows the outcome, so its own status must not affect the outcome.
         states = {stage.status for stage in self.stages if stage.kind.makes != "page"}
         for state in ("failed", "refused", "stopped", "died"):
@@ -271,7 +276,7 @@ class RunRecord:
 
     @property
     def refused_stages(self) -> set[str]:
-        """Return the names of the stages on whose results a gate that refused depends."""
+        """Return the names of all direct and indirect predecessors of the gates that refused."""
         predecessors = {stage.name: stage.after for stage in self.stages}
         names: set[str] = set()
         waiting = [name for stage in self.stages if stage.has_refused for name in stage.after]
@@ -283,7 +288,7 @@ class RunRecord:
     @property
     def model(self) -> Path | None:
         """Return the folder of the run's final model: the last export, or else the last model of any stage. Return None
-        if there is no model, if a gate refused it, or if it exists only in an artifact store."""
+        if there is no model, if a gate refused the model, or if the model exists only in an artifact store."""
         names = self.refused_stages
         makers = [stage for stage in self.stages if stage.kind.makes != "publication" and stage.name not in names]
         makers = [stage for stage in makers if "://" not in str(stage.info.get("model") or "://")]
@@ -294,7 +299,7 @@ class RunRecord:
 
     @property
     def trained_models(self) -> list[StageRecord]:
-        """Return the stages that made a model whose files are on this machine, without models that a gate refused."""
+        """Return the stages whose model is on this machine, except stages whose model a gate refused."""
         names = self.refused_stages
         makers = [stage for stage in self.stages if stage.kind.makes == "model" and stage.info.get("model")]
         makers = [stage for stage in makers if stage.name not in names]
@@ -336,7 +341,7 @@ def read_pipeline(path: Path) -> dict[str, Any]:
 
 
 def time_overhead(run: RunRecord) -> dict[str, float]:
-    """Return the seconds of the last command: `wall`, `inside` stages and `overhead`; empty if its start is unknown."""
+    """Return seconds of the last command: `wall` time, `inside` stages, `overhead`; empty if its start is unknown."""
     if not run.began:
         return {}
     wall_seconds, inside = max(0.0, run.end_time - run.began), busy_seconds(run, run.began)

@@ -1,7 +1,7 @@
 """Build `report.html`, which shows a run on one standalone page without scripts or external resources.
 
-The page is built from the run directory alone, so that a failed run has a report too. `run` is the program of stages of
-kind `report`.
+The page is built from the run directory alone, so that a failed run has a report too. `run` is the entry point of
+stages of kind `report`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def build(run_path: Path, folder: Path | None = None) -> str:
 
 @cache
 def environment() -> Environment:
-    """Return the Jinja environment with the templates of the report, which it compiles once, and their filters."""
+    """Return the Jinja environment with the filters and templates of the report; it compiles each template once."""
     templates = Environment(
         loader=PackageLoader("cosmos_core.observe"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )

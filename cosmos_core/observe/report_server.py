@@ -84,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _read_end(file: Path) -> bytes:
-    """Return a page, or the last 16 MiB of a log."""
+    """Return the content of a file; for a log, only the last 16 MiB."""
     with file.open("rb") as stream:
         if file.suffix == ".log":
             stream.seek(max(0, file.stat().st_size - _MAX_LOG_BYTES))

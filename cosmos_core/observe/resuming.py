@@ -1,4 +1,4 @@
-"""Describe interrupted runs: when a run died, its progress, and the command and the step at which it resumes."""
+"""Describe interrupted runs: when a run died, its progress, the command that resumes it, and the step of the resume."""
 
 import shlex
 from pathlib import Path

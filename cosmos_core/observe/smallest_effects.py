@@ -1,4 +1,4 @@
-"""Smallest differences from the published model that the gates of a pipeline can show, for `cosmos plan`. They are
+"""Smallest differences from the published model that the gates of a pipeline can detect, for `cosmos plan`. They are
 computed before the run from the benchmark items on which the published model was measured."""
 
 from collections.abc import Iterator

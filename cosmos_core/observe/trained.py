@@ -71,15 +71,15 @@ def _chain(entries: dict[str, dict[str, Any]], name: str) -> list[str]:
 
 
 def _digests(run: RunRecord, chain: list[str], kind: str) -> str:
-    """Return the digests of the models or data sets (`kind` is `model` or `data`) that a chain of stages read from
-    outside the run."""
+    """Return the digests of the external models or external data sets (`model` or `data`) that a chain of stages
+    has read."""
     results = [stage.result for stage in run.stages if stage.name in chain and stage.result]
     sources = [source for result in results for source in result.get("sources", ()) if source["kind"] == kind]
     return ", ".join(dict.fromkeys(source["digest"][:_DIGEST_LETTERS] for source in sources))
 
 
 def _data(run: RunRecord, entries: dict[str, dict[str, Any]], chain: list[str]) -> str:
-    """Return the name of the data set, resolved through the stages in `chain`, and its number of rows."""
+    """Return the name of the data set, resolved through the given stages, and its number of rows."""
     source = ""
     for name in chain:
         settings = flat(entries[name].get("overrides") or {})

@@ -38,8 +38,8 @@ def resources(run: RunRecord) -> list[ResourceUse]:
 
 
 def _gpu_hours(stage: StageRecord) -> float:
-    """Return the GPU hours that a stage held. Runs of earlier versions recorded no holds: estimate them from run time
-    and number of GPUs."""
+    """Return the GPU hours that a stage held. Earlier versions recorded no GPU intervals: for their runs, estimate the
+    hours from run time and number of GPUs."""
     if stage.state.holds:
         return gpu_seconds(closed_intervals(stage.path)) / 3600
     return (stage.seconds or 0.0) * sum(bool(rank.gpus) for rank in stage.ranks) / 3600

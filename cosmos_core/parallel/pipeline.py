@@ -260,7 +260,7 @@ def _computation_outside_plan(
         if "inputs_embeds" in start and output.last_hidden_state is not hidden_BTH:
             return "hidden states change outside its layers"
         arguments.append(layer_arguments)
-    pairs = zip(*arguments, strict=True)  # arguments of a layer made from tokens, and from hidden states
+    pairs = zip(*arguments, strict=True)  # layer arguments for token ids, and for hidden states
     names = [name for a, b in pairs for name in a if not _are_equal(a[name], b.get(name))]
     return f"its layers are given {names[0]!r}, which is made of tokens" if names else ""
 

@@ -90,7 +90,7 @@ class Reward:
     def _call(self, arguments: tuple[list[Any], dict[str, Any]]) -> Any:
         positional, keywords = arguments
         result = self.function(*positional, **keywords)
-        # `wait_for` makes a coroutine of any awaitable, which `run` requires.
+        # `asyncio.run` requires a coroutine; `wait_for` wraps any awaitable in one.
         return asyncio.run(asyncio.wait_for(result, None)) if inspect.isawaitable(result) else result
 
     def location_of(self, error: BaseException) -> str:
@@ -125,7 +125,7 @@ def load_reward(name: str) -> Reward:
 
 
 def metric_names(rewards: Iterable[str]) -> dict[str, str]:
-    """Return a unique metric name for each reward: its function name, with file and folders if several share it."""
+    """Return a unique metric name for each reward: its function name, with file and folders if rewards share it."""
     full = {reward: _parts(reward) for reward in rewards}
     names = {}
     for reward, parts in full.items():
@@ -189,7 +189,7 @@ def error_on_one_line(error: BaseException, location: str = "") -> str:
 
 
 def all_invalid(description: str, scores: Iterable[Score]) -> CosmosError:
-    """Return the error if no score is valid: a permanent `RewardError` if a function raised, else `StageFailed`."""
+    """Return the error for invalid scores: a permanent `RewardError` if a function failed, else `StageFailed`."""
     first = next((score for score in scores if score.value is None), None)
     message = f"{description}; the first: {first.error if first else 'none is learned from'}"
     return RewardError(message) if first is not None and first.is_raised else StageFailed(message)

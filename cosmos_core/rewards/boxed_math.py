@@ -27,7 +27,7 @@ _BOXED_INTEGER = re.compile(rf"\\boxed\{{{_INTEGER}\}}[\s$.]*")
 
 
 def boxed_math(to_be_evaluated: str, reference: str) -> float:
-    """Return 1 if the completion's last LaTeX or plain expression equals the reference, else (or without one) 0.
+    """Return 1 if the completion's last LaTeX or plain expression equals the reference, else 0.
 
     The reference is LaTeX; without `$..$` or `\\boxed{}` it counts as boxed. In a reference in the format of GSM8K
     (`#### 72`), only the text after `####` counts. A reference that cannot be parsed is invalid. `\\fbox`, a trailing
@@ -42,8 +42,8 @@ def boxed_math(to_be_evaluated: str, reference: str) -> float:
 
 
 def _keep_last_box(text: str) -> str:
-    """Return the text from its last box on, because math-verify would join several boxes to one answer, with the box
-    and the numbers normalised for math-verify's parser."""
+    """Return the text from its last `\\boxed` on, because math-verify would combine several boxes to one result. The
+    box and the numbers are normalised for its parser."""
     boxes = list(_BOX.finditer(text))
     text = "\\boxed" + text[boxes[-1].end() :] if boxes else text
     text = _SPACE_IN_NUMBER.sub("", text)

@@ -13,10 +13,10 @@ _MAX_TEXT_TOKENS = 77
 
 
 class ClipModel:
-    """CLIP model that embeds images and texts; `options.processor_path` names a processor outside its folder."""
+    """CLIP model that embeds images and texts; `options.processor_path` names a processor in another folder."""
 
     def __init__(self, name: str, settings: Settings, model_path: str, processor_path: str = "") -> None:
-        """Load the model in `settings`, or without one the model `model_path` with the processor `processor_path`.
+        """Load the model that `settings` names, else the model `model_path` with the processor `processor_path`.
 
         Raises:
             RewardError: the model cannot be loaded, or a package is not installed.

@@ -34,8 +34,8 @@ _PATTERN_REPLACEMENTS = (
 
 
 def direct_math(to_be_evaluated: str, reference: str) -> float:
-    """Return +1 if the last `Answer: ...` line equals the reference after normalisation, else -1, also if there is no
-    such line.
+    """Return +1 if the last `Answer: ...` line equals the reference after normalisation, else -1; without such
+    a line, return -1.
 
     A reference that is empty after normalisation (`ways`) is invalid.
     """

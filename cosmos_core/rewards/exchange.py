@@ -82,7 +82,7 @@ def service_of(environment: Mapping[str, str] = os.environ) -> Service:
 
 
 def _check_url(name: str, url: str) -> str:
-    """Return a URL without trailing slashes, which would change its path; raise RewardError without host or path."""
+    """Return a URL without trailing slashes, which would change its path; RewardError: it has no host or path."""
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
@@ -139,8 +139,8 @@ class MissingScores(Exception):
 
 
 class ServiceRequest:
-    """Request to a reward service: enqueued at a replica, enqueued again if the service loses it, until its scores are
-    fetched."""
+    """Request to a reward service. The request is enqueued at a replica, and enqueued again if the service loses it,
+    until its scores are fetched."""
 
     def __init__(self, service: Service, client: httpx.AsyncClient, seconds: float, state: ReplicaState) -> None:
         self._service, self._client, self._replica_state, self._seconds = service, client, state, seconds
@@ -238,8 +238,8 @@ class ServiceRequest:
         return None
 
     def _choose(self) -> str:
-        """Return the enqueue URL of the request's replica. Without a replica, choose at random one of those with the
-        fewest pending requests that did not fail recently."""
+        """Return the enqueue URL of the request's replica. If it has none, choose at random among the
+        replicas with the fewest pending requests that did not fail recently."""
         state = self._replica_state
         if self._replica < 0:
             ranks = [(state.seconds_avoided(i), n, random.random(), i) for i, n in enumerate(state.num_pending)]

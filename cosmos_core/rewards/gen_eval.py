@@ -173,7 +173,7 @@ def _has_relations(
 
 
 def relations(first: Detection, other: Detection) -> set[str]:
-    """Return the relations of one object to another (left of, right of, above, below); empty if they overlap much."""
+    """Return the relations of one object to another (left of, right of, above, below); empty if both overlap a lot."""
     a, b = (np.array(each.box).reshape(2, 2) for each in (first, other))
     offset = a.mean(0) - b.mean(0)
     margin = _POSITION_THRESHOLD * (np.ptp(a, axis=0) + np.ptp(b, axis=0))

@@ -7,7 +7,7 @@ from PIL import Image
 
 
 def to_frames(media: Any, max_frames: int = 0) -> list[Image.Image]:
-    """Return an image as a list of one frame, or the frames of a video: all, or `max_frames` frames at even distances.
+    """Return an image as a list of one frame, or the frames of a video: all, or `max_frames` evenly spaced frames.
 
     Raises:
         ValueError: the value is neither an image nor a video.

@@ -87,7 +87,7 @@ def _score(text: str, highest: int) -> float | ValueError:
 
 
 def _text(value: Any) -> str:
-    """Return a prompt or completion as text: a string as it is, one turn as its content, turns with their roles."""
+    """Return a prompt or completion as text: a string unchanged, one turn as its content, more turns with roles."""
     if isinstance(value, str):
         return value
     turns = [turn for turn in value if isinstance(turn, Mapping)]

@@ -54,7 +54,7 @@ class WorkerPool(ABC):
         self._pool = None
 
     def _replace_pool(self, start: Callable[..., None], *arguments: Any, env: Sequence[str], count: int) -> ProcessPool:
-        """Replace the pool by a new one, whose processes begin with `start`, and return it."""
+        """Replace the pool by a new pool, whose processes run an initializer first, and return it."""
         self.close()
         initargs = (*arguments, env, os.getpid())
         context = SpawnContext()
@@ -107,7 +107,7 @@ class _Process(SpawnProcess):
 
 
 class _Popen(popen_spawn_posix.Popen):
-    """Start of an interpreter with a specified environment, which the base class does not support.
+    """Start of a Python process with a specified environment, which the base class does not support.
 
     Changing the environment of this process during the start would affect its other threads. Clearing the environment
     in the new process is too late, because /proc shows the environment at the start.
@@ -160,7 +160,7 @@ def _lower_oom_priority() -> None:
 
 
 def wait_for_futures(futures: Iterable[Future[Any]], patience: float, beat: Callable[[], None]) -> bool:
-    """Wait for the futures while calling `beat`; return False if none finishes within `patience` seconds."""
+    """Wait for the futures while sending heartbeats; return False if none finishes within `patience` seconds."""
     waiting, last = set(futures), time.monotonic()
     while waiting:
         done_futures, waiting = wait(waiting, _BEAT_SECONDS)

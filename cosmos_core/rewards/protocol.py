@@ -113,7 +113,7 @@ def _fields(line: bytes) -> dict[str, Any]:
 
 
 def _depth(line: bytes) -> int:
-    """Return an upper bound of the nesting depth of JSON text; if there are few brackets, their number."""
+    """Return an upper bound of the nesting depth of JSON text: the number of brackets if there are few."""
     num_opened = line.count(b"[") + line.count(b"{")
     if num_opened <= _MAX_DEPTH:
         return num_opened

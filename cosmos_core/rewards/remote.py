@@ -171,7 +171,7 @@ async def _cancel_tasks() -> None:
 
 
 def _batches(items: Sequence[Any], size: int) -> list[list[Any]]:
-    """Return the items in batches of at most `size`, each with media of one shape."""
+    """Return the items in batches of limited size, each with media of one shape."""
     batches_by_shape: dict[Any, list[Any]] = {}
     for item in items:
         media = item[0].get("media")
@@ -272,7 +272,7 @@ def _has_failed(scores: Mapping[str, Any], i: int) -> bool:
 
 
 def _number(column: Any, i: int, count: int) -> float | None:
-    """Return entry `i` of a list of `count` values as a finite float; None for another column or value."""
+    """Return entry `i` of a list of `count` values as a finite float; None for other lists and values."""
     value = column[i] if isinstance(column, list) and len(column) == count else None
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None

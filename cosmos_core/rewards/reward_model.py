@@ -124,7 +124,7 @@ def replace_nonfinite(columns: Columns, count: int) -> tuple[Columns, list[str]]
     """Return the columns with None for numbers that are not finite, and the reason for each item without a score.
 
     Raises:
-        ValueError: the length of a column is not `count`.
+        ValueError: the length of a column is not the number of items.
     """
     errors = [""] * count
     return {key: _column(key, column, count, errors) for key, column in columns.items()}, errors

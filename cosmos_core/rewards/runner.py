@@ -43,7 +43,7 @@ _MAX_TIMEOUTS = 4  # number of calls of a reward per process that may time out b
 
 
 class _Result(NamedTuple):
-    """Result of one reward for one completion; without a value and an error, the reward does not apply to the row."""
+    """Result of one reward for one completion; if both value and error are missing, it does not apply to the row."""
 
     value: float | None = None
     metrics: Mapping[str, float] = {}
@@ -90,12 +90,12 @@ class _TimeoutMonitor:
 class RewardRunner(WorkerPool):
     """Runner that scores completions by a weighted sum of rewards in worker processes.
 
-    `timeout_seconds` is the deadline of each call of a reward function; a call that ends its process is retried up to
-    `retries` times. `constants` are the values of `base.KEYWORDS` that are the same for each completion; `beat` is
-    called while the runner waits. If the first calls of a reward all time out, the rest is cancelled. The processes see
-    standard environment variables and the variables in `env`. With `by_group`, user functions are called once for all
-    completions of a prompt, with one deadline; if the call fails, all these completions are invalid. Calls from several
-    threads run one at a time.
+    `timeout_seconds` is the deadline of each call of a reward function, unless `timeouts` has another for that reward;
+    a call that ends its process is retried up to `retries` times. `constants` are the values of `base.KEYWORDS` that
+    are the same for each completion; `beat` is called while the runner waits. If the first calls of a reward all time
+    out, the rest is cancelled. The processes see standard environment variables and the variables in `env`. With
+    `by_group`, user functions are called once for all completions of a prompt, with one deadline; if the call fails,
+    all these completions are invalid. Calls from several threads run one at a time.
 
     Raises:
         RewardError: a reward is missing or cannot be loaded (on entering, or when all processes are replaced).
@@ -106,6 +106,7 @@ class RewardRunner(WorkerPool):
         weights: Mapping[str, float],
         *,
         timeout_seconds: float,
+        timeouts: Mapping[str, float] | None = None,
         num_workers: int | None = None,
         retries: int = 1,
         constants: Mapping[str, Any] | None = None,
@@ -118,6 +119,7 @@ class RewardRunner(WorkerPool):
         self._group_functions = {name for name in weights if by_group and is_import_path(name)}
         self._names = metric_names(weights)
         self._timeout, self._retries, self._env, self._beat = timeout_seconds, retries, tuple(env), beat
+        self._timeouts = timeouts or {}
         self._num_workers = num_workers or (1 if any(map(has_model, weights)) else len(os.sched_getaffinity(0)))
         self._max_timeouts = _MAX_TIMEOUTS * self._num_workers
         self._constants = {"custom": {}, **(constants or {})}
@@ -147,7 +149,7 @@ class RewardRunner(WorkerPool):
             for name in weights:
                 units = [group] if name in self._group_functions else [[request] for request in group]
                 calls += [_Call(name, unit, name in self._group_functions) for unit in units if unit]
-        with cleanup_on_error(self.close), self._lock:  # busy processes must not delay the next requests
+        with cleanup_on_error(self.close), self._lock:  # kill busy processes, which would delay the next requests
             results_of_calls = iter(self._results(calls))
         results = (result for batch in results_of_calls for result in batch)
         scores = []
@@ -161,7 +163,7 @@ class RewardRunner(WorkerPool):
 
         Raises:
             RewardError: the rewards cannot be loaded.
-            StageFailed: loading timed out, succeeded before, or ended because its process was killed; a retry may help.
+            StageFailed: loading timed out, had succeeded before, or its process was killed; a retry may help.
         """
         names = list(self._weights)
         pool = self._replace_pool(_start, names, self._constants, env=self._env, count=self._num_workers)
@@ -187,10 +189,13 @@ class RewardRunner(WorkerPool):
         attempt, num_broken_pools = 1, 0
         while waiting and attempt <= self._retries + 1 and num_broken_pools <= _MAX_BROKEN_POOLS:
             pool = self._working_pool()
-            futures = {i: pool.schedule(_score, args=calls[i], timeout=self._timeout) for i in waiting}
+            futures = {
+                i: pool.schedule(_score, args=calls[i], timeout=self._timeout_of(calls[i].reward)) for i in waiting
+            }
             named_futures = [(calls[i].reward, future) for i, future in futures.items()]
             timeout_monitor = _TimeoutMonitor(named_futures, self._max_timeouts, self._beat)
-            if not wait_for_futures(futures.values(), self._timeout + START_SECONDS, timeout_monitor.check):
+            longest = max(self._timeout_of(calls[i].reward) for i in waiting)
+            if not wait_for_futures(futures.values(), longest + START_SECONDS, timeout_monitor.check):
                 self.close()  # the pool is unusable: a request was lost with its process, or no process started
             waiting, is_broken = [], False
             for i, future in futures.items():
@@ -199,23 +204,27 @@ class RewardRunner(WorkerPool):
                     results[i] = future.result(timeout=0)
                 except (BrokenProcessPool, ProcessExpired, TimeoutError, CancelledError) as error:
                     is_broken |= isinstance(error, BrokenProcessPool)
-                    reason = self._reason(error)
+                    reason = self._reason(error, reward)
                     results[i] = [_Result(error=reason)] * len(calls[i].requests)
                     if reward not in timeout_monitor.cancelled:
                         waiting.append(i)
                         log.warning("reward %s: %s (attempt %d of %d)", reward, reason, attempt, self._retries + 1)
             for reward in timeout_monitor.cancelled:
                 log.warning("reward %s: its first %d calls were not done in %g s; the rest is given up",
-                            reward, self._max_timeouts, self._timeout)  # fmt: skip
+                            reward, self._max_timeouts, self._timeout_of(reward))  # fmt: skip
             attempt, num_broken_pools = attempt + (not is_broken), num_broken_pools + is_broken
         return results
 
-    def _reason(self, error: Exception) -> str:
+    def _timeout_of(self, reward: str) -> float:
+        return self._timeouts.get(reward, self._timeout)
+
+    def _reason(self, error: Exception, reward: str) -> str:
+        seconds = self._timeout_of(reward)
         if isinstance(error, CancelledError):
-            return f"given up, because the {self._max_timeouts} calls before were not done in {self._timeout:g} s"
+            return f"given up, because the {self._max_timeouts} calls before were not done in {seconds:g} s"
         if isinstance(error, BrokenProcessPool | ProcessExpired):
             return describe_exit(error)
-        return f"not done in {self._timeout:g} s"
+        return f"not done in {seconds:g} s"
 
     def _total(self, results: Sequence[_Result], weights: Mapping[str, float]) -> Score:
         total, metrics, errors, is_raised = 0.0, {}, [], False
@@ -245,7 +254,7 @@ _logged_errors: set[tuple[str, type]] = set()
 
 
 def _start(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
-    """Prepare a worker process and load the rewards; a later call of `_load` reports errors in the user's modules."""
+    """Prepare a worker process and load the rewards; a later load reports errors in the user's modules."""
     begin(env, parent_pid)
     _constants.update(constants)
     with suppress(RewardError):

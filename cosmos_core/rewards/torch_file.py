@@ -52,7 +52,7 @@ class _Call:
 
 
 def read_tensor(content: memoryview) -> np.ndarray:
-    """Return the tensor in a file, as a view of the file if possible; bfloat16 as two bytes per value, uint8.
+    """Return the tensor in a file, as a view of the file if possible; bfloat16 values as pairs of uint8.
 
     Raises:
         NotATensorError: the file is not one tensor of numbers.

@@ -24,7 +24,7 @@ class WanLatents:
         """Load the VAE; on a CPU it computes in float32.
 
         Raises:
-            RewardError: the VAE cannot be loaded; `key` is the setting that names it.
+            RewardError: the VAE cannot be loaded; `key` is the name of its setting.
         """
         require_packages(key, f"pip install diffusers torch, or leave {key} empty", "torch", "diffusers")
         import torch
@@ -83,7 +83,7 @@ def inspect_vae(key: str, path: str) -> str:
     """Check that a path holds a Wan VAE without loading it; return a description.
 
     Raises:
-        RewardError: the path holds no Wan VAE; `key` is the setting that names it.
+        RewardError: the path holds no Wan VAE; `key` is the name of its setting.
     """
     from diffusers import AutoencoderKLWan
 

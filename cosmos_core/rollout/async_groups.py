@@ -26,7 +26,7 @@ from cosmos_core.types import Group, JsonValue, Prompt, Sampling, ScoredGroup
 _POLL_SECONDS = 0.5
 
 Status = Literal["waiting", "stale", "whole"]
-"""State of a train step's groups: some are missing, the engines' weights are too old for them, or all are there."""
+"""State of a step's groups: some are missing, engines need newer weights to generate them, or all are scored."""
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Interface of rollout engines, their settings, and helpers that all engines use.
 
-Not here: the choice of an engine (`registry`), weight sync (`publish`), groups of completions (`groups`), rewards,
+Other modules: choice of an engine (`registry`), weight sync (`publish`), groups of completions (`groups`), rewards,
 losses.
 """
 
@@ -93,7 +93,7 @@ class Engine(Protocol):
     A user-defined engine (`rollout.backend = "file.py:Class"`) is a class with these members, constructed with one
     `EngineSettings`. With several ranks, each has an engine. An engine in a separate process may also have `step()`,
     one forward pass that returns finished groups as `completed` does, `abort()`, which discards requests in flight, and
-    `link`, by which it receives weights without host memory (`vllm_link.VllmLink`). Weights can then be loaded between
+    `link`, which receives weights without host memory (`vllm_link.VllmLink`). Weights can then be loaded between
     two passes rather than between two groups.
     """
 
@@ -196,7 +196,7 @@ def request_seed(seed: int, step: int, prompt_id: int, k: int) -> int:
 def reseed(sampling: Sampling, times: int) -> Sampling:
     """Return sampling settings with another seed for a prompt that the train step has already sampled `times` times.
 
-    The seed of a completion depends only on settings, step and prompt, so without it the completions would be equal.
+    The seed of a completion depends only on settings, step and prompt, so otherwise the completions would be equal.
     """
     return replace(sampling, seed=request_seed(sampling.seed, -times, 0, 0)) if times else sampling
 

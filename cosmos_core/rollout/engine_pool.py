@@ -30,7 +30,7 @@ _OPEN_SECONDS = 1200.0
 engine."""
 _RETRY_SECONDS = 0.5
 _MAX_DEATHS = 3
-"""Maximum number of times that an engine may die without returning a group; one more time fails the stage."""
+"""Maximum number of times that an engine may die without returning a group; one more death fails the stage."""
 
 
 class WeightsUnavailable(StageFailed):
@@ -76,7 +76,7 @@ class _Request:
 
 @dataclass
 class PooledEngine:
-    """State of one rollout engine, as the first rank keeps it."""
+    """State of one rollout engine, stored on the first rank."""
 
     handle: EngineHandle
     description: Description | None = None
@@ -92,7 +92,7 @@ class PooledEngine:
     last_death: float = -math.inf
     """Monotonic time in seconds when the engine was last seen dead; -inf: never."""
     error: ConnectionError | None = None
-    """Error of a call in another thread, because the engine is dead; None: no error since the engine was opened."""
+    """Error with which a call in another thread found the engine dead; None: no error since the engine was opened."""
     num_passes: int = 0
     last_progress: float = 0.0
     """Monotonic time in seconds of the last observed progress of the engine."""
@@ -246,7 +246,7 @@ class EnginePool:
                 self._open(member)
             return
         if not member.reply.done():
-            seconds = math.inf  # an engine that does not generate may be silent
+            seconds = math.inf  # no limit for an engine that does not generate
             if member.description is None:
                 seconds = _OPEN_SECONDS
             elif member.in_flight and not self.is_loading:
@@ -329,7 +329,7 @@ class EnginePool:
     ) -> None:
         """Set the error of a failed submission on the futures of its requests.
 
-        It runs in a thread of Ray, for which `kill` waits while it holds the pool's lock, so it must not take the lock.
+        This method must not take the pool's lock: it runs in a thread of Ray, for which `kill` waits under the lock.
         """
         error = reply.exception()
         if isinstance(error, ConnectionError):

@@ -53,7 +53,7 @@ class Fleet:
         """Wait until the first engine is open.
 
         `swap` is the value of `rollout.async_r2r_sync`. With `sleeps_in_training`, engines share the trainer's GPUs and
-        sleep during training. `native` sends weights without host memory; None: they travel through host memory.
+        sleep during training. `native` sends weights without host memory; None: weights are copied through host memory.
 
         Raises:
             CosmosError: an engine cannot be opened.
@@ -79,7 +79,7 @@ class Fleet:
     def request(
         self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool = False, version: int | None = None
     ) -> Future[Group]:
-        """Request one group, ahead of waiting requests if it is urgent; call it on the first rank, in any thread.
+        """Request one group, ahead of waiting requests if urgent; call this on the first rank only, in any thread.
 
         `version`: see `EnginePool.request`; the caller must not load other weights before the group is done.
         """

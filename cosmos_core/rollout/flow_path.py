@@ -1,7 +1,7 @@
 """Sampling path from noise to data along a table of noise levels, and the choice of its stochastic steps.
 
-All functions are pure functions of a velocity, so that tests can supply one; `flow_sampler` has the model. The velocity
-is evaluated at exactly the noise levels of the table, as it is in training.
+The velocity is a parameter, so that tests need no model; `flow_sampler` supplies that of the model. The velocity is
+evaluated at exactly the noise levels of the table, as in training.
 
 Shapes: B samples, N steps, dots for the dimensions of a latent.
 """

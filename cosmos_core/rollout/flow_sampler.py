@@ -4,7 +4,7 @@ Samples of all prompts and completions form one batch, which is distributed over
 sample, so that each rank calls a sharded denoiser equally often. A completion depends only on the weights, its prompt
 and its seed. Weight loads and sleep do nothing: the engine uses the trainer's weights, or a named set of weights.
 
-Not here: the sampling steps (`flow_path`), the noise levels and the inputs of the network (`models/diffusion.py`).
+Other modules: sampling steps (`flow_path`), noise levels and inputs of the network (`models/diffusion.py`).
 """
 
 from collections import deque

@@ -182,7 +182,7 @@ class FilteredGroupSource:
     take: Callable[[int, int], Sequence[Prompt]]
     """Function `(position, count)` that returns `count` prompts of the data over all epochs; fewer at the end."""
     num_groups: int
-    """Number of groups in a train step, unless the caller of `next` sets another number."""
+    """Number of groups in a train step, unless the caller of `next_groups` sets another number."""
     filter: Filter | None = Filter()
     """Filter that selects groups; None: every group is kept."""
     sampled: Sequence[ScoredGroup] = ()

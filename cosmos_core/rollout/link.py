@@ -1,4 +1,4 @@
-"""What both ends of a native weight transfer share: the header of a bucket, and time limits for calls that may hang."""
+"""Code for both ends of a native weight transfer: the header of a bucket, and time limits for calls that may hang."""
 
 import threading
 import time
@@ -18,18 +18,18 @@ _POLL_SECONDS = 0.1
 
 
 class TransferFailed(Exception):
-    """Error raised if a bucket did not arrive through a native link; it can be sent again through host memory."""
+    """Error raised if a native link did not deliver a bucket; the bucket can be sent again through host memory."""
 
 
 class BucketHeader(NamedTuple):
-    """Names, dtypes and shapes of the tensors of a bucket whose data travel separately, as consecutive bytes."""
+    """Names, dtypes and shapes of the tensors of a bucket whose data are sent separately, as consecutive bytes."""
 
     names: list[str]
     """Names of the tensors, wider dtypes first, so that each tensor starts at a multiple of its element size."""
     dtype_names: list[str]
     shapes: list[list[int]]
     aliases: dict[str, str]
-    """Further names of tied weights, whose data travel only under the name in the value."""
+    """Names of tied weights by alias; their data are sent only under the name in the value."""
     extra: dict[str, Any]
     """Further fields of vLLM's update info, which depend on the transport."""
 
@@ -39,7 +39,7 @@ class BucketHeader(NamedTuple):
         return {"names": self.names, "dtype_names": self.dtype_names, "shapes": shapes, **self.extra}
 
     def bucket(self, tensors: Mapping[str, Tensor]) -> Bucket:
-        """Return the bucket whose tensors arrived as `tensors`, in the sender's shapes and under all names."""
+        """Return the bucket of the received `tensors`, in the sender's shapes and under all names."""
         own = {name: tensors[name].reshape(shape) for name, shape in zip(self.names, self.shapes, strict=True)}
         return [*own.items(), *((alias, own[name]) for alias, name in self.aliases.items())]
 
@@ -51,7 +51,7 @@ class BucketHeader(NamedTuple):
 
 
 def split_bucket(bucket: Bucket) -> tuple[BucketHeader, list[Tensor]]:
-    """Return the header of a bucket, and the tensors whose data travel, in the order of the header."""
+    """Return the header of a bucket, and the tensors whose data are sent, in the order of the header."""
     firsts: dict[Any, str] = {}
     for name, tensor in bucket:
         firsts.setdefault(storage_of(tensor), name)
@@ -80,8 +80,8 @@ def call_within(
 ) -> T:
     """Return the result of a call that may hang, such as a collective whose peer has died.
 
-    The call runs in a thread of its own, on this thread's device, while this thread watches it. Whatever an aborted
-    call returns is ignored, because an aborted collective leaves arbitrary bytes in its buffers without an error.
+    The call runs in a new thread, on this thread's device, while this thread waits. The result of an aborted call is
+    ignored, because an aborted collective leaves arbitrary bytes in its buffers without an error.
 
     Raises:
         TransferFailed: the call took longer than `seconds`, or `has_failed` returned True; `abort` has been called.

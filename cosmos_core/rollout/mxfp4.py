@@ -59,7 +59,7 @@ def _quantize_expert(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     exponents_ON = torch.where(largest_ON > 0, exponents_ON, -_BIAS).clamp(-_BIAS, _BIAS)
     scaled = torch.ldexp(values, -exponents_ON.unsqueeze(-1))
     middles = torch.tensor(_ROUNDING_MIDPOINTS, device=scaled.device)
-    # A midpoint is rounded to the neighbour with the even code, which is the upper one for every second midpoint.
+    # A midpoint is rounded to the neighbour with the even code, the upper neighbour for every second midpoint.
     middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))
     codes = torch.bucketize(scaled.abs().contiguous(), middles, out_int32=True) + 8 * torch.signbit(scaled)
     codes = codes.to(torch.uint8)

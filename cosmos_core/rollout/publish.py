@@ -1,7 +1,7 @@
 """Weight sync from the trainer to a rollout engine: complete tensors in buckets, one bucket in memory at a time.
 
 No rank holds a second copy of the model, and weights are not hashed: the engine acknowledges the number of loaded
-tensors, and a probe compares log-probabilities. `Engine.load_weights` decides what happens to a bucket.
+tensors, and a probe compares log-probabilities. `Engine.load_weights` loads each bucket.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class Replica:
         self._run_on_engine_thread(lambda engine: _link_of(engine).join(backend, init_info, seconds))
 
     def receive(self, header: BucketHeader, seconds: float) -> None:
-        """Receive the next bucket of the weight load in progress through the native link, and return before its load.
+        """Receive the next bucket of the weight load in progress through the native link; return before it is loaded.
 
         Raises:
             TransferFailed: the bucket did not arrive, and can be sent again by `bucket`.

@@ -27,7 +27,7 @@ def use_uniform_sampling(worker: object) -> None:
     ) -> tuple[Tensor, Tensor]:
         logprobs_BV = apply_top_k_top_p(logits_BV, top_k_B, top_p_B).log_softmax(-1, dtype=torch.float32)
         uniforms_B = torch.zeros(len(logits_BV), dtype=torch.float64)
-        for row, generator in generators.items():  # greedy rows have none, need no random number, and keep 0
+        for row, generator in generators.items():  # greedy rows have no generator and keep 0
             uniforms_B[row] = torch.rand((), generator=generator, dtype=torch.float64)
         return sample_tokens(logprobs_BV, uniforms_B), logprobs_BV
 

@@ -1,8 +1,8 @@
 """The trainer's end of a weight transfer to engines in separate processes: through host memory, or natively.
 
 `HostLink` sends a bucket as one array in host memory, `NativeLink` by a `transport` of vLLM. An engine loads a bucket
-only after all of it has arrived, so that a bucket that was cut off is sent again by the host link, as are the other
-buckets of that version.
+only after the whole bucket has arrived. If a native transfer fails, the host link sends the bucket again and then all
+later buckets of that version.
 """
 
 import logging
@@ -31,7 +31,7 @@ _MAX_FAILURES = 2
 
 
 class EngineProcess(NamedTuple):
-    """Engine of the pool, and what its process said of itself when a load of weights began."""
+    """Engine of the pool, and the description of its process at the start of a weight load."""
 
     member: PooledEngine
     description: Description | None
@@ -43,7 +43,7 @@ class EngineProcess(NamedTuple):
 
 
 class WeightLoad:
-    """Engine processes that take part in one weight load; only the first rank has and calls any.
+    """Engine processes that take part in one weight load; other ranks than the first have none.
 
     An engine whose process dies leaves the load.
     """
@@ -55,7 +55,7 @@ class WeightLoad:
     def start(
         self, method: str, arguments: Sequence[tuple[Any, ...]], shared: Any = None, only: Sequence[int] = ()
     ) -> list[Future[Any]]:
-        """Call a method of each engine, or of those at the positions `only`, each with its own arguments."""
+        """Call a method of each engine, or of the engines at the positions `only`, with its entry of `arguments`."""
         called = [self.processes[i] for i in only] if only else self.processes
         each = zip(called, arguments, strict=True)
         replies = [process.member.handle.call(method, *own, shared=shared) for process, own in each]
@@ -80,7 +80,7 @@ class WeightLoad:
 
 
 class WeightLink(Protocol):
-    """Way of the buckets of one weight load from the ranks to the engines; all ranks call its methods together."""
+    """Transfer of the buckets of one weight load from ranks to engines; all ranks call its methods together."""
 
     def send(self, bucket: Bucket) -> None:
         """Send a bucket, which is equal on all ranks, to all engines of the load."""
@@ -125,12 +125,12 @@ class Connection:
         return bool(members) and self.num_failures < _MAX_FAILURES
 
     def _are(self, members: Sequence[Any]) -> bool:
-        # Descriptions are compared by identity: another process may have equal values, such as a number used again.
+        # Descriptions are compared by identity: another process may have equal values, such as a reused pid.
         return len(members) == len(self.members) and all(a is b for a, b in zip(members, self.members, strict=True))
 
 
 class NativeTransfer:
-    """Choice of the link of each weight load of a fleet; keeps the connection between loads."""
+    """Selector of the link for each weight load of a fleet; it keeps the connection between loads."""
 
     def __init__(self, transport: Transport, ranks_per_engine: int) -> None:
         self.transport, self._ranks_per_engine = transport, ranks_per_engine
@@ -155,7 +155,7 @@ class NativeTransfer:
         members = [process.description for process in load.processes]
         if self.connection.is_for(members) or not self.connection.may_open(members):
             return self.connection.is_open
-        # The transfer through host memory goes on, which needs neither NCCL nor CUDA IPC.
+        # After an error the host link is used, which needs neither NCCL nor CUDA IPC.
         with log_errors(lambda error: self.fail(first_line(error))):
             self._join(load)
             self.connection.is_open = True
@@ -164,7 +164,7 @@ class NativeTransfer:
     def _join(self, load: WeightLoad) -> None:
         count = len(load.processes)
         if not all(process.description and process.description.has_link for process in load.processes):
-            self.connection.num_failures = _MAX_FAILURES  # do not try again with these engines
+            self.connection.num_failures = _MAX_FAILURES  # disable native transfer for these engines
             raise TransferFailed("an engine has no native link")
         infos = self.transport.prepare(count, self._ranks_per_engine)
         replies = load.start("join_link", [(self.transport.backend, info, _JOIN_SECONDS) for info in infos])
@@ -177,7 +177,7 @@ class NativeTransfer:
 
 
 class NativeLink:
-    """Link by a transport of vLLM; from a bucket that an engine did not receive it continues as the host link."""
+    """Link by a transport of vLLM; once a bucket fails, the host link sends this and all later buckets."""
 
     def __init__(self, transfer: NativeTransfer, load: WeightLoad) -> None:
         self._transfer, self._load, self._host = transfer, load, HostLink(load)
@@ -207,7 +207,7 @@ class NativeLink:
             self._transfer.connection.num_failures = 0
 
     def _deliver(self, header: BucketHeader) -> tuple[str, Sequence[int]]:
-        """Send a staged bucket; return why that failed, and the positions of the engines that do not have it."""
+        """Send a staged bucket; return the reason of a failure, and the positions of engines without the bucket."""
         transport, count, reason = self._transfer.transport, len(self._load.processes), ""
         if not self._transfer.connection.is_for([process.description for process in self._load.processes]):
             return "an engine died", range(count)

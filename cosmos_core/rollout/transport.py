@@ -1,6 +1,6 @@
-"""How native weight transfer moves a bucket from a GPU of the trainer: NCCL broadcast or CUDA IPC, as vLLM receives it.
+"""Transports that send a bucket of weights from a GPU of the trainer to vLLM: NCCL broadcast or CUDA IPC.
 
-The engine's end is vLLM's own (`vllm_link`). Nothing here has run on a GPU.
+The engine receives with vLLM's transfer engine (`vllm_link`). This module is untested on GPUs.
 """
 
 import base64
@@ -20,8 +20,8 @@ _ONE_CHUNK = (1 << 63) - 1
 
 
 class Transport:
-    """The trainer's end of one of vLLM's transfer engines; all but `stage`, `agree` and `end_load` run on the first
-    rank."""
+    """The trainer's end of a transfer engine of vLLM; `stage`, `agree` and `end_load` run on all ranks, other methods
+    on the first rank."""
 
     backend: str
     """Name of the transfer engine in vLLM."""
@@ -36,21 +36,21 @@ class Transport:
         return [{"packed": True}] * num_engines
 
     def connect(self) -> None:
-        """Connect with the engines, which do the same at the same time."""
+        """Connect with the engines, which connect at the same time."""
 
     def stage(self, bucket: Bucket) -> BucketHeader:
-        """Copy a bucket to where it is read, and return its header.
+        """Copy a bucket into the send buffer, and return its header.
 
         Raises:
-            TransferFailed: there is no memory, or the driver refuses, on any rank.
+            TransferFailed: a rank lacks memory, or its CUDA driver fails.
         """
         raise NotImplementedError
 
     def transmit(self) -> None:
-        """Send the staged bucket, and wait until it has left."""
+        """Send the staged bucket, and wait until it is sent."""
 
     def agree(self, reason: str) -> str:
-        """Return on each rank that needs to know it why the first rank's transfer failed; empty: it did not."""
+        """Return the reason why the first rank's transfer failed, on each rank that needs it; empty: success."""
         return reason
 
     def abort(self) -> None:
@@ -182,7 +182,7 @@ def rank_offsets(num_engines: int, ranks_per_engine: int) -> list[int]:
 
 
 def _import_vllm() -> None:
-    """Import vLLM in the trainer's process, which has no engine of its own."""
+    """Import vLLM in the trainer's process, which runs no engine."""
     from cosmos_core.rollout.vllm import import_vllm, set_environment
     from cosmos_core.rollout.vllm_process import restore_process_state
 

@@ -1,4 +1,4 @@
-"""Multi-turn rollouts: the policy calls tools, reads their results and continues until it makes no call.
+"""Multi-turn rollouts: the policy calls tools, reads their results and continues until a turn has no call.
 
 `Turns` wraps an engine, which samples the tokens. Sampled tokens are kept as they are: the next turn's prompt consists
 of the token ids so far and the ids of the tool results; the chat template is not applied again. Tools of turns that the

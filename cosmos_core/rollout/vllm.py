@@ -112,7 +112,7 @@ class VllmEngine:
                 unlink_shared_memory()
         is_native = settings.rollout.weight_transfer == "native" and settings.is_separate
         self.link = VllmLink(self._llm) if is_native and not self._adapter and not is_mxfp4 else None
-        """Connection through which the ranks receive weights without host memory; None: they do not."""
+        """Connection through which the ranks receive weights without host memory; None: no link."""
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         check_prompts(prompts, self._max_model_len)

@@ -1,6 +1,6 @@
 """The engine's end of a native weight transfer: vLLM's own transfer engines (NCCL, CUDA IPC), one in each rank.
 
-A rank collects a bucket before any of its tensors is loaded, so that a bucket that was cut off can be sent again
+A rank collects a bucket before any of its tensors is loaded, so that an incomplete bucket can be sent again
 through host memory. Untested on GPUs.
 """
 
@@ -35,20 +35,20 @@ class VllmLink:
         self._call(_receive, header, seconds)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        # An error would leave the replies of the other ranks in vLLM's queues, so ranks return what went wrong.
+        # An error would leave the replies of the other ranks in vLLM's queues, so ranks return error messages.
         if errors := [error for error in self._llm.collective_rpc(_report, args=(function, *arguments)) if error]:
             raise TransferFailed(errors[0])
 
 
 class _Collector(list[tuple[str, Tensor]]):
-    """Tensors that vLLM's transfer engine hands over, in place of the model, which loads them later."""
+    """Collector of the tensors that vLLM's transfer engine receives; the model loads them later."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self.extend(tensors)
 
 
 class RankLink:
-    """Connection of one rank of an engine with the trainer, and the bucket that has arrived last."""
+    """Connection of one rank of an engine with the trainer, and the last received bucket."""
 
     def __init__(self, worker: Any, backend: str, init_info: dict[str, Any]) -> None:
         from vllm.config.weight_transfer import WeightTransferConfig
@@ -56,7 +56,7 @@ class RankLink:
 
         self._bucket: Bucket | None = None
         model, config = worker.model_runner.get_model(), WeightTransferConfig(backend=backend)
-        create: Any = WeightTransferEngineFactory.create_engine  # Any: a collector is no module, as vLLM's types want
+        create: Any = WeightTransferEngineFactory.create_engine  # Any: vLLM's types demand a module, not a collector
         self._engine = create(config, worker.vllm_config, worker.device, model)
         self._engine.init_transfer_engine(self._engine.parse_init_info(init_info))
         if getattr(self._group, "disabled", False):  # a disabled communicator transfers nothing, without an error
@@ -72,7 +72,7 @@ class RankLink:
         self._bucket = header.bucket(dict(collector))
 
     def take(self) -> Bucket:
-        """Return the bucket that has arrived last, and forget it."""
+        """Return the last received bucket, and drop the reference."""
         assert self._bucket is not None, "a bucket is loaded after it has arrived"
         bucket, self._bucket = self._bucket, None
         return bucket

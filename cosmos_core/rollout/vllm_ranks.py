@@ -24,7 +24,7 @@ _CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def has_ranks(settings: EngineSettings) -> bool:
-    """Return whether a vLLM engine starts ranks as child processes; in a stage with several ranks, it uses those."""
+    """Return whether a vLLM engine starts ranks as child processes; with several trainer ranks, it runs on these."""
     return settings.is_separate and settings.rollout.parallelism.tp_size > 1 and is_single_rank()
 
 
@@ -52,7 +52,7 @@ def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:
     llm.collective_rpc(end_weights)
 
 
-# vLLM calls the functions below in each rank, with its worker.
+# vLLM calls the functions below in each rank, with the rank's worker.
 
 
 def discard_load(worker: Any) -> None:

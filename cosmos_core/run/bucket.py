@@ -1,6 +1,6 @@
 """Access to a bucket of an S3-compatible store: credentials, listing, and reading or writing one whole object.
 
-Credentials come from the environment alone: `PROD_S3_CHECKPOINT_*`, the variables of Cosmos-RL, else those of AWS.
+Credentials come from the environment only: the variables `PROD_S3_CHECKPOINT_*` of Cosmos-RL, or else those of AWS.
 """
 
 import base64
@@ -30,7 +30,7 @@ _MISSING_ERRORS = {"404", "NoSuchKey", "NotFound"}
 _BLOCK = 1 << 20
 _CONNECT_SECONDS = 10.0
 _ATTEMPTS = 6
-_MAX_TRANSFERS = 3  # maximum number of transfers of an object whose digest is wrong
+_MAX_TRANSFERS = 3  # maximum number of transfers of one object until its digest is right
 _SHA256, _MD5 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
 
 

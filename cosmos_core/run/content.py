@@ -19,10 +19,10 @@ _WEIGHTS = (".safetensors", ".bin")
 
 
 def files_of(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
-    """Return the files below a folder, also behind links, whose names match the patterns; see `matches_patterns`.
+    """Return the files below a folder, including linked ones, whose names match the patterns; see `matches_patterns`.
 
     Raises:
-        ConfigError: links lead in a circle.
+        ConfigError: symbolic links form a cycle.
     """
     files = []
     for subfolder, names in _walk_visible(folder, ()):
@@ -38,7 +38,7 @@ def files_of_model(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]
     index names.
 
     Raises:
-        ConfigError: links lead in a circle.
+        ConfigError: symbolic links form a cycle.
         ModelError: an index names a file outside of its folder.
     """
     files = files_of(folder)
@@ -65,7 +65,7 @@ def matches_patterns(file: Path, patterns: Sequence[str]) -> bool:
 
 
 def _files_in_index(index: Path) -> list[Path]:
-    """Return the files that an index of weights names; a damaged index names none, as the worker reports the damage."""
+    """Return the files that an index of weights names; none for a damaged index, which the worker reports later."""
     content = read_json(index)
     tensors = content.get("weight_map") if isinstance(content, dict) else None
     names = {name for name in tensors.values() if isinstance(name, str)} if isinstance(tensors, dict) else set()

@@ -1,4 +1,4 @@
-"""Cache of content digests of files outside the run directory, keyed by size, times and inode, to hash each once."""
+"""Cache of content digests of files outside the run directory, keyed by size, times and inode, to hash a file once."""
 
 import hashlib
 import json

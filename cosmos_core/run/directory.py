@@ -153,7 +153,7 @@ def extend_run(run: Run, pipeline: Pipeline) -> Run:
     """Replace the saved pipeline of a run by `pipeline`, which has additional stages, and return the run.
 
     Raises:
-        ConfigError, ModelError, DataError, RewardError: as `create_run`.
+        ConfigError, ModelError, DataError, RewardError: see `create_run`.
     """
     check_capabilities(pipeline)
     check_inputs(pipeline)
@@ -206,7 +206,7 @@ def open_run(path: Path, kinds: StageKinds) -> Run:
     if not (path / PIPELINE).is_file():
         raise ConfigError(f"{path} is not a run directory: it has no {PIPELINE}")
     run = Run(path.resolve(), load_pipeline(path / PIPELINE, (), kinds))
-    if run.pipeline.config.private and run.path.stat().st_mode & 0o077:  # as in a copy from another machine
+    if run.pipeline.config.private and run.path.stat().st_mode & 0o077:  # the run may be a copy from another machine
         with suppress(PermissionError):  # only the owner may change permissions
             run.path.chmod(0o700)
     return run
@@ -292,7 +292,7 @@ def create_writable(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, ValueError, RuntimeError) as error:  # a path with a null byte, or `~` of an unknown user
+    except (OSError, ValueError, RuntimeError) as error:  # also for a null byte, or `~` of an unknown user
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"pipeline.output_dir = {str(folder)!r} cannot be written: {reason}; choose another folder"

@@ -256,7 +256,7 @@ def umask() -> int:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove the temporary folders for `target` of killed writers on this machine and of this process."""
+    """Remove the temporary folders for `target` that this process, or a killed process on this machine, created."""
     for folder in target.parent.iterdir():
         name, _, pid = folder.stem.rpartition(".")
         is_own_leftover = pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{int(pid)}").exists())

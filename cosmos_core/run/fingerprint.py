@@ -1,7 +1,7 @@
 """The fingerprint of a stage: a hash of everything that can change the result of the stage, and of nothing else.
 
-Left out on purpose: paths (their content counts), the git commit (recorded in `run.json`; a change of code that
-changes results raises the kind's `result_version`), and fields marked `NoResult` in the schema.
+The hash leaves out paths (the content of the files is hashed), the git commit (recorded in `run.json`; a change of code
+that changes results raises the kind's `result_version`), and fields marked `NoResult` in the schema.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cosmos_core.run.libraries import LIBRARIES, QUANTIZATION
 from cosmos_core.types import StageKind, is_at_or_below
 
 CARRIED_FILES = "carried"
-"""Name of the fingerprint ingredient for those files of a model that training does not read and exports copy."""
+"""Name of the fingerprint ingredient for the files of a model that training does not read and that exports copy."""
 _PACKAGE_CUSTOM_TABLES = ("dataset", "vision")  # tables of `[custom]` that this package reads
 _INPUTS = frozenset(get_args(Role)) - {"end_tokens"}
 _END_TOKENS = "eos_token_id"
@@ -161,7 +161,7 @@ def _runs_rewards(each: Input, kind: StageKind) -> bool:
 def _digest(each: Input, digests: Digests) -> Any:
     """Return the digest of the content of an input in any form; for `end_tokens`, the token ids themselves."""
     if each.form in {"stage", "literal"}:
-        return each.location  # `inputs` has the digest of the result of another stage
+        return each.location  # the digest of an upstream stage's result is in the ingredient `inputs`
     if each.form == "store":
         return f"remote:{each.location.rpartition('#')[2]}"  # a pinned URL ends with the digest of its content
     if each.form == "hub":  # the revision of a data set is in the config
@@ -171,7 +171,7 @@ def _digest(each: Input, digests: Digests) -> Any:
     path = Path(each.location)
     if each.role == "end_tokens":
         return read_object(path)[_END_TOKENS]
-    if each.key == EVALUATION_PROMPTS:  # metrics have the name of the prompt set
+    if each.key == EVALUATION_PROMPTS:  # the names of metrics contain the name of the prompt set
         return [path.stem, digests.digest_files(path, files_of(path)) if path.is_dir() else digests.digest_file(path)]
     if not path.is_dir():
         return digests.digest_file(path)
@@ -247,7 +247,7 @@ def read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str]
 
 
 def _completes_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
-    """Return True if some rows of the stage may be prompts for rollouts; the stage that prepares the rows decides."""
+    """Return True if rows of the stage may be prompts for rollouts, by the recipe of the stage that prepares them."""
     kind, source = pipeline.kind_of(stage), source_of(stage.data)
     if kind.feed == "rollouts" or kind.has_engine:
         return True
@@ -271,13 +271,13 @@ def stage_facts(pipeline: Pipeline, *, is_group: bool = False) -> MachinePropert
     libraries.
 
     Raises:
-        ConfigError, StageFailed: as `measure_workers`.
+        ConfigError, StageFailed: see `measure_workers`.
     """
     return measure_workers(LIBRARIES, pipeline.config.python, is_group=is_group)
 
 
 def _without_paths(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values without the paths in `custom.dataset`: the content counts, not its location."""
+    """Return the values without the paths in `custom.dataset`: the content of these files is hashed instead."""
     custom = values.get("custom") or {}
     if not isinstance(custom.get("dataset"), dict):
         return values

@@ -93,7 +93,7 @@ def commit_of(repository: Repository, seconds: float = _SECONDS) -> str:
 
 def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
     """Return the result of a call that runs in a thread for at most `seconds`. The timeout of an HTTP client is not
-    enough: it does not limit the resolution of names, and starts again for each address of a host.
+    enough: it does not limit the resolution of host names, and starts again for each address.
 
     Raises:
         TimeoutError: there is no result after `seconds`; the thread continues.
@@ -126,7 +126,7 @@ def _unknown_commit_error(repository: Repository, reason: str) -> CosmosError:
 
 
 def with_value(table: Any, key: str, value: Any) -> Any:
-    """Return a copy of a table with another value at a dotted key; a number is an index of a list of tables."""
+    """Return a copy of a table with another value at a dotted key; a number is an index into a list of tables."""
     name, _, key_rest = key.partition(".")
     if isinstance(table, tuple):
         return tuple(with_value(each, key_rest, value) if i == int(name) else each for i, each in enumerate(table))

@@ -25,13 +25,13 @@ GENERATORS = "reasoning-gym"
 """Package that generates rows of reasoning tasks and computes their reward."""
 _NEAR_DUPLICATES_KEY = "train.train_policy.clean.near_duplicates"
 _KEYS_BY_KIND = ("evaluate.tasks", "sample.endpoint", _NEAR_DUPLICATES_KEY)
-"""Keys whose package is needed only by stages of the kinds that read the key."""
+"""Recipe keys that require a package only in stages whose kind reads the key."""
 _EXTRAS = {"datasketch": "clean", "lm-eval": "eval", "mlflow-skinny": "mlflow"}
 """Name of the extra that installs a package, if it differs from the name of the package."""
 
 
 def check_inputs(pipeline: Pipeline) -> None:
-    """Check that every input exists that a stage reads from outside the run.
+    """Check that every input that a stage reads from outside the run exists.
 
     Raises:
         ModelError, DataError, RewardError, ConfigError: an input is missing; the message names stage and key.

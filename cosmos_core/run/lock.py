@@ -1,4 +1,4 @@
-"""Lock files for one writer at a time on one machine, by `flock`, which the kernel releases when the holder dies."""
+"""Lock files for one writer at a time on one machine; the kernel releases an `flock` when its process ends."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from cosmos_core.types import Outcome
 
 RESULT = "result.json"
 STORE_KEY = "stored"
-"""Key of a manifest for the URL of the artifact store with its outputs, of which local copies may be missing."""
+"""Key of a manifest with the URL of the artifact store that holds the outputs; local copies may be missing."""
 Result = dict[str, Any]
 
 

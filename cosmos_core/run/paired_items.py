@@ -71,7 +71,7 @@ class PairedDifferences:
 
     @property
     def _padded(self) -> tuple[float, ...]:
-        """Return the differences with one more item per direction, so that few equal items do not count as certain."""
+        """Return the differences and one positive and one negative extra value, so that the variance is never zero."""
         size = 1.0 if self.is_binary else max(map(abs, self.differences)) or 1e-12
         return (*self.differences, size, -size)
 

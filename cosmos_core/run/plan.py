@@ -123,8 +123,8 @@ def read_fingerprint(stage_path: Path) -> Fingerprint | None:
 
 
 def reason_to_rerun(run: Run, stage: StageConfig, current: Fingerprint) -> str:
-    """Return why a stage runs again although it was made in this run or in an earlier run of its pipeline. Empty if it
-    was never made, if an attempt is retried, or if stages of its kind always run."""
+    """Return why a stage runs again although it ran in this run or in an earlier run of its pipeline. Return an empty
+    string if it never ran, if an attempt is retried, or if stages of its kind always run."""
     path = run.stage_path(stage.name)
     if not run.pipeline.kind_of(stage).is_reusable:
         return ""

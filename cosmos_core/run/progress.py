@@ -20,6 +20,7 @@ PHASE_SECONDS: dict[str, float] = {
     "start": 300, "load": 3600, "compile": 3600, "prepare": 3600, "generate": 1800,
     "score": 1800, "step": 1800, "save": 3600, "validate": 3600, "export": 3600,
 }  # fmt: skip
+_MAX_WARNINGS = 5
 _MIN_HEARTBEAT_SECONDS = 0.2
 """Minimum number of seconds between two heartbeats that are written to disk."""
 
@@ -46,6 +47,8 @@ class Position(Document):
     """Longest time from one step to the next in seconds, including validation and other work between steps."""
     beats: int = 0
     """Number of heartbeats so far, by which the launcher notices progress."""
+    warnings: list[str] = []
+    """First warnings that the attempt logged, each of them once; the log has all of them."""
 
 
 class Progress:
@@ -60,7 +63,7 @@ class Progress:
         self._last_write = 0.0
         self._step_time: float | None = None
         self._compiling = ("start", 0.0)
-        self._lock = threading.Lock()  # `saved` is called by the thread that writes checkpoints
+        self._lock = threading.RLock()  # other threads call `warn` and `report_checkpoint`; a write may log a warning
         self._position = Position(pid=os.getpid(), started=time.time())
         self._write(force=True)
 
@@ -111,6 +114,14 @@ class Progress:
         phase, start_time = self._compiling
         self._position.compile_seconds += time.monotonic() - start_time
         self.phase(phase)
+
+    def warn(self, message: str) -> None:
+        """Report a warning, which the console and the report show; only the first few different ones are kept."""
+        with self._lock:
+            if message in self._position.warnings or len(self._position.warnings) >= _MAX_WARNINGS:
+                return
+            self._position.warnings.append(message)
+        self._write(force=True)
 
     def beat(self) -> None:
         """Report that the worker is alive."""

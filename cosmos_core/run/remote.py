@@ -90,7 +90,7 @@ def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> P
     A repeated call after a kill downloads the missing files only.
 
     Raises:
-        DataError, ConfigError: as `download_inputs`.
+        DataError, ConfigError: see `download_inputs`.
     """
     plain_url, _, digest = url.partition("#")
     local_folder = folder / (digest or pinned_url(url).rpartition("#")[2])

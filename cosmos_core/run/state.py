@@ -16,7 +16,7 @@ FINISHED = frozenset({"done", "reused"})
 _RANK_OR_ADDRESS = re.compile(r"\brank \d+: |\b0x[0-9a-fA-F]+\b")
 """Pattern of ranks and memory addresses, which may differ between two messages of the same error."""
 RERUN_EVENT = "remade"
-"""Name of the event that a stage runs again although it was made before; its detail is the reason."""
+"""Name of the event for a finished stage that runs again; the detail of the event is the reason."""
 ACTIVE = frozenset({"running", "retrying"})
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Incremental reader of a growing text file such as a log, which returns each character once and as a whole."""
+"""Incremental reader of a growing text file such as a log; it returns each complete character exactly once."""
 
 import codecs
 import os

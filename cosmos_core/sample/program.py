@@ -1,4 +1,4 @@
-"""Worker program of stage kind `sample`: complete prompts, score the completions, and write rows of the kept ones.
+"""Worker program of stage kind `sample`: complete prompts, score the completions, and write rows of kept completions.
 
 <stage>/completions.jsonl   every prompt with all its completions, rewards and seeds; a resumed stage continues after
                             the last complete batch of prompts
@@ -132,7 +132,7 @@ def messages_of(prompt: Prompt, system_prompt: str) -> list[dict[str, Any]]:
 
 
 def tools_of(prompt: Prompt) -> dict[str, str]:
-    """Return the column `tools`, as JSON, with the tools that a prompt was rendered with; no column without tools."""
+    """Return a column `tools`: the tools, as JSON, with which a prompt was rendered; without tools, no column."""
     tools = read_tools(prompt.metadata, f"prompt {prompt.id}")
     return {"tools": json.dumps(tools, ensure_ascii=False)} if tools else {}
 
@@ -159,7 +159,13 @@ def _require_rewards(file: Path, records: Sequence[SampledPrompt]) -> None:
     """Check that at least one completion has a valid reward; otherwise remove the file of the records, so that a
     repeated stage generates and scores the completions again, and raise RewardError."""
     candidates = [each for record in records for each in record.candidates]
-    if any(each.reward is not None for each in candidates):
+    invalid = [each for each in candidates if each.reward is None]
+    if len(invalid) < len(candidates):
+        if invalid:
+            logger.warning(
+                "%d of %d rewards are invalid, and these completions are left out; the first: %s",
+                len(invalid), len(candidates), invalid[0].error,
+            )  # fmt: skip
         return
     if is_first():
         file.unlink(missing_ok=True)

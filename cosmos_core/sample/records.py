@@ -59,8 +59,8 @@ def record_prompt(scored_group: ScoredGroup, sampling: Sampling) -> SampledPromp
 def read_records(folder: Path, batch: int, total: int) -> list[SampledPrompt]:
     """Return the records of the complete batches in a folder, and remove the records of an incomplete batch.
 
-    A resumed stage then generates the same batches as an uninterrupted stage. `batch` is the number of prompts per
-    batch, and `total` the number of all prompts; the last batch may be smaller than `batch`.
+    A resumed stage then generates the same batches as an uninterrupted stage. All batches have the same number of
+    prompts, except that the last batch may be smaller.
     """
     path = folder / FILE
     if not path.is_file():

@@ -14,8 +14,8 @@ Message = Mapping[str, Any]
 
 
 def pass_rate(sampled: SampledPrompt, full: float | None) -> float | None:
-    """Return the fraction of valid completions that have the full reward `full`; None if no completion is valid, or
-    `full` is None."""
+    """Return the fraction of valid completions that have the full reward; None if no completion is valid, or the full
+    reward is unknown."""
     values = _rewards(sampled.candidates)
     return None if full is None or not values else sum(has_full_reward(value, full) for value in values) / len(values)
 
@@ -66,7 +66,7 @@ def rows_of(
     origin: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Return the rows of a prompt for its kept completions (`eligible`): conversations, or at most one pair if `config`
-    sets `pairs`; the columns `origin` are added to each row."""
+    sets `pairs`; columns with the origin of the rows are added."""
     if config.pairs:
         best_and_worst = select_pair(sampled, eligible, config.min_margin)
         if best_and_worst is None:

@@ -101,7 +101,7 @@ def parse_calls(text: str) -> list[ToolCall]:
 
 
 def _read_call(text: str, begin: int) -> tuple[ToolCall, int]:
-    """Return the tool call that begins at character `begin` of a text, and the position after the call.
+    """Return the tool call that begins at a position of a text, and the position after the call.
 
     The JSON parser determines the end of the call, because a string in the JSON may contain the end mark.
     """

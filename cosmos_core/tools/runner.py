@@ -133,7 +133,7 @@ def _error(text: str) -> ToolResult:
 
 
 def _start(paths: Sequence[str], env: Sequence[str], parent_pid: int) -> None:
-    """Prepare a worker process and load the tools; the later call of `_load` reports errors in the user's modules."""
+    """Prepare a worker process and load the tools; a later load reports errors in the user's modules."""
     begin(env, parent_pid)
     with suppress(ConfigError):
         _load(paths)
@@ -151,7 +151,7 @@ def _schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
     # transformers is imported here, because the import takes half a second and only one worker process needs it.
     from transformers.utils import chat_template_utils
 
-    # transformers would import torch to recognise tensor parameters; a tool with one has imported torch already.
+    # transformers would import torch to recognise tensor parameters; a tool with tensors has imported torch already.
     chat_template_utils.is_torch_available = lambda: "torch" in sys.modules
     schemas = []
     for path in paths:

@@ -36,7 +36,7 @@ _MAX_CHARACTERS = 20_000
 _MAX_STEPS = 1_000
 _MAX_IMAGE_BYTES = 1 << 30
 """Maximum size in bytes of the image and video files of all steps; files of the newest step are always kept."""
-_WINDOW = 8  # steps that are compared; without a trend, the last 4 values all exceed the first 4 with probability 1/70
+_WINDOW = 8  # number of compared steps; by chance, the last 4 values all exceed the first 4 with probability 1/70
 _NGRAM = 4
 
 

@@ -1,4 +1,4 @@
-"""Exponential moving average of the trained weights, which is validated and exported in place of the weights."""
+"""Exponential moving average of the trained weights, which is validated and exported in place of these weights."""
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.train.named_weights import NamedWeights

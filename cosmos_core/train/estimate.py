@@ -285,8 +285,8 @@ def _count_dataset_rows(recipe: Recipe, key: str, dataset: RowsConfig) -> int | 
 
 
 def _row_length(recipe: Recipe, tokens: float | None) -> float:
-    """Return the length of a row in tokens, at most the model's maximum length, which is also the result if `tokens` is
-    None; in RL, the longest completion is added to the `tokens` of the prompt."""
+    """Return the length of a row in tokens, at most the model's maximum length. In RL, the maximum length of a
+    completion is added to the prompt's `tokens`. If `tokens` is None, the result is the model's maximum length."""
     completion = recipe.rollout.max_response_length if recipe.train.train_policy.has_rollouts else 0
     longest = recipe.policy.model_max_length
     return longest if tokens is None else min(longest, tokens + completion)

@@ -168,7 +168,7 @@ def _native_transfer(recipe: Recipe) -> NativeTransfer | None:
     """Return the native weight transfer of a stage; None: weights travel through host memory."""
     rollout = recipe.rollout
     if rollout.weight_transfer == "host" or rollout.native_obstacles:
-        return None  # `cosmos check` names the obstacle
+        return None  # `cosmos check` reports why native transfer is impossible
     if not torch.cuda.is_available():
         logger.warning("rollout.weight_transfer = 'native' needs GPUs: weights travel through host memory")
         return None

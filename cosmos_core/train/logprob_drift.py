@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _DIFFERENCE_METRIC, _LAG_METRIC = "rollout/logprob_difference_mean", "rollout/version_lag"
 _NOT_FINITE = "rollout/tokens_not_finite"
 _OUTDATED_TOLERANCE = 1.0
-"""Tolerance in nats per token between log-probabilities under weights of different steps; a wrong tensor exceeds it."""
+"""Tolerance in nats per token between log-probabilities under weights of different steps; corrupt weights exceed it."""
 
 
 class LogprobDrift:

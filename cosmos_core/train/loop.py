@@ -2,7 +2,7 @@
 
 Start reading here. The loop depends neither on the algorithm, nor on the source of the samples, nor on the model.
 Everything that a step needs is a function of the step number and of the checkpoint's contents, so a run that is killed
-and resumed ends with the same bits as an uninterrupted one.
+and resumed ends with exactly the same weights as an uninterrupted run.
 """
 
 import time

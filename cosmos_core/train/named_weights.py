@@ -3,7 +3,8 @@ policy.
 
 A set holds the trained parameters (an adapter or all), each sharded like the policy's parameter; frozen parameters are
 shared by all sets. A set that follows the policy is always in float32, because updates with a decay of 0.9999 would be
-lost to rounding in bfloat16. `use` swaps a set with the policy's weights in place, so one model computes under any set.
+lost to rounding in bfloat16. `use` swaps a set with the policy's weights in place, so one model can compute with any
+set.
 """
 
 from collections.abc import Iterator

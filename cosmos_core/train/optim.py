@@ -68,9 +68,9 @@ def learning_rate_factor(step: int, total_steps: int | None, train: TrainConfig)
     If the number of steps is unknown, the schedule spans `max_num_steps`. Without `max_num_steps`, the warm-up is
     followed by the peak rate.
 
-    Warm-up, stable, decay as in Cosmos-RL (`optm/__init__.py`) with two corrections. Step k of W warm-up steps has the
-    factor start + (1 - start) * (k + 1) / W; in Cosmos-RL, step 0 has the start factor, so with the default of 0 it
-    changes no weight. A decay that would begin inside the warm-up is shortened to begin after it.
+    The phases warm-up, stable and decay are those of Cosmos-RL (`optm/__init__.py`), with two corrections. Step k of W
+    warm-up steps has the factor start + (1 - start) * (k + 1) / W; in Cosmos-RL, step 0 has the start factor, so with
+    the default of 0 it changes no weight. A decay that would begin inside the warm-up is shortened to begin after it.
     """
     warmup_steps = train.optm_warmup_steps
     total_steps = total_steps or train.max_num_steps

@@ -34,7 +34,7 @@ Setting = tuple[str, Any, str]
 """A setting of a recipe: dotted key, value, and the reason for the value."""
 
 _NUM_ROWS = 500
-_NUM_SEEN = 2000  # images that a training sees in all, where the data set is not larger
+_NUM_SEEN = 2000  # number of images, counted over all epochs, that a training on a small data set uses
 _GIB = 2**30
 _STATE_BYTES = 16  # bytes for each trained weight: the weight, its gradient and both moments of Adam in float32
 _STATE_FRACTION = 0.7  # fraction of memory for weights and optimizer state; the rest is for activations
@@ -85,7 +85,7 @@ def propose(options: Options, machine: Machine) -> Iterator[Setting]:
     method = METHODS[options.method]
     yield "policy.model_name_or_path", options.model, "--model"
     yield from ((key, value, f"cosmos {method.command}") for key, value in method.settings.items())
-    if is_code(options.reward):  # a mistake in it is said before rows are prepared
+    if is_code(options.reward):  # import the reward now, to report its errors before rows are prepared
         import_user_code(options.reward)
     settings_of = _image_settings if row_kind(method.rows).has_media else _text_settings
     yield from settings_of(options, method, machine)
@@ -140,8 +140,8 @@ def _validation_settings(value: str) -> Iterator[Setting]:
 
 
 def _columns(options: Options, method: Method, row: Row) -> tuple[dict[str, str], str]:
-    """Return the names of the rows' columns that are not usual ones, and the reason for the choice; raise DataError if
-    the columns cannot be inferred."""
+    """Return the column names of the rows that differ from the default names, and the reason for the choice; raise
+    DataError if the columns cannot be inferred."""
     kind = tokenised_kind(method.rows)
     if named := {name: column for name in _COLUMNS if (column := getattr(options, name))}:
         return named, "named by an option"

@@ -107,7 +107,7 @@ class Trainer:
     def evaluate(
         self, samples: Sequence[Any], request: Wants = None, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
-        """Return the outputs that `request` selects for each sample, under named weights or another model, no dropout.
+        """Return the outputs that `request` selects for each sample, by named weights or another model without dropout.
 
         All ranks get the outputs of all samples. `size` is the number of samples in a forward pass; None: `mini_batch`.
         """

@@ -128,7 +128,7 @@ class ArtifactStore:
         return StoredRecord(self._bucket, self._key(f"runs/{run_id}/stages/{stage_path.name}"), stage_path, machine)
 
     def _claim_run_name(self, name: str, files: dict[str, str], has_grown: bool) -> bool:
-        """Return True if the name in the store belongs to the run with these files, or was free and now does."""
+        """Return True if the name in the store belongs to the run with these files; claim it if it is free."""
         key = self._key(f"runs/{name}/run.json")
         stored, _ = read_document(self._bucket, key)
         if stored is None:
@@ -162,7 +162,7 @@ def open_stored_run(url: str, folder: str, pause: Callable[[], None]) -> Path:
     """Return the local directory of the run stored at `url`, a return value of `put_run`; create it if necessary.
 
     A new directory is created in `folder`; if `folder` is empty, in the `output_dir` of the run's pipeline. An existing
-    directory gets the stages that were added to the run since, unless a process is running the run in it.
+    directory gets the stages that were added to the run since, unless a process executes the run there.
     """
     base, _, run_id = url.rpartition(_RUNS)
     files = ArtifactStore(base, pause).run(run_id)

@@ -1,4 +1,4 @@
-"""Publication targets, which store versions of a model, then move a pointer; each built-in one is a file here."""
+"""Publication targets: each stores versions of a model and moves a pointer; each module here is a built-in target."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +24,8 @@ class Target(Protocol):
     `path/file.py:Class://LOCATION`. A target may have further methods, of which `S3Target` has all:
 
     - `check()` raises ConfigError if the target cannot be written.
-    - `prepare_upload(folder, pause)` lets an interrupted upload continue: the target keeps a journal in the folder. It
-      calls `pause`, which raises an error if the run is to stop, repeatedly and before it moves the pointer.
+    - `prepare_upload(folder, pause)` lets an interrupted upload continue: the target keeps a journal in the folder.
+      The target calls `pause` repeatedly and before it moves the pointer; `pause` raises an error to stop the upload.
     - `where(version)` and `damage(folder, version, record)`: with both, the same weights are not published twice.
       `damage` returns what is wrong with the files of `record` in a version, or an empty string.
     - `history`, `record_of`, `where` and `point_to`: a target with all four supports rollback of the pointer.

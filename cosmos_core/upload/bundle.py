@@ -154,8 +154,8 @@ class ContentStore:
 
 
 def write_document(bucket: Bucket, key: str, value: dict[str, Any], **only: str) -> str:
-    """Replace a JSON document in one request and return its new ETag. `only` holds conditional headers for
-    `Bucket.write`, for example `IfMatch`."""
+    """Replace a JSON document in one request and return its new ETag. Keyword arguments are conditional
+    headers for `Bucket.write`, for example `IfMatch`."""
     text = json.dumps(value)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return bucket.write(key, json.dumps({"sha256": digest, "text": text}).encode(), **only)

@@ -1,7 +1,8 @@
 """Upload checkpoints to a store during training.
 
-A thread of the flow's process sends the checkpoints with the lowest priority, so that the training never waits. It
-hard-links the files first, so that a checkpoint that is removed meanwhile arrives complete. The manifest goes last.
+A thread of the flow's process sends the checkpoints with the lowest priority, so that the training never waits. The
+thread hard-links the files first, so that a checkpoint that is removed meanwhile arrives complete. The manifest is
+sent last.
 """
 
 import logging
@@ -77,14 +78,14 @@ class CheckpointUploader:
 
 
 class _UploadStopped(Exception):
-    """The training has ended, so the upload stops; the stage that publishes the model sends the remaining files."""
+    """The training has ended, so the upload stops; the `upload` stage sends the remaining checkpoints."""
 
 
 @contextmanager
 def upload_checkpoints_during(stage_path: Path, url: str) -> Iterator[None]:
     """Upload each checkpoint of a training as soon as it is saved, while the `with` block runs; none if `url` is empty.
 
-    If the store fails, a warning is logged and the upload is tried again, finally by the stage that publishes.
+    If the store fails, a warning is logged and the upload is tried again, at the latest by the `upload` stage.
     """
     if not url:
         yield
@@ -125,7 +126,7 @@ def lower_cpu_priority() -> None:
 
 @contextmanager
 def linked(source: Path, target: Path) -> Iterator[Path | None]:
-    """Hard-link the checkpoint `source` to the folder `target`, and yield that, or None if it was removed meanwhile."""
+    """Hard-link the checkpoint `source` into `target` and yield `target`; yield None if the checkpoint was removed."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     complete = None

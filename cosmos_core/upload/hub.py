@@ -1,7 +1,7 @@
 """Publication target `hub`: the Hugging Face Hub, `hub://OWNER/NAME` or `hub://OWNER/NAME@BRANCH`; without an owner,
 the account of the token.
 
-A new repository is private. A version is one atomic commit and a tag with its name; the tag is set after the stored
+A new repository is private. A version is one atomic commit and a tag of the same name; the tag is set after the stored
 files were compared with the source. `HF_ENDPOINT` selects the Hub, `HF_TOKEN` the account.
 """
 
@@ -198,8 +198,8 @@ class HubTarget:
         raise AssertionError("the last attempt returns or raises")
 
     def _sleep(self, seconds: float) -> None:
-        """Wait in short intervals and call `pause` in each: a run that is to stop must not wait as long as a busy Hub
-        may request."""
+        """Wait in short intervals and call `pause` in each: `pause` ends a long wait that the Hub has requested if
+        the run is to stop."""
         deadline = time.monotonic() + seconds
         while (seconds_left := deadline - time.monotonic()) > 0:
             self._pause()

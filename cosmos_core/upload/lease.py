@@ -1,7 +1,8 @@
 """Lease in a bucket: a lock that expires, so that only one process on all machines makes a result at a time.
 
 The holder renews the lease. A waiting process takes the lease over if it has not changed for a minute by the waiting
-process's own clock, so that clocks need not agree. On the machine of a killed holder, it takes the lease over at once.
+process's own clock, so that clocks need not agree. On the machine of a killed holder, another process takes
+the lease over at once.
 """
 
 import logging
@@ -112,7 +113,7 @@ class Lease:
             return None, etag
 
     def _put(self, etag: str) -> bool:
-        """Replace the stored lease with this ETag by that of this process; return True if this process holds it now."""
+        """Replace the stored lease that has this ETag by the lease of this process; return True if that succeeded."""
         self._etag = exchange_document(self._bucket, self._key, asdict(self._holder), etag)
         if self._etag:
             return True

@@ -119,7 +119,7 @@ class MlflowTarget:
         with self._translate_errors():
             lineage = {f"cosmos.input.{name}": digest for name, digest in record.get("inputs", {}).items()}
             lineage |= {"cosmos.run": str(record.get("run_id", "")), "cosmos.stage": str(record.get("stage", ""))}
-            # A forced rerun of the stage may have made other weights: the digest in the key makes them another version.
+            # A forced rerun of the stage may have made other weights: the digest in the key then gives a new version.
             tags = lineage | {VERSION: version, RUN_KEY_TAG: f"{version}-{_folder_of(record)}"}
             run = keyed_run(self.client, self.name, tags[RUN_KEY_TAG], version, lineage)
             self._send(run, folder, record)
@@ -193,8 +193,8 @@ class MlflowTarget:
         return next((each for each in self._find() if str(each.version) == str(number)), None)
 
     def _version(self, version: str) -> Any:
-        """Return the version of the model that was published as `version`; None if there is none. Of several, return
-        the one with the alias, or else the newest."""
+        """Return the version of the model that was published as `version`; None if there is none. Of several
+        versions, return the version with the alias, or else the newest version."""
         current = self._current_version()
         if current is not None and current.tags.get(VERSION) == version:
             return current
@@ -213,7 +213,7 @@ class MlflowTarget:
 
 
 def _folder_of(record: dict[str, Any]) -> str:
-    """Return the name of the artifact folder for the files of a record; other files give another name."""
+    """Return the name of the artifact folder for the files of a record; it depends on their digests."""
     return f"model-{hashlib.sha256(json.dumps(record['files'], sort_keys=True).encode()).hexdigest()[:12]}"
 
 

@@ -1,7 +1,7 @@
 """Decide which runs and results of an artifact store can be removed, and remove them, for `cosmos clean --store`.
 
 A run can be removed if none of its objects was written for long enough. The result of a fingerprint can be removed if
-it is as old and no remaining run uses it; a content can be removed if no remaining result names it. Ages are measured
+it is as old and no remaining run uses it; a content can be removed if no remaining result lists it. Ages are measured
 with the store's own clock. Nothing is removed while a stage is being made, since its result may name existing contents.
 """
 
@@ -40,7 +40,7 @@ class StoredFolder:
 
 
 class Retention:
-    """Selection of the runs and results of an artifact store that can be removed, by its state at construction."""
+    """Selection of the runs and results of an artifact store that can be removed, computed at construction."""
 
     def __init__(
         self, url: str, *, num_kept: int, older_than_seconds: float, min_seconds: float = SECONDS_PER_DAY
@@ -125,7 +125,7 @@ class Retention:
                 run.reason_to_keep = "not old enough"
 
     def _unreferenced_contents(self, kept_folders: list[StoredFolder]) -> list[Object]:
-        """Return the old contents that no result in the folders `kept_folders` names."""
+        """Return the old objects below `objects/` that no result in `kept_folders` lists as output."""
         outputs = [files for folder in kept_folders for files in self._results(folder, "outputs")]
         referenced = {each["sha256"] for files in outputs for each in files}
         return [

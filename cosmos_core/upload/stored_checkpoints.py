@@ -18,7 +18,7 @@ _METRICS = "metrics.jsonl"
 
 
 class StoredCheckpoints:
-    """Stored checkpoints of one training; a checkpoint that its machine has removed is removed from the store too."""
+    """Stored checkpoints of one training; a checkpoint that is removed locally is removed from the store too."""
 
     def __init__(self, bucket: Bucket, prefix: str, stage_path: Path) -> None:
         self._bucket, self._prefix, self._stage_path = bucket, prefix, stage_path
@@ -27,7 +27,7 @@ class StoredCheckpoints:
 
     def push(self, pause: Callable[[], None] = lambda: None) -> list[str]:
         """Store each complete checkpoint that is not stored yet, with the training's metrics, then remove older stored
-        checkpoints that the machine has removed; return the names of the new ones, `step_N`."""
+        checkpoints that were removed locally; return the names of the newly stored checkpoints, `step_N`."""
         num_sent = []
         manifests = saved_manifests(self._stage_path)
         for name, manifest in manifests.items():

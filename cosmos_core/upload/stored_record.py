@@ -100,7 +100,7 @@ def _files_to_push(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
 
 
 def _without_process_ids(data: bytes) -> State | None:
-    """Return the state of a stage without process ids, which mean nothing elsewhere; None if `data` is damaged."""
+    """Return the state of a stage without process ids, which are local to a machine; None if `data` is damaged."""
     try:
         state = State.model_validate_json(data)
     except ValueError:

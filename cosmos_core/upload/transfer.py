@@ -1,4 +1,4 @@
-"""Upload files to a bucket in parallel parts, so that a kill loses at most the parts in flight.
+"""Upload files to a bucket in parallel parts, so that a killed process loses at most a few unfinished parts.
 
 A journal in the folder of the stage records upload ids and parts that arrived; the store's own list of parts takes
 precedence. Each part is verified by the MD5 that the store returns, each object by the SHA-256 of its content.
@@ -142,8 +142,8 @@ class Transfer:
         )
 
     def _upload_of(self, key: str, sha256: str) -> str:
-        """Return the id of the multipart upload that the journal names, or of a new one. Other uploads of the same key
-        remain, because another machine may be sending the same content."""
+        """Return the id of the multipart upload in the journal, or of a new upload. Other uploads of the same key are
+        kept, because another machine may be sending the same content."""
         client, name = self.bucket.client, self.bucket.name
         previous = self.journal.uploads.get(key)
         uploads = client.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ()) if previous else ()

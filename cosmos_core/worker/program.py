@@ -14,6 +14,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,7 @@ FACTS_FILE = "facts.json"
 
 def main() -> int:
     """Run the stage named on the command line, and return the exit code."""
-    # Let child processes not inherit the launcher's lock files, since a child may outlive this process.
+    # Child processes must not inherit the launcher's lock files, since a child may outlive this process.
     for descriptor in filter(None, os.environ.pop("COSMOS_LOCK_DESCRIPTORS", "").split(",")):
         os.set_inheritable(int(descriptor), False)
     path = Path(sys.argv[1])
@@ -117,8 +118,8 @@ def _engines(stage: Stage) -> Any:
 
 
 def run_rank(path: Path, program: Callable[..., Outcome], messages: Any) -> Outcome:
-    """Run the program of a stage on one rank of a group; only the first rank logs below warnings and writes shared
-    files."""
+    """Run the program of a stage on one rank of a group; only the first rank logs messages below WARNING and writes
+    shared files."""
     from cosmos_core.parallel.mesh import all_gather_object, is_first
 
     configure("INFO" if is_first() else "WARNING")
@@ -172,11 +173,26 @@ def _run(stage: Stage, program: Callable[..., Outcome]) -> Outcome:
     """Call the program of a stage, and pass its metrics to the log and to the metric sinks (W&B, TensorBoard)."""
     steps = StepLog(stage.progress)
     stage.metrics.watchers.append(steps.log_metrics_line)
+    warnings, ours = _WarningHandler(stage.progress), logging.getLogger("cosmos_core")
+    ours.addHandler(warnings)
     try:
         with send_to_sinks(stage):
             return _call_program(program, stage)
     finally:
+        ours.removeHandler(warnings)
         steps.flush()
+
+
+class _WarningHandler(logging.Handler):
+    """Log handler that also reports warnings in `progress.json`."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(logging.WARNING)
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # a full disk must not raise in the code that logs
+            self._progress.warn(masked(record.getMessage()))
 
 
 def _import_program(entry: str) -> Callable[..., Outcome]:

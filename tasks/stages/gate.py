@@ -53,7 +53,7 @@ def run(stage: Stage) -> Outcome:
         _add_corrected_p_values(report[first:])
         failed += [_refusal(condition, entry) for entry in report[first:] if not entry["passed"]]
     stage.path.mkdir(parents=True, exist_ok=True)
-    write_json(stage.path / CONDITIONS, report)  # here, because a gate that refuses a model raises an error
+    write_json(stage.path / CONDITIONS, report)  # before a refusing gate raises its error
     if failed:
         raise GateFailed(f"gate {stage.name!r}: {'; '.join(failed)}")
     return Outcome(metrics=metrics, info={"conditions": [*report]})
@@ -80,7 +80,7 @@ def _compare_items(condition: MetricCondition, paired: PairedDifferences, confid
 
 def _add_corrected_p_values(entries: list[dict[str, Any]]) -> None:
     """Add p-values with Holm's correction to the comparisons of all benchmarks that match one condition. The report
-    shows with them which benchmarks differ; the gate does not use them, because every benchmark has to pass."""
+    uses them to show which benchmarks differ; the gate does not use them, because every benchmark has to pass."""
     compared = [entry["paired"] for entry in entries if "paired" in entry]
     if len(compared) > 1:
         for pair, corrected in zip(compared, correct_p_values([pair["p_value"] for pair in compared]), strict=True):
@@ -107,7 +107,7 @@ def _paired_comparison(
     stage: Stage, condition: MetricCondition, name: str, measured: dict[str, float], record: dict[str, Any]
 ) -> PairedDifferences | None:
     """Return the comparison with the published model per item of a benchmark. Return None if the run of the published
-    model is not on this machine, if it measured other items, or if the metric is not the mean over the items: of a
+    model is not on this machine, if it measured other items, or if the metric is not the mean over the items: for a
     perplexity, for example, the items are log-likelihoods."""
     if not (stage.config.confidence and condition.needs_published_model) or condition.comparison == "==":
         return None

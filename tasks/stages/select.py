@@ -43,7 +43,7 @@ def run(stage: Stage) -> Outcome:
     best = (max if sweep.mode == "max" else min)(candidates, key=lambda sweep_branch: values[sweep_branch.stages])
     model_stages = [name for name in best.stages if stage.inputs[name]["info"].get("model")]
     source = stage.inputs[model_stages[-1] if model_stages else best.stages[-1]]
-    info = {key: value for key, value in source["info"].items() if key != "data"}  # a folder of the chosen stage
+    info = {key: value for key, value in source["info"].items() if key != "data"}  # `data` is a folder of that stage
     outputs: tuple[str, ...] = ()
     if model_stages:
         outputs = (str(info["model"]),)

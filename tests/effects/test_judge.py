@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.rewards.judge import judge
-from tests.effects.change import GRPO, Change, changes
+from cosmos_core.train.measure import open_rewards
+from tests.effects.change import GRPO, Change, changes, stage_of
+from tests.effects.test_rewards import GROUP
 from tests.unit.chat_server import chat_server
 
 SERVED = {**GRPO, "judge.endpoint": "http://elsewhere/v1", "judge.model": "m", "judge.template": "{completion}"}
@@ -56,3 +59,31 @@ def test_it_changes_which_server_judges(change: Change) -> None:
     with pytest.raises(Exception, match="Connection error"):
         asked(change.after, url=change.after.judge.endpoint)
     assert asked(change.before.derive(judge=change.before.judge.derive(cache=False)))[0] == 0.4
+
+
+WEIGHTS = {"judge": 1.0}
+IMPATIENT = {
+    **SERVED, "train.train_policy.reward_function": WEIGHTS, "train.train_policy.reward_timeout_seconds": 0.1
+}  # fmt: skip
+
+
+@changes(Change("judge.timeout_seconds", 0.5, IMPATIENT))
+def test_it_changes_how_long_a_slow_judge_is_waited_for(
+    change: Change, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    is_over = threading.Event()
+
+    def complete(request: dict[str, Any]) -> str:
+        is_over.wait(2.0)
+        return '{"score": 4}'
+
+    with chat_server(complete=complete) as (url, _):
+        scores = []
+        for recipe in (change.after, change.before):
+            recipe = recipe.derive(judge=recipe.judge.derive(endpoint=url))
+            with open_rewards(stage_of(tmp_path / "stage", recipe, kind="rl"), WEIGHTS) as score_groups:
+                scores.append(score_groups([GROUP])[0].scores[0])
+        is_over.set()
+    assert [score.value for score in scores] == [None, 0.4]
+    assert scores[0].error == "judge: not done in 0.5 s"

@@ -219,3 +219,14 @@ def test_a_sparkline_has_the_first_the_last_the_lowest_and_the_highest_value() -
     assert sparkline([float(i) for i in range(8)]) == "▁▂▃▄▅▆▇█"
     long = sparkline([abs(i - 500.0) for i in range(1001)])
     assert len(long) == 12 and long[0] == long[-1] == "█" and long[5] == long[6] == "▁"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_each_warning_of_a_stage_is_printed_once(clock: Clock, out: io.StringIO, terminal: bool) -> None:
+    position = progress(1, 2, 0).model_copy(update={"warnings": ["12 of 24 rewards are invalid"]})
+    with Display(["prepare", "rl"], terminal=terminal, stream=out, clock=clock) as display:
+        for _ in range(3):
+            display.update("rl", "running", position)
+        display.update("rl", "done", position.model_copy(update={"warnings": [*position.warnings, "the disk is slow"]}))
+    assert out.getvalue().count("rl       warning: 12 of 24 rewards are invalid\n") == 1
+    assert out.getvalue().count("rl       warning: the disk is slow\n") == 1

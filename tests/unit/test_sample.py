@@ -17,11 +17,13 @@ from cosmos_core.data import prepare
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.errors import ConfigError, DataError, Preempted, RewardError
+from cosmos_core.run.progress import read_progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.sample import program
 from cosmos_core.sample.records import FILE, SampledPrompt, ScoredCompletion
 from cosmos_core.sample.selection import metrics_of, pass_rate, select_completions, select_pair
 from cosmos_core.types import Prompt
+from cosmos_core.worker.program import _run
 from tasks.kinds import all_kinds
 from tests.unit.chat_server import chat_server
 from tests.unit.test_train import BASE, make_stage
@@ -274,6 +276,22 @@ def test_invalid_rewards_are_one_line_and_are_not_taken_again(task: Path, tmp_pa
     with pytest.raises(RewardError, match="all 60 rewards are invalid; the first: "):
         program.run(stage)
     assert not (stage.path / FILE).exists()
+
+
+def test_some_invalid_rewards_are_a_warning_of_the_stage(task: Path, tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text(
+        "def half(prompts, completions, **_):\n    return [ValueError('no digit'), *[1.0] * (len(completions) - 1)]\n"
+    )
+    policy = {"type": "grpo", "reward_function": f"{tmp_path}/half.py:half", "group_reward_calculation": True}
+    made = recipe(task, policy, keep={"finished": False})
+    stage = make_stage(tmp_path / "sample", "sample", made, task / "task/model", task / "prompts/data")
+    metrics = _run(stage, program.run).metrics
+    expected = (
+        f"{metrics['sample/invalid']:.0f} of 60 rewards are invalid, and these completions are left out; the first: "
+    )
+    progress = read_progress(stage.path)
+    assert progress is not None and metrics["sample/invalid"] > 0
+    assert [text for text in progress.warnings if text.startswith(expected) and "no digit" in text]
 
 
 def test_an_endpoint_completes_the_prompts(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 A file NAME.py has a function `NAME(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]`, which
 returns the loss of each token (B, T), to be minimized, and metrics over the trained tokens. The file declares
 `SCALES_WITH_ADVANTAGE = True` if the loss of a token is its advantage times a finite factor, so that tokens with an
-advantage of 0 have no gradient. Completions that consist of these tokens need not be run through the model.
+advantage of 0 have no gradient. Completions that consist only of such tokens need not be run through the model.
 
 Shapes: B sequences, T tokens.
 """

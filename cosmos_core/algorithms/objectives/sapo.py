@@ -1,4 +1,4 @@
-"""Soft adaptive policy optimization (arXiv 2511.20347): a gate that closes gradually instead of a clip."""
+"""Soft adaptive policy optimization (arXiv 2511.20347): a smooth gate replaces the clipping of the ratio."""
 
 import torch
 from torch import Tensor

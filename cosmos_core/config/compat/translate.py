@@ -1,4 +1,4 @@
-"""Translate key names of older generations to current names; `keys.toml` lists keys that moved or have no effect."""
+"""Translate configuration keys of older recipe generations; `keys.toml` lists renamed keys and keys without effect."""
 
 import copy
 import tomllib
@@ -61,7 +61,7 @@ def with_current_keys(values: Values, source: str, notices: list[str]) -> Values
 
 
 def _refuse_wfm(values: Values, source: str) -> None:
-    """Refuse a recipe of the deprecated `--wfm-mode` schema; a user's script may have a table `[model]`."""
+    """Refuse a recipe of the deprecated `--wfm-mode` schema; a table `[model]` alone may belong to user code."""
     tables = [name for name in _WORLD_MODEL_TABLES if isinstance(values.get(name), dict)]
     if tables and (not _CURRENT_TABLE_NAMES & values.keys() or ("model" in tables and len(tables) > 1)):
         raise ConfigError(
@@ -101,8 +101,8 @@ def _fill(values: Values, old_key: str, new: str, notices: list[str]) -> None:
 
 
 def _keep_applicable_batch_size(values: Values, notices: list[str]) -> None:
-    """Of two validation batch sizes in a file of the first generation, keep the one that applies to the type of
-    training, RL or SFT."""
+    """Keep the validation batch size of the training type, RL or SFT, if a file of the first recipe generation sets
+    different batch sizes for both."""
     (first, name), (second_value, other) = (_find_table(values, key) for key in _BATCHES)
     if name not in first or other not in second_value or first[name] == second_value[other]:
         return
@@ -159,7 +159,7 @@ def no_effect_message(key: str, value: Any) -> str:
 
 
 def _split_stage_key(key: str, table: str) -> tuple[str, bool]:
-    """Return the name of the stage that a dotted key begins with, with its dot, and whether the rest is in `table`."""
+    """Return the prefix `STAGE.` of a dotted key (or ""), and whether the key after this prefix is in `table`."""
     if f"{key}.".startswith(f"{table}."):
         return "", True
     stage, _, rest = key.partition(".")

@@ -1,4 +1,4 @@
-"""Names of settings in transformers and TRL, each with the key here that means the same, or what replaces it."""
+"""Map settings of transformers and TRL to the equivalent configuration keys, or to a text with a replacement."""
 
 import tomllib
 from importlib.resources import files

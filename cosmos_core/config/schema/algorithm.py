@@ -1,7 +1,7 @@
 """Base class of the tables `[train.train_policy]`: the keys that every algorithm has, and what an algorithm declares to
 other modules.
 
-Each algorithm has a subclass in the file of its name; `algorithm_of` selects the one that a recipe uses. Other modules
+Each algorithm has a subclass in the file of its name; `algorithm_of` selects the class for a recipe. Other modules
 read these declarations rather than the name of the algorithm.
 """
 
@@ -166,7 +166,7 @@ class AlgorithmConfig(Table):
         return ()
 
     def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling | None:
-        """Return the settings for sampling from a diffusion model; None: there are no rollouts, or they are text."""
+        """Return the settings for sampling from a diffusion model; None: no rollouts, or rollouts of text."""
         return None
 
     @property
@@ -249,6 +249,6 @@ def _kinds(table: type[AlgorithmConfig]) -> tuple[str, ...]:
 
 
 def _algorithms(parent: type[AlgorithmConfig] = AlgorithmConfig) -> list[type[AlgorithmConfig]]:
-    """Return every table that names an algorithm, in the order of their definition."""
+    """Return every table class that declares an algorithm, in definition order."""
     tables = [parent] if "algorithm" in vars(parent) else []
     return [*tables, *(table for child in parent.__subclasses__() for table in _algorithms(child))]

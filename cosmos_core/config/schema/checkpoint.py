@@ -42,12 +42,12 @@ class CheckpointConfig(Table):
     """Prefix of keys in the bucket, before the names of pipeline and stage."""
 
     def s3_url(self, *names: str) -> str:
-        """Return the URL in the store for these names; empty if nothing is uploaded."""
+        """Return the S3 URL with the path parts `names`; empty if upload is off."""
         parts = (self.s3_bucket or "", self.s3_prefix.strip("/"), *names)
         return f"s3://{'/'.join(filter(None, parts))}" if self.upload_s3 else ""
 
     def targets(self, *names: str, is_last: bool) -> dict[str, str]:
-        """Return a training's publication targets by suffix of the upload stage; only the last one goes to the Hub."""
+        """Return a training's target URLs by upload stage suffix; only the last training is published on the Hub."""
         hub = f"hub://{self.hf_repo_name}" if self.upload_hf and is_last else ""
         return {kind: url for kind, url in {"s3": self.s3_url(*names), "hub": hub}.items() if url}
 

@@ -17,7 +17,7 @@ BENCHMARKS = "train.train_policy.clean.decontaminate_against"
 class BenchmarkRowsConfig(Table):
     """`[[train.train_policy.clean.decontaminate_against]]`: rows of a benchmark."""
 
-    # The name is left out of `str`, by which a list of tables enters a fingerprint: the content counts.
+    # `repr=False` keeps the name out of the fingerprint, which includes the content of the rows.
     name: Annotated[str, NoResult, NamedThing.PATH, Field(min_length=1, repr=False)]
     """Path, URL or Hub id of the rows, as in `dataset.name`, or `stage:NAME` of a stage that makes rows of text; every
     text in every column is compared."""
@@ -61,6 +61,6 @@ class CleanConfig(Table):
     out."""
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
-        """Yield errors for rows that are not compared."""
+        """Yield an error for a diffusion model: only rows of text are compared."""
         if stage.recipe.policy.is_diffusers:
             yield "train.train_policy.clean: only rows of text are compared; leave it out for a diffusion model"

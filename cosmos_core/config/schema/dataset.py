@@ -22,7 +22,7 @@ PASS_RATES = "pass_rates.jsonl"
 
 
 def generator_of(name: str) -> str:
-    """Return the generator that the name of a data set names, such as `chain_sum`; empty if it names none."""
+    """Return the `reasoning-gym` generator, such as `chain_sum`, of a data set name; empty if there is none."""
     return name.removeprefix(GENERATED) if name.startswith(GENERATED) else ""
 
 

@@ -1,7 +1,7 @@
-"""Keys of tables that are declared as data, in `unused.toml`.
+"""Build pydantic fields for the configuration keys that `unused.toml` declares.
 
-A key says what a value `is`, by a name of `TYPES`, or `of` which values it is one; its `default` (none: the key may be
-left out), its `unit` and what it `means`.
+A declaration has `is` (a name in `TYPES`) or `of` (the allowed values), `default` (none: the key may be left out),
+`unit` and `means` (the description).
 """
 
 from typing import Annotated, Any, Literal

@@ -94,7 +94,7 @@ class FlowRLConfig(Table):
 
 
 def window_of(config: FlowRLConfig, num_steps: int) -> StepWindow | None:
-    """Return the window of stochastic denoising steps in a rollout of `num_steps` steps; None: all are stochastic."""
+    """Return the window of stochastic steps in a rollout of `num_steps` denoising steps; None: all are stochastic."""
     if config.window_size is None:
         return None
     first, end = config.window_range or (0, max(config.window_size, num_steps // 2))

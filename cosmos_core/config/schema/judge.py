@@ -5,9 +5,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cosmos_core.config.schema.marks import NoResult
+from cosmos_core.config.schema.marks import NoResult, UnitMark
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveInt, Tokens
+from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveFloat, PositiveInt, Tokens
 
 
 class JudgeConfig(Table):
@@ -28,6 +28,9 @@ class JudgeConfig(Table):
     """Sampling temperature of the judge."""
     max_tokens: Tokens = 512
     """Maximum number of tokens of the judge's reply."""
+    timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds")] = 300.0
+    """Time limit of the judge for all completions of one prompt, with the time that requests wait at the server;
+    completions without a score are then invalid. It takes the place of `reward_timeout_seconds`."""
     key_env: Annotated[str, NoResult] = "OPENAI_API_KEY"
     """Environment variable that holds the key of the server, if it needs one."""
     cache: Annotated[bool, NoResult] = True

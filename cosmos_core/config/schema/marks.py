@@ -86,7 +86,7 @@ class AffectsResult:
 
     value: bool
     omits_empty: bool = False
-    """Whether an empty value is left out of fingerprints, as in those of versions without the field."""
+    """Whether a fingerprint omits an empty value, as it does in versions without the field."""
 
 
 NoResult = AffectsResult(False)
@@ -96,7 +96,7 @@ OmittedIfEmpty = AffectsResult(True, omits_empty=True)
 
 
 def find_mark(field: FieldInfo, kind: type) -> Any:
-    """Return the mark of a class in a field's annotation; None if the field has no such mark."""
+    """Return the mark of the given type in a field's annotation; None if there is none."""
     entry = _MARKS_BY_FIELD.get(id(field))
     if entry is None:
         entry = _MARKS_BY_FIELD[id(field)] = field, [*field.metadata, *_marks_in_union(field.annotation)]
@@ -109,6 +109,6 @@ no other object gets the same `id`."""
 
 
 def _marks_in_union(annotation: Any) -> list[Any]:
-    """Yield the marks inside a union, such as those of `Annotated[int, ...] | None`."""
+    """Return the marks inside a union, such as those of `Annotated[int, ...] | None`."""
     members = get_args(annotation) if get_origin(annotation) in {Union, types.UnionType} else ()
     return [item for member in members if get_origin(member) is Annotated for item in get_args(member)[1:]]

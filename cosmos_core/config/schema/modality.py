@@ -17,7 +17,7 @@ _IMAGES = ("*.png", "*.jpg", "*.jpeg", "*.webp", "*.bmp", "*.gif", "*.tif", "*.t
 
 @dataclass(frozen=True)
 class Modality:
-    """Properties of all models of one modality; file patterns are those of `run.content.matches_patterns`."""
+    """Properties of all models of one modality; `run.content.matches_patterns` defines the file patterns."""
 
     name: str
     """Name of the modality in the declarations of algorithms and stage kinds; also the name of the modules that open
@@ -35,9 +35,9 @@ class Modality:
     has_engines_of_text: bool
     """Whether rollout engines generate text and may run in processes of their own."""
     is_estimated: bool
-    """Whether `cosmos plan --estimate` computes memory and steps."""
+    """Whether `cosmos plan --estimate` supports the modality."""
     evaluation_libraries: tuple[str, ...]
-    """Packages that evaluations of the modality compute with, beside those of all evaluations."""
+    """Packages that evaluations of the modality need in addition to common packages."""
 
 
 CAUSAL_LM = Modality(

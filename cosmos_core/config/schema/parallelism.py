@@ -49,8 +49,8 @@ class ParallelismConfig(Table):
         return self.tp_size * self.cp_size * abs(self.dp_shard_size) * self.pp_size * self.dp_replicate_size
 
     def num_stages(self, layers: int) -> int:
-        """Return the number of pipeline stages of a model: one per rank, or under `Interleaved1F1B` as many as keep
-        each at `pp_layers_per_stage` layers or fewer."""
+        """Return the number of pipeline stages of a model: one per rank, or under `Interleaved1F1B` so
+        many that no stage has more than `pp_layers_per_stage` layers."""
         if self.pp_schedule != "Interleaved1F1B" or self.pp_size == 1:
             return self.pp_size
         return self.pp_size * -(-layers // (self.pp_size * self.pp_layers_per_stage))

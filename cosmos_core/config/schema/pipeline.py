@@ -154,7 +154,7 @@ class StageConfig(Table):
 
     @property
     def timeout_seconds(self) -> float | None:
-        """Return the deadline of one attempt; None: no limit."""
+        """Return the time limit of one attempt in seconds; None: no limit."""
         return seconds(self.timeout) if self.timeout else None
 
 

@@ -183,7 +183,7 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _set_diffusion_engine(self) -> Self:
-        """Set the backend `flow_sampler` for diffusion models in place of an engine for text: the ranks that train
+        """Replace a text engine by the backend `flow_sampler` for diffusion models, whose training ranks also
         generate."""
         if not self.policy.is_diffusers or self.rollout.backend not in {"vllm", "hf"}:
             return self
@@ -207,7 +207,7 @@ class Recipe(Table):
         return self
 
     def should_compile_blocks(self, device: str) -> bool:
-        """Return whether blocks are compiled on devices of a type, `cuda` or `cpu`."""
+        """Return whether torch.compile is applied to blocks on a device type, `cuda` or `cpu`."""
         if self.train.compile is not None or device != "cuda":
             return bool(self.train.compile)
         mesh, policy = self.policy.parallelism, self.policy

@@ -134,8 +134,8 @@ class RlConfig(AlgorithmConfig):
 
     @property
     def held_out_rewards(self) -> dict[str, float]:
-        """Return the reward functions of validation; with `bypass_reward` those of `reward_function` if the recipe sets
-        it."""
+        """Return the reward functions of validation; `bypass_reward` does not remove a `reward_function` that the
+        recipe sets."""
         has_own_rewards = "reward_function" in self.model_fields_set
         return self.reward_function if self.bypass_reward and has_own_rewards else self.rewards
 
@@ -191,7 +191,7 @@ class RlConfig(AlgorithmConfig):
     @model_validator(mode="before")
     @classmethod
     def _reward_of_generated_rows(cls, values: Any) -> Any:
-        """Score rows of `reasoning-gym` by its own reward unless the recipe names another."""
+        """Set the reward function `reasoning_gym` for generated rows unless the recipe sets another."""
         if not isinstance(values, dict) or "reward_function" in values:
             return values
         datasets, new_rewards = values.get("datasets") or (), {}

@@ -123,7 +123,7 @@ class RolloutConfig(Table):
 
     @property
     def native_obstacles(self) -> list[str]:
-        """Return the settings with which weights cannot reach engines by `weight_transfer = "native"`."""
+        """Return the settings that prevent weight transfer with `weight_transfer = "native"`."""
         is_set = {
             f"backend = {self.backend!r}": self.backend != "vllm",
             f"quantization = {self.quantization!r}": self.quantization == "mxfp4",

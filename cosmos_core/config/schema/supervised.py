@@ -46,7 +46,7 @@ class SupervisedConfig(AlgorithmConfig):
 
     @property
     def column_names(self) -> dict[str, str]:
-        """Return the names of the columns of a row, by their default names, as far as the recipe changes them."""
+        """Return the column names that the recipe sets, by the default name of each column."""
         default_names = ("prompt", "response", "chosen", "rejected", "label")
         columns = {name: getattr(self, f"{name}_column_name", "") for name in default_names}
         return {

@@ -101,11 +101,11 @@ class Table(BaseModel):
     def is_set(self, name: str) -> bool:
         """Return True if a field was set to another value than its default."""
         value, default = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
-        # None mostly means the setting of another table, so that False is a default of None.
+        # A default of None mostly means that another table supplies the value; False then equals the default.
         return name in self.model_fields_set and value != default and not (default is None and value is False)
 
     def derive(self, **values: Any) -> Self:
-        """Return a copy with values that a rule derives; they are not validated and do not count as set by the user."""
+        """Return a copy with derived values, which are not validated and do not count as set by the user."""
         copy: Any = type(self).model_construct(_fields_set=set(self.model_fields_set), **dict(self) | values)
         return copy  # type: ignore[no-any-return]
 
@@ -115,7 +115,7 @@ _USED_STATUS = Status("used")
 
 
 def status(field: FieldInfo) -> Status:
-    """Return what this version does with a field."""
+    """Return the support status of a field in this version."""
     status_mark: Status | None = find_mark(field, Status)
     return status_mark or _USED_STATUS
 
@@ -204,7 +204,7 @@ def result_values(table: Table) -> dict[str, Any]:
         omits_empty = getattr(find_mark(field, AffectsResult), "omits_empty", False)
         if not affects_result(field) or (not value and omits_empty):
             continue
-        if omits_empty and _are_tables(value):  # by key, so that a kind of stages reads some keys of all tables
+        if omits_empty and _are_tables(value):  # grouped by key, because a stage kind may read only some keys
             rows = [result_values(each) for each in value]
             values[name] = {
                 key: [row.get(key) for row in rows] for key in dict.fromkeys(k for row in rows for k in row)

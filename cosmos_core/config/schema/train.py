@@ -335,5 +335,5 @@ def inferred_type(policy: Mapping[str, Any]) -> Any:
 
 
 def _take_single_item(values: Any) -> Any:
-    """Return the item of a list of one, because a model is one part; return any other value unchanged."""
+    """Return the item of a one-item list, since a model has one part; return any other value unchanged."""
     return values[0] if isinstance(values, tuple) and len(values) == 1 else values

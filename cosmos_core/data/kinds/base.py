@@ -35,14 +35,14 @@ LOCATION_COLUMN = "place"
 """Name of the column with the location that a row was read from."""
 COMPARED_ROWS = 256
 """Number of rows per batch when log-probabilities are compared with a reference policy. The number is fixed, because
-padding, and so rounding, and the mismatched responses of labelled rows depend on the batch."""
+padding (and therefore rounding) and the mismatched responses of labelled rows depend on the batch."""
 Seed = tuple[int, int] | None
-"""Seed of the data order and number of the train step, from which random values such as noise follow; None: the rows
-are held out, and the values are the same at each call."""
+"""Seed of the data order and number of the train step; random values such as noise are derived from them. None: the
+rows are held out, and the random values are the same in each call."""
 IDS, MASK = pa.list_(pa.int32()), pa.list_(pa.uint8())
 _IMAGE = pa.struct({"path": pa.string(), "content": pa.large_binary(), "sha256": pa.string()})
 IMAGE_ROOT = b"images below"
-"""Key of the schema's metadata with the folder that image paths are relative to."""
+"""Key in the schema's metadata, whose value is the folder that image paths are relative to."""
 
 
 class HeldOutRows(ABC):
@@ -70,7 +70,7 @@ class HeldOutRows(ABC):
 
     @abstractmethod
     def samples(self, positions: Sequence[int], seed: Seed = None, micro_batch: int | None = None) -> list[Any]:
-        """Return the samples of the rows at `positions`, with random values that follow from `seed`.
+        """Return the samples of the rows at `positions`, with random values that are derived from `seed`.
 
         `micro_batch` is the number of the micro-batch that all these samples belong to; None: the trainer divides them.
         """
@@ -160,7 +160,7 @@ class TokenisedKind(RowKind):
     """A kind of rows of text, which `prepare` tokenises one by one."""
 
     is_completed: ClassVar[bool] = False
-    """Whether an engine completes the rows, which must then be shorter than the model's maximum length."""
+    """Whether an engine generates completions of the rows, so that rows must be shorter than the maximum length."""
     packer_method: ClassVar[str | None] = "sft_process_sample"
     """Method of a user's data packer that converts rows of this kind; None: packers do not apply to the kind."""
     has_one_response: ClassVar[bool] = True
@@ -190,7 +190,7 @@ class TokenisedKind(RowKind):
         return self.reader(ReadRow(row, policy.column_names, where), where, column, system_prompt, with_images=True)
 
     def read_columns(self, row: Row, where: str, column_names: Mapping[str, str]) -> Any:
-        """Read a row; `column_names` maps `prompt`, `response`, `chosen`, `rejected` to columns that are not usual.
+        """Read a row; `column_names` maps `prompt`, `response`, `chosen`, `rejected` to column names of the row.
 
         Raises:
             DataError, SkippedRow: as in `read`.

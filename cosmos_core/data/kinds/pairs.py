@@ -120,7 +120,7 @@ def _check_pair_differs(values: list[list[int]], where: str, *, is_truncated: bo
 
 
 def _visual_pair(job: Job, conversations: list[list[Message]], row: Row, where: str) -> Record:
-    """Return the record of two conversations that begin with the same turns, the only ones that show images."""
+    """Return the record of two conversations that begin with the same turns; only these shared turns show images."""
     processor, tools = processor_for(job), read_tools(row, where)
     values: list[list[int]] = []
     image_refs: list[list[Ref]] = []

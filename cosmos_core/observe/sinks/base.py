@@ -87,7 +87,7 @@ def find_sink(name: str) -> Opener:
 def send_to_sinks(stage: Stage, find: Callable[[str], Opener] = find_sink) -> Iterator[None]:
     """Send the metrics that a stage logs during the block to the metric sinks of its recipe.
 
-    Each metric sink is opened with the first metric, so that a stage without metrics creates no empty run there.
+    Each metric sink is opened with the first metric, so that a stage without metrics creates no empty run in a service.
     """
     names = dict.fromkeys(name for name in stage.recipe.logging.logger if name != CONSOLE)
     sink_threads = [_SinkThread(name, find, stage) for name in names]

@@ -40,7 +40,7 @@ class WandbSink:
         self.starting_step = int(self._run.starting_step)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Send one line of `metrics.jsonl`. wandb accepts no step before the newest one, so metrics of a late
+        """Send one line of `metrics.jsonl`. wandb accepts no step below the newest step, so metrics of a late
         validation are sent with the newest step, and their own step as `validation/step`."""
         step = line["step"]
         earlier = {"validation/step": step} if step < self._newest_step else {}

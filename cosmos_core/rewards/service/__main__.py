@@ -22,7 +22,7 @@ log = logging.getLogger("cosmos.rewards")
 
 
 def main() -> int:
-    """Serve until a signal, or test each reward; return the exit code."""
+    """Serve requests until a signal, or test each reward; return the exit code."""
     parser = argparse.ArgumentParser(prog="cosmos reward-service", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--host")
@@ -98,7 +98,7 @@ class _Server(uvicorn.Server):
         self._draining: Future[None] | None = None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Begin to drain; uvicorn calls this method on a signal."""
+        """Begin to finish the requests; uvicorn calls this method on a signal."""
         if self._draining is None and self.started:
             log.info("%s: finishing %d requests", signal.Signals(sig).name, len(self._engine.pending))
             self._draining = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)

@@ -197,7 +197,7 @@ class HttpInterface:
             return True
         kind, _, credentials = request.headers.get("Authorization", "").partition(" ")
         content = credentials.strip().encode("utf-8", "replace")
-        if kind.lower() == "basic" and request.method == "GET":  # browsers authenticate for the status page by Basic
+        if kind.lower() == "basic" and request.method == "GET":  # browsers use HTTP Basic for the status page
             try:
                 content = base64.b64decode(content, validate=True).partition(b":")[2]
             except binascii.Error:

@@ -1,4 +1,4 @@
-"""Limits of a connection before authentication: 16 KiB for the head of a request, and a timeout until it is complete.
+"""Limits of a connection before authentication: 16 KiB for the head of a request, and a timeout for receiving it.
 
 uvicorn's other parser (httptools) has no limit for headers, and neither parser has a timeout for the head.
 """
@@ -64,7 +64,7 @@ class RefusalResponse(Response):
     async def __call__(
         self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
     ) -> None:
-        """Send the response at once, and complete it when the body has ended; ASGI prescribes the signature."""
+        """Send the response at once, and end it after the request body; ASGI prescribes the signature."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         await _discard_body(receive)

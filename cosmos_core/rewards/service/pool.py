@@ -33,7 +33,7 @@ sys.modules["cosmos_core"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 runpy.run_module("cosmos_core.rewards.service.worker", run_name="__main__", alter_sys=True)
 """
-"""Program that imports cosmos_core without its parent folder on the path, because other packages in the folder belong
+"""Program that imports cosmos_core without its parent folder in `sys.path`, because other packages there belong
 to the service's interpreter and must not be imported by the reward's interpreter."""
 _PACKAGE = str(Path(__file__).parents[2])
 _MIN_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
@@ -96,7 +96,7 @@ class ProcessLost(Exception):
 
 
 class ProcessKilled(ProcessLost):
-    """Error of a process that was killed by the signal `number`, which is not an error of the reward itself."""
+    """Error of a process that was killed by a signal, which is not an error of the reward itself."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"its process was killed by signal {number}", is_transient=True)
@@ -282,7 +282,7 @@ class Process:
         return reply, result_arrays
 
     async def wait_while_alive(self, waiting: Any) -> None:
-        """Wait for the awaitable `waiting`, unless the process ends first.
+        """Wait for an awaitable, unless the process ends first.
 
         Raises:
             ProcessLost: the process ended.
