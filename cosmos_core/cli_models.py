@@ -22,12 +22,12 @@ def promote(
     history = target_store.history()
     versions = target_store.versions() if hasattr(target_store, "versions") else list(dict.fromkeys(history))
     if not version:
-        names = list(dict.fromkeys([*(name for name in history if name not in versions), *versions]))
-        if not names:
+        listed_versions = list(dict.fromkeys([*(name for name in history if name not in versions), *versions]))
+        if not listed_versions:
             raise ConfigError(f"{target}: nothing was published; give the target of an upload stage")
-        for name in names:
-            mark = "  (published)" if [name] == history[-1:] else ""
-            typer.echo(f"{name}  {_format_metrics(target_store, name)}".rstrip() + mark)
+        for name in listed_versions:
+            published_mark = "  (published)" if [name] == history[-1:] else ""
+            typer.echo(f"{name}  {_format_metrics(target_store, name)}".rstrip() + published_mark)
         return
     if version not in versions:
         raise ConfigError(f"{target}: there is no version {version!r}; there are: {', '.join(versions) or 'none'}")
@@ -40,8 +40,8 @@ def _format_metrics(target_store: Any, version: str) -> str:
         metrics = target_store.record_of(version)["metrics"].items()
     except DamagedRecord:
         return "gone"
-    numbers = [(key, value) for key, value in sorted(metrics) if isinstance(value, int | float)]
-    return ", ".join(f"{key} = {value:.4g}" for key, value in numbers[:5])
+    numeric_metrics = [(key, value) for key, value in sorted(metrics) if isinstance(value, int | float)]
+    return ", ".join(f"{key} = {value:.4g}" for key, value in numeric_metrics[:5])
 
 
 def rollback(target: Where) -> None:

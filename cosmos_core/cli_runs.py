@@ -70,15 +70,15 @@ def compare(
     if len(names) == 1 and paths[0] == paths[1]:
         raise ConfigError(f"{paths[0].name} is the newest run; name another one too, which cosmos runs lists")
     if html is not None:
-        page = overlay.build(paths)
+        html_page = overlay.build(paths)
         html.parent.mkdir(parents=True, exist_ok=True)
-        write_text(html, page)
+        write_text(html, html_page)
         typer.echo(html)
         return
     console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
     for path in paths[1:]:
-        for part in run_differences(paths[0], path, all_kinds()):
-            console.print(part, markup=False, highlight=False)
+        for difference in run_differences(paths[0], path, all_kinds()):
+            console.print(difference, markup=False, highlight=False)
 
 
 def report(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
@@ -146,5 +146,5 @@ def lineage(
         digest = link.digest.removeprefix("hub:").rpartition("@")[2][:12]
         gpu_hours = f"  {link.gpu_seconds / 3600:.4g} GPU hours" if link.gpu_seconds else ""
         typer.echo(f"{'  ' * link.depth}{link.name} {kind}{digest}  {link.where}  {link.note}{gpu_hours}")
-    if broken := [f"{link.name}: {link.note}" for link in links if link.is_broken]:
-        raise CosmosError(f"{path} does not come from what its manifests name: {'; '.join(broken)}")
+    if broken_links := [f"{link.name}: {link.note}" for link in links if link.is_broken]:
+        raise CosmosError(f"{path} does not come from what its manifests name: {'; '.join(broken_links)}")

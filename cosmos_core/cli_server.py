@@ -135,14 +135,14 @@ def clean(
     from cosmos_core.observe.formatting import duration, size
 
     try:
-        age = seconds(older_than)
+        min_age_seconds = seconds(older_than)
     except ValueError as error:
         raise ConfigError(f"--older-than {older_than!r}: write a number and a unit: 12h or 30d") from error
     if store:
-        _clean_store(store, num_kept_runs=keep, older_than_seconds=age, is_confirmed=yes)
+        _clean_store(store, num_kept_runs=keep, older_than_seconds=min_age_seconds, is_confirmed=yes)
         return
     folder = output_dir.expanduser().absolute()
-    runs = retention.verdicts(folder, num_kept_runs=keep, older_than_seconds=age)
+    runs = retention.verdicts(folder, num_kept_runs=keep, older_than_seconds=min_age_seconds)
     for verdict in runs:
         outcome = f"stays: {verdict.reason_to_keep}" if verdict.reason_to_keep else "goes"
         details = f"{verdict.pipeline}, {size(verdict.size)}, {duration(verdict.age_seconds)} old"
@@ -150,8 +150,8 @@ def clean(
     removable_runs = [verdict for verdict in runs if not verdict.reason_to_keep]
     removed = list(retention.remove(folder, removable_runs)) if yes else removable_runs
     freed_bytes = size(sum(verdict.size for verdict in removed))
-    counts, hint = f"{len(removed)} of {len(runs)} runs", "; remove them with --yes" if removed else ""
-    typer.echo(f"removed {counts}, {freed_bytes}" if yes else f"{counts} may be removed, {freed_bytes}{hint}")
+    count_text, hint = f"{len(removed)} of {len(runs)} runs", "; remove them with --yes" if removed else ""
+    typer.echo(f"removed {count_text}, {freed_bytes}" if yes else f"{count_text} may be removed, {freed_bytes}{hint}")
 
 
 def _clean_store(url: str, *, num_kept_runs: int, older_than_seconds: float, is_confirmed: bool) -> None:

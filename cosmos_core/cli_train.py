@@ -35,8 +35,8 @@ def sft(  # noqa: PLR0913 - the options of a command
     overrides: Set = [],  # noqa: B006 - typer reads the default
 ) -> None:  # fmt: skip
     """Fine-tune a language model on your own rows, with settings that are proposed and explained in a new recipe."""
-    asked = {"method": SFT.command, "model": model, "data": data, "prompt": prompt, "response": response}
-    _train(asked, save, dry_run, overrides)
+    command_options = {"method": SFT.command, "model": model, "data": data, "prompt": prompt, "response": response}
+    _propose_and_run(command_options, save, dry_run, overrides)
 
 
 def dpo(  # noqa: PLR0913 - the options of a command
@@ -47,7 +47,7 @@ def dpo(  # noqa: PLR0913 - the options of a command
 ) -> None:  # fmt: skip
     """Train a language model on rows with `prompt`, `chosen` and `rejected` (DPO)."""
     columns = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    _train({"method": DPO.command, "model": model, "data": data, **columns}, save, dry_run, overrides)
+    _propose_and_run({"method": DPO.command, "model": model, "data": data, **columns}, save, dry_run, overrides)
 
 
 def grpo(  # noqa: PLR0913 - the options of a command
@@ -65,13 +65,13 @@ def grpo(  # noqa: PLR0913 - the options of a command
         raise ConfigError(f"--reward {reward}: name a function of the file as well, {reward}:FUNCTION")
     elif reward not in (names := offered_names("cosmos_core.rewards")):
         raise ConfigError(f"--reward {reward}: no such reward{suggestion(reward, names)}; your own is file.py:function")
-    asked = {"method": GRPO.command, "model": model, "data": data, "reward": reward, "prompt": prompt}
-    _train({**asked, "response": response}, save, dry_run, overrides)
+    command_options = {"method": GRPO.command, "model": model, "data": data, "reward": reward, "prompt": prompt}
+    _propose_and_run({**command_options, "response": response}, save, dry_run, overrides)
 
 
 def diffusion_sft(model: Model, data: Data, save: Save = "", dry_run: DryRun = False, overrides: Set = []) -> None:  # noqa: B006
     """Fine-tune a diffusion model on a folder of captioned images or videos."""
-    _train({"method": DIFFUSION_SFT.command, "model": model, "data": data}, save, dry_run, overrides)
+    _propose_and_run({"method": DIFFUSION_SFT.command, "model": model, "data": data}, save, dry_run, overrides)
 
 
 def evaluate(  # noqa: PLR0913 - the options of a command
@@ -92,11 +92,11 @@ def evaluate(  # noqa: PLR0913 - the options of a command
         raise ConfigError("give --tasks for a language model, or --prompts and --reward for a diffusion model")
     options = {"method": "eval", "model": model, "tasks": tasks, "prompts": prompts, "reward": reward}
     settings = [
-        ("policy.model_name_or_path", _model_of(model, output_dir), "--model"),
-        *([("evaluate.tasks", _names(tasks), "--tasks")] if tasks else []),
+        ("policy.model_name_or_path", _resolve_model(model, output_dir), "--model"),
+        *([("evaluate.tasks", _split_names(tasks), "--tasks")] if tasks else []),
         *([("policy.is_diffusers", True, "--prompts")] if prompts else []),
-        *([("evaluate.prompts", _names(prompts), "--prompts")] if prompts else []),
-        *([("evaluate.rewards", _names(reward), "--reward")] if reward else []),
+        *([("evaluate.prompts", _split_names(prompts), "--prompts")] if prompts else []),
+        *([("evaluate.rewards", _split_names(reward), "--reward")] if reward else []),
         *([("policy.diffusers.inference_size", [size, size], "--size")] if size else []),
         *([("evaluate.limit", limit, "--limit")] if limit else []),
         *([("evaluate.include_path", include_path, "--include-path")] if include_path else []),
@@ -105,7 +105,7 @@ def evaluate(  # noqa: PLR0913 - the options of a command
     _save_and_run_recipe(options, settings, save, dry_run, overrides)
 
 
-def _names(text: str) -> list[str]:
+def _split_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
@@ -116,15 +116,19 @@ def init() -> None:
     method = typer.prompt(f"What shall be done? {', '.join(METHODS)}", default=SFT.command)
     if method not in METHODS:
         raise ConfigError(f"{method!r} is none of {', '.join(METHODS)}")
-    opts = {"method": method}
-    opts["model"] = typer.prompt("Which model? A folder or a Hub id", default="Qwen/Qwen3-0.6B")
-    opts["data"] = typer.prompt("Which rows? A file, a folder or a Hub id")
+    command_options = {"method": method}
+    command_options["model"] = typer.prompt("Which model? A folder or a Hub id", default="Qwen/Qwen3-0.6B")
+    command_options["data"] = typer.prompt("Which rows? A file, a folder or a Hub id")
     if METHODS[method].needs_reward:
-        opts["reward"] = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
-    settings = _propose_settings(opts)
-    path = _write_recipe(opts, settings, typer.prompt("Where to write the recipe?", default=str(_path(opts, ""))))
+        command_options["reward"] = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
+    settings = _propose_settings(command_options)
+    path = _write_recipe(
+        command_options,
+        settings,
+        typer.prompt("Where to write the recipe?", default=str(_make_recipe_path(command_options, ""))),
+    )
     if typer.confirm(f"saved as {path}. Run it now?"):
-        _run(path, [])
+        _exec_run(path, [])
     typer.echo(f"run it with: cosmos run {path}")
 
 
@@ -140,14 +144,14 @@ def try_model(
     """Chat with a model, or generate images with it: the model of a run or a stage, a folder, or a Hub id."""
     if len(models) > 2:
         raise ConfigError(f"{len(models)} models; give one, or two to see them side by side")
-    folders = [_model_of(name, output_dir) for name in models]
+    folders = [_resolve_model(name, output_dir) for name in models]
     options = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "names": models}
     arguments = ["-m", "cosmos_core.models.try_models", json.dumps(options), *folders]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
-def _model_of(name: str, output_dir: Path) -> str:
+def _resolve_model(name: str, output_dir: Path) -> str:
     """Return the model folder of a run or of a stage; return any other name unchanged."""
     from cosmos_core.observe.record import read_run
     from cosmos_core.run.directory import find_run
@@ -156,10 +160,10 @@ def _model_of(name: str, output_dir: Path) -> str:
     path = Path(name)
     if (path / "result.json").is_file():
         result = read_result(path)
-        output = result["info"].get("model") if result else None
-        if not output:
+        model_path = result["info"].get("model") if result else None
+        if not model_path:
             raise ConfigError(f"{name}: this stage made no model")
-        return str(path / str(output))
+        return str(path / str(model_path))
     is_run = (path / "pipeline.toml").is_file() or (output_dir / name / "pipeline.toml").is_file()
     if not is_run and not name.isdecimal():  # such as 20260131093000, which is always meant as a run
         return name
@@ -169,60 +173,63 @@ def _model_of(name: str, output_dir: Path) -> str:
     return str(run.model)
 
 
-def _train(asked: dict[str, str], save: str, dry_run: bool, overrides: Sequence[str]) -> None:
-    _save_and_run_recipe(asked, _propose_settings(asked), save, dry_run, overrides)
+def _propose_and_run(command_options: dict[str, str], save: str, dry_run: bool, overrides: Sequence[str]) -> None:
+    _save_and_run_recipe(command_options, _propose_settings(command_options), save, dry_run, overrides)
 
 
 def _save_and_run_recipe(
     asked: dict[str, str], settings: list[tuple[str, Any, str]], save: str, dry_run: bool, overrides: Sequence[str]
 ) -> None:
     if dry_run:
-        typer.echo(_recipe(asked, settings), nl=False)
+        typer.echo(_render_recipe(asked, settings), nl=False)
         return
     path = _write_recipe(asked, settings, save)
     typer.echo(f"saved as {path}; each value has its reason there. Edit it and run it again: cosmos run {path}")
-    _run(path, overrides)
+    _exec_run(path, overrides)
 
 
-def _propose_settings(asked: dict[str, str]) -> list[tuple[str, Any, str]]:
+def _propose_settings(command_options: dict[str, str]) -> list[tuple[str, Any, str]]:
     """Return (key, value, reason) of each proposed setting, from a subprocess that may import torch."""
-    command = [sys.executable, "-m", "cosmos_core.train.propose", json.dumps(asked)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode == EXIT_USAGE:
-        raise ConfigError(result.stderr.strip().splitlines()[-1])
-    if result.returncode:
-        [*_, reason] = ["", *result.stderr.strip().splitlines()]
-        raise CosmosError(f"the look at model and rows ended with {result.returncode}: {reason[-2000:]}")
-    return [(key, value, reason) for key, value, reason in json.loads(result.stdout)]
+    command = [sys.executable, "-m", "cosmos_core.train.propose", json.dumps(command_options)]
+    completed_process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed_process.returncode == EXIT_USAGE:
+        raise ConfigError(completed_process.stderr.strip().splitlines()[-1])
+    if completed_process.returncode:
+        [*_, reason] = ["", *completed_process.stderr.strip().splitlines()]
+        raise CosmosError(f"the look at model and rows ended with {completed_process.returncode}: {reason[-2000:]}")
+    return [(key, value, reason) for key, value, reason in json.loads(completed_process.stdout)]
 
 
-def _recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]]) -> str:
+def _render_recipe(command_options: dict[str, str], settings: list[tuple[str, Any, str]]) -> str:
     """Return the text of the recipe, with the reason for each value as a comment."""
     tables: dict[str, list[str]] = {}
     for key, value, reason in settings:
         table, _, name = key.rpartition(".")
         tables.setdefault(table, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
-    command = " ".join(f"--{name} {value}" for name, value in asked.items() if value and name != "method")
-    recipe_text = f"# cosmos {asked['method']} {command}\n"
-    if asked["method"] == "eval":  # a recipe file without stages runs a training
+    command = " ".join(f"--{name} {value}" for name, value in command_options.items() if value and name != "method")
+    recipe_text = f"# cosmos {command_options['method']} {command}\n"
+    if command_options["method"] == "eval":  # a recipe file without stages runs a training
         recipe_text += '\n[[pipeline.stages]]\nname = "evaluate"\nkind = "evaluate"\n'
     for table, lines in sorted(tables.items()):
         recipe_text += f"\n[{table}]\n" + "\n".join(lines) + "\n"
     return f"{_FILE_HEADER}{hashlib.sha256(recipe_text.encode()).hexdigest()[:16]}\n{recipe_text}"
 
 
-def _path(asked: dict[str, str], save: str) -> Path:
-    stem = Path(asked.get("data") or asked["model"]).name.split(".")[0] or "rows"
-    return Path(save or f"{stem}-{asked['method']}.toml")
+def _make_recipe_path(command_options: dict[str, str], output_file: str) -> Path:
+    file_stem = Path(command_options.get("data") or command_options["model"]).name.split(".")[0] or "rows"
+    return Path(output_file or f"{file_stem}-{command_options['method']}.toml")
 
 
-def _write_recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]], save: str) -> Path:
+def _write_recipe(command_options: dict[str, str], settings: list[tuple[str, Any, str]], output_file: str) -> Path:
     """Write the recipe and return its path; a recipe from an earlier command is overwritten unless it was edited."""
-    path, text = _path(asked, save), _recipe(asked, settings)
+    path, text = _make_recipe_path(command_options, output_file), _render_recipe(command_options, settings)
     try:
-        old = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
-        head, _, body = old.partition("\n")
-        if old != text and head != f"{_FILE_HEADER}{hashlib.sha256(body.encode()).hexdigest()[:16]}":
+        existing_text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
+        first_line, _, recipe_body = existing_text.partition("\n")
+        if (
+            existing_text != text
+            and first_line != f"{_FILE_HEADER}{hashlib.sha256(recipe_body.encode()).hexdigest()[:16]}"
+        ):
             remedy = f"run it with cosmos run {path}, or write another with --save FILE"
             raise ConfigError(f"{path} is there and was edited; {remedy}")
         path.write_text(text, encoding="utf-8")
@@ -232,9 +239,9 @@ def _write_recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]], s
     return path
 
 
-def _run(path: Path, overrides: Sequence[str]) -> None:
+def _exec_run(path: Path, overrides: Sequence[str]) -> None:
     """Replace this process by `cosmos run` of the recipe."""
     sys.stdout.flush()
-    program = "from cosmos_core.cli import main; main()"
-    options = [part for override in overrides for part in ("--set", override)]
-    os.execv(sys.executable, [sys.executable, "-c", program, "run", str(path), *options])
+    python_code = "from cosmos_core.cli import main; main()"
+    options = [argument for override in overrides for argument in ("--set", override)]
+    os.execv(sys.executable, [sys.executable, "-c", python_code, "run", str(path), *options])

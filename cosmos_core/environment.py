@@ -35,14 +35,16 @@ _URL_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/@\s]*:([^/@\s]+)@", re.
 _OVERLAP_CHARACTERS = 4096
 _MIN_SECRET_CHARACTERS = 8
 """Minimum number of characters of a value that is masked: a shorter value, like `false`, may be an ordinary word."""
-_BLOCK_BYTES = 1 << 20
+_READ_BLOCK_BYTES = 1 << 20
 _secret_names: set[str] = set()
-_values: set[str] = set()
+_secret_values: set[str] = set()
 
 
 def environment_for_user_code(names: Iterable[str]) -> dict[str, str]:
     """Return the environment variables that user code receives: those that any program needs, and those in `names`."""
-    return {name: value for name, value in os.environ.items() if name in set(names) or _is_needed(name, value)}
+    return {
+        name: value for name, value in os.environ.items() if name in set(names) or _is_inherited_variable(name, value)
+    }
 
 
 def tls_trust() -> ssl.SSLContext | bool:
@@ -55,9 +57,9 @@ def tls_trust() -> ssl.SSLContext | bool:
     """
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
         if path := os.environ.get(name):
-            key = "capath" if os.path.isdir(path) else "cafile"
+            argument_name = "capath" if os.path.isdir(path) else "cafile"
             try:
-                return ssl.create_default_context(**{key: path})  # type: ignore[arg-type]
+                return ssl.create_default_context(**{argument_name: path})  # type: ignore[arg-type]
             except OSError as error:
                 raise ConfigError(f"{name} = {path!r} is no bundle of certificates: {error}") from error
     return True
@@ -67,7 +69,7 @@ def mask_secrets(names: Iterable[str] = (), values: Iterable[str] = ()) -> None:
     """Mask secrets in everything that this process prints and logs from now on, including the values of the environment
     variables in `names`, and `values`."""
     _secret_names.update(names)
-    _values.update(values)
+    _secret_values.update(values)
     hide_in_records()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -77,16 +79,16 @@ def mask_secrets(names: Iterable[str] = (), values: Iterable[str] = ()) -> None:
 
 def hide_in_records() -> None:
     """Mask secrets in every log record of this process, since Prefect sends the records to its server."""
-    make = logging.getLogRecordFactory()
-    if getattr(make, "masks", False):
+    create_record = logging.getLogRecordFactory()
+    if getattr(create_record, "masks", False):
         return
 
-    def make_masked_record(*arguments: Any, **named: Any) -> logging.LogRecord:
-        record = make(*arguments, **named)
+    def make_masked_record(*arguments: Any, **keyword_arguments: Any) -> logging.LogRecord:
+        record = create_record(*arguments, **keyword_arguments)
         with suppress(Exception):  # the logging module reports arguments that do not match the format
             message = record.getMessage()
-            if (hidden := masked(message)) != message:
-                record.msg, record.args = hidden, ()
+            if (masked_message := masked(message)) != message:
+                record.msg, record.args = masked_message, ()
         if record.exc_info and not record.exc_text:
             record.exc_text = masked(logging.Formatter().formatException(record.exc_info))
         return record
@@ -98,7 +100,7 @@ def hide_in_records() -> None:
 def masked(text: str, names: Iterable[str] = ()) -> str:
     """Return the text with `***` for each secret value of the environment, for the values of the variables in `names`,
     and for text that looks like a secret."""
-    for secret in _secrets(names):
+    for secret in _collect_secrets(names):
         text = text.replace(secret, "***")
     return mask_secret_spans(text)
 
@@ -127,16 +129,16 @@ def mask_file(file: Path, names: Iterable[str] = ()) -> None:
 
     The secrets are overwritten in place: a log may be larger than the memory, and the disk may be full.
     """
-    secrets = [secret.encode() for secret in _secrets(names)]
+    secrets = [secret.encode() for secret in _collect_secrets(names)]
     overlap = max(_OVERLAP_CHARACTERS, *map(len, secrets), 0)
-    start = 0
-    with open(file, "r+b", buffering=0) as log:
-        while block := os.pread(log.fileno(), _BLOCK_BYTES + overlap, start):
+    block_start = 0
+    with open(file, "r+b", buffering=0) as log_file:
+        while block := os.pread(log_file.fileno(), _READ_BLOCK_BYTES + overlap, block_start):
             spans = [match.span() for secret in secrets for match in re.finditer(re.escape(secret), block)]
             spans += find_secret_spans(block.decode("latin-1"))  # latin-1 gives one character per byte
-            for begin, end in spans:
-                os.pwrite(log.fileno(), b"*" * (end - begin), start + begin)
-            start += _BLOCK_BYTES
+            for span_start, span_end in spans:
+                os.pwrite(log_file.fileno(), b"*" * (span_end - span_start), block_start + span_start)
+            block_start += _READ_BLOCK_BYTES
 
 
 class _MaskingStream:
@@ -155,9 +157,9 @@ class _MaskingStream:
         return getattr(self._stream, name)
 
 
-def _secrets(names: Iterable[str] = ()) -> list[str]:
+def _collect_secrets(names: Iterable[str] = ()) -> list[str]:
     """Return the secret values to mask, the longest first, because a value may contain a shorter one."""
-    secrets, secret_names = set(_values), _secret_names.union(names)
+    secrets, secret_names = set(_secret_values), _secret_names.union(names)
     for name, value in os.environ.items():
         if name in secret_names or _is_secret_name(name):
             secrets.add(value)
@@ -165,7 +167,7 @@ def _secrets(names: Iterable[str] = ()) -> list[str]:
     return sorted((value for value in secrets if len(value) >= _MIN_SECRET_CHARACTERS), key=len, reverse=True)
 
 
-def _is_needed(name: str, value: str) -> bool:
+def _is_inherited_variable(name: str, value: str) -> bool:
     is_inherited = name in _INHERITED_VARIABLES or name.startswith(_INHERITED_PREFIXES)
     return is_inherited and not _is_secret_name(name) and not _URL_WITH_PASSWORD.search(value)
 

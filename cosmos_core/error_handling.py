@@ -19,9 +19,9 @@ def convert_errors(
     except unchanged:
         raise
     except Exception as error:
-        if (converted := convert(error)) is error:
+        if (converted_error := convert(error)) is error:
             raise
-        raise converted from error
+        raise converted_error from error
 
 
 @contextmanager

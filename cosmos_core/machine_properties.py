@@ -24,7 +24,7 @@ from typing import Any
 
 from cosmos_core.errors import ConfigError, StageFailed
 
-_MEASURE_SECONDS = 120
+_MEASURE_TIMEOUT_SECONDS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +49,21 @@ class MachineProperties:
 
 def measure(libraries: Sequence[str] = ()) -> MachineProperties:
     """Return the hardware and the versions of the libraries as this process sees them."""
-    versions = {name: installed_version for name in libraries if (installed_version := _version(name))}
-    gpus = tuple(name for name, _ in _gpus_visible_to_cuda())
-    threads, missing_requirement = len(os.sched_getaffinity(0)), _missing_compiler(has_gpus=bool(gpus))
+    versions = {name: installed_version for name in libraries if (installed_version := _find_installed_version(name))}
+    gpus = tuple(name for name, _ in _list_visible_gpus())
+    threads, missing_requirement = len(os.sched_getaffinity(0)), _find_missing_compiler(has_gpus=bool(gpus))
     return MachineProperties(platform.node(), gpus, threads, versions, missing_requirement)
 
 
-def _missing_compiler(*, has_gpus: bool) -> str:
+def _find_missing_compiler(*, has_gpus: bool) -> str:
     """Return a description of what is missing for compiling kernels: a C compiler for Triton on a GPU, a C++ compiler
     on a CPU, or Python.h; empty if nothing is missing."""
-    variable, names, language = ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
-    command = os.environ.get(variable, "").split()
+    compiler_variable, names, language_name = (
+        ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
+    )
+    command = os.environ.get(compiler_variable, "").split()
     if not any(shutil.which(name) for name in command[:1] or names):
-        return f"a {language} compiler ({' '.join(command) or names[0]} was not found)"
+        return f"a {language_name} compiler ({' '.join(command) or names[0]} was not found)"
     header = Path(sysconfig.get_path("include")) / "Python.h"
     return "" if header.is_file() else f"Python's headers ({header} was not found)"
 
@@ -82,40 +84,42 @@ def measure_workers(libraries: Sequence[str] = (), python: str = "", *, is_group
 
 
 @cache
-def _measure_machine(libraries: tuple[str, ...], python: str, cluster: str, visible: str | None) -> MachineProperties:
+def _measure_machine(
+    libraries: tuple[str, ...], python: str, cluster: str, visible_devices: str | None
+) -> MachineProperties:
     if not python and not cluster:
         return measure(libraries)
-    program = "cosmos_core.cluster.properties" if cluster else "cosmos_core.machine_properties"
-    command = [python or sys.executable, "-m", program, *libraries]
+    program_module = "cosmos_core.cluster.properties" if cluster else "cosmos_core.machine_properties"
+    command = [python or sys.executable, "-m", program_module, *libraries]
     try:
         completed_process = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=_MEASURE_SECONDS
+            command, capture_output=True, text=True, check=True, timeout=_MEASURE_TIMEOUT_SECONDS
         )
-        facts = MachineProperties(**json.loads(completed_process.stdout.splitlines()[-1]))
+        properties = MachineProperties(**json.loads(completed_process.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
         if cluster:
             reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
             raise StageFailed(f"RAY_ADDRESS = {cluster!r}: the cluster does not say what it has: {reason}") from error
         if isinstance(error, subprocess.TimeoutExpired):
-            raise StageFailed(f"pipeline.python = {python!r}: no reply in {_MEASURE_SECONDS} s") from error
+            raise StageFailed(f"pipeline.python = {python!r}: no reply in {_MEASURE_TIMEOUT_SECONDS} s") from error
         raise ConfigError(f"pipeline.python = {python!r} does not run: {error}; name a Python interpreter") from error
     # The GPUs are the same for every interpreter, and another interpreter may lack pynvml.
-    gpus = tuple(facts.gpus) if cluster else tuple(name for name, _ in _gpus_visible_to_cuda())
-    return replace(facts, gpus=gpus)
+    gpus = tuple(properties.gpus) if cluster else tuple(name for name, _ in _list_visible_gpus())
+    return replace(properties, gpus=gpus)
 
 
 def gpu_entries() -> dict[str, str]:
     """Return the entries of `CUDA_VISIBLE_DEVICES` for the GPUs that this process sees, in their order, each with the
     GPU's UUID."""
-    gpus, hidden = _gpus_visible_to_cuda(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    entries = [str(i) for i in range(len(gpus))] if hidden is None else hidden.split(",")
-    return {entry.strip(): uuid for entry, (_, uuid) in zip(entries, gpus, strict=False)}
+    gpus, visible_devices = _list_visible_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    device_entries = [str(i) for i in range(len(gpus))] if visible_devices is None else visible_devices.split(",")
+    return {entry.strip(): uuid for entry, (_, uuid) in zip(device_entries, gpus, strict=False)}
 
 
-def _gpus_visible_to_cuda() -> tuple[tuple[str, str], ...]:
+def _list_visible_gpus() -> tuple[tuple[str, str], ...]:
     """Return model name and UUID of each GPU of the driver that CUDA shows to this process."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and hidden.strip() in {"", "-1"}:
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible_devices is not None and visible_devices.strip() in {"", "-1"}:
         return ()
     try:
         import pynvml
@@ -126,30 +130,34 @@ def _gpus_visible_to_cuda() -> tuple[tuple[str, str], ...]:
     except pynvml.NVMLError:  # there is no NVIDIA driver
         return ()
     try:
-        cards = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        if hidden is not None:
-            chosen = [_find_gpu(pynvml, cards, entry.strip()) for entry in hidden.split(",")]
+        gpu_handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        if visible_devices is not None:
+            visible_handles = [_find_gpu(pynvml, gpu_handles, entry.strip()) for entry in visible_devices.split(",")]
             # CUDA ignores the first entry that does not exist and all entries after it.
-            cards = list(takewhile(lambda card: card is not None, chosen))
-        return tuple((str(pynvml.nvmlDeviceGetName(card)), str(pynvml.nvmlDeviceGetUUID(card))) for card in cards)
+            gpu_handles = list(takewhile(lambda gpu_handle: gpu_handle is not None, visible_handles))
+        return tuple((str(pynvml.nvmlDeviceGetName(card)), str(pynvml.nvmlDeviceGetUUID(card))) for card in gpu_handles)
     finally:
         pynvml.nvmlShutdown()
 
 
-def _find_gpu(pynvml: Any, cards: Sequence[Any], entry: str) -> Any | None:
+def _find_gpu(pynvml: Any, gpu_handles: Sequence[Any], device_entry: str) -> Any | None:
     """Return the GPU that an entry of CUDA_VISIBLE_DEVICES names: by index, by the beginning of its UUID, or as a MIG
     device; None if there is no such GPU."""
-    if entry.isdigit():
-        return cards[int(entry)] if int(entry) < len(cards) else None
-    if entry.startswith("MIG-"):
+    if device_entry.isdigit():
+        return gpu_handles[int(device_entry)] if int(device_entry) < len(gpu_handles) else None
+    if device_entry.startswith("MIG-"):
         with suppress(pynvml.NVMLError):
-            return pynvml.nvmlDeviceGetHandleByUUID(entry)
+            return pynvml.nvmlDeviceGetHandleByUUID(device_entry)
         return None
-    matches = [card for card in cards if entry and str(pynvml.nvmlDeviceGetUUID(card)).startswith(entry)]
-    return matches[0] if len(matches) == 1 else None
+    matching_handles = [
+        gpu_handle
+        for gpu_handle in gpu_handles
+        if device_entry and str(pynvml.nvmlDeviceGetUUID(gpu_handle)).startswith(device_entry)
+    ]
+    return matching_handles[0] if len(matching_handles) == 1 else None
 
 
-def _version(name: str) -> str | None:
+def _find_installed_version(name: str) -> str | None:
     with suppress(PackageNotFoundError):
         return version(name)
     return None

@@ -22,16 +22,16 @@ _URL_WITH_PASSWORD = re.compile(
     r"|(?:^|\s)(?:-u|--user)[ =][\w.@-]{1,100}:(\S{4,})|hooks\.slack\.com/services/(\S+)|/api/webhooks/(\d+/\S+)",
     re.I,
 )
-_NAME = (
+_SECRET_NAME_PATTERN = (
     r"(?:passw(?:or)?d|passphrase|secret|api[_-]?key|access[_-]?key|private[_-]?key|auth[_-]?string|X-Amz-Signature)"
     r"(?:[_-]?(?:access[_-]?)?key)?"
 )
 _NAMED_SECRET = re.compile(
-    rf"{_NAME}(?:\\*[\"'])?\s*[=:]\s*b?\\*(?:\"(?![$*<])([^\"\\\n]{{6,200}})|'(?![$*<])([^'\\\n]{{6,200}})"
+    rf"{_SECRET_NAME_PATTERN}(?:\\*[\"'])?\s*[=:]\s*b?\\*(?:\"(?![$*<])([^\"\\\n]{{6,200}})|'(?![$*<])([^'\\\n]{{6,200}})"
     r"|([^\s\"',;&)\]}$*<\\][^\s\"',;&)\]}\\]{5,}))"
-    rf"|\(b?[\"']{_NAME}[\"'], ?b?[\"']([^\"']{{6,200}})[\"']\)|<{_NAME}>([^<]{{6,200}})<"
-    rf"|--{_NAME}[ =]([^\s\"'$*<-]\S{{5,}})"
-    rf"|{_NAME} (?:is |was )?(?-i:(?=[A-Za-z]*\d|[a-z]+[A-Z]))([^\s\"'=:*][^\s\"'=:]{{5,}})"
+    rf"|\(b?[\"']{_SECRET_NAME_PATTERN}[\"'], ?b?[\"']([^\"']{{6,200}})[\"']\)|<{_SECRET_NAME_PATTERN}>([^<]{{6,200}})<"
+    rf"|--{_SECRET_NAME_PATTERN}[ =]([^\s\"'$*<-]\S{{5,}})"
+    rf"|{_SECRET_NAME_PATTERN} (?:is |was )?(?-i:(?=[A-Za-z]*\d|[a-z]+[A-Z]))([^\s\"'=:*][^\s\"'=:]{{5,}})"
     r"|[?&](?:[a-z_-]{0,20}token|sig|signature|key|auth|code)=([^&\s\"'*]{6,})"
     r"|authorization(?:[\"'])?\s*[:=,]\s*b?[\"']?(?:Bearer|Basic|Token)\s+([\w.~+/=-]{6,})"
     r"|(?<![a-z])pwd\s*[=:]\s*[\"']?([^\s\"'/~.$*<;][^\s\"';]{5,})",
@@ -42,8 +42,8 @@ _WORD_AND_SECRET = re.compile(
     r"(?:\s*[=:]\s*|\s+(?:is|was)\s+|\s+)[\"']?([\w+/=~-]{12,})",
     re.I,
 )
-_WORD = re.compile(r"[A-Za-z0-9_+-]{20,}={0,2}")
-_GROUPS = re.compile(r"[A-Za-z0-9!#$%&*^~._-]{20,}")
+_LONG_WORD = re.compile(r"[A-Za-z0-9_+-]{20,}={0,2}")
+_SEPARATED_GROUPS = re.compile(r"[A-Za-z0-9!#$%&*^~._-]{20,}")
 _BASE64_WITH_SLASHES = re.compile(r"(?<![\w+/.-])(?=[A-Za-z0-9+]+/)[A-Za-z0-9/+]{32,}={0,2}(?![\w+/=-])")
 _WORD_PIECE = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _DIGESTS = {40, 64}
@@ -58,31 +58,34 @@ def find_secret_spans(text: str) -> Iterator[tuple[int, int]]:
         if _looks_like_secret(match[1]) or re.fullmatch(r"[0-9a-fA-F]{16,}", match[1]):
             yield match.span(1)
     for match in _BASE64_WITH_SLASHES.finditer(text):  # base64, such as a secret key of AWS, which has 40 characters
-        if _is_mixed(match[0]) and _mean_piece_length(match[0]) < (3.2 if len(match[0]) == 40 else 2.5):
+        if _has_mixed_characters(match[0]) and _mean_piece_length(match[0]) < (3.2 if len(match[0]) == 40 else 2.5):
             yield match.span()
-    for match in _GROUPS.finditer(text):  # groups of random letters between dashes or dots
+    for match in _SEPARATED_GROUPS.finditer(text):  # groups of random letters between dashes or dots
         has_long_word = re.search("[A-Z]?[a-z]{5}|[A-Z]{5}", match[0])
-        if _is_mixed(match[0]) and not has_long_word and _mean_piece_length(match[0]) < 1.95:
+        if _has_mixed_characters(match[0]) and not has_long_word and _mean_piece_length(match[0]) < 1.95:
             yield match.span()
-    for match in _WORD.finditer(text):
-        adjacent = text[max(0, match.start() - 1) : match.start()] + text[match.end() : match.end() + 1]
-        is_separate_word = match[0].rstrip("=").isalnum() and not any(mark in "/.:" for mark in adjacent)
-        runs = re.findall("[A-Za-z0-9]{10,}", match[0])
+    for match in _LONG_WORD.finditer(text):
+        adjacent_characters = text[max(0, match.start() - 1) : match.start()] + text[match.end() : match.end() + 1]
+        is_separate_word = match[0].rstrip("=").isalnum() and not any(
+            character in "/.:" for character in adjacent_characters
+        )
+        alphanumeric_runs = re.findall("[A-Za-z0-9]{10,}", match[0])
         is_random_base64 = len(match[0]) >= 32 and _mean_piece_length(match[0]) < 2.4
-        if any(_is_secret_word(run, is_separate_word) for run in runs if len(run) >= 20) or (
-            is_random_base64 and any(_is_mixed(run) and _mean_piece_length(run) < 2.4 for run in runs)
+        if any(_is_secret_word(run, is_separate_word) for run in alphanumeric_runs if len(run) >= 20) or (
+            is_random_base64
+            and any(_has_mixed_characters(run) and _mean_piece_length(run) < 2.4 for run in alphanumeric_runs)
         ):
             yield match.span()
 
 
 def mask_secret_spans(text: str) -> str:
     """Return the text with `***` in place of each part that looks like a secret."""
-    parts, position = [], 0
+    masked_parts, position = [], 0
     for start, end in sorted(find_secret_spans(text)):
         if end > position:
-            parts += [text[position : max(start, position)], "***" if start >= position else ""]
+            masked_parts += [text[position : max(start, position)], "***" if start >= position else ""]
             position = end
-    return "".join(parts) + text[position:]
+    return "".join(masked_parts) + text[position:]
 
 
 def _is_secret_word(word: str, is_separate_word: bool) -> bool:
@@ -96,7 +99,7 @@ def _is_secret_word(word: str, is_separate_word: bool) -> bool:
     return _mean_piece_length(word) < ((2.8 if is_long_word else 2.5) if has_digit else (2.6 if is_long_word else 2.2))
 
 
-def _is_mixed(word: str) -> bool:
+def _has_mixed_characters(word: str) -> bool:
     return bool(re.search("[a-z]", word) and re.search("[A-Z]", word) and re.search("[0-9]", word))
 
 

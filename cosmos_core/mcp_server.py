@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field
 
 _READ_ONLY = ToolAnnotations(read_only_hint=True)
 _STARTS_PROCESS = ToolAnnotations(read_only_hint=False, destructive_hint=False)
-_COMMAND_SECONDS, _START_SECONDS = 600, 120
+_COMMAND_SECONDS, _START_TIMEOUT_SECONDS = 600, 120
 _INSTRUCTIONS = """Operate post-training pipelines. Recipes are TOML files; `explain_key` documents their keys.
 `check` and `plan` take a recipe. Runs are named by their id; an empty id names the newest.
 `start_run` asks the user first."""
@@ -121,36 +121,38 @@ async def _run_if_confirmed(response: ElicitationResult[Confirmation], *command:
     """
     if response.action != "accept" or not response.data.start:
         return "not started: the user declined"
-    with tempfile.NamedTemporaryFile(prefix="cosmos-mcp-", suffix=".log", delete=False) as output:
+    with tempfile.NamedTemporaryFile(prefix="cosmos-mcp-", suffix=".log", delete=False) as log_file:
         process = subprocess.Popen(
-            _arguments(*command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            _build_command(*command), stdin=subprocess.DEVNULL, stdout=log_file, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
-    text, seconds = "", 0
-    while process.poll() is None and " running" not in text and seconds < _START_SECONDS:
+    text, elapsed_seconds = "", 0
+    while process.poll() is None and " running" not in text and elapsed_seconds < _START_TIMEOUT_SECONDS:
         await asyncio.sleep(1)
-        text, seconds = Path(output.name).read_text(errors="replace"), seconds + 1
-    text = Path(output.name).read_text(errors="replace")
+        text, elapsed_seconds = Path(log_file.name).read_text(errors="replace"), elapsed_seconds + 1
+    text = Path(log_file.name).read_text(errors="replace")
     if process.poll():
         raise ToolError(text)
-    return f"{'ended' if process.poll() == 0 else f'runs as process {process.pid}'}; output in {output.name}:\n{text}"
+    return f"{'ended' if process.poll() == 0 else f'runs as process {process.pid}'}; output in {log_file.name}:\n{text}"
 
 
-def _arguments(*words: str) -> list[str]:
+def _build_command(*command_words: str) -> list[str]:
     """Return the command line of a `cosmos` command without empty words at its end; refuse options among the words."""
-    if options := [word for word in words if word.startswith("-")]:
-        raise ToolError(f"{options[0]!r} begins with a hyphen, as an option does; give a name or a path")
-    count = max((number for number, word in enumerate(words, start=1) if word), default=0)
-    return [sys.executable, "-m", "cosmos_core", *words[:count]]
+    if option_words := [command_word for command_word in command_words if command_word.startswith("-")]:
+        raise ToolError(f"{option_words[0]!r} begins with a hyphen, as an option does; give a name or a path")
+    num_words = max(
+        (word_number for word_number, command_word in enumerate(command_words, start=1) if command_word), default=0
+    )
+    return [sys.executable, "-m", "cosmos_core", *command_words[:num_words]]
 
 
-async def _run_cosmos(*words: str) -> str:
+async def _run_cosmos(*command_words: str) -> str:
     """Return the output of a `cosmos` command: its standard error with notes, then its standard output.
 
     Raises:
         ToolError: the command failed; the message is its output.
     """
-    command = _arguments(*words)
+    command = _build_command(*command_words)
     completed_process = await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, stdin=subprocess.DEVNULL
     )

@@ -33,10 +33,10 @@ def is_import_path(name: str) -> bool:
 def is_code(name: str) -> bool:
     """Return True if `name` has the form of user code, `file.py:thing` or `module:thing`, in a field where it may also
     be a path or an id on the Hub."""
-    return _CODE.fullmatch(name) is not None
+    return _USER_CODE_PATTERN.fullmatch(name) is not None
 
 
-_CODE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
+_USER_CODE_PATTERN = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 
 def import_object(path: str) -> Any:
@@ -46,7 +46,7 @@ def import_object(path: str) -> Any:
         ConfigError: the module, the file or the name in it does not exist.
     """
     module_name, object_name = _split_import_path(path)
-    module = _module_from_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name, path)
+    module = _load_module_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name, path)
     try:
         return getattr(module, object_name)
     except AttributeError:
@@ -114,11 +114,11 @@ def location_of(error: BaseException, function: Any = None) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
-    if code is None:
+    code_object = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    if code_object is None:
         return f"{frames[-1].filename}:{frames[-1].lineno}"
-    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
-    return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
+    line_numbers = [frame.lineno for frame in frames if frame.filename == code_object.co_filename]
+    return f"{code_object.co_filename}:{line_numbers[-1] if line_numbers else code_object.co_firstlineno}"
 
 
 def suggestion(name: str, known: list[str]) -> str:
@@ -133,14 +133,14 @@ def code_file(path: str) -> Path:
     Raises:
         ConfigError: the file or module does not exist, or has nothing of that name.
     """
-    file, object_name = _file_of(path), path.rpartition(":")[2]
+    file, object_name = _find_code_file(path), path.rpartition(":")[2]
     if (names := _top_level_names(file)) is not None and object_name not in names:
-        hint = suggestion(object_name, sorted(names)) if names else ""
-        raise ConfigError(f"{path!r}: {file} has no {object_name!r}{hint}")
+        suggestion_text = suggestion(object_name, sorted(names)) if names else ""
+        raise ConfigError(f"{path!r}: {file} has no {object_name!r}{suggestion_text}")
     return file
 
 
-_PARSER = threading.Lock()
+_PARSER_LOCK = threading.Lock()
 """Lock around Python's parser: Python 3.11 counts the depth of the syntax tree once for all threads, so two threads
 that parse at once raise a `SystemError` (CPython issue 106905)."""
 
@@ -148,15 +148,15 @@ that parse at once raise a `SystemError` (CPython issue 106905)."""
 def _top_level_names(file: Path) -> set[str] | None:
     """Return the names that a file defines at its top level; None if they are known only after the file has run."""
     try:
-        with _PARSER:
-            waiting: list[ast.AST] = [ast.parse(file.read_bytes())] if file.suffix == ".py" else []
+        with _PARSER_LOCK:
+            pending_nodes: list[ast.AST] = [ast.parse(file.read_bytes())] if file.suffix == ".py" else []
     except (SyntaxError, ValueError):  # the import of the file reports the error with its line
         return None
-    if not waiting:
+    if not pending_nodes:
         return None
     names = set()
-    while waiting:
-        node = waiting.pop()
+    while pending_nodes:
+        node = pending_nodes.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)  # names inside a function or class are not top-level names
             continue
@@ -164,7 +164,7 @@ def _top_level_names(file: Path) -> set[str] | None:
             names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.Name):
             names.add(node.id)
-        waiting += ast.iter_child_nodes(node)
+        pending_nodes += ast.iter_child_nodes(node)
     return None if names & {"*", "__getattr__", "globals", "exec", "setattr"} else names
 
 
@@ -175,20 +175,20 @@ def _split_import_path(path: str) -> tuple[str, str]:
     return module_name, object_name
 
 
-def _file_of(path: str) -> Path:
+def _find_code_file(path: str) -> Path:
     module_name, _ = _split_import_path(path)
     if module_name.endswith(".py"):
         if not os.path.isfile(module_name):  # Path.is_file raises an error for a name that is too long
             raise ConfigError(f"{path!r}: file {module_name} does not exist")
         return Path(module_name)
     # Workers have the current folder on sys.path; the `cosmos` script does not.
-    folders: list[str] | None = [os.getcwd(), *sys.path]
+    search_folders: list[str] | None = [os.getcwd(), *sys.path]
     spec: ModuleSpec | None = None
-    for part in module_name.split("."):
-        spec = PathFinder.find_spec(part, folders) if folders is not None else None
-        if spec is None and folders is not None and part == module_name.split(".")[0]:
-            spec = importlib.util.find_spec(part) if part else None  # an import hook may provide the module
-        folders = list(spec.submodule_search_locations) if spec and spec.submodule_search_locations else None
+    for name_part in module_name.split("."):
+        spec = PathFinder.find_spec(name_part, search_folders) if search_folders is not None else None
+        if spec is None and search_folders is not None and name_part == module_name.split(".")[0]:
+            spec = importlib.util.find_spec(name_part) if name_part else None  # an import hook may provide the module
+        search_folders = list(spec.submodule_search_locations) if spec and spec.submodule_search_locations else None
     if spec is None or not spec.origin or not Path(spec.origin).is_file():
         raise ConfigError(f"{path!r}: module {module_name!r} was not found")
     return Path(spec.origin)
@@ -200,7 +200,7 @@ def code_digest(path: str) -> str:
     Raises:
         ConfigError: the file or module does not exist.
     """
-    return hashlib.sha256(_file_of(path).read_bytes()).hexdigest()
+    return hashlib.sha256(_find_code_file(path).read_bytes()).hexdigest()
 
 
 def _import_module(name: str, path: str) -> Any:
@@ -210,7 +210,7 @@ def _import_module(name: str, path: str) -> Any:
         raise ConfigError(f"{path!r}: module {error.name!r} was not found") from error
 
 
-def _module_from_file(file: Path) -> Any:
+def _load_module_file(file: Path) -> Any:
     if not os.path.isfile(file):
         raise ConfigError(f"user code {file} does not exist")
     name = f"user_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"

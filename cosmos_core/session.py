@@ -44,39 +44,39 @@ from cosmos_core.run.files import SHARED_FOLDER, disk_full
 from cosmos_core.run.progress import read_progress
 from cosmos_core.run.state import FINISHED, read_state
 
-_WATCH_SECONDS = 0.3
-_DRAIN_SECONDS = 5.0
+_DISPLAY_UPDATE_SECONDS = 0.3
+_DRAIN_TIMEOUT_SECONDS = 5.0
 _PROBE_BYTES = 1 << 20  # number of bytes that a disk must accept to count as writable
 
 
 def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run, from_stage: str, verify: bool) -> int:
     """Run the flow `post-train` in this process, close the Prefect server and return the exit code."""
     _prepare_process()
-    names = [stage.name for stage in run.pipeline.stages]
-    interrupted, flow_error = False, ""
-    with Display(names) as display, _keep_display_updated(lambda: run, display):
+    stage_names = [stage.name for stage in run.pipeline.stages]
+    is_interrupted, flow_error = False, ""
+    with Display(stage_names) as display, _keep_display_updated(lambda: run, display):
         display.message(f"run {run.id} in {run.path}")
         try:
             with server:
                 with without_garbage_collection():
                     post_train = import_module("flows.post_train").post_train
                 wait_for_server()
-                settings = {"config": str(run.path), "from_stage": from_stage, "verify": verify}
-                flow_error = _final_message(partial(post_train, **settings, return_state=True), run.path)
+                flow_parameters = {"config": str(run.path), "from_stage": from_stage, "verify": verify}
+                flow_error = _run_to_completion(partial(post_train, **flow_parameters, return_state=True), run.path)
         except (KeyboardInterrupt, Preempted):
-            interrupted = True
+            is_interrupted = True
     kill_descendants()
     print_summary(run.path)
-    code = EXIT_PREEMPTED if interrupted else exit_code(run)
+    code = EXIT_PREEMPTED if is_interrupted else exit_code(run)
     states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
-    over_budget = next((state.error for state in states if state.is_over_budget), "")
-    if code == EXIT_PREEMPTED and over_budget:
-        _print_message(over_budget)
+    budget_error = next((state.error for state in states if state.is_over_budget), "")
+    if code == EXIT_PREEMPTED and budget_error:
+        _print_message(budget_error)
         return code
-    if code == EXIT_PREEMPTED and flow_error and not interrupted:  # the flow failed, but no stage failed
+    if code == EXIT_PREEMPTED and flow_error and not is_interrupted:  # the flow failed, but no stage failed
         code = EXIT_CRASH
         _print_message(flow_error)
-    _explain(run, code)
+    _print_failures(run, code)
     return code
 
 
@@ -94,13 +94,13 @@ def run_python_flow(
         CosmosError: an error that the flow raised.
     """
     _prepare_process()
-    interrupted, failure, error = False, "", None
+    is_interrupted, failure, error = False, "", None
     with server:
         wait_for_server()
         flow, current_flow = import_python_flow(entrypoint)
 
         def current_run() -> Run | None:
-            return current.run if (current := current_flow()) else None
+            return current_state.run if (current_state := current_flow()) else None
 
         def run_flow() -> Any:
             state = flow(**parameters, return_state=True)
@@ -108,18 +108,18 @@ def run_python_flow(
 
         with Display([]) as display, _keep_display_updated(current_run, display):
             try:
-                failure = _final_message(run_flow, Path.cwd(), flow.fn)
+                failure = _run_to_completion(run_flow, Path.cwd(), flow.fn)
                 failure = failure or import_module("tasks.flow_run").unfinished_stage()
             except (KeyboardInterrupt, Preempted):
-                interrupted = True
-            except CosmosError as raised:
-                error = raised
+                is_interrupted = True
+            except CosmosError as cosmos_error:
+                error = cosmos_error
     kill_descendants()
     import_module("tasks.cancellation").confirm_cancellations()
     run = current_run()
     if run is not None:
         print_summary(run.path)
-    if interrupted:
+    if is_interrupted:
         _print_message(f"stopped; the same command continues {f'run {run.id}' if run else 'it'}")
         return EXIT_PREEMPTED
     if error is not None:
@@ -141,9 +141,9 @@ def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Any]]:
 
         from tasks.flow_run import newest_flow
 
-        def convert(raised: Exception) -> ConfigError:
-            error = raised.__cause__ if isinstance(raised, ScriptError) and raised.__cause__ else raised
-            location = f" ({location_of(error)})" if error is not raised else ""
+        def convert(flow_error: Exception) -> ConfigError:
+            error = flow_error.__cause__ if isinstance(flow_error, ScriptError) and flow_error.__cause__ else flow_error
+            location = f" ({location_of(error)})" if error is not flow_error else ""
             return ConfigError(f"{entrypoint}: {type(error).__name__}: {error}{location}")
 
         with convert_errors(convert, ()):
@@ -153,14 +153,14 @@ def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Any]]:
 
 def _module_entrypoint(entrypoint: str) -> str:
     """Return `PACKAGE.MODULE:FLOW` for a file that belongs to a package, whose relative imports need the package."""
-    file, _, name = entrypoint.rpartition(":")
-    root, parts = Path(file).absolute().parent, [Path(file).stem]
-    while (root / "__init__.py").is_file():
-        root, parts = root.parent, [root.name, *parts]
-    if len(parts) == 1:
+    file, _, flow_name = entrypoint.rpartition(":")
+    package_parent, module_parts = Path(file).absolute().parent, [Path(file).stem]
+    while (package_parent / "__init__.py").is_file():
+        package_parent, module_parts = package_parent.parent, [package_parent.name, *module_parts]
+    if len(module_parts) == 1:
         return entrypoint
-    sys.path.insert(0, str(root))
-    return f"{'.'.join(parts)}:{name}"
+    sys.path.insert(0, str(package_parent))
+    return f"{'.'.join(module_parts)}:{flow_name}"
 
 
 def _prepare_process() -> None:
@@ -168,20 +168,20 @@ def _prepare_process() -> None:
     for handler in logging.getLogger().handlers:
         # Records of Prefect flow and task runs are hidden, because the end of each stage is displayed separately.
         handler.addFilter(lambda record: not record.name.startswith(("prefect.task_runs", "prefect.flow_runs")))
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, _raise_interrupt)
 
 
 def exit_code(run: Run) -> int:
     """Return the exit code of a run, from the states of all its stages."""
     states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
-    failed = {state.exit_code for state in states if state.state == "failed"}
+    failed_exit_codes = {state.exit_code for state in states if state.state == "failed"}
     for code in (EXIT_USAGE, EXIT_CRASH, EXIT_REFUSED):
-        if code in failed:
+        if code in failed_exit_codes:
             return code
     return EXIT_OK if all(state.state in FINISHED for state in states) else EXIT_PREEMPTED
 
 
-def _explain(run: Run, code: int) -> None:
+def _print_failures(run: Run, code: int) -> None:
     """Write to standard error which stages failed and, if a resume with the same settings can help, its command."""
     for stage in run.pipeline.stages:
         state = read_state(run.stage_path(stage.name))
@@ -200,7 +200,7 @@ def _print_message(message: str) -> None:
     sys.stderr.write(f"cosmos: {' '.join(message.split())}\n")
 
 
-def _final_message(run_flow: Callable[[], Any], folder: Path, function: Any = None) -> str:
+def _run_to_completion(run_flow: Callable[[], Any], folder: Path, function: Any = None) -> str:
     """Run a flow to its end with `run_flow`, which returns its state; return the reason why it did not complete, or an
     empty string. If `function` of the user raised an error, the reason has the location.
 
@@ -217,25 +217,27 @@ def _final_message(run_flow: Callable[[], Any], folder: Path, function: Any = No
     except TerminationSignal as error:
         raise Preempted("asked to stop") from error
     except Exception as error:  # noqa: BLE001 - the Prefect server does not respond, or its disk is full too
-        problem = disk_full(error, folder) or _probe(folder) or error
+        problem = disk_full(error, folder) or _find_disk_error(folder) or error
         return f"{'' if isinstance(problem, DiskFull) else 'Prefect: '}{problem}"
     finally:
         # At exit Prefect would wait a minute for a server that has already stopped.
-        APILogWorker.drain_all(timeout=_DRAIN_SECONDS)
-        EventsWorker.drain_all(timeout=_DRAIN_SECONDS)
+        APILogWorker.drain_all(timeout=_DRAIN_TIMEOUT_SECONDS)
+        EventsWorker.drain_all(timeout=_DRAIN_TIMEOUT_SECONDS)
     if state.is_cancelled():
         raise Preempted("its flow run was cancelled")
-    raised = getattr(state.data, "result", state.data)
-    if isinstance(raised, CosmosError):
-        raise raised
-    if isinstance(raised, UnfinishedRun):
+    flow_result = getattr(state.data, "result", state.data)
+    if isinstance(flow_result, CosmosError):
+        raise flow_result
+    if isinstance(flow_result, UnfinishedRun):
         return "a stage was called with the future of a stage that failed"
-    is_of_user = function is not None and isinstance(raised, Exception) and raised.__traceback__ is not None
-    location = f" ({location_of(raised, function)})" if is_of_user and state.name != "TimedOut" else ""
+    is_user_error = (
+        function is not None and isinstance(flow_result, Exception) and flow_result.__traceback__ is not None
+    )
+    location = f" ({location_of(flow_result, function)})" if is_user_error and state.name != "TimedOut" else ""
     return "" if state.is_completed() else f"{state.message}{location}"
 
 
-def _probe(folder: Path) -> DiskFull | None:
+def _find_disk_error(folder: Path) -> DiskFull | None:
     """Return the error that prevents writing to a folder now, or None if writing succeeds."""
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -245,7 +247,7 @@ def _probe(folder: Path) -> DiskFull | None:
         return disk_full(error, folder)
 
 
-def _terminate(number: int, frame: object) -> None:
+def _raise_interrupt(signal_number: int, stack_frame: object) -> None:
     """Raise KeyboardInterrupt, as Ctrl-C does: a library that is being imported might catch another error and
     continue."""
     raise KeyboardInterrupt
@@ -277,13 +279,13 @@ def _keep_display_updated(current_run: Callable[[], Run | None], display: Displa
 
     def update_periodically() -> None:
         was_stopping = False
-        while not is_finished.wait(_WATCH_SECONDS):
+        while not is_finished.wait(_DISPLAY_UPDATE_SECONDS):
             update_display()
             if is_stopping() and not was_stopping:
                 was_stopping = True
                 run = current_run()
-                grace = longest_grace() or (run.pipeline.config.grace_seconds if run else 0.0)
-                display.message(f"stopping, saving a checkpoint: at most {grace:.0f} s")
+                grace_seconds = longest_grace() or (run.pipeline.config.grace_seconds if run else 0.0)
+                display.message(f"stopping, saving a checkpoint: at most {grace_seconds:.0f} s")
 
     thread = threading.Thread(target=update_periodically, name="watch", daemon=True)
     thread.start()

@@ -7,23 +7,23 @@ causes of an error are examined too. Classes are matched by name, so that none o
 import errno
 from collections.abc import Iterator
 
-_MACHINE = {
+_MACHINE_ERRNOS = {
     errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.EMFILE, errno.ENFILE,
     errno.EAGAIN, errno.EBUSY,
 }  # fmt: skip
-_NETWORK = {
+_NETWORK_ERRNOS = {
     errno.ENOTCONN, errno.ETIMEDOUT, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH,
     errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE,
 }  # fmt: skip
-_MACHINE_ERRORS = {"MemoryError", "OutOfMemoryError"}
-_NETWORK_ERRORS = {
+_MACHINE_ERROR_NAMES = {"MemoryError", "OutOfMemoryError"}
+_NETWORK_ERROR_NAMES = {
     "ConnectionError", "TimeoutError", "gaierror", "SSLError", "URLError",  # error classes of Python, requests, urllib3
     "NetworkError", "TimeoutException", "RemoteProtocolError", "ProxyError",  # error classes of httpx
     "Timeout", "MaxRetryError", "ProtocolError", "HTTPClientError", "ClientConnectionError",
 }  # fmt: skip
 _CODE_ERRORS = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
 """Classes of programming errors. Their `__context__`, the error that was being handled, is not examined as a cause."""
-_STATUSES = {408, 425, 429}
+_TRANSIENT_HTTP_STATUSES = {408, 425, 429}
 """Transient HTTP statuses below 500."""
 
 
@@ -35,26 +35,28 @@ def is_transient(error: BaseException) -> bool:
 def is_machine_error(error: BaseException) -> bool:
     """Return True if memory, disk space or file descriptors were exhausted, or if a disk did not respond."""
     return any(
-        not _MACHINE_ERRORS.isdisjoint(_classes(each))
-        or (isinstance(each, OSError) and each.errno in _MACHINE)
+        not _MACHINE_ERROR_NAMES.isdisjoint(_list_class_names(cause))
+        or (isinstance(cause, OSError) and cause.errno in _MACHINE_ERRNOS)
         # A message of torch if it cannot allocate host memory.
-        or (isinstance(each, RuntimeError) and "allocate memory" in str(each))
-        for each in _chain(error)
+        or (isinstance(cause, RuntimeError) and "allocate memory" in str(cause))
+        for cause in _iterate_causes(error)
     )
 
 
 def is_network_error(error: BaseException) -> bool:
     """Return True if a connection was refused or lost, or if a server was overloaded or failed."""
-    return any(_is_single_network_error(each) for each in _chain(error))
+    return any(_is_single_network_error(cause) for cause in _iterate_causes(error))
 
 
 def _is_single_network_error(error: BaseException) -> bool:
-    if status := _status(error):  # an HTTP status means that the server was reached
-        return status >= 500 or status in _STATUSES
-    return not _NETWORK_ERRORS.isdisjoint(_classes(error)) or (isinstance(error, OSError) and error.errno in _NETWORK)
+    if status := _find_http_status(error):  # an HTTP status means that the server was reached
+        return status >= 500 or status in _TRANSIENT_HTTP_STATUSES
+    return not _NETWORK_ERROR_NAMES.isdisjoint(_list_class_names(error)) or (
+        isinstance(error, OSError) and error.errno in _NETWORK_ERRNOS
+    )
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
     visited: set[int] = set()
     while error is not None and id(error) not in visited:
         visited.add(id(error))
@@ -63,11 +65,11 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (error.__context__ if is_wrapped else None)
 
 
-def _classes(error: BaseException) -> set[str]:
-    return {each.__name__ for each in type(error).__mro__}
+def _list_class_names(error: BaseException) -> set[str]:
+    return {error_class.__name__ for error_class in type(error).__mro__}
 
 
-def _status(error: BaseException) -> int:
+def _find_http_status(error: BaseException) -> int:
     """Return the HTTP status of an error, from an attribute of the error (urllib, aiohttp), of its response, or from
     the response table of botocore; 0 if the error has no status."""
     response = getattr(error, "response", None)

@@ -316,7 +316,7 @@ class Completion:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Return the token ids of all segments."""
-        return tuple(token for segment in self.segments for token in segment.token_ids)
+        return tuple(token_id for segment in self.segments for token_id in segment.token_ids)
 
     @property
     def loss_mask(self) -> tuple[int, ...]:

@@ -34,10 +34,10 @@ from tasks.kinds import all_kinds
 from tasks.naming import flow_run_name
 from tasks.stage import run_stages
 
-_RUNNER: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=64)  # each thread only waits for a worker process
+_TASK_RUNNER: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=64)  # each thread only waits for a worker process
 
 
-@flow(name="post-train", flow_run_name=flow_run_name, task_runner=_RUNNER)
+@flow(name="post-train", flow_run_name=flow_run_name, task_runner=_TASK_RUNNER)
 def post_train(
     config: str,
     overrides: list[str] = [],  # noqa: B006 - Prefect shows the default
@@ -54,12 +54,12 @@ def post_train(
         from_stage: Make this stage and all stages that depend on it again; empty: none
         verify: Hash every input and every reused file instead of trusting size, times and inode
     """
-    request = str(flow_run.id or "")
-    run = replace(open_or_create(config, overrides, run_id, request), verify=verify)
+    flow_run_id = str(flow_run.id or "")
+    run = replace(open_or_create(config, overrides, run_id, flow_run_id), verify=verify)
     for notice in unique_notices(run.pipeline):
         get_run_logger().info("note: %s", notice)
     with claim(run):
-        supersede_stages(run, from_stage, request)
+        supersede_stages(run, from_stage, flow_run_id)
         return run_stages(run, [stage.name for stage in run.pipeline.stages])
 
 
@@ -85,9 +85,9 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
     check_targets(pipeline)
     check_store(pipeline)
     # A flow run that Prefect retries continues the run that its first attempt created.
-    note = flow_run_notes(pipeline.output_dir.expanduser().absolute()) / request
-    if request and not run_id and note.is_file():
-        run_id = note.read_text(encoding="utf-8")
+    note_path = flow_run_notes(pipeline.output_dir.expanduser().absolute()) / request
+    if request and not run_id and note_path.is_file():
+        run_id = note_path.read_text(encoding="utf-8")
     run = open_or_create_run(pipeline, run_id=run_id)
     if request:
         note_flow_run(run, request)

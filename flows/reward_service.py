@@ -24,7 +24,7 @@ from cosmos_core.launch.service_health import ENQUEUE_URL, TOKEN
 from tasks.naming import flow_run_name
 
 _POLL_SECONDS = 2.0
-_MAX_SILENT_SECONDS = 600.0
+_MAX_UNREACHABLE_SECONDS = 600.0
 
 
 @flow(name="reward-service", flow_run_name=flow_run_name)
@@ -38,26 +38,26 @@ def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
     """
     with (
         tempfile.TemporaryDirectory(prefix="cosmos-rewards-") as folder,
-        managed_service(config, Path(folder), host=_own_address()) as variables,
+        managed_service(config, Path(folder), host=_get_local_address()) as variables,
         get_client(sync_client=True) as client,
     ):
         url = variables[ENQUEUE_URL].partition("/api/")[0]
         RewardService(url=url, token=SecretStr(variables[TOKEN])).save(block, overwrite=True)
-        _wait_while(partial(_is_wanted, client, block, of_flow_run))
+        _wait_while(partial(_is_service_needed, client, block, of_flow_run))
 
 
 def _wait_while(is_needed: Callable[[], bool]) -> None:
     """Wait until `is_needed` returns False, or until the Prefect server has not responded for ten minutes."""
-    last_response = time.monotonic()
-    while time.monotonic() - last_response < _MAX_SILENT_SECONDS:
+    last_response_time = time.monotonic()
+    while time.monotonic() - last_response_time < _MAX_UNREACHABLE_SECONDS:
         with suppress(httpx.HTTPError):
             if not is_needed():
                 return
-            last_response = time.monotonic()
+            last_response_time = time.monotonic()
         time.sleep(_POLL_SECONDS)
 
 
-def _is_wanted(client: SyncPrefectClient, block: str, of_flow_run: str) -> bool:
+def _is_service_needed(client: SyncPrefectClient, block: str, of_flow_run: str) -> bool:
     try:
         if read_service(client, block) is None:
             return False
@@ -66,10 +66,12 @@ def _is_wanted(client: SyncPrefectClient, block: str, of_flow_run: str) -> bool:
         return False
 
 
-def _own_address() -> str:
+def _get_local_address() -> str:
     """Return the IP address of this machine in the network of the Prefect server."""
-    server = urlsplit(get_current_settings().api.url or "http://127.0.0.1:4200/api")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((server.hostname or "127.0.0.1", server.port or 443))  # a UDP connect sends no packet
-        address: str = probe.getsockname()[0]
+    server_url = urlsplit(get_current_settings().api.url or "http://127.0.0.1:4200/api")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
+        probe_socket.connect(
+            (server_url.hostname or "127.0.0.1", server_url.port or 443)
+        )  # a UDP connect sends no packet
+        address: str = probe_socket.getsockname()[0]
     return address

@@ -40,10 +40,10 @@ from tasks.naming import user_name
 
 logger = logging.getLogger(__name__)
 
-_PROGRESS_SECONDS = 3.0
-_TABLE_SECONDS = 30.0
-_SAMPLES_SECONDS = 600.0
-_ROWS = 20
+_PROGRESS_PERIOD_SECONDS = 3.0
+_TABLE_PERIOD_SECONDS = 30.0
+_SAMPLES_PERIOD_SECONDS = 600.0
+_MAX_TABLE_ROWS = 20
 _MAX_LETTERS = 1000  # maximum number of characters of one prompt or completion in a table
 
 
@@ -57,26 +57,26 @@ class StageArtifacts:
     def __init__(self, pipeline: PipelineConfig, stage_path: Path) -> None:
         self._stage_path = stage_path
         self._metrics = MetricsReader(stage_path / "metrics.jsonl")
-        self._key = _key(pipeline.name, stage_path.name)
+        self._key = _make_artifact_key(pipeline.name, stage_path.name)
         self._is_private = bool(pipeline.private)
-        self._run_text = f"run {stage_path.parent.parent.name} of {user_name()}"
-        self._next_samples = time.monotonic() + _SAMPLES_SECONDS
+        self._run_description = f"run {stage_path.parent.parent.name} of {user_name()}"
+        self._next_samples_time = time.monotonic() + _SAMPLES_PERIOD_SECONDS
         self._progress_id: UUID | None = None
-        self._next_progress = 0.0
-        self._next_table = time.monotonic() + _TABLE_SECONDS
+        self._next_progress_time = 0.0
+        self._next_table_time = time.monotonic() + _TABLE_PERIOD_SECONDS
 
     def update(self, progress: Position) -> None:
         """Publish the progress of the worker every 3 s, its metrics every 30 s and its samples every 10 minutes."""
         now = time.monotonic()
         with log_ui_errors():
-            if now >= self._next_progress and progress.total:
-                self._next_progress = now + _PROGRESS_SECONDS
+            if now >= self._next_progress_time and progress.total:
+                self._next_progress_time = now + _PROGRESS_PERIOD_SECONDS
                 self._show_progress(100.0 * progress.step / progress.total)
-            if now >= self._next_table:
-                self._next_table = now + _TABLE_SECONDS
+            if now >= self._next_table_time:
+                self._next_table_time = now + _TABLE_PERIOD_SECONDS
                 self._show_metrics()
-            if now >= self._next_samples:
-                self._next_samples = now + _SAMPLES_SECONDS
+            if now >= self._next_samples_time:
+                self._next_samples_time = now + _SAMPLES_PERIOD_SECONDS
                 self._show_samples()
 
     def finish(self, result: Result) -> None:
@@ -85,7 +85,7 @@ class StageArtifacts:
             self._show_progress(100.0)
             self._show_metrics()
             self._show_samples()
-            self._show_card(_result_card(result), "Result")
+            self._show_card(_render_result_card(result), "Result")
 
     def show_refusal(self) -> None:
         """Publish a card with the conditions of a refused gate; `finish` publishes the card of a passed gate."""
@@ -95,32 +95,34 @@ class StageArtifacts:
             self._show_card(text, "Conditions")
 
     def _show_card(self, text: str, subject: str) -> None:
-        description = f"{subject} of {self._stage_path.name}, {self._run_text}"
+        description = f"{subject} of {self._stage_path.name}, {self._run_description}"
         create_markdown_artifact(text, key=f"{self._key}-card", description=description)
 
     def _show_samples(self) -> None:
         """Publish the newest completions as a table, and the newest grid of generated images of a diffusion model."""
         if self._is_private:
             return
-        if lines := completions.newest_completions(self._stage_path, _ROWS):
+        if lines := completions.newest_completions(self._stage_path, _MAX_TABLE_ROWS):
             create_table_artifact(
-                [_sample(line, self._stage_path) for line in lines],
+                [_make_sample_row(line, self._stage_path) for line in lines],
                 key=f"{self._key}-samples",
-                description=f"Samples, {self._run_text}",
+                description=f"Samples, {self._run_description}",
             )
-        if (newest := gallery.newest_grid_file(self._stage_path)) is not None:
+        if (grid_path := gallery.newest_grid_file(self._stage_path)) is not None:
             create_image_artifact(
-                image_url=gallery.png_uri(newest),
+                image_url=gallery.png_uri(grid_path),
                 key=f"{self._key}-drawings",
-                description=f"{newest.parent.name}, {self._run_text}",
+                description=f"{grid_path.parent.name}, {self._run_description}",
             )
 
     def _show_progress(self, percent: float) -> None:
         if self._progress_id is None:
-            created = create_progress_artifact(
-                progress=percent, key=f"{self._key}-progress", description=f"{self._stage_path.name}, {self._run_text}"
+            artifact_id = create_progress_artifact(
+                progress=percent,
+                key=f"{self._key}-progress",
+                description=f"{self._stage_path.name}, {self._run_description}",
             )
-            self._progress_id = created if isinstance(created, UUID) else None
+            self._progress_id = artifact_id if isinstance(artifact_id, UUID) else None
         else:
             update_progress_artifact(self._progress_id, progress=percent)
 
@@ -128,17 +130,17 @@ class StageArtifacts:
         lines = self._metrics.update()
         if not lines:
             return
-        keys = ["step", *sorted({key for line in lines[-_ROWS:] for key in line} - {"step", "time"})]
+        keys = ["step", *sorted({key for line in lines[-_MAX_TABLE_ROWS:] for key in line} - {"step", "time"})]
         create_table_artifact(
-            [{key: line.get(key) for key in keys} for line in lines[-_ROWS:]],
+            [{key: line.get(key) for key in keys} for line in lines[-_MAX_TABLE_ROWS:]],
             key=f"{self._key}-metrics",
-            description=f"Newest steps, {self._run_text}",
+            description=f"Newest steps, {self._run_description}",
         )
         image = base64.b64encode(curves(lines)).decode()
         create_image_artifact(
             image_url=f"data:image/png;base64,{image}",
             key=f"{self._key}-curves",
-            description=f"Curves, {self._run_text}",
+            description=f"Curves, {self._run_description}",
         )
 
 
@@ -147,7 +149,7 @@ def show_run(run_path: Path) -> None:
     run = read_run(run_path)
     with log_ui_errors():
         description = f"{run.name}: {run.outcome}, run {run_path.name} of {user_name()}"
-        create_markdown_artifact(_run_card(run), key=card_key(run.name), description=description)
+        create_markdown_artifact(_render_run_card(run), key=card_key(run.name), description=description)
 
 
 def write_report(run_path: Path) -> None:
@@ -163,10 +165,10 @@ def log_ui_errors() -> AbstractContextManager[None]:
 
 def card_key(pipeline: str) -> str:
     """Return the artifact key of the card that all runs of a pipeline share."""
-    return _key(pipeline, "run")
+    return _make_artifact_key(pipeline, "run")
 
 
-def _key(*parts: str) -> str:
+def _make_artifact_key(*parts: str) -> str:
     """Return an artifact key made of the names of pipeline and stage, in lower-case letters, digits and dashes, which
     Prefect requires. All runs of a pipeline share the key, so that Prefect shows the history of the artifact."""
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower())
@@ -174,29 +176,29 @@ def _key(*parts: str) -> str:
 
 def conditions_table(conditions: Sequence[Condition]) -> str:
     """Return the conditions of a gate as a table in Markdown."""
-    head = "| condition | measured | bound | holds |\n|---|---|---|---|\n"
-    bounds = ["–" if each.bound is None else f"{each.bound:.6g}" for each in conditions]
-    return head + "".join(
-        f"| {each.title} | {each.value:.6g} | {bound_text} | {'yes' if each.passed else '**no**'} |\n"
-        for each, bound_text in zip(conditions, bounds, strict=True)
+    table_header = "| condition | measured | bound | holds |\n|---|---|---|---|\n"
+    bound_texts = ["–" if condition.bound is None else f"{condition.bound:.6g}" for condition in conditions]
+    return table_header + "".join(
+        f"| {condition.title} | {condition.value:.6g} | {bound_text} | {'yes' if condition.passed else '**no**'} |\n"
+        for condition, bound_text in zip(conditions, bound_texts, strict=True)
     )
 
 
-def _sample(line: dict[str, Any], stage: Path) -> dict[str, Any]:
+def _make_sample_row(line: dict[str, Any], stage: Path) -> dict[str, Any]:
     texts = {"prompt": line.get("prompt", ""), "completion": completions.completion_text(line, stage)}
     truncated = {name: text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]}…" for name, text in texts.items()}
     return {"step": line["step"], **truncated, "reward": line.get("reward")}
 
 
-def _run_card(run: RunRecord) -> str:
-    lines = [f"# {run.name} {run.path.name}: {run.outcome}", "", *_stages(run)]
+def _render_run_card(run: RunRecord) -> str:
+    lines = [f"# {run.name} {run.path.name}: {run.outcome}", "", *_render_stages(run)]
     lines += [line for name, cost in cost_card(run).items() for line in ("", f"{name}: {cost}")]
     lines += ["", f"run directory `{run.path}`"]
     if url := report_url(run.path):
         lines += ["", f"[report]({url})"]
     if run.model is not None:
         lines += ["", f"model `{run.model}`", "", "```python", model_loading_code(run.model), "```"]
-    lines += [line for where in run.published_locations for line in ("", f"published `{where}`")]
+    lines += [line for location in run.published_locations for line in ("", f"published `{location}`")]
     return "\n".join(lines) + "\n"
 
 
@@ -205,19 +207,19 @@ def approval_form_text(run_path: Path) -> str:
     run = read_run(run_path)
     lines = [f"Publish the model of run {run_path.name}?", ""]  # the form is narrow and cuts wide tables
     for stage in run.stages:
-        for each in stage.conditions:
-            bound = "nothing is published" if each.bound is None else f"bound {each.bound:.6g}"
-            verdict = "holds" if each.passed else "**does not hold**"
-            lines.append(f"- gate {stage.name}: {each.title}: measured {each.value:.6g}, {bound}, {verdict}")
+        for condition in stage.conditions:
+            bound = "nothing is published" if condition.bound is None else f"bound {condition.bound:.6g}"
+            verdict = "holds" if condition.passed else "**does not hold**"
+            lines.append(f"- gate {stage.name}: {condition.title}: measured {condition.value:.6g}, {bound}, {verdict}")
     return "\n".join([*lines, *(f"- {stage.name}: {text}" for stage in run.stages if (text := _metrics(stage)))])
 
 
-def _stages(run: RunRecord) -> list[str]:
+def _render_stages(run: RunRecord) -> list[str]:
     """Return Markdown lines: a table of stages and metrics, the conditions of gates, the errors of failed stages."""
     lines = ["| stage | kind | state | time | metrics |", "|---|---|---|---|---|"]
     for stage in run.stages:
-        time_ = formatting.duration(stage.seconds)
-        lines.append(f"| {stage.name} | {stage.kind.name} | {stage.status} | {time_} | {_metrics(stage)} |")
+        duration_text = formatting.duration(stage.seconds)
+        lines.append(f"| {stage.name} | {stage.kind.name} | {stage.status} | {duration_text} | {_metrics(stage)} |")
     for stage in run.stages:
         if stage.conditions:
             lines += ["", f"gate **{stage.name}**", "", conditions_table(stage.conditions)]
@@ -227,17 +229,17 @@ def _stages(run: RunRecord) -> list[str]:
 
 
 def _metrics(stage: StageRecord) -> str:
-    shown = formatting.table_metrics(stage.metrics).items()
-    return ", ".join(f"{name} {formatting.number(value)}" for name, value in shown)
+    metrics = formatting.table_metrics(stage.metrics).items()
+    return ", ".join(f"{name} {formatting.number(value)}" for name, value in metrics)
 
 
-def _result_card(result: Result) -> str:
-    rows = "\n".join(f"| {key} | {value:.6g} |" for key, value in sorted(result["metrics"].items()))
-    files = "\n".join(
+def _render_result_card(result: Result) -> str:
+    metric_rows = "\n".join(f"| {key} | {value:.6g} |" for key, value in sorted(result["metrics"].items()))
+    file_lines = "\n".join(
         f"- `{file['path']}` {file['size']:,} bytes, sha256 `{file['sha256'][:12]}`"
-        for file in result["outputs"][:_ROWS]
+        for file in result["outputs"][:_MAX_TABLE_ROWS]
     )
-    head = f"# {result['name']} ({result['kind']})\n\n| metric | value |\n|---|---|"
-    gate = conditions_table(parsed(result["info"].get("conditions", []), Condition))
-    gate_text = f"\n\n{gate}" if "conditions" in result["info"] else ""
-    return f"{head}\n{rows}{gate_text}\n\n{files}\n\nfingerprint `{result['fingerprint'][:16]}`\n"
+    table_header = f"# {result['name']} ({result['kind']})\n\n| metric | value |\n|---|---|"
+    gate_table = conditions_table(parsed(result["info"].get("conditions", []), Condition))
+    gate_text = f"\n\n{gate_table}" if "conditions" in result["info"] else ""
+    return f"{table_header}\n{metric_rows}{gate_text}\n\n{file_lines}\n\nfingerprint `{result['fingerprint'][:16]}`\n"

@@ -9,7 +9,7 @@ from cosmos_core.observe.resuming import resume_command
 from cosmos_core.run.directory import Run, read_facts
 from cosmos_core.run.gpu_time import gpu_seconds_of_run
 
-_SECONDS = 2.0  # interval in seconds between two computations of the GPU hours of the run
+_CHECK_PERIOD_SECONDS = 2.0  # interval in seconds between two computations of the GPU hours of the run
 
 
 class Budget:
@@ -19,25 +19,30 @@ class Budget:
         self._run = run
         config, recipe = run.pipeline.config, run.pipeline.recipes[stage.name]
         has_limit = config.budget is not None and num_reserved_gpus(run.pipeline.kind_of(stage), recipe)
-        self._limit = config.budget if has_limit else None
-        self._price = config.price_per_gpu_hour or 0.0
-        self._next = 0.0
+        self._budget_limit = config.budget if has_limit else None
+        self._price_per_gpu_hour = config.price_per_gpu_hour or 0.0
+        self._next_check_time = 0.0
 
     def budget_error(self) -> Preempted | None:
         """Return the error that stops the stage, or None if the budget is not spent. The GPU hours are computed at most
         every two seconds; a call in between returns None."""
-        if self._limit is None or time.monotonic() < self._next:
+        if self._budget_limit is None or time.monotonic() < self._next_check_time:
             return None
-        self._next = time.monotonic() + _SECONDS
-        hours = gpu_seconds_of_run(self._run.path) / 3600
-        if hours * self._price < self._limit:
+        self._next_check_time = time.monotonic() + _CHECK_PERIOD_SECONDS
+        gpu_hours = gpu_seconds_of_run(self._run.path) / 3600
+        if gpu_hours * self._price_per_gpu_hour < self._budget_limit:
             return None
-        facts = read_facts(self._run.path)
-        in_python = "raise it in configure_run, and run the flow again"
-        remedy = in_python if facts and facts.entrypoint else f"{resume_command(self._run.path)} --budget AMOUNT"
+        run_facts = read_facts(self._run.path)
+        configure_hint = "raise it in configure_run, and run the flow again"
+        resume_hint = (
+            configure_hint
+            if run_facts and run_facts.entrypoint
+            else f"{resume_command(self._run.path)} --budget AMOUNT"
+        )
         return OverBudget(
-            f"run {self._run.id}: budget = {self._limit:g} is spent: {hours:.4g} GPU hours at {self._price:g} cost "
-            f"{hours * self._price:.4g}; to continue: {remedy}"
+            f"run {self._run.id}: budget = {self._budget_limit:g} is spent: {gpu_hours:.4g} GPU hours at "
+            f"{self._price_per_gpu_hour:g} cost "
+            f"{gpu_hours * self._price_per_gpu_hour:.4g}; to continue: {resume_hint}"
         )
 
     def check(self) -> None:

@@ -33,8 +33,8 @@ from cosmos_core.run.directory import Run
 
 logger = logging.getLogger(__name__)
 
-_CANCELLED = {StateType.CANCELLING, StateType.CANCELLED}
-_MAX_SILENT_SECONDS = 600.0
+_CANCELLED_STATES = {StateType.CANCELLING, StateType.CANCELLED}
+_MAX_UNREACHABLE_SECONDS = 600.0
 _POLL_SECONDS = 1.0
 _MAX_REQUEST_SECONDS = 5.0
 _executed_flow_runs: set[UUID] = set()
@@ -59,11 +59,11 @@ def is_cancelled() -> bool | None:
     if not flow_run.id:
         return False
     try:
-        with _client() as client:
+        with _open_client() as client:
             run = client.read_flow_run(UUID(flow_run.id))
-            if run.state_type not in _CANCELLED and run.parent_task_run_id is not None:
-                run = client.read_flow_run(_flow_run_of(run.parent_task_run_id))
-            return run.state_type in _CANCELLED
+            if run.state_type not in _CANCELLED_STATES and run.parent_task_run_id is not None:
+                run = client.read_flow_run(_find_parent_flow_run(run.parent_task_run_id))
+            return run.state_type in _CANCELLED_STATES
     except ObjectNotFound:
         return False
     except httpx.HTTPError:
@@ -125,7 +125,7 @@ def publication_check() -> Callable[[], None]:
         start_time, has_warned = time.monotonic(), False
         worker.sleep_unless_stopping(0)
         while (was_cancelled := context.copy().run(is_cancelled)) is None:
-            if time.monotonic() - start_time > _MAX_SILENT_SECONDS:
+            if time.monotonic() - start_time > _MAX_UNREACHABLE_SECONDS:
                 raise StageFailed("the Prefect server does not respond, so nothing is published: was it cancelled?")
             if not has_warned:
                 logger.warning("the Prefect server does not respond: the publication waits until it does")
@@ -138,7 +138,7 @@ def publication_check() -> Callable[[], None]:
 
 
 @contextmanager
-def _client() -> Iterator[SyncPrefectClient]:
+def _open_client() -> Iterator[SyncPrefectClient]:
     """Yield the Prefect client of the current flow run. In a thread without the context of the flow run, yield a new
     client and close it afterwards."""
     if context := SyncClientContext.get():
@@ -149,9 +149,9 @@ def _client() -> Iterator[SyncPrefectClient]:
 
 
 @lru_cache
-def _flow_run_of(task_run: UUID) -> UUID:
-    with _client() as client:
-        parent = client.read_task_run(task_run).flow_run_id
-    if parent is None:
-        raise ObjectNotFound(Exception(f"task run {task_run} has no flow run"))
-    return parent
+def _find_parent_flow_run(task_run_id: UUID) -> UUID:
+    with _open_client() as client:
+        parent_id = client.read_task_run(task_run_id).flow_run_id
+    if parent_id is None:
+        raise ObjectNotFound(Exception(f"task run {task_run_id} has no flow run"))
+    return parent_id

@@ -33,19 +33,19 @@ def set_credentials(pipeline: Pipeline | None) -> None:
     from prefect.blocks.system import Secret
 
     try:
-        value = Secret.load(BLOCK).get()  # type: ignore[union-attr]
+        block_value = Secret.load(BLOCK).get()  # type: ignore[union-attr]
     except ValueError:
         return  # the server has no Secret block of this name
     try:
-        variables = json.loads(value) if isinstance(value, str) else value
+        variables = json.loads(block_value) if isinstance(block_value, str) else block_value
     except ValueError:  # the error is not logged: its message may show the value
         variables = None
     if not isinstance(variables, dict):
         logger.warning("the Secret block %s is no object of variables and their values: it is not used", BLOCK)
         return
-    for name, text in variables.items():
+    for name, variable_value in variables.items():
         if name.startswith(_CREDENTIAL_PREFIXES):
-            os.environ.setdefault(name, str(text))
+            os.environ.setdefault(name, str(variable_value))
         else:
             prefixes = "*, ".join(_CREDENTIAL_PREFIXES)
             logger.warning("the Secret block %s: %s is none of %s*: it is not used", BLOCK, name, prefixes)
@@ -71,5 +71,5 @@ def _uses_remote_storage(pipeline: Pipeline) -> bool:
     if pipeline.config.artifact_store or any("://" in value for value in values):
         return True
     with suppress(ConfigError):  # ignore an invalid setting here: the start of the run reports it
-        return any(each.form == "hub" for stage in pipeline.stages for each in pipeline.inputs(stage))
+        return any(stage_input.form == "hub" for stage in pipeline.stages for stage_input in pipeline.inputs(stage))
     return False

@@ -36,10 +36,10 @@ RUN_WAITING = "cosmos.run.waiting"
 
 def stage_completed(run: Run, name: str, result: Result, *, was_reused: bool) -> None:
     """Emit an event that a stage has its result and, if it has newly published a model, an event about the model."""
-    payload = {"reused": was_reused, "metrics": _finite(result["metrics"])}
+    payload = {"reused": was_reused, "metrics": _keep_finite_metrics(result["metrics"])}
     _emit_event(STAGE_COMPLETED, run, name, payload)
-    publishes = run.pipeline.kind_of(run.pipeline.stage(name)).makes == "publication"
-    if publishes and not was_reused and not result["info"].get("was_published"):
+    is_publication = run.pipeline.kind_of(run.pipeline.stage(name)).makes == "publication"
+    if is_publication and not was_reused and not result["info"].get("was_published"):
         details = {"target": run.pipeline.stage(name).target, "published": result["info"].get("published")}
         _emit_event(MODEL_PUBLISHED, run, name, payload | details)
 
@@ -55,16 +55,16 @@ def run_ended(run: Run, *, is_failed: bool) -> None:
     """Emit an event that a run failed, or that all its stages have results, with the metrics of the last stage that
     reported metrics. Also emit an event if the budget of the run is spent."""
     run_over_budget(run)
-    names = [stage.name for stage in run.pipeline.stages]
+    stage_names = [stage.name for stage in run.pipeline.stages]
     if is_failed:
-        failed = [name for name in names if read_state(run.stage_path(name)).state == "failed"]
-        if failed:  # in a run that was only stopped, no stage has failed
-            _emit_event(RUN_FAILED, run, "", {"failed": failed})
-    elif all(read_state(run.stage_path(name)).state in FINISHED for name in names):
-        results = [read_result(run.stage_path(name)) for name in names]
+        failed_stages = [name for name in stage_names if read_state(run.stage_path(name)).state == "failed"]
+        if failed_stages:  # in a run that was only stopped, no stage has failed
+            _emit_event(RUN_FAILED, run, "", {"failed": failed_stages})
+    elif all(read_state(run.stage_path(name)).state in FINISHED for name in stage_names):
+        results = [read_result(run.stage_path(name)) for name in stage_names]
         no_metrics: dict[str, float] = {}
         metrics = next((result["metrics"] for result in reversed(results) if result and result["metrics"]), no_metrics)
-        _emit_event(RUN_COMPLETED, run, "", {"metrics": _finite(metrics)})
+        _emit_event(RUN_COMPLETED, run, "", {"metrics": _keep_finite_metrics(metrics)})
 
 
 def run_waiting(run: Run) -> None:
@@ -87,9 +87,9 @@ def _emit_event(event: str, run: Run, stage: str, details: dict[str, Any]) -> No
         "cosmos.pipeline": pipeline,
         "cosmos.run": run.id,
     } | ({"cosmos.stage": stage} if stage else {})
-    address = get_current_settings().ui_url
+    ui_url = get_current_settings().ui_url
     links = {"report": report_url(run.path) or str(run.path / REPORT_FILE)} | (
-        {"card": f"{address}/artifacts/key/{card_key(pipeline)}"} if address else {}
+        {"card": f"{ui_url}/artifacts/key/{card_key(pipeline)}"} if ui_url else {}
     )
     run_fields = {"run": run.id, "pipeline": pipeline, "path": str(run.path), **links}
     payload = run_fields | ({"stage": stage} if stage else {}) | details
@@ -97,6 +97,6 @@ def _emit_event(event: str, run: Run, stage: str, details: dict[str, Any]) -> No
         emit_event(event, resource, payload=payload)
 
 
-def _finite(metrics: dict[str, float]) -> dict[str, float]:
+def _keep_finite_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """Return the metrics without infinite and NaN values, which JSON cannot represent."""
     return {key: value for key, value in metrics.items() if math.isfinite(as_float(value))}

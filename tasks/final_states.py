@@ -47,27 +47,29 @@ def state_of(future: PrefectFuture[Any]) -> State[Any]:
 
 def flow_state(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is_cancelled: bool) -> State[Any]:
     """Return the final state of a flow run from the futures of its stages."""
-    incomplete = {name: state_of(future) for name, future in futures.items() if not has_result(future)}
+    incomplete_states = {name: state_of(future) for name, future in futures.items() if not has_result(future)}
     if is_cancelled:
-        outcome = f"it goes on with: cosmos resume {run.path}" if incomplete else "all of its stages are complete"
-        return CancelledState(message=f"run {run.id}: cancelled; {outcome}")
-    if not incomplete:
+        outcome_text = (
+            f"it goes on with: cosmos resume {run.path}" if incomplete_states else "all of its stages are complete"
+        )
+        return CancelledState(message=f"run {run.id}: cancelled; {outcome_text}")
+    if not incomplete_states:
         return completed(run, list(futures))
-    errors = list({str(error): error for error in map(_error_of, incomplete.values()) if error})
-    refusals = [error for error in map(_error_of, incomplete.values()) if isinstance(error, GateFailed)]
-    if refusals and len(refusals) == sum(state.is_failed() for state in incomplete.values()):
+    errors = list({str(error): error for error in map(_get_error, incomplete_states.values()) if error})
+    gate_errors = [error for error in map(_get_error, incomplete_states.values()) if isinstance(error, GateFailed)]
+    if gate_errors and len(gate_errors) == sum(state.is_failed() for state in incomplete_states.values()):
         return Failed(name=REFUSED, message=f"run {run.id}: {'; '.join(errors)}")
-    return Failed(message="; ".join([f"run {run.id}: not completed: {', '.join(incomplete)}", *errors]))
+    return Failed(message="; ".join([f"run {run.id}: not completed: {', '.join(incomplete_states)}", *errors]))
 
 
 def completed(run: Run, names: Sequence[str]) -> State[Any]:
     """Return the final state of a flow run whose stages `names` are complete; its message contains the number of stages
     that were reused from earlier runs."""
     num_reused = sum(read_state(run.stage_path(name)).state == "reused" for name in names)
-    reused = f", {num_reused} of them reused from earlier runs" if num_reused else ""
-    return Completed(message=f"run {run.id}: {len(names)} stages completed{reused}", data=str(run.path))
+    reuse_text = f", {num_reused} of them reused from earlier runs" if num_reused else ""
+    return Completed(message=f"run {run.id}: {len(names)} stages completed{reuse_text}", data=str(run.path))
 
 
-def _error_of(state: State[Any]) -> CosmosError | None:
+def _get_error(state: State[Any]) -> CosmosError | None:
     data = getattr(state.data, "result", state.data)  # Prefect wraps the value that a task returns
     return data if isinstance(data, CosmosError) else None

@@ -47,7 +47,7 @@ from tasks.store_sync import OUTPUT_DIR
 
 RUN_ID = "COSMOS_RUN_ID"
 """Environment variable with the name of the run; unset: it is derived from the flow and its parameters."""
-_CALLS = "calls.json"
+_CALLS_FILE = "calls.json"
 
 
 class Call(Document):
@@ -61,7 +61,7 @@ class Call(Document):
     """Names of the stages that the call added, in topological order: the stage itself, and stages added implicitly."""
 
 
-class _Calls(Document):
+class _CallRecords(Document):
     calls: dict[str, Call] = {}
 
 
@@ -144,8 +144,8 @@ class FlowInPython:
         run = self.run or self._find_run(call, source)
         if run is not None:
             self._claim_run(run)
-        saved = read_document(run.path / _CALLS, _Calls) if run else None
-        calls = saved.calls if saved else {}
+        saved_calls = read_document(run.path / _CALLS_FILE, _CallRecords) if run else None
+        calls = saved_calls.calls if saved_calls else {}
         if run is not None:
             if earlier_call := calls.get(name):
                 if (earlier_call.stage, earlier_call.tables) == (call.stage, call.tables):
@@ -155,9 +155,9 @@ class FlowInPython:
             run = _keep_stages_of_calls(run, calls)  # drops stages of a call that was killed before it was recorded
         run = self._add_stage(run, call, source)
         self._claim_run(run)
-        others = {each for other in calls.values() for each in other.stages}
-        call.stages = [stage.name for stage in run.pipeline.stages if stage.name not in others]
-        write_json(run.path / _CALLS, _Calls(calls={**calls, name: call}).model_dump())
+        other_stages = {stage_name for other_call in calls.values() for stage_name in other_call.stages}
+        call.stages = [stage.name for stage in run.pipeline.stages if stage.name not in other_stages]
+        write_json(run.path / _CALLS_FILE, _CallRecords(calls={**calls, name: call}).model_dump())
         return run, call.stages
 
     def _claim_run(self, run: Run) -> None:
@@ -175,13 +175,15 @@ class FlowInPython:
         if not (path / "pipeline.toml").is_file():
             return None
         run = open_run(path, all_kinds())
-        old_config, new = run.pipeline.config, pipeline.config
-        keys = {key for key in self.settings if key != "output_dir" and getattr(old_config, key) != getattr(new, key)}
+        old_config, new_config = run.pipeline.config, pipeline.config
+        keys = {
+            key for key in self.settings if key != "output_dir" and getattr(old_config, key) != getattr(new_config, key)
+        }
         if changed_keys := sorted(keys - BUDGET_KEYS):
             raise ConfigError(
                 f"run {run.id} has other settings ({', '.join(changed_keys)}); give the flow another run_id"
             )
-        return with_budget(run, new)
+        return with_budget(run, new_config)
 
     def config(self) -> PipelineConfig:
         """Return the `[pipeline]` settings of the run.
@@ -194,8 +196,8 @@ class FlowInPython:
         return parse(PipelineConfig, values, source=f"{self.entrypoint}: configure_run", prefix="pipeline")
 
     def _compose(self, run: Run | None, call: Call, source: Path) -> Pipeline:
-        empty = Pipeline(source, self.config(), {}, all_kinds())
-        return resolve_gpus(with_stage(run.pipeline if run else empty, call.stage, call.tables, source))
+        empty_pipeline = Pipeline(source, self.config(), {}, all_kinds())
+        return resolve_gpus(with_stage(run.pipeline if run else empty_pipeline, call.stage, call.tables, source))
 
     def _add_stage(self, run: Run | None, call: Call, source: Path) -> Run:
         pipeline = self._compose(run, call, source)
@@ -213,9 +215,9 @@ class FlowInPython:
 
 def _forget_call(run: Run, calls: dict[str, Call], name: str) -> None:
     """Remove a call, and all calls whose stages depend on its stages; the flow will make these calls again."""
-    removed = {each for stage in calls[name].stages for each in run.pipeline.with_dependents(stage)}
-    for other in [other for other, call in calls.items() if removed.intersection(call.stages)]:
-        del calls[other]
+    removed_stages = {dependent for stage in calls[name].stages for dependent in run.pipeline.with_dependents(stage)}
+    for call_name in [call_name for call_name, call in calls.items() if removed_stages.intersection(call.stages)]:
+        del calls[call_name]
 
 
 def _keep_stages_of_calls(run: Run, calls: Mapping[str, Call]) -> Run:
@@ -236,10 +238,10 @@ def current_flow() -> FlowInPython:
     if context is None or context.flow_run is None or context.flow is None:
         raise ConfigError("a stage is called in a Prefect flow: decorate the function that calls it with @flow")
     key = f"{context.flow_run.id}-{context.flow_run.run_count}"
-    with _all_lock:
-        if key not in _all:
-            _all[key] = _identify_flow_run(context)
-        return _all[key]
+    with _flows_lock:
+        if key not in _flows_by_attempt:
+            _flows_by_attempt[key] = _create_flow_state(context)
+        return _flows_by_attempt[key]
 
 
 def configure_run(**settings: Any) -> None:
@@ -263,32 +265,32 @@ def configure_run(**settings: Any) -> None:
 def newest_flow() -> FlowInPython | None:
     """Return the flow that this process executed last, or a flow that it called if it has called no stage itself; None
     if no executed flow has called a stage."""
-    flows = [flow for flow in _all.values() if flow.run is not None]
+    flows = [flow for flow in _flows_by_attempt.values() if flow.run is not None]
     return max(reversed(flows), key=lambda flow: not flow.is_subflow, default=None)
 
 
 def unfinished_stage() -> str:
     """Return a line about a submitted stage that is not done and that no flow waited for; empty if there is none."""
-    attempts = {flow.flow_run: flow for flow in _all.values()}  # the last attempt of each flow run
-    for name, future in (item for flow in attempts.values() for item in flow.futures.items()):
+    latest_attempts = {flow.flow_run: flow for flow in _flows_by_attempt.values()}  # the last attempt of each flow run
+    for name, future in (item for flow in latest_attempts.values() for item in flow.futures.items()):
         if future._final_state is None:  # neither the flow nor a later stage has waited for the future
-            ended = future.wrapped_future
-            if ended.cancelled() or ended.exception() or not ended.result().is_completed():
+            wrapped_future = future.wrapped_future
+            if wrapped_future.cancelled() or wrapped_future.exception() or not wrapped_future.result().is_completed():
                 return f"stage {name!r} is not done, and the flow did not wait for it: call .result() of its future"
     return ""
 
 
-def _identify_flow_run(context: FlowRunContext) -> FlowInPython:
+def _create_flow_state(context: FlowRunContext) -> FlowInPython:
     assert context.flow is not None and context.flow_run is not None
     is_subflow = context.flow_run.parent_task_run_id is not None
-    run_id, parameters = _identity(context.flow, context.parameters or {}, is_subflow=is_subflow)
+    run_id, parameters = _derive_run_identity(context.flow, context.parameters or {}, is_subflow=is_subflow)
     name, flow_run = context.flow.name, str(context.flow_run.id)
     _stop_on_signals()
     confirm_cancellation_at_exit()
     tags: list[str] = []
     with log_ui_errors():
         tags = label_flow_run(name, run_id)
-    file, function = _source_of(context.flow)
+    file, function = _find_flow_source(context.flow)
     return FlowInPython(name, flow_run, run_id, f"{file}:{function}", parameters, tags, is_subflow)
 
 
@@ -299,32 +301,32 @@ def run_name_and_parameters(flow: Flow[..., Any], arguments: Mapping[str, Any]) 
         ConfigError: the flow has other parameters.
     """
     try:
-        return _identity(flow, flow.validate_parameters(get_call_parameters(flow.fn, (), dict(arguments))))
+        return _derive_run_identity(flow, flow.validate_parameters(get_call_parameters(flow.fn, (), dict(arguments))))
     except (ParameterBindError, ParameterTypeError) as error:
         raise ConfigError(f"flow {flow.name!r}: {error}") from error
 
 
-def _identity(
+def _derive_run_identity(
     flow: Flow[..., Any], parameters: Mapping[str, Any], *, is_subflow: bool = False
 ) -> tuple[str, dict[str, Any]]:
     """Return the run name of a flow, and its parameters as JSON values. The name depends only on the flow's file, name
     and parameters, unless the flow's parameter `run_id` or, for a flow that no other flow has called, the environment
     variable COSMOS_RUN_ID sets it."""
     values = json_values(parameters)
-    file, function = _source_of(flow)
-    identity = hashlib.sha256(json.dumps([file.name, function, values], sort_keys=True).encode()).hexdigest()[:8]
+    file, function = _find_flow_source(flow)
+    identity_hash = hashlib.sha256(json.dumps([file.name, function, values], sort_keys=True).encode()).hexdigest()[:8]
     plain_name = "".join(letter if STAGE_NAME.fullmatch(f"a{letter}") else "-" for letter in flow.name)
-    name = f"{(plain_name.strip('-_') or 'flow')[:80]}-{identity}"
+    name = f"{(plain_name.strip('-_') or 'flow')[:80]}-{identity_hash}"
     return str((not is_subflow and os.environ.get(RUN_ID)) or values.get("run_id") or name), values
 
 
 def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values as JSON, from which pydantic restores parameters of the same types."""
-    converted: dict[str, Any] = json.loads(json.dumps(values, default=_jsonable))
+    converted: dict[str, Any] = json.loads(json.dumps(values, default=_to_jsonable))
     return converted
 
 
-def _jsonable(value: Any) -> Any:
+def _to_jsonable(value: Any) -> Any:
     if isinstance(value, set | frozenset):  # the order of the elements differs between processes
         return sorted(value, key=repr)
     if isinstance(value, BaseModel):
@@ -334,7 +336,7 @@ def _jsonable(value: Any) -> Any:
     return to_jsonable_python(value, fallback=str)
 
 
-def _source_of(flow: Flow[..., Any]) -> tuple[Path, str]:
+def _find_flow_source(flow: Flow[..., Any]) -> tuple[Path, str]:
     """Return the file and the qualified name of the function of a flow."""
     function = inspect.unwrap(flow.fn)
     return Path(inspect.getsourcefile(function) or "flow.py").absolute(), function.__qualname__
@@ -342,8 +344,8 @@ def _source_of(flow: Flow[..., Any]) -> tuple[Path, str]:
 
 def _refuse_if_finished(run: Run, previous_call: Call, call: Call) -> None:
     name = call.stage["name"]
-    old_tables, new = {**previous_call.stage, **previous_call.tables}, {**call.stage, **call.tables}
-    keys = [key for key in dict.fromkeys((*old_tables, *new)) if old_tables.get(key) != new.get(key)]
+    old_tables, new_tables = {**previous_call.stage, **previous_call.tables}, {**call.stage, **call.tables}
+    keys = [key for key in dict.fromkeys((*old_tables, *new_tables)) if old_tables.get(key) != new_tables.get(key)]
     if read_state(run.stage_path(name)).state in FINISHED:
         raise ConfigError(
             f"stage {name!r} of run {run.id} is done with other settings ({', '.join(keys[:3])}); "
@@ -363,9 +365,9 @@ def _stop_on_signals() -> None:
         raise TerminationSignal(signal=number)
 
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, stop)
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signal_number, stop)
 
 
-_all: dict[str, FlowInPython] = {}
-_all_lock = threading.Lock()
+_flows_by_attempt: dict[str, FlowInPython] = {}
+_flows_lock = threading.Lock()

@@ -27,7 +27,7 @@ from cosmos_core.run.state import RERUN_EVENT, record_event
 
 logger = logging.getLogger(__name__)
 
-_SOURCES: dict[str, Literal["model", "data"]] = {"model": "model", "teacher": "model", "data": "data"}
+_SOURCE_KIND_BY_ROLE: dict[str, Literal["model", "data"]] = {"model": "model", "teacher": "model", "data": "data"}
 """Kind of the external source, model or data, that a manifest records for an input, by the role of the input."""
 
 
@@ -64,15 +64,15 @@ def prepare_stage_folder(
     inputs = results_of(run, stage)
     digests = {(role, key): digest for role, key, _, digest in expected.inputs}
     sources = tuple(
-        Source(kind=source_kind, name=each.location, digest=digests[each.role, each.key])
-        for each in run.pipeline.inputs(stage)
-        if each.form != "stage" and (source_kind := _SOURCES.get(each.role))
+        Source(kind=source_kind, name=stage_input.location, digest=digests[stage_input.role, stage_input.key])
+        for stage_input in run.pipeline.inputs(stage)
+        if stage_input.form != "stage" and (source_kind := _SOURCE_KIND_BY_ROLE.get(stage_input.role))
     )
     origin_of_stage = model_origin(run.pipeline, stage)
     stage, recipe = download_inputs(run.pipeline, stage, partial(sleep_unless_stopping, 0))
     if teacher := recipe.teacher_of(kind):
-        folder = output_folder(stage.name, "model", teacher.model_name_or_path, inputs)
-        recipe = recipe.derive(distillation=teacher.derive(model_name_or_path=folder))
+        teacher_path = output_folder(stage.name, "model", teacher.model_name_or_path, inputs)
+        recipe = recipe.derive(distillation=teacher.derive(model_name_or_path=teacher_path))
     for key, dataset in recipe.datasets.items() if kind.reads_data == "source" else ():
         if source_of(dataset.name):
             recipe = with_value(recipe, f"{key}.name", output_folder(stage.name, "data", dataset.name, inputs))
@@ -80,12 +80,12 @@ def prepare_stage_folder(
             recipe = with_value(recipe, f"{key}.pass_rates", str(Path(inputs[source]["path"]) / PASS_RATES))
     model = output_folder(stage.name, "model", stage.model, inputs, stage.format)
     data = output_folder(stage.name, "data", stage.data, inputs)
-    overlay = link_weights_over_model(inputs_of(stage, recipe, kind), path / "base_model")
+    merged_model_path = link_weights_over_model(inputs_of(stage, recipe, kind), path / "base_model")
     prepared_stage = Stage(
         path=path,
         config=stage,
         recipe=recipe,
-        model=overlay or model or recipe.policy.model_name_or_path,
+        model=merged_model_path or model or recipe.policy.model_name_or_path,
         data=Path(data) if data else None,
         inputs=inputs,
         fingerprint=expected.value,
@@ -101,8 +101,8 @@ def prepare_stage_folder(
 def supersede_if_changed(path: Path, expected: Fingerprint) -> None:
     """Move the folder of a stage to `superseded/`, with a warning, if the fingerprint of its training has changed, so
     that its checkpoints are not continued."""
-    saved = read_fingerprint(path)
-    if saved is not None and saved.training_hash != expected.training_hash:
+    saved_fingerprint = read_fingerprint(path)
+    if saved_fingerprint is not None and saved_fingerprint.training_hash != expected.training_hash:
         supersede_stage(path)
         logger.warning("stage %s starts anew, its earlier files are in superseded/", path.name)
     path.mkdir(parents=True, exist_ok=True)

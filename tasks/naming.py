@@ -9,32 +9,34 @@ from uuid import UUID
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
-_USER = "cosmos-user:"
+_USER_TAG_PREFIX = "cosmos-user:"
 
 
 def flow_run_name() -> str:
     """Return the name of a flow run before its run is created: the flow, followed by its config or stage. A name that a
     person has set, for example with `prefect deployment run --flow-run-name`, is kept."""
-    current = str(flow_run.name)
-    return _first_name() if is_generated_name(current) else current
+    current_name = str(flow_run.name)
+    return _make_initial_name() if is_generated_name(current_name) else current_name
 
 
 def is_generated_name(name: str) -> bool:
     """Return True if `name` is a random flow run name that Prefect has generated: two words of its word list."""
     words = name.split("-")
-    return len(words) == 2 and _word_list().issuperset(words)
+    return len(words) == 2 and _load_word_list().issuperset(words)
 
 
 def label_flow_run(pipeline: str, run_id: str, *words: str) -> list[str]:
     """Add the tags of a run to the current flow run and return them. Unless a person has named the flow run, rename it
     to the pipeline, the run and `words`. An existing tag `cosmos-user:NAME` is kept."""
     with get_client(sync_client=True) as client:
-        current = client.read_flow_run(UUID(flow_run.id))
+        current_run = client.read_flow_run(UUID(flow_run.id))
         tags = [f"cosmos-pipeline:{pipeline}", f"cosmos-run:{run_id}"]
-        tags += [tag for tag in current.tags if tag.startswith(_USER)] or [f"{_USER}{user_name()}"]
-        has_own_name = not is_generated_name(current.name) and current.name != _first_name()
-        name = current.name if has_own_name else " ".join((pipeline, run_id, *words))
-        client.update_flow_run(current.id, name=name, tags=list(dict.fromkeys([*current.tags, *tags])))
+        tags += [tag for tag in current_run.tags if tag.startswith(_USER_TAG_PREFIX)] or [
+            f"{_USER_TAG_PREFIX}{user_name()}"
+        ]
+        has_own_name = not is_generated_name(current_run.name) and current_run.name != _make_initial_name()
+        name = current_run.name if has_own_name else " ".join((pipeline, run_id, *words))
+        client.update_flow_run(current_run.id, name=name, tags=list(dict.fromkeys([*current_run.tags, *tags])))
     return tags
 
 
@@ -46,14 +48,14 @@ def user_name() -> str:
         return str(os.getuid())
 
 
-def _first_name() -> str:
+def _make_initial_name() -> str:
     parameters: dict[str, Any] = flow_run.parameters
     return f"{flow_run.flow_name} {parameters.get('config') or parameters.get('name')}"
 
 
 @cache
-def _word_list() -> frozenset[str]:
+def _load_word_list() -> frozenset[str]:
     from coolname.data import config  # the library with which Prefect generates names
 
-    lists: dict[str, Any] = config
-    return frozenset(word for entry in lists.values() for word in entry.get("words", ()))
+    word_lists: dict[str, Any] = config
+    return frozenset(word for entry in word_lists.values() for word in entry.get("words", ()))

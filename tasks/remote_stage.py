@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 CHILD_RUN_FILE = "pool.json"
 _POLL_SECONDS = 1.0
-_MIRROR_SECONDS = 5.0
-_WORKERS_SECONDS = 10.0
-_MAX_SILENT_SECONDS = 600.0
+_MIRROR_PERIOD_SECONDS = 5.0
+_REPORT_PERIOD_SECONDS = 10.0
+_MAX_UNREACHABLE_SECONDS = 600.0
 _PENDING_SECONDS = 600.0
 _MAX_BACKOFF_SECONDS = 60.0
 
@@ -69,35 +69,41 @@ def run_remote_stage(run: Run, stage: StageConfig, on_line: Callable[[str], None
     Raises:
         CosmosError: the child flow run ended with this error, or the deployment does not exist.
     """
-    path, stored = run.stage_path(stage.name), StageSync(run, stage)
-    if reused := find_result_of_pool(run, stage):
-        return reused, True
+    path, stage_sync = run.stage_path(stage.name), StageSync(run, stage)
+    if reused_result := find_result_of_pool(run, stage):
+        return reused_result, True
     try:
-        ended_run = _wait_for_child(run, stage, stored, on_line)
+        ended_flow_run = _wait_for_child(run, stage, stage_sync, on_line)
     except httpx.HTTPError as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        where = f"stage {stage.name!r} on {stage.work_pool!r}"
-        raise StageFailed(f"{where}: the Prefect server does not respond: {reason}") from error
-    result = stored.receive_result()
-    if ended_run.state_type == StateType.COMPLETED and result is not None:
-        if damage := find_damage(path, result):
-            raise StageFailed(f"stage {stage.name!r} on {stage.work_pool!r}: {damage}: do both machines share {path}?")
+        stage_description = f"stage {stage.name!r} on {stage.work_pool!r}"
+        raise StageFailed(f"{stage_description}: the Prefect server does not respond: {reason}") from error
+    result = stage_sync.receive_result()
+    if ended_flow_run.state_type == StateType.COMPLETED and result is not None:
+        if damage_message := find_damage(path, result):
+            raise StageFailed(
+                f"stage {stage.name!r} on {stage.work_pool!r}: {damage_message}: do both machines share {path}?"
+            )
         return result, read_state(path).state == "reused"
-    raise _child_error(stage, path, ended_run)
+    raise _make_child_error(stage, path, ended_flow_run)
 
 
-def _wait_for_child(run: Run, stage: StageConfig, stored: StageSync, poll: Callable[[str], None]) -> FlowRun:
+def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_line: Callable[[str], None]) -> FlowRun:
     """Poll the running child flow run, or a new one if there is none, and return it when it has ended."""
     with get_client(sync_client=True) as client:
         if (child := _find_running_child(client, run.stage_path(stage.name))) is None:
             Budget(run, stage).check()
-            child = _start_child(run, stage, stored)
+            child = _start_child(run, stage, stage_sync)
         try:
-            wait_reporter = WaitReporter(client, stage, run.stage_path(stage.name), poll)
-            return _poll_child(client, stage, UUID(child.flow_run), stored.mirror(), wait_reporter, Budget(run, stage))
+            wait_reporter = WaitReporter(client, stage, run.stage_path(stage.name), report_line)
+            return _poll_child(
+                client, stage, UUID(child.flow_run), stage_sync.mirror(), wait_reporter, Budget(run, stage)
+            )
         except Preempted:
-            _cancel(client, child, max_grace_seconds(run.stage_path(stage.name), run.pipeline.config.grace_seconds))
-            stored.mirror()()
+            _cancel_child(
+                client, child, max_grace_seconds(run.stage_path(stage.name), run.pipeline.config.grace_seconds)
+            )
+            stage_sync.mirror()()
             raise
 
 
@@ -109,9 +115,9 @@ def count_lost_child(path: Path) -> int:
     if child is None:
         return 1
     failures = 1 if step > child.failed_at else child.failures + 1
-    updated = child.model_copy(update={"failures": failures, "failed_at": step})
-    write_json(path / CHILD_RUN_FILE, updated.model_dump())
-    return updated.failures
+    updated_child = child.model_copy(update={"failures": failures, "failed_at": step})
+    write_json(path / CHILD_RUN_FILE, updated_child.model_dump())
+    return updated_child.failures
 
 
 def _find_running_child(client: SyncPrefectClient, path: Path) -> Child | None:
@@ -124,22 +130,22 @@ def _find_running_child(client: SyncPrefectClient, path: Path) -> Child | None:
     return child if run is not None and run.state_type not in TERMINAL_STATES else None
 
 
-def _start_child(run: Run, stage: StageConfig, stored: StageSync) -> Child:
+def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> Child:
     path = run.stage_path(stage.name)
-    previous = read_document(path / CHILD_RUN_FILE, Child)
-    if previous and previous.failures:
-        sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (previous.failures - 1)))
-    request = _next_child(previous)
+    previous_child = read_document(path / CHILD_RUN_FILE, Child)
+    if previous_child and previous_child.failures:
+        sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (previous_child.failures - 1)))
+    requested_child = _make_next_child(previous_child)
     try:
-        where = stored.send_run()
+        run_address = stage_sync.send_run()
         path.mkdir(parents=True, exist_ok=True)
         # The file is written before the request, so that a retry after a kill requests the same flow run.
-        write_json(path / CHILD_RUN_FILE, request.model_dump())
-        created: Any = run_deployment(
+        write_json(path / CHILD_RUN_FILE, requested_child.model_dump())
+        created_run: Any = run_deployment(
             f"stage/{stage.work_pool}",
-            parameters={"run": where, "name": stage.name},
+            parameters={"run": run_address, "name": stage.name},
             timeout=0,
-            idempotency_key=f"{where}/{stage.name}/{request.attempt}/{request.token}",
+            idempotency_key=f"{run_address}/{stage.name}/{requested_child.attempt}/{requested_child.token}",
             tags=sorted({f"cosmos-run:{run.id}", *task_run.tags}),
         )
     except ObjectNotFound as error:
@@ -148,13 +154,13 @@ def _start_child(run: Run, stage: StageConfig, stored: StageSync) -> Child:
             f"stage {stage.name!r}: work_pool = {pool!r}: the server has no deployment stage/{pool}; add one like "
             f"stage/cpu to prefect.yaml, then: cosmos bootstrap --pool {pool}, prefect deploy -n stage/{pool}"
         ) from error
-    child = request.model_copy(update={"flow_run": str(created.id)})
+    child = requested_child.model_copy(update={"flow_run": str(created_run.id)})
     write_json(path / CHILD_RUN_FILE, child.model_dump())
     record_event(path, "sent", f"to work pool {stage.work_pool}, flow run {child.flow_run}")
     return child
 
 
-def _next_child(previous_child: Child | None) -> Child:
+def _make_next_child(previous_child: Child | None) -> Child:
     """Return the child flow run to request from the server: a new one, or the one that an earlier parent requested
     before it died without a response."""
     if previous_child is None:
@@ -172,20 +178,20 @@ class WaitReporter:
         self, client: SyncPrefectClient, stage: StageConfig, path: Path, on_line: Callable[[str], None]
     ) -> None:
         self._client, self._pool, self._path, self._on_line = client, stage.work_pool, path, on_line
-        self._last_message, self._next = "", 0.0
+        self._last_message, self._next_report_time = "", 0.0
 
     def report(self) -> None:
         """Report the reason why the stage waits, once and whenever the reason changes."""
-        if time.monotonic() < self._next:
+        if time.monotonic() < self._next_report_time:
             return
-        self._next = time.monotonic() + _WORKERS_SECONDS
-        message = self._message()
+        self._next_report_time = time.monotonic() + _REPORT_PERIOD_SECONDS
+        message = self._describe_wait()
         if message != self._last_message:
             self._last_message = message
             self._on_line(f"stage {self._path.name}: {message}")
             update_state(self._path, state="waiting", error=message)
 
-    def _message(self) -> str:
+    def _describe_wait(self) -> str:
         workers = self._client.read_workers_for_work_pool(self._pool)
         num_online = sum(getattr(worker.status, "value", worker.status) == "ONLINE" for worker in workers)
         if self._client.read_work_pool(self._pool).is_paused:
@@ -198,38 +204,38 @@ class WaitReporter:
 def _poll_child(
     client: SyncPrefectClient,
     stage: StageConfig,
-    flow_run: UUID,
-    mirror: Callable[[], None],
+    flow_run_id: UUID,
+    mirror_files: Callable[[], None],
     wait_reporter: WaitReporter,
     budget: Budget,
 ) -> FlowRun:
-    mirrored, last_response = 0.0, time.monotonic()
+    last_mirror_time, last_response_time = 0.0, time.monotonic()
     while True:
         try:
-            run = client.read_flow_run(flow_run)
+            run = client.read_flow_run(flow_run_id)
             if run.state_type == StateType.SCHEDULED:
                 wait_reporter.report()
             elif run.state_type == StateType.PENDING:
-                _crash_if_lost(client, stage, run)
-            last_response = time.monotonic()
+                _mark_crashed_if_lost(client, stage, run)
+            last_response_time = time.monotonic()
         except ObjectNotFound as error:  # the flow run was deleted
-            where = f"stage {stage.name!r} on {stage.work_pool!r}"
-            raise StageFailed(f"{where}: its flow run {flow_run} is gone from the server") from error
+            stage_description = f"stage {stage.name!r} on {stage.work_pool!r}"
+            raise StageFailed(f"{stage_description}: its flow run {flow_run_id} is gone from the server") from error
         except httpx.HTTPError:  # the server may be restarting; the child flow run continues meanwhile
-            if time.monotonic() - last_response > _MAX_SILENT_SECONDS:
+            if time.monotonic() - last_response_time > _MAX_UNREACHABLE_SECONDS:
                 raise
             sleep_unless_stopping(_POLL_SECONDS)
             continue
-        if time.monotonic() - mirrored > _MIRROR_SECONDS:
-            mirror()
-            mirrored = time.monotonic()
+        if time.monotonic() - last_mirror_time > _MIRROR_PERIOD_SECONDS:
+            mirror_files()
+            last_mirror_time = time.monotonic()
         if run.state_type in TERMINAL_STATES:
             return run
         budget.check()  # the child flow run checks the budget too, but sees only the stages on the disks of its machine
         sleep_unless_stopping(_POLL_SECONDS)
 
 
-def _crash_if_lost(client: SyncPrefectClient, stage: StageConfig, run: FlowRun) -> None:
+def _mark_crashed_if_lost(client: SyncPrefectClient, stage: StageConfig, run: FlowRun) -> None:
     """Mark a flow run as crashed if a worker picked it up but started no process for ten minutes, because the machine
     was lost. Only work pools of type `process` are checked; others may wait longer, for example for a node."""
     pending_since = run.state.timestamp if run.state else datetime.now(UTC)
@@ -239,29 +245,33 @@ def _crash_if_lost(client: SyncPrefectClient, stage: StageConfig, run: FlowRun) 
         client.set_flow_run_state(run.id, Crashed(message=message), force=True)
 
 
-def _cancel(client: SyncPrefectClient, child: Child, grace_seconds: float) -> None:
+def _cancel_child(client: SyncPrefectClient, child: Child, grace_seconds: float) -> None:
     """Cancel the child flow run, so that it saves a checkpoint and ends; wait at most `grace_seconds` for its end."""
-    flow_run = UUID(child.flow_run)
+    flow_run_id = UUID(child.flow_run)
     with suppress(httpx.HTTPError, ObjectNotFound):  # an unreachable server must not prevent this process from stopping
-        client.set_flow_run_state(flow_run, Cancelling())
+        client.set_flow_run_state(flow_run_id, Cancelling())
         deadline = time.monotonic() + grace_seconds
-        while time.monotonic() < deadline and client.read_flow_run(flow_run).state_type not in TERMINAL_STATES:
+        while time.monotonic() < deadline and client.read_flow_run(flow_run_id).state_type not in TERMINAL_STATES:
             time.sleep(_POLL_SECONDS)
 
 
-def _child_error(stage: StageConfig, path: Path, ended_run: FlowRun) -> CosmosError:
+def _make_child_error(stage: StageConfig, path: Path, ended_flow_run: FlowRun) -> CosmosError:
     """Return the error that the stage recorded in `state.json`, or an error made from the state of the child flow run
     if the stage recorded none because its machine was lost."""
-    state, message = read_state(path), ended_run.state.message if ended_run.state else ""
-    where = f"stage {stage.name!r} on {stage.work_pool!r}"
+    state, message = read_state(path), ended_flow_run.state.message if ended_flow_run.state else ""
+    stage_description = f"stage {stage.name!r} on {stage.work_pool!r}"
     if state.state == "failed" and state.error_type in BY_NAME:
         return BY_NAME[state.error_type](state.error)
-    if ended_run.state_type == StateType.CANCELLED:
-        return Cancelled(f"{where}: its flow run was cancelled")
+    if ended_flow_run.state_type == StateType.CANCELLED:
+        return Cancelled(f"{stage_description}: its flow run was cancelled")
     if state.state == "stopped" and state.error_type == OverBudget.__name__:
         return OverBudget(state.error)
     if state.state == "stopped":
-        return Preempted(f"{where}: {state.error or 'stopped'}")
-    if ended_run.state_type == StateType.COMPLETED and state.state in FINISHED:
-        return StageFailed(f"{where}: it is done there, but {path} has no result: the machines share no disk")
-    return StageFailed(f"{where}: its flow run {ended_run.state_name}: {' '.join(str(message).split())}")
+        return Preempted(f"{stage_description}: {state.error or 'stopped'}")
+    if ended_flow_run.state_type == StateType.COMPLETED and state.state in FINISHED:
+        return StageFailed(
+            f"{stage_description}: it is done there, but {path} has no result: the machines share no disk"
+        )
+    return StageFailed(
+        f"{stage_description}: its flow run {ended_flow_run.state_name}: {' '.join(str(message).split())}"
+    )

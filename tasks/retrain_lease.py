@@ -40,15 +40,15 @@ class RetrainLease:
             flow_run: Id of the flow run that is to hold the right.
             deployment: Id of the deployment whose schedule started the flow run; empty: no deployment.
         """
-        self._name = f"cosmos-retraining-{note.stem}-{deployment}".rstrip("-")
+        self._variable_name = f"cosmos-retraining-{note.stem}-{deployment}".rstrip("-")
         # Acquired before the note is read: a run with older data must not publish after a run with newer data.
         self._lock = Lock(note.with_suffix(".lock"))
-        self._value = {"flow_run": flow_run, "machine": identify_machine(), "lock": str(self._lock.path)}
-        self._lease: UUID | None = None
+        self._variable_value = {"flow_run": flow_run, "machine": identify_machine(), "lock": str(self._lock.path)}
+        self._lease_id: UUID | None = None
 
     def try_acquire(self) -> bool:
         """Try to acquire the lock and the lease; return False if another flow run holds one of them."""
-        return self._lock.try_acquire() and self._try_acquire()
+        return self._lock.try_acquire() and self._try_acquire_lease()
 
     def acquire(self) -> None:
         """Wait until the lock and the lease are acquired.
@@ -57,40 +57,44 @@ class RetrainLease:
             Preempted: this process was requested to stop.
         """
         self._lock.acquire(poll=lambda: sleep_unless_stopping(0))
-        while not self._try_acquire():
+        while not self._try_acquire_lease():
             sleep_unless_stopping(_POLL_SECONDS)
 
     def __enter__(self) -> RetrainLease:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._lease is not None:
+        if self._lease_id is not None:
             try:
                 with get_client(sync_client=True) as client:
-                    _delete(client, self._lease)
+                    _delete_variable(client, self._lease_id)
             except httpx.HTTPError as failure:
-                logger.warning("the lease %s was not removed; it expires with this flow run: %s", self._name, failure)
+                logger.warning(
+                    "the lease %s was not removed; it expires with this flow run: %s", self._variable_name, failure
+                )
         self._lock.release()
 
-    def _try_acquire(self) -> bool:
+    def _try_acquire_lease(self) -> bool:
         with get_client(sync_client=True) as client:
-            while self._lease is None:
+            while self._lease_id is None:
                 try:
-                    self._lease = client.create_variable(VariableCreate(name=self._name, value=self._value)).id
+                    self._lease_id = client.create_variable(
+                        VariableCreate(name=self._variable_name, value=self._variable_value)
+                    ).id
                 except ObjectAlreadyExists:
-                    variable = client.read_variable_by_name(self._name)
+                    variable = client.read_variable_by_name(self._variable_name)
                     if variable is not None and not self._has_expired(client, variable.value):
                         return False
                     if variable is not None:
-                        _delete(client, variable.id)
+                        _delete_variable(client, variable.id)
         return True
 
     def _has_expired(self, client: SyncPrefectClient, holder: Any) -> bool:
         """Return True if the lease may be taken from its holder: the holder has ended, is an earlier attempt of this
         flow run, or would need the file lock that this process holds. Workers with separate run folders on one machine
         have separate file locks."""
-        needed_lock = all(holder.get(key) == self._value[key] for key in ("machine", "lock"))
-        if holder["flow_run"] == self._value["flow_run"] or needed_lock:
+        is_same_lock = all(holder.get(key) == self._variable_value[key] for key in ("machine", "lock"))
+        if holder["flow_run"] == self._variable_value["flow_run"] or is_same_lock:
             return True
         try:
             state = client.read_flow_run(UUID(holder["flow_run"])).state
@@ -99,10 +103,10 @@ class RetrainLease:
         return state is None or state.is_final()
 
 
-def _delete(client: SyncPrefectClient, variable: UUID) -> None:
+def _delete_variable(client: SyncPrefectClient, variable_id: UUID) -> None:
     """Delete a Prefect variable by its id rather than its name, so that a newer variable of the same name is kept."""
     try:
-        client.request("DELETE", "/variables/{id}", path_params={"id": variable})
+        client.request("DELETE", "/variables/{id}", path_params={"id": variable_id})
     except httpx.HTTPStatusError as error:
         if error.response.status_code != httpx.codes.NOT_FOUND:  # 404: another flow run has deleted the variable
             raise

@@ -22,8 +22,8 @@ from tasks.store_sync import StageSync
 
 def fingerprint_of(run: Run, stage: StageConfig) -> Fingerprint:
     """Return the fingerprint of a stage with complete inputs, for the hardware and libraries of this machine."""
-    upstream = {name: result["digest"] for name, result in results_of(run, stage).items()}
-    return fingerprint(run.pipeline, stage, run.pipeline.kind_of(stage), upstream, run.digests)
+    upstream_digests = {name: result["digest"] for name, result in results_of(run, stage).items()}
+    return fingerprint(run.pipeline, stage, run.pipeline.kind_of(stage), upstream_digests, run.digests)
 
 
 def find_result(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | None:
@@ -59,9 +59,9 @@ def find_result_of_pool(run: Run, stage: StageConfig) -> Result | None:
         if not lock.try_acquire():
             return None
         try:
-            local = fingerprint_of(run, stage)
-            for expected in pool_fingerprints(run.output_dir, run.pipeline, stage, local):
-                if result := find_result(run, stage, expected):
+            local_fingerprint = fingerprint_of(run, stage)
+            for pool_fingerprint in pool_fingerprints(run.output_dir, run.pipeline, stage, local_fingerprint):
+                if result := find_result(run, stage, pool_fingerprint):
                     return result
         except CosmosError:  # machines of the work pool may have inputs that this machine lacks
             return None

@@ -32,7 +32,7 @@ from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run.directory import Run
 
 _POLL_SECONDS = 1.0
-_LOAD_SECONDS = 1800.0
+_LOAD_TIMEOUT_SECONDS = 1800.0
 
 
 @contextlib.contextmanager
@@ -44,15 +44,15 @@ def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
         RewardError: the service does not start.
         ConfigError: the block or the deployment does not exist.
     """
-    path, check = run.stage_path(stage.name), partial(sleep_unless_stopping, 0)
-    service_context = _remote_service(stage, path, check) if stage.reward_service_pool else managed_service(
-        stage.reward_service, path, run.pipeline.config.python, check, _environment(run, stage)
+    path, check_stop = run.stage_path(stage.name), partial(sleep_unless_stopping, 0)
+    service_context = _run_remote_service(stage, path, check_stop) if stage.reward_service_pool else managed_service(
+        stage.reward_service, path, run.pipeline.config.python, check_stop, _get_reward_environment(run, stage)
     )  # fmt: skip
     with service_context as variables:
         yield variables
 
 
-def _environment(run: Run, stage: StageConfig) -> Mapping[str, str]:
+def _get_reward_environment(run: Run, stage: StageConfig) -> Mapping[str, str]:
     """Return the environment of this process, which may contain the address of a reward service, if the stage uses
     remote rewards; otherwise return an empty mapping."""
     recipe = run.pipeline.recipes[stage.name]
@@ -61,12 +61,12 @@ def _environment(run: Run, stage: StageConfig) -> Mapping[str, str]:
 
 
 @contextlib.contextmanager
-def _remote_service(stage: StageConfig, path: Path, check: Callable[[], None]) -> Iterator[dict[str, str]]:
-    block = f"run-{uuid.uuid4().hex}"
-    serving = _start_flow_run(stage, block)
+def _run_remote_service(stage: StageConfig, path: Path, check_stop: Callable[[], None]) -> Iterator[dict[str, str]]:
+    block_name = f"run-{uuid.uuid4().hex}"
+    service_run_id = _start_flow_run(stage, block_name)
     with get_client(sync_client=True) as client:
         try:
-            variables = _wait(client, stage, serving, block)
+            variables = _wait_for_service(client, stage, service_run_id, block_name)
             try:
                 yield variables
             finally:
@@ -74,40 +74,42 @@ def _remote_service(stage: StageConfig, path: Path, check: Callable[[], None]) -
         finally:
             # An unreachable Prefect server is no error here: the service ends with this flow run in any case.
             with contextlib.suppress(httpx.HTTPError, ObjectNotFound):
-                delete_service_block(client, block)
-                if client.read_flow_run(serving).state_type not in {*TERMINAL_STATES, StateType.RUNNING}:
-                    client.set_flow_run_state(serving, Cancelling())
+                delete_service_block(client, block_name)
+                if client.read_flow_run(service_run_id).state_type not in {*TERMINAL_STATES, StateType.RUNNING}:
+                    client.set_flow_run_state(service_run_id, Cancelling())
 
 
-def _start_flow_run(stage: StageConfig, block: str) -> UUID:
+def _start_flow_run(stage: StageConfig, block_name: str) -> UUID:
     pool = stage.reward_service_pool
-    parameters = {"config": stage.reward_service, "block": block, "of_flow_run": str(flow_run.id or "")}
+    parameters = {"config": stage.reward_service, "block": block_name, "of_flow_run": str(flow_run.id or "")}
     try:
-        created: Any = run_deployment(f"reward-service/{pool}", parameters=parameters, timeout=0)
+        created_run: Any = run_deployment(f"reward-service/{pool}", parameters=parameters, timeout=0)
     except ObjectNotFound as error:
         raise ConfigError(
             f"stage {stage.name!r}: reward_service_pool = {pool!r}: the server has no deployment "
             f"reward-service/{pool}; add one like reward-service/gpu to prefect.yaml, then: prefect deploy "
             f"-n reward-service/{pool}"
         ) from error
-    return UUID(str(created.id))
+    return UUID(str(created_run.id))
 
 
-def _wait(client: SyncPrefectClient, stage: StageConfig, serving: UUID, block: str) -> dict[str, str]:
+def _wait_for_service(
+    client: SyncPrefectClient, stage: StageConfig, service_run_id: UUID, block_name: str
+) -> dict[str, str]:
     """Wait until the service accepts requests, and return the environment variables with its address and token.
 
     Raises:
         RewardError: a reward or its configuration is wrong.
         StageFailed: the service ended for another reason, its machine was lost, or it was not ready in time.
     """
-    where, deadline = f"the reward service on {stage.reward_service_pool!r}", time.monotonic() + _LOAD_SECONDS
-    while (variables := read_service(client, block)) is None:
-        state = client.read_flow_run(serving).state
+    where, deadline = f"the reward service on {stage.reward_service_pool!r}", time.monotonic() + _LOAD_TIMEOUT_SECONDS
+    while (variables := read_service(client, block_name)) is None:
+        state = client.read_flow_run(service_run_id).state
         if state is not None and state.type in TERMINAL_STATES:
             reason = " ".join(str(state.message or "").split())
             has_config_error = state.type == StateType.FAILED and ("RewardError" in reason or "ConfigError" in reason)
             raise (RewardError if has_config_error else StageFailed)(f"{where} ended: {state.name}: {reason}")
         if time.monotonic() > deadline:
-            raise StageFailed(f"{where} did not load in {_LOAD_SECONDS:g} s; does a worker of the pool run?")
+            raise StageFailed(f"{where} did not load in {_LOAD_TIMEOUT_SECONDS:g} s; does a worker of the pool run?")
         sleep_unless_stopping(_POLL_SECONDS)
     return variables

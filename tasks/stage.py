@@ -87,9 +87,9 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
     set_credentials(run.pipeline)
     run_tags: list[str] = []
     with log_ui_errors():
-        shown = names if len(names) <= _MAX_NAMED_STAGES else (names[0], "to", names[-1])
-        words = shown if len(names) < len(run.pipeline.stages) else ()
-        run_tags = label_flow_run(run.pipeline.config.name, run.id, *words)
+        shown_names = names if len(names) <= _MAX_NAMED_STAGES else (names[0], "to", names[-1])
+        name_words = shown_names if len(names) < len(run.pipeline.stages) else ()
+        run_tags = label_flow_run(run.pipeline.config.name, run.id, *name_words)
     if flow_run.id and not is_local:
         note_flow_run(run, flow_run.id)
     futures: dict[str, PrefectConcurrentFuture[Any]] = {}
@@ -146,9 +146,9 @@ def stage_task(
     )
 
     def hold_slot_and_run() -> State[Any] | Result:
-        missing = [other for other, future in upstream.items() if not has_result(future)]
-        if missing:
-            return skipped_state(f"it starts from {', '.join(missing)}")
+        missing_stages = [other for other, future in upstream.items() if not has_result(future)]
+        if missing_stages:
+            return skipped_state(f"it starts from {', '.join(missing_stages)}")
         with hold_slot(slot):
             if is_cancelled():
                 return skipped_state("the flow run was cancelled")
@@ -183,7 +183,7 @@ def produce_result(run: Run, name: str, *, is_local: bool = False) -> State[Any]
     Raises:
         CosmosError: the attempt failed, and the stage is to be retried.
     """
-    return (_run_elsewhere if run.pipeline.stage(name).work_pool and not is_local else _run_stage)(run, name)
+    return (_run_on_work_pool if run.pipeline.stage(name).work_pool and not is_local else _run_stage)(run, name)
 
 
 def _run_stage(run: Run, name: str) -> State[Any] | Result:
@@ -205,7 +205,7 @@ def _run_stage(run: Run, name: str) -> State[Any] | Result:
     return result
 
 
-def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
+def _run_on_work_pool(run: Run, name: str) -> State[Any] | Result:
     """Run a stage on its work pool; count a child flow run without a recorded error as a failed attempt."""
     stage, path = run.pipeline.stage(name), run.stage_path(name)
     try:
@@ -239,30 +239,30 @@ def run_stage(
         CosmosError: `launch.worker.run` raised this error, or an input is missing.
     """
     stage, path = run.pipeline.stage(name), run.stage_path(name)
-    stored = StageSync(run, stage)
+    stage_sync = StageSync(run, stage)
     with stage_lock(run.path, name) as lock:
         lock.acquire(poll=_make_owner_check(path, run.pipeline.config.grace_seconds))
         try:
-            stored.receive_inputs()
+            stage_sync.receive_inputs()
             is_finished = read_state(path).state in FINISHED
             if not is_finished:
                 worker.reap(path)
                 _record_launcher(path)
-            expected = fingerprint_of(run, stage)
-            own_result = read_result(path) if read_state(path).holds else None
-            if own_result and not (own_result["reused_from"] or "attempts" in own_result):
+            expected_fingerprint = fingerprint_of(run, stage)
+            local_result = read_result(path) if read_state(path).holds else None
+            if local_result and not (local_result["reused_from"] or "attempts" in local_result):
                 note_in_result(path)  # the launcher was killed after the worker had written the result
-            if result := find_result(run, stage, expected):
-                return stored.send(result), True
+            if result := find_result(run, stage, expected_fingerprint):
+                return stage_sync.send(result), True
             if is_finished:
                 _record_launcher(path)
             if not run.pipeline.kind_of(stage).in_worker:
-                return stored.send(_run_in_process(run, stage, expected, on_line)), False
-            return _make_under_lock(run, stage, expected, lock, on_progress, on_line)
+                return stage_sync.send(_run_in_process(run, stage, expected_fingerprint, on_line)), False
+            return _make_result_under_lock(run, stage, expected_fingerprint, lock, on_progress, on_line)
         except Exception as error:
             failure = _to_cosmos_error(error, path)
             record_failure(path, failure)
-            stored.send_record()
+            stage_sync.send_record()
             if failure is error:
                 raise
             raise failure from error
@@ -279,25 +279,26 @@ def _to_cosmos_error(error: Exception, path: Path) -> CosmosError:
     return failure
 
 
-def _make_under_lock(
+def _make_result_under_lock(
     run: Run,
     stage: StageConfig,
-    expected: Fingerprint,
+    expected_fingerprint: Fingerprint,
     lock: Lock,
     on_progress: Callable[[Position], None],
     on_line: Callable[[str], None],
 ) -> tuple[Result, bool]:
     """Make the result of a stage in a worker, or wait for another run that makes the same result, and adopt it."""
-    path, stored, budget = run.stage_path(stage.name), StageSync(run, stage), Budget(run, stage)
-    with Lock(fingerprint_folder(run.output_dir, expected.value) / "lock") as shared:
-        had_to_wait = not shared.try_acquire()
+    path, stage_sync, budget = run.stage_path(stage.name), StageSync(run, stage), Budget(run, stage)
+    with Lock(fingerprint_folder(run.output_dir, expected_fingerprint.value) / "lock") as fingerprint_lock:
+        had_to_wait = not fingerprint_lock.try_acquire()
         if had_to_wait:
             update_state(path, state="waiting", error="another run is making the same result")
-            shared.acquire(poll=lambda: worker.sleep_unless_stopping(0))
-        with stored.lease_result(expected) as is_new:
-            if (had_to_wait or is_new) and (reused := find_result(run, stage, expected)):
-                return stored.send(reused), True
-            prepare_stage_folder(run, stage, expected, on_line)
+            fingerprint_lock.acquire(poll=lambda: worker.sleep_unless_stopping(0))
+        with stage_sync.lease_result(expected_fingerprint) as has_waited_for_lease:
+            has_waited = had_to_wait or has_waited_for_lease
+            if has_waited and (reused_result := find_result(run, stage, expected_fingerprint)):
+                return stage_sync.send(reused_result), True
+            prepare_stage_folder(run, stage, expected_fingerprint, on_line)
             launch = worker.AttemptSettings(
                 stage_path=path,
                 python=run.pipeline.config.python,
@@ -306,62 +307,67 @@ def _make_under_lock(
                 timeout_seconds=stage.timeout_seconds,
                 inherited=environment_for_user_code(stage.env) if stage.entry else os.environ,
                 secrets=(*stage.env, *run.pipeline.recipes[stage.name].secret_env),
-                locks=(lock.descriptor, shared.descriptor),
+                locks=(lock.descriptor, fingerprint_lock.descriptor),
                 on_progress=on_progress,
                 on_line=on_line,
-                must_end=stored.loss,
+                must_end=stage_sync.loss,
                 must_stop=budget.budget_error,
             )
             kind, recipe = run.pipeline.kind_of(stage), run.pipeline.recipes[stage.name]
-            with ExitStack() as devices, ExitStack() as services:
-                visible, locks = devices.enter_context(gpus.hold_stage_gpus(kind, recipe, path))
+            with ExitStack() as device_stack, ExitStack() as service_stack:
+                gpu_environment, gpu_locks = device_stack.enter_context(gpus.hold_stage_gpus(kind, recipe, path))
                 budget.check()
-                devices.enter_context(record_gpu_time(path, len(locks) or gpus.num_reserved_gpus(kind, recipe)))
+                device_stack.enter_context(
+                    record_gpu_time(path, len(gpu_locks) or gpus.num_reserved_gpus(kind, recipe))
+                )
                 update_state(path, error="its reward service starts" if stage.reward_service else "")
-                services.enter_context(upload_checkpoints_during(path, _checkpoint_url(run, stage)))
-                services.enter_context(stored.sync_checkpoints(expected))
-                variables = services.enter_context(reward_service(run, stage))
+                service_stack.enter_context(upload_checkpoints_during(path, _get_checkpoint_url(run, stage)))
+                service_stack.enter_context(stage_sync.sync_checkpoints(expected_fingerprint))
+                variables = service_stack.enter_context(reward_service(run, stage))
                 # The last callback is called first: it releases the GPUs before the last checkpoint is sent.
-                services.callback(devices.close)
-                launch.environment, launch.locks = {**visible, **variables}, (*launch.locks, *locks)
+                service_stack.callback(device_stack.close)
+                launch.environment, launch.locks = {**gpu_environment, **variables}, (*launch.locks, *gpu_locks)
                 launch.secrets = (*launch.secrets, *variables)
                 worker.run(launch)
-            return stored.send(_finish_stage(run, stage, expected)), False
+            return stage_sync.send(_finish_stage(run, stage, expected_fingerprint)), False
 
 
-def _checkpoint_url(run: Run, stage: StageConfig) -> str:
+def _get_checkpoint_url(run: Run, stage: StageConfig) -> str:
     """Return the URL to which checkpoints are sent during a training; empty if the recipe does not send them."""
-    ckpt = run.pipeline.recipes[stage.name].train.ckpt
-    is_sent = ckpt.upload_s3 == "all" and run.pipeline.kind_of(stage).trains_model
-    return checkpoint_url(ckpt.s3_url(run.pipeline.config.name), stage.name, run.id) if is_sent else ""
+    checkpoint_config = run.pipeline.recipes[stage.name].train.ckpt
+    should_upload = checkpoint_config.upload_s3 == "all" and run.pipeline.kind_of(stage).trains_model
+    root_url = checkpoint_config.s3_url(run.pipeline.config.name)
+    return checkpoint_url(root_url, stage.name, run.id) if should_upload else ""
 
 
-def _run_in_process(run: Run, stage: StageConfig, expected: Fingerprint, on_line: Callable[[str], None]) -> Result:
+def _run_in_process(
+    run: Run, stage: StageConfig, expected_fingerprint: Fingerprint, on_line: Callable[[str], None]
+) -> Result:
     """Run a stage that needs neither a worker process nor torch in the process of the flow, and return its manifest."""
     path = run.stage_path(stage.name)
-    prepared_stage = prepare_stage_folder(run, stage, expected, on_line)
+    prepared_stage = prepare_stage_folder(run, stage, expected_fingerprint, on_line)
     state, start_time = read_state(path), time.time()
-    spans, attempt = state.closed_attempts(start_time), state.attempt + 1
-    open_spans = [*spans, (start_time, None)]
+    attempt_spans, attempt = state.closed_attempts(start_time), state.attempt + 1
+    open_spans = [*attempt_spans, (start_time, None)]
     update_state(path, state="running", attempt=attempt, spans=open_spans, renewed=None, ended=None, error="")
     record_event(path, "started", f"attempt {attempt}")
     outcome = import_object(prepared_stage.entry)(prepared_stage)
-    update_state(path, spans=[*spans, (start_time, time.time())])
+    update_state(path, spans=[*attempt_spans, (start_time, time.time())])
     manifest.commit(
         path,
         outcome,
         kind=stage.kind,
-        fingerprint=expected.value,
+        fingerprint=expected_fingerprint.value,
         inputs=prepared_stage.inputs,
         sources=prepared_stage.sources,
     )
-    return _finish_stage(run, stage, expected)
+    return _finish_stage(run, stage, expected_fingerprint)
 
 
-def _finish_stage(run: Run, stage: StageConfig, expected: Fingerprint) -> Result:
+def _finish_stage(run: Run, stage: StageConfig, expected_fingerprint: Fingerprint) -> Result:
     path = run.stage_path(stage.name)
     with warn_if_disk_full(f"the end of stage {stage.name}"):
-        register_result(run.output_dir, path, expected.value)
+        register_result(run.output_dir, path, expected_fingerprint.value)
         update_state(path, state="done", ended=time.time(), error="", failures=0, forced=False)
         record_event(path, "done")
     return note_in_result(path)

@@ -74,7 +74,7 @@ class StageTask(Task[Any, StageHandle]):
 
     def __init__(self, kind: StageKind) -> None:
         super().__init__(
-            fn=_function_of(kind), name=kind.name, task_run_name="{name}", retries=MAX_RETRIES,
+            fn=_make_stage_function(kind), name=kind.name, task_run_name="{name}", retries=MAX_RETRIES,
             retry_condition_fn=_should_retry_task, cache_policy=NO_CACHE, persist_result=False
         )  # fmt: skip
         self.kind = kind
@@ -95,18 +95,18 @@ class StageTask(Task[Any, StageHandle]):
             {"first": each["first"], "name": each["name"], "overrides": each["overrides"], **each.get("settings", {})}
             for each in expand_mapping_parameters(self.fn, parameters)
         ]
-        submitted = [self.submit(each.pop("first"), wait_for=wait_for, **each) for each in calls]
+        submitted_futures = [self.submit(each.pop("first"), wait_for=wait_for, **each) for each in calls]
         if not return_state:
-            return PrefectFutureList(submitted)  # type: ignore[abstract]
-        for future in submitted:
+            return PrefectFutureList(submitted_futures)  # type: ignore[abstract]
+        for future in submitted_futures:
             future.wait()
-        return [future.state for future in submitted]
+        return [future.state for future in submitted_futures]
 
     def with_options(self, **options: Any) -> Any:
         """Return a task of the same stage kind with other options of Prefect, such as `tags` and `on_failure`."""
-        other = object.__new__(StageTask)
-        other.__dict__ |= super().with_options(**options).__dict__ | {"kind": self.kind}
-        return other
+        task_copy = object.__new__(StageTask)
+        task_copy.__dict__ |= super().with_options(**options).__dict__ | {"kind": self.kind}
+        return task_copy
 
     def __call__(self, *arguments: Any, return_state: bool = False, **settings: Any) -> Any:
         """Run the stage until it ends; return its `StageHandle` or, if `return_state` is true, its final state."""
@@ -137,7 +137,7 @@ def _should_retry_task(_task: object, _task_run: object, state: State[Any]) -> b
     return run is not None and context is not None and should_retry(run, context.parameters["name"], error)
 
 
-def _function_of(kind: StageKind) -> Callable[..., Any]:
+def _make_stage_function(kind: StageKind) -> Callable[..., Any]:
     def call_stage(
         first: Any = None, *, name: str = "", overrides: Mapping[str, Any] | None = None, **settings: Any
     ) -> Any:
@@ -178,11 +178,11 @@ def _run_tasks_of_call(run: Run, name: str, stages: Sequence[str]) -> State[Any]
     if is_cancelled():
         raise Cancelled("the flow run was cancelled")
     outcome: Any = None
-    for each in stages:
-        state = produce_result(run, name) if each == name else stage_task(run, each, {})(return_state=True)
+    for stage_name in stages:
+        state = produce_result(run, name) if stage_name == name else stage_task(run, stage_name, {})(return_state=True)
         if isinstance(state, State) and not state.is_completed():
             return state
-        outcome = state if each == name else outcome
+        outcome = state if stage_name == name else outcome
     handle = _make_handle(run, name)
     return Completed(name=outcome.name, message=outcome.message, data=handle) if isinstance(outcome, State) else handle
 
@@ -207,15 +207,15 @@ def _make_call(
         raise ConfigError(f"stage {name!r}: kind is no argument of a task; call the task of that kind")
     source = Path(flow.entrypoint.rpartition(":")[0])
     tables: Values = {}
-    handles = [after_argument] if isinstance(after_argument, StageHandle | str) else list(after_argument or ())
-    predecessors = [_stage_of(flow, name, "after", each) for each in handles]
+    after_handles = [after_argument] if isinstance(after_argument, StageHandle | str) else list(after_argument or ())
+    predecessors = [_get_stage_name(flow, name, "after", after_handle) for after_handle in after_handles]
     if _positional_key(kind) == "after" and kind.reads_model and predecessors and not recipe and "model" not in keys:
-        keys["model"], tables = _start_of(flow, predecessors[0])
+        keys["model"], tables = _get_start_model(flow, predecessors[0])
         predecessors += filter(None, [source_of(keys["model"])])
     if isinstance(recipe, Mapping):
         tables = dict(recipe)
     elif recipe:
-        source = _recipe_file(flow, name, recipe)
+        source = _find_recipe_file(flow, name, recipe)
         tables = read_config(source, [])
         if "pipeline" in tables:
             raise ConfigError(f"{source}: a recipe used by a stage cannot have a [pipeline] of its own")
@@ -224,12 +224,12 @@ def _make_call(
     for key, value in overrides.items():
         tables = merge(tables, nest_value(key.split("."), value))
     stage: Values = {"name": name, "kind": kind.name, "after": predecessors}
-    own_keys = Recipe.model_fields[kind.table].annotation.model_fields if kind.table else {}  # type: ignore[union-attr]
+    table_keys = Recipe.model_fields[kind.table].annotation.model_fields if kind.table else {}  # type: ignore[union-attr]
     for key, value in keys.items():
-        if key in own_keys:
+        if key in table_keys:
             tables = merge(tables, {kind.table: {key: value}})
         elif isinstance(value, StageHandle):
-            stage[key] = f"{STAGE_PREFIX}{_stage_of(flow, name, key, value)}"
+            stage[key] = f"{STAGE_PREFIX}{_get_stage_name(flow, name, key, value)}"
             predecessors.append(value.name)
         elif key == "entry" and callable(value):
             stage[key] = f"{inspect.getsourcefile(value)}:{value.__qualname__}"
@@ -237,7 +237,7 @@ def _make_call(
             stage[key] = value
     stage["after"] = list(dict.fromkeys(predecessors))
     for key, value in {**stage, **tables}.items():
-        if handle := _handle_in(value):
+        if handle := _find_handle(value):
             raise ConfigError(
                 f"stage {name!r}: {key} contains the handle of {handle.name!r}; pass one of its values, such as "
                 f"handle.outputs['model'] or handle.metrics"
@@ -245,15 +245,15 @@ def _make_call(
     return Call(**json_values({"stage": stage, "tables": tables})), source
 
 
-def _handle_in(value: Any) -> StageHandle | None:
+def _find_handle(value: Any) -> StageHandle | None:
     """Return the first handle in nested dicts and lists; None if there is none."""
     if isinstance(value, StageHandle):
         return value
     elements = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return next(filter(None, map(_handle_in, elements)), None)
+    return next(filter(None, map(_find_handle, elements)), None)
 
 
-def _start_of(flow: FlowInPython, name: str) -> tuple[str, Values]:
+def _get_start_model(flow: FlowInPython, name: str) -> tuple[str, Values]:
     """Return the model from which a stage of the flow's run started (empty if its recipe names it), and its recipe."""
     assert flow.run is not None
     pipeline = flow.run.pipeline
@@ -261,7 +261,7 @@ def _start_of(flow: FlowInPython, name: str) -> tuple[str, Values]:
     return pipeline.starts_from(pipeline.stage(name)), recipe
 
 
-def _recipe_file(flow: FlowInPython, name: str, recipe: str | Path) -> Path:
+def _find_recipe_file(flow: FlowInPython, name: str, recipe: str | Path) -> Path:
     for folder in (flow.folder, Path.cwd()):
         if (folder / recipe).is_file():
             return folder / recipe
@@ -270,7 +270,7 @@ def _recipe_file(flow: FlowInPython, name: str, recipe: str | Path) -> Path:
     )
 
 
-def _stage_of(flow: FlowInPython, name: str, key: str, handle: StageHandle | str) -> str:
+def _get_stage_name(flow: FlowInPython, name: str, key: str, handle: StageHandle | str) -> str:
     """Return the name of the stage to which a handle, a name or a reference `stage:NAME` refers.
 
     Raises:

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 OUTPUT_DIR = "COSMOS_OUTPUT_DIR"
 """Environment variable with the folder of runs, for machines that execute stages of runs in an artifact store."""
-_RECORD_SECONDS = 10.0
-_CHECKPOINT_SECONDS = 1.0
+_RECORD_PERIOD_SECONDS = 10.0
+_CHECKPOINT_POLL_SECONDS = 1.0
 
 
 class StageSync:
@@ -53,28 +53,28 @@ class StageSync:
         Raises:
             ConfigError, UploadError: the store refuses access, cannot be reached, or has lost a file.
         """
-        stages_read = self._read()
+        stages_read = self._list_read_stages()
         for name in self._stage.after:
             path = self._run.stage_path(name)
             local = read_result(path)
-            remote = self._store.result(self._name, name) if self._store else None
+            remote = self._store.result(self._stored_run_name, name) if self._store else None
             result = local if remote is None or (local and local["digest"] == remote["digest"]) else remote
             if result is None:
                 continue
             was_fetched = name in stages_read and self._fetch_missing_outputs(result, path)
             if was_fetched or result is not local:
-                _write(path, result)
+                _write_result(path, result)
 
-    def find_result(self, expected: Fingerprint) -> Result | None:
+    def find_result(self, expected_fingerprint: Fingerprint) -> Result | None:
         """Adopt a result with the expected fingerprint, which any machine may have stored, as the result of this
         stage, and return it; return None if the store has no such result."""
-        stored = self._store.find_stored_result(expected.value) if self._store else None
-        if stored is None:
+        stored_result = self._store.find_stored_result(expected_fingerprint.value) if self._store else None
+        if stored_result is None:
             return None
-        supersede_if_changed(self._path, expected)
-        result = stored | {"reused_from": f"{stored[STORE_KEY]}/made/{expected.value}"}
-        _write(self._path, result)
-        register_result(self._run.output_dir, self._path, expected.value)
+        supersede_if_changed(self._path, expected_fingerprint)
+        result = stored_result | {"reused_from": f"{stored_result[STORE_KEY]}/made/{expected_fingerprint.value}"}
+        _write_result(self._path, result)
+        register_result(self._run.output_dir, self._path, expected_fingerprint.value)
         return result
 
     @contextmanager
@@ -106,38 +106,40 @@ class StageSync:
         return self._lease.loss if self._lease else ""
 
     @contextmanager
-    def sync_checkpoints(self, expected: Fingerprint) -> Iterator[None]:
+    def sync_checkpoints(self, expected_fingerprint: Fingerprint) -> Iterator[None]:
         """Fetch the newest checkpoint that any machine has stored. Then, while the block runs, store each new
         checkpoint and the progress of the stage. A failure of the store within the block is only logged as a
         warning."""
         if self._store is None:
             yield
             return
-        checkpoints = self._store.checkpoints(expected.value, self._path)
+        checkpoints = self._store.checkpoints(expected_fingerprint.value, self._path)
         state = read_state(self._path)
         if state.forced and not state.attempt:
             checkpoints.clear()
         elif name := checkpoints.pull():
             record_event(self._path, "fetched", f"{name} from {self._store.url}")
-        stop, record = threading.Event(), self._record()
-        loops = [
-            threading.Thread(target=_call_periodically, args=(each, seconds, stop, self._path), daemon=True)
-            for each, seconds in (
-                (partial(self._push, checkpoints, stop), _CHECKPOINT_SECONDS),
-                (record.push, _RECORD_SECONDS),
+        stop_event, stored_record = threading.Event(), self._open_stored_record()
+        sync_threads = [
+            threading.Thread(
+                target=_call_periodically, args=(sync_function, seconds, stop_event, self._path), daemon=True
+            )
+            for sync_function, seconds in (
+                (partial(self._push_checkpoints, checkpoints, stop_event), _CHECKPOINT_POLL_SECONDS),
+                (stored_record.push, _RECORD_PERIOD_SECONDS),
             )
         ]
-        for loop in loops:
-            loop.start()
+        for sync_thread in sync_threads:
+            sync_thread.start()
         # A stopped worker has saved a checkpoint: send it to the store, from which any machine continues.
-        last_push = partial(_call_and_log, partial(self._push, checkpoints, threading.Event()), self._path)
+        last_push = partial(_call_and_log, partial(self._push_checkpoints, checkpoints, threading.Event()), self._path)
         with cleanup_on_error(last_push):
             try:
                 yield
             finally:
-                stop.set()
-                for loop in loops:
-                    loop.join()
+                stop_event.set()
+                for sync_thread in sync_threads:
+                    sync_thread.join()
 
     def send(self, result: Result) -> Result:
         """Store a result of this stage and return it. The manifest is stored last, which makes the stage complete for
@@ -157,33 +159,33 @@ class StageSync:
             if self._run.pipeline.kind_of(self._stage).is_reusable:
                 self._store.store_result(result)
             result = result | {STORE_KEY: self._store.url}
-            _write(self._path, result)
-        self._record().push(is_final=True)
-        self._store.put_result(self._name, self._stage.name, result)
+            _write_result(self._path, result)
+        self._open_stored_record().push(is_final=True)
+        self._store.put_result(self._stored_run_name, self._stage.name, result)
         return result
 
     def send_record(self) -> None:
         """Store the state of the stage, if the store can be reached."""
         if self._store is not None:
-            _call_and_log(lambda: self._record().push(is_final=True), self._path)
+            _call_and_log(lambda: self._open_stored_record().push(is_final=True), self._path)
 
     def send_run(self) -> str:
         """Store the files that another machine needs to run this stage. Return the address of the run for that machine:
         the directory of the run, or its URL in the store."""
         if self._store is None:
             return str(self._run.path)
-        record = self._record()
-        stored = record.state()
-        if stored is not None and stored.forced_by == read_state(self._path).forced_by:
-            record.pull()  # another machine may have made progress since the last pull
-        record.push(is_final=True)
+        stored_record = self._open_stored_record()
+        stored_state = stored_record.state()
+        if stored_state is not None and stored_state.forced_by == read_state(self._path).forced_by:
+            stored_record.pull()  # another machine may have made progress since the last pull
+        stored_record.push(is_final=True)
         return self._store.put_run(self._run.path, has_grown=True)
 
     def mirror(self) -> Callable[[], None]:
         """Return a function that copies state and progress of the stage from the machine that runs it, for display."""
         if self._store is None:
             return lambda: None
-        return partial(_call_and_log, lambda: self._record().pull(), self._path)
+        return partial(_call_and_log, lambda: self._open_stored_record().pull(), self._path)
 
     def receive_result(self) -> Result | None:
         """Return the manifest of this stage from any machine; None if the stage is not complete.
@@ -193,25 +195,25 @@ class StageSync:
         """
         if self._store is None:
             return read_result(self._path)
-        self._record().pull()
-        result = self._store.result(self._name, self._stage.name)
+        self._open_stored_record().pull()
+        result = self._store.result(self._stored_run_name, self._stage.name)
         if result is not None and read_result(self._path) != result:
-            _write(self._path, result)
+            _write_result(self._path, result)
         return result
 
     def receive_state(self) -> None:
         """Fetch the state of the stage from the store if another machine has worked on the stage in the meantime."""
         if self._store is None:
             return
-        local, record = read_state(self._path), self._record()
-        stored = record.state()
-        if stored is None:
+        local_state, stored_record = read_state(self._path), self._open_stored_record()
+        stored_state = stored_record.state()
+        if stored_state is None:
             return
-        if stored.forced and stored.forced_by != local.forced_by:
+        if stored_state.forced and stored_state.forced_by != local_state.forced_by:
             supersede_stage(self._path)
-            local = State()
-        if stored.attempt > local.attempt or not (self._path / "state.json").is_file():
-            record.pull()
+            local_state = State()
+        if stored_state.attempt > local_state.attempt or not (self._path / "state.json").is_file():
+            stored_record.pull()
 
     def _fetch_missing_outputs(self, result: Result, path: Path) -> bool:
         """Fetch outputs that are missing or damaged on this machine from the store that has them; return True if files
@@ -223,26 +225,26 @@ class StageSync:
         ArtifactStore(url, partial(sleep_unless_stopping, 0)).fetch_outputs(result, path, self._local_output_files())
         return True
 
-    def _push(self, checkpoints: StoredCheckpoints, stop: threading.Event) -> None:
+    def _push_checkpoints(self, checkpoints: StoredCheckpoints, stop_event: threading.Event) -> None:
         def pause() -> None:
-            if stop.is_set():
+            if stop_event.is_set():
                 raise Preempted("the training has ended")
 
         if not (self._lease and self._lease.is_lost):  # a new holder of the lease sends and removes checkpoints itself
             for name in checkpoints.push(pause):
                 record_event(self._path, "sent", name)
 
-    def _record(self) -> StoredRecord:
+    def _open_stored_record(self) -> StoredRecord:
         assert self._store is not None
-        return self._store.record(self._name, self._path, identify_machine())
+        return self._store.record(self._stored_run_name, self._path, identify_machine())
 
     @cached_property
-    def _name(self) -> str:
+    def _stored_run_name(self) -> str:
         """Return the name of the run in the store, which differs from the run's id if another run has that id."""
         assert self._store is not None
         return self._store.put_run(self._run.path).rpartition("/")[2]
 
-    def _read(self) -> set[str]:
+    def _list_read_stages(self) -> set[str]:
         """Return the names of the stages of which this stage reads output files rather than only metrics."""
         if self._stage.entry:
             return set(self._stage.after)
@@ -275,14 +277,14 @@ def open_received_run(url: str, name: str) -> Run:
     return run
 
 
-def _write(path: Path, result: Result) -> None:
+def _write_result(path: Path, result: Result) -> None:
     path.mkdir(parents=True, exist_ok=True)
     write_json(path / RESULT, result)
 
 
-def _call_periodically(function: Callable[[], object], seconds: float, stop: threading.Event, path: Path) -> None:
+def _call_periodically(function: Callable[[], object], seconds: float, stop_event: threading.Event, path: Path) -> None:
     lower_cpu_priority()
-    while not stop.wait(seconds):
+    while not stop_event.wait(seconds):
         _call_and_log(function, path)
 
 

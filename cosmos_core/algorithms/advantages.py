@@ -46,26 +46,30 @@ def advantages(
     Raises:
         RewardError: the rule does not support negative rewards.
     """
-    valid = [list(filter(_is_valid, rewards)) for rewards in groups]
-    rule = _centre if algo == "grpo" and not normalise_std else ADVANTAGE_RULES[algo]
-    group_advantages = rule([np.asarray(each, dtype=np.float64) for each in valid])
+    valid_rewards = [list(filter(_is_valid, rewards)) for rewards in groups]
+    advantage_fn = _centre if algo == "grpo" and not normalise_std else ADVANTAGE_RULES[algo]
+    group_advantages = advantage_fn([np.asarray(each, dtype=np.float64) for each in valid_rewards])
     if algo.startswith("reinforce++"):
-        tokens = num_tokens or [[1] * len(rewards) for rewards in groups]
-        pairs = (zip(*of_group, strict=True) for of_group in zip(groups, tokens, strict=True))
-        lengths = [[num for reward, num in each if _is_valid(reward)] for each in pairs]
-        flat = iter(whiten(np.concatenate([*group_advantages, np.zeros(0)]), np.concatenate([*lengths, np.zeros(0)])))
-        group_advantages = [np.array([next(flat) for _ in each]) for each in valid]
-    iterators = map(iter, group_advantages)
-    values = [
+        token_counts = num_tokens or [[1] * len(rewards) for rewards in groups]
+        reward_count_pairs = (
+            zip(*rewards_and_counts, strict=True) for rewards_and_counts in zip(groups, token_counts, strict=True)
+        )
+        lengths = [[token_count for reward, token_count in each if _is_valid(reward)] for each in reward_count_pairs]
+        whitened_values = iter(
+            whiten(np.concatenate([*group_advantages, np.zeros(0)]), np.concatenate([*lengths, np.zeros(0)]))
+        )
+        group_advantages = [np.array([next(whitened_values) for _ in each]) for each in valid_rewards]
+    advantage_iterators = map(iter, group_advantages)
+    advantage_rows = [
         [float(next(values_of_group)) if _is_valid(reward) else None for reward in rewards]
-        for rewards, values_of_group in zip(groups, iterators, strict=True)
+        for rewards, values_of_group in zip(groups, advantage_iterators, strict=True)
     ]
-    return values, {
-        "groups": len(valid),
-        "constant_groups": sum(len(each) > 1 and max(each) == min(each) for each in valid),
-        "single_groups": sum(len(each) == 1 for each in valid),
-        "empty_groups": sum(not each for each in valid),
-        "invalid": sum(map(len, groups)) - sum(map(len, valid)),
+    return advantage_rows, {
+        "groups": len(valid_rewards),
+        "constant_groups": sum(len(each) > 1 and max(each) == min(each) for each in valid_rewards),
+        "single_groups": sum(len(each) == 1 for each in valid_rewards),
+        "empty_groups": sum(not each for each in valid_rewards),
+        "invalid": sum(map(len, groups)) - sum(map(len, valid_rewards)),
     }
 
 
@@ -103,9 +107,9 @@ def whitened_returns(
         returns.append(sample.reward - kl_beta * kl_S.flip(0).cumsum(0).flip(0))
     if not returns:
         return []
-    flat, counts = torch.cat(returns), torch.cat(masks)
-    whitened_values = torch.from_numpy(whiten(flat.numpy(), counts.numpy().astype(float)))
-    return list(apply_mask(whitened_values, counts).split([len(row_S) for row_S in returns]))
+    flat_returns, flat_mask = torch.cat(returns), torch.cat(masks)
+    whitened_values = torch.from_numpy(whiten(flat_returns.numpy(), flat_mask.numpy().astype(float)))
+    return list(apply_mask(whitened_values, flat_mask).split([len(row_S) for row_S in returns]))
 
 
 def _is_constant(rewards_G: np.ndarray) -> bool:
@@ -117,7 +121,7 @@ def _centre(groups: list[np.ndarray]) -> list[np.ndarray]:
     return [np.zeros_like(r_G) if _is_constant(r_G) else r_G - r_G.mean() for r_G in groups]
 
 
-def _grpo(groups: list[np.ndarray]) -> list[np.ndarray]:
+def _grpo_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean) / (population std + 1e-6) in each group (GRPO, arXiv 2402.03300)."""
     pairs = zip(_centre(groups), groups, strict=True)
     return [
@@ -125,19 +129,19 @@ def _grpo(groups: list[np.ndarray]) -> list[np.ndarray]:
     ]
 
 
-def _rloo(groups: list[np.ndarray]) -> list[np.ndarray]:
+def _rloo_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return each reward minus the mean of the other rewards of its group (RLOO, arXiv 2402.14740)."""
     return [deviations_G * len(deviations_G) / max(1, len(deviations_G) - 1) for deviations_G in _centre(groups)]
 
 
-def _batch_std(groups: list[np.ndarray]) -> list[np.ndarray]:
+def _batch_std_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean of its group) / (population std of all rewards of the step + 1e-6) (arXiv 2508.08221)."""
     all_rewards = np.concatenate([*groups, np.zeros(0)])
     std = all_rewards.std() if all_rewards.size else 0.0
     return [deviations_G / (std + STD_EPSILON) for deviations_G in _centre(groups)]
 
 
-def _max_rl(groups: list[np.ndarray]) -> list[np.ndarray]:
+def _max_rl_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean) / mean in each group, for rewards of 0 and 1 (MaxRL, arXiv 2602.02710)."""
     min_reward = min((r_G.min() for r_G in groups if r_G.size), default=0.0)
     if min_reward < 0:
@@ -159,14 +163,14 @@ def gdpo_advantages(rewards: Sequence[Groups], weights: Sequence[float]) -> list
     the same formula over all completions of the step. A completion that lacks a value has the advantage None.
     """
     rewards_by_group = zip(*rewards, strict=True)
-    valid = [[all(map(_is_valid, each)) for each in zip(*row, strict=True)] for row in rewards_by_group]
-    sums = [np.zeros(sum(row)) for row in valid]
+    validity_by_group = [[all(map(_is_valid, each)) for each in zip(*row, strict=True)] for row in rewards_by_group]
+    weighted_sums = [np.zeros(sum(row)) for row in validity_by_group]
     for groups, weight in zip(rewards, weights, strict=True):
-        for sum_G, values_of_group, row in zip(sums, groups, valid, strict=True):
-            kept = [value for value, is_valid in zip(values_of_group, row, strict=True) if is_valid]
-            sum_G += weight * _standardise(np.array(kept, dtype=np.float64))
-    flat = iter(_standardise(np.concatenate([*sums, np.zeros(0)])))
-    return [[float(next(flat)) if is_valid else None for is_valid in row] for row in valid]
+        for sum_G, values_of_group, row in zip(weighted_sums, groups, validity_by_group, strict=True):
+            valid_rewards = [value for value, is_valid in zip(values_of_group, row, strict=True) if is_valid]
+            sum_G += weight * _standardise(np.array(valid_rewards, dtype=np.float64))
+    normalised_values = iter(_standardise(np.concatenate([*weighted_sums, np.zeros(0)])))
+    return [[float(next(normalised_values)) if is_valid else None for is_valid in row] for row in validity_by_group]
 
 
 def _standardise(values_N: np.ndarray) -> np.ndarray:
@@ -177,12 +181,12 @@ def _standardise(values_N: np.ndarray) -> np.ndarray:
 
 
 ADVANTAGE_RULES: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
-    "grpo": _grpo,
-    "rloo": _rloo,
-    "batch-std": _batch_std,
+    "grpo": _grpo_advantages,
+    "rloo": _rloo_advantages,
+    "batch-std": _batch_std_advantages,
     "reinforce++": lambda groups: groups,
     "reinforce++-baseline": _centre,
-    "maxrl": _max_rl,
+    "maxrl": _max_rl_advantages,
 }
 """Functions that turn the rewards of all groups into advantages, by the name of the rule (`algo`).
 

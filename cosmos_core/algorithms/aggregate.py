@@ -30,10 +30,10 @@ def denominator(loss_type: LossType, lengths: Iterable[int], max_tokens: int | N
     times the constant `max_tokens` if that is set (Dr. GRPO, arXiv 2503.20783); for `token-sum` 1. A step without
     tokens has D = 1, so that its loss is 0 rather than NaN.
     """
-    tokens = [length for length in lengths if length > 0]
+    positive_lengths = [length for length in lengths if length > 0]
     if loss_type == "token-sum":
         return 1.0
-    total = sum(tokens) if loss_type == "token-mean" else len(tokens)
+    total = sum(positive_lengths) if loss_type == "token-mean" else len(positive_lengths)
     if loss_type == "seq-mean-token-mean" and max_tokens is not None:
         total *= max_tokens
     return float(max(total, 1))
@@ -46,10 +46,10 @@ def weighted_sum(
 
     `denominator` is the result of the function `denominator` for the same `loss_type` and `max_tokens`.
     """
-    kept_BT = apply_mask(values_BT, mask_BT)
+    masked_values_BT = apply_mask(values_BT, mask_BT)
     if loss_type == "seq-mean-token-mean" and max_tokens is None:
-        return (kept_BT.sum(-1) / mask_BT.bool().sum(-1).clamp(min=1)).sum() / denominator
-    return kept_BT.sum() / denominator
+        return (masked_values_BT.sum(-1) / mask_BT.bool().sum(-1).clamp(min=1)).sum() / denominator
+    return masked_values_BT.sum() / denominator
 
 
 def apply_mask(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -57,14 +57,14 @@ def apply_mask(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
     The result is at least float32: in half precision, sums over many tokens are inexact and exp overflows.
     """
-    wide_BT = values_BT.to(torch.promote_types(values_BT.dtype, torch.float32))
-    return torch.where(mask_BT.bool(), wide_BT, torch.zeros_like(wide_BT))
+    upcast_values_BT = values_BT.to(torch.promote_types(values_BT.dtype, torch.float32))
+    return torch.where(mask_BT.bool(), upcast_values_BT, torch.zeros_like(upcast_values_BT))
 
 
 def token_metric(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Return the metric `[sum, count]` of the values at unmasked tokens, without gradient."""
-    sum_ = apply_mask(values_BT.detach(), mask_BT).sum(dtype=torch.float64)
-    return torch.stack([sum_, mask_BT.bool().sum().to(torch.float64)])
+    masked_sum = apply_mask(values_BT.detach(), mask_BT).sum(dtype=torch.float64)
+    return torch.stack([masked_sum, mask_BT.bool().sum().to(torch.float64)])
 
 
 def source_masks(sources: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
@@ -79,14 +79,20 @@ def add_metrics(total: Metrics, other: Metrics) -> Metrics:
     return total | other | {name: total[name] + other[name] for name in total.keys() & other.keys()}
 
 
-def means(total: Mapping[str, Tensor]) -> dict[str, float]:
+def means(metric_totals: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the mean (sum over count) of each metric; metrics with count 0 are left out.
 
     If importance weights have the metrics NAME (mean) and `NAME_square` (mean square), the result also has the
     effective sample size as a fraction of the tokens: the squared mean over the mean square (Kish).
     """
-    pairs = {name: metric.tolist() for name, metric in total.items()}
-    averages = {name: sum_ / count for name, (sum_, count) in pairs.items() if count}
-    squares = {key.removesuffix("_square"): mean for key, mean in averages.items() if key.endswith("_square") and mean}
-    sizes = {name: averages[name] ** 2 / square for name, square in squares.items() if name in averages}
-    return averages | {f"{name}_effective_sample_size": size for name, size in sizes.items()}
+    sums_and_counts = {name: metric.tolist() for name, metric in metric_totals.items()}
+    averages = {name: metric_sum / count for name, (metric_sum, count) in sums_and_counts.items() if count}
+    mean_squares = {
+        key.removesuffix("_square"): mean for key, mean in averages.items() if key.endswith("_square") and mean
+    }
+    effective_sizes = {
+        name: averages[name] ** 2 / mean_square for name, mean_square in mean_squares.items() if name in averages
+    }
+    return averages | {
+        f"{name}_effective_sample_size": effective_size for name, effective_size in effective_sizes.items()
+    }

@@ -166,8 +166,8 @@ class Algorithm:
             loss_sum += sum(losses)
             for sample, value in zip(samples, losses, strict=True):
                 if source := getattr(sample, "source", ""):
-                    entry = sums_by_source.setdefault(source, [0.0, 0.0])
-                    entry[:] = entry[0] + value, entry[1] + sample.num_learned
+                    source_sums = sums_by_source.setdefault(source, [0.0, 0.0])
+                    source_sums[:] = source_sums[0] + value, source_sums[1] + sample.num_learned
             num_correct += sum(row["is_top"].sum().item() for row in rows)
             num_tokens += sum(sample.num_learned for sample in samples)
         loss = loss_sum / max(1, num_tokens)
@@ -193,9 +193,9 @@ def equal_batches(num_samples: int, size: int | None) -> list[slice]:
     There are as few slices as possible with at most `size` samples each; `size` None: one slice. Their sizes differ by
     at most 1, because otherwise a few remaining samples could get a whole optimizer step.
     """
-    count = -(-num_samples // (size or max(1, num_samples)))
-    bounds = [-(-i * num_samples // count) for i in range(count + 1)] if count else []
-    return [slice(*each) for each in pairwise(bounds)]
+    num_batches = -(-num_samples // (size or max(1, num_samples)))
+    bounds = [-(-i * num_samples // num_batches) for i in range(num_batches + 1)] if num_batches else []
+    return [slice(*slice_bounds) for slice_bounds in pairwise(bounds)]
 
 
 def align_rows(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
@@ -203,15 +203,15 @@ def align_rows(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
 
     If each token of a row has a vector instead of a number, the result has the dimensions of the vector too.
     """
-    out_BS = like_BS.new_zeros((*like_BS.shape, *rows[0].shape[1:]))
+    padded_BS = like_BS.new_zeros((*like_BS.shape, *rows[0].shape[1:]))
     for row_index, row in enumerate(rows):
-        out_BS[row_index, : len(row)] = row
-    return out_BS
+        padded_BS[row_index, : len(row)] = row
+    return padded_BS
 
 
 def metric_weights(config: AlgorithmConfig) -> dict[str, float]:
     """Return the weight of each local or remote reward function, by the name of the function's metric in scores."""
     if config.remote_rewards is not None:
-        return {name: function.weight for function, name in config.remote_rewards.metric_names.items()}
-    names = metric_names(config.rewards)
-    return {names[reward]: weight for reward, weight in config.rewards.items()}
+        return {name: reward_fn.weight for reward_fn, name in config.remote_rewards.metric_names.items()}
+    metric_name_by_reward = metric_names(config.rewards)
+    return {metric_name_by_reward[reward]: weight for reward, weight in config.rewards.items()}

@@ -80,34 +80,36 @@ def importance_weights(
     """
     mask_BT = mask_BT.bool()
     is_finite_BT = rollout_logprobs_BT.isfinite()
-    kept_BT = mask_BT & is_finite_BT
-    old_logprobs_BT = apply_mask(old_logprobs_BT, kept_BT)
-    rollout_logprobs_BT = apply_mask(rollout_logprobs_BT, kept_BT)
+    valid_mask_BT = mask_BT & is_finite_BT
+    old_logprobs_BT = apply_mask(old_logprobs_BT, valid_mask_BT)
+    rollout_logprobs_BT = apply_mask(rollout_logprobs_BT, valid_mask_BT)
     log_weight_BT = log_ratio_BT = old_logprobs_BT - rollout_logprobs_BT
     if correction.rule.startswith("sequence"):
         log_weight_BT = log_ratio_BT.sum(-1, keepdim=True).expand_as(log_ratio_BT)
-    ratio_BT = apply_mask(log_weight_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), kept_BT)
-    accepted_BT, weights_BT = kept_BT, ratio_BT.clamp(max=correction.high)
+    ratio_BT = apply_mask(log_weight_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), valid_mask_BT)
+    accepted_mask_BT, weights_BT = valid_mask_BT, ratio_BT.clamp(max=correction.high)
     if correction.rule == "none":
         weights_BT = torch.ones_like(ratio_BT)
     elif correction.rule.endswith("mask"):
-        accepted_BT = kept_BT & (ratio_BT >= correction.low) & (ratio_BT <= correction.high)
+        accepted_mask_BT = valid_mask_BT & (ratio_BT >= correction.low) & (ratio_BT <= correction.high)
     if correction.geometric_mean_range is not None:
         low, high = correction.geometric_mean_range
-        mean_B1 = (log_ratio_BT.sum(-1, keepdim=True) / kept_BT.sum(-1, keepdim=True).clamp(min=1)).exp()
-        accepted_BT = accepted_BT & (mean_B1 >= low) & (mean_B1 <= high)
+        sequence_mean_B1 = (log_ratio_BT.sum(-1, keepdim=True) / valid_mask_BT.sum(-1, keepdim=True).clamp(min=1)).exp()
+        accepted_mask_BT = accepted_mask_BT & (sequence_mean_B1 >= low) & (sequence_mean_B1 <= high)
     if correction.mean_k3 is not None or correction.max_k3 is not None:
-        k3_BT = apply_mask(k3(rollout_logprobs_BT, old_logprobs_BT)[0], kept_BT)
-        mean_B1 = k3_BT.sum(-1, keepdim=True) / kept_BT.sum(-1, keepdim=True).clamp(min=1)
-        accepted_BT = accepted_BT & (mean_B1 <= (math.inf if correction.mean_k3 is None else correction.mean_k3))
+        k3_BT = apply_mask(k3(rollout_logprobs_BT, old_logprobs_BT)[0], valid_mask_BT)
+        sequence_mean_B1 = k3_BT.sum(-1, keepdim=True) / valid_mask_BT.sum(-1, keepdim=True).clamp(min=1)
+        accepted_mask_BT = accepted_mask_BT & (
+            sequence_mean_B1 <= (math.inf if correction.mean_k3 is None else correction.mean_k3)
+        )
         max_k3 = math.inf if correction.max_k3 is None else correction.max_k3
-        accepted_BT = accepted_BT & (k3_BT.amax(-1, keepdim=True) <= max_k3)
-    weights_BT = apply_mask(weights_BT, accepted_BT) / correction.scale
+        accepted_mask_BT = accepted_mask_BT & (k3_BT.amax(-1, keepdim=True) <= max_k3)
+    weights_BT = apply_mask(weights_BT, accepted_mask_BT) / correction.scale
     metrics = {
         "rollout/weight": token_metric(weights_BT, mask_BT),
         "rollout/weight_square": token_metric(weights_BT.square(), mask_BT),
         "rollout/weight_capped": token_metric(ratio_BT > correction.high, mask_BT),
-        "rollout/weight_refused": token_metric(kept_BT & ~accepted_BT, mask_BT),
+        "rollout/weight_refused": token_metric(valid_mask_BT & ~accepted_mask_BT, mask_BT),
         "rollout/logprob_not_finite": token_metric(~is_finite_BT, mask_BT),
     }
     return weights_BT, metrics
@@ -120,16 +122,16 @@ def self_normalise(correction: Correction, rows: Iterable[tuple[Tensor, Tensor, 
     has the log-probabilities of a sample under the old policy, those under the rollout policy, and the loss mask, shape
     T each.
     """
-    rule = replace(correction, geometric_mean_range=None, mean_k3=None, max_k3=None)
-    total, count = 0.0, 0
+    unlimited_correction = replace(correction, geometric_mean_range=None, mean_k3=None, max_k3=None)
+    weight_sum, num_weights = 0.0, 0
     for old_logprobs_T, rollout_logprobs_T, mask_T in rows:
         num_tokens = int(mask_T.sum())
-        sum_ = (
-            importance_weights(old_logprobs_T[None], rollout_logprobs_T[None], mask_T[None], rule)[0]
+        sample_weight_sum = (
+            importance_weights(old_logprobs_T[None], rollout_logprobs_T[None], mask_T[None], unlimited_correction)[0]
             .sum(dtype=torch.float64)
             .item()
         )
         is_sequence = correction.rule.startswith("sequence")
-        total += sum_ / (num_tokens + _MEAN_EPSILON) if is_sequence else sum_
-        count += min(1, num_tokens) if is_sequence else num_tokens
-    return replace(correction, scale=total / count if total else 1.0)
+        weight_sum += sample_weight_sum / (num_tokens + _MEAN_EPSILON) if is_sequence else sample_weight_sum
+        num_weights += min(1, num_tokens) if is_sequence else num_tokens
+    return replace(correction, scale=weight_sum / num_weights if weight_sum else 1.0)

@@ -21,10 +21,10 @@ def sft_term(samples: Sequence[Sample], weight: float) -> Update:
 
     The metric `data/nll` is the mean without the factor `weight`.
     """
-    total = denominator("token-mean", [sample.num_learned for sample in samples])
+    loss_denominator = denominator("token-mean", [sample.num_learned for sample in samples])
 
-    def loss(micro: MicroBatch) -> Loss:
-        value, metrics = sft_loss(micro.logprobs_BS, micro.mask_BS, total)
+    def loss(micro_batch: MicroBatch) -> Loss:
+        value, metrics = sft_loss(micro_batch.logprobs_BS, micro_batch.mask_BS, loss_denominator)
         return Loss(weight * value, {f"data/{name}": metric for name, metric in metrics.items()})
 
     return Update(samples, loss, has_constant_gradient=True)
@@ -48,8 +48,8 @@ class WithDataTerm(Algorithm):
 
     def updates(self, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
         for update in self._algorithm.updates(samples, view):
-            number, self._num_updates = self._num_updates, self._num_updates + 1
-            yield replace(update, data=self._make_data_term(number))
+            update_index, self._num_updates = self._num_updates, self._num_updates + 1
+            yield replace(update, data=self._make_data_term(update_index))
 
     def measure(self, chunks: Iterable[Sequence[Any]], view: TrainerView, size: int) -> dict[str, float]:
         return self._algorithm.measure(chunks, view, size)

@@ -28,27 +28,31 @@ class DiffusionNft(FlowRl):
     def make_optimizer_update(self, rollouts: Sequence[FlowRollout]) -> Update | None:
         if not rollouts:
             return None
-        samples = [sample for rollout in rollouts for sample in self._samples(rollout)]
-        config, beta, total = self.config, self.diffusers.nft_beta, float(len(samples))
+        samples = [sample for rollout in rollouts for sample in self._make_samples(rollout)]
+        config, beta, num_samples = self.config, self.diffusers.nft_beta, float(len(samples))
 
         def loss(micro: MicroBatch) -> Loss:
             outputs = micro.outputs
-            low, high, mode = config.advantage_low, config.advantage_high, config.advantage_mode
+            advantage_low, advantage_high, advantage_mode = (
+                config.advantage_low,
+                config.advantage_high,
+                config.advantage_mode,
+            )
             advantages_B = torch.tensor([sample.rollout.advantage for sample in micro.samples], dtype=torch.float64)
             sigma_B = torch.tensor([sample.sigma for sample in micro.samples], dtype=torch.float64)
             velocities = outputs["velocity"], outputs[f"{OLD_POLICY}/velocity"], outputs.get("reference/velocity")
-            optimality_B = optimality_probability(advantages_B, low, high, mode)
+            optimality_B = optimality_probability(advantages_B, advantage_low, advantage_high, advantage_mode)
             inputs = NftInputs(*velocities, outputs["noisy"], outputs["latents"], sigma_B, optimality_B, micro.mask)
-            terms = nft_loss(inputs, beta, config.advantage_high)
-            value = (terms.policy_B + config.kl_beta * terms.kl_B).sum() / total
+            loss_terms = nft_loss(inputs, beta, config.advantage_high)
+            value = (loss_terms.policy_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
             metrics = sum_metrics(
-                policy_loss=terms.policy_B,
-                unweighted_policy_loss=terms.unweighted_B,
-                old_deviation=terms.deviation_B,
+                policy_loss=loss_terms.policy_B,
+                unweighted_policy_loss=loss_terms.unweighted_B,
+                old_deviation=loss_terms.deviation_B,
                 optimality=inputs.optimality_B,
                 x0_norm=outputs["latents"].flatten(1).square().mean(1),
             )
-            return Loss(value, metrics | (sum_metrics(kl=terms.kl_B) if self._reference_weights else {}))
+            return Loss(value, metrics | (sum_metrics(kl=loss_terms.kl_B) if self._reference_weights else {}))
 
         return Update(samples, loss, extra_weights=(OLD_POLICY, *self._reference_weights))
 
@@ -56,28 +60,27 @@ class DiffusionNft(FlowRl):
         decay = old_policy_decay(self.diffusers.weight_copy_decay_type, self._num_updates)
         view.move_towards_policy(OLD_POLICY, 1 - decay)
 
-    def _samples(self, rollout: FlowRollout) -> list[SeededSample]:
+    def _make_samples(self, rollout: FlowRollout) -> list[SeededSample]:
         """Return a sample of the rollout for each selected noise level of its sampler. The seed selects the levels."""
         sample, embedding = rollout.diffusion_sample, rollout.prompt.embedding
         sigmas, num_frames = sample.sigmas[:-1], sample.num_conditioning_frames
-        count = int(self.diffusers.timesteps_fraction * len(sigmas))
-        selected = random_order(len(sigmas), rollout.seed)[:count]
-        seeds = [(rollout.seed + 1 + i) & _SEED_BITS for i in selected]
+        num_selected = int(self.diffusers.timesteps_fraction * len(sigmas))
+        selected_steps = random_order(len(sigmas), rollout.seed)[:num_selected]
+        seeds = [(rollout.seed + 1 + i) & _SEED_BITS for i in selected_steps]
         return [
             SeededSample(sample.latents, sigmas[i], embedding, rollout, seed, num_frames)
-            for i, seed in zip(selected, seeds, strict=True)
+            for i, seed in zip(selected_steps, seeds, strict=True)
         ]
 
 
-def old_policy_decay(kind: int, num_updates: int) -> float:
+def old_policy_decay(decay_type: int, num_updates: int) -> float:
     """Return the decay d with which the old policy is updated: d * old weights + (1 - d) * policy weights.
 
-    `kind` 0: d is 0. `kind` 1: d grows with `num_updates`, the number of optimizer steps, to 0.5. `kind` 2: d is 0 for
-    75 optimizer steps, then grows to 0.999.
-    """
-    if kind == 1:
+    `decay_type` 0: d is 0. `decay_type` 1: d grows with `num_updates`, the number of optimizer steps, to 0.5.
+    `decay_type` 2: d is 0 for 75 optimizer steps, then grows to 0.999."""
+    if decay_type == 1:
         return min(0.001 * num_updates, 0.5)
-    return 0.0 if kind == 0 or num_updates < 75 else min(0.0075 * (num_updates - 75), 0.999)
+    return 0.0 if decay_type == 0 or num_updates < 75 else min(0.0075 * (num_updates - 75), 0.999)
 
 
 ALGORITHM = DiffusionNft

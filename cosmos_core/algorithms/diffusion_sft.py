@@ -25,21 +25,23 @@ def flow_error(predicted: Tensor, target: Tensor, mask: Tensor) -> Tensor:
     """
     loss_dtype = torch.promote_types(predicted.dtype, torch.float32)
     weights = mask.to(loss_dtype).expand_as(predicted).flatten(1)
-    squares = (predicted.to(loss_dtype) - target.to(loss_dtype)).square().flatten(1)
-    return (squares * weights).sum(1) / weights.sum(1)
+    squared_errors = (predicted.to(loss_dtype) - target.to(loss_dtype)).square().flatten(1)
+    return (squared_errors * weights).sum(1) / weights.sum(1)
 
 
-def flow_loss(micro: MicroBatch, num_samples: int) -> Loss:
+def flow_loss(micro_batch: MicroBatch, num_samples: int) -> Loss:
     """Return the weighted sum of the velocity errors of a micro-batch, divided by `num_samples`.
 
     `num_samples` is the number of samples of the whole optimizer step. SFT has this loss, and RL algorithms can add it
     as data term, a supervised loss on data rows.
     """
-    target = velocity(micro.outputs["latents"], micro.outputs["noise"])
-    error_B = flow_error(micro.outputs["velocity"], target, micro.mask)
-    weights_B = torch.tensor([sample.weight for sample in micro.samples], dtype=error_B.dtype, device=error_B.device)
-    count = torch.tensor(float(len(micro.samples)), dtype=torch.float64, device=error_B.device)
-    metric = torch.stack([error_B.detach().double().sum(), count])
+    target = velocity(micro_batch.outputs["latents"], micro_batch.outputs["noise"])
+    error_B = flow_error(micro_batch.outputs["velocity"], target, micro_batch.mask)
+    weights_B = torch.tensor(
+        [sample.weight for sample in micro_batch.samples], dtype=error_B.dtype, device=error_B.device
+    )
+    sample_count = torch.tensor(float(len(micro_batch.samples)), dtype=torch.float64, device=error_B.device)
+    metric = torch.stack([error_B.detach().double().sum(), sample_count])
     return Loss((weights_B * error_B).sum() / num_samples, {"flow_error": metric})
 
 
@@ -47,24 +49,24 @@ class DiffusionSft(Algorithm):
     """Supervised flow matching: one optimizer step per train step, with the mean loss over all samples of the step."""
 
     def updates(self, samples: Sequence[FlowSample], view: TrainerView) -> Iterator[Update]:
-        yield Update(samples, lambda micro: flow_loss(micro, len(samples)))
+        yield Update(samples, lambda micro_batch: flow_loss(micro_batch, len(samples)))
 
     def measure(self, chunks: Iterable[Sequence[FlowSample]], view: TrainerView, size: int) -> dict[str, float]:
         """Return the mean velocity error of held-out samples, each at the noise level that is stored in the sample."""
-        total, count = 0.0, 0
+        error_sum, num_samples = 0.0, 0
         for samples in chunks:
             for sample, row in zip(samples, view.evaluate(samples, size=size), strict=True):
-                total += _error(sample, row["velocity"])
-                count += 1
-        return {"loss": total / max(1, count), "samples": float(count)}
+                error_sum += _velocity_error(sample, row["velocity"])
+                num_samples += 1
+        return {"loss": error_sum / max(1, num_samples), "samples": float(num_samples)}
 
 
-def _error(sample: FlowSample, predicted: Tensor) -> float:
+def _velocity_error(sample: FlowSample, predicted: Tensor) -> float:
     """Return the mean squared error of the predicted velocity of one sample over its trained frames."""
     assert sample.noise is not None
     target = velocity(sample.latents, sample.noise).to(predicted)
-    first = sample.num_conditioning_frames
-    trained_frames: Any = (slice(None), slice(first, None)) if first else slice(None)
+    first_trained_frame = sample.num_conditioning_frames
+    trained_frames: Any = (slice(None), slice(first_trained_frame, None)) if first_trained_frame else slice(None)
     return (predicted[trained_frames] - target[trained_frames]).double().square().mean().item()
 
 

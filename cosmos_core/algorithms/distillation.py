@@ -67,16 +67,18 @@ def teacher_loss(
     if not config.top_k:
         penalty_BS = apply_mask(policy_logprobs_BS.detach() - teacher_logprobs_BS, mask_BS)
         metrics = {"teacher/reverse_kl": token_metric(penalty_BS, mask_BS)}
-        summed_BS = penalty_BS + apply_mask(discounted_sums(penalty_BS, config.kl_discount_factor), is_sampled_BS)
-        return TeacherLoss(-config.kl_penalty_coef * summed_BS, None, metrics)
+        discounted_sum_BS = penalty_BS + apply_mask(
+            discounted_sums(penalty_BS, config.kl_discount_factor), is_sampled_BS
+        )
+        return TeacherLoss(-config.kl_penalty_coef * discounted_sum_BS, None, metrics)
     divergence_BS = jensen_shannon(append_rest(policy_logprobs_BS), append_rest(teacher_logprobs_BS), config.jsd_beta)
     divergence_BS = apply_mask(divergence_BS, mask_BS)
     metrics = {"teacher/divergence": token_metric(divergence_BS, mask_BS)}
     loss_BS = config.kl_penalty_coef * divergence_BS
     if not config.kl_discount_factor:
         return TeacherLoss(None, loss_BS, metrics)
-    summed_BS = apply_mask(discounted_sums(divergence_BS.detach(), config.kl_discount_factor), is_sampled_BS)
-    return TeacherLoss(-config.kl_penalty_coef * summed_BS, loss_BS, metrics)
+    discounted_sum_BS = apply_mask(discounted_sums(divergence_BS.detach(), config.kl_discount_factor), is_sampled_BS)
+    return TeacherLoss(-config.kl_penalty_coef * discounted_sum_BS, loss_BS, metrics)
 
 
 def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
@@ -94,9 +96,15 @@ def append_rest(logprobs_BSK: Tensor) -> Tensor:
     The result has the shape BSE and is at least float32. A total probability below the dtype's epsilon is replaced by
     the epsilon, without gradient.
     """
-    wide_BSK = logprobs_BSK.to(torch.promote_types(logprobs_BSK.dtype, torch.float32))
-    rest_BS1 = -wide_BSK.exp().sum(-1, keepdim=True)
-    return torch.cat([wide_BSK, rest_BS1.clamp(min=torch.finfo(wide_BSK.dtype).eps - 1).log1p()], dim=-1)
+    upcast_logprobs_BSK = logprobs_BSK.to(torch.promote_types(logprobs_BSK.dtype, torch.float32))
+    neg_probability_sum_BS1 = -upcast_logprobs_BSK.exp().sum(-1, keepdim=True)
+    return torch.cat(
+        [
+            upcast_logprobs_BSK,
+            neg_probability_sum_BS1.clamp(min=torch.finfo(upcast_logprobs_BSK.dtype).eps - 1).log1p(),
+        ],
+        dim=-1,
+    )
 
 
 def jensen_shannon(policy_logprobs_BSE: Tensor, teacher_logprobs_BSE: Tensor, beta: float) -> Tensor:
@@ -113,8 +121,8 @@ def jensen_shannon(policy_logprobs_BSE: Tensor, teacher_logprobs_BSE: Tensor, be
     return beta * _kl(teacher_logprobs_BSE, mixture_BSE) + (1 - beta) * _kl(policy_logprobs_BSE, mixture_BSE)
 
 
-def _kl(one_BSE: Tensor, other_BSE: Tensor) -> Tensor:
-    return (one_BSE.exp() * (one_BSE - other_BSE)).sum(-1)
+def _kl(logprobs_BSE: Tensor, other_logprobs_BSE: Tensor) -> Tensor:
+    return (logprobs_BSE.exp() * (logprobs_BSE - other_logprobs_BSE)).sum(-1)
 
 
 def score_with_teacher(
@@ -125,29 +133,33 @@ def score_with_teacher(
     Without `top_k` these are the log-probabilities of the sample's tokens. With `top_k`, samples are returned with
     `top_ids`, the K token ids at which policy and teacher are compared, and the log-probabilities are of those ids.
     """
-    teacher_samples, budget = list(samples), config.max_token_len_per_mini_batch
-    size = config.mini_batch if budget is None else None
+    teacher_samples, max_batch_tokens = list(samples), config.max_token_len_per_mini_batch
+    size = config.mini_batch if max_batch_tokens is None else None
     if config.top_k:
         request = replace(request, entropy="", top_k=config.top_k)
         if not config.trainer_token_ids_from_teacher:
             teacher_samples = _set_top_ids(teacher_samples, view.evaluate(teacher_samples, request))
-    rows = view.evaluate(batch_within_token_limit(teacher_samples, budget), request, weights=TEACHER, size=size)
+    rows = view.evaluate(
+        batch_within_token_limit(teacher_samples, max_batch_tokens), request, weights=TEACHER, size=size
+    )
     if config.top_k and config.trainer_token_ids_from_teacher:
         teacher_samples = _set_top_ids(teacher_samples, rows)
     return teacher_samples, [row["top_logprobs" if config.top_k else "logprobs"] for row in rows]
 
 
-def unmask_prompt(sample: Sample, num_prompt: int) -> Sample:
+def unmask_prompt(sample: Sample, num_prompt_tokens: int) -> Sample:
     """Return the sample with its prompt tokens also in the loss mask, except the first.
 
     The policy did not sample prompt tokens, so their rollout log-probabilities are NaN.
     """
     mask = sample.loss_mask.copy()
-    mask[1:num_prompt] = 1
-    rollout = sample.rollout_logprobs
-    if rollout is not None:
-        rollout = np.concatenate([np.full(max(0, num_prompt - 1), np.nan, dtype=rollout.dtype), rollout])
-    return replace(sample, loss_mask=mask, rollout_logprobs=rollout)
+    mask[1:num_prompt_tokens] = 1
+    rollout_logprobs = sample.rollout_logprobs
+    if rollout_logprobs is not None:
+        rollout_logprobs = np.concatenate(
+            [np.full(max(0, num_prompt_tokens - 1), np.nan, dtype=rollout_logprobs.dtype), rollout_logprobs]
+        )
+    return replace(sample, loss_mask=mask, rollout_logprobs=rollout_logprobs)
 
 
 def _set_top_ids(samples: Sequence[Sample], rows: Sequence[dict[str, Tensor]]) -> list[Sample]:

@@ -48,20 +48,20 @@ class Denominators:
     chosen_tokens: float
 
 
-def preference_loss(pairs: PairLogprobs, config: DpoLossConfig, total: Denominators) -> tuple[Tensor, Metrics]:
+def preference_loss(pairs: PairLogprobs, config: DpoLossConfig, denominators: Denominators) -> tuple[Tensor, Metrics]:
     """Return the loss of the pairs of a micro-batch, and metrics that are summed over micro-batches.
 
-    `total`: denominators of the whole optimizer step.
+    `denominators`: denominators of the whole optimizer step.
     """
     chosen_P = config.beta * (pairs.chosen - pairs.reference_chosen)
     rejected_P = config.beta * (pairs.rejected - pairs.reference_rejected)
     loss = pairs.chosen.new_zeros(())
     for name, weight in zip(config.loss_type, config.loss_weights or (1.0,) * len(config.loss_type), strict=True):
         if name in {"sft", "orpo"}:
-            loss = loss - weight * pairs.chosen.sum() / total.chosen_tokens
+            loss = loss - weight * pairs.chosen.sum() / denominators.chosen_tokens
         if name != "sft":
-            loss = loss + weight * _PAIR_LOSSES[name](pairs, chosen_P, rejected_P, config).sum() / total.pairs
-    values = {
+            loss = loss + weight * _PAIR_LOSSES[name](pairs, chosen_P, rejected_P, config).sum() / denominators.pairs
+    values_by_metric = {
         "rewards/chosen": chosen_P,
         "rewards/rejected": rejected_P,
         "rewards/margin": chosen_P - rejected_P,
@@ -69,8 +69,8 @@ def preference_loss(pairs: PairLogprobs, config: DpoLossConfig, total: Denominat
         "logps/chosen": pairs.chosen,
         "logps/rejected": pairs.rejected,
     }
-    count = torch.tensor(float(len(chosen_P)), dtype=torch.float64, device=chosen_P.device)
-    metrics = {k: torch.stack([v.detach().sum(dtype=torch.float64), count]) for k, v in values.items()}
+    num_pairs = torch.tensor(float(len(chosen_P)), dtype=torch.float64, device=chosen_P.device)
+    metrics = {k: torch.stack([v.detach().sum(dtype=torch.float64), num_pairs]) for k, v in values_by_metric.items()}
     return loss, metrics
 
 
@@ -80,62 +80,64 @@ def loss_of_sources(pairs: PairLogprobs, sources: Sequence[str], config: DpoLoss
     `sources` has the label of the data set of each pair. The mean of these losses, weighted by the numbers of pairs, is
     the loss of the optimizer step with the denominators `total`.
     """
-    per_pair = Denominators(1.0, total.chosen_tokens / total.pairs)
+    pair_denominators = Denominators(1.0, total.chosen_tokens / total.pairs)
     metrics = {}
     for name, mask_P in source_masks(sources):
-        subset = PairLogprobs(*(getattr(pairs, each.name).detach()[mask_P] for each in fields(pairs)))
-        loss, _ = preference_loss(subset, config, per_pair)
+        source_pairs = PairLogprobs(
+            *(getattr(pairs, logprob_field.name).detach()[mask_P] for logprob_field in fields(pairs))
+        )
+        loss, _ = preference_loss(source_pairs, config, pair_denominators)
         metrics[f"loss/{name}"] = torch.stack([loss.double(), mask_P.sum().to(loss.device, torch.float64)])
     return metrics
 
 
-def _smooth_log_sigmoid(margin_P: Tensor, smoothing: float) -> Tensor:
-    return -(1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
+def _smooth_log_sigmoid(margin_P: Tensor, label_smoothing: float) -> Tensor:
+    return -(1 - label_smoothing) * logsigmoid(margin_P) - label_smoothing * logsigmoid(-margin_P)
 
 
-def _robust(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
+def _robust_loss(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
     margin_P, flip_rate = chosen_P - rejected_P, config.label_smoothing
     return (flip_rate * logsigmoid(-margin_P) - (1 - flip_rate) * logsigmoid(margin_P)) / (1 - 2 * flip_rate)
 
 
-def _per_token(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+def _per_token_margin(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
     """Return chosen - rejected for each pair, after each value is divided by the number of tokens of its response."""
     return chosen_P / pairs.chosen_tokens.clamp(min=1) - rejected_P / pairs.rejected_tokens.clamp(min=1)
 
 
-def _simpo(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
-    margin_P = config.beta * _per_token(pairs, pairs.chosen, pairs.rejected) - config.simpo_gamma
+def _simpo_loss(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
+    margin_P = config.beta * _per_token_margin(pairs, pairs.chosen, pairs.rejected) - config.simpo_gamma
     return _smooth_log_sigmoid(margin_P, config.label_smoothing)
 
 
-def _orpo(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
+def _orpo_loss(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
     """Return the ORPO loss of the odds p / (1 - p), where p is the geometric mean of the tokens' probabilities."""
     log_odds = []
-    for logps_P, tokens_P in ((pairs.chosen, pairs.chosen_tokens), (pairs.rejected, pairs.rejected_tokens)):
-        mean_P = (logps_P / tokens_P.clamp(min=1)).clamp(max=-_MIN_NEG_LOGPROB)
+    for logps_P, num_tokens_P in ((pairs.chosen, pairs.chosen_tokens), (pairs.rejected, pairs.rejected_tokens)):
+        mean_P = (logps_P / num_tokens_P.clamp(min=1)).clamp(max=-_MIN_NEG_LOGPROB)
         log_odds.append(mean_P - torch.log(-torch.expm1(mean_P)))
     return -config.beta * logsigmoid(log_odds[0] - log_odds[1])
 
 
 _PAIR_LOSSES: dict[str, Callable[[PairLogprobs, Tensor, Tensor, DpoLossConfig], Tensor]] = {
     "sigmoid": lambda _, c, r, config: _smooth_log_sigmoid(c - r, config.label_smoothing),
-    "robust": _robust,
+    "robust": _robust_loss,
     "bco_pair": lambda _, c, r, config: -logsigmoid(c) - logsigmoid(-r),
     "hinge": lambda _, c, r, config: torch.relu(1 - (c - r)),
-    "ipo": lambda pairs, c, r, config: (_per_token(pairs, c, r) / config.beta - 1 / (2 * config.beta)) ** 2,
+    "ipo": lambda pairs, c, r, config: (_per_token_margin(pairs, c, r) / config.beta - 1 / (2 * config.beta)) ** 2,
     "apo_zero": lambda _, c, r, config: torch.sigmoid(-c) + torch.sigmoid(r),
     "apo_down": lambda _, c, r, config: torch.sigmoid(c) + torch.sigmoid(r - c),
-    "sigmoid_norm": lambda pairs, c, r, config: -logsigmoid(_per_token(pairs, c, r)),
-    "simpo": _simpo,
-    "orpo": _orpo,
+    "sigmoid_norm": lambda pairs, c, r, config: -logsigmoid(_per_token_margin(pairs, c, r)),
+    "simpo": _simpo_loss,
+    "orpo": _orpo_loss,
 }
 """Loss functions by the name of the loss; each returns the loss of every pair from the rewards of its responses."""
 
 
 def step_denominators(samples: Sequence[Sample]) -> Denominators:
     """Return the denominators of an optimizer step, whose samples alternate between chosen and rejected responses."""
-    tokens = denominator("token-mean", [sample.num_learned for sample in samples[::2]])
-    return Denominators(max(1.0, len(samples) / 2), tokens)
+    num_chosen_tokens = denominator("token-mean", [sample.num_learned for sample in samples[::2]])
+    return Denominators(max(1.0, len(samples) / 2), num_chosen_tokens)
 
 
 class Dpo(Algorithm):
@@ -147,20 +149,25 @@ class Dpo(Algorithm):
     config: DpoConfig
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
-        total = step_denominators(samples)
+        denominators = step_denominators(samples)
 
-        def loss(micro: MicroBatch) -> Loss:
-            rows = {index: row_index for row_index, index in enumerate(micro.indices)}
-            chosen = [i for i in sorted(rows) if i % 2 == 0]
-            assert sorted(rows) == [j for i in chosen for j in (i, i + 1)], "a pair was split"
-            logps_B = apply_mask(micro.logprobs_BS, micro.mask_BS).sum(-1, dtype=torch.float64)
-            reference_B = logps_B.new_tensor([sample.reference_logprob for sample in micro.samples])
-            sides = [rows[i] for i in chosen], [rows[i + 1] for i in chosen]
-            columns = (logps_B, reference_B, micro.mask_BS.sum(-1).to(logps_B))
-            pairs = PairLogprobs(*(values_B[rows_of_side] for values_B in columns for rows_of_side in sides))
-            value, metrics = preference_loss(pairs, self.config.dpo, total)
-            sources = [micro.samples[row_index].source for row_index in sides[0]]
-            return Loss(value, metrics | loss_of_sources(pairs, sources, self.config.dpo, total))
+        def loss(micro_batch: MicroBatch) -> Loss:
+            row_by_sample_index = {index: row_index for row_index, index in enumerate(micro_batch.indices)}
+            chosen_indices = [i for i in sorted(row_by_sample_index) if i % 2 == 0]
+            assert sorted(row_by_sample_index) == [j for i in chosen_indices for j in (i, i + 1)], "a pair was split"
+            logps_B = apply_mask(micro_batch.logprobs_BS, micro_batch.mask_BS).sum(-1, dtype=torch.float64)
+            reference_B = logps_B.new_tensor([sample.reference_logprob for sample in micro_batch.samples])
+            rows_by_response = (
+                [row_by_sample_index[i] for i in chosen_indices],
+                [row_by_sample_index[i + 1] for i in chosen_indices],
+            )
+            value_columns = (logps_B, reference_B, micro_batch.mask_BS.sum(-1).to(logps_B))
+            pairs = PairLogprobs(
+                *(values_B[row_indices] for values_B in value_columns for row_indices in rows_by_response)
+            )
+            value, metrics = preference_loss(pairs, self.config.dpo, denominators)
+            sources = [micro_batch.samples[row_index].source for row_index in rows_by_response[0]]
+            return Loss(value, metrics | loss_of_sources(pairs, sources, self.config.dpo, denominators))
 
         yield Update(samples, loss)
 
@@ -178,10 +185,10 @@ class Dpo(Algorithm):
             tokens += [sample.num_learned for sample in samples]
             sources += [sample.source for sample in samples[::2]]
         columns = (torch.cat(logps), *(torch.tensor(values, dtype=torch.float64) for values in (references, tokens)))
-        pairs = PairLogprobs(*(values[start::2] for values in columns for start in (0, 1)))
-        total = Denominators(len(pairs.chosen), float(sum(tokens[::2])))
-        loss, metrics = preference_loss(pairs, self.config.dpo, total)
-        metrics |= loss_of_sources(pairs, sources, self.config.dpo, total)
+        pairs = PairLogprobs(*(values[response_offset::2] for values in columns for response_offset in (0, 1)))
+        denominators = Denominators(len(pairs.chosen), float(sum(tokens[::2])))
+        loss, metrics = preference_loss(pairs, self.config.dpo, denominators)
+        metrics |= loss_of_sources(pairs, sources, self.config.dpo, denominators)
         return {"loss": loss.item(), **means(metrics), "pairs": float(len(pairs.chosen))}
 
 

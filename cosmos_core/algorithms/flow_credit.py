@@ -65,50 +65,56 @@ def diffusion_advantages(
 
     The advantage is None if the reward is invalid, or if the group's rewards are all equal without `keeps_constant`.
     """
-    totals = [[score.value for score in scores] for scores in groups]
-    valid = [[value for value in values if value is not None and math.isfinite(value)] for values in totals]
-    normalised = _sum_normalised_rewards(groups, settings) if settings.each else _normalise_rewards(totals, settings)
+    rewards_by_group = [[score.value for score in scores] for scores in groups]
+    valid_rewards = [
+        [value for value in values if value is not None and math.isfinite(value)] for values in rewards_by_group
+    ]
+    normalised = (
+        _sum_normalised_rewards(groups, settings) if settings.each else _normalise_rewards(rewards_by_group, settings)
+    )
     is_constant = [not any(row) for row in normalised]
     advantages: list[list[float | None]] = [
         [None] * len(row) if is_constant[g] and not settings.keeps_constant else row for g, row in enumerate(normalised)
     ]
-    num_valid = sum(bool(values) for values in valid)
+    num_valid_groups = sum(bool(values) for values in valid_rewards)
     return advantages, {
         "reward/constant_groups": sum(
-            is_constant_group and bool(v) for is_constant_group, v in zip(is_constant, valid, strict=True)
+            is_constant_group and bool(v) for is_constant_group, v in zip(is_constant, valid_rewards, strict=True)
         )
-        / max(1, num_valid),
-        "reward/group_std": float(np.mean([float(np.std(values)) for values in valid if values] or [0.0])),
+        / max(1, num_valid_groups),
+        "reward/group_std": float(np.mean([float(np.std(values)) for values in valid_rewards if values] or [0.0])),
     }
 
 
 def _sum_normalised_rewards(groups: Sequence[Sequence[Score]], settings: CreditSettings) -> list[list[float | None]]:
     """Return for each completion the weighted sum of the values of reward functions, each normalized individually."""
-    columns = []
+    normalised_columns = []
     for name in settings.each:
         rewards = [[s.metrics.get(name) if s.value is not None else None for s in scores] for scores in groups]
-        columns.append(_normalise_rewards(rewards, settings))
+        normalised_columns.append(_normalise_rewards(rewards, settings))
     return [
-        [_weighted_total(values, settings.each) for values in zip(*of_group, strict=True)]
-        for of_group in zip(*columns, strict=True)
+        [_weighted_total(values, settings.each) for values in zip(*group_columns, strict=True)]
+        for group_columns in zip(*normalised_columns, strict=True)
     ]
 
 
 def _normalise_rewards(groups: Sequence[Sequence[float | None]], settings: CreditSettings) -> list[list[float | None]]:
     """Return (reward - mean of its group) / standard deviation, or exactly 0 in groups of equal rewards."""
-    valid = [np.array([reward for reward in rewards if reward is not None], dtype=np.float64) for rewards in groups]
-    all_rewards = np.concatenate([*valid, np.zeros(0)])
+    valid_rewards = [
+        np.array([reward for reward in rewards if reward is not None], dtype=np.float64) for rewards in groups
+    ]
+    all_rewards = np.concatenate([*valid_rewards, np.zeros(0)])
     std_of_batch = float(all_rewards.std()) if all_rewards.size else 0.0
-    result: list[list[float | None]] = []
-    for rewards, values_G in zip(groups, valid, strict=True):
+    normalised_rewards: list[list[float | None]] = []
+    for rewards, values_G in zip(groups, valid_rewards, strict=True):
         is_constant = not values_G.size or values_G.max() == values_G.min()
         std = std_of_batch if settings.std_scope == "batch" else float(values_G.std()) if values_G.size else 0.0
-        scale = std + STD_EPSILON if settings.divides_by_std else 1.0
+        divisor = std + STD_EPSILON if settings.divides_by_std else 1.0
         mean = float(values_G.mean()) if values_G.size else 0.0
-        result.append(
-            [None if reward is None else 0.0 if is_constant else (reward - mean) / scale for reward in rewards]
+        normalised_rewards.append(
+            [None if reward is None else 0.0 if is_constant else (reward - mean) / divisor for reward in rewards]
         )
-    return result
+    return normalised_rewards
 
 
 def _weighted_total(values: Sequence[float | None], weights: Mapping[str, float]) -> float | None:
@@ -129,9 +135,11 @@ def diversity(groups: Sequence[ScoredGroup]) -> float:
             for completion in group.group.completions
             if completion.diffusion_sample is not None
         ]
-        pairs = [(a - b).square().mean().sqrt().item() for a, b in combinations(latents, 2)]
-        if pairs:
-            distances.append(float(np.mean(pairs)))
+        pair_distances = [
+            (latents_a - latents_b).square().mean().sqrt().item() for latents_a, latents_b in combinations(latents, 2)
+        ]
+        if pair_distances:
+            distances.append(float(np.mean(pair_distances)))
     return float(np.mean(distances)) if distances else 0.0
 
 
@@ -154,29 +162,32 @@ class RewardMonitor:
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return the monitoring metrics of the groups of a train step, and log a warning if the alarm starts."""
-        current = {"reward": _mean([s.value for g in groups for s in g.scores]), "diversity": diversity(groups)}
+        current = {
+            "reward": _mean([score.value for group in groups for score in group.scores]),
+            "diversity": diversity(groups),
+        }
         for name in self._monitored_rewards:
-            current[name] = _mean([s.metrics.get(name) for g in groups for s in g.scores])
+            current[name] = _mean([score.metrics.get(name) for group in groups for score in group.scores])
         for name, value in current.items():
             first_values = self._baseline_values.setdefault(name, [])
             if len(first_values) < self._num_baseline_steps and math.isfinite(value):
                 first_values.append(value)
         baselines = {name: float(np.mean(values)) for name, values in self._baseline_values.items() if values}
-        relative = current["diversity"] / baselines["diversity"] if baselines.get("diversity") else 1.0
-        reward_rises = current["reward"] > baselines.get("reward", math.inf)
-        alarms = ["diversity"] if relative < self._min_fraction else []
-        for name in self._monitored_rewards if reward_rises else ():
+        relative_diversity = current["diversity"] / baselines["diversity"] if baselines.get("diversity") else 1.0
+        is_reward_rising = current["reward"] > baselines.get("reward", math.inf)
+        alarm_names = ["diversity"] if relative_diversity < self._min_fraction else []
+        for name in self._monitored_rewards if is_reward_rising else ():
             if name in baselines and current[name] < baselines[name] - (1 - self._min_fraction) * abs(baselines[name]):
-                alarms.append(name)
-        self._warn(alarms, current, baselines)
+                alarm_names.append(name)
+        self._log_alarm(alarm_names, current, baselines)
         return {
             "watch/diversity": current["diversity"],
-            "watch/relative_diversity": relative,
+            "watch/relative_diversity": relative_diversity,
             **{f"watch/{name}": current[name] for name in self._monitored_rewards if math.isfinite(current[name])},
-            "watch/alarm": float(bool(alarms)),
+            "watch/alarm": float(bool(alarm_names)),
         }
 
-    def _warn(self, alarms: Sequence[str], current: Mapping[str, float], first: Mapping[str, float]) -> None:
+    def _log_alarm(self, alarms: Sequence[str], current: Mapping[str, float], first: Mapping[str, float]) -> None:
         if alarms and not self._is_alarm_on:
             changes = ", ".join(f"{name} {first[name]:.4g} at first, {current[name]:.4g} now" for name in alarms)
             remedy = "look at the samples, raise kl_beta or add a data term"
@@ -193,14 +204,14 @@ class RewardMonitor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
         self._baseline_values = {
-            str(name): [float(v) for v in values] for name, values in state.get("first", {}).items()
+            str(name): [float(value) for value in values] for name, values in state.get("first", {}).items()
         }
         self._is_alarm_on = bool(state.get("is_told", False))
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    valid = [value for value in values if value is not None]
-    return float(np.mean(valid)) if valid else math.nan
+    valid_values = [value for value in values if value is not None]
+    return float(np.mean(valid_values)) if valid_values else math.nan
 
 
 def make_rollouts(

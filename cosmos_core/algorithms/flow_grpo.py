@@ -22,7 +22,7 @@ from cosmos_core.models.denoiser import RequestedOutputs
 from cosmos_core.models.flow_steps import NoiseLevels, Transition, compute_transition
 from cosmos_core.types import DiffusionSample
 
-_STEP = "step"
+_STEP_KEY = "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,59 +51,59 @@ class FlowGrpo(FlowRl):
 
     def make_optimizer_update(self, rollouts: Sequence[FlowRollout]) -> Update | None:
         assert self.sampling is not None and self.sampling.flow is not None
-        flow, config = self.sampling.flow, self.config
-        trained = [rollout for rollout in rollouts if rollout.advantage]
-        steps = [_Step(rollout, n) for rollout in trained for n in range(len(rollout.diffusion_sample.steps))]
+        flow_sampling, config = self.sampling.flow, self.config
+        trained_rollouts = [rollout for rollout in rollouts if rollout.advantage]
+        steps = [_Step(rollout, n) for rollout in trained_rollouts for n in range(len(rollout.diffusion_sample.steps))]
         if not steps:
             return None
-        is_guided = flow.guidance_scale > 1
-        negative = self.null_text if is_guided else None
+        is_guided = flow_sampling.guidance_scale > 1
+        negative_embedding = self.null_text if is_guided else None
         samples = [
             FlowSample(
-                each.sample.before[each.n], each.levels[0], each.rollout.prompt.embedding, negative=negative,
-                num_conditioning_frames=each.sample.num_conditioning_frames, extra={_STEP: each},
+                step.sample.before[step.n], step.levels[0], step.rollout.prompt.embedding, negative=negative_embedding,
+                num_conditioning_frames=step.sample.num_conditioning_frames, extra={_STEP_KEY: step},
             )
-            for each in steps
+            for step in steps
         ]  # fmt: skip
         settings = RatioSettings(config.epsilon_low, config.epsilon_high, is_guarded=self.diffusers.flow_rl.guard)
-        total = float(len(samples))
+        num_samples = float(len(samples))
 
-        def loss(micro: MicroBatch) -> Loss:
-            terms = flow_grpo_loss(self._inputs(micro), settings)
-            value = (terms.policy_B + config.kl_beta * terms.kl_B).sum() / total
+        def loss(micro_batch: MicroBatch) -> Loss:
+            loss_terms = flow_grpo_loss(self._make_step_inputs(micro_batch), settings)
+            value = (loss_terms.policy_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
             metrics = sum_metrics(
-                policy_loss=terms.policy_B,
-                ratio=terms.ratio_B,
-                clip_fraction=terms.is_clipped_B.double(),
-                ratio_deviation=(terms.ratio_B - 1).abs(),
+                policy_loss=loss_terms.policy_B,
+                ratio=loss_terms.ratio_B,
+                clip_fraction=loss_terms.is_clipped_B.double(),
+                ratio_deviation=(loss_terms.ratio_B - 1).abs(),
             )
-            return Loss(value, metrics | (sum_metrics(kl=terms.kl_B) if self._reference_weights else {}))
+            return Loss(value, metrics | (sum_metrics(kl=loss_terms.kl_B) if self._reference_weights else {}))
 
-        request = RequestedOutputs(flow.guidance_scale if is_guided else 1.0)
+        request = RequestedOutputs(flow_sampling.guidance_scale if is_guided else 1.0)
         return Update(samples, loss, request, extra_weights=self._reference_weights)
 
-    def _inputs(self, micro: MicroBatch) -> StepInputs:
-        steps: list[_Step] = [sample.extra[_STEP] for sample in micro.samples]
-        x, config = micro.outputs["noisy"], self.config
+    def _make_step_inputs(self, micro_batch: MicroBatch) -> StepInputs:
+        steps: list[_Step] = [sample.extra[_STEP_KEY] for sample in micro_batch.samples]
+        x, config = micro_batch.outputs["noisy"], self.config
         levels = NoiseLevels(*torch.tensor([step.levels for step in steps], dtype=torch.float64, device=x.device).T)
-        reference_velocity = micro.outputs.get("reference/velocity")
+        reference_velocity = micro_batch.outputs.get("reference/velocity")
         advantages_B = torch.tensor([step.rollout.advantage for step in steps], dtype=torch.float64, device=x.device)
-        clipped_B = advantages_B.clamp(config.advantage_low, config.advantage_high)
+        clipped_advantages_B = advantages_B.clamp(config.advantage_low, config.advantage_high)
         has_means = steps[0].sample.means is not None
         return StepInputs(
-            self._compute_transition(x, micro.outputs["velocity"], levels),
+            self._compute_transition(x, micro_batch.outputs["velocity"], levels),
             torch.stack([step.sample.after[step.n] for step in steps]).to(x),
             torch.tensor([step.sample.log_probs[step.n] for step in steps], dtype=x.dtype, device=x.device),
-            ADVANTAGE_TRANSFORMS[config.advantage_mode](clipped_B),
+            ADVANTAGE_TRANSFORMS[config.advantage_mode](clipped_advantages_B),
             torch.stack([step.sample.means[step.n] for step in steps]).to(x) if has_means else None,
             self._compute_transition(x, reference_velocity, levels) if reference_velocity is not None else None,
             levels.sigma - levels.next,
-            micro.mask,
+            micro_batch.mask,
         )
 
-    def _compute_transition(self, x: Tensor, velocity: Tensor, levels: NoiseLevels) -> Transition:
+    def _compute_transition(self, noisy_latents: Tensor, velocity: Tensor, levels: NoiseLevels) -> Transition:
         assert self.sampling is not None and self.sampling.flow is not None
-        return compute_transition(self.sampling.flow.kernel, x, velocity, levels, self.sampling.flow.eta)
+        return compute_transition(self.sampling.flow.kernel, noisy_latents, velocity, levels, self.sampling.flow.eta)
 
 
 ALGORITHM = FlowGrpo

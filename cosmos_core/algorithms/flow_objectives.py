@@ -33,8 +33,8 @@ def optimality_probability(advantages_B: Tensor, low: float, high: float, mode: 
 
     Advantages are clipped to `low` and `high` and transformed by `ADVANTAGE_TRANSFORMS[mode]` (arXiv 2509.16117).
     """
-    clipped_B = ADVANTAGE_TRANSFORMS[mode](advantages_B.clamp(low, high))
-    return (clipped_B / high / 2 + 0.5).clamp(0, 1)
+    clipped_advantages_B = ADVANTAGE_TRANSFORMS[mode](advantages_B.clamp(low, high))
+    return (clipped_advantages_B / high / 2 + 0.5).clamp(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +78,23 @@ def nft_loss(inputs: NftInputs, beta: float, scale: float) -> NftLosses:
     beta) v_old - beta v with weight 1 - r. The loss of either policy is the squared error of its estimate of x0,
     divided by the mean absolute error without gradient. The policy loss has the factor `scale` / `beta`.
     """
-    v, old = inputs.velocity.float(), inputs.old.detach().float()
-    positive_loss_B = _regression(inputs, beta * v + (1 - beta) * old)
-    negative_loss_B = _regression(inputs, (1 + beta) * old - beta * v)
+    velocity, old_velocity = inputs.velocity.float(), inputs.old.detach().float()
+    positive_loss_B = _normalised_error(inputs, beta * velocity + (1 - beta) * old_velocity)
+    negative_loss_B = _normalised_error(inputs, (1 + beta) * old_velocity - beta * velocity)
     optimality_B = inputs.optimality_B.to(positive_loss_B)
     unweighted_B = optimality_B * positive_loss_B + (1 - optimality_B) * negative_loss_B
     kl_B = torch.zeros_like(unweighted_B)
     if inputs.reference is not None:
-        kl_B = mean_per_sample((v - inputs.reference.detach().float()) ** 2, inputs.mask)
-    deviation_B = mean_per_sample((v - old).detach() ** 2, inputs.mask)
+        kl_B = mean_per_sample((velocity - inputs.reference.detach().float()) ** 2, inputs.mask)
+    deviation_B = mean_per_sample((velocity - old_velocity).detach() ** 2, inputs.mask)
     return NftLosses(scale * unweighted_B / beta, unweighted_B, kl_B, deviation_B)
 
 
-def _regression(inputs: NftInputs, velocity: Tensor) -> Tensor:
+def _normalised_error(inputs: NftInputs, velocity: Tensor) -> Tensor:
     """Return per sample the squared error of the clean latents from `velocity`, divided by the mean absolute error."""
     error = clean_estimate(inputs.x.float(), velocity, inputs.sigma_B) - inputs.x0.float()
-    weight_B = mean_per_sample(error.detach().double().abs(), inputs.mask).clamp(min=_MIN_WEIGHT)
-    return mean_per_sample(error**2, inputs.mask) / weight_B.to(error)
+    mean_abs_error_B = mean_per_sample(error.detach().double().abs(), inputs.mask).clamp(min=_MIN_WEIGHT)
+    return mean_per_sample(error**2, inputs.mask) / mean_abs_error_B.to(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +155,9 @@ def flow_grpo_loss(inputs: StepInputs, settings: RatioSettings) -> StepLosses:
             bias_B = bias_B / (2 * std_B**2)
         log_ratio_B = (log_ratio_B + bias_B) * std_B
     ratio_B, advantages_B = log_ratio_B.exp(), inputs.advantages_B.to(log_ratio_B)
-    low = 1 - settings.epsilon_low if settings.epsilon_low >= 0 else 0.0
-    high = 1 + settings.epsilon_high if settings.epsilon_high >= 0 else math.inf
-    unclipped_B, clipped_B = -advantages_B * ratio_B, -advantages_B * ratio_B.clamp(low, high)
+    min_ratio = 1 - settings.epsilon_low if settings.epsilon_low >= 0 else 0.0
+    max_ratio = 1 + settings.epsilon_high if settings.epsilon_high >= 0 else math.inf
+    unclipped_B, clipped_B = -advantages_B * ratio_B, -advantages_B * ratio_B.clamp(min_ratio, max_ratio)
     policy_B = torch.maximum(unclipped_B, clipped_B)
     if settings.is_guarded:
         assert inputs.sizes_B is not None

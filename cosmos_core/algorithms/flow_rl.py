@@ -29,7 +29,7 @@ from cosmos_core.config.schema.flow_rl import FlowPolicyConfig
 from cosmos_core.rollout.base import request_seed
 from cosmos_core.types import Group, Sampling, ScoredGroup
 
-_TRAINING = 1 << 20
+_TRAINING_SEED_OFFSET = 1 << 20
 """Offset of the index of a completion in its training seed, so that training seeds differ from rollout seeds."""
 _MAX_EXPONENT = 100.0
 """Upper bound of the exponent with `exp_reward`, against overflow; the loss clips advantages at about 5."""
@@ -82,10 +82,10 @@ class FlowRl(Algorithm):
             each=self._weights if self.config.normalise_each_reward else {},
             keeps_constant=self.keeps_equal_groups,
         )
-        values, metrics = diffusion_advantages([group.scores for group in groups], settings)
+        advantages, metrics = diffusion_advantages([group.scores for group in groups], settings)
         if self.diffusers.flow_rl.exp_reward:
-            values = [[None if a is None else -math.exp(min(-a, _MAX_EXPONENT)) for a in row] for row in values]
-        return make_rollouts(groups, values, self._noise_seed), metrics | self._reward_monitor.metrics(groups)
+            advantages = [[None if a is None else -math.exp(min(-a, _MAX_EXPONENT)) for a in row] for row in advantages]
+        return make_rollouts(groups, advantages, self._noise_seed), metrics | self._reward_monitor.metrics(groups)
 
     def updates(self, samples: Sequence[FlowRollout], view: TrainerView) -> Iterator[Update]:
         """Yield optimizer steps of at most `batch_size_per_optimize` completions.
@@ -100,8 +100,8 @@ class FlowRl(Algorithm):
                 self._num_updates += 1
         self._num_steps += 1
         self.after_train_step(view)
-        interval = self.config.reference_reset_interval
-        if interval and self._num_steps % interval == 0:
+        reset_interval = self.config.reference_reset_interval
+        if reset_interval and self._num_steps % reset_interval == 0:
             view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
 
     def make_optimizer_update(self, rollouts: Sequence[FlowRollout]) -> Update | None:
@@ -112,8 +112,8 @@ class FlowRl(Algorithm):
         """Update the algorithm's state at the end of a train step; subclasses override it, the default does nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        counts = {"num_steps": self._num_steps, "num_updates": self._num_updates}
-        return {**counts, "watch": self._reward_monitor.state_dict()}
+        step_counts = {"num_steps": self._num_steps, "num_updates": self._num_updates}
+        return {**step_counts, "watch": self._reward_monitor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_steps = int(state.get("num_steps", 0))
@@ -124,15 +124,15 @@ class FlowRl(Algorithm):
     def _reference_weights(self) -> tuple[str, ...]:
         return ("reference",) if "reference" in self.config.named_weights else ()
 
-    def _noise_seed(self, group: Group, k: int) -> int:
+    def _noise_seed(self, group: Group, completion_index: int) -> int:
         assert self.sampling is not None
-        return request_seed(self.sampling.seed, group.step, group.prompt.id, k + _TRAINING)
+        return request_seed(self.sampling.seed, group.step, group.prompt.id, completion_index + _TRAINING_SEED_OFFSET)
 
 
 def sum_metrics(**values_B: Tensor) -> Metrics:
     """Return the metric [sum, count] of each tensor over samples; callers add metrics over micro-batches and ranks."""
-    flat = {name: value_B.detach().double().flatten() for name, value_B in values_B.items()}
-    return {name: torch.stack([v.sum(), v.new_tensor(float(v.numel()))]) for name, v in flat.items()}
+    flat_values = {name: value_B.detach().double().flatten() for name, value_B in values_B.items()}
+    return {name: torch.stack([v.sum(), v.new_tensor(float(v.numel()))]) for name, v in flat_values.items()}
 
 
 def random_order(count: int, seed: int) -> list[int]:

@@ -35,7 +35,7 @@ _OBJECTIVES = {"grpo": "clip", "dapo": "clip"}
 """Objectives by variant (`trainer_type`), for variants whose name differs from that of their objective."""
 _RATIO_CAPS = {"dppo_tv": 20.0, "dppo_kl": 20.0}
 _RATIO_CAP = 5.0
-_AIPO = {"weighted": "aipo", "clamped": "aipo_clamped"}
+_AIPO_OBJECTIVES = {"weighted": "aipo", "clamped": "aipo_clamped"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,11 @@ class Grpo(Algorithm):
         """Store the settings; `sampling`: sampling settings of completions, None: they are sampled from softmax(logits
         / temperature)."""
         super().__init__(config, custom, sampling)
-        self._request = RequestedOutputs(config.temperature)
-        self._correction = _correction(config, sampling)
-        objective = _AIPO[config.aipo_form] if config.aipo_rho else _OBJECTIVES.get(config.variant, config.variant)
+        self._requested_outputs = RequestedOutputs(config.temperature)
+        self._correction = _make_correction(config, sampling)
+        objective = (
+            _AIPO_OBJECTIVES[config.aipo_form] if config.aipo_rho else _OBJECTIVES.get(config.variant, config.variant)
+        )
         self._settings = PolicySettings(
             epsilon_low=config.epsilon_low, epsilon_high=config.epsilon_high,
             lower_bound_ratio=config.lower_bound_ratio, kl_beta=0.0 if config.kl_in_reward else config.kl_beta,
@@ -102,40 +104,41 @@ class Grpo(Algorithm):
         """Return the completions with a valid reward as samples, and metrics; completions with an invalid reward do not
         affect the advantages of others."""
         config = self.config
-        num_ignored_tokens = [self._num_ignored(group) for group in groups]
-        drafts = [
+        num_ignored_tokens = [self._count_ignored_tokens(group) for group in groups]
+        draft_samples = [
             [
-                make_sample(group.group.prompt, completion, 0.0, score.value or 0.0, ignore)
-                for completion, score, ignore in zip(group.group.completions, group.scores, row, strict=True)
+                make_sample(group.group.prompt, completion, 0.0, score.value or 0.0, num_ignored_first)
+                for completion, score, num_ignored_first in zip(group.group.completions, group.scores, row, strict=True)
             ]
             for group, row in zip(groups, num_ignored_tokens, strict=True)
         ]
         excludes = config.mask_truncated_completions
         is_truncated = [[excludes and each.finish_reason == "length" for each in g.group.completions] for g in groups]
-        values, counts = advantages(
+        advantage_rows, group_counts = advantages(
             [[score.value for score in group.scores] for group in groups],
             algo="grpo" if config.algo == "gdpo" else config.algo,
             normalise_std=not config.unbiased_advantage,
             num_tokens=[
-                [0 if is_excluded else draft.num_learned for draft, is_excluded in zip(*row, strict=True)]
-                for row in zip(drafts, is_truncated, strict=True)
+                [0 if is_excluded else draft_sample.num_learned for draft_sample, is_excluded in zip(*row, strict=True)]
+                for row in zip(draft_samples, is_truncated, strict=True)
             ],
         )
         if config.algo == "gdpo":
             weights = metric_weights(config)
-            columns = [
+            reward_columns = [
                 [[None if s.value is None else s.metrics.get(name) for s in group.scores] for group in groups]
                 for name in weights
             ]
-            values = gdpo_advantages(columns, list(weights.values()))
-        metrics = {"reward/constant_groups": counts["constant_groups"] / max(1, counts["groups"])}
+            advantage_rows = gdpo_advantages(reward_columns, list(weights.values()))
+        metrics = {"reward/constant_groups": group_counts["constant_groups"] / max(1, group_counts["groups"])}
         samples, num_ignored, num_sampled, num_invalid = [], 0, 0, 0
         for g, group in enumerate(groups):
-            rows = (group.group.completions, drafts[g], values[g], num_ignored_tokens[g], is_truncated[g])
-            for completion, draft, value, ignore, is_excluded in zip(*rows, strict=True):
+            columns = [each[g] for each in (draft_samples, advantage_rows, num_ignored_tokens, is_truncated)]
+            rows = zip(group.group.completions, *columns, strict=True)
+            for completion, draft_sample, value, num_ignored_first, is_excluded in rows:
                 if value is not None and not is_excluded:
-                    samples.append(replace(draft, advantage=value))
-                    num_ignored += sum(completion.loss_mask[:ignore])
+                    samples.append(replace(draft_sample, advantage=value))
+                    num_ignored += sum(completion.loss_mask[:num_ignored_first])
                     num_sampled += completion.num_sampled
                     num_invalid += int((~np.isfinite(completion.logprobs)).sum())
                     if self.teacher is not None and self.teacher.include_prompt:
@@ -145,7 +148,7 @@ class Grpo(Algorithm):
         metrics["rollout/tokens_not_finite"] = float(num_invalid)
         return batch_within_token_limit(samples, config.max_token_len_per_mini_batch), metrics
 
-    def _num_ignored(self, group: ScoredGroup) -> list[int]:
+    def _count_ignored_tokens(self, group: ScoredGroup) -> list[int]:
         """Return for each completion how many of its first tokens are excluded from the loss."""
         completions, min_tokens = group.group.completions, self.config.min_filter_prefix_tokens
         if min_tokens is None:
@@ -155,44 +158,48 @@ class Grpo(Algorithm):
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         """Yield the optimizer steps of `mu_iterations` passes over the samples."""
         all_samples = [samples[batch] for batch in equal_batches(len(samples), self.config.batch_size_per_optimize)]
-        has_factor = not self.teacher and has_advantage_factor(self.config, self._settings)
-        may_be_idle = self.has_separate_gradients and has_factor
+        is_scaled_by_advantage = not self.teacher and has_advantage_factor(self.config, self._settings)
+        may_be_idle = self.has_separate_gradients and is_scaled_by_advantage
         samples, batches, metrics = exclude_idle(all_samples, may_be_idle=may_be_idle)
         samples = batch_within_token_limit(samples, self.config.max_token_len_per_mini_batch)
         # If a train step has a single update, pi_old is the current policy and needs no separate forward pass.
         has_one_update = len(batches) * self.config.mu_iterations == 1 and not self.config.self_normalised_weights
         old_logprobs = None
         if self.config.use_rollout_logprobs_for_loss:
-            old_logprobs = [_rollout_row(sample) for sample in samples]
+            old_logprobs = [_rollout_logprob_row(sample) for sample in samples]
         elif not has_one_update:
-            old_logprobs = _logprobs(view, samples, self._request, "policy")
+            old_logprobs = _evaluate_logprobs(view, samples, self._requested_outputs, "policy")
         has_reference = "reference" in self.config.named_weights
-        reference_logprobs = _logprobs(view, samples, self._request, "reference") if has_reference else None
+        reference_logprobs = (
+            _evaluate_logprobs(view, samples, self._requested_outputs, "reference") if has_reference else None
+        )
         returns = None
         if self.config.kl_in_reward and reference_logprobs is not None:
-            logprobs_before = old_logprobs or _logprobs(view, samples, self._request, "policy")
+            logprobs_before = old_logprobs or _evaluate_logprobs(view, samples, self._requested_outputs, "policy")
             returns = whitened_returns(samples, logprobs_before, reference_logprobs, self.config.kl_beta)
         correction = self._correction
         if correction is not None and old_logprobs is not None and self.config.self_normalised_weights:
             correction = self_normalise(correction, map(_importance_ratio_rows, samples, old_logprobs))
-        teacher = None
+        teacher_logprobs = None
         if self.teacher is not None:
-            samples, teacher = score_with_teacher(self.teacher, samples, view, self._request)
+            samples, teacher_logprobs = score_with_teacher(self.teacher, samples, view, self._requested_outputs)
         iterations = [*zip(batches, all_samples, strict=True)] * self.config.mu_iterations
-        for number, (batch, step_samples) in enumerate(iterations):
-            inputs = (
+        for iteration_index, (batch, step_samples) in enumerate(iterations):
+            logprob_inputs = (
                 old_logprobs and old_logprobs[batch],
                 reference_logprobs and reference_logprobs[batch],
-                teacher and teacher[batch],
+                teacher_logprobs and teacher_logprobs[batch],
             )
-            other_inputs = (returns and returns[batch], self._high_entropy(samples[batch], view), correction)
-            batch_inputs = (samples[batch], step_samples, *inputs, *other_inputs)
-            yield replace(self._update(_UpdateInputs(*batch_inputs, is_first=number == 0)), metrics=metrics)
+            other_inputs = (returns and returns[batch], self._high_entropy_masks(samples[batch], view), correction)
+            batch_inputs = (samples[batch], step_samples, *logprob_inputs, *other_inputs)
+            yield replace(
+                self._make_update(_UpdateInputs(*batch_inputs, is_first=iteration_index == 0)), metrics=metrics
+            )
         self._num_steps += 1
         if self.config.reference_reset_interval and self._num_steps % self.config.reference_reset_interval == 0:
             view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
 
-    def _high_entropy(self, samples: Sequence[Sample], view: TrainerView) -> list[Tensor] | None:
+    def _high_entropy_masks(self, samples: Sequence[Sample], view: TrainerView) -> list[Tensor] | None:
         if self.config.top_entropy_quantile == 1:
             return None
         rows = view.evaluate(samples, RequestedOutputs(self.config.temperature, entropy="value"))
@@ -204,35 +211,35 @@ class Grpo(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_steps = int(state.get("num_steps", 0))
 
-    def _update(self, inputs: _UpdateInputs) -> Update:
+    def _make_update(self, inputs: _UpdateInputs) -> Update:
         config, step_samples = self.config, inputs.all_samples
         total = denominator(config.loss_type, [s.num_learned for s in step_samples], config.unbiased_loss_max_tokens)
-        positive_tokens = float(max(1, sum(s.num_learned for s in step_samples if s.reward > 0)))
+        num_positive_tokens = float(max(1, sum(s.num_learned for s in step_samples if s.reward > 0)))
 
-        def loss(micro: MicroBatch) -> Loss:
-            references = _reference_logprobs(micro, inputs.old_logprobs)
-            loss_BS, metrics = self._policy_loss(micro, inputs, references)
-            value = weighted_sum(loss_BS, micro.mask_BS, config.loss_type, total, config.unbiased_loss_max_tokens)
+        def loss(micro_batch: MicroBatch) -> Loss:
+            reference_logprobs = _reference_logprobs(micro_batch, inputs.old_logprobs)
+            loss_BS, metrics = self._policy_loss(micro_batch, inputs, reference_logprobs)
+            value = weighted_sum(loss_BS, micro_batch.mask_BS, config.loss_type, total, config.unbiased_loss_max_tokens)
             if config.positive_nll_coef:
-                rewards_B = micro.logprobs_BS.new_tensor([s.reward for s in micro.samples])
-                nll = positive_nll_loss(micro.logprobs_BS, micro.mask_BS, rewards_B, positive_tokens)
+                rewards_B = micro_batch.logprobs_BS.new_tensor([sample.reward for sample in micro_batch.samples])
+                nll = positive_nll_loss(micro_batch.logprobs_BS, micro_batch.mask_BS, rewards_B, num_positive_tokens)
                 value = value + config.positive_nll_coef * nll
             if config.use_rollout_logprobs_for_loss:
                 # The engine is compared with the old policy, which is the current policy only in the first update.
                 if not inputs.is_first:
                     return Loss(value, metrics)
-                references = references._replace(before_BS=micro.logprobs_BS.detach())
-            low, high = config.rollout_correction_low, config.rollout_correction_high
-            difference, mismatch = _engine_difference(references, low, high)
-            return Loss(value, add_metrics(metrics, mismatch), difference)
+                reference_logprobs = reference_logprobs._replace(before_BS=micro_batch.logprobs_BS.detach())
+            min_ratio, max_ratio = config.rollout_correction_low, config.rollout_correction_high
+            logprob_differences, mismatch_metrics = _compare_with_engine(reference_logprobs, min_ratio, max_ratio)
+            return Loss(value, add_metrics(metrics, mismatch_metrics), logprob_differences)
 
         entropy: Literal["", "value", "gradient"] = "value" if config.log_entropy else ""
         top_k = self.teacher.top_k if self.teacher else 0
         entropy = "gradient" if config.entropy_coeff else entropy
         request = RequestedOutputs(config.temperature, entropy=entropy, top_k=top_k)
-        return Update(inputs.samples, loss, request, has_constant_gradient=self._is_constant(inputs))
+        return Update(inputs.samples, loss, request, has_constant_gradient=self._has_constant_gradient(inputs))
 
-    def _is_constant(self, inputs: _UpdateInputs) -> bool:
+    def _has_constant_gradient(self, inputs: _UpdateInputs) -> bool:
         """Return True if the derivative of the loss with respect to the log-probabilities is independent of them."""
         settings = self._settings
         return (
@@ -246,28 +253,29 @@ class Grpo(Algorithm):
         )
 
     def _policy_loss(
-        self, micro: MicroBatch, inputs: _UpdateInputs, references: _ReferenceLogprobs
+        self, micro_batch: MicroBatch, inputs: _UpdateInputs, reference_logprobs: _ReferenceLogprobs
     ) -> tuple[Tensor, Metrics]:
         """Return the loss of each token, including importance weights and the teacher's contribution, and metrics."""
         metrics: Metrics = {}
         weights_BS = None
         if inputs.correction is not None:
-            _, logprobs_before_BS, rollout_BS, is_sampled_BS = references
+            _, logprobs_before_BS, rollout_BS, is_sampled_BS = reference_logprobs
             assert rollout_BS is not None, "weights need the log-probabilities of the rollouts"
             weights_BS, metrics = importance_weights(logprobs_before_BS, rollout_BS, is_sampled_BS, inputs.correction)
             weights_BS = torch.where(is_sampled_BS, weights_BS, 1.0)
-        if (high_entropy_BS := _rows(inputs.high_entropy, micro)) is not None:
+        if (high_entropy_BS := _align_micro_batch_rows(inputs.high_entropy, micro_batch)) is not None:
             weights_BS = high_entropy_BS if weights_BS is None else high_entropy_BS * weights_BS
-        teacher_terms = self._teacher_terms(micro, inputs, references)
-        advantages_B = micro.logprobs_BS.new_tensor([s.advantage for s in micro.samples])
+        teacher_terms = self._teacher_terms(micro_batch, inputs, reference_logprobs)
+        advantages_B = micro_batch.logprobs_BS.new_tensor([sample.advantage for sample in micro_batch.samples])
         token_advantages_BS = teacher_terms.advantages_BS if teacher_terms else None
-        if (returns_BS := _rows(inputs.returns, micro)) is not None:
+        if (returns_BS := _align_micro_batch_rows(inputs.returns, micro_batch)) is not None:
             advantages_B = torch.zeros_like(advantages_B)
             token_advantages_BS = returns_BS if token_advantages_BS is None else returns_BS + token_advantages_BS
         policy_inputs = PolicyInputs(
-            logprobs_BT=micro.logprobs_BS, advantages_B=advantages_B, mask_BT=micro.mask_BS, weights_BT=weights_BS,
-            old_logprobs_BT=references.old_BS, ref_logprobs_BT=_rows(inputs.reference, micro),
-            entropy_BT=micro.outputs.get("entropy"), rollout_logprobs_BT=references.rollout_BS,
+            logprobs_BT=micro_batch.logprobs_BS, advantages_B=advantages_B, mask_BT=micro_batch.mask_BS,
+            weights_BT=weights_BS, old_logprobs_BT=reference_logprobs.old_BS,
+            ref_logprobs_BT=_align_micro_batch_rows(inputs.reference, micro_batch),
+            entropy_BT=micro_batch.outputs.get("entropy"), rollout_logprobs_BT=reference_logprobs.rollout_BS,
             token_advantages_BT=token_advantages_BS,
         )  # fmt: skip
         policy = policy_loss(policy_inputs, self._settings)
@@ -278,14 +286,16 @@ class Grpo(Algorithm):
         return loss_BT, add_metrics(metrics, teacher_terms.metrics)
 
     def _teacher_terms(
-        self, micro: MicroBatch, inputs: _UpdateInputs, references: _ReferenceLogprobs
+        self, micro_batch: MicroBatch, inputs: _UpdateInputs, references: _ReferenceLogprobs
     ) -> TeacherLoss | None:
         """Return the teacher's contribution to the loss of a micro-batch; None: no teacher."""
-        teacher_logprobs_BS = _rows(inputs.teacher, micro)
+        teacher_logprobs_BS = _align_micro_batch_rows(inputs.teacher, micro_batch)
         if self.teacher is None or teacher_logprobs_BS is None:
             return None
-        policy_logprobs_BS = micro.outputs["top_logprobs"] if self.teacher.top_k else references.before_BS
-        return teacher_loss(self.teacher, policy_logprobs_BS, teacher_logprobs_BS, micro.mask_BS, references.sampled_BS)
+        policy_logprobs_BS = micro_batch.outputs["top_logprobs"] if self.teacher.top_k else references.before_BS
+        return teacher_loss(
+            self.teacher, policy_logprobs_BS, teacher_logprobs_BS, micro_batch.mask_BS, references.sampled_BS
+        )
 
 
 ALGORITHM = Grpo
@@ -299,77 +309,84 @@ def make_sample(
     The mask excludes the first `num_ignored` tokens, and tokens without a finite log-probability from the engine: the
     sampling probability of such a token is unknown, and a ratio of 1 would treat the token as on-policy.
     """
-    ids = np.array([*prompt.token_ids, *completion.token_ids], dtype=np.int64)
+    token_ids = np.array([*prompt.token_ids, *completion.token_ids], dtype=np.int64)
     sampled_mask = np.array(completion.loss_mask, dtype=np.uint8)
     loss_mask = sampled_mask.copy()
     logprobs = np.array(completion.logprobs, dtype=np.float32)
     loss_mask[sampled_mask == 1] = np.isfinite(logprobs)
     loss_mask[:num_ignored] = 0
-    mask = np.concatenate([np.zeros(len(prompt.token_ids), dtype=np.uint8), loss_mask])
-    return Sample(ids, mask, advantage, reward, logprobs[loss_mask[sampled_mask == 1] == 1], images=prompt.images)
+    full_loss_mask = np.concatenate([np.zeros(len(prompt.token_ids), dtype=np.uint8), loss_mask])
+    return Sample(
+        token_ids, full_loss_mask, advantage, reward, logprobs[loss_mask[sampled_mask == 1] == 1], images=prompt.images
+    )
 
 
-def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | None:
+def _make_correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | None:
     """Return the rule for the importance weights of tokens that another policy sampled; None: no weights."""
     off = config.geometric_mask
-    limits = (None if off is None else (1 - off, 1 + off), config.mean_k3_mask, config.max_k3_mask)
-    correction = Correction("none", 0.0, math.inf, *limits)
+    sequence_limits = (None if off is None else (1 - off, 1 + off), config.mean_k3_mask, config.max_k3_mask)
+    correction = Correction("none", 0.0, math.inf, *sequence_limits)
     if config.use_decoupled_loss:
         correction = replace(correction, rule="mask", high=config.behav_imp_weight_cap or math.inf)
     elif config.rollout_correction:
-        low, high = config.rollout_correction_low, config.rollout_correction_high
-        correction = replace(correction, rule=config.rollout_correction, low=low, high=high)
+        min_weight, max_weight = config.rollout_correction_low, config.rollout_correction_high
+        correction = replace(correction, rule=config.rollout_correction, low=min_weight, high=max_weight)
     elif config.use_rollout_logprobs_for_loss or (config.aipo_rho and config.aipo_form == "weighted"):
         pass  # the objective already contains the ratio to the rollout policy, so importance weights would repeat it
     elif sampling is not None and sampling.is_off_policy:
         correction = replace(correction, rule="truncate", high=config.rollout_correction_high)
-    rejects = any(limit is not None for limit in limits)
-    return correction if rejects or correction.rule != "none" else None
+    has_limits = any(limit is not None for limit in sequence_limits)
+    return correction if has_limits or correction.rule != "none" else None
 
 
-def _logprobs(view: TrainerView, samples: Sequence[Sample], request: RequestedOutputs, weights: str) -> list[Tensor]:
+def _evaluate_logprobs(
+    view: TrainerView, samples: Sequence[Sample], request: RequestedOutputs, weights: str
+) -> list[Tensor]:
     return [row["logprobs"] for row in view.evaluate(samples, request, weights=weights)]
 
 
-def _rows(values: Sequence[Tensor] | None, micro: MicroBatch) -> Tensor | None:
+def _align_micro_batch_rows(values: Sequence[Tensor] | None, micro_batch: MicroBatch) -> Tensor | None:
     """Return the elements of `values` for the samples of a micro-batch as a padded tensor; None if `values` is None."""
-    return None if values is None else align_rows([values[i] for i in micro.indices], micro.logprobs_BS)
+    return None if values is None else align_rows([values[i] for i in micro_batch.indices], micro_batch.logprobs_BS)
 
 
-def _rollout_row(sample: Sample) -> Tensor:
+def _rollout_logprob_row(sample: Sample) -> Tensor:
     """Return the rollout log-probability of each token of a sample after the first, 0 for untrained tokens."""
     row = torch.zeros(len(sample.input_ids) - 1)
     row[torch.as_tensor(sample.loss_mask[1:]).bool()] = torch.as_tensor(sample.rollout_logprobs)
     return row
 
 
-def _importance_ratio_rows(sample: Sample, old_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _importance_ratio_rows(sample: Sample, old_logprobs_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return old log-probabilities, rollout log-probabilities and mask of one sample, for `self_normalise`."""
-    rollout_S = _rollout_row(sample).to(old_S)
-    is_sampled_S = torch.as_tensor(sample.loss_mask[1:], device=old_S.device).bool() & ~rollout_S.isnan()
-    return old_S, rollout_S, is_sampled_S
+    rollout_logprobs_S = _rollout_logprob_row(sample).to(old_logprobs_S)
+    loss_mask_S = torch.as_tensor(sample.loss_mask[1:], device=old_logprobs_S.device)
+    is_sampled_S = loss_mask_S.bool() & ~rollout_logprobs_S.isnan()
+    return old_logprobs_S, rollout_logprobs_S, is_sampled_S
 
 
-def _reference_logprobs(micro: MicroBatch, old_logprobs: Sequence[Tensor] | None) -> _ReferenceLogprobs:
+def _reference_logprobs(micro_batch: MicroBatch, old_logprobs: Sequence[Tensor] | None) -> _ReferenceLogprobs:
     """Return the log-probabilities of a micro-batch that the loss compares with those under the current policy."""
-    old_BS = _rows(old_logprobs, micro)
-    logprobs_before_BS = micro.logprobs_BS.detach() if old_BS is None else old_BS
-    mask_BS = micro.mask_BS.bool()
-    if any(sample.rollout_logprobs is None for sample in micro.samples):
+    old_BS = _align_micro_batch_rows(old_logprobs, micro_batch)
+    logprobs_before_BS = micro_batch.logprobs_BS.detach() if old_BS is None else old_BS
+    mask_BS = micro_batch.mask_BS.bool()
+    if any(sample.rollout_logprobs is None for sample in micro_batch.samples):
         return _ReferenceLogprobs(old_BS, logprobs_before_BS, None, mask_BS)
-    rollout_BS = torch.zeros_like(micro.logprobs_BS)
-    flat = [torch.as_tensor(sample.rollout_logprobs) for sample in micro.samples]
-    rollout_BS[mask_BS] = torch.cat(flat).to(rollout_BS)
+    rollout_BS = torch.zeros_like(micro_batch.logprobs_BS)
+    flat_logprobs = [torch.as_tensor(sample.rollout_logprobs) for sample in micro_batch.samples]
+    rollout_BS[mask_BS] = torch.cat(flat_logprobs).to(rollout_BS)
     is_unknown_BS = rollout_BS.isnan()
     rollout_BS = torch.where(is_unknown_BS, logprobs_before_BS, rollout_BS)
     return _ReferenceLogprobs(old_BS, logprobs_before_BS, rollout_BS, mask_BS & ~is_unknown_BS)
 
 
-def _engine_difference(references: _ReferenceLogprobs, low: float, high: float) -> tuple[dict[str, Tensor], Metrics]:
+def _compare_with_engine(
+    references: _ReferenceLogprobs, min_ratio: float, max_ratio: float
+) -> tuple[dict[str, Tensor], Metrics]:
     """Return |log pi_old - log mu| of each sampled token, of trainer (pi_old) and engine (mu), and metrics.
 
-    The metrics of the ratio pi_old / mu are its mean, its mean square, and the fraction outside `low` to `high`.
-    """
+    The metrics of the ratio pi_old / mu are its mean, its mean square, and the fraction outside `min_ratio` to
+    `max_ratio`."""
     if references.rollout_BS is None:
         return {}, {}
     log_ratio_BS, is_sampled_BS = references.before_BS - references.rollout_BS, references.sampled_BS
@@ -378,5 +395,5 @@ def _engine_difference(references: _ReferenceLogprobs, low: float, high: float) 
         "rollout/logprob_difference_mean": token_metric(difference_BS, is_sampled_BS),
         "rollout/ratio": token_metric(ratio_BS, is_sampled_BS),
         "rollout/ratio_square": token_metric(ratio_BS.square(), is_sampled_BS),
-        "rollout/ratio_out_of_band": token_metric((ratio_BS < low) | (ratio_BS > high), is_sampled_BS),
+        "rollout/ratio_out_of_band": token_metric((ratio_BS < min_ratio) | (ratio_BS > max_ratio), is_sampled_BS),
     }

@@ -46,17 +46,17 @@ def exclude_idle(
         return may_be_idle and sample.advantage == 0
 
     run_samples = [_select_run_samples(samples, is_idle) for samples in steps]
-    slices = [slice(*bounds) for bounds in pairwise(accumulate(map(len, run_samples), initial=0))]
+    slices = [slice(*slice_bounds) for slice_bounds in pairwise(accumulate(map(len, run_samples), initial=0))]
     return list(chain(*run_samples)), slices, {METRIC: float(sum(map(is_idle, chain(*steps))))}
 
 
 def _select_run_samples(samples: Sequence[Sample], is_idle: Callable[[Sample], bool]) -> list[Sample]:
     """Return the samples with a gradient, and as many idle samples as needed to have `MIN_COMPARED_COMPLETIONS` samples
     with images and `MIN_COMPARED_COMPLETIONS` without images, where available."""
-    selected = {i for i, sample in enumerate(samples) if not is_idle(sample)}
+    selected_indices = {i for i, sample in enumerate(samples) if not is_idle(sample)}
     for has_images in (False, True):
-        same_modality = [i for i, sample in enumerate(samples) if bool(sample.images) == has_images]
-        idle = [i for i in same_modality if i not in selected]
-        missing = max(0, MIN_COMPARED_COMPLETIONS - len(same_modality) + len(idle))
-        selected.update(idle[:: max(1, len(idle) // max(1, missing))][:missing])
-    return [samples[i] for i in sorted(selected)]
+        modality_indices = [i for i, sample in enumerate(samples) if bool(sample.images) == has_images]
+        idle_indices = [i for i in modality_indices if i not in selected_indices]
+        num_missing = max(0, MIN_COMPARED_COMPLETIONS - len(modality_indices) + len(idle_indices))
+        selected_indices.update(idle_indices[:: max(1, len(idle_indices) // max(1, num_missing))][:num_missing])
+    return [samples[i] for i in sorted(selected_indices)]

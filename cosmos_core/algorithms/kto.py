@@ -43,13 +43,13 @@ def unpaired_loss(responses: LabelledLogprobs, kl: Tensor, config: KtoLossConfig
     """
     rewards_B = config.beta * (responses.logps_B - responses.reference_B)
     is_desirable_B = responses.is_desirable_B
-    sign_B = torch.where(is_desirable_B, -1.0, 1.0).to(rewards_B)
+    sigmoid_sign_B = torch.where(is_desirable_B, -1.0, 1.0).to(rewards_B)
     weight_B = rewards_B.new_tensor([config.undesirable_weight, config.desirable_weight])[is_desirable_B.long()]
-    loss = (weight_B * torch.sigmoid(sign_B * (rewards_B - config.beta * kl))).sum() / total
-    values = {"rewards": rewards_B, "logps": responses.logps_B}
+    loss = (weight_B * torch.sigmoid(sigmoid_sign_B * (rewards_B - config.beta * kl))).sum() / total
+    values_by_metric = {"rewards": rewards_B, "logps": responses.logps_B}
     metrics = {
         f"{name}/{label}": torch.stack([values_B.detach()[mask_B].sum(dtype=torch.float64), mask_B.sum().double()])
-        for name, values_B in values.items()
+        for name, values_B in values_by_metric.items()
         for label, mask_B in (("chosen", is_desirable_B), ("rejected", ~is_desirable_B))
     }
     return loss, metrics | {"kl": torch.stack([kl.double(), torch.ones_like(kl).double()])}
@@ -60,8 +60,10 @@ def loss_of_sources(responses: LabelledLogprobs, sources: Sequence[str], kl: Ten
     label of the data set of each response."""
     metrics = {}
     for name, mask_B in source_masks(sources):
-        subset = LabelledLogprobs(*(getattr(responses, each.name).detach()[mask_B] for each in fields(responses)))
-        loss, _ = unpaired_loss(subset, kl, config, total=1)
+        source_responses = LabelledLogprobs(
+            *(getattr(responses, each.name).detach()[mask_B] for each in fields(responses))
+        )
+        loss, _ = unpaired_loss(source_responses, kl, config, total=1)
         metrics[f"loss/{name}"] = torch.stack([loss.double(), mask_B.sum().to(loss.device, torch.float64)])
     return metrics
 
@@ -72,16 +74,16 @@ class Kto(Algorithm):
     config: KtoConfig
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
-        reference_B, divergence_B = self._reference(samples, view)
+        reference_logprobs_B, divergence_B = self._evaluate_reference(samples, view)
         kl = divergence_B.mean().clamp(min=0)
         is_desirable_B = torch.tensor([sample.reward > 0 for sample in samples], device=kl.device)
 
-        def loss(micro: MicroBatch) -> Loss:
-            logps_B = apply_mask(micro.logprobs_BS, micro.mask_BS).sum(-1, dtype=torch.float64)
-            indices = list(micro.indices)
-            responses = LabelledLogprobs(logps_B, reference_B[indices], is_desirable_B[indices])
+        def loss(micro_batch: MicroBatch) -> Loss:
+            logps_B = apply_mask(micro_batch.logprobs_BS, micro_batch.mask_BS).sum(-1, dtype=torch.float64)
+            indices = list(micro_batch.indices)
+            responses = LabelledLogprobs(logps_B, reference_logprobs_B[indices], is_desirable_B[indices])
             value, metrics = unpaired_loss(responses, kl, self.config.kto, len(samples))
-            sources = [sample.source for sample in micro.samples]
+            sources = [sample.source for sample in micro_batch.samples]
             return Loss(value, metrics | loss_of_sources(responses, sources, kl, self.config.kto))
 
         yield Update(samples, loss)
@@ -96,14 +98,16 @@ class Kto(Algorithm):
         sources: list[str] = []
         logps, references, divergences = [], [], []
         for samples in chunks:
-            labelled, mismatched = samples[::2], samples[1::2]
-            labels += [sample.reward > 0 for sample in labelled]
-            sources += [sample.source for sample in labelled]
-            logps.append(_sums(view, labelled, "policy", size))
-            references.append(logps[-1].new_tensor([sample.reference_logprob for sample in labelled]))
+            labelled_samples, mismatched_samples = samples[::2], samples[1::2]
+            labels += [sample.reward > 0 for sample in labelled_samples]
+            sources += [sample.source for sample in labelled_samples]
+            logps.append(_sum_logprobs(view, labelled_samples, "policy", size))
+            references.append(logps[-1].new_tensor([sample.reference_logprob for sample in labelled_samples]))
             if self.config.kto.loss_type == "kto":
-                mismatched_reference_B = logps[-1].new_tensor([sample.reference_logprob for sample in mismatched])
-                divergences.append(_sums(view, mismatched, "policy", size) - mismatched_reference_B)
+                mismatched_reference_B = logps[-1].new_tensor(
+                    [sample.reference_logprob for sample in mismatched_samples]
+                )
+                divergences.append(_sum_logprobs(view, mismatched_samples, "policy", size) - mismatched_reference_B)
         logps_B = torch.cat(logps)
         responses = LabelledLogprobs(logps_B, torch.cat(references), torch.tensor(labels, device=logps_B.device))
         kl = torch.cat(divergences).mean().clamp(min=0) if divergences else logps_B.new_zeros(())
@@ -111,21 +115,21 @@ class Kto(Algorithm):
         metrics |= loss_of_sources(responses, sources, kl, self.config.kto)
         return {"loss": loss.item(), **means(metrics)}
 
-    def _reference(self, samples: Sequence[Sample], view: TrainerView) -> tuple[Tensor, Tensor]:
+    def _evaluate_reference(self, samples: Sequence[Sample], view: TrainerView) -> tuple[Tensor, Tensor]:
         """Return two tensors: the reference log-probabilities of responses, and log-ratios for the KL estimate.
 
         The log-ratios are those of policy to reference for mismatched responses; they are 0 for losses without KL.
         """
         if self.config.kto.loss_type != "kto":
-            reference_B = _sums(view, samples, "reference")
-            return reference_B, torch.zeros_like(reference_B)
+            reference_logprobs_B = _sum_logprobs(view, samples, "reference")
+            return reference_logprobs_B, torch.zeros_like(reference_logprobs_B)
         mismatched_samples = swap_responses(samples, self.max_tokens)
-        reference_B = _sums(view, [*samples, *mismatched_samples], "reference")
-        policy_B = _sums(view, mismatched_samples, "policy")
-        return reference_B[: len(samples)], policy_B - reference_B[len(samples) :]
+        reference_logprobs_B = _sum_logprobs(view, [*samples, *mismatched_samples], "reference")
+        policy_logprobs_B = _sum_logprobs(view, mismatched_samples, "policy")
+        return reference_logprobs_B[: len(samples)], policy_logprobs_B - reference_logprobs_B[len(samples) :]
 
 
-def _sums(view: TrainerView, samples: Sequence[Sample], weights: str, size: int | None = None) -> Tensor:
+def _sum_logprobs(view: TrainerView, samples: Sequence[Sample], weights: str, size: int | None = None) -> Tensor:
     """Return the log-probability of each response under the weight set named `weights`."""
     rows = view.evaluate(samples, weights=weights, size=size)
     return torch.stack([row["logprobs"].sum(dtype=torch.float64) for row in rows])

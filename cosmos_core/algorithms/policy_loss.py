@@ -68,15 +68,15 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
     advantages_B1 = inputs.advantages_B.to(logprobs_BT.dtype).unsqueeze(-1)
     if inputs.token_advantages_BT is not None:
         advantages_B1 = advantages_B1 + apply_mask(inputs.token_advantages_BT, mask_BT)
-    terms = ObjectiveInputs(logprobs_BT, log_ratio_BT, rollout_log_ratio_BT, advantages_B1, mask_BT)
+    objective_inputs = ObjectiveInputs(logprobs_BT, log_ratio_BT, rollout_log_ratio_BT, advantages_B1, mask_BT)
 
-    loss_BT, metrics = getattr(_objective_module(settings), settings.objective)(terms, settings)
+    loss_BT, metrics = getattr(_objective_module(settings), settings.objective)(objective_inputs, settings)
     if inputs.weights_BT is not None:
         loss_BT = loss_BT * inputs.weights_BT
     if settings.off_policy_masking_delta is not None:
-        is_off_B1 = _off_policy_mask(terms, settings.off_policy_masking_delta)
-        metrics["off_policy_masked"] = token_metric(is_off_B1.expand_as(mask_BT), mask_BT)
-        loss_BT = apply_mask(loss_BT, ~is_off_B1)
+        is_off_policy_B1 = _off_policy_mask(objective_inputs, settings.off_policy_masking_delta)
+        metrics["off_policy_masked"] = token_metric(is_off_policy_B1.expand_as(mask_BT), mask_BT)
+        loss_BT = apply_mask(loss_BT, ~is_off_policy_B1)
     ratio_BT = probability_ratio(log_ratio_BT)
     metrics["ratio"] = token_metric(ratio_BT, mask_BT)
     metrics["approx_kl"] = token_metric(k3(logprobs_BT, logprobs_BT - log_ratio_BT)[0], mask_BT)
@@ -85,8 +85,8 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
         if settings.entropy_coeff:
             loss_BT = loss_BT - settings.entropy_coeff * apply_mask(inputs.entropy_BT, mask_BT)
     if inputs.ref_logprobs_BT is not None:
-        estimate = k2 if settings.kl_estimator == "k2" else k3
-        kl_BT, is_clamped_BT = estimate(logprobs_BT, apply_mask(inputs.ref_logprobs_BT.detach(), mask_BT))
+        estimate_kl = k2 if settings.kl_estimator == "k2" else k3
+        kl_BT, is_clamped_BT = estimate_kl(logprobs_BT, apply_mask(inputs.ref_logprobs_BT.detach(), mask_BT))
         metrics["kl"] = token_metric(kl_BT, mask_BT)
         metrics["kl_clamped"] = token_metric(is_clamped_BT, mask_BT)
         if settings.kl_beta:
@@ -101,8 +101,8 @@ def scales_with_advantage(settings: PolicySettings) -> bool:
 
     The KL penalty and the entropy bonus have a gradient at every token.
     """
-    scales: bool = getattr(_objective_module(settings), "SCALES_WITH_ADVANTAGE", False)
-    return scales and not settings.kl_beta and not settings.entropy_coeff
+    is_objective_scaled: bool = getattr(_objective_module(settings), "SCALES_WITH_ADVANTAGE", False)
+    return is_objective_scaled and not settings.kl_beta and not settings.entropy_coeff
 
 
 def _objective_module(settings: PolicySettings) -> ModuleType:
@@ -117,9 +117,9 @@ def _off_policy_mask(terms: ObjectiveInputs, delta: float) -> Tensor:
     """
     assert terms.rollout_log_ratio_BT is not None, "the off-policy mask needs the log-probabilities of the rollouts"
     lengths_B1 = terms.mask_BT.sum(-1, keepdim=True).clamp(min=1)
-    drift_B1 = -torch.where(terms.mask_BT, terms.rollout_log_ratio_BT, 0.0).sum(-1, keepdim=True) / lengths_B1
-    advantage_B1 = apply_mask(terms.advantages_B1.expand_as(terms.mask_BT), terms.mask_BT).sum(-1, keepdim=True)
-    return (advantage_B1 < 0) & (drift_B1 > delta)
+    mean_log_ratio_B1 = -torch.where(terms.mask_BT, terms.rollout_log_ratio_BT, 0.0).sum(-1, keepdim=True) / lengths_B1
+    advantage_sum_B1 = apply_mask(terms.advantages_B1.expand_as(terms.mask_BT), terms.mask_BT).sum(-1, keepdim=True)
+    return (advantage_sum_B1 < 0) & (mean_log_ratio_B1 > delta)
 
 
 def positive_nll_loss(logprobs_BT: Tensor, mask_BT: Tensor, rewards_B: Tensor, denominator: float) -> Tensor:

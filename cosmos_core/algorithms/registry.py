@@ -8,7 +8,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.registry import import_object, is_import_path
 from cosmos_core.types import Sampling
 
-_KEY = "train.train_policy.trainer_type"
+_TRAINER_TYPE_KEY = "train.train_policy.trainer_type"
 
 
 def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorithm:
@@ -24,7 +24,7 @@ def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorith
         algorithm_class = import_object(policy.trainer_type)
         if not (isinstance(algorithm_class, type) and issubclass(algorithm_class, Algorithm)):
             raise ConfigError(
-                f"{_KEY} = {policy.trainer_type!r} is no algorithm; it must be a subclass of "
+                f"{_TRAINER_TYPE_KEY} = {policy.trainer_type!r} is no algorithm; it must be a subclass of "
                 f"cosmos_core.algorithms.base.Algorithm"
             )
     else:

@@ -40,16 +40,23 @@ def shared_prefixes(
     kept whole. This is the rule of `min_filter_prefix_tokens` in Cosmos-RL.
     """
     numbers = range(len(completions))
-    shared = [[_prefix_length(completions[i], completions[j]) if i != j else 0 for j in numbers] for i in numbers]
+    shared_lengths = [
+        [_shared_prefix_length(completions[i], completions[j]) if i != j else 0 for j in numbers] for i in numbers
+    ]
     excluded_token_counts = [0] * len(completions)
     for i in numbers:
-        length = max(shared[i], default=0)
-        sharing_indices = [j for j in numbers if j == i or shared[i][j] == length]
-        is_longest = all(shared[a][b] <= length for a in sharing_indices for b in sharing_indices)
-        if length >= min_tokens and is_longest and len({rewards[j] for j in sharing_indices} - {None}) > 1:
-            excluded_token_counts[i] = length if len(completions[i]) > length else 0
+        longest_shared = max(shared_lengths[i], default=0)
+        sharing_indices = [j for j in numbers if j == i or shared_lengths[i][j] == longest_shared]
+        is_longest = all(shared_lengths[a][b] <= longest_shared for a in sharing_indices for b in sharing_indices)
+        if longest_shared >= min_tokens and is_longest and len({rewards[j] for j in sharing_indices} - {None}) > 1:
+            excluded_token_counts[i] = longest_shared if len(completions[i]) > longest_shared else 0
     return excluded_token_counts
 
 
-def _prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+def _shared_prefix_length(token_ids: Sequence[int], other_token_ids: Sequence[int]) -> int:
+    return sum(
+        1
+        for _ in takewhile(
+            lambda token_pair: token_pair[0] == token_pair[1], zip(token_ids, other_token_ids, strict=False)
+        )
+    )

@@ -15,12 +15,13 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
 
 
-def sft_loss(logprobs_BT: Tensor, loss_mask_BT: Tensor, total: float) -> tuple[Tensor, Metrics]:
-    """Return the sum of -log p over the labels where the mask is 1, divided by `total` (`aggregate.denominator`).
+def sft_loss(logprobs_BT: Tensor, loss_mask_BT: Tensor, loss_denominator: float) -> tuple[Tensor, Metrics]:
+    """Return the sum of -log p over the labels where the mask is 1, divided by `loss_denominator`
+    (`aggregate.denominator`).
 
     The metric `nll` is always the mean over tokens in nats.
     """
-    loss = -apply_mask(logprobs_BT, loss_mask_BT).sum() / total
+    loss = -apply_mask(logprobs_BT, loss_mask_BT).sum() / loss_denominator
     return loss, {"nll": token_metric(-logprobs_BT, loss_mask_BT)}
 
 
@@ -36,10 +37,10 @@ class Sft(Algorithm):
     """Supervised fine-tuning: one optimizer step per train step, with the mean loss over all trained tokens."""
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
-        total = denominator("token-mean", [sample.num_learned for sample in samples])
+        loss_denominator = denominator("token-mean", [sample.num_learned for sample in samples])
 
         def loss(batch: MicroBatch) -> Loss:
-            value, metrics = sft_loss(batch.logprobs_BS, batch.mask_BS, total)
+            value, metrics = sft_loss(batch.logprobs_BS, batch.mask_BS, loss_denominator)
             return Loss(value, metrics | loss_of_sources(batch))
 
         yield Update(samples, loss, has_constant_gradient=True)

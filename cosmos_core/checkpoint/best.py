@@ -26,9 +26,11 @@ def select_best(best: BestStep | None, step: int, metrics: Mapping[str, float]) 
     On a tie the earlier step wins. A metric that is NaN or infinite never wins. If `metrics` has a reward and a loss,
     the reward alone decides; values of different metrics are never compared.
     """
-    for metric, sign in _METRIC_SIGNS.items():
+    for metric, metric_direction in _METRIC_SIGNS.items():
         value, is_same_metric = metrics.get(metric, math.nan), best is not None and best.metric == metric
-        if math.isfinite(value) and (best is None or not is_same_metric or sign * value > sign * best.value):
+        if math.isfinite(value) and (
+            best is None or not is_same_metric or metric_direction * value > metric_direction * best.value
+        ):
             return BestStep(step, metric, value)
         if is_same_metric or math.isfinite(value):
             return best

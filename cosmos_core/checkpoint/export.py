@@ -58,8 +58,8 @@ def export_causal_lm(stage: Stage) -> Outcome:
         return _export(stage, trained_step(stage))
     stage.progress.phase("load")
     revision, folder, step = stage.recipe.policy.model_revision, stage.path / "pinned", pinned_step(stage)
-    template = stage.recipe.policy.chat_template
-    tokenizer, files = load_tokenizer(stage.model, revision, template), processor_files(stage.model, revision)
+    chat_template = stage.recipe.policy.chat_template
+    tokenizer, files = load_tokenizer(stage.model, revision, chat_template), processor_files(stage.model, revision)
     export_model(pinned_model(stage, step), tokenizer, folder, dtype=None, extra_files=files)
     stage.model = str(folder)
     try:
@@ -77,8 +77,8 @@ def _export(stage: Stage, step: int) -> Outcome:
     target = stage.path / export_folder(step)
     stage.progress.phase("export")
     adapter = adapter_files(stage)
-    card = model_card(stage, loading_instructions(stage, auto_class(model.config).__name__)).encode()
-    extra_files = {"README.md": card, **adapter, **processor_files(stage.model, revision)}
+    readme_content = model_card(stage, loading_instructions(stage, auto_class(model.config).__name__)).encode()
+    extra_files = {"README.md": readme_content, **adapter, **processor_files(stage.model, revision)}
     export_model(model, tokenizer, target, dtype=dtype, extra_files=extra_files)
     if stage.stop_requested:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
@@ -106,28 +106,31 @@ def export_folder(step: int) -> str:
     return f"safetensors/step_{step}"
 
 
-def loading_instructions(stage: Stage, loader: str) -> LoadingInstructions:
-    """Return the instructions for loading a stage's model; `loader` names the model's auto class in transformers."""
-    reader = "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
+def loading_instructions(stage: Stage, auto_class_name: str) -> LoadingInstructions:
+    """Return the instructions for loading a stage's model; `auto_class_name` names the model's auto class in
+    transformers."""
+    preprocessor_class = (
+        "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
+    )
     return LoadingInstructions(
         "transformers",
         (
-            f"from transformers import {loader}, Auto{reader}", "",
-            f'model = {loader}.from_pretrained(path, dtype="auto")',
-            f"{reader.lower()} = Auto{reader}.from_pretrained(path)",
+            f"from transformers import {auto_class_name}, Auto{preprocessor_class}", "",
+            f'model = {auto_class_name}.from_pretrained(path, dtype="auto")',
+            f"{preprocessor_class.lower()} = Auto{preprocessor_class}.from_pretrained(path)",
         ),
         f"The adapter is merged into these weights; `{FOLDER}/` has it alone, in PEFT's format.",
     )  # fmt: skip
 
 
-def model_card(stage: Stage, loading: LoadingInstructions) -> str:
+def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
     """Return the README.md of an exported model: origin of the weights, loading code, metrics of upstream stages."""
-    origin, base = stage.origin, public_name(stage.origin.get("base_model", ""))
+    origin, base_model_name = stage.origin, public_name(stage.origin.get("base_model", ""))
     revision = origin.get("revision", "")
-    metadata = [f"library_name: {loading.library}", *([f"base_model: {base}"] if revision else [])]
+    metadata = [f"library_name: {instructions.library}", *([f"base_model: {base_model_name}"] if revision else [])]
     provenance = f"made by `{public_name(origin['made_by'])}`" if origin.get("made_by") else ""
-    facts = {
-        "Base model": f"`{base}`" + f" at `{revision}`" * bool(revision) if base else provenance,
+    card_fields = {
+        "Base model": f"`{base_model_name}`" + f" at `{revision}`" * bool(revision) if base_model_name else provenance,
         "Data": ", ".join(f"`{public_name(name)}`" for name in origin.get("data", ())),
         "Run": f"`{stage.run_path.name}`",
         "Precision": precision(stage),
@@ -135,22 +138,24 @@ def model_card(stage: Stage, loading: LoadingInstructions) -> str:
     }
     lines = [
         "---", *metadata, "---", "", f"# {stage.run_path.name}/{stage.name}", "",
-        *(f"- {name}: {value}" for name, value in facts.items() if value), "",
-        "```python", *loading.lines, "```", "",
+        *(f"- {name}: {value}" for name, value in card_fields.items() if value), "",
+        "```python", *instructions.lines, "```", "",
     ]  # fmt: skip
     if adapter_files(stage):
-        lines += [f"{loading.adapter} Its base is `{_base_of_adapter(stage)}`.", ""]
-    for name, result in sorted(stage.inputs.items()):
-        lines += _describe_input(name, result)
+        lines += [f"{instructions.adapter} Its base is `{_get_adapter_base_model(stage)}`.", ""]
+    for name, stage_result in sorted(stage.inputs.items()):
+        lines += _describe_input(name, stage_result)
     return "\n".join(lines)
 
 
-def _describe_input(name: str, result: Mapping[str, Any]) -> list[str]:
+def _describe_input(name: str, stage_result: Mapping[str, Any]) -> list[str]:
     """Return the lines of a model card about the upstream stage `name`: digests, its inputs, and its metrics."""
-    lines = [f"## From stage `{name}` ({result['kind']})", ""]
-    lines += [f"- {key}: `{result[key]}`" for key in ("digest", "fingerprint")]
-    lines += [f"- made from `{source}`: `{entry['digest']}`" for source, entry in sorted(result["inputs"].items())]
-    if metrics := result["metrics"]:
+    lines = [f"## From stage `{name}` ({stage_result['kind']})", ""]
+    lines += [f"- {key}: `{stage_result[key]}`" for key in ("digest", "fingerprint")]
+    lines += [
+        f"- made from `{source}`: `{entry['digest']}`" for source, entry in sorted(stage_result["inputs"].items())
+    ]
+    if metrics := stage_result["metrics"]:
         lines += ["", "| metric | value |", "|---|---|"]
         lines += [f"| {key} | {value:.6g} |" for key, value in sorted(metrics.items())]
     return [*lines, ""]
@@ -163,8 +168,8 @@ def trained_step(stage: Stage) -> int:
 
 def precision(stage: Stage) -> str:
     """Return the dtype of the export as text, followed by the training dtype if the two differ."""
-    dtype, trained = stage.recipe.train.param_dtype, _upstream_info(stage).get("dtype", "")
-    return dtype if trained in {"", dtype} else f"{dtype}, cast from {trained}, in which it was trained"
+    dtype, training_dtype = stage.recipe.train.param_dtype, _upstream_info(stage).get("dtype", "")
+    return dtype if training_dtype in {"", dtype} else f"{dtype}, cast from {training_dtype}, in which it was trained"
 
 
 def _upstream_info(stage: Stage) -> Mapping[str, Any]:
@@ -180,12 +185,12 @@ def adapter_files(stage: Stage) -> dict[str, bytes]:
     """
     files = {f"{FOLDER}/{file.name}": file.read_bytes() for file in sorted(Path(stage.model, FOLDER).glob("*"))}
     if content := files.get(name := f"{FOLDER}/adapter_config.json"):
-        settings = json.loads(content) | {"base_model_name_or_path": _base_of_adapter(stage)}
-        files[name] = json.dumps(settings, indent=2, sort_keys=True).encode()
+        adapter_config = json.loads(content) | {"base_model_name_or_path": _get_adapter_base_model(stage)}
+        files[name] = json.dumps(adapter_config, indent=2, sort_keys=True).encode()
     return files
 
 
-def _base_of_adapter(stage: Stage) -> str:
+def _get_adapter_base_model(stage: Stage) -> str:
     return str(_upstream_info(stage).get("base") or public_name(stage.origin.get("base_model", "")))
 
 
@@ -195,7 +200,7 @@ def verify_copied_files(files: Mapping[str, bytes], target: Path) -> str:
     Raises:
         StageFailed: a file below `target` has other content.
     """
-    if differing := [name for name, content in files.items() if (target / name).read_bytes() != content]:
+    if differing_files := [name for name, content in files.items() if (target / name).read_bytes() != content]:
         remedy = "check the disk and run the stage again"
-        raise StageFailed(f"export {target}: {differing[0]} is not what was copied; {remedy}")
+        raise StageFailed(f"export {target}: {differing_files[0]} is not what was copied; {remedy}")
     return "adapter: bytes"

@@ -37,9 +37,9 @@ def run(stage: Stage) -> Outcome:
     stage.progress.phase("load")
     policy = stage.recipe.policy
     if stage.config.checkpoint:
-        step, training = pinned_step(stage), training_of(stage)
-        family = open_family(training.model, policy)
-        model: Any = pinned_model(stage, step, lambda training: _starting_model(family, training))
+        step, training_stage = pinned_step(stage), training_of(stage)
+        family = open_family(training_stage.model, policy)
+        model: Any = pinned_model(stage, step, lambda training_stage: _load_initial_denoiser(family, training_stage))
     else:
         step = trained_step(stage)
         family = open_family(stage.model, policy)
@@ -47,8 +47,8 @@ def run(stage: Stage) -> Outcome:
     target, dtype = stage.path / export_folder(step), getattr(torch, stage.recipe.train.param_dtype)
     stage.progress.phase("export")
     adapter = {} if stage.config.checkpoint else adapter_files(stage)
-    card = model_card(stage, _loading_instructions(family)).encode()
-    export_pipeline(family, model, target, dtype=dtype, extra_files={"README.md": card, **adapter})
+    readme_content = model_card(stage, _loading_instructions(family)).encode()
+    export_pipeline(family, model, target, dtype=dtype, extra_files={"README.md": readme_content, **adapter})
     if stage.stop_requested:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
     checks = verify_pipeline(family, model, target, dtype=dtype, model_class=policy.model_class)
@@ -58,19 +58,19 @@ def run(stage: Stage) -> Outcome:
     return export_outcome(stage, step, checks, target.rglob("*.safetensors"), has_adapter=has_adapter)
 
 
-def _starting_model(family: DiffusionModel, training: Stage) -> Any:
+def _load_initial_denoiser(family: DiffusionModel, training_stage: Stage) -> Any:
     """Return the denoiser with which a training stage began, with its trainable parameters marked."""
-    model = family.load_denoiser(getattr(torch, training.recipe.train.master_dtype))
-    mark_trained_weights(model, training.recipe.policy, family.lora_targets)
+    model = family.load_denoiser(getattr(torch, training_stage.recipe.train.master_dtype))
+    mark_trained_weights(model, training_stage.recipe.policy, family.lora_targets)
     return model
 
 
 def _loading_instructions(family: DiffusionModel) -> LoadingInstructions:
-    index = family.folder.index
-    call = f"DiffusionPipeline.from_pretrained(path{pipeline_arguments(index)})"
+    model_index = family.folder.index
+    load_call = f"DiffusionPipeline.from_pretrained(path{pipeline_arguments(model_index)})"
     return LoadingInstructions(
         "diffusers",
-        ("from diffusers import DiffusionPipeline", "", f"pipeline = {call}{pipeline_needs(index)}"),
+        ("from diffusers import DiffusionPipeline", "", f"pipeline = {load_call}{pipeline_needs(model_index)}"),
         f"The adapter is merged into these weights; `{FOLDER}/{ADAPTER_FILE}` has it alone: load it onto the base "
         f"model with `pipeline.load_lora_weights`.",
     )

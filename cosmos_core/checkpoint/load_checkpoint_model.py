@@ -27,27 +27,28 @@ def pinned_step(stage: Stage) -> int:
     Raises:
         ModelError: the upstream training has no complete checkpoint of the step, or, without validation, no best step.
     """
-    choice, name = stage.config.checkpoint, source_of(stage.config.model)
-    key = f"checkpoint = {choice!r} of stage {name!r}"
-    upstream = stage.inputs[str(name)]
-    if choice == "best":
-        best = upstream["info"].get("best")
-        if not best:
+    checkpoint_choice, name = stage.config.checkpoint, source_of(stage.config.model)
+    key = f"checkpoint = {checkpoint_choice!r} of stage {name!r}"
+    upstream_result = stage.inputs[str(name)]
+    if checkpoint_choice == "best":
+        best_record = upstream_result["info"].get("best")
+        if not best_record:
             raise ModelError(f"{key}: it was not validated, so no step is the best; set validation.enable = true")
-        choice = best["step"]
-    folder = Path(upstream["path"]) / "checkpoints"
-    if int(choice) not in saved_steps(folder):
+        checkpoint_choice = best_record["step"]
+    folder = Path(upstream_result["path"]) / "checkpoints"
+    if int(checkpoint_choice) not in saved_steps(folder):
         steps = ", ".join(map(str, saved_steps(folder))) or "none"
         raise ModelError(
-            f"{key}: there is no checkpoint of step {choice}, only {steps}; train with train.ckpt.enable_checkpoint = "
+            f"{key}: there is no checkpoint of step {checkpoint_choice}, only {steps}; train with "
+            f"train.ckpt.enable_checkpoint = "
             f"true, and raise train.ckpt.max_keep to keep more"
         )
-    if reason := resume_obstacle(folder, int(choice), None):
-        raise ModelError(f"{key}: {step_folder(folder, int(choice))}: {reason}; choose another step")
-    return int(choice)
+    if reason := resume_obstacle(folder, int(checkpoint_choice), None):
+        raise ModelError(f"{key}: {step_folder(folder, int(checkpoint_choice))}: {reason}; choose another step")
+    return int(checkpoint_choice)
 
 
-def pinned_model(stage: Stage, step: int, start: Callable[[Stage], Any] | None = None) -> Any:
+def pinned_model(stage: Stage, step: int, load_initial_model: Callable[[Stage], Any] | None = None) -> Any:
     """Return the model of the upstream training after `step` steps, on the CPU in its training dtype.
 
     If the training kept a moving average of the weights, the model has the average instead of the weights.
@@ -55,29 +56,32 @@ def pinned_model(stage: Stage, step: int, start: Callable[[Stage], Any] | None =
     Args:
         stage: stage whose setting `checkpoint` selects the checkpoint.
         step: training step of the checkpoint.
-        start: function that loads the initial model of the training stage; None: load a causal language model.
+        load_initial_model: function that loads the initial model of the training stage; None: load a causal language
+            model.
 
     Raises:
         ModelError: the initial model of the training cannot be loaded, or has changed.
     """
-    training = training_of(stage)
-    train = training.recipe.train
-    torch.manual_seed(training.seed)  # so that LoRA adapters have the same initial weights as in the training
-    model = (start or _causal_lm)(training)
-    folder = step_folder(training.path / "checkpoints", step) / "policy"
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    saved = reader.read_metadata().state_dict_metadata.keys()
+    training_stage = training_of(stage)
+    train = training_stage.recipe.train
+    torch.manual_seed(training_stage.seed)  # so that LoRA adapters have the same initial weights as in the training
+    model = (load_initial_model or _load_causal_lm)(training_stage)
+    folder = step_folder(training_stage.path / "checkpoints", step) / "policy"
+    storage_reader = dcp.HuggingFaceStorageReader(str(folder))
+    saved_names = storage_reader.read_metadata().state_dict_metadata.keys()
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    averages = {name: torch.empty_like(p, dtype=torch.float32) for name, p in trained.items() if train.ema_enable}
+    ema_weights = {name: torch.empty_like(p, dtype=torch.float32) for name, p in trained.items() if train.ema_enable}
     # An SGD optimizer without momentum has no state, so only weights are read from the checkpoint.
-    tensors = named_tensors(TrainState(model, torch.optim.SGD(trained.values()), named_weights={"ema": averages}))
-    if missing := sorted(tensors.keys() - saved):
-        raise ModelError(f"checkpoint {folder} has no {missing[0]!r}: it is of another model than {training.model}")
+    tensors = named_tensors(TrainState(model, torch.optim.SGD(trained.values()), named_weights={"ema": ema_weights}))
+    if missing_names := sorted(tensors.keys() - saved_names):
+        raise ModelError(
+            f"checkpoint {folder} has no {missing_names[0]!r}: it is of another model than {training_stage.model}"
+        )
     with unwrap_checkpoint_errors():
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        dcp.load(tensors, storage_reader=storage_reader, no_dist=True)
     with torch.no_grad():
-        for name, average in averages.items():
-            trained[name].copy_(average)
+        for name, ema_weight in ema_weights.items():
+            trained[name].copy_(ema_weight)
     return model
 
 
@@ -86,9 +90,11 @@ def training_of(stage: Stage) -> Stage:
     return load_stage(Path(stage.inputs[str(source_of(stage.config.model))]["path"]))
 
 
-def _causal_lm(training: Stage) -> PreTrainedModel:
+def _load_causal_lm(training_stage: Stage) -> PreTrainedModel:
     """Return the initial causal language model of a training stage, with its trainable parameters marked."""
-    train, policy = training.recipe.train, training.recipe.policy
-    model = load_model(training.model, revision=policy.model_revision, dtype=getattr(torch, train.master_dtype))
+    train_config, policy = training_stage.recipe.train, training_stage.recipe.policy
+    model = load_model(
+        training_stage.model, revision=policy.model_revision, dtype=getattr(torch, train_config.master_dtype)
+    )
     mark_trained_weights(model, policy)
     return model

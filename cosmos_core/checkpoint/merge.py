@@ -29,8 +29,8 @@ from cosmos_core.run.files import replaced_folder
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
-_FOLDER = "model"
-_AVERAGING = {"linear", "dare_linear"}
+_MODEL_FOLDER = "model"
+_AVERAGING_METHODS = {"linear", "dare_linear"}
 _METHODS: Mapping[str, Callable[..., Tensor]] = {"ties": ties, "dare_linear": dare_linear, "dare_ties": dare_ties}
 
 
@@ -43,135 +43,147 @@ def run(stage: Stage) -> Outcome:
         Preempted: a stop was requested; nothing is written.
     """
     config = stage.recipe.merge
-    results = _models(stage)
-    folders = [Path(result["path"]) / str(result["info"]["model"]) for result in results]
+    upstream_results = _get_upstream_results(stage)
+    folders = [
+        Path(upstream_result["path"]) / str(upstream_result["info"]["model"]) for upstream_result in upstream_results
+    ]
     weights = model_weights(config, len(folders))
     stage.progress.phase("export")
-    target = stage.path / _FOLDER
+    target = stage.path / _MODEL_FOLDER
     with (
         translate_disk_errors(f"merge {target}", lambda: "nothing is left of it"),
-        replaced_folder(target) as building,
-        ExitStack() as stack,
+        replaced_folder(target) as temporary_folder,
+        ExitStack() as exit_stack,
     ):
-        models = [_Tensors(str(folder), None, stack) for folder in folders]
-        base = _Tensors(stage.model, stage.recipe.policy.model_revision, stack) if config.method in _METHODS else None
-        for other in models[1:]:
-            _check_same(models[0], other)
-        if base is not None:
-            _check_same(models[0], base, allow_extra_tensors=True)
-        for number, (file, names) in enumerate(models[0].files.items(), start=1):
-            merged = {name: combine_tensors(config, weights, models, base, name, stage.seed) for name in names}
-            save_file(merged, building / Path(file).name, metadata={"format": "pt"})
-            stage.progress.step(number, len(models[0].files))
+        models = [_Tensors(str(folder), None, exit_stack) for folder in folders]
+        base_model = (
+            _Tensors(stage.model, stage.recipe.policy.model_revision, exit_stack) if config.method in _METHODS else None
+        )
+        for other_model in models[1:]:
+            _check_same_tensors(models[0], other_model)
+        if base_model is not None:
+            _check_same_tensors(models[0], base_model, allow_extra_tensors=True)
+        for file_number, (file, tensor_names) in enumerate(models[0].files.items(), start=1):
+            merged_tensors = {
+                name: combine_tensors(config, weights, models, base_model, name, stage.seed) for name in tensor_names
+            }
+            save_file(merged_tensors, temporary_folder / Path(file).name, metadata={"format": "pt"})
+            stage.progress.step(file_number, len(models[0].files))
             if stage.stop_requested:
                 raise Preempted(f"stage {stage.name!r} was asked to stop; run again to merge")
         for other_file in folders[0].iterdir():
             if other_file.is_file() and other_file.suffix != ".safetensors" and other_file.name != "README.md":
-                shutil.copyfile(other_file, building / other_file.name)
+                shutil.copyfile(other_file, temporary_folder / other_file.name)
     stage.progress.phase("load")
     # init_on_meta raises an error if tensors of the merged model and of its transformers class differ in name or shape.
     init_on_meta(str(target), dtype=torch.float32, device=torch.device("cpu"))
-    size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    num_bytes = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     info: dict[str, Any] = {
-        "model": _FOLDER,
+        "model": _MODEL_FOLDER,
         "checks": ["keys"],
-        "merged": [Path(result["path"]).name for result in results],
+        "merged": [Path(upstream_result["path"]).name for upstream_result in upstream_results],
     }
-    metrics = {"merge/bytes": float(size), "merge/models": float(len(folders))}
-    return Outcome(outputs=(_FOLDER,), metrics=metrics, info=info)
+    metrics = {"merge/bytes": float(num_bytes), "merge/models": float(len(folders))}
+    return Outcome(outputs=(_MODEL_FOLDER,), metrics=metrics, info=info)
 
 
 class _Tensors:
     """The tensors of a model folder by name, read one at a time."""
 
-    def __init__(self, model: str, revision: str | None, stack: ExitStack) -> None:
+    def __init__(self, model: str, revision: str | None, exit_stack: ExitStack) -> None:
         self.model = model
         files, problem = weight_files(model, revision)
         if problem:
             raise ModelError(f"merge: {model}: {problem}; merge models in safetensors format")
         self.files: dict[str, list[str]] = {}
         """Names of the tensors in each safetensors file, by path."""
-        self._readers: dict[str, Any] = {}
+        self._reader_by_tensor: dict[str, Any] = {}
         for file in files:
-            reader = stack.enter_context(safe_open(file, framework="pt"))
+            reader = exit_stack.enter_context(safe_open(file, framework="pt"))
             self.files[file] = list(reader.keys())
-            self._readers |= dict.fromkeys(self.files[file], reader)
+            self._reader_by_tensor |= dict.fromkeys(self.files[file], reader)
 
     def shapes(self) -> dict[str, list[int]]:
-        return {name: reader.get_slice(name).get_shape() for name, reader in self._readers.items()}
+        return {name: reader.get_slice(name).get_shape() for name, reader in self._reader_by_tensor.items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._readers[name].get_tensor(name)  # type: ignore[no-any-return]
+        return self._reader_by_tensor[name].get_tensor(name)  # type: ignore[no-any-return]
 
 
 def combine_tensors(
     config: MergeConfig,
     weights: Sequence[float],
     models: Sequence[Mapping[str, Tensor] | _Tensors],
-    base: Mapping[str, Tensor] | _Tensors | None,
+    base_model: Mapping[str, Tensor] | _Tensors | None,
     name: str,
     seed: int,
 ) -> Tensor:
     """Return the combination of the tensor `name` of all models, computed in float32, in the dtype of the first model.
 
     An integer tensor is copied from the first model. The random choices of DARE depend on `seed` and `name` only. TIES
-    and DARE combine the differences of the models from `base`; `base` None: the tensors are summed with `weights`.
+    and DARE combine the differences of the models from `base_model`; `base_model` None: the tensors are summed with
+    `weights`.
 
     Raises:
         ModelError: the combined tensor has a value that is not finite.
     """
-    first = models[0][name]
-    if not first.is_floating_point():
-        return first
+    first_tensor = models[0][name]
+    if not first_tensor.is_floating_point():
+        return first_tensor
     tensors, weights_M = [model[name].float() for model in models], torch.tensor(weights)
-    if base is None:
-        merged = task_arithmetic(tensors, weights_M)
+    if base_model is None:
+        merged_tensor = task_arithmetic(tensors, weights_M)
     else:
-        base_tensor = base[name].float()
-        differences = [tensor - base_tensor for tensor in tensors]
+        base_tensor = base_model[name].float()
+        task_vectors = [tensor - base_tensor for tensor in tensors]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1)
-            merged = base_tensor + _METHODS[config.method](differences, weights_M, config.density)
-    merged = merged.to(first.dtype)  # a sum may overflow in float16
-    if not torch.isfinite(merged).all():
+            merged_tensor = base_tensor + _METHODS[config.method](task_vectors, weights_M, config.density)
+    merged_tensor = merged_tensor.to(first_tensor.dtype)  # a sum may overflow in float16
+    if not torch.isfinite(merged_tensor).all():
         raise ModelError(f"merge: {name} has values that are not finite; look for them in the merged models")
-    return merged
+    return merged_tensor
 
 
-def _models(stage: Stage) -> list[dict[str, Any]]:
+def _get_upstream_results(stage: Stage) -> list[dict[str, Any]]:
     """Return the results of the stages to merge: all stages in `after` with a model, except that of the base model."""
-    base = source_of(stage.config.model)
-    names = [name for name in stage.config.after if name != base and stage.inputs[name]["info"].get("model")]
-    if len(names) < 2:
-        exclusion = f" besides the base {base!r}" if base in stage.config.after else ""
+    base_stage = source_of(stage.config.model)
+    stage_names = [
+        name for name in stage.config.after if name != base_stage and stage.inputs[name]["info"].get("model")
+    ]
+    if len(stage_names) < 2:
+        base_model_notice = f" besides the base {base_stage!r}" if base_stage in stage.config.after else ""
         raise ConfigError(
-            f"stage {stage.name!r}: after = {json.dumps(stage.config.after)} names {len(names)} models to merge; name "
-            f"at least two{exclusion}"
+            f"stage {stage.name!r}: after = {json.dumps(stage.config.after)} names {len(stage_names)} models to "
+            f"merge; name "
+            f"at least two{base_model_notice}"
         )
-    return [stage.inputs[name] for name in names]
+    return [stage.inputs[name] for name in stage_names]
 
 
-def model_weights(config: MergeConfig, count: int) -> Sequence[float]:
-    """Return the weight of each of `count` models; without configured weights all models have the same weight.
+def model_weights(config: MergeConfig, num_models: int) -> Sequence[float]:
+    """Return the weight of each of `num_models` models; without configured weights all models have the same weight.
 
     Raises:
-        ConfigError: the number of configured weights is not `count`.
+        ConfigError: the number of configured weights is not `num_models`.
     """
     if not config.weights:
-        return [1 / count if config.method in _AVERAGING else 1.0] * count
-    if len(config.weights) != count:
-        raise ConfigError(f"merge.weights has {len(config.weights)} values for {count} models; give one for each")
+        return [1 / num_models if config.method in _AVERAGING_METHODS else 1.0] * num_models
+    if len(config.weights) != num_models:
+        raise ConfigError(f"merge.weights has {len(config.weights)} values for {num_models} models; give one for each")
     return config.weights
 
 
-def _check_same(first: _Tensors, other: _Tensors, *, allow_extra_tensors: bool = False) -> None:
-    """Check that two models have tensors of the same names and shapes; with `allow_extra_tensors`, the model `other`
-    may have further tensors, such as an output layer that is stored although it is tied to the embedding."""
-    shapes, other_shapes = first.shapes(), other.shapes()
+def _check_same_tensors(first_model: _Tensors, other_model: _Tensors, *, allow_extra_tensors: bool = False) -> None:
+    """Check that two models have tensors of the same names and shapes; with `allow_extra_tensors`, the model
+    `other_model` may have further tensors, such as an output layer that is stored although it is tied to the
+    embedding."""
+    shapes, other_shapes = first_model.shapes(), other_model.shapes()
     names = shapes.keys() if allow_extra_tensors else {*shapes, *other_shapes}
-    if different := sorted(name for name in names if shapes.get(name) != other_shapes.get(name)):
-        name = different[0]
+    if differing_names := sorted(name for name in names if shapes.get(name) != other_shapes.get(name)):
+        name = differing_names[0]
         raise ModelError(
-            f"merge: {len(different)} tensors differ, such as {name}: {shapes.get(name, 'missing')} in {first.model}, "
-            f"{other_shapes.get(name, 'missing')} in {other.model}; merge models of one architecture"
+            f"merge: {len(differing_names)} tensors differ, such as {name}: {shapes.get(name, 'missing')} in "
+            f"{first_model.model}, "
+            f"{other_shapes.get(name, 'missing')} in {other_model.model}; merge models of one architecture"
         )

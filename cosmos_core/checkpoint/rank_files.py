@@ -22,8 +22,8 @@ from cosmos_core.parallel.fsdp import local_shard, shard_bounds
 from cosmos_core.parallel.mesh import all_gather_object, rank_number
 
 EXTRA_FILE = "extra.json"
-_DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
-_CHUNK = 1 << 24
+_DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
+_CHUNK_BYTES = 1 << 24
 
 
 class LocalTensor(NamedTuple):
@@ -41,30 +41,32 @@ def owned_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalTensor]
     """
     local_tensors = {}
     for name, tensor in tensors.items():
-        if (shard := local_shard(tensor)).numel():
-            local_tensors[name] = LocalTensor(shard, tuple(each.start for each in shard_bounds(tensor)))
-    owners: dict[tuple[str, tuple[int, ...]], int] = {}
+        if (tensor_shard := local_shard(tensor)).numel():
+            local_tensors[name] = LocalTensor(
+                tensor_shard, tuple(shard_bound.start for shard_bound in shard_bounds(tensor))
+            )
+    owner_ranks: dict[tuple[str, tuple[int, ...]], int] = {}
     for rank, keys in enumerate(all_gather_object([(name, local.offsets) for name, local in local_tensors.items()])):
-        for key in keys:
-            owners.setdefault(key, rank)
-    return {name: local for name, local in local_tensors.items() if owners[name, local.offsets] == rank_number()}
+        for shard_key in keys:
+            owner_ranks.setdefault(shard_key, rank)
+    return {name: local for name, local in local_tensors.items() if owner_ranks[name, local.offsets] == rank_number()}
 
 
-def write_rank(folder: Path, tensors: Mapping[str, LocalTensor], extra: str) -> dict[str, dict[str, object]]:
+def write_rank(folder: Path, tensors: Mapping[str, LocalTensor], extra_json: str) -> dict[str, dict[str, object]]:
     """Write this rank's files to the disk; return size and digest of each file, by file name.
 
-    `extra` is the content of the JSON file; without `tensors` no safetensors file is written.
+    `extra_json` is the content of the JSON file; without `tensors` no safetensors file is written.
     """
     rank = rank_number()
     folder.mkdir(parents=True, exist_ok=True)
-    records = {extra_name(rank): _write(folder / extra_name(rank), [extra.encode()])}
+    file_records = {extra_name(rank): _write_file(folder / extra_name(rank), [extra_json.encode()])}
     if tensors:
-        offsets = {name: {SAVED_OFFSETS_KEY: local.offsets} for name, local in tensors.items()}
+        offsets = {name: {SAVED_OFFSETS_KEY: local_tensor.offsets} for name, local_tensor in tensors.items()}
         metadata = {"format": "pt", CUSTOM_METADATA_KEY: json.dumps(offsets)}
         name = f"rank_{rank}.safetensors"
-        blocks = safetensors_blocks({key: local.tensor for key, local in tensors.items()}, metadata)
-        records[name] = _write(folder / name, blocks)
-    return records
+        file_blocks = safetensors_blocks({key: local_tensor.tensor for key, local_tensor in tensors.items()}, metadata)
+        file_records[name] = _write_file(folder / name, file_blocks)
+    return file_records
 
 
 def extra_name(rank: int) -> str:
@@ -83,24 +85,24 @@ def safetensors_blocks(
     end = 0
     for name, tensor in sorted_tensors:
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    header_bytes = json.dumps(header).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)
+    yield len(header_bytes).to_bytes(8, "little") + header_bytes
     for _, tensor in sorted_tensors:
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write(file: Path, blocks: Iterable[memoryview | bytes]) -> dict[str, object]:
+def _write_file(file: Path, blocks: Iterable[memoryview | bytes]) -> dict[str, object]:
     """Write a file, wait until it is on the disk, and return its size and digest."""
-    digest, size = hashlib.sha256(), 0
-    with open(file, "wb") as out, ThreadPoolExecutor(1) as hasher:
+    digest, num_bytes = hashlib.sha256(), 0
+    with open(file, "wb") as output_file, ThreadPoolExecutor(1) as hash_executor:
         for block in blocks:
-            for start in range(0, len(block), _CHUNK):
-                chunk = block[start : start + _CHUNK]
-                hashing = hasher.submit(digest.update, chunk)  # a thread hashes the chunk during the write
-                size += out.write(chunk)
-                hashing.result()
-        out.flush()
-        os.fsync(out.fileno())
-    return {"size": size, "sha256": digest.hexdigest()}
+            for chunk_start in range(0, len(block), _CHUNK_BYTES):
+                chunk = block[chunk_start : chunk_start + _CHUNK_BYTES]
+                hash_future = hash_executor.submit(digest.update, chunk)  # a thread hashes the chunk during the write
+                num_bytes += output_file.write(chunk)
+                hash_future.result()
+        output_file.flush()
+        os.fsync(output_file.fileno())
+    return {"size": num_bytes, "sha256": digest.hexdigest()}

@@ -31,7 +31,7 @@ from cosmos_core.run.files import read_json, sha256
 
 MANIFEST = "manifest.json"
 OTHER_CONFIGURATION = "it belongs to another configuration"
-_STEP = re.compile(r"step_(\d+)")
+_STEP_FOLDER_PATTERN = re.compile(r"step_(\d+)")
 
 logger = logging.getLogger(__name__)
 # With `no_dist=True`, so that each rank reads its own tensors without collectives, DCP logs this warning at each load.
@@ -46,7 +46,7 @@ def step_folder(folder: Path, step: int) -> Path:
 def saved_steps(folder: Path) -> list[int]:
     """Return the steps of all checkpoint folders in `folder`, complete or not, in ascending order."""
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
+    return sorted(int(match[1]) for match in map(_STEP_FOLDER_PATTERN.fullmatch, names) if match)
 
 
 def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool = False) -> str | None:
@@ -58,8 +58,8 @@ def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hash
         fingerprint: configuration fingerprint that the checkpoint must have; None: any fingerprint is accepted.
         is_hashed: whether to compare only sizes of files and no digests, because this process wrote the files.
     """
-    policy = step_folder(folder, step) / "policy"
-    manifest = read_manifest(policy)
+    policy_folder = step_folder(folder, step) / "policy"
+    manifest = read_manifest(policy_folder)
     if not manifest:
         return f"{MANIFEST} is missing or damaged: it was not written to the end"
     if fingerprint is not None and manifest.get("fingerprint") != fingerprint:
@@ -68,34 +68,37 @@ def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hash
         return f"{MANIFEST} is of step {manifest.get('step')}"
     if not _has_complete_records(manifest):
         return f"{MANIFEST} is damaged: it does not say how many ranks saved which files, of which size and digest"
-    files = {policy / name: record for name, record in manifest["files"].items()}
-    return next((p for file, record in files.items() if (p := _file_problem(file, record, is_hashed))), None)
+    files = {policy_folder / name: file_record for name, file_record in manifest["files"].items()}
+    return next(
+        (p for file, file_record in files.items() if (p := _find_file_problem(file, file_record, is_hashed))), None
+    )
 
 
-def read_manifest(policy: Path) -> dict[str, Any]:
-    """Return the manifest in the folder `policy` of a checkpoint; empty if the manifest is missing or damaged."""
-    manifest = read_json(policy / MANIFEST)
+def read_manifest(policy_folder: Path) -> dict[str, Any]:
+    """Return the manifest in the folder `policy_folder` of a checkpoint; empty if the manifest is missing or
+    damaged."""
+    manifest = read_json(policy_folder / MANIFEST)
     return manifest if isinstance(manifest, dict) else {}
 
 
 def _has_complete_records(manifest: dict[str, Any]) -> bool:
-    files, ranks = manifest.get("files"), manifest.get("ranks", 1)
-    if not isinstance(files, dict) or EXTRA_FILE not in files or not isinstance(ranks, int) or ranks < 1:
+    file_records, ranks = manifest.get("files"), manifest.get("ranks", 1)
+    if not isinstance(file_records, dict) or EXTRA_FILE not in file_records or not isinstance(ranks, int) or ranks < 1:
         return False
-    return all(isinstance(record, dict) and record.keys() >= {"size", "sha256"} for record in files.values())
+    return all(isinstance(record, dict) and record.keys() >= {"size", "sha256"} for record in file_records.values())
 
 
-def newest_complete_step(folder: Path, fingerprint: str, hashed: Container[int] = ()) -> int | None:
+def newest_complete_step(folder: Path, fingerprint: str, hashed_steps: Container[int] = ()) -> int | None:
     """Return the step of the newest intact checkpoint, and log a warning for each newer checkpoint that is not intact.
 
-    For steps in `hashed`, which this process wrote, only sizes of files are compared.
+    For steps in `hashed_steps`, which this process wrote, only sizes of files are compared.
 
     Raises:
         ModelError: a checkpoint folder has pickled shards of Cosmos-RL, which are not read.
     """
     for step in reversed(saved_steps(folder)):
         refuse_pickled_shards(step_folder(folder, step) / "policy")
-        reason = resume_obstacle(folder, step, fingerprint, is_hashed=step in hashed)
+        reason = resume_obstacle(folder, step, fingerprint, is_hashed=step in hashed_steps)
         if reason is None:
             return step
         logger.warning("checkpoint %s is passed over: %s", step_folder(folder, step), reason)
@@ -103,24 +106,25 @@ def newest_complete_step(folder: Path, fingerprint: str, hashed: Container[int] 
 
 
 def load_latest(
-    folder: Path, state: TrainState, fingerprint: str, beat: Callable[[], None] = lambda: None
+    folder: Path, state: TrainState, fingerprint: str, send_heartbeat: Callable[[], None] = lambda: None
 ) -> int | None:
     """Load the newest complete checkpoint into `state` on every rank and return its step; None: no checkpoint.
 
     `state.extra` becomes the values that this rank saved, or, if the number of ranks has changed, the values of the
     first rank with `rng` set to None. The random generators are not changed: call `restore_rng` after everything that
-    reseeds them, such as the start of a rollout engine. `beat` is called before each file is hashed, as a heartbeat.
+    reseeds them, such as the start of a rollout engine. `send_heartbeat` is called before each file is hashed, as a
+    heartbeat.
 
     Raises:
         ModelError: the checkpoint is of another model, or was written by Cosmos-RL.
     """
-    step = _newest_complete_step_on_ranks(folder, fingerprint, beat)
+    step = _newest_complete_step_on_ranks(folder, fingerprint, send_heartbeat)
     if step is not None:
         _fill(state, step_folder(folder, step) / "policy")
     return step
 
 
-def _newest_complete_step_on_ranks(folder: Path, fingerprint: str, beat: Callable[[], None]) -> int | None:
+def _newest_complete_step_on_ranks(folder: Path, fingerprint: str, send_heartbeat: Callable[[], None]) -> int | None:
     """Return the step of the newest intact checkpoint on every rank, as a collective; None: no intact checkpoint.
 
     Unlike `newest_complete_step`, every rank hashes only some of the files, because a single rank would take longer
@@ -131,8 +135,10 @@ def _newest_complete_step_on_ranks(folder: Path, fingerprint: str, beat: Callabl
             refuse_pickled_shards(step_folder(folder, step) / "policy")
         reason = broadcast_object(resume_obstacle(folder, step, fingerprint, is_hashed=True) if is_first() else None)
         if reason is None:
-            local_damage = find_damaged_file(step_folder(folder, step) / "policy", rank_number(), num_ranks(), beat)
-            reason = next(filter(None, all_gather_object(local_damage)), None)
+            local_problem = find_damaged_file(
+                step_folder(folder, step) / "policy", rank_number(), num_ranks(), send_heartbeat
+            )
+            reason = next(filter(None, all_gather_object(local_problem)), None)
         if reason is None:
             return step
         if is_first():
@@ -140,80 +146,84 @@ def _newest_complete_step_on_ranks(folder: Path, fingerprint: str, beat: Callabl
     return None
 
 
-def find_damaged_file(policy: Path, rank: int, num_ranks: int, beat: Callable[[], None] = lambda: None) -> str | None:
+def find_damaged_file(
+    policy: Path, rank: int, num_ranks: int, send_heartbeat: Callable[[], None] = lambda: None
+) -> str | None:
     """Return what is wrong with the first file of a checkpoint that differs from its digest; None: no file differs.
 
-    Rank `rank` checks only its share, every `num_ranks`-th file. `beat` is called before each file, as a heartbeat.
-    """
-    for name, record in sorted(read_manifest(policy)["files"].items())[rank::num_ranks]:
-        beat()
-        if reason := _file_problem(policy / name, record, is_hashed=False):
+    Rank `rank` checks only its share, every `num_ranks`-th file. `send_heartbeat` is called before each file, as a
+    heartbeat."""
+    for name, file_record in sorted(read_manifest(policy)["files"].items())[rank::num_ranks]:
+        send_heartbeat()
+        if reason := _find_file_problem(policy / name, file_record, is_hashed=False):
             return reason
     return None
 
 
-def load_from(policy: Path, state: TrainState) -> int:
-    """Load the checkpoint in the folder `policy` (`.../step_N/policy`) into `state`, and return its step N.
+def load_from(policy_folder: Path, state: TrainState) -> int:
+    """Load the checkpoint in the folder `policy_folder` (`.../step_N/policy`) into `state`, and return its step N.
 
     The configuration fingerprint of the checkpoint is not compared.
 
     Raises:
         ModelError: the checkpoint is damaged, of another model, or was written by Cosmos-RL.
     """
-    step = int(policy.parent.name.removeprefix("step_"))
-    refuse_pickled_shards(policy)
-    if reason := resume_obstacle(policy.parent.parent, step, None):
-        raise ModelError(f"checkpoint {policy}: {reason}; name another one, or none")
-    _fill(state, policy)
+    step = int(policy_folder.parent.name.removeprefix("step_"))
+    refuse_pickled_shards(policy_folder)
+    if reason := resume_obstacle(policy_folder.parent.parent, step, None):
+        raise ModelError(f"checkpoint {policy_folder}: {reason}; name another one, or none")
+    _fill(state, policy_folder)
     return step
 
 
-def _fill(state: TrainState, policy: Path) -> None:
-    """Load the intact checkpoint in the folder `policy` into `state`."""
-    reader = dcp.HuggingFaceStorageReader(str(policy))
-    saved: dict[str, tuple[torch.Size, torch.dtype]] = {}
-    for name, entry in reader.read_metadata().state_dict_metadata.items():
-        assert isinstance(entry, TensorStorageMetadata)
-        saved[name] = (entry.size, entry.properties.dtype)
-    tensors = allocate_tensors(state, saved)
+def _fill(state: TrainState, policy_folder: Path) -> None:
+    """Load the intact checkpoint in the folder `policy_folder` into `state`."""
+    storage_reader = dcp.HuggingFaceStorageReader(str(policy_folder))
+    saved_metadata: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for name, tensor_metadata in storage_reader.read_metadata().state_dict_metadata.items():
+        assert isinstance(tensor_metadata, TensorStorageMetadata)
+        saved_metadata[name] = (tensor_metadata.size, tensor_metadata.properties.dtype)
+    tensors = allocate_tensors(state, saved_metadata)
     with unwrap_checkpoint_errors():
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        dcp.load(tensors, storage_reader=storage_reader, no_dist=True)
     adopt_optimizer_tensors(state, tensors)
     init_missing_weight_sets(state, tensors)
-    restore_json_values(state, _read_extra(policy), tensors)
+    restore_json_values(state, _read_extra(policy_folder), tensors)
 
 
 def _read_extra(policy: Path) -> dict[str, Any]:
     """Return the JSON values that this rank saved. If the number of ranks has changed, return the first rank's values
     without the states of its random generators."""
-    saved = read_manifest(policy).get("ranks", 1)
-    has_same_ranks = saved == num_ranks()
-    extra = read_json(policy / (extra_name(rank_number()) if has_same_ranks else EXTRA_FILE))
-    assert isinstance(extra, dict)  # the digest of this file was verified before
+    saved_num_ranks = read_manifest(policy).get("ranks", 1)
+    has_same_ranks = saved_num_ranks == num_ranks()
+    extra_values = read_json(policy / (extra_name(rank_number()) if has_same_ranks else EXTRA_FILE))
+    assert isinstance(extra_values, dict)  # the digest of this file was verified before
     if not has_same_ranks:
-        logger.info("%s was saved by %d ranks, here are %d: random numbers begin anew", policy, saved, num_ranks())
-        extra["rng"] = None
-    return extra
+        logger.info(
+            "%s was saved by %d ranks, here are %d: random numbers begin anew", policy, saved_num_ranks, num_ranks()
+        )
+        extra_values["rng"] = None
+    return extra_values
 
 
-def refuse_pickled_shards(policy: Path) -> None:
+def refuse_pickled_shards(policy_folder: Path) -> None:
     """Refuse a folder that holds a checkpoint of Cosmos-RL, whose pickled files could run code when read.
 
     Raises:
-        ModelError: the folder `policy` holds `.pth` files.
+        ModelError: the folder `policy_folder` holds `.pth` files.
     """
-    shard = next(iter(sorted(policy.glob("*.pth"))), None) if policy.is_dir() else None
-    if shard is not None:
+    pickled_shard = next(iter(sorted(policy_folder.glob("*.pth"))), None) if policy_folder.is_dir() else None
+    if pickled_shard is not None:
         raise ModelError(
-            f"{shard} is a pickled checkpoint of Cosmos-RL, which could run any code when read; "
+            f"{pickled_shard} is a pickled checkpoint of Cosmos-RL, which could run any code when read; "
             "start from the safetensors folder of that run: policy.model_name_or_path = '.../safetensors/step_N'"
         )
 
 
-def _file_problem(file: Path, record: dict[str, Any], is_hashed: bool) -> str | None:
+def _find_file_problem(file: Path, file_record: dict[str, Any], is_hashed: bool) -> str | None:
     if not os.path.isfile(file):  # unlike Path.is_file, os.path.isfile returns False for an invalid file name
         return f"{file.name} is gone"
     size = file.stat().st_size
-    if size != record["size"]:
-        return f"{file.name} has {size} bytes instead of {record['size']}"
-    return None if is_hashed or sha256(file) == record["sha256"] else f"{file.name} was altered"
+    if size != file_record["size"]:
+        return f"{file.name} has {size} bytes instead of {file_record['size']}"
+    return None if is_hashed or sha256(file) == file_record["sha256"] else f"{file.name} was altered"

@@ -35,7 +35,7 @@ from cosmos_core.parallel.mesh import broadcast_object, is_first, is_single_rank
 from cosmos_core.run.files import replaced_folder, write_json
 
 _UNFINISHED_FOLDER = re.compile(r"\.(step_\d+)\.(?:\d+|parts)\.(tmp|old)")
-_SLOWEST_RANK = timedelta(hours=6)
+_SLOWEST_RANK_TIMEOUT = timedelta(hours=6)
 """Timeout of the collective in which ranks wait for the slowest rank to finish its files."""
 
 logger = logging.getLogger(__name__)
@@ -71,14 +71,18 @@ class Checkpointer:
         self._on_saved, self._send_heartbeat = on_saved, beat
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
-        self._hashed: set[int] = set()  # steps whose checkpoint files need not be hashed again: this process wrote them
-        pins = asynchronous and torch.cuda.is_available()
-        self._stager = DefaultStager(StagingOptions(use_shared_memory=False)) if pins else None
+        self._hashed_steps: set[int] = (
+            set()
+        )  # steps whose checkpoint files need not be hashed again: this process wrote them
+        should_pin_memory = asynchronous and torch.cuda.is_available()
+        self._stager = DefaultStager(StagingOptions(use_shared_memory=False)) if should_pin_memory else None
         # Collectives of the writer threads overlap with those of the training, so they need a separate process group.
-        self._group = None if is_single_rank() else dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
+        self._process_group = (
+            None if is_single_rank() else dist.new_group(backend="gloo", timeout=_SLOWEST_RANK_TIMEOUT)
+        )
         if is_first():
             folder.mkdir(parents=True, exist_ok=True)
-            _clean_unfinished(folder)
+            _clean_unfinished_saves(folder)
 
     def save(self, step: int, state: TrainState, best: BestStep | None = None) -> None:
         """Save the training state after `step` steps.
@@ -93,12 +97,14 @@ class Checkpointer:
         if is_first():
             shutil.rmtree(self._temporary_folder(step), ignore_errors=True)
         tensors = owned_tensors({name: tensor.detach() for name, tensor in named_tensors(state).items()})
-        extra = json.dumps(json_values(state))
+        extra_json = json.dumps(json_values(state))
         if self._writer is None:
-            self._write(step, tensors, extra, best)
+            self._write_checkpoint(step, tensors, extra_json, best)
         else:
             # The writer thread gets copies, because the optimizer changes the tensors in place.
-            self._pending = self._writer.submit(self._write, step, self._copies(tensors), extra, best)
+            self._pending = self._writer.submit(
+                self._write_checkpoint, step, self._copy_to_host(tensors), extra_json, best
+            )
 
     def wait(self) -> None:
         """Wait until no rank is writing a checkpoint.
@@ -106,7 +112,7 @@ class Checkpointer:
         Raises:
             StageFailed: the last asynchronous save failed.
         """
-        self._drain()
+        self._wait_for_pending_save()
         broadcast_object(None)  # a barrier: if one rank exited now, ranks that are still writing files would be killed
 
     def latest(self) -> int | None:
@@ -132,33 +138,35 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for a pending save of this rank, then stop the writer thread."""
         try:
-            self._drain()
+            self._wait_for_pending_save()
         finally:
             if self._writer is not None:
                 self._writer.shutdown()
             if self._stager is not None:
                 self._stager.close()
 
-    def _drain(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+    def _wait_for_pending_save(self) -> None:
+        pending_save, self._pending = self._pending, None
+        if pending_save is not None:
+            pending_save.result()
 
-    def _write(self, step: int, tensors: dict[str, LocalTensor], extra: str, best: BestStep | None) -> None:
+    def _write_checkpoint(self, step: int, tensors: dict[str, LocalTensor], extra: str, best: BestStep | None) -> None:
         """Write this rank's files of a checkpoint, and wait until the files of all ranks are on the disk.
 
         The first rank then commits the checkpoint, records the best step, deletes old checkpoints, and calls
         `on_saved`. If the disk of a rank is full or broken, all ranks raise the same `StageFailed`.
         """
-        records, problem = {}, ""
+        file_records, problem = {}, ""
         try:
-            with translate_disk_errors(self._name(step), self._describe_newest_complete):
-                records = write_rank(self._temporary_folder(step), tensors, extra)
+            with translate_disk_errors(self._describe_checkpoint(step), self._describe_newest_complete):
+                file_records = write_rank(self._temporary_folder(step), tensors, extra)
         except StageFailed as error:
             problem = str(error)
-        value = (records, problem)
-        results = [value] if self._group is None else exchange.all_gather(value, self._group)
-        problem = next((each for _, each in results if each), "")
+        local_result = (file_records, problem)
+        rank_results = (
+            [local_result] if self._process_group is None else exchange.all_gather(local_result, self._process_group)
+        )
+        problem = next((rank_problem for _, rank_problem in rank_results if rank_problem), "")
         if not is_first():
             if problem:
                 raise StageFailed(problem)
@@ -166,29 +174,29 @@ class Checkpointer:
         try:
             if problem:
                 raise StageFailed(problem)
-            with translate_disk_errors(self._name(step), self._describe_newest_complete):
-                self._commit(step, [files for files, _ in results])
+            with translate_disk_errors(self._describe_checkpoint(step), self._describe_newest_complete):
+                self._commit(step, [rank_records for rank_records, _ in rank_results])
         finally:
             shutil.rmtree(self._temporary_folder(step), ignore_errors=True)
         with translate_disk_errors(f"{BEST} in {self._folder.parent}", self._describe_newest_complete):
             self.name_best(best)
-        self._prune(step, best)
+        self._delete_old_checkpoints(step, best)
         if self._on_saved is not None:
             self._on_saved(step)
 
-    def _copies(self, tensors: dict[str, LocalTensor]) -> dict[str, LocalTensor]:
+    def _copy_to_host(self, tensors: dict[str, LocalTensor]) -> dict[str, LocalTensor]:
         """Return copies of the tensors in host memory.
 
         From a GPU, the copies are made on a separate stream into pinned memory, which the next save reuses.
         """
-        live = {name: local.tensor for name, local in tensors.items()}
+        device_tensors = {name: local_tensor.tensor for name, local_tensor in tensors.items()}
         if self._stager is None:
-            copies = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
+            host_tensors = {name: tensor.to("cpu", copy=True) for name, tensor in device_tensors.items()}
         else:
             torch.cuda.current_stream().synchronize()  # the stager's CUDA stream does not wait for the current one
-            staged_tensors: Any = self._stager.stage(live)
-            copies = staged_tensors.result()
-        return {name: LocalTensor(copies[name], local.offsets) for name, local in tensors.items()}
+            staged_tensors: Any = self._stager.stage(device_tensors)
+            host_tensors = staged_tensors.result()
+        return {name: LocalTensor(host_tensors[name], local_tensor.offsets) for name, local_tensor in tensors.items()}
 
     def _commit(self, step: int, records: list[dict[str, Any]]) -> None:
         """Move the files of all ranks into the folder of the checkpoint, and write its manifest.
@@ -196,29 +204,29 @@ class Checkpointer:
         `records` has, for each rank, the size and digest of its files by name.
         """
         target = step_folder(self._folder, step)
-        with replaced_folder(target) as building:
-            policy = building / "policy"
-            self._temporary_folder(step).rename(policy)
+        with replaced_folder(target) as temporary_folder:
+            policy_folder = temporary_folder / "policy"
+            self._temporary_folder(step).rename(policy_folder)
             manifest = {
                 "step": step,
                 "fingerprint": self._fingerprint,
                 "created": time.time(),
                 "versions": {"torch": torch.__version__, "numpy": np.__version__},
                 "ranks": len(records),
-                "files": {name: record for files in records for name, record in files.items()},
+                "files": {name: file_record for file_records in records for name, file_record in file_records.items()},
             }
-            write_json(policy / MANIFEST, manifest)
-        self._hashed.add(step)
+            write_json(policy_folder / MANIFEST, manifest)
+        self._hashed_steps.add(step)
         logger.info("saved checkpoint %s", target)
 
     def _temporary_folder(self, step: int) -> Path:
         """Return the temporary folder into which the ranks write the files of a step."""
         return self._folder / f".step_{step}.parts.tmp"
 
-    def _name(self, step: int) -> str:
+    def _describe_checkpoint(self, step: int) -> str:
         return f"checkpoint step_{step} in {self._folder}"
 
-    def _prune(self, newest: int, best: BestStep | None) -> None:
+    def _delete_old_checkpoints(self, newest: int, best: BestStep | None) -> None:
         """Delete the oldest checkpoints beyond `max_keep`, except the checkpoint of the best step.
 
         Nothing is deleted unless the checkpoint of step `newest`, just written, is complete. Checkpoints of later
@@ -226,8 +234,10 @@ class Checkpointer:
         """
         if self._max_keep == -1:
             return
-        own_steps = [step for step in saved_steps(self._folder) if step <= newest and self._has_own_fingerprint(step)]
-        deleted_steps = [step for step in own_steps[: -self._max_keep] if best is None or step != best.step]
+        matching_steps = [
+            step for step in saved_steps(self._folder) if step <= newest and self._has_same_fingerprint(step)
+        ]
+        deleted_steps = [step for step in matching_steps[: -self._max_keep] if best is None or step != best.step]
         if deleted_steps and resume.resume_obstacle(self._folder, newest, self._fingerprint, is_hashed=True) is None:
             for step in deleted_steps:
                 # The rename is atomic, so a killed process leaves no partially deleted checkpoint.
@@ -235,19 +245,19 @@ class Checkpointer:
                 os.rename(step_folder(self._folder, step), deleted_folder)
                 shutil.rmtree(deleted_folder)
 
-    def _has_own_fingerprint(self, step: int) -> bool:
+    def _has_same_fingerprint(self, step: int) -> bool:
         manifest = resume.read_manifest(step_folder(self._folder, step) / "policy")
         return manifest.get("fingerprint") == self._fingerprint
 
     def _newest_complete_step(self) -> int | None:
-        return resume.newest_complete_step(self._folder, self._fingerprint, self._hashed)
+        return resume.newest_complete_step(self._folder, self._fingerprint, self._hashed_steps)
 
     def _describe_newest_complete(self) -> str:
         step = self._newest_complete_step()
         return "there is no earlier checkpoint" if step is None else f"the checkpoint of step {step} is intact"
 
 
-def _clean_unfinished(folder: Path) -> None:
+def _clean_unfinished_saves(folder: Path) -> None:
     """Clean up after a killed writer: remove incomplete checkpoint folders, and restore a checkpoint that the writer
     had moved away to replace it."""
     for path in list(folder.iterdir()):

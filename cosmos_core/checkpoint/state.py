@@ -24,15 +24,15 @@ from cosmos_core.errors import ModelError
 from cosmos_core.parallel.mesh import all_gather_object
 from cosmos_core.types import JsonValue
 
-_MODEL = "model."
-_OPTIMIZER = "optimizer."
-_TABLES = ("feed", "algorithm")
+_MODEL_PREFIX = "model."
+_OPTIMIZER_PREFIX = "optimizer."
+_STATE_FIELDS = ("feed", "algorithm")
 COPIES_OF_POLICY = ("ema", "old")
 """Names of the weight sets (moving average, old policy) that are copied from the policy if a checkpoint lacks them.
 
 Other weight sets, such as `reference`, keep the weights that the stage loaded.
 """
-_TENSOR = "__tensor__"
+_TENSOR_KEY = "__tensor__"
 """Key of the JSON object that is written in place of a tensor; its value is the name of the tensor."""
 
 
@@ -61,77 +61,87 @@ def named_tensors(state: TrainState) -> dict[str, Tensor]:
 
     The names are `model.NAME`, `SET.NAME` (weight set), `optimizer.SLOT.NAME`, `feed.KEY` and `algorithm.KEY`.
     """
-    tensors = model_tensors(state.model) | _named_weights(state)
+    tensors = model_tensors(state.model) | _flatten_named_weights(state)
     for name, parameter in state.model.named_parameters():
-        for slot, value in state.optimizer.state.get(parameter, {}).items():
-            tensors |= {f"{_OPTIMIZER}{slot}{part}.{name}": tensor for part, tensor in _parts(value).items()}
-    for table in _TABLES:
-        _extract_tensors(getattr(state, table), table, tensors)
+        for optimizer_slot, slot_value in state.optimizer.state.get(parameter, {}).items():
+            tensors |= {
+                f"{_OPTIMIZER_PREFIX}{optimizer_slot}{slot_suffix}.{name}": tensor
+                for slot_suffix, tensor in _split_optimizer_tensor(slot_value).items()
+            }
+    for state_field in _STATE_FIELDS:
+        _extract_tensors(getattr(state, state_field), state_field, tensors)
     return tensors
 
 
 def json_values(state: TrainState) -> dict[str, JsonValue]:
     """Return the JSON values of a training state: `extra` and the states of feed and algorithm, in which a JSON object
     with the name of the tensor represents each tensor."""
-    tables = {table: getattr(state, table) for table in _TABLES}
-    return state.extra | {table: _extract_tensors(value, table, {}) for table, value in tables.items() if value}
+    state_by_field = {state_field: getattr(state, state_field) for state_field in _STATE_FIELDS}
+    return state.extra | {
+        state_field: _extract_tensors(value, state_field, {}) for state_field, value in state_by_field.items() if value
+    }
 
 
-def restore_json_values(state: TrainState, values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def restore_json_values(state: TrainState, saved_values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Set `extra`, `feed` and `algorithm` of `state` from a result of `json_values` and the loaded tensors."""
-    for table in _TABLES:
-        setattr(state, table, _put_tensors(values.pop(table, {}), tensors))
-    state.extra = values
+    for state_field in _STATE_FIELDS:
+        setattr(state, state_field, _restore_tensors(saved_values.pop(state_field, {}), tensors))
+    state.extra = saved_values
 
 
-def allocate_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+def allocate_tensors(
+    state: TrainState, saved_metadata: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, Tensor]:
     """Return the tensors into which this rank loads a checkpoint, by name.
 
     Tensors of the model and of the named weights are the existing ones; those of optimizer, feed and algorithm are new.
-    `saved` has shape and dtype of each tensor in the checkpoint. The function is collective: every rank calls it.
+    `saved_metadata` has shape and dtype of each tensor in the checkpoint. The function is collective: every rank calls
+    it.
 
     Raises:
         ModelError: the tensors of checkpoint and model differ in name or shape.
     """
-    targets = model_tensors(state.model)
+    target_tensors = model_tensors(state.model)
     parameters = dict(state.model.named_parameters())
-    rank_shapes = all_gather_object({name: tensor.shape for name, tensor in targets.items()})
+    rank_shapes = all_gather_object({name: tensor.shape for name, tensor in target_tensors.items()})
     expected_shapes = {name: shape for shapes in rank_shapes for name, shape in shapes.items()}
-    saved_shapes = {name: shape for name, (shape, _) in saved.items() if name.startswith(_MODEL)}
+    saved_shapes = {name: shape for name, (shape, _) in saved_metadata.items() if name.startswith(_MODEL_PREFIX)}
     if expected_shapes != saved_shapes:
         names = expected_shapes.keys() | saved_shapes.keys()
-        differing = sorted(name for name in names if expected_shapes.get(name) != saved_shapes.get(name))
+        differing_names = sorted(name for name in names if expected_shapes.get(name) != saved_shapes.get(name))
         raise ModelError(
-            f"the checkpoint is of another model: {len(differing)} tensors differ in name or shape, "
-            f"first {differing[0].removeprefix(_MODEL)!r}; start from one of this model, or from none"
+            f"the checkpoint is of another model: {len(differing_names)} tensors differ in name or shape, "
+            f"first {differing_names[0].removeprefix(_MODEL_PREFIX)!r}; start from one of this model, or from none"
         )
-    live: dict[str, Tensor] = {}
-    for table in _TABLES:
-        _extract_tensors(getattr(state, table), table, live)
-    for name, (shape, dtype) in saved.items():
-        parameter = parameters.get(name.removeprefix(_OPTIMIZER).partition(".")[2])
-        if name.startswith(_OPTIMIZER) and parameter is not None:
+    current_tensors: dict[str, Tensor] = {}
+    for state_field in _STATE_FIELDS:
+        _extract_tensors(getattr(state, state_field), state_field, current_tensors)
+    for name, (shape, dtype) in saved_metadata.items():
+        parameter = parameters.get(name.removeprefix(_OPTIMIZER_PREFIX).partition(".")[2])
+        if name.startswith(_OPTIMIZER_PREFIX) and parameter is not None:
             template = parameter if parameter.shape == shape else torch.empty(shape)
-            targets[name] = torch.empty_like(template, dtype=dtype, requires_grad=False)
-        elif name.startswith(tuple(f"{table}." for table in _TABLES)):
-            is_split = isinstance(live.get(name), DTensor)
-            targets[name] = live[name] if is_split else torch.empty(shape, dtype=dtype)
-    return targets | {name: tensor for name, tensor in _named_weights(state).items() if name in saved}
+            target_tensors[name] = torch.empty_like(template, dtype=dtype, requires_grad=False)
+        elif name.startswith(tuple(f"{state_field}." for state_field in _STATE_FIELDS)):
+            is_sharded = isinstance(current_tensors.get(name), DTensor)
+            target_tensors[name] = current_tensors[name] if is_sharded else torch.empty(shape, dtype=dtype)
+    return target_tensors | {
+        name: tensor for name, tensor in _flatten_named_weights(state).items() if name in saved_metadata
+    }
 
 
 def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
     """Load `tensors`, a result of `allocate_tensors` filled from a checkpoint, into the optimizer of `state`."""
-    live = state.optimizer.state_dict()
-    parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
+    current_state = state.optimizer.state_dict()
+    parameters = [parameter for param_group in state.optimizer.param_groups for parameter in param_group["params"]]
     indices = {id(parameter): index for index, parameter in enumerate(parameters)}
     parameters_by_name = dict(state.model.named_parameters())
-    slots: dict[int, dict[str, Tensor]] = {}
+    states_by_index: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        if key.startswith(_OPTIMIZER):
-            slot, _, name = key.removeprefix(_OPTIMIZER).partition(".")
-            slots.setdefault(indices[id(parameters_by_name[name])], {})[slot] = tensor
-    optimizer_state = {index: _merge_slots(parts) for index, parts in slots.items()}
-    state.optimizer.load_state_dict({"state": optimizer_state, "param_groups": live["param_groups"]})
+        if key.startswith(_OPTIMIZER_PREFIX):
+            optimizer_slot, _, name = key.removeprefix(_OPTIMIZER_PREFIX).partition(".")
+            states_by_index.setdefault(indices[id(parameters_by_name[name])], {})[optimizer_slot] = tensor
+    optimizer_state = {index: _merge_slots(slot_tensors) for index, slot_tensors in states_by_index.items()}
+    state.optimizer.load_state_dict({"state": optimizer_state, "param_groups": current_state["param_groups"]})
 
 
 def init_missing_weight_sets(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
@@ -145,37 +155,39 @@ def init_missing_weight_sets(state: TrainState, tensors: Mapping[str, Tensor]) -
 
 def capture_rng() -> dict[str, JsonValue]:
     """Return the states of the random generators of Python, NumPy and torch (CPU and each GPU)."""
-    version, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached_gauss = np.random.get_state(legacy=True)
+    version, state_words, gauss_next = random.getstate()
+    _, key_words, position, has_gauss, cached_gauss = np.random.get_state(legacy=True)
     return {
-        "python": [version, list(words), gauss],
-        "numpy": [np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached_gauss)],
-        "torch": _text(torch.get_rng_state()),
-        "cuda": [_text(each) for each in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+        "python": [version, list(state_words), gauss_next],
+        "numpy": [np.asarray(key_words).tolist(), int(position), int(has_gauss), float(cached_gauss)],
+        "torch": _encode_rng_state(torch.get_rng_state()),
+        "cuda": [_encode_rng_state(each) for each in torch.cuda.get_rng_state_all()]
+        if torch.cuda.is_available()
+        else [],
     }
 
 
-def restore_rng(captured: Mapping[str, Any]) -> None:
+def restore_rng(rng_states: Mapping[str, Any]) -> None:
     """Restore the random generators from a result of `capture_rng`.
 
     If the number of GPUs has changed, only generators of GPUs that were also present at capture are restored.
     """
-    version, words, gauss = captured["python"]
-    random.setstate((version, tuple(words), gauss))
-    keys, position, has_gauss, cached_gauss = captured["numpy"]
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached_gauss))
-    torch.set_rng_state(_tensor(captured["torch"]))
+    version, state_words, gauss_next = rng_states["python"]
+    random.setstate((version, tuple(state_words), gauss_next))
+    key_words, position, has_gauss, cached_gauss = rng_states["numpy"]
+    np.random.set_state(("MT19937", np.array(key_words, dtype=np.uint32), position, has_gauss, cached_gauss))
+    torch.set_rng_state(_decode_rng_state(rng_states["torch"]))
     if torch.cuda.is_available():
-        for device, text in enumerate(captured["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(_tensor(text), device)
+        for device, encoded_state in enumerate(rng_states["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(_decode_rng_state(encoded_state), device)
 
 
-def seed_rng(*numbers: int, keeps_torch: bool = False) -> None:
-    """Seed the random generators of Python, NumPy and torch with a digest of `numbers`.
+def seed_rng(*seed_values: int, keeps_torch: bool = False) -> None:
+    """Seed the random generators of Python, NumPy and torch with a digest of `seed_values`.
 
     `keeps_torch`: whether to leave the generators of torch unchanged.
     """
-    digest = hashlib.sha256(repr(numbers).encode()).digest()
+    digest = hashlib.sha256(repr(seed_values).encode()).digest()
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[:4]))
     if not keeps_torch:
@@ -193,13 +205,13 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
         is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
         if id(tensor) not in seen_ids and not is_frozen:
             seen_ids.add(id(tensor))
-            tensors[_MODEL + name] = tensor.detach()
+            tensors[_MODEL_PREFIX + name] = tensor.detach()
     return tensors
 
 
-def _named_weights(state: TrainState) -> dict[str, Tensor]:
+def _flatten_named_weights(state: TrainState) -> dict[str, Tensor]:
     # A weight set named "model" or "optimizer" would overwrite the tensors of the model or optimizer in the checkpoint.
-    assert not state.named_weights.keys() & {"model", "optimizer", *_TABLES}
+    assert not state.named_weights.keys() & {"model", "optimizer", *_STATE_FIELDS}
     weight_sets = state.named_weights.items()
     return {f"{set_name}.{name}": tensor for set_name, weights in weight_sets for name, tensor in weights.items()}
 
@@ -211,48 +223,55 @@ def _extract_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonV
     """
     if isinstance(value, Tensor):
         tensors[name] = value.detach()
-        return {_TENSOR: name}
+        return {_TENSOR_KEY: name}
     if isinstance(value, dict):
         assert all(isinstance(key, str) for key in value), f"{name}: JSON has no other keys than strings"
-        return {key: _extract_tensors(each, f"{name}.{key}", tensors) for key, each in value.items()}
+        return {key: _extract_tensors(child_value, f"{name}.{key}", tensors) for key, child_value in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_extract_tensors(each, f"{name}.{i}", tensors) for i, each in enumerate(value)]
+        return [_extract_tensors(child_value, f"{name}.{i}", tensors) for i, child_value in enumerate(value)]
     json_value: JsonValue = value
     return json_value
 
 
-def _put_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _restore_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return JSON in which each object that names a tensor is replaced by the tensor; inverse of `_extract_tensors`."""
     if isinstance(value, dict):
-        if value.keys() == {_TENSOR}:
-            return tensors[value[_TENSOR]]
-        return {key: _put_tensors(each, tensors) for key, each in value.items()}
-    return [_put_tensors(each, tensors) for each in value] if isinstance(value, list) else value
+        if value.keys() == {_TENSOR_KEY}:
+            return tensors[value[_TENSOR_KEY]]
+        return {key: _restore_tensors(child_value, tensors) for key, child_value in value.items()}
+    return [_restore_tensors(child_value, tensors) for child_value in value] if isinstance(value, list) else value
 
 
-def _parts(value: Tensor) -> dict[str, Tensor]:
+def _split_optimizer_tensor(state_tensor: Tensor) -> dict[str, Tensor]:
     """Return the plain tensors that represent a tensor of optimizer state, by suffix of its slot name.
 
     An 8-bit state of torchao consists of three tensors; any other tensor is returned itself with an empty suffix.
     """
-    if not hasattr(value, "qmap"):
-        return {"": value}
-    return {f":{part}": getattr(value, part) for part in ("codes", "scale", "qmap")}
+    if not hasattr(state_tensor, "qmap"):
+        return {"": state_tensor}
+    return {
+        f":{attribute_name}": getattr(state_tensor, attribute_name) for attribute_name in ("codes", "scale", "qmap")
+    }
 
 
-def _merge_slots(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the optimizer state of one parameter by slot; 8-bit states are assembled from the tensors of `_parts`."""
-    slots = {slot: tensor for slot, tensor in parts.items() if ":" not in slot}
-    for slot in [slot.removesuffix(":codes") for slot in parts if slot.endswith(":codes")]:
-        eight_bit = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
-        codes, scale, qmap = (parts[f"{slot}:{part}"] for part in ("codes", "scale", "qmap"))
-        slots[slot] = eight_bit(codes, scale, qmap, bool(qmap.min() < 0), torch.float32)
+def _merge_slots(slot_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the optimizer state of one parameter by slot; 8-bit states are assembled from the tensors of
+    `_split_optimizer_tensor`."""
+    slots = {optimizer_slot: tensor for optimizer_slot, tensor in slot_tensors.items() if ":" not in optimizer_slot}
+    for optimizer_slot in [
+        optimizer_slot.removesuffix(":codes") for optimizer_slot in slot_tensors if optimizer_slot.endswith(":codes")
+    ]:
+        state_class = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
+        codes, scale, qmap = (
+            slot_tensors[f"{optimizer_slot}:{attribute_name}"] for attribute_name in ("codes", "scale", "qmap")
+        )
+        slots[optimizer_slot] = state_class(codes, scale, qmap, bool(qmap.min() < 0), torch.float32)
     return slots
 
 
-def _text(state: Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+def _encode_rng_state(rng_state: Tensor) -> str:
+    return base64.b64encode(rng_state.numpy().tobytes()).decode("ascii")
 
 
-def _tensor(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+def _decode_rng_state(encoded_state: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(encoded_state)), dtype=torch.uint8)

@@ -41,19 +41,18 @@ class ActorGroup:
 
 
 class _ObjectActor:
-    """Ray actor that holds one object, created by `make`, and calls its methods.
+    """Ray actor that holds one object, created by `make_object`, and calls its methods.
 
-    `threads`: number of CPU threads of the process, 0: the default. `gpus`: value of `CUDA_VISIBLE_DEVICES`, empty: the
-    value that Ray sets.
-    """
+    `num_threads`: number of CPU threads of the process, 0: the default. `visible_devices`: value of
+    `CUDA_VISIBLE_DEVICES`, empty: the value that Ray sets."""
 
-    def __init__(self, make: Callable[[], Any], threads: int, gpus: str = "") -> None:
-        if gpus:  # Ray allocated these GPUs to ranks and does not make them visible to this process
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-        if threads:
-            os.environ["OMP_NUM_THREADS"] = str(threads)  # child processes inherit the number of threads
-            torch.set_num_threads(threads)
-        self._object = make()
+    def __init__(self, make_object: Callable[[], Any], num_threads: int, visible_devices: str = "") -> None:
+        if visible_devices:  # Ray allocated these GPUs to ranks and does not make them visible to this process
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
+        if num_threads:
+            os.environ["OMP_NUM_THREADS"] = str(num_threads)  # child processes inherit the number of threads
+            torch.set_num_threads(num_threads)
+        self._object = make_object()
 
     def call(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], shared: Any = None) -> Any:
         """Call a method of the object with `arguments`, then `shared` unless it is None, and `keywords`."""
@@ -78,23 +77,23 @@ class ActorHandle:
         The future raises `ConnectionError` if the process has died, or `ConnectionRefusedError` if the process is not
         available yet, for example during a restart. `shared`, a reference from `put`, is passed as the last argument.
         """
-        reply: Future[Any] = Future()
+        result_future: Future[Any] = Future()
 
-        def set_reply(done: Future[Any]) -> None:
-            error = done.exception()
+        def set_reply(finished_call: Future[Any]) -> None:
+            error = finished_call.exception()
             if error is None:
-                reply.set_result(done.result())
+                result_future.set_result(finished_call.result())
             elif isinstance(error, RayTaskError):
                 error.cause.add_note(str(error))  # the text of the error includes the traceback of the actor's process
-                reply.set_exception(error.cause)
+                result_future.set_exception(error.cause)
             elif isinstance(error, RayError):  # the actor died, was killed for lack of memory, or its machine was lost
-                kind = ConnectionRefusedError if isinstance(error, ActorUnavailableError) else ConnectionError
-                reply.set_exception(kind(first_line(error)))
+                error_class = ConnectionRefusedError if isinstance(error, ActorUnavailableError) else ConnectionError
+                result_future.set_exception(error_class(first_line(error)))
             else:
-                reply.set_exception(error)
+                result_future.set_exception(error)
 
         self.actor.call.remote(method, arguments, keywords, shared).future().add_done_callback(set_reply)
-        return reply
+        return result_future
 
     def put(self, value: Any) -> Any:
         """Store a value for all actors and return a reference; actors on this machine read its arrays without a
@@ -106,49 +105,57 @@ class ActorHandle:
         ray.kill(self.actor, no_restart=False)
 
 
-def _gpus_of(placements: Sequence[Any], count: int) -> list[str]:
-    """Return `count` free GPUs for each bundle of resources, as values of `CUDA_VISIBLE_DEVICES`.
+def _find_bundle_gpus(scheduling_strategies: Sequence[Any], gpus_per_bundle: int) -> list[str]:
+    """Return `gpus_per_bundle` free GPUs for each bundle of resources, as values of `CUDA_VISIBLE_DEVICES`.
 
-    `placements` are Ray's scheduling strategies, one per reserved bundle.
+    `scheduling_strategies` are Ray's scheduling strategies, one per reserved bundle.
     """
-    remote: Any = ray.remote
-    visible = remote(num_cpus=0, num_gpus=count)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
-    return list(ray.get([visible.options(scheduling_strategy=each).remote() for each in placements]))
+    ray_remote: Any = ray.remote
+    get_visible_devices = ray_remote(num_cpus=0, num_gpus=gpus_per_bundle)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
+    return list(
+        ray.get(
+            [get_visible_devices.options(scheduling_strategy=strategy).remote() for strategy in scheduling_strategies]
+        )
+    )
 
 
 class Actors:
     """Actors of a worker group, managed by the process that starts them."""
 
     def __init__(
-        self, group: ActorGroup, *, is_embedded: bool, threads: int = 0, placements: Sequence[Any] = ()
+        self, actor_group: ActorGroup, *, is_embedded: bool, threads: int = 0, placements: Sequence[Any] = ()
     ) -> None:
-        """Start the actors that `group` describes.
+        """Start the actors that `actor_group` describes.
 
         Args:
-            group: description of the actors.
+            actor_group: description of the actors.
             is_embedded: whether this process started the Ray cluster.
             threads: number of CPU threads per process; 0: the default of the process.
             placements: Ray's scheduling strategies that start the first actors in reserved bundles of resources; one
                 for each possible actor if actors share the GPUs of ranks.
         """
-        self._group, self._threads = group, threads
+        self._actor_group, self._num_threads = actor_group, threads
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-        shares_gpus = has_gpus and group.shares_gpus
-        gpus = 0.0
+        shares_gpus = has_gpus and actor_group.shares_gpus
+        gpus_per_actor = 0.0
         if has_gpus:
-            gpus = SHARED_GPU_FRACTION if shares_gpus else float(group.processes)
-        self._placements = placements if has_gpus or not group.shares_gpus else ()
+            gpus_per_actor = SHARED_GPU_FRACTION if shares_gpus else float(actor_group.processes)
+        self._placements = placements if has_gpus or not actor_group.shares_gpus else ()
         self._max_actors = len(placements) if shares_gpus else math.inf
-        self._gpus = [""] * len(placements)
-        if shares_gpus and group.processes > 1:
+        self._visible_devices = [""] * len(placements)
+        if shares_gpus and actor_group.processes > 1:
             # Ray cannot allocate fractions of several GPUs to an actor. Therefore ranks get whole GPUs, and an
             # environment variable makes the same GPUs visible to the actors.
-            gpus, self._gpus = 0.0, _gpus_of(placements, group.processes)
-        remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
+            gpus_per_actor, self._visible_devices = 0.0, _find_bundle_gpus(placements, actor_group.processes)
+        ray_remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
         # On an embedded cluster actors reserve no CPU cores, so that more actors can start later.
-        limits = {"num_cpus": 0 if is_embedded else group.processes, "num_gpus": gpus, "max_restarts": -1}
-        actor_class = type(group.name, (_ObjectActor,), {})
-        self._actor = remote(**limits, max_concurrency=_MAX_CONCURRENT_CALLS)(actor_class)
+        resource_options = {
+            "num_cpus": 0 if is_embedded else actor_group.processes,
+            "num_gpus": gpus_per_actor,
+            "max_restarts": -1,
+        }
+        actor_class = type(actor_group.name, (_ObjectActor,), {})
+        self._remote_class = ray_remote(**resource_options, max_concurrency=_MAX_CONCURRENT_CALLS)(actor_class)
         self.handles: list[ActorHandle] = []
         self._num_requested = 0
         self.resize(lambda handles: None)
@@ -159,23 +166,30 @@ class Actors:
         If the number changes, `on_change` is called to pass the new handles to the ranks. Surplus actors are killed
         after `on_change` has returned.
         """
-        requested, previous_count = max(0, self._group.target_size()), len(self.handles)
-        target = int(min(requested, self._max_actors))
-        if requested > target and requested != self._num_requested:
-            logger.warning("%d processes are asked for; each shares GPUs of ranks, so there are %d", requested, target)
-        self._num_requested = requested
+        requested_count, previous_count = max(0, self._actor_group.target_size()), len(self.handles)
+        target = int(min(requested_count, self._max_actors))
+        if requested_count > target and requested_count != self._num_requested:
+            logger.warning(
+                "%d processes are asked for; each shares GPUs of ranks, so there are %d", requested_count, target
+            )
+        self._num_requested = requested_count
         if target == previous_count:
             return
-        for number in range(previous_count, target):
-            options: dict[str, Any] = {}
-            gpus = ""
-            if number < len(self._placements):
-                options, gpus = {"scheduling_strategy": self._placements[number]}, self._gpus[number]
-            actor = self._actor.options(**options).remote(self._group.make, self._threads, gpus)
+        for actor_index in range(previous_count, target):
+            actor_options: dict[str, Any] = {}
+            visible_devices = ""
+            if actor_index < len(self._placements):
+                actor_options, visible_devices = (
+                    {"scheduling_strategy": self._placements[actor_index]},
+                    self._visible_devices[actor_index],
+                )
+            actor = self._remote_class.options(**actor_options).remote(
+                self._actor_group.make, self._num_threads, visible_devices
+            )
             self.handles.append(ActorHandle(actor))
-        surplus, self.handles = self.handles[target:], self.handles[:target]
+        surplus_handles, self.handles = self.handles[target:], self.handles[:target]
         on_change(self.handles)
-        for handle in surplus:
+        for handle in surplus_handles:
             ray.kill(handle.actor, no_restart=True)
         if previous_count:
             logger.info("%d processes beside the ranks in place of %d", target, previous_count)

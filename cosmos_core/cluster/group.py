@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _REPLY_SECONDS = 10.0
 """Seconds between polls whether ranks have ended; needed because a lost connection can lose the reply of `run`."""
-_STORE_BYTES = 1 << 30
+_OBJECT_STORE_BYTES = 1 << 30
 """Size of Ray's object store in bytes, for two buckets of weights in transfer to engines, and unread values."""
 _MAX_RESTARTS = 3
 """Maximum number of restarts of all ranks after the death of a rank, if actors run alongside the ranks."""
@@ -78,32 +78,32 @@ class WorkerGroup:
             CosmosError: the first error of this package that a rank raised.
             StageFailed: a rank died or raised an error from outside this package.
         """
-        size, group = self.size, self.actors
-        with _cluster(size, group) as (ray, is_embedded, actor_threads):
-            bundles = resource_bundles(ray, size, group, is_embedded=is_embedded)
+        size, actor_group = self.size, self.actors
+        with _connect_to_cluster(size, actor_group) as (ray, is_embedded, actor_threads):
+            bundles = resource_bundles(ray, size, actor_group, is_embedded=is_embedded)
             placements = reserve_bundles(ray, bundles, should_stop, poll)
-            count = ranks_of_bundle(group, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
-            per_rank = [placements[rank // count] for rank in range(size)]
-            share = 0.5 if group is not None and group.shares_gpus and count == 1 else 1
-            start = _make_starter(ray, per_rank, share)
+            ranks_per_bundle = ranks_of_bundle(actor_group, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
+            rank_placements = [placements[rank // ranks_per_bundle] for rank in range(size)]
+            gpu_fraction = 0.5 if actor_group is not None and actor_group.shares_gpus and ranks_per_bundle == 1 else 1
+            start_ranks = _make_rank_starter(ray, rank_placements, gpu_fraction)
             actors = None
-            if group is not None:
-                actor_placements = placements if group.shares_gpus else placements[size:]
+            if actor_group is not None:
+                actor_placements = placements if actor_group.shares_gpus else placements[size:]
                 actors = importlib.import_module("cosmos_core.cluster.actors").Actors(
-                    group, is_embedded=is_embedded, threads=actor_threads, placements=actor_placements
+                    actor_group, is_embedded=is_embedded, threads=actor_threads, placements=actor_placements
                 )
-            for number in range(_MAX_RESTARTS + 1):
-                members, calls = start(program)
+            for attempt in range(_MAX_RESTARTS + 1):
+                rank_actors, run_refs = start_ranks(program)
                 try:
-                    return _wait_for_ranks(ray, members, calls, should_stop, actors, is_embedded=is_embedded)
+                    return _wait_for_ranks(ray, rank_actors, run_refs, should_stop, actors, is_embedded=is_embedded)
                 except RankFailed as error:
-                    must_restart = isinstance(error, RanksMustRestart) or _has_died(ray, calls)
-                    if actors is None or number == _MAX_RESTARTS or not must_restart:
+                    must_restart = isinstance(error, RanksMustRestart) or _has_dead_rank(ray, run_refs)
+                    if actors is None or attempt == _MAX_RESTARTS or not must_restart:
                         raise
-                    consequence = "the ranks start again from their newest checkpoint, and those beside them stay"
-                    logger.warning("%s; %s", error, consequence)
-                    for member in members:
-                        ray.kill(member)
+                    restart_notice = "the ranks start again from their newest checkpoint, and those beside them stay"
+                    logger.warning("%s; %s", error, restart_notice)
+                    for rank_actor in rank_actors:
+                        ray.kill(rank_actor)
 
 
 @contextmanager
@@ -114,24 +114,24 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
         "MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port),
     }  # fmt: skip
     # By default gloo and NCCL resolve the host name, which many container images map to an unreachable address.
-    if interface := network_interface_to(rendezvous.address):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if network_interface := network_interface_to(rendezvous.address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", network_interface)
         if not ip_address(rendezvous.address).is_loopback:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", network_interface)
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(rendezvous.device)
         backend = "cpu:gloo,cuda:nccl"
-    store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.size)
-    dist.init_process_group(backend, store=store, rank=rendezvous.rank, world_size=rendezvous.size)
+    tcp_store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.size)
+    dist.init_process_group(backend, store=tcp_store, rank=rendezvous.rank, world_size=rendezvous.size)
     yield
     dist.destroy_process_group()  # not called after an error, because closing the group makes other ranks fail
 
 
 def network_interface_to(address: str) -> str | None:
     """Return the name of this machine's network interface that routes to an address; None: it cannot be determined."""
-    family = socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe_socket:
+    address_family = socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
+    with socket.socket(address_family, socket.SOCK_DGRAM) as probe_socket:
         try:
             probe_socket.connect((address, 9))  # connecting a UDP socket sends no packet
         except OSError:
@@ -149,8 +149,10 @@ def open_store(address: str, size: int) -> dist.TCPStore:
     only on this address, because it trusts all clients."""
     listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
-    descriptor = listener.detach()
-    return dist.TCPStore(address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+    socket_descriptor = listener.detach()
+    return dist.TCPStore(
+        address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=socket_descriptor
+    )
 
 
 def run_as_rank(program: Program, messages: Messages, rendezvous: Rendezvous) -> tuple[bool, Any]:
@@ -161,14 +163,14 @@ def run_as_rank(program: Program, messages: Messages, rendezvous: Rendezvous) ->
     except Exception as error:  # noqa: BLE001 - every error must reach the process that started the rank
         if not isinstance(error, CosmosError):
             traceback.print_exc()
-            kind = RankFailed if is_transient(error) else RankRaised
-            error = kind(f"rank {rendezvous.rank}: {type(error).__name__}: {error}")
+            error_class = RankFailed if is_transient(error) else RankRaised
+            error = error_class(f"rank {rendezvous.rank}: {type(error).__name__}: {error}")
         return False, error
     return True, value if rendezvous.rank == 0 else None
 
 
 @contextmanager
-def _cluster(size: int, group: ActorGroup | None) -> Iterator[tuple[Any, bool, int]]:
+def _connect_to_cluster(size: int, actor_group: ActorGroup | None) -> Iterator[tuple[Any, bool, int]]:
     """Connect as the Ray driver to the cluster at `RAY_ADDRESS` or, if that is unset, to a new embedded cluster. Yield
     the module `ray`, whether the cluster is embedded, and the threads per actor process (0: the node's default)."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -177,24 +179,25 @@ def _cluster(size: int, group: ActorGroup | None) -> Iterator[tuple[Any, bool, i
         _restrict_ray_access()
     import ray
 
-    on_stop = signal.getsignal(signal.SIGTERM)
+    sigterm_handler = signal.getsignal(signal.SIGTERM)
     with join_cluster():
         try:
             if not is_embedded:
                 ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables_of_ranks()})
             else:
-                if group is not None and not group.shares_gpus:
-                    num_actors = group.target_size() * group.processes
-                    threads = num_threads(torch.get_num_threads(), size, num_actors, overlaps=group.overlaps)
+                if actor_group is not None and not actor_group.shares_gpus:
+                    num_actors = actor_group.target_size() * actor_group.processes
+                    threads = num_threads(torch.get_num_threads(), size, num_actors, overlaps=actor_group.overlaps)
                     os.environ["OMP_NUM_THREADS"], actor_threads = str(threads[0]), threads[1]  # ranks inherit it
                     # Ranks and actors share cores, so a waiting OpenMP thread must release its core at once.
                     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
                 ray.init(
                     address="local", num_cpus=size, num_gpus=torch.cuda.device_count(), include_dashboard=False,
-                    logging_level=logging.WARNING, object_store_memory=_STORE_BYTES if group else 128 << 20,
+                    logging_level=logging.WARNING,
+                    object_store_memory=_OBJECT_STORE_BYTES if actor_group else 128 << 20,
                     log_to_driver=True,
                 )  # fmt: skip
-            signal.signal(signal.SIGTERM, on_stop)  # the handler that ray.init sets ends this process
+            signal.signal(signal.SIGTERM, sigterm_handler)  # the handler that ray.init sets ends this process
             yield ray, is_embedded, actor_threads
         finally:
             ray.shutdown()
@@ -210,25 +213,29 @@ def num_threads(cores: int, num_ranks: int, num_actors: int, *, overlaps: bool) 
     return max(1, cores // max(num_ranks, num_actors)), max(1, cores // max(1, num_actors * (1 + overlaps)))
 
 
-def _make_starter(ray: Any, placements: list[Any], share: float) -> Callable[[Program], tuple[list[Any], list[Any]]]:
+def _make_rank_starter(
+    ray: Any, placements: list[Any], gpu_fraction: float
+) -> Callable[[Program], tuple[list[Any], list[Any]]]:
     """Return a function that starts a program on all ranks and returns their Ray actors and pending calls.
 
-    `placements`: Ray scheduling strategies, one per rank. `share`: fraction of a GPU per rank, if there are GPUs.
-    """
-    size, gpus = len(placements), share if ray.cluster_resources().get("GPU", 0) else 0
-    remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
-    actor = remote(num_cpus=1, num_gpus=gpus, max_concurrency=2)(Rank)
+    `placements`: Ray scheduling strategies, one per rank. `gpu_fraction`: fraction of a GPU per rank, if there are
+    GPUs."""
+    size, gpus_per_rank = len(placements), gpu_fraction if ray.cluster_resources().get("GPU", 0) else 0
+    ray_remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
+    rank_actor_class = ray_remote(num_cpus=1, num_gpus=gpus_per_rank, max_concurrency=2)(Rank)
     address = ray.util.get_node_ip_address()
-    stores = []  # stores stay open, so that no other process reuses a port to which a dead rank may connect
+    tcp_stores = []  # stores stay open, so that no other process reuses a port to which a dead rank may connect
 
     def start(program: Program) -> tuple[list[Any], list[Any]]:
-        members = [actor.options(scheduling_strategy=placement).remote() for placement in placements]
-        stores.append(open_store(address, size))
-        calls = [
-            member.run.remote(program, Rendezvous(rank, size, address, stores[-1].port, 0))  # Ray makes one GPU visible
-            for rank, member in enumerate(members)
+        rank_actors = [rank_actor_class.options(scheduling_strategy=placement).remote() for placement in placements]
+        tcp_stores.append(open_store(address, size))
+        run_refs = [
+            rank_actor.run.remote(
+                program, Rendezvous(rank, size, address, tcp_stores[-1].port, 0)
+            )  # Ray makes one GPU visible
+            for rank, rank_actor in enumerate(rank_actors)
         ]
-        return members, calls
+        return rank_actors, run_refs
 
     return start
 
@@ -243,16 +250,16 @@ def _restrict_ray_access() -> None:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     from ray._private import ray_constants
 
-    core: Any = importlib.import_module("ray._raylet")  # Any: the extension module has no type annotations
+    raylet_module: Any = importlib.import_module("ray._raylet")  # Any: the extension module has no type annotations
     ray_constants.ENABLE_RAY_CLUSTER = False
-    core.Config.initialize("")
-    core.AuthenticationTokenLoader.instance().reset_cache()
+    raylet_module.Config.initialize("")
+    raylet_module.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _wait_for_ranks(
     ray: Any,
-    members: list[Any],
-    calls: list[Any],
+    rank_actors: list[Any],
+    run_refs: list[Any],
     should_stop: Callable[[], bool],
     actors: Any | None,
     *,
@@ -265,56 +272,58 @@ def _wait_for_ranks(
         RankFailed: a rank died.
         StageFailed: the embedded cluster has died, so that ranks cannot be restarted.
     """
-    waiting, is_stop_sent, first, last_poll = list(calls), False, None, time.monotonic()
+    pending_refs, is_stop_sent, first_rank_value, last_poll = list(run_refs), False, None, time.monotonic()
     if actors is not None:
-        members[0].set_actors.remote(actors.handles)
-    while waiting:
+        rank_actors[0].set_actors.remote(actors.handles)
+    while pending_refs:
         if should_stop() and not is_stop_sent:
             is_stop_sent = True
-            for member in members:  # replies are not awaited, because a dead rank sends none
-                member.stop.remote()
+            for rank_actor in rank_actors:  # replies are not awaited, because a dead rank sends none
+                rank_actor.stop.remote()
         if actors is not None:
-            actors.resize(lambda handles: ray.wait([members[0].set_actors.remote(handles)], timeout=_REPLY_SECONDS))
-        done, _ = ray.wait(waiting, timeout=POLL_SECONDS)
-        replies = {call: call for call in done}
-        if not done and time.monotonic() - last_poll > _REPLY_SECONDS:
+            actors.resize(lambda handles: ray.wait([rank_actors[0].set_actors.remote(handles)], timeout=_REPLY_SECONDS))
+        finished_refs, _ = ray.wait(pending_refs, timeout=POLL_SECONDS)
+        reply_refs = {run_ref: run_ref for run_ref in finished_refs}
+        if not finished_refs and time.monotonic() - last_poll > _REPLY_SECONDS:
             if is_embedded and _is_cluster_dead(ray):
                 raise StageFailed("the Ray cluster that the stage started has died; a retry starts another one")
-            replies = {call: members[calls.index(call)].outcome.remote() for call in waiting}
+            reply_refs = {run_ref: rank_actors[run_refs.index(run_ref)].outcome.remote() for run_ref in pending_refs}
             last_poll = time.monotonic()
-        for call, reply in replies.items():
+        for run_ref, reply_ref in reply_refs.items():
             try:
-                outcome = ray.get(reply, timeout=_REPLY_SECONDS)
+                outcome = ray.get(reply_ref, timeout=_REPLY_SECONDS)
             except ray.exceptions.GetTimeoutError:
                 continue
             except ray.exceptions.RayActorError as error:
-                raise RankFailed(f"rank {calls.index(call)} died: {first_line(error)}") from error
+                raise RankFailed(f"rank {run_refs.index(run_ref)} died: {first_line(error)}") from error
             if outcome is not None:
-                waiting.remove(call)
-                is_done, value = outcome
-                if not is_done:
+                pending_refs.remove(run_ref)
+                is_successful, value = outcome
+                if not is_successful:
                     raise value
-                first = value if call is calls[0] else first
-    return first
+                first_rank_value = value if run_ref is run_refs[0] else first_rank_value
+    return first_rank_value
 
 
 def _is_cluster_dead(ray: Any) -> bool:
     """Return True if the Ray cluster reports that no machine is alive; return False if the cluster does not respond."""
-    nodes: list[Any] = []
-    thread = threading.Thread(target=lambda: nodes.extend(ray.nodes()), daemon=True)  # ray.nodes() may block forever
+    ray_nodes: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: ray_nodes.extend(ray.nodes()), daemon=True
+    )  # ray.nodes() may block forever
     thread.start()
     thread.join(_REPLY_SECONDS)
-    return bool(nodes) and not any(node["Alive"] for node in nodes)
+    return bool(ray_nodes) and not any(ray_node["Alive"] for ray_node in ray_nodes)
 
 
-def _has_died(ray: Any, calls: list[Any]) -> bool:
-    """Return True if the process of a rank has died, False if ranks only raised errors; `calls`: one per rank."""
-    deadline, waiting = time.monotonic() + _DEATH_REPORT_SECONDS, list(calls)
-    while waiting and time.monotonic() < deadline:
-        done, waiting = ray.wait(waiting, timeout=POLL_SECONDS)
-        for call in done:
+def _has_dead_rank(ray: Any, run_refs: list[Any]) -> bool:
+    """Return True if the process of a rank has died, False if ranks only raised errors; `run_refs`: one per rank."""
+    deadline, pending_refs = time.monotonic() + _DEATH_REPORT_SECONDS, list(run_refs)
+    while pending_refs and time.monotonic() < deadline:
+        finished_refs, pending_refs = ray.wait(pending_refs, timeout=POLL_SECONDS)
+        for run_ref in finished_refs:
             try:
-                ray.get(call)
+                ray.get(run_ref)
             except ray.exceptions.RayActorError:
                 return True
     return False

@@ -24,19 +24,26 @@ from cosmos_core.errors import StageFailed
 logger = logging.getLogger(__name__)
 # Maximum seconds for the node to start, and to end; Ray drains an ending node for up to 30 seconds.
 _START_SECONDS, _END_SECONDS = 120.0, 40.0
-_STORE_BYTES = 128 << 20
-_GCS = "--gcs-address="
+_OBJECT_STORE_BYTES = 128 << 20
+_GCS_ADDRESS_FLAG = "--gcs-address="
 
 
 def is_cluster_node(address: str) -> bool:
     """Return True if this machine runs a raylet of the cluster with the address `host:port`."""
-    cluster = _resolve_address(address)
-    local_addresses = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
-    if cluster[0].startswith("127.") or cluster[0] in local_addresses:  # this machine is the head node of the cluster
+    cluster_address = _resolve_address(address)
+    local_addresses = {
+        each.address for interface_addresses in psutil.net_if_addrs().values() for each in interface_addresses
+    }
+    if (
+        cluster_address[0].startswith("127.") or cluster_address[0] in local_addresses
+    ):  # this machine is the head node of the cluster
         return True
     for process in psutil.process_iter(["cmdline"]):
-        for word in process.info["cmdline"] or ():
-            if word.startswith(_GCS) and _resolve_address(word.removeprefix(_GCS)) == cluster:
+        for argument in process.info["cmdline"] or ():
+            if (
+                argument.startswith(_GCS_ADDRESS_FLAG)
+                and _resolve_address(argument.removeprefix(_GCS_ADDRESS_FLAG)) == cluster_address
+            ):
                 return True
     return False
 
@@ -58,34 +65,34 @@ def join_cluster(has_joined: Callable[[str], bool] = is_cluster_node) -> Iterato
         return
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}", "--num-cpus=0", "--num-gpus=0",
-        f"--object-store-memory={_STORE_BYTES}", "--disable-usage-stats", "--block",
+        f"--object-store-memory={_OBJECT_STORE_BYTES}", "--disable-usage-stats", "--block",
     ]  # fmt: skip
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    with tempfile.TemporaryFile() as output:
-        node = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    with tempfile.TemporaryFile() as output_file:
+        node_process = subprocess.Popen(command, env=environment, stdout=output_file, stderr=subprocess.STDOUT)
         try:
-            _wait_until_running(node, output, address)
+            _wait_until_running(node_process, output_file, address)
             yield
         finally:
-            node.terminate()
+            node_process.terminate()
             try:
-                node.wait(_END_SECONDS)
+                node_process.wait(_END_SECONDS)
             except subprocess.TimeoutExpired:
-                node.kill()
-                node.wait()
+                node_process.kill()
+                node_process.wait()
 
 
-def _wait_until_running(node: subprocess.Popen[bytes], output: Any, address: str) -> None:
-    """Wait until the output of the process `node` reports that the Ray node is running."""
+def _wait_until_running(node_process: subprocess.Popen[bytes], output_file: Any, address: str) -> None:
+    """Wait until the output of the process `node_process` reports that the Ray node is running."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
-        output.seek(0)
-        text = output.read().decode(errors="replace")
-        if "Ray runtime started" in text:
+        output_file.seek(0)
+        output_text = output_file.read().decode(errors="replace")
+        if "Ray runtime started" in output_text:
             logger.info("this machine is a node of the Ray cluster at %s, without CPUs and GPUs", address)
             return
-        if node.poll() is not None or time.monotonic() > deadline:
-            lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it says nothing"]
+        if node_process.poll() is not None or time.monotonic() > deadline:
+            lines = [line.strip() for line in output_text.splitlines() if line.strip()] or ["it says nothing"]
             raise StageFailed(
                 f"RAY_ADDRESS = {address!r}: this machine cannot join the cluster: {masked(lines[-1])[:300]}; its "
                 f"network, its version of Ray and Python, and RAY_AUTH_MODE and RAY_AUTH_TOKEN must be the cluster's"

@@ -25,28 +25,32 @@ def resource_bundles(ray: Any, size: int, actor_group: ActorGroup | None, *, is_
     """
     resources = ray.cluster_resources()
     num_gpus, num_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
-    gpu, actor_gpus, actor_cpus = min(num_gpus, 1), 0, 0
+    gpus_per_rank, actor_gpus, actor_cpus = min(num_gpus, 1), 0, 0
     if actor_group is not None:
-        actor_gpus, actor_cpus = actor_group.processes * gpu, 0 if is_embedded else actor_group.processes
+        actor_gpus, actor_cpus = actor_group.processes * gpus_per_rank, 0 if is_embedded else actor_group.processes
     if actor_group is not None and actor_group.shares_gpus:
-        count = ranks_of_bundle(actor_group, has_gpus=gpu > 0)
-        required = [{"CPU": count + actor_cpus * gpu, "GPU": gpu * count}] * (size // count)
+        count = ranks_of_bundle(actor_group, has_gpus=gpus_per_rank > 0)
+        required_bundles = [{"CPU": count + actor_cpus * gpus_per_rank, "GPU": gpus_per_rank * count}] * (size // count)
     else:
-        required = [{"CPU": 1, "GPU": gpu}] * size + [{"CPU": actor_cpus, "GPU": actor_gpus}]
-    required = [nonzero for each in required if (nonzero := {name: count for name, count in each.items() if count})]
-    demand = {name: sum(each.get(name, 0) for each in required) for name in ("CPU", "GPU")}
-    engine = f", and a rollout engine {actor_gpus}" if demand["GPU"] > size else ""
-    if demand["GPU"] > num_gpus:
+        required_bundles = [{"CPU": 1, "GPU": gpus_per_rank}] * size + [{"CPU": actor_cpus, "GPU": actor_gpus}]
+    required_bundles = [
+        nonzero for bundle in required_bundles if (nonzero := {name: count for name, count in bundle.items() if count})
+    ]
+    total_amounts = {name: sum(bundle.get(name, 0) for bundle in required_bundles) for name in ("CPU", "GPU")}
+    engine_description = f", and a rollout engine {actor_gpus}" if total_amounts["GPU"] > size else ""
+    if total_amounts["GPU"] > num_gpus:
         raise ConfigError(
-            f"the mesh takes {size} GPUs{engine}, of {num_gpus} that the Ray cluster has; make policy.parallelism "
+            f"the mesh takes {size} GPUs{engine_description}, of {num_gpus} that the Ray cluster has; make "
+            f"policy.parallelism "
             f"smaller"
         )
-    if demand["CPU"] > num_cpus:
+    if total_amounts["CPU"] > num_cpus:
         raise ConfigError(
-            f"{size} ranks and what is beside them take {demand['CPU']} CPUs, of {num_cpus} that the Ray cluster has; "
+            f"{size} ranks and what is beside them take {total_amounts['CPU']} CPUs, of {num_cpus} that the Ray "
+            f"cluster has; "
             f"give it more, or make policy.parallelism smaller"
         )
-    return required
+    return required_bundles
 
 
 def ranks_of_bundle(actor_group: ActorGroup | None, *, has_gpus: bool) -> int:
@@ -68,10 +72,10 @@ def reserve_bundles(
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group = placement_group(bundles, strategy="PACK")
-    ready = group.ready()
-    while not ray.wait([ready], timeout=POLL_SECONDS)[0]:
+    ready_ref = group.ready()
+    while not ray.wait([ready_ref], timeout=POLL_SECONDS)[0]:
         poll()
         if should_stop():
             raise Preempted("asked to stop while the ranks wait for room in the Ray cluster")
-    ray.get(ready)
+    ray.get(ready_ref)
     return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(bundles))]

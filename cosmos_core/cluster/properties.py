@@ -15,12 +15,12 @@ from typing import Any
 from cosmos_core.cluster.join import join_cluster
 from cosmos_core.machine_properties import MachineProperties, measure
 
-_NAMES = frozenset({
+_VARIABLE_NAMES = frozenset({
     "CUBLAS_WORKSPACE_CONFIG", "HF_HOME", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_OFFLINE", "MKL_NUM_THREADS",
     "OMP_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM",
     "TRANSFORMERS_OFFLINE",
 })  # fmt: skip
-_PREFIXES = ("GLOO_", "NCCL_", "TORCH", "VLLM_")
+_VARIABLE_PREFIXES = ("GLOO_", "NCCL_", "TORCH", "VLLM_")
 
 
 def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
@@ -34,13 +34,13 @@ def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
         ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env={"env_vars": variables_of_ranks()})
         try:
             num_gpus = int(ray.cluster_resources().get("GPU", 0))
-            remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
-            measure_node = remote(num_cpus=1, num_gpus=1 if num_gpus else 0)(measure)
-            facts: MachineProperties = ray.get(measure_node.remote(list(libraries)))
+            ray_remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
+            measure_node = ray_remote(num_cpus=1, num_gpus=1 if num_gpus else 0)(measure)
+            node_properties: MachineProperties = ray.get(measure_node.remote(list(libraries)))
         finally:
             ray.shutdown()
-    model = facts.gpus[0] if facts.gpus else "GPU"
-    return replace(facts, gpus=(model,) * num_gpus)
+    gpu_model = node_properties.gpus[0] if node_properties.gpus else "GPU"
+    return replace(node_properties, gpus=(gpu_model,) * num_gpus)
 
 
 def variables_of_ranks() -> dict[str, str]:
@@ -48,7 +48,11 @@ def variables_of_ranks() -> dict[str, str]:
 
     These are variables that a worker sets for its stage, and the user's settings of numeric libraries.
     """
-    return {name: value for name, value in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _VARIABLE_NAMES or name.startswith(_VARIABLE_PREFIXES)
+    }
 
 
 if __name__ == "__main__":

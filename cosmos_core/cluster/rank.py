@@ -43,8 +43,8 @@ class Rank:
     """Ray actor of one rank, with two threads, so that it can receive messages while its program runs."""
 
     def __init__(self) -> None:
-        self._imports = ExitStack()
-        self._imports.enter_context(without_garbage_collection())
+        self._import_stack = ExitStack()
+        self._import_stack.enter_context(without_garbage_collection())
         self._sent_messages = Messages()
         self._outcome: tuple[bool, Any] | None = None
 
@@ -52,7 +52,7 @@ class Rank:
         """Run the program as this rank; return True and the value of the program, or False and its error."""
         from cosmos_core.cluster.group import run_as_rank
 
-        self._imports.close()
+        self._import_stack.close()
         self._outcome = run_as_rank(program, self._sent_messages, rendezvous)
         return self._outcome
 

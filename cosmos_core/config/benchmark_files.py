@@ -11,11 +11,11 @@ TASK_FILES = ("!*.pyc",)
 """Patterns of the files of a task folder that the fingerprint covers: all except Python's bytecode."""
 
 
-class _Loader(yaml.SafeLoader):
+class _TaskYamlLoader(yaml.SafeLoader):
     """YAML loader that replaces values with lm-eval tags, such as `!function`, by None."""
 
 
-_Loader.add_multi_constructor("!", lambda _loader, _tag, _node: None)
+_TaskYamlLoader.add_multi_constructor("!", lambda _loader, _tag, _node: None)
 
 
 def local_data_files(folder: Path) -> list[Path]:
@@ -26,24 +26,30 @@ def local_data_files(folder: Path) -> list[Path]:
     refuses the task that needs it.
     """
     # A template file that tasks include has no dot before `yaml`: `_default_template_yaml`.
-    names = {name for file in sorted(folder.rglob("*yaml")) for name in _data_files(file)}
-    return sorted({Path(path).absolute() for name in names for path in glob.glob(name, recursive=True)})
+    path_patterns = {
+        path_pattern for task_file in sorted(folder.rglob("*yaml")) for path_pattern in _find_data_patterns(task_file)
+    }
+    return sorted(
+        {Path(path).absolute() for path_pattern in path_patterns for path in glob.glob(path_pattern, recursive=True)}
+    )
 
 
-def _data_files(file: Path) -> Iterator[str]:
+def _find_data_patterns(task_file: Path) -> Iterator[str]:
     try:
-        task = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+        task = yaml.load(task_file.read_text(encoding="utf-8"), _TaskYamlLoader)
     except (OSError, ValueError, yaml.YAMLError):  # lm-eval reports the error of the task file
         return
     if isinstance(task, dict):
-        arguments = task.get("dataset_kwargs")
-        arguments = arguments if isinstance(arguments, dict) else {}
-        yield from _texts([task.get("dataset_path"), arguments.get("data_files"), arguments.get("data_dir")])
+        dataset_kwargs = task.get("dataset_kwargs")
+        dataset_kwargs = dataset_kwargs if isinstance(dataset_kwargs, dict) else {}
+        yield from _iterate_strings(
+            [task.get("dataset_path"), dataset_kwargs.get("data_files"), dataset_kwargs.get("data_dir")]
+        )
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iterate_strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _texts(each)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _iterate_strings(item)

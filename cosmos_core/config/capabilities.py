@@ -31,25 +31,26 @@ def check_capabilities(pipeline: Pipeline) -> None:
         ConfigError: a setting is not supported; the message names its key, its value and what to use instead.
     """
     check_gates(pipeline)
-    _check_store(pipeline)
+    _check_artifact_store(pipeline)
     _check_references(pipeline)
-    _check_mixtures(pipeline)
-    _check_compared_rows(pipeline)
+    _check_dataset_mixtures(pipeline)
+    _check_comparison_rows(pipeline)
     for stage in pipeline.stages:
         recipe = pipeline.recipes[stage.name]
         for table in (stage, recipe):
-            for problem in _refusals(table, StageContext(recipe, pipeline.kind_of(stage))):
+            for problem in _unsupported_settings(table, StageContext(recipe, pipeline.kind_of(stage))):
                 raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: {problem}")
 
 
-def _check_store(pipeline: Pipeline) -> None:
+def _check_artifact_store(pipeline: Pipeline) -> None:
     """If the pipeline has an artifact store, refuse a stage that reads checkpoints from another work pool."""
     for stage in pipeline.stages if pipeline.config.artifact_store else ():
         source = source_of(stage.model) if stage.checkpoint else None
-        if source is not None and (pool := pipeline.stage(source).work_pool) != stage.work_pool:
+        if source is not None and (source_pool := pipeline.stage(source).work_pool) != stage.work_pool:
             raise ConfigError(
                 f"{pipeline.source}: stage {stage.name!r}: checkpoint = {stage.checkpoint!r} is where stage "
-                f"{source!r} runs, and with artifact_store machines share no disk; set work_pool = {pool!r} here too"
+                f"{source!r} runs, and with artifact_store machines share no disk; set work_pool = {source_pool!r} "
+                f"here too"
             )
 
 
@@ -57,7 +58,7 @@ def _check_references(pipeline: Pipeline) -> None:
     """Refuse a stage that compares with a reference policy whose log-probabilities no earlier stage saves, and a stage
     that reads pass rates from a stage without completions."""
     for stage in pipeline.stages:
-        recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
+        recipe, stage_kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
         for key, dataset in recipe.datasets.items():
             source = source_of(dataset.pass_rates)
             if source is not None and not pipeline.kind_of(pipeline.stage(source)).completes_prompts:
@@ -65,20 +66,20 @@ def _check_references(pipeline: Pipeline) -> None:
                     f"{pipeline.source}: stage {stage.name!r}: {key}.pass_rates = {dataset.pass_rates!r} completes no "
                     f"prompts; name a stage of kind rl or sample"
                 )
-        measures = kind.makes == "metrics" and kind.scores and not kind.trains_model
-        if not measures or not recipe.train.train_policy.saves_reference_logprobs:
+        is_measurement = stage_kind.makes == "metrics" and stage_kind.scores and not stage_kind.trains_model
+        if not is_measurement or not recipe.train.train_policy.saves_reference_logprobs:
             continue
-        trained = [name for name in stage.after if pipeline.kind_of(pipeline.stage(name)).trains_model]
-        if not any(pipeline.recipes[name].validation.enable for name in trained):
+        training_names = [name for name in stage.after if pipeline.kind_of(pipeline.stage(name)).trains_model]
+        if not any(pipeline.recipes[name].validation.enable for name in training_names):
+            training_stage = f"stage {training_names[0]!r}" if training_names else "a training stage in `after`"
             raise ConfigError(
                 f"{pipeline.source}: stage {stage.name!r}: trainer_type = "
                 f"{recipe.train.train_policy.trainer_type!r} compares with the policy that the training started from, "
-                f"which {f'stage {trained[0]!r} saves' if trained else 'a training stage in `after` saves'} only with "
-                f"validation.enable = true"
+                f"which {training_stage} saves only with validation.enable = true"
             )
 
 
-def _check_mixtures(pipeline: Pipeline) -> None:
+def _check_dataset_mixtures(pipeline: Pipeline) -> None:
     """Refuse a mixture of data sets in a stage whose key `data` already names its rows."""
     for stage in pipeline.stages:
         if not stage.data or pipeline.kind_of(stage).reads_data != "source":
@@ -91,19 +92,21 @@ def _check_mixtures(pipeline: Pipeline) -> None:
             )
 
 
-def _check_compared_rows(pipeline: Pipeline) -> None:
+def _check_comparison_rows(pipeline: Pipeline) -> None:
     """Refuse an export in quantised formats if the exported models cannot be compared with the original on any rows."""
     for stage in pipeline.stages:
         if not pipeline.kind_of(stage).reads_key("export.formats") or not pipeline.recipes[stage.name].export.quantized:
             continue
-        rows = source_of(stage.data)
-        if rows is not None and pipeline.kind_of(pipeline.stage(rows)).makes != "data":
+        rows_stage_name = source_of(stage.data)
+        if rows_stage_name is not None and pipeline.kind_of(pipeline.stage(rows_stage_name)).makes != "data":
             raise ConfigError(
                 f"{pipeline.source}: stage {stage.name!r}: export.formats are compared with the model on prepared rows"
                 f", and data = {stage.data!r} has none; name a stage of kind prepare"
             )
-        trainings = [other.name for other in pipeline.stages if pipeline.kind_of(other).trains_model]
-        if not stage.data and not any(stage.name in pipeline.with_dependents(name) for name in trainings):
+        training_names = [
+            other_stage.name for other_stage in pipeline.stages if pipeline.kind_of(other_stage).trains_model
+        ]
+        if not stage.data and not any(stage.name in pipeline.with_dependents(name) for name in training_names):
             raise ConfigError(
                 f"{pipeline.source}: stage {stage.name!r}: export.formats are compared with the model on rows, and no "
                 'training comes before the stage; set data = "stage:NAME" of a prepare stage'
@@ -113,37 +116,37 @@ def _check_compared_rows(pipeline: Pipeline) -> None:
 def unique_notices(pipeline: Pipeline) -> list[str]:
     """Return one line of text for each setting that is accepted but ignored or changed, without duplicates."""
     stages = [StageContext(recipe, pipeline.kind_of(pipeline.stage(name))) for name, recipe in pipeline.recipes.items()]
-    lines = [
-        line
+    notices = [
+        notice
         for stage in stages
-        for line in (*_ignored_settings(stage.recipe), *_ignored_revisions(stage.recipe), *_disabled_settings(stage))
+        for notice in (*_ignored_settings(stage.recipe), *_ignored_revisions(stage.recipe), *_disabled_settings(stage))
     ]
-    lines += [line for stage in stages for table in active_tables(stage.recipe) for line in table.notices(stage)]
-    return list(dict.fromkeys((*pipeline.notices, *lines, *_ignored_timeouts(pipeline))))
+    notices += [notice for stage in stages for table in active_tables(stage.recipe) for notice in table.notices(stage)]
+    return list(dict.fromkeys((*pipeline.notices, *notices, *_ignored_timeouts(pipeline))))
 
 
-def _refusals(table: Table, stage: StageContext) -> Iterator[str]:
+def _unsupported_settings(table: Table, stage: StageContext) -> Iterator[str]:
     for key, field, value, is_set in active_fields(table):
-        support, supported = status(field), find_mark(field, SupportedValues)
-        if supported and supported.is_supported(value):
+        field_status, supported_values = status(field), find_mark(field, SupportedValues)
+        if supported_values and supported_values.is_supported(value):
             continue
-        if supported or (is_set and support.name in {"planned", "unsupported"}):
-            yield f"{key} = {as_toml(value)}: {supported.note if supported else support.note}"
+        if supported_values or (is_set and field_status.name in {"planned", "unsupported"}):
+            yield f"{key} = {as_toml(value)}: {supported_values.note if supported_values else field_status.note}"
     for subtable in active_tables(table):
         yield from subtable.refusals(stage)
 
 
 def _ignored_settings(recipe: Recipe) -> Iterator[str]:
     for key, field, value, is_set in active_fields(recipe):
-        support = status(field)
-        if is_set and support.name == "no effect":
-            yield f"{key} = {as_toml(value)} has no effect here: {support.note}"
+        field_status = status(field)
+        if is_set and field_status.name == "no effect":
+            yield f"{key} = {as_toml(value)} has no effect here: {field_status.note}"
 
 
 def _disabled_settings(stage: StageContext) -> Iterator[str]:
-    for key, value, switch in unused_settings(stage.recipe):
+    for key, value, switch_name in unused_settings(stage.recipe):
         if stage.kind.reads_key(key):
-            yield f"{key} = {as_toml(value)} has no effect here: {switch} is off"
+            yield f"{key} = {as_toml(value)} has no effect here: {switch_name} is off"
 
 
 def _ignored_timeouts(pipeline: Pipeline) -> Iterator[str]:

@@ -52,7 +52,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
 from cosmos_core.types import StageKind
 
-_OUTPUTS: str = TrainConfig.model_fields["output_dir"].default
+_DEFAULT_OUTPUT_DIR: str = TrainConfig.model_fields["output_dir"].default
 StageKinds = Mapping[str, StageKind]
 
 
@@ -77,7 +77,7 @@ class Pipeline:
     @property
     def output_dir(self) -> Path:
         """Return the folder in which the runs of the pipeline are created."""
-        return Path(self.config.output_dir or _OUTPUTS)
+        return Path(self.config.output_dir or _DEFAULT_OUTPUT_DIR)
 
     def stage(self, name: str) -> StageConfig:
         """Return the stage with this name.
@@ -89,7 +89,8 @@ class Pipeline:
             if stage.name == name:
                 return stage
         raise ConfigError(
-            f"{self.source}: no stage {name!r} in this pipeline{suggestion(name, [s.name for s in self.stages])}"
+            f"{self.source}: no stage {name!r} in this "
+            f"pipeline{suggestion(name, [known_stage.name for known_stage in self.stages])}"
         )
 
     def kind_of(self, stage: StageConfig) -> StageKind:
@@ -106,8 +107,8 @@ class Pipeline:
         if stage.sweep is None or not stage.sweep.branches:
             return stage.model
         names = stage.sweep.branches[0].stages
-        model_makers = [name for name in names if self.kind_of(self.stage(name)).makes == "model"] or names[:1]
-        return f"{STAGE_PREFIX}{model_makers[-1]}"
+        model_stage_names = [name for name in names if self.kind_of(self.stage(name)).makes == "model"] or names[:1]
+        return f"{STAGE_PREFIX}{model_stage_names[-1]}"
 
     def branch_selector(self, name: str) -> StageConfig | None:
         """Return the stage that chooses among branches, one of which contains the stage `name`; None if none does."""
@@ -150,8 +151,8 @@ def load_pipeline(
     """
     notices: list[str] = []
     with _shorten_errors():
-        shared = read_config(path, notices, overriding_files)
-        return _check_saveable(_compose(path, shared, overrides, kinds, notices))
+        shared_tables = read_config(path, notices, overriding_files)
+        return _check_serializable(_compose_pipeline(path, shared_tables, overrides, kinds, notices))
 
 
 def with_stage(pipeline: Pipeline, stage: Values, tables: Values, source: Path) -> Pipeline:
@@ -170,7 +171,7 @@ def with_stage(pipeline: Pipeline, stage: Values, tables: Values, source: Path) 
         values = pipeline.as_toml()
         tables = with_current_keys(tables, f"{source}: stage {stage['name']!r}", notices)
         values["pipeline"].setdefault("stages", []).append({**stage, "overrides": tables})
-        return _check_saveable(_compose(source, values, (), pipeline.kinds, notices))
+        return _check_serializable(_compose_pipeline(source, values, (), pipeline.kinds, notices))
 
 
 @contextmanager
@@ -181,99 +182,105 @@ def _shorten_errors() -> Iterator[None]:
         raise ConfigError(shorten_message(str(error))) from error
 
 
-def _check_saveable(pipeline: Pipeline) -> Pipeline:
+def _check_serializable(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline after a check that a run can save it and read it again."""
-    saved = pipeline.as_toml()
-    problem = describe_unusable(saved)
-    if not problem and len(tomli_w.dumps(saved).encode()) > MAX_FILE_BYTES:
+    saved_tables = pipeline.as_toml()
+    problem = describe_unusable(saved_tables)
+    if not problem and len(tomli_w.dumps(saved_tables).encode()) > MAX_FILE_BYTES:
         problem = f"more than {MAX_FILE_BYTES} bytes once it is written out for {len(pipeline.stages)} stages"
     if problem:
         raise ConfigError(f"{pipeline.source}: {problem}")
     return pipeline
 
 
-def _compose(path: Path, shared: Values, overrides: Sequence[str], kinds: StageKinds, notices: list[str]) -> Pipeline:
-    table = shared.pop("pipeline", {})
-    parsed = drop_dead([parse_setting(text) for text in overrides], notices)
-    entries = _entries(path, table)
+def _compose_pipeline(
+    path: Path, shared: Values, overrides: Sequence[str], kinds: StageKinds, notices: list[str]
+) -> Pipeline:
+    pipeline_table = shared.pop("pipeline", {})
+    parsed_settings = drop_dead([parse_setting(text) for text in overrides], notices)
+    entries = _read_stage_entries(path, pipeline_table)
     if not entries:
-        tables = with_algorithm_keys(merge(shared, values_for_all_stages(parsed)), [])
+        tables = with_algorithm_keys(merge(shared, values_for_all_stages(parsed_settings)), [])
         recipe = parse(Recipe, tables, source=str(path), notices=[])
         entries = [stage.model_dump(exclude_defaults=True) for stage in _stages_of_recipe(recipe, kinds)]
-    settings = sort_settings(parsed, [entry["name"] for entry in entries if isinstance(entry.get("name"), str)])
-    values = merge({"name": path.stem, **{k: v for k, v in table.items() if k != "stages"}}, settings.pipeline)
+    settings = sort_settings(
+        parsed_settings, [entry["name"] for entry in entries if isinstance(entry.get("name"), str)]
+    )
+    values = merge({"name": path.stem, **{k: v for k, v in pipeline_table.items() if k != "stages"}}, settings.pipeline)
     config = parse(PipelineConfig, values, source=str(path), prefix="pipeline")
-    stages, recipes, tables_of = [], {}, {}
+    stages, recipes, tables_by_stage = [], {}, {}
     for number, entry in enumerate(entries):
         stage = parse(StageConfig, apply_overrides(entry, settings), source=_describe_location(path, entry, number))
-        tables = tables_of[stage.name] = merge(merge(shared, _recipe_file(path, stage, notices)), stage.overrides)
-        recipe_file = f" (recipe {stage.recipe})" if stage.recipe else ""
-        where = f"{path}: stage {stage.name!r}{recipe_file}"
-        recipes[stage.name] = parse(Recipe, with_algorithm_keys(tables, notices), source=where, notices=notices)
+        tables = tables_by_stage[stage.name] = merge(
+            merge(shared, _read_recipe_file(path, stage, notices)), stage.overrides
+        )
+        recipe_note = f" (recipe {stage.recipe})" if stage.recipe else ""
+        location = f"{path}: stage {stage.name!r}{recipe_note}"
+        recipes[stage.name] = parse(Recipe, with_algorithm_keys(tables, notices), source=location, notices=notices)
         stages.append(stage)
-    complete = config.model_copy(update={"stages": tuple(stages)})
-    pipeline = Pipeline(path, complete, recipes, kinds, tuple(dict.fromkeys(map(escape_controls, notices))))
+    full_config = config.model_copy(update={"stages": tuple(stages)})
+    pipeline = Pipeline(path, full_config, recipes, kinds, tuple(dict.fromkeys(map(escape_controls, notices))))
     _check_stages(pipeline)
     pipeline = _with_output_dir(pipeline)
-    pipeline = with_sweeps(_sorted(_with_prepared_data(pipeline)), tables_of)
-    pipeline = with_uploads(_sorted(pipeline))
-    return _with_absolute_paths(_inherit_export_dtype(_sorted(pipeline)))
+    pipeline = with_sweeps(_sort_topologically(_with_prepared_data(pipeline)), tables_by_stage)
+    pipeline = with_uploads(_sort_topologically(pipeline))
+    return _with_absolute_paths(_inherit_export_dtype(_sort_topologically(pipeline)))
 
 
-def _entries(path: Path, table: Any) -> list[Mapping[str, Any]]:
+def _read_stage_entries(path: Path, pipeline_table: Any) -> list[Mapping[str, Any]]:
     """Return the tables in `[[pipeline.stages]]` as they are written in the file."""
-    if not isinstance(table, Mapping):
+    if not isinstance(pipeline_table, Mapping):
         raise ConfigError(f"{path}: pipeline: must be a table")
-    entries = table.get("stages", [])
+    entries = pipeline_table.get("stages", [])
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
         raise ConfigError(f"{path}: pipeline.stages: must be tables, each under a line [[pipeline.stages]]")
     return entries
 
 
-def _describe_location(path: Path, entry: Mapping[str, Any], number: int) -> str:
+def _describe_location(path: Path, entry: Mapping[str, Any], entry_index: int) -> str:
     name = entry.get("name")
-    return f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{number}]"
+    return f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{entry_index}]"
 
 
-def _recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> Values:
+def _read_recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> Values:
     if not stage.recipe:
         return {}
-    file = path.parent / stage.recipe
-    if not os.path.exists(file):  # os.path.exists returns False for an invalid path; Path.exists raises
-        raise ConfigError(f"{path}: stage {stage.name!r}: recipe = {stage.recipe!r}: no such file ({file})")
-    values = read_config(file, notices)
+    recipe_path = path.parent / stage.recipe
+    if not os.path.exists(recipe_path):  # os.path.exists returns False for an invalid path; Path.exists raises
+        raise ConfigError(f"{path}: stage {stage.name!r}: recipe = {stage.recipe!r}: no such file ({recipe_path})")
+    values = read_config(recipe_path, notices)
     if "pipeline" in values:
-        raise ConfigError(f"{file}: a recipe used by a stage cannot have a [pipeline] of its own")
+        raise ConfigError(f"{recipe_path}: a recipe used by a stage cannot have a [pipeline] of its own")
     return values
 
 
 def _stages_of_recipe(recipe: Recipe, kinds: StageKinds) -> tuple[StageConfig, ...]:
     """Return one stage for each step that a recipe without `[pipeline]` needs, named like its kind."""
-    prepare, train = _kind(kinds, makes="data"), _kind(kinds, feed=_find_required_feed(recipe))
+    prepare, train = _find_kind_name(kinds, makes="data"), _find_kind_name(kinds, feed=_find_required_feed(recipe))
     data = f"{STAGE_PREFIX}{prepare}"
     stages = [StageConfig(name=prepare, kind=prepare), StageConfig(name=train, kind=train, after=(prepare,), data=data)]
-    model: Values = {"after": (train,), "model": f"{STAGE_PREFIX}{train}"}
+    model_settings: Values = {"after": (train,), "model": f"{STAGE_PREFIX}{train}"}
     if recipe.validation.enable:
-        measure = _kind(kinds, makes="metrics", reads_data="prepared")
-        stages.append(StageConfig(name=measure, kind=measure, data=data, **model))
+        measure_kind = _find_kind_name(kinds, makes="metrics", reads_data="prepared")
+        stages.append(StageConfig(name=measure_kind, kind=measure_kind, data=data, **model_settings))
     if recipe.train.ckpt.export_safetensors:
-        export = _kind(kinds, makes="model", feed="", selects_branch=False, required_keys={})
-        stages.append(StageConfig(name=export, kind=export, **model))
+        export_kind = _find_kind_name(kinds, makes="model", feed="", selects_branch=False, required_keys={})
+        stages.append(StageConfig(name=export_kind, kind=export_kind, **model_settings))
     return tuple(stages)
 
 
-def _kind(kinds: StageKinds, **policy: object) -> str:
+def _find_kind_name(kinds: StageKinds, **policy: object) -> str:
     """Return the name of the first stage kind whose properties have these values."""
     return next(name for name, kind in kinds.items() if all(getattr(kind, key) == policy[key] for key in policy))
 
 
-def _references(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[tuple[str, str]]:
+def _stage_references(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[tuple[str, str]]:
     """Yield each key of a stage that may refer to another stage, with its value."""
     yield "model", stage.model
     yield "data", stage.data
-    if kind.reads_data == "source":
+    if stage_kind.reads_data == "source":
         yield from _row_references(recipe)
-    if teacher := recipe.teacher_of(kind):
+    if teacher := recipe.teacher_of(stage_kind):
         yield "distillation.model_name_or_path", teacher.model_name_or_path
 
 
@@ -293,54 +300,61 @@ def _find_required_feed(recipe: Recipe) -> str:
 def _check_stages(pipeline: Pipeline) -> None:
     kinds = pipeline.kinds
     names = [stage.name for stage in pipeline.stages]
-    trainings = [s.name for s in pipeline.stages if s.kind in kinds and kinds[s.kind].trains_model]
+    training_names = [s.name for s in pipeline.stages if s.kind in kinds and kinds[s.kind].trains_model]
     for stage in pipeline.stages:
-        where = f"{pipeline.source}: stage {stage.name!r}"
+        location = f"{pipeline.source}: stage {stage.name!r}"
         if names.count(stage.name) > 1:
-            raise ConfigError(f"{where}: the name is used twice; stage names are unique")
+            raise ConfigError(f"{location}: the name is used twice; stage names are unique")
         if stage.kind not in kinds:
-            raise ConfigError(f"{where}: unknown kind {stage.kind!r}{suggestion(stage.kind, list(kinds))}")
-        _check_kind(where, stage, pipeline.recipes[stage.name], kinds)
-        if stage.checkpoint and source_of(stage.model) not in trainings:
-            raise ConfigError(f'{where}: checkpoint = {stage.checkpoint!r} needs model = "stage:NAME" of a training')
-        if stage.format and stage.format not in _formats_of(pipeline, source_of(stage.model)):
+            raise ConfigError(f"{location}: unknown kind {stage.kind!r}{suggestion(stage.kind, list(kinds))}")
+        _check_stage_kind(location, stage, pipeline.recipes[stage.name], kinds)
+        if stage.checkpoint and source_of(stage.model) not in training_names:
+            raise ConfigError(f'{location}: checkpoint = {stage.checkpoint!r} needs model = "stage:NAME" of a training')
+        if stage.format and stage.format not in _export_formats_of(pipeline, source_of(stage.model)):
             raise ConfigError(
-                f"{where}: format = {stage.format!r} is not among export.formats of model = {stage.model!r}"
+                f"{location}: format = {stage.format!r} is not among export.formats of model = {stage.model!r}"
             )
-        for upstream in stage.after:
-            if upstream not in names:
+        for upstream_stage in stage.after:
+            if upstream_stage not in names:
                 raise ConfigError(
-                    f"{where}: after = {upstream!r} is no stage of this pipeline{suggestion(upstream, names)}"
+                    f"{location}: after = {upstream_stage!r} is no stage of this "
+                    f"pipeline{suggestion(upstream_stage, names)}"
                 )
         recipe = pipeline.recipes[stage.name]
-        for key, input_reference in (*_references(stage, recipe, kinds[stage.kind]), *_row_references(recipe)):
-            referenced = source_of(input_reference)
-            if referenced is not None and referenced not in names:
+        for key, input_reference in (*_stage_references(stage, recipe, kinds[stage.kind]), *_row_references(recipe)):
+            referenced_stage = source_of(input_reference)
+            if referenced_stage is not None and referenced_stage not in names:
                 raise ConfigError(
-                    f"{where}: {key} = {input_reference!r} is no stage of this pipeline{suggestion(referenced, names)}"
+                    f"{location}: {key} = {input_reference!r} is no stage of this "
+                    f"pipeline{suggestion(referenced_stage, names)}"
                 )
 
 
-def _formats_of(pipeline: Pipeline, name: str | None) -> tuple[str, ...]:
+def _export_formats_of(pipeline: Pipeline, name: str | None) -> tuple[str, ...]:
     """Return the formats in which the stage `name` exports its model; empty if the stage exports no model."""
-    exports = [stage.name for stage in pipeline.stages if pipeline.kinds[stage.kind].reads_key("export.formats")]
-    return pipeline.recipes[name].export.formats if name in exports else ()
+    export_stage_names = [
+        stage.name for stage in pipeline.stages if pipeline.kinds[stage.kind].reads_key("export.formats")
+    ]
+    return pipeline.recipes[name].export.formats if name in export_stage_names else ()
 
 
-def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: StageKinds) -> None:
+def _check_stage_kind(location: str, stage: StageConfig, recipe: Recipe, kinds: StageKinds) -> None:
     """Refuse keys that a stage kind ignores, missing required keys, and a kind that cannot train with the recipe."""
-    kind = kinds[stage.kind]
-    for key in dict.fromkeys(key for other in kinds.values() for key in other.allowed_keys):
-        if getattr(stage, key) and key not in kind.allowed_keys:
-            users = [repr(other.name) for other in kinds.values() if key in other.allowed_keys]
-            raise ConfigError(f"{where}: {key} has a meaning only with kind = {' or '.join(users)}")
-    for key, example_value in kind.required_keys.items():
+    stage_kind = kinds[stage.kind]
+    for key in dict.fromkeys(key for other_kind in kinds.values() for key in other_kind.allowed_keys):
+        if getattr(stage, key) and key not in stage_kind.allowed_keys:
+            supporting_kinds = [
+                repr(other_kind.name) for other_kind in kinds.values() if key in other_kind.allowed_keys
+            ]
+            raise ConfigError(f"{location}: {key} has a meaning only with kind = {' or '.join(supporting_kinds)}")
+    for key, example_value in stage_kind.required_keys.items():
         if not getattr(stage, key):
-            raise ConfigError(f"{where}: kind {kind.name!r} needs {key} = {example_value}")
-    if kind.trains_model and kind.feed != _find_required_feed(recipe):
+            raise ConfigError(f"{location}: kind {stage_kind.name!r} needs {key} = {example_value}")
+    if stage_kind.trains_model and stage_kind.feed != _find_required_feed(recipe):
         raise ConfigError(
-            f"{where}: kind {kind.name!r} does not train with train.train_policy.type = "
-            f"{recipe.train.train_policy.type!r}; take kind = {_kind(kinds, feed=_find_required_feed(recipe))!r}"
+            f"{location}: kind {stage_kind.name!r} does not train with train.train_policy.type = "
+            f"{recipe.train.train_policy.type!r}; take kind = "
+            f"{_find_kind_name(kinds, feed=_find_required_feed(recipe))!r}"
         )
 
 
@@ -348,49 +362,53 @@ def _with_output_dir(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with the `output_dir` that its recipes set; refuse recipes that set different folders."""
     if pipeline.config.output_dir:
         return pipeline
-    stage_of_folder: dict[str, str] = {}
+    stage_by_folder: dict[str, str] = {}
     for name, recipe in pipeline.recipes.items():
         if "output_dir" in recipe.train.model_fields_set:
-            stage_of_folder.setdefault(recipe.train.output_dir, name)
-    if len(stage_of_folder) > 1:
-        folders = " and ".join(f"{folder!r} of stage {stage!r}" for folder, stage in stage_of_folder.items())
+            stage_by_folder.setdefault(recipe.train.output_dir, name)
+    if len(stage_by_folder) > 1:
+        folders_text = " and ".join(f"{folder!r} of stage {stage!r}" for folder, stage in stage_by_folder.items())
         raise ConfigError(
-            f"{pipeline.source}: train.output_dir = {folders}: a run has one folder; set pipeline.output_dir"
+            f"{pipeline.source}: train.output_dir = {folders_text}: a run has one folder; set pipeline.output_dir"
         )
-    return replace(pipeline, config=pipeline.config.derive(output_dir=next(iter(stage_of_folder), _OUTPUTS)))
+    return replace(pipeline, config=pipeline.config.derive(output_dir=next(iter(stage_by_folder), _DEFAULT_OUTPUT_DIR)))
 
 
-def _sorted(pipeline: Pipeline) -> Pipeline:
+def _sort_topologically(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline in topological order, which keeps the file's order where possible; refuse a cycle, and a
     reference to a stage that is missing from `after`."""
     ordered_pipeline = pipeline.with_stages(_topological_order(pipeline))
-    complete = []
+    sorted_stages = []
     for stage in ordered_pipeline.stages:
-        inputs = list(stage.after)
-        for key, input_reference in _references(
+        predecessors = list(stage.after)
+        for key, input_reference in _stage_references(
             stage, ordered_pipeline.recipes[stage.name], ordered_pipeline.kind_of(stage)
         ):
-            upstream = source_of(input_reference)
-            if upstream is not None and stage.name not in ordered_pipeline.with_dependents(upstream):
+            upstream_stage = source_of(input_reference)
+            if upstream_stage is not None and stage.name not in ordered_pipeline.with_dependents(upstream_stage):
                 raise ConfigError(
-                    f"{pipeline.source}: stage {stage.name!r}: {key} = {input_reference!r} but {upstream!r} is not in "
-                    f'its `after`; write after = ["{upstream}"]'
+                    f"{pipeline.source}: stage {stage.name!r}: {key} = {input_reference!r} but {upstream_stage!r} is "
+                    f"not in "
+                    f'its `after`; write after = ["{upstream_stage}"]'
                 )
-            inputs += [upstream] if upstream else []
-        changes = {"after": tuple(dict.fromkeys(inputs)), "target": _gate_target(ordered_pipeline, stage)}
-        complete.append(stage.model_copy(update=changes))
-    return ordered_pipeline.with_stages(complete)
+            predecessors += [upstream_stage] if upstream_stage else []
+        updated_fields = {
+            "after": tuple(dict.fromkeys(predecessors)),
+            "target": _find_gate_target(ordered_pipeline, stage),
+        }
+        sorted_stages.append(stage.model_copy(update=updated_fields))
+    return ordered_pipeline.with_stages(sorted_stages)
 
 
 def _inherit_export_dtype(pipeline: Pipeline) -> Pipeline:
     """Set the missing `train.param_dtype` of an export to the value of the stage whose model it exports."""
     recipes = dict(pipeline.recipes)
     for stage in pipeline.stages:
-        kind, source, recipe = pipeline.kind_of(stage), source_of(stage.model), recipes[stage.name]
-        is_export = kind.makes == "model" and not kind.trains_model
+        stage_kind, source, recipe = pipeline.kind_of(stage), source_of(stage.model), recipes[stage.name]
+        is_export = stage_kind.makes == "model" and not stage_kind.trains_model
         if is_export and source and "param_dtype" not in recipe.train.model_fields_set:
-            trained = recipes[source].train.param_dtype
-            recipes[stage.name] = recipe.derive(train=recipe.train.derive(param_dtype=trained))
+            source_dtype = recipes[source].train.param_dtype
+            recipes[stage.name] = recipe.derive(train=recipe.train.derive(param_dtype=source_dtype))
     return replace(pipeline, recipes=recipes)
 
 
@@ -402,25 +420,27 @@ def _topological_order(pipeline: Pipeline) -> list[StageConfig]:
         sorter.prepare()
     except CycleError as error:
         raise ConfigError(f"{pipeline.source}: the stages form a cycle: {' -> '.join(error.args[1])}") from error
-    ready, ordered_names = list(sorter.get_ready()), []
-    while ready:
-        name = min(ready, key=list(stages).index)
-        ready.remove(name)
-        ordered_names.append(stages[name])
+    ready_names, ordered_stages = list(sorter.get_ready()), []
+    while ready_names:
+        name = min(ready_names, key=list(stages).index)
+        ready_names.remove(name)
+        ordered_stages.append(stages[name])
         sorter.done(name)
-        ready += sorter.get_ready()
-    return ordered_names
+        ready_names += sorter.get_ready()
+    return ordered_stages
 
 
-def _gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
+def _find_gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
     """Return the publication target of a gate, by default that of the first upload stage that depends on the gate."""
     dependents = pipeline.with_dependents(stage.name)
-    uploads = [s.target for s in pipeline.stages if pipeline.kind_of(s).makes == "publication" and s.name in dependents]
-    target = stage.target or (uploads[0] if stage.require and uploads else "")
-    where = f"{pipeline.source}: stage {stage.name!r}"
+    upload_targets = [
+        s.target for s in pipeline.stages if pipeline.kind_of(s).makes == "publication" and s.name in dependents
+    ]
+    target = stage.target or (upload_targets[0] if stage.require and upload_targets else "")
+    location = f"{pipeline.source}: stage {stage.name!r}"
     if not target and any(parse_condition(text).needs_published_model for text in stage.require):
         raise ConfigError(
-            f"{where}: require compares with `published`, but there is no target to read it from; set target"
+            f"{location}: require compares with `published`, but there is no target to read it from; set target"
         )
     return target
 
@@ -429,7 +449,7 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
     """Set `data = "stage:NAME"` in every stage that reads prepared rows, and add the stages that prepare these rows."""
     stages: list[StageConfig] = []
     recipes = dict(pipeline.recipes)
-    by_name = {stage.name: stage for stage in pipeline.stages}
+    stages_by_name = {stage.name: stage for stage in pipeline.stages}
     kinds = {stage.name: pipeline.kind_of(stage) for stage in pipeline.stages}
 
     def prepared(stage: StageConfig) -> str:
@@ -441,27 +461,27 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
         if kinds[stage.name].reads_data != "prepared" or prepared(stage):
             stages.append(stage)
             continue
-        trained = by_name.get(source_of(stage.model) or "")
+        trained = stages_by_name.get(source_of(stage.model) or "")
         if trained is not None and kinds[trained.name].makes == "model" and not kinds[trained.name].trains_model:
-            trained = by_name.get(source_of(trained.model) or "")
+            trained = stages_by_name.get(source_of(trained.model) or "")
         is_training = trained is not None and kinds[trained.name].trains_model
         if trained is not None and is_training and kinds[stage.name].makes == "metrics" and not stage.data:
             name = prepared(trained) or f"{trained.name}{IMPLIED_SUFFIX}"
             stages.append(_add_data_dependency(stage, name))
             continue
         name = f"{stage.name}{IMPLIED_SUFFIX}"
-        if name in by_name:
+        if name in stages_by_name:
             raise ConfigError(
                 f"{pipeline.source}: stage {name!r}: the name is taken by the data of stage {stage.name!r}"
             )
-        origin = _origin_of_model(pipeline, by_name, stage)
-        prepare = _kind(pipeline.kinds, makes="data")
-        prepare_stage = StageConfig(name=name, kind=prepare, model=origin, data=stage.data)
-        references = _references(prepare_stage, recipes[stage.name], pipeline.kinds[prepare])
-        needs = tuple(
+        origin_model = _find_origin_model(pipeline, stages_by_name, stage)
+        prepare_kind = _find_kind_name(pipeline.kinds, makes="data")
+        prepare_stage = StageConfig(name=name, kind=prepare_kind, model=origin_model, data=stage.data)
+        references = _stage_references(prepare_stage, recipes[stage.name], pipeline.kinds[prepare_kind])
+        predecessors = tuple(
             dict.fromkeys(source for _, input_reference in references if (source := source_of(input_reference)))
         )
-        stages.append(prepare_stage.model_copy(update={"after": needs}))
+        stages.append(prepare_stage.model_copy(update={"after": predecessors}))
         recipes[name] = recipes[stage.name]
         stages.append(_add_data_dependency(stage, name))
     return pipeline.with_stages(stages, recipes)
@@ -471,14 +491,14 @@ def _add_data_dependency(stage: StageConfig, name: str) -> StageConfig:
     return stage.model_copy(update={"data": f"stage:{name}", "after": tuple(dict.fromkeys((*stage.after, name)))})
 
 
-def _origin_of_model(pipeline: Pipeline, by_name: Mapping[str, StageConfig], stage: StageConfig) -> str:
+def _find_origin_model(pipeline: Pipeline, stages_by_name: Mapping[str, StageConfig], stage: StageConfig) -> str:
     """Return the model with the tokenizer of a stage. Training does not change it, so rows are prepared earlier."""
     recipes, model, visited = pipeline.recipes, stage.model, {stage.name}
-    while (name := source_of(model)) is not None and pipeline.kind_of(by_name[name]).makes == "model":
+    while (name := source_of(model)) is not None and pipeline.kind_of(stages_by_name[name]).makes == "model":
         if name in visited:
             break  # `_topological_order` reports the cycle of stages
         visited.add(name)
-        model = pipeline.starts_from(by_name[name]) or recipes[name].policy.model_name_or_path
+        model = pipeline.starts_from(stages_by_name[name]) or recipes[name].policy.model_name_or_path
     return "" if model == recipes[stage.name].policy.model_name_or_path else model
 
 
@@ -490,13 +510,13 @@ def _with_absolute_paths(pipeline: Pipeline) -> Pipeline:
         path = None if source_of(text) is not None else existing_path(text, Path.cwd()) or existing_path(text, folder)
         return str(path.resolve()) if path else text
 
-    def convert(where: NamedThing, text: str) -> str:
-        if where is NamedThing.PUBLISHED:
+    def convert(named_thing: NamedThing, text: str) -> str:
+        if named_thing is NamedThing.PUBLISHED:
             return absolute_target(text, to_absolute)
-        file, colon, object_name = text.rpartition(":")
-        if file.endswith(".py"):
-            return f"{to_absolute(file)}{colon}{object_name}"
-        return to_absolute(text) if where is NamedThing.PATH and text else text
+        file_path, separator, object_name = text.rpartition(":")
+        if file_path.endswith(".py"):
+            return f"{to_absolute(file_path)}{separator}{object_name}"
+        return to_absolute(text) if named_thing is NamedThing.PATH and text else text
 
     stages = [convert_named_things(stage, convert) for stage in pipeline.stages]
     recipes = {name: convert_named_things(recipe, convert) for name, recipe in pipeline.recipes.items()}

@@ -17,7 +17,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
 }  # fmt: skip
 _COMPARISON_PATTERN = re.compile(r"\s*(\S+)\s*(>=|<=|==|>|<)\s*(?:published\s*(?:([+-])\s*([\d.]\S*))?|(\S+))\s*")
 _NOT_WORSE_PATTERN = re.compile(r"\s*(\S+)\s+not\s+worse\s+than\s+published(?:\s+by\s+([\d.]\S*))?\s*")
-_RANGE = re.compile(r"\s*(?:([\d.]+)\s*(<=|<))?\s*pass_rate\s*(?:(<=|<|>=|>)\s*([\d.]+))?\s*")
+_PASS_RATE_PATTERN = re.compile(r"\s*(?:([\d.]+)\s*(<=|<))?\s*pass_rate\s*(?:(<=|<|>=|>)\s*([\d.]+))?\s*")
 LOWER_IS_BETTER = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated", "bits_per_byte")
 """Words in the names of metrics whose lower values are better."""
 
@@ -57,8 +57,10 @@ class MetricCondition:
     def is_satisfied(self, value: float, limit: float | None, margin: float = 0.0) -> bool:
         """Return True if `value`, worsened by `margin`, compares with `limit` as the condition requires. If `limit` is
         None (no model was published yet), any value passes; NaN never passes."""
-        worsened = value - math.copysign(margin, 1.0 if self.comparison.startswith(">") else -1.0) if margin else value
-        return not math.isnan(value) and (limit is None or _OPERATORS[self.comparison](worsened, limit))
+        worsened_value = (
+            value - math.copysign(margin, 1.0 if self.comparison.startswith(">") else -1.0) if margin else value
+        )
+        return not math.isnan(value) and (limit is None or _OPERATORS[self.comparison](worsened_value, limit))
 
 
 def parse_condition(text: str) -> MetricCondition:
@@ -68,17 +70,23 @@ def parse_condition(text: str) -> MetricCondition:
         ValueError: the text has none of the forms of a condition.
     """
     if match := _NOT_WORSE_PATTERN.fullmatch(text):
-        metric, by, bound = match[1], match[2] or "0", None
+        metric, offset_text, bound_text = match[1], match[2] or "0", None
         is_lower_better = any(word in metric.rpartition("/")[2].lower() for word in LOWER_IS_BETTER)
-        comparison, sign = ("<=", "+") if is_lower_better else (">=", "-")
+        comparison, offset_sign = ("<=", "+") if is_lower_better else (">=", "-")
     elif match := _COMPARISON_PATTERN.fullmatch(text):
-        metric, comparison, sign, by, bound = match[1], match[2], match[3] or "+", match[4] or "0", match[5]
-    if not match or not _is_number(by) or (bound is not None and not _is_number(bound)):
+        metric, comparison, offset_sign, offset_text, bound_text = (
+            match[1],
+            match[2],
+            match[3] or "+",
+            match[4] or "0",
+            match[5],
+        )
+    if not match or not _is_number(offset_text) or (bound_text is not None and not _is_number(bound_text)):
         raise ValueError(
             f"condition {text!r} must be METRIC >= NUMBER, METRIC >= {PUBLISHED}, METRIC >= {PUBLISHED} - NUMBER (also "
             f">, <=, <, ==) or METRIC not worse than {PUBLISHED} by NUMBER"
         )
-    return MetricCondition(text, metric, comparison, bound or PUBLISHED, float(f"{sign}{by}"))
+    return MetricCondition(text, metric, comparison, bound_text or PUBLISHED, float(f"{offset_sign}{offset_text}"))
 
 
 def parse_range(text: str) -> Callable[[float], bool]:
@@ -87,24 +95,24 @@ def parse_range(text: str) -> Callable[[float], bool]:
     Raises:
         ValueError: the text is no range of pass rates.
     """
-    match = _RANGE.fullmatch(text)
+    match = _PASS_RATE_PATTERN.fullmatch(text)
     if not match or not (match[1] or match[4]) or not all(_is_number(match[i] or "0") for i in (1, 4)):
         raise ValueError(f"keep = {text!r} must be NUMBER <= pass_rate <= NUMBER, or one half of it (also < and >)")
-    low, low_operator, high_operator, high = match.groups()
-    return lambda rate: (
-        (not low or _OPERATORS[low_operator](float(low), rate))
-        and (not high or _OPERATORS[high_operator](rate, float(high)))
+    min_rate, low_operator, high_operator, max_rate = match.groups()
+    return lambda pass_rate: (
+        (not min_rate or _OPERATORS[low_operator](float(min_rate), pass_rate))
+        and (not max_rate or _OPERATORS[high_operator](pass_rate, float(max_rate)))
     )
 
 
-def noise_margin(name: str, confidence: float, *measured: Mapping[str, float]) -> float | None:
+def noise_margin(name: str, confidence: float, *measurements: Mapping[str, float]) -> float | None:
     """Return how much two measurements of the metric `name` must differ so that the difference is noise with a
     probability of at most 1 - `confidence`; None if the standard error of a measurement is unknown.
 
     The standard error is the metric `NAME_stderr`. For a fraction of held-out prompts it is computed from the number of
     prompts, with one success and one failure added, because a fraction of 0 or 1 of few prompts is not certain.
     """
-    errors = [_standard_error(name, metrics) for metrics in measured]
+    errors = [_standard_error(name, metrics) for metrics in measurements]
     known_errors = [error for error in errors if error is not None]
     return NormalDist().inv_cdf(confidence) * math.hypot(*known_errors) if len(known_errors) == len(errors) else None
 
@@ -112,14 +120,14 @@ def noise_margin(name: str, confidence: float, *measured: Mapping[str, float]) -
 def _standard_error(name: str, metrics: Mapping[str, float]) -> float | None:
     if (error := metrics.get(name + STDERR)) is not None:
         return error
-    folder, _, last = name.rpartition("/")
-    count = metrics.get(f"{folder}/prompts", 0.0)
-    if count < 1 or not (last == "accuracy" or last.startswith("pass@")):
+    metric_prefix, _, metric_name = name.rpartition("/")
+    num_prompts = metrics.get(f"{metric_prefix}/prompts", 0.0)
+    if num_prompts < 1 or not (metric_name == "accuracy" or metric_name.startswith("pass@")):
         return None
     if metrics[name] < 0 or metrics[name] > 1:  # a percentage, for example, is not a fraction
         return None
-    fraction = (metrics[name] * count + 1) / (count + 2)
-    return math.sqrt(fraction * (1 - fraction) / count)
+    smoothed_fraction = (metrics[name] * num_prompts + 1) / (num_prompts + 2)
+    return math.sqrt(smoothed_fraction * (1 - smoothed_fraction) / num_prompts)
 
 
 def _is_number(text: str) -> bool:

@@ -25,9 +25,9 @@ from cosmos_core.config.schema.table import Table, all_fields, status, tables_in
 from cosmos_core.errors import ConfigError
 from cosmos_core.types import StageKind
 
-_GENERATIONS = {"first": "Cosmos-RL", "later": "later Cosmos-RL", "ours": "ours"}
+_GENERATION_NAMES = {"first": "Cosmos-RL", "later": "later Cosmos-RL", "ours": "ours"}
 MAX_NAME = 200
-_WORDS = {bool: "true or false", int: "integer", float: "number", str: "string"}
+_TOML_TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "string"}
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,10 @@ class Key:
 def all_keys() -> tuple[Key, ...]:
     """Return the description of every key of a recipe, then of `[pipeline]`, in the order of the schema."""
     fields = [*all_fields(Recipe), *all_fields(PipelineConfig, "pipeline.")]
-    tables = {name: status(field) for name, _, field in fields if tables_in(field.annotation)}
-    return tuple({(name, table): _key(name, table, field, tables) for name, table, field in fields}.values())
+    table_statuses = {name: status(field) for name, _, field in fields if tables_in(field.annotation)}
+    return tuple(
+        {(name, table): _describe_field(name, table, field, table_statuses) for name, table, field in fields}.values()
+    )
 
 
 def find_key(name: str) -> list[Key]:
@@ -78,12 +80,14 @@ def find_key(name: str) -> list[Key]:
 def _suggest_keys(name: str) -> str:
     """Return the text of suggestions for an unknown key: the same name in other tables, otherwise similar names."""
     names = sorted({key.name for key in all_keys()})
-    similar = [key for key in names if key.rpartition(".")[2] == name.rpartition(".")[2]]
-    if not similar and len(name) <= MAX_NAME:  # the comparison of a very long name is slow
+    similar_keys = [key for key in names if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    if not similar_keys and len(name) <= MAX_NAME:  # the comparison of a very long name is slow
         same_depth_keys = [key for key in names if key.count(".") == name.count(".")]  # excludes tables such as `train`
-        similar = difflib.get_close_matches(name, same_depth_keys, n=1) or difflib.get_close_matches(name, names, n=1)
-    suggested = " or ".join(map(repr, similar))
-    return f"; did you mean {suggested}?" if similar else "; `cosmos config coverage` lists them all"
+        similar_keys = difflib.get_close_matches(name, same_depth_keys, n=1) or difflib.get_close_matches(
+            name, names, n=1
+        )
+    suggestion_text = " or ".join(map(repr, similar_keys))
+    return f"; did you mean {suggestion_text}?" if similar_keys else "; `cosmos config coverage` lists them all"
 
 
 def find_kinds_that_read_key(key: Key, kinds: Mapping[str, StageKind]) -> list[str]:
@@ -113,7 +117,7 @@ def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
         elif key.name in trl.keys_of(name):
             yield f"  in TRL    {name.rpartition('.')[2]}"
         yield f"  {key.meaning}"
-        rows = {
+        key_properties = {
             "type": key.type,
             "default": key.default,
             "unit": key.unit,
@@ -122,28 +126,29 @@ def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
             "status": key.status + (f": {key.note}" if key.note else ""),
             "test": effect_tests().get(key.name, ""),
         }
-        yield from (f"  {label:<9} {text}" for label, text in rows.items() if text)
+        yield from (f"  {label:<9} {text}" for label, text in key_properties.items() if text)
 
 
-def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, Status]) -> Key:
-    """Return the description of a field; a key is not used if its table, whose status is in `tables`, is not used."""
-    unit: UnitMark | None = find_mark(field, UnitMark)
-    since: IntroducedIn | None = find_mark(field, IntroducedIn)
-    supported: SupportedValues | None = find_mark(field, SupportedValues)
+def _describe_field(name: str, table: type[Table], field: FieldInfo, table_statuses: Mapping[str, Status]) -> Key:
+    """Return the description of a field; a key is not used if its table, whose status is in `table_statuses`, is not
+    used."""
+    unit_mark: UnitMark | None = find_mark(field, UnitMark)
+    introduced_in: IntroducedIn | None = find_mark(field, IntroducedIn)
+    supported_values: SupportedValues | None = find_mark(field, SupportedValues)
     key_status = status(field)
     if key_status.name == "used":
-        key_status = tables.get(name.rpartition(".")[0], key_status)
-    is_own_key = name.startswith("pipeline") or (since is not None and since.generation == "ours")
+        key_status = table_statuses.get(name.rpartition(".")[0], key_status)
+    is_own_key = name.startswith("pipeline") or (introduced_in is not None and introduced_in.generation == "ours")
     return Key(
         name=name,
         table=table,
         type=type_name(field.annotation),
         default="required" if field.is_required() else toml_text(field.get_default(call_default_factory=True)),
-        unit=unit.name if unit else "",
+        unit=unit_mark.name if unit_mark else "",
         meaning=" ".join((field.description or _field_docstrings(table).get(name.rpartition(".")[2], "")).split()),
         status=key_status.name,
-        note=key_status.note or (supported.note if supported else ""),
-        since=_GENERATIONS["ours" if is_own_key else since.generation if since else "first"],
+        note=key_status.note or (supported_values.note if supported_values else ""),
+        since=_GENERATION_NAMES["ours" if is_own_key else introduced_in.generation if introduced_in else "first"],
         is_table=bool(tables_in(field.annotation)),
     )
 
@@ -190,18 +195,18 @@ def toml_text(value: Any) -> str:
 
 def type_name(annotation: Any) -> str:
     """Return the TOML name of a Python type, such as `list of strings`."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if annotation in _WORDS:
-        return _WORDS[annotation]
-    if origin is Annotated:
+    type_origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation in _TOML_TYPE_NAMES:
+        return _TOML_TYPE_NAMES[annotation]
+    if type_origin is Annotated:
         return type_name(arguments[0])
-    if origin is Literal:
+    if type_origin is Literal:
         return " or ".join(toml_text(value) for value in arguments)
-    if origin in {Union, types.UnionType}:
+    if type_origin in {Union, types.UnionType}:
         return " or ".join(type_name(argument) for argument in arguments if argument is not type(None))
-    if origin is tuple:
-        members = [type_name(argument) for argument in arguments if argument is not Ellipsis]
-        return f"list of {members[0]}s" if Ellipsis in arguments else f"[{', '.join(members)}]"
-    if origin is dict:
+    if type_origin is tuple:
+        member_types = [type_name(argument) for argument in arguments if argument is not Ellipsis]
+        return f"list of {member_types[0]}s" if Ellipsis in arguments else f"[{', '.join(member_types)}]"
+    if type_origin is dict:
         return f"table of {type_name(arguments[1])}s" if arguments[1] is not Any else "table"
     return "table" if tables_in(annotation) else "any value"

@@ -10,7 +10,7 @@ from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
 
 
-class _File(Recipe):
+class _ConfigFile(Recipe):
     """Root table of a configuration file: a recipe with an optional `[pipeline]` and `extends`."""
 
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="The graph of stages.")
@@ -20,16 +20,16 @@ class _File(Recipe):
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a configuration file (dialect 2020-12); its descriptions mark keys that have no effect
     or are not supported."""
-    schema = _File.model_json_schema()
+    schema = _ConfigFile.model_json_schema()
     _make_type_optional(schema)
     schema |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Configuration", "description": ""}
     for key in all_keys():
         properties = schema["$defs"].get(key.table.__name__, schema)["properties"]
         note = f" [{key.status}: {key.note}]" if key.note else ""
         properties[key.name.rpartition(".")[2]]["description"] = key.meaning + note
-    renamed = {old_key: f"today's {new}" for old_key, new in RENAMED_KEYS.items()}
-    for old_key, meaning in (renamed | UNUSED_KEYS).items():
-        _deprecate(schema, old_key, meaning)
+    renamed_keys = {old_key: f"today's {new_key}" for old_key, new_key in RENAMED_KEYS.items()}
+    for old_key, description in (renamed_keys | UNUSED_KEYS).items():
+        _add_deprecated_key(schema, old_key, description)
     return schema
 
 
@@ -42,18 +42,18 @@ def _make_type_optional(schema: dict[str, Any]) -> None:
     field.pop("discriminator", None)
 
 
-def _deprecate(schema: dict[str, Any], key: str, meaning: str) -> None:
+def _add_deprecated_key(schema: dict[str, Any], key: str, description: str) -> None:
     """Add an old key, marked as deprecated, to every table in which it may occur."""
-    *parents, name = key.split(".")
+    *parent_names, name = key.split(".")
     tables = [schema]
-    for part in parents:
-        fields = [table.get("properties", {}).get(part, {}) for table in tables]
-        tables = [subtable for field in fields for subtable in _targets(schema, field)]
+    for parent_name in parent_names:
+        fields = [table.get("properties", {}).get(parent_name, {}) for table in tables]
+        tables = [subtable for field in fields for subtable in _referenced_schemas(schema, field)]
     for table in tables:
-        table["properties"].setdefault(name, {"deprecated": True, "description": meaning})
+        table["properties"].setdefault(name, {"deprecated": True, "description": description})
 
 
-def _targets(schema: dict[str, Any], field: dict[str, Any]) -> list[dict[str, Any]]:
-    options = [field, *field.get("anyOf", []), *field.get("oneOf", []), *field.get("allOf", [])]
-    names = [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
+def _referenced_schemas(schema: dict[str, Any], field: dict[str, Any]) -> list[dict[str, Any]]:
+    alternatives = [field, *field.get("anyOf", []), *field.get("oneOf", []), *field.get("allOf", [])]
+    names = [alternative["$ref"].rpartition("/")[2] for alternative in alternatives if "$ref" in alternative]
     return [schema["$defs"][name] for name in names]

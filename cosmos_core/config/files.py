@@ -18,46 +18,52 @@ def read_config(path: Path, notices: list[str], overriding_files: Sequence[Path]
     Raises:
         ConfigError: a file cannot be read, or the files extend each other in a circle.
     """
-    values = _read(path, notices, ())
+    values = _read_with_bases(path, notices, ())
     for file in overriding_files:
-        values = merge(values, _resolve_recipe_files(_read(file, notices, ()), file))
+        values = merge(values, _resolve_recipe_files(_read_with_bases(file, notices, ()), file))
     return values
 
 
-def _read(path: Path, notices: list[str], including_files: tuple[Path, ...]) -> Values:
-    resolved = Path(os.path.realpath(path))  # Path.resolve raises an error for a cycle of links
+def _read_with_bases(path: Path, notices: list[str], including_files: tuple[Path, ...]) -> Values:
+    resolved_path = Path(os.path.realpath(path))  # Path.resolve raises an error for a cycle of links
     if len(including_files) == MAX_DEPTH:
         raise ConfigError(f"{path}: behind {MAX_DEPTH} files that extend each other, the most that there may be")
-    if resolved in including_files:
-        cycle = " -> ".join(str(file) for file in (*including_files, resolved))
-        raise ConfigError(f"{path}: extends itself: {cycle}")
+    if resolved_path in including_files:
+        extends_cycle = " -> ".join(str(file) for file in (*including_files, resolved_path))
+        raise ConfigError(f"{path}: extends itself: {extends_cycle}")
     values = with_current_keys(read_toml(path), str(path), notices)
-    for stage in _stages(values):
+    for stage in _find_stage_tables(values):
         if isinstance(stage.get("overrides"), dict):
-            where = f"{path}: stage {stage.get('name')!r}: overrides"
-            stage["overrides"] = with_current_keys(stage["overrides"], where, notices)
-    bases = values.pop("extends", [])
-    bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
-        raise ConfigError(f"{path}: extends = {bases!r}: must be a file or a list of files, relative to this one")
-    merged: Values = {}
-    for base in bases:
-        file = path.parent / base
+            location = f"{path}: stage {stage.get('name')!r}: overrides"
+            stage["overrides"] = with_current_keys(stage["overrides"], location, notices)
+    base_files = values.pop("extends", [])
+    base_files = [base_files] if isinstance(base_files, str) else base_files
+    if not isinstance(base_files, list) or not all(
+        isinstance(base_file, str) and base_file for base_file in base_files
+    ):
+        raise ConfigError(f"{path}: extends = {base_files!r}: must be a file or a list of files, relative to this one")
+    merged_values: Values = {}
+    for base_file in base_files:
+        file = path.parent / base_file
         if not os.path.exists(file):  # os.path.exists returns False for an invalid path; Path.exists raises
-            raise ConfigError(f"{path}: extends = {base!r}: no such file ({file})")
-        merged = merge(merged, _resolve_recipe_files(_read(file, notices, (*including_files, resolved)), file))
-    return merge(merged, values)
+            raise ConfigError(f"{path}: extends = {base_file!r}: no such file ({file})")
+        merged_values = merge(
+            merged_values,
+            _resolve_recipe_files(_read_with_bases(file, notices, (*including_files, resolved_path)), file),
+        )
+    return merge(merged_values, values)
 
 
-def _resolve_recipe_files(values: Values, file: Path) -> Values:
-    """Return the values with the recipe files of their stages as absolute paths, resolved from the folder of `file`."""
-    for stage in _stages(values):
+def _resolve_recipe_files(values: Values, config_file: Path) -> Values:
+    """Return the values with the recipe files of their stages as absolute paths, resolved from the folder of
+    `config_file`."""
+    for stage in _find_stage_tables(values):
         if isinstance(stage.get("recipe"), str) and stage["recipe"]:
-            stage["recipe"] = os.path.realpath(file.parent / stage["recipe"])
+            stage["recipe"] = os.path.realpath(config_file.parent / stage["recipe"])
     return values
 
 
-def _stages(values: Values) -> list[Values]:
+def _find_stage_tables(values: Values) -> list[Values]:
     """Return the tables among the entries of `[[pipeline.stages]]`; the schema reports all other entries."""
     pipeline = values.get("pipeline")
     stages = pipeline.get("stages") if isinstance(pipeline, dict) else None

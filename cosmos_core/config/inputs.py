@@ -37,7 +37,7 @@ files, such as `generation_config.json` or a licence, affect exported models onl
 _EXCLUDED_TRAINING_FILES = tuple(f"!{pattern}" for pattern in TRAINING_FILES)
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
 ANNOTATIONS, MEDIA = "custom.dataset.annotation_path", "custom.dataset.media_path"
-_TRAIN_ROWS = "train.train_policy.dataset"
+_TRAIN_DATASET_KEY = "train.train_policy.dataset"
 EVALUATION_PROMPTS, EVALUATION_REWARDS = "evaluate.prompts", "evaluate.rewards"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
@@ -94,18 +94,24 @@ def inputs_of(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[Inpu
     Raises:
         ConfigError: as `config.media.media_settings`.
     """
-    models = tuple(_models(stage, recipe, kind))
-    rows = _rows(stage, recipe, kind, next((each for each in models if each.role == "model"), None))
-    return (*models, *rows, *_benchmarks(recipe, kind), *_files(stage, recipe), *_code(stage, recipe, kind))
+    model_inputs = tuple(_models(stage, recipe, kind))
+    row_inputs = _row_inputs(stage, recipe, kind, next((each for each in model_inputs if each.role == "model"), None))
+    return (
+        *model_inputs,
+        *row_inputs,
+        *_benchmark_inputs(recipe, kind),
+        *_file_inputs(stage, recipe),
+        *_code_inputs(stage, recipe, kind),
+    )
 
 
-def _models(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input]:
-    policy, has_weights = recipe.policy, kind.reads_model == "weights"
-    may_read_any_file = not kind.entry or bool(policy.model_class)  # user code may read any file
+def _models(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[Input]:
+    policy, has_weights = recipe.policy, stage_kind.reads_model == "weights"
+    may_read_any_file = not stage_kind.entry or bool(policy.model_class)  # user code may read any file
     patterns = ALL if may_read_any_file else TRAINING_FILES
-    if kind.reads_model == "tokenizer":
+    if stage_kind.reads_model == "tokenizer":
         patterns = policy.modality.encoder_files
-    key, name = "policy.model_name_or_path", policy.model_name_or_path if kind.reads_model else ""
+    key, name = "policy.model_name_or_path", policy.model_name_or_path if stage_kind.reads_model else ""
     if stage.model:
         key, name = "model", stage.model
     if name:
@@ -117,16 +123,16 @@ def _models(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Inp
                 yield replace(model, role="carried", patterns=_EXCLUDED_TRAINING_FILES)
         if has_weights and model.form != "stage" and policy.model_safetensor_path:
             yield from _weight_inputs(policy.model_safetensor_path)
-    if teacher := recipe.teacher_of(kind):
+    if teacher := recipe.teacher_of(stage_kind):
         location, location_form = _locate_input(teacher.model_name_or_path)
         yield Input(
             "distillation.model_name_or_path", "teacher", location, location_form, patterns, teacher.model_revision
         )
     # The manifest of a checkpoint contains the digests of its other files.
-    if kind.trains_model and isinstance(recipe.train.resume, str):
-        yield Input("train.resume", "resume", f"{_resolve_existing(recipe.train.resume)}/manifest.json", "folder")
-    if kind.trains_model and policy.lora is not None and policy.lora.lora_path is not None:
-        yield Input("policy.lora.lora_path", "adapter", _resolve_existing(policy.lora.lora_path), "folder")
+    if stage_kind.trains_model and isinstance(recipe.train.resume, str):
+        yield Input("train.resume", "resume", f"{_resolve_if_exists(recipe.train.resume)}/manifest.json", "folder")
+    if stage_kind.trains_model and policy.lora is not None and policy.lora.lora_path is not None:
+        yield Input("policy.lora.lora_path", "adapter", _resolve_if_exists(policy.lora.lora_path), "folder")
 
 
 def _weight_inputs(name: str) -> Iterator[Input]:
@@ -137,37 +143,39 @@ def _weight_inputs(name: str) -> Iterator[Input]:
     yield from (Input("policy.model_safetensor_path", "weights", file, "folder") for file in files or [name])
 
 
-def _rows(stage: StageConfig, recipe: Recipe, kind: StageKind, model: Input | None) -> Iterator[Input]:
+def _row_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind, model: Input | None) -> Iterator[Input]:
     """Yield the data sets of a stage, and the folder to which image paths in their rows are relative."""
-    media, modality = media_settings(recipe), recipe.policy.modality
+    media_config, modality = media_settings(recipe), recipe.policy.modality
     # A user function (`entry`) may read any file of a folder.
     data_files, media_files = (ALL, ALL) if stage.entry else (modality.data_files, modality.media_files)
-    is_source, training_sources = kind.reads_data == "source", recipe.train.train_policy.sources
-    is_annotated = (is_source and not stage.data) or (stage.entry and existing_path(media.annotation_path, Path.cwd()))
-    names = {"data": stage.data, ANNOTATIONS: media.annotation_path if is_annotated else ""}
-    for table, dataset in recipe.datasets.items() if is_source else ():
-        if table not in training_sources or not stage.data:
+    has_source_rows, training_sources = stage_kind.reads_data == "source", recipe.train.train_policy.sources
+    is_annotated = (has_source_rows and not stage.data) or (
+        stage.entry and existing_path(media_config.annotation_path, Path.cwd())
+    )
+    names_by_key = {"data": stage.data, ANNOTATIONS: media_config.annotation_path if is_annotated else ""}
+    for dataset_key, dataset in recipe.datasets.items() if has_source_rows else ():
+        if dataset_key not in training_sources or not stage.data:
             key = "local_dir" if getattr(dataset, "local_dir", "") else "name"
-            names[f"{table}.{key}"] = getattr(dataset, key)
-        names[f"{table}.pass_rates"] = dataset.pass_rates
+            names_by_key[f"{dataset_key}.{key}"] = getattr(dataset, key)
+        names_by_key[f"{dataset_key}.pass_rates"] = dataset.pass_rates
     datasets = [source.dataset for source in training_sources.values()]
-    has_dataset_name = any(each.name or getattr(each, "local_dir", "") for each in datasets)
-    if is_source and not (stage.data or media.annotation_path or has_dataset_name):
-        yield Input(f"{_TRAIN_ROWS}.name", "data", "", "folder")
-    for key, name in names.items():
+    has_dataset_name = any(dataset_entry.name or getattr(dataset_entry, "local_dir", "") for dataset_entry in datasets)
+    if has_source_rows and not (stage.data or media_config.annotation_path or has_dataset_name):
+        yield Input(f"{_TRAIN_DATASET_KEY}.name", "data", "", "folder")
+    for key, name in names_by_key.items():
         if name:
-            each = _data(key, name, data_files, allows_prompt_sets=modality.names_prompt_sets)
+            dataset_entry = _dataset_input(key, name, data_files, allows_prompt_sets=modality.names_prompt_sets)
             dataset_of_key = recipe.datasets.get(key.removesuffix(".name"))
-            if dataset_of_key and each.form != "folder":
-                each = replace(each, revision=dataset_of_key.revision or None)
-            yield each
-    if (is_source or stage.entry) and (folder := _media(stage, recipe, media, model)):
-        needs_media_path = is_source and not stage.data and bool(media.media_path)
-        if needs_media_path or os.path.isdir(folder):
-            yield Input(MEDIA, "media", folder, "folder", media_files)
+            if dataset_of_key and dataset_entry.form != "folder":
+                dataset_entry = replace(dataset_entry, revision=dataset_of_key.revision or None)
+            yield dataset_entry
+    if (has_source_rows or stage.entry) and (media_folder := _find_media_folder(stage, recipe, media_config, model)):
+        needs_media_path = has_source_rows and not stage.data and bool(media_config.media_path)
+        if needs_media_path or os.path.isdir(media_folder):
+            yield Input(MEDIA, "media", media_folder, "folder", media_files)
 
 
-def _data(key: str, name: str, patterns: tuple[str, ...], *, allows_prompt_sets: bool) -> Input:
+def _dataset_input(key: str, name: str, patterns: tuple[str, ...], *, allows_prompt_sets: bool) -> Input:
     if generator_of(name):
         return Input(key, "data", name, "literal")
     location, location_form = _locate_input(name)
@@ -185,92 +193,92 @@ def _data(key: str, name: str, patterns: tuple[str, ...], *, allows_prompt_sets:
     return Input(key, "data", location, location_form, patterns)
 
 
-def _media(stage: StageConfig, recipe: Recipe, media: Media, model: Input | None) -> str:
+def _find_media_folder(stage: StageConfig, recipe: Recipe, media_config: Media, model: Input | None) -> str:
     """Return the folder to which image paths in the rows are relative; empty if there is no such folder, or if the
     model reads only text.
 
     Before a Hub model is downloaded, it is unknown whether the model reads images. A changed image is still noticed in
     training, because prepared rows hold the digest of each image.
     """
-    if media.media_path:
-        return _resolve_existing(media.media_path)
-    rows = media.annotation_path
-    folder = model.location if model and model.form == "folder" else ""
-    if folder and any(os.path.isfile(Path(folder, name)) for name in _PROCESSOR_FILES):
-        rows = rows or stage.data or next(iter(recipe.train.train_policy.sources.values())).dataset.name
-    path = existing_path(rows, Path.cwd()) if rows else None
+    if media_config.media_path:
+        return _resolve_if_exists(media_config.media_path)
+    rows_path = media_config.annotation_path
+    model_folder = model.location if model and model.form == "folder" else ""
+    if model_folder and any(os.path.isfile(Path(model_folder, name)) for name in _PROCESSOR_FILES):
+        rows_path = rows_path or stage.data or next(iter(recipe.train.train_policy.sources.values())).dataset.name
+    path = existing_path(rows_path, Path.cwd()) if rows_path else None
     return str(path.parent if path.is_file() else path) if path is not None else ""
 
 
-def _benchmarks(recipe: Recipe, kind: StageKind) -> Iterator[Input]:
+def _benchmark_inputs(recipe: Recipe, stage_kind: StageKind) -> Iterator[Input]:
     """Yield the user's lm-eval tasks with the local data files that they name, and prompt sets of a diffusion model."""
-    if kind.reads_key(EVALUATION_PROMPTS):
+    if stage_kind.reads_key(EVALUATION_PROMPTS):
         for name in recipe.evaluate.prompts:
-            yield replace(_data(EVALUATION_PROMPTS, name, ALL, allows_prompt_sets=True), form="folder")
+            yield replace(_dataset_input(EVALUATION_PROMPTS, name, ALL, allows_prompt_sets=True), form="folder")
     key = "evaluate.include_path"
-    if kind.reads_key(key) and (folder := recipe.evaluate.include_path):
-        yield Input(key, "data", location := _resolve_existing(folder), "folder", TASK_FILES)
+    if stage_kind.reads_key(key) and (folder := recipe.evaluate.include_path):
+        yield Input(key, "data", location := _resolve_if_exists(folder), "folder", TASK_FILES)
         yield from (Input(key, "data", str(file), "folder") for file in local_data_files(Path(location)))
 
 
-def _files(stage: StageConfig, recipe: Recipe) -> Iterator[Input]:
+def _file_inputs(stage: StageConfig, recipe: Recipe) -> Iterator[Input]:
     """Yield the chat templates of a stage, and its reward service with the code and models that the service uses."""
-    turns, template = recipe.rollout.multi_turn_config, recipe.policy.chat_template
-    if turns.enable and (file := turns.custom_chat_template_path) is not None:
+    multi_turn_config, chat_template = recipe.rollout.multi_turn_config, recipe.policy.chat_template
+    if multi_turn_config.enable and (template_path := multi_turn_config.custom_chat_template_path) is not None:
         key = "rollout.multi_turn_config.custom_chat_template_path"
-        yield Input(key, "chat_template", _resolve_existing(file), "folder")
-    if template:
-        is_file = os.path.isfile(path := _resolve_existing(template))
-        yield Input("policy.chat_template", "template", *((path, "folder") if is_file else (template, "literal")))
+        yield Input(key, "chat_template", _resolve_if_exists(template_path), "folder")
+    if chat_template:
+        is_file = os.path.isfile(path := _resolve_if_exists(chat_template))
+        yield Input("policy.chat_template", "template", *((path, "folder") if is_file else (chat_template, "literal")))
     if stage.reward_service and not stage.reward_service.startswith(BLOCK):
-        service = _resolve_existing(stage.reward_service)
-        yield Input("reward_service", "reward_service", service, "folder")
-        for name, part in _service_parts(Path(service)):
-            yield Input(name, "rewards", str(part), "folder")
+        service_path = _resolve_if_exists(stage.reward_service)
+        yield Input("reward_service", "reward_service", service_path, "folder")
+        for name, part_path in _service_files(Path(service_path)):
+            yield Input(name, "rewards", str(part_path), "folder")
 
 
-def _service_parts(file: Path) -> Iterator[tuple[str, Path]]:
+def _service_files(config_file: Path) -> Iterator[tuple[str, Path]]:
     """Yield the user code and the model folders in the configuration of a reward service, by name. Paths that do not
     exist here are left out, because the service may run on another machine."""
     try:
-        tables = read_toml(file).get("reward_args", [])
+        tables = read_toml(config_file).get("reward_args", [])
     except ConfigError:  # the reward service itself reports the error in its file
         return
     names = [str(table.get(key, "")) for table in tables if isinstance(table, dict) for key in ("entry", "model_path")]
     for name in filter(None, dict.fromkeys(names)):
-        module, _, _ = name.rpartition(":") if is_import_path(name) else (name, "", "")
-        path = existing_path(module, Path.cwd()) or existing_path(module, file.parent)
+        module_name, _, _ = name.rpartition(":") if is_import_path(name) else (name, "", "")
+        path = existing_path(module_name, Path.cwd()) or existing_path(module_name, config_file.parent)
         with suppress(ConfigError):
             path = path or (code_file(name) if is_import_path(name) else None)
         if path is not None:
             yield name, path
 
 
-def _code(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input]:
+def _code_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[Input]:
     """Yield the user code of a stage, and the built-in reward functions that the stage uses."""
     if stage.entry:
         yield Input("entry", "entry", stage.entry, "code")
     if is_import_path(target := split_target(stage.target)[0]):
         yield Input("target", "target", target, "code")
-    policy, held_out = recipe.train.train_policy, recipe.validation.reward_function
+    policy, held_out_rewards = recipe.train.train_policy, recipe.validation.reward_function
     for key, field, value, _ in active_fields(recipe):
         if find_mark(field, NamedThing) is NamedThing.CODE:
             names = (value,) if isinstance(value, str) else value or ()
             role: Role = "code" if affects_result(field) else "hook"
-            score_functions = {*policy.rewards, *held_out, *recipe.evaluate.rewards}
-            yield from (Input(key, role, n, "code") for n in names if is_import_path(n) and n not in score_functions)
+            reward_functions = {*policy.rewards, *held_out_rewards, *recipe.evaluate.rewards}
+            yield from (Input(key, role, n, "code") for n in names if is_import_path(n) and n not in reward_functions)
     reward_names: dict[str, Iterable[str]] = {
-        "train.train_policy.reward_function": policy.rewards, "validation.reward_function": held_out
+        "train.train_policy.reward_function": policy.rewards, "validation.reward_function": held_out_rewards
     }  # fmt: skip
-    if kind.reads_key(EVALUATION_REWARDS):
+    if stage_kind.reads_key(EVALUATION_REWARDS):
         reward_names = {EVALUATION_REWARDS: recipe.evaluate.rewards}
     for key, names in reward_names.items():
         yield from (Input(key, "reward", n, "code" if is_import_path(n) else "literal") for n in names)
-    if kind.reads_data == "source":
-        train_names = [source.dataset.name for source in policy.sources.values()]
-        classes = [name for name in (*train_names, recipe.validation.dataset.name) if is_code(name)]
-        for name in (*classes, *filter(None, (policy.data_packer,))):
-            yield Input(f"{_TRAIN_ROWS}.name", "data_code", name, "code")
+    if stage_kind.reads_data == "source":
+        dataset_names = [source.dataset.name for source in policy.sources.values()]
+        dataset_classes = [name for name in (*dataset_names, recipe.validation.dataset.name) if is_code(name)]
+        for name in (*dataset_classes, *filter(None, (policy.data_packer,))):
+            yield Input(f"{_TRAIN_DATASET_KEY}.name", "data_code", name, "code")
 
 
 def _locate_input(name: str) -> tuple[str, LocationForm]:
@@ -285,6 +293,6 @@ def _locate_input(name: str) -> tuple[str, LocationForm]:
     return str(path or name), "folder" if path or is_path else "hub"
 
 
-def _resolve_existing(name: str) -> str:
+def _resolve_if_exists(name: str) -> str:
     """Return the path of a file or folder relative to the current folder, or the name itself if it does not exist."""
     return str(existing_path(name, Path.cwd()) or name)

@@ -17,7 +17,7 @@ from cosmos_core.errors import ConfigError
 Values = dict[str, Any]
 
 # Pydantic's messages name Python types; messages for users name TOML types.
-_SHAPES = {
+_TYPE_DESCRIPTIONS = {
     "model_type": "a table", "model_attributes_type": "a table", "dict_type": "a table", "tuple_type": "an array",
     "string_type": "a string", "int_type": "an integer", "float_type": "a number", "bool_type": "true or false",
 }  # fmt: skip
@@ -27,7 +27,7 @@ _UNION_MEMBER_PATTERN = re.compile(
     r"(constrained-)?(float|int|str|bool)|(tuple|dict|list|literal|function-\w+|nullable)\[.*\]"
 )
 
-_FORMS = {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
+_FORMAT_NAMES = {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
 MAX_FILE_BYTES = 16 << 20
 MAX_DEPTH = 32  # maximum depth of nested tables, above that of the schema and below Python's recursion limit
 _MAX_NAMED_KEYS = 3
@@ -55,7 +55,7 @@ def read_toml(path: Path) -> Values:
     except RecursionError:
         raise ConfigError(f"{path}: nested more than {MAX_DEPTH} tables deep") from None
     except ValueError as error:  # invalid TOML, or an integer with more digits than Python parses
-        format_name = _FORMS.get(path.suffix.lower())
+        format_name = _FORMAT_NAMES.get(path.suffix.lower())
         problem = (
             f"a configuration is TOML, not {format_name}; write [table] and key = value"
             if format_name
@@ -85,13 +85,15 @@ def parse(
     try:
         return table.model_validate(values, context=None if notices is None else {"notices": notices})
     except ValidationError as error:
-        mistakes = error.errors(include_url=False)
+        validation_errors = error.errors(include_url=False)
         # Report a misspelt key first, because it often causes the other errors.
-        mistakes.sort(key=lambda mistake: mistake["type"] != "extra_forbidden")
-        first = _best_fitting_mistake(table, mistakes)
-        message = _explain(table, first, prefix, values)
-        keys = dict.fromkeys(_printable_key(tuple(_keys(table, mistake)), prefix) for mistake in mistakes)
-        other_keys = [key for key in keys if key != _printable_key(tuple(_keys(table, first)), prefix)]
+        validation_errors.sort(key=lambda error_details: error_details["type"] != "extra_forbidden")
+        reported_error = _select_reported_error(table, validation_errors)
+        message = _explain_error(table, reported_error, prefix, values)
+        keys = dict.fromkeys(
+            _printable_key(tuple(_keys(table, error_details)), prefix) for error_details in validation_errors
+        )
+        other_keys = [key for key in keys if key != _printable_key(tuple(_keys(table, reported_error)), prefix)]
         raise ConfigError(f"{source}: {message}{_mention_other_keys(other_keys)}") from error
 
 
@@ -112,24 +114,24 @@ def merge(base: Mapping[str, Any], overriding_values: Mapping[str, Any], table: 
 
     `table` is the dotted key of both tables; it is empty for a recipe, and for an entry of `[[pipeline.stages]]`.
     """
-    merged = type(base)(base) if isinstance(base, dict) else dict(base)
+    merged_values = type(base)(base) if isinstance(base, dict) else dict(base)
     for name, value in overriding_values.items():
-        old, key = merged.get(name), f"{table}.{name}".removeprefix(".").removeprefix("overrides.")
+        old, key = merged_values.get(name), f"{table}.{name}".removeprefix(".").removeprefix("overrides.")
         if isinstance(old, Mapping) and isinstance(value, Mapping) and not _replaces_table(key, old, value):
-            merged[name] = merge(old, value, key)
+            merged_values[name] = merge(old, value, key)
         else:
-            merged[name] = value
-    return merged
+            merged_values[name] = value
+    return merged_values
 
 
 def _replaces_table(key: str, base_value: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
     if key == "train.train_policy":  # a table with another `type` has other keys, so it replaces the old table
         return "type" in value and value["type"] != base_value.get("type", value["type"])
-    return key in _maps() and not isinstance(value, OverrideTable)
+    return key in _free_mapping_keys() and not isinstance(value, OverrideTable)
 
 
 @cache
-def _maps() -> frozenset[str]:
+def _free_mapping_keys() -> frozenset[str]:
     """Return the keys of a recipe whose values are maps with free names, such as weights of rewards, not tables."""
     from cosmos_core.config.schema.recipe import Recipe
 
@@ -155,10 +157,10 @@ def without_none(value: Any) -> Any:
 def describe_unusable(values: Values) -> str:
     """Return a description of the first value that parses but cannot be used later, such as a 65-bit integer; empty if
     there is none. The search is not recursive, because tables may be nested too deeply."""
-    level: list[Any] = [values]
+    level_values: list[Any] = [values]
     for _ in range(MAX_DEPTH):
         nested_values = [
-            item for value in level for item in ((*value, *value.values()) if isinstance(value, dict) else value)
+            item for value in level_values for item in ((*value, *value.values()) if isinstance(value, dict) else value)
         ]
         if any(isinstance(item, int) and not -(1 << 63) <= item < 1 << 63 for item in nested_values):
             return "an integer of more than 64 bits, the most that TOML has"
@@ -166,15 +168,17 @@ def describe_unusable(values: Values) -> str:
         texts = [item for item in nested_values if isinstance(item, str)]
         if any("\0" in text or text.encode("utf-8", "ignore").decode() != text for text in texts):
             return "a text with null characters or with bytes that are not UTF-8"
-        level = [item for item in nested_values if isinstance(item, dict | list)]
-    return f"nested more than {MAX_DEPTH} tables deep" if level else ""
+        level_values = [item for item in nested_values if isinstance(item, dict | list)]
+    return f"nested more than {MAX_DEPTH} tables deep" if level_values else ""
 
 
-def _best_fitting_mistake(table: type[Table], mistakes: list[Any]) -> Any:
+def _select_reported_error(table: type[Table], validation_errors: list[Any]) -> Any:
     """Return the first error or, for a value with several possible forms, the error of the form that fits best."""
-    keys = list(_keys(table, mistakes[0]))
-    nested_mistakes = [mistake for mistake in mistakes if list(_keys(table, mistake))[: len(keys)] == keys]
-    return max(nested_mistakes, key=lambda mistake: len(list(_keys(table, mistake))))
+    keys = list(_keys(table, validation_errors[0]))
+    nested_errors = [
+        error_details for error_details in validation_errors if list(_keys(table, error_details))[: len(keys)] == keys
+    ]
+    return max(nested_errors, key=lambda error_details: len(list(_keys(table, error_details))))
 
 
 def _mention_other_keys(keys: Sequence[str]) -> str:
@@ -191,88 +195,92 @@ def _printable_key(keys: Sequence[int | str], prefix: str) -> str:
     return ".".join([prefix, *printable_names] if prefix else printable_names)
 
 
-def _explain(table: type[Table], mistake: Any, prefix: str, values: Any) -> str:
-    keys = [str(key) for key in _keys(table, mistake)]
+def _explain_error(table: type[Table], error_details: Any, prefix: str, values: Any) -> str:
+    keys = [str(key) for key in _keys(table, error_details)]
     key = _printable_key(keys, prefix)
-    value = short_text(mistake.get("input"))
-    if mistake["type"] == "extra_forbidden":
-        return f"{key}: unknown key{_suggest(table, keys, prefix, values)}"
-    if mistake["type"] == "missing":
+    value = short_text(error_details.get("input"))
+    if error_details["type"] == "extra_forbidden":
+        return f"{key}: unknown key{_suggest_key(table, keys, prefix, values)}"
+    if error_details["type"] == "missing":
         return f"{key}: is required"
-    if mistake["type"] == "union_tag_not_found":
-        return f"{key}.{mistake['ctx']['discriminator'].strip(chr(39))}: is required"
-    if mistake["type"] == "union_tag_invalid":
-        discriminator, tag = mistake["ctx"]["discriminator"].strip("'"), mistake["ctx"]["tag"]
-        return f"{key}.{discriminator} = {short_text(tag)}: must be one of {mistake['ctx']['expected_tags']}"
-    if mistake["type"] in _SHAPES:
-        return f"{key} = {value}: must be {_SHAPES[mistake['type']]}"
-    message = mistake["msg"].removeprefix("Value error, ")
+    if error_details["type"] == "union_tag_not_found":
+        return f"{key}.{error_details['ctx']['discriminator'].strip(chr(39))}: is required"
+    if error_details["type"] == "union_tag_invalid":
+        discriminator, type_tag = error_details["ctx"]["discriminator"].strip("'"), error_details["ctx"]["tag"]
+        return f"{key}.{discriminator} = {short_text(type_tag)}: must be one of {error_details['ctx']['expected_tags']}"
+    if error_details["type"] in _TYPE_DESCRIPTIONS:
+        return f"{key} = {value}: must be {_TYPE_DESCRIPTIONS[error_details['type']]}"
+    message = error_details["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
-    if mistake["type"] == "value_error":  # the message of a validator of the schema contains the value
+    if error_details["type"] == "value_error":  # the message of a validator of the schema contains the value
         if keys and message.startswith(f"{keys[-1]} "):
             return key + _join_lines(message)[len(keys[-1]) :]
         return f"{key}: {_join_lines(message)}" if key else _join_lines(message)
     return f"{key} = {value}: {_join_lines(message)}"
 
 
-def _keys(table: type[Table], mistake: Any) -> Iterator[int | str]:
+def _keys(table: type[Table], error_details: Any) -> Iterator[int | str]:
     """Yield the location of an error without pydantic's names of union members, which are not part of the file."""
-    current: list[type[Table]] = [table]
-    path, last_key = mistake["loc"], ()
-    if mistake["type"] == "extra_forbidden":
-        path, last_key = path[:-1], path[-1:]  # an unknown key may equal the name of a union member
-    for key in path:
-        fields = {name: field for model in current for name, field in model.model_fields.items()}
+    current_tables: list[type[Table]] = [table]
+    location, last_key = error_details["loc"], ()
+    if error_details["type"] == "extra_forbidden":
+        location, last_key = location[:-1], location[-1:]  # an unknown key may equal the name of a union member
+    for key in location:
+        fields = {name: field for model in current_tables for name, field in model.model_fields.items()}
         if key in fields:
-            current = tables_in(fields[str(key)].annotation)
+            current_tables = tables_in(fields[str(key)].annotation)
             yield key
-        elif isinstance(key, str) and any(key in _tags(model) for model in current):
-            current = [model for model in current if key in _tags(model)]
+        elif isinstance(key, str) and any(key in _union_tags(model) for model in current_tables):
+            current_tables = [model for model in current_tables if key in _union_tags(model)]
         elif not (isinstance(key, str) and _UNION_MEMBER_PATTERN.fullmatch(key)):
             yield key
     yield from last_key
 
 
-def _tags(model: type[Table]) -> set[str]:
+def _union_tags(model: type[Table]) -> set[str]:
     tag = model.model_fields.get("type")
     return {getattr(model, "algorithm", ""), *(get_args(tag.annotation) if tag else ())}
 
 
-def _suggest(table: type[Table], keys: list[str], prefix: str, values: Any) -> str:
+def _suggest_key(table: type[Table], keys: list[str], prefix: str, values: Any) -> str:
     """Return the end of an error message with a suggestion for an unknown key: the equivalent of a TRL name, otherwise
     a similar name in the same table, the same name in another table, or a similar path."""
     names = sorted({key for key, *_ in all_fields(table)})
     dotted_key = ".".join(keys)
     if dotted_key in names:
-        owners = [model for key, model, _ in all_fields(table) if key == dotted_key and "type" in model.model_fields]
-        names_of_kinds = [kind for model in owners for kind in get_args(model.model_fields["type"].annotation)]
-        kinds = " or ".join(dict.fromkeys(f'"{kind}"' for kind in names_of_kinds))
+        owner_tables = [
+            model for key, model, _ in all_fields(table) if key == dotted_key and "type" in model.model_fields
+        ]
+        type_names = [kind for model in owner_tables for kind in get_args(model.model_fields["type"].annotation)]
+        type_choices = " or ".join(dict.fromkeys(f'"{kind}"' for kind in type_names))
         type_key = f"{'.'.join(keys[:-1])}.type"
         if not _has_type_or_value(values, keys[:-1]):
-            return f" here; set {type_key} = {kinds}"
-        return f" here; it belongs to {type_key} = {kinds}" if kinds else " here"
+            return f" here; set {type_key} = {type_choices}"
+        return f" here; it belongs to {type_key} = {type_choices}" if type_choices else " here"
     if equivalent_key := trl.describe_equivalent_key(dotted_key):
         return equivalent_key
-    if (intended_key := _closest_foreign_key(keys[-1], names)) and not prefix:
+    if (intended_key := _closest_trl_key(keys[-1], names)) and not prefix:
         return f"; did you mean {intended_key}?"
     parent = dotted_key.rpartition(".")[0]
-    siblings = [k for k in names if k.rpartition(".")[0] == parent]
-    similar = difflib.get_close_matches(dotted_key, siblings, n=1, cutoff=0.75)
-    similar = similar or [k for k in names if k.rpartition(".")[2] == keys[-1]][:1]
-    similar = similar or difflib.get_close_matches(dotted_key, names, n=1, cutoff=0.8)
-    return f"; did you mean {f'{prefix}.' if prefix else ''}{similar[0]}?" if similar else ""
+    sibling_keys = [candidate_key for candidate_key in names if candidate_key.rpartition(".")[0] == parent]
+    similar_keys = difflib.get_close_matches(dotted_key, sibling_keys, n=1, cutoff=0.75)
+    similar_keys = (
+        similar_keys or [candidate_key for candidate_key in names if candidate_key.rpartition(".")[2] == keys[-1]][:1]
+    )
+    similar_keys = similar_keys or difflib.get_close_matches(dotted_key, names, n=1, cutoff=0.8)
+    return f"; did you mean {f'{prefix}.' if prefix else ''}{similar_keys[0]}?" if similar_keys else ""
 
 
-def _closest_foreign_key(name: str, known: Sequence[str]) -> str:
+def _closest_trl_key(name: str, known_keys: Sequence[str]) -> str:
     """Return the key to which a misspelt name of transformers or TRL corresponds; empty if a key of this schema is at
     least as similar.
 
     Example: the letters of `optm_learnrate` are closer to `optm_name` than to `optm_lr`, which is the learning rate.
     """
-    own_names = {_normalise_key(key.rpartition(".")[2]) for key in known}
-    trl_names = {_normalise_key(each): keys[0] for each, keys in trl.NAMES.items() if keys[0] in known}
-    [similar] = difflib.get_close_matches(_normalise_key(name), [*own_names, *trl_names], n=1, cutoff=0.75) or [""]
-    return trl_names[similar] if similar in trl_names and similar not in own_names else ""
+    own_names = {_normalise_key(key.rpartition(".")[2]) for key in known_keys}
+    trl_names = {_normalise_key(trl_name): keys[0] for trl_name, keys in trl.NAMES.items() if keys[0] in known_keys}
+    [similar_name] = difflib.get_close_matches(_normalise_key(name), [*own_names, *trl_names], n=1, cutoff=0.75) or [""]
+    return trl_names[similar_name] if similar_name in trl_names and similar_name not in own_names else ""
 
 
 def _normalise_key(name: str) -> str:

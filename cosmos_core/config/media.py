@@ -11,7 +11,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 
 MEDIA_PATHS = ("annotation_path", "media_path")
-_PIXELS = ("min_pixels", "max_pixels")
+_PIXEL_KEYS = ("min_pixels", "max_pixels")
 _VIDEO_KEYS = ("fps", "nframes", "min_frames", "max_frames", "total_pixels")
 
 
@@ -35,9 +35,9 @@ def media_settings(recipe: Recipe) -> Media:
     Raises:
         ConfigError: a value has the wrong type, or the recipe names two sources of rows.
     """
-    dataset, vision = recipe.custom.get("dataset"), recipe.custom.get("vision")
-    dataset, vision = (table if isinstance(table, dict) else {} for table in (dataset, vision))
-    paths = {key: dataset.get(key) or "" for key in MEDIA_PATHS}
+    dataset_table, vision_table = recipe.custom.get("dataset"), recipe.custom.get("vision")
+    dataset_table, vision_table = (table if isinstance(table, dict) else {} for table in (dataset_table, vision_table))
+    paths = {key: dataset_table.get(key) or "" for key in MEDIA_PATHS}
     for key, path in paths.items():
         if not isinstance(path, str):
             raise ConfigError(f"custom.dataset.{key} = {path!r} must be a path")
@@ -49,21 +49,25 @@ def media_settings(recipe: Recipe) -> Media:
         )
     return Media(
         **paths,
-        pixels=tuple((key, _pixels(key, vision[key])) for key in _PIXELS if vision.get(key) is not None),
-        ignored_keys=tuple(f"custom.vision.{key}" for key in _VIDEO_KEYS if key in vision),
+        pixels=tuple(
+            (key, _check_pixel_count(key, vision_table[key]))
+            for key in _PIXEL_KEYS
+            if vision_table.get(key) is not None
+        ),
+        ignored_keys=tuple(f"custom.vision.{key}" for key in _VIDEO_KEYS if key in vision_table),
     )
 
 
-def with_absolute_media(custom: dict[str, Any], absolute: Callable[[str], str]) -> dict[str, Any]:
-    """Return the table `[custom]` with the paths in `[custom.dataset]` converted by `absolute`."""
+def with_absolute_media(custom: dict[str, Any], to_absolute: Callable[[str], str]) -> dict[str, Any]:
+    """Return the table `[custom]` with the paths in `[custom.dataset]` converted by `to_absolute`."""
     media = custom.get("dataset")
     if not isinstance(media, dict):
         return custom
-    paths = {key: absolute(media[key]) for key in MEDIA_PATHS if isinstance(media.get(key), str) and media[key]}
+    paths = {key: to_absolute(media[key]) for key in MEDIA_PATHS if isinstance(media.get(key), str) and media[key]}
     return custom | {"dataset": media | paths}
 
 
-def _pixels(key: str, value: Any) -> int:
+def _check_pixel_count(key: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"custom.vision.{key} = {value!r} must be a number of pixels, at least 1")
     return value

@@ -20,8 +20,8 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.machine_properties import measure_workers
 
 _HEAD_COUNT_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> int:
@@ -32,16 +32,16 @@ def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> in
     Raises:
         ConfigError: the mesh is not possible; the message names the nearest possible size.
     """
-    _check_split("policy.parallelism", recipe.policy.parallelism, model)
+    _check_mesh_sizes("policy.parallelism", recipe.policy.parallelism, model)
     if recipe.train.train_policy.has_rollouts:
-        _check_split("rollout.parallelism", recipe.rollout.parallelism, model)
-    full_recipe = with_dp_shard_size(recipe, gpus)
-    mesh = full_recipe.policy.parallelism
-    _check_batch(recipe, abs(mesh.dp_shard_size))
-    total = full_recipe.num_gpus(has_rollouts=recipe.train.train_policy.has_rollouts)
-    if gpus is not None and total > gpus:
-        raise ConfigError(_too_many_gpus_message(mesh, total, gpus))
-    return total
+        _check_mesh_sizes("rollout.parallelism", recipe.rollout.parallelism, model)
+    resolved_recipe = with_dp_shard_size(recipe, gpus)
+    mesh = resolved_recipe.policy.parallelism
+    _check_batch_size(recipe, abs(mesh.dp_shard_size))
+    required_gpus = resolved_recipe.num_gpus(has_rollouts=recipe.train.train_policy.has_rollouts)
+    if gpus is not None and required_gpus > gpus:
+        raise ConfigError(_too_many_gpus_message(mesh, required_gpus, gpus))
+    return required_gpus
 
 
 def check_meshes(pipeline: Pipeline) -> dict[str, int]:
@@ -82,15 +82,15 @@ def resolve_gpus(pipeline: Pipeline) -> Pipeline:
             recipe, notice = choose_default_mode(recipe, None if is_remote else gpus_of_workers(pipeline))
             notices += [notice] if notice else []
         elif kind.makes == "metrics" and (recipe.mode == "disaggregated" or recipe.has_cosmos_rl_keys):
-            recipe, changed = with_engines_in_ranks(recipe)
-            notices += [f"stage {stage.name!r}: {changed}, because its ranks generate"] if changed else []
+            recipe, change_text = with_engines_in_ranks(recipe)
+            notices += [f"stage {stage.name!r}: {change_text}, because its ranks generate"] if change_text else []
         if recipe.policy.parallelism.dp_shard_size == -1:
             try:
                 recipe = with_dp_shard_size(recipe, gpus_of_workers(pipeline) or None)
             except ConfigError as error:
                 raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
-        if (settings := needs_gpu(recipe, kind)) and not stage.work_pool and not gpus_of_workers(pipeline):
-            notices.append(f"{', '.join(settings)}: there is no GPU; numbers are those of train.param_dtype here")
+        if (gpu_settings := needs_gpu(recipe, kind)) and not stage.work_pool and not gpus_of_workers(pipeline):
+            notices.append(f"{', '.join(gpu_settings)}: there is no GPU; numbers are those of train.param_dtype here")
         recipes[stage.name] = recipe
     return replace(pipeline, recipes=recipes, notices=tuple(dict.fromkeys(notices)))
 
@@ -123,14 +123,14 @@ def with_dp_shard_size(recipe: Recipe, gpus: int | None) -> Recipe:
     has_rollouts = recipe.train.train_policy.has_rollouts
     engine_gpus = recipe.num_gpus(has_rollouts=has_rollouts) - recipe.num_gpus(has_rollouts=False)
     ranks_per_shard, gpus_per_replica = _ranks_per_shard(mesh), (gpus - engine_gpus) // mesh.n_init_replicas
-    size = max(1, gpus_per_replica // ranks_per_shard)
-    if size * ranks_per_shard != gpus_per_replica:
+    shard_size = max(1, gpus_per_replica // ranks_per_shard)
+    if shard_size * ranks_per_shard != gpus_per_replica:
         raise ConfigError(
             f"policy.parallelism.dp_shard_size = -1: {gpus_per_replica} GPUs are no multiple of the "
-            f"{ranks_per_shard} that the other sizes take; the nearest is dp_shard_size = {size}, with "
-            f"{size * ranks_per_shard * mesh.n_init_replicas} GPUs"
+            f"{ranks_per_shard} that the other sizes take; the nearest is dp_shard_size = {shard_size}, with "
+            f"{shard_size * ranks_per_shard * mesh.n_init_replicas} GPUs"
         )
-    parallelism = mesh.derive(dp_shard_size=size)
+    parallelism = mesh.derive(dp_shard_size=shard_size)
     return recipe.derive(policy=recipe.policy.derive(parallelism=parallelism))
 
 
@@ -140,9 +140,9 @@ def model_facts(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # a later check of the model reports a damaged config.json
         return {}
-    text = config.get("text_config") if isinstance(config, dict) else None
-    table = text if isinstance(text, dict) else config
-    return table if isinstance(table, dict) else {}
+    text_config = config.get("text_config") if isinstance(config, dict) else None
+    model_table = text_config if isinstance(text_config, dict) else config
+    return model_table if isinstance(model_table, dict) else {}
 
 
 def _ranks_per_shard(mesh: ParallelismConfig) -> int:
@@ -150,70 +150,79 @@ def _ranks_per_shard(mesh: ParallelismConfig) -> int:
     return mesh.world_size // abs(mesh.dp_shard_size)
 
 
-def _check_split(where: str, mesh: ParallelismConfig, model: Mapping[str, Any]) -> None:
+def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model_config: Mapping[str, Any]) -> None:
     """Check that the mesh sizes tp, cp, pp and ep divide the heads, vocabulary, layers and experts of the model."""
-    num_heads, layers = (
-        next((model[key] for key in keys if key in model), None) for keys in (_HEAD_COUNT_KEYS, _LAYERS)
+    num_heads, num_layers = (
+        next((model_config[key] for key in keys if key in model_config), None)
+        for keys in (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
     )
-    pairs = (
+    quantities = (
         ("attention heads", num_heads),
-        ("key-value heads", model.get("num_key_value_heads")),
-        ("features of the feed-forward part", model.get("intermediate_size")),
+        ("key-value heads", model_config.get("num_key_value_heads")),
+        ("features of the feed-forward part", model_config.get("intermediate_size")),
     )
-    for counted, count in (*pairs, ("vocabulary entries", model.get("vocab_size"))):
-        _check_divisibility(f"{where}.tp_size", mesh.tp_size, counted, count)
+    for quantity_name, count in (*quantities, ("vocabulary entries", model_config.get("vocab_size"))):
+        _check_divisibility(f"{key_prefix}.tp_size", mesh.tp_size, quantity_name, count)
     if isinstance(num_heads, int):
-        counted = f"attention heads of tp_size = {mesh.tp_size}"
-        _check_divisibility(f"{where}.cp_size", mesh.cp_size, counted, num_heads // mesh.tp_size)
-    experts = next((model[key] for key in _EXPERTS if isinstance(model.get(key), int)), None)
-    if mesh.ep_size > 1 and model and experts is None:
-        raise ConfigError(f"{where}.ep_size = {mesh.ep_size}: the model has no experts; set it to 1")
-    _check_divisibility(f"{where}.ep_size", mesh.ep_size, "experts", experts)
+        quantity_name = f"attention heads of tp_size = {mesh.tp_size}"
+        _check_divisibility(f"{key_prefix}.cp_size", mesh.cp_size, quantity_name, num_heads // mesh.tp_size)
+    num_experts = next(
+        (model_config[key] for key in _EXPERT_COUNT_KEYS if isinstance(model_config.get(key), int)), None
+    )
+    if mesh.ep_size > 1 and model_config and num_experts is None:
+        raise ConfigError(f"{key_prefix}.ep_size = {mesh.ep_size}: the model has no experts; set it to 1")
+    _check_divisibility(f"{key_prefix}.ep_size", mesh.ep_size, "experts", num_experts)
     if mesh.dp_shard_size > 0:
-        shards = mesh.dp_shard_size * mesh.cp_size
-        _check_divisibility(f"{where}.ep_size", mesh.ep_size, "ranks of dp_shard_size x cp_size", shards)
-    if isinstance(layers, int):
-        _check_stages(where, mesh, layers)
+        num_shard_ranks = mesh.dp_shard_size * mesh.cp_size
+        _check_divisibility(f"{key_prefix}.ep_size", mesh.ep_size, "ranks of dp_shard_size x cp_size", num_shard_ranks)
+    if isinstance(num_layers, int):
+        _check_pipeline_stages(key_prefix, mesh, num_layers)
 
 
-def _check_stages(where: str, mesh: ParallelismConfig, layers: int) -> None:
+def _check_pipeline_stages(key_prefix: str, mesh: ParallelismConfig, layers: int) -> None:
     """Check that every pipeline-parallel stage gets at least one layer of the model."""
     if mesh.pp_size > layers:
-        raise ConfigError(f"{where}.pp_size = {mesh.pp_size}: the model has {layers} layers; the nearest is {layers}")
-    if (stages := mesh.num_stages(layers)) > layers:
-        sizes = range(mesh.pp_layers_per_stage + 1, layers + 1)
-        nearest = next(size for size in sizes if mesh.derive(pp_layers_per_stage=size).num_stages(layers) <= layers)
         raise ConfigError(
-            f"{where}.pp_layers_per_stage = {mesh.pp_layers_per_stage} makes {stages} stages of the model's {layers} "
-            f"layers; the nearest is {nearest}"
+            f"{key_prefix}.pp_size = {mesh.pp_size}: the model has {layers} layers; the nearest is {layers}"
+        )
+    if (num_stages := mesh.num_stages(layers)) > layers:
+        sizes = range(mesh.pp_layers_per_stage + 1, layers + 1)
+        nearest_size = next(
+            size for size in sizes if mesh.derive(pp_layers_per_stage=size).num_stages(layers) <= layers
+        )
+        raise ConfigError(
+            f"{key_prefix}.pp_layers_per_stage = {mesh.pp_layers_per_stage} makes {num_stages} stages of the model's "
+            f"{layers} "
+            f"layers; the nearest is {nearest_size}"
         )
 
 
 def _check_divisibility(key: str, size: int, quantity_name: str, count: Any) -> None:
     if isinstance(count, int) and count > 0 and count % size:
-        nearest = max(divisor for divisor in range(1, size + 1) if count % divisor == 0)
-        raise ConfigError(f"{key} = {size} does not divide the {count} {quantity_name}; the nearest is {nearest}")
+        nearest_size = max(divisor for divisor in range(1, size + 1) if count % divisor == 0)
+        raise ConfigError(f"{key} = {size} does not divide the {count} {quantity_name}; the nearest is {nearest_size}")
 
 
-def _check_batch(recipe: Recipe, shards: int) -> None:
+def _check_batch_size(recipe: Recipe, num_shards: int) -> None:
     """Check that the completions of a replica can be distributed to its data-parallel ranks in equal micro-batches."""
-    train, policy = recipe.train, recipe.train.train_policy
-    step = shards * policy.mini_batch
-    if not policy.has_rollouts or train.train_batch_per_replica % step == 0:
+    train_config, policy = recipe.train, recipe.train.train_policy
+    batch_multiple = num_shards * policy.mini_batch
+    if not policy.has_rollouts or train_config.train_batch_per_replica % batch_multiple == 0:
         return
-    nearest = max(step, train.train_batch_per_replica // step * step)
-    divisor = gcd(train.train_batch_per_replica, shards)
+    nearest_batch_size = max(batch_multiple, train_config.train_batch_per_replica // batch_multiple * batch_multiple)
+    divisor = gcd(train_config.train_batch_per_replica, num_shards)
     raise ConfigError(
-        f"train.train_batch_per_replica = {train.train_batch_per_replica} must be a multiple of dp_shard_size x "
-        f"mini_batch = {shards} x {policy.mini_batch}; the nearest is {nearest}, or dp_shard_size = {divisor} with "
-        f"mini_batch = {gcd(train.train_batch_per_replica // divisor, policy.mini_batch)}"
+        f"train.train_batch_per_replica = {train_config.train_batch_per_replica} must be a multiple of dp_shard_size x "
+        f"mini_batch = {num_shards} x {policy.mini_batch}; the nearest is {nearest_batch_size}, or dp_shard_size = "
+        f"{divisor} with "
+        f"mini_batch = {gcd(train_config.train_batch_per_replica // divisor, policy.mini_batch)}"
     )
 
 
-def _too_many_gpus_message(mesh: ParallelismConfig, total: int, gpus: int) -> str:
-    shards = gpus // (_ranks_per_shard(mesh) * mesh.n_init_replicas)
-    nearest = f"policy.parallelism.dp_shard_size = {shards}"
-    if shards == 0:
+def _too_many_gpus_message(mesh: ParallelismConfig, required_gpus: int, gpus: int) -> str:
+    max_shards = gpus // (_ranks_per_shard(mesh) * mesh.n_init_replicas)
+    nearest_setting = f"policy.parallelism.dp_shard_size = {max_shards}"
+    if max_shards == 0:
         tp_size = max(size for size in range(1, mesh.tp_size + 1) if mesh.tp_size % size == 0 and size <= gpus)
-        nearest = f"policy.parallelism.tp_size = {tp_size} with the other sizes 1"
-    return f"the mesh takes {total} GPUs, of {gpus} that there are; the nearest is {nearest}"
+        nearest_setting = f"policy.parallelism.tp_size = {tp_size} with the other sizes 1"
+    return f"the mesh takes {required_gpus} GPUs, of {gpus} that there are; the nearest is {nearest_setting}"

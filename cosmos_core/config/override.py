@@ -19,7 +19,7 @@ IMPLIED_SUFFIX = "-data"
 
 _KEY = re.compile(r"""\s*(?:"[^"]*"\s*|'[^']*'\s*|[^.="'\s][^.="']*)""")
 """Regular expression of one part of a dotted key; a part that contains a dot is quoted."""
-_SETTING = re.compile(rf"({_KEY.pattern}(?:\.{_KEY.pattern})*)=(.*)", re.DOTALL)
+_SETTING_PATTERN = re.compile(rf"({_KEY.pattern}(?:\.{_KEY.pattern})*)=(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def parse_setting(text: str) -> Setting:
     Raises:
         ConfigError: the text has no `=` or no key.
     """
-    match = _SETTING.fullmatch(text)
+    match = _SETTING_PATTERN.fullmatch(text)
     keys = tuple(part.strip().strip("'\"") for part in _KEY.findall(current_name(match[1].strip()))) if match else ()
     if match is None or not all(keys) or len(keys) > MAX_DEPTH:
         raise ConfigError(f"--set {text[:60]!r}: write key=value, for example train.optm_lr=2e-6")
@@ -73,7 +73,7 @@ def drop_dead(settings: Sequence[Setting], notices: list[str]) -> list[Setting]:
     """Return the overrides whose keys have an effect; add a message for each other override to `notices`."""
     messages = [no_effect_message(".".join(setting.keys), setting.value) for setting in settings]
     notices += filter(None, messages)
-    return [setting for setting, is_dead in zip(settings, messages, strict=True) if not is_dead]
+    return [setting for setting, message in zip(settings, messages, strict=True) if not message]
 
 
 def values_for_all_stages(settings: Sequence[Setting]) -> Values:
@@ -91,30 +91,31 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
     Raises:
         ConfigError: the first part of a key is neither a stage, nor a recipe table, nor `pipeline`.
     """
-    grouped = Settings()
+    grouped_settings = Settings()
     # Keys that may follow the name of a stage in `STAGE.KEY`, needed if a stage is named like a recipe table.
     valid_keys = {*StageConfig.model_fields, *Recipe.model_fields}
     for setting in settings:
         first, *remaining_keys = setting.keys
         if first in names and remaining_keys and (first not in Recipe.model_fields or remaining_keys[0] in valid_keys):
             values = setting.build_nested_value(1)
-            is_of_recipe = remaining_keys[0] in Recipe.model_fields
-            grouped.add_stage_values(first, {"overrides": values} if is_of_recipe else values)
+            is_recipe_key = remaining_keys[0] in Recipe.model_fields
+            grouped_settings.add_stage_values(first, {"overrides": values} if is_recipe_key else values)
         elif first in Recipe.model_fields:
             for name in names:  # a value for all stages takes precedence over the recipe file of a stage
-                grouped.add_stage_values(name, {"overrides": setting.build_nested_value(0)})
+                grouped_settings.add_stage_values(name, {"overrides": setting.build_nested_value(0)})
         elif first == "pipeline" and remaining_keys and remaining_keys[0] != "stages":
-            grouped.pipeline = merge(grouped.pipeline, setting.build_nested_value(1))
+            grouped_settings.pipeline = merge(grouped_settings.pipeline, setting.build_nested_value(1))
         elif first == "pipeline":
             raise ConfigError(
                 f"--set {setting.text!r}: write pipeline.KEY=VALUE with one of "
                 f"{', '.join(key for key in PipelineConfig.model_fields if key != 'stages')}, or STAGE.KEY=VALUE"
             )
         elif first.endswith(IMPLIED_SUFFIX) and first.removesuffix(IMPLIED_SUFFIX) in names:
-            stage = first.removesuffix(IMPLIED_SUFFIX)
+            parent_stage_name = first.removesuffix(IMPLIED_SUFFIX)
             raise ConfigError(
-                f"--set {setting.text!r}: stage {first!r} is implied by {stage!r}; write it out in [[pipeline.stages]] "
-                f"to set a key of it, or set one of its recipe with {stage}.KEY=VALUE"
+                f"--set {setting.text!r}: stage {first!r} is implied by {parent_stage_name!r}; write it out in "
+                f"[[pipeline.stages]] "
+                f"to set a key of it, or set one of its recipe with {parent_stage_name}.KEY=VALUE"
             )
         else:
             allowed_names = list(dict.fromkeys([*names, *Recipe.model_fields, "pipeline"]))
@@ -122,7 +123,7 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
                 f"--set {setting.text!r}: {first!r} is no stage and no table of a "
                 f"recipe{suggestion(first, allowed_names)}"
             )
-    return grouped
+    return grouped_settings
 
 
 def apply_overrides(entry: Mapping[str, Any], settings: Settings) -> Values:

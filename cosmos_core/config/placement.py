@@ -23,10 +23,11 @@ def choose_default_mode(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
     num_required = disaggregated_recipe.num_gpus(has_rollouts=True)
     if gpus is None or num_required <= gpus:
         return disaggregated_recipe, ""
-    colocated_recipe, changed = with_engines_in_ranks(recipe)
+    colocated_recipe, change_text = with_engines_in_ranks(recipe)
     return colocated_recipe.derive(mode="colocated"), (
         f"mode is left out, which means 'disaggregated' in a recipe of Cosmos-RL and takes {num_required} GPUs, and "
-        f"there are {gpus}: mode = 'colocated'{changed and f' and {changed}'}, so that ranks train and generate in "
+        f"there are {gpus}: mode = 'colocated'{change_text and f' and {change_text}'}, so that ranks train and "
+        f"generate in "
         f"turns; set mode to choose"
     )
 
@@ -34,10 +35,10 @@ def choose_default_mode(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
 def with_engines_in_ranks(recipe: Recipe) -> tuple[Recipe, str]:
     """Return the recipe with a `tp_size` of the rollout engines that divides the number of ranks, and a description of
     the change, which is empty if nothing changed."""
-    ranks, engine = recipe.policy.parallelism.world_size, recipe.rollout.parallelism
-    if ranks % engine.tp_size == 0:
+    num_ranks, engine_mesh = recipe.policy.parallelism.world_size, recipe.rollout.parallelism
+    if num_ranks % engine_mesh.tp_size == 0:
         return recipe, ""
-    parallelism = engine.derive(tp_size=gcd(ranks, engine.tp_size))
+    parallelism = engine_mesh.derive(tp_size=gcd(num_ranks, engine_mesh.tp_size))
     rollout = recipe.rollout.derive(parallelism=parallelism)
     return recipe.derive(rollout=rollout), f"rollout.parallelism.tp_size = {parallelism.tp_size}"
 
@@ -54,25 +55,31 @@ def needs_gpu(recipe: Recipe, kind: StageKind) -> list[str]:
 
 def placement(recipe: Recipe, kind: StageKind, *, has_gpus: bool) -> str:
     """Return a text with the GPUs (or processes, on a machine without GPUs) on which a stage trains and generates."""
-    unit = "GPU" if has_gpus else "process"
-    mesh, engine, count = recipe.policy.parallelism, recipe.rollout.parallelism, recipe.num_engines
+    unit_name = "GPU" if has_gpus else "process"
+    mesh, engine_mesh, num_engines = recipe.policy.parallelism, recipe.rollout.parallelism, recipe.num_engines
     num_ranks = mesh.world_size * mesh.n_init_replicas
-    ranks = _format_range(unit, 0, num_ranks)
+    ranks_text = _format_range(unit_name, 0, num_ranks)
     if kind.feed != "rollouts":
-        return f"{ranks} {'train' if kind.trains_model else 'generate' if kind.completes_prompts else 'measure'}"
+        return f"{ranks_text} {'train' if kind.trains_model else 'generate' if kind.completes_prompts else 'measure'}"
     if recipe.mode == "colocated":
-        return f"{ranks} train and generate in turns ({_engines(num_ranks // engine.tp_size, engine.tp_size)} in them)"
-    engines = _engines(count, engine.tp_size)
+        return (
+            f"{ranks_text} train and generate in turns "
+            f"({_describe_engines(num_ranks // engine_mesh.tp_size, engine_mesh.tp_size)} in them)"
+        )
+    engines_text = _describe_engines(num_engines, engine_mesh.tp_size)
     if recipe.mode == "colocated_separated":
-        return f"{ranks} train, and generate in turns ({engines} in processes of their own)"
-    return f"{ranks} train, {_format_range(unit, num_ranks, count * engine.tp_size)} generate ({engines})"
+        return f"{ranks_text} train, and generate in turns ({engines_text} in processes of their own)"
+    return (
+        f"{ranks_text} train, {_format_range(unit_name, num_ranks, num_engines * engine_mesh.tp_size)} generate "
+        f"({engines_text})"
+    )
 
 
-def _format_range(unit: str, first: int, count: int) -> str:
+def _format_range(unit_name: str, first_index: int, count: int) -> str:
     if count == 1:
-        return f"{unit} {first}"
-    return f"{unit}{'es' if unit.endswith('s') else 's'} {first}-{first + count - 1}"
+        return f"{unit_name} {first_index}"
+    return f"{unit_name}{'es' if unit_name.endswith('s') else 's'} {first_index}-{first_index + count - 1}"
 
 
-def _engines(count: int, size: int) -> str:
-    return f"{count} engine{'s' if count > 1 else ''}{f' of {size}' if size > 1 else ''}"
+def _describe_engines(num_engines: int, engine_size: int) -> str:
+    return f"{num_engines} engine{'s' if num_engines > 1 else ''}{f' of {engine_size}' if engine_size > 1 else ''}"

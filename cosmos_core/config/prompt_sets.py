@@ -11,11 +11,11 @@ from typing import Any
 
 from cosmos_core.errors import DataError
 
-_FLOW_GRPO = "https://github.com/yifan123/flow_grpo/tree/main/dataset/"
+_FLOW_GRPO_URL = "https://github.com/yifan123/flow_grpo/tree/main/dataset/"
 KNOWN_PROMPT_SETS = {
-    "pickscore": f"{_FLOW_GRPO}pickscore",
-    "ocr": f"{_FLOW_GRPO}ocr",
-    "geneval": f"{_FLOW_GRPO}geneval",
+    "pickscore": f"{_FLOW_GRPO_URL}pickscore",
+    "ocr": f"{_FLOW_GRPO_URL}ocr",
+    "geneval": f"{_FLOW_GRPO_URL}geneval",
     "dance_grpo_t2v": "https://github.com/XueZeyue/DanceGRPO/tree/main/assets",
 }
 """URL of the files of each known prompt set, by name of the set."""
@@ -49,14 +49,14 @@ def prompt_files(path: Path, split: str) -> list[Path]:
         return [path] if path.suffix.lower() == ".txt" else []
     if not path.is_dir():
         return []
-    names = {"train": ("train", "video"), "validation": ("validation", "test")}.get(split, (split,))
-    candidates = (path / file_pattern.format(name) for name in names for file_pattern in _FILE_PATTERNS)
-    return [file for file in candidates if file.is_file()][:1]
+    split_names = {"train": ("train", "video"), "validation": ("validation", "test")}.get(split, (split,))
+    candidate_files = (path / file_pattern.format(name) for name in split_names for file_pattern in _FILE_PATTERNS)
+    return [file for file in candidate_files if file.is_file()][:1]
 
 
 def metadata_of(prompt: str, path: Path) -> dict[str, Any]:
     """Return the metadata of a prompt for rewards: in the set `ocr`, the quoted text that the image must show."""
-    if not any(part.name == "ocr" or part.stem == "ocr" for part in (path, path.parent)):
+    if not any(path_part.name == "ocr" or path_part.stem == "ocr" for path_part in (path, path.parent)):
         return {}
     match = _QUOTED_TEXT.search(prompt)
     return {"text": match[1]} if match else {}

@@ -14,24 +14,31 @@ from cosmos_core.types import StageKind
 
 def render_config_reference(kinds: Mapping[str, StageKind]) -> str:
     """Return the configuration reference in Markdown, rendered with the template `reference.md.j2`."""
-    markdown = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    markdown.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
-    template = markdown.from_string(files("cosmos_core.config").joinpath("reference.md.j2").read_text("utf-8"))
-    return template.render(tables=_tables(), moved=RENAMED_KEYS, dead=UNUSED_KEYS, status=partial(_status, kinds=kinds))
+    jinja_environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    jinja_environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
+    template = jinja_environment.from_string(files("cosmos_core.config").joinpath("reference.md.j2").read_text("utf-8"))
+    return template.render(
+        tables=_group_keys_by_table(),
+        moved=RENAMED_KEYS,
+        dead=UNUSED_KEYS,
+        status=partial(_describe_status, kinds=kinds),
+    )
 
 
-def _tables() -> list[dict[str, object]]:
+def _group_keys_by_table() -> list[dict[str, object]]:
     """Return the keys of the schema grouped by table, without keys that are tables themselves."""
     keys = [key for key in all_keys() if not key.is_table or key.default]
-    order = list(dict.fromkeys(map(_table_of, keys)))
-    groups = groupby(sorted(keys, key=lambda key: order.index(_table_of(key))), key=_table_of)
+    table_order = list(dict.fromkeys(map(_table_of, keys)))
+    table_groups = groupby(sorted(keys, key=lambda key: table_order.index(_table_of(key))), key=_table_of)
     return [
         {
             "heading": _table_heading(path, table.__name__),
             "about": " ".join((table.__doc__ or "").partition("\n\n")[0].split()),
-            "rows": list(rows),
+            "rows": list(table_keys),
         }
-        for (path, table), rows in groups
+        for (path, table), table_keys in table_groups
     ]
 
 
@@ -45,7 +52,7 @@ def _table_heading(path: str, table: str) -> str:
     return f"`[{path}]`" if path else "Top level"
 
 
-def _status(key: Key, kinds: Mapping[str, StageKind]) -> str:
+def _describe_status(key: Key, kinds: Mapping[str, StageKind]) -> str:
     if key.status != "used":
         return f"{key.status}: {key.note}" if key.note else key.status
     return "; ".join(filter(None, (", ".join(find_kinds_that_read_key(key, kinds)), key.note)))

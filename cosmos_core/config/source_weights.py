@@ -25,9 +25,10 @@ def weights_of(weights: Mapping[str, float], source: str) -> Mapping[str, float]
     if not isinstance(weights, SourceWeights):
         return weights
     if source not in weights.by_source:
-        named = ", ".join(map(repr, filter(None, weights.by_source)))
+        source_names = ", ".join(map(repr, filter(None, weights.by_source)))
         raise ConfigError(
             f"train.train_policy.datasets has no data set {source!r}, of which the prepared rows have some, so that "
-            f"their reward functions are unknown; it has {named}: take the labels of the stage that prepares the rows"
+            f"their reward functions are unknown; it has {source_names}: take the labels of the stage that prepares "
+            f"the rows"
         )
     return weights.by_source[source]

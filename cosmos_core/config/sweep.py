@@ -26,7 +26,7 @@ from cosmos_core.registry import suggestion
 if TYPE_CHECKING:
     from cosmos_core.config.compose import Pipeline
 
-_ARGUMENTS = "arguments"
+_ARGUMENTS_KEY = "arguments"
 # Branches that differ in the seed share their prepared rows, so that they are compared on the same held-out rows.
 _ROW_PRESERVING_KEY = "train.seed"
 _TOKENIZER_KEY = "policy.model_name_or_path"  # selects the tokenizer that prepares rows
@@ -45,9 +45,9 @@ class _GridPoint:
         is the stage with the sweep, and `members` are the stages of a branch."""
         settings: Values = {}
         for key, value in self.settings.items():
-            owner, key_rest = _owner(key, head, members)
-            if owner == member:
-                settings[key_rest] = value
+            owner_name, stage_key = _find_owner_stage(key, head, members)
+            if owner_name == member:
+                settings[stage_key] = value
         return settings
 
 
@@ -63,7 +63,7 @@ def with_sweeps(pipeline: Pipeline, tables: Mapping[str, Values]) -> Pipeline:
         _check_sweep(pipeline, stage)
     for stage in pipeline.stages:
         if stage.sweep is not None and stage.sweep.grid:
-            pipeline = _expand(pipeline, stage, stage.sweep, tables)
+            pipeline = _expand_sweep(pipeline, stage, stage.sweep, tables)
     stages = []
     for stage in pipeline.stages:
         if stage.sweep is not None and not stage.sweep.branches:  # a `select` stage chooses among the stages in `after`
@@ -77,137 +77,160 @@ def with_sweeps(pipeline: Pipeline, tables: Mapping[str, Values]) -> Pipeline:
 
 
 def _check_sweep(pipeline: Pipeline, stage: StageConfig) -> None:
-    sweep, where = stage.sweep, _describe_stage(pipeline, stage)
+    sweep, location = stage.sweep, _describe_stage(pipeline, stage)
     if sweep is None:
         return
-    chooses, names = pipeline.kind_of(stage).selects_branch, [each.name for each in pipeline.stages]
+    is_selector, stage_names = (
+        pipeline.kind_of(stage).selects_branch,
+        [pipeline_stage.name for pipeline_stage in pipeline.stages],
+    )
     for name in [*sweep.through, *(name for branch in sweep.branches for name in branch.stages)]:
-        if name not in names:
-            raise ConfigError(f"{where}: sweep: {name!r} is no stage of this pipeline{suggestion(name, names)}")
-    if chooses and (sweep.grid or sweep.through):
-        raise ConfigError(f"{where}: sweep.grid belongs to the stage that is run with it; kind {stage.kind!r} chooses")
-    if chooses and not sweep.branches and len(stage.after) < 2:
-        raise ConfigError(f"{where}: there is nothing to choose from; name at least two stages in `after`")
-    if not chooses and (sweep.branches or not sweep.grid):
-        raise ConfigError(f'{where}: sweep needs grid = {{ "train.optm_lr" = [1e-5, 3e-5] }}, and has no branches')
+        if name not in stage_names:
+            raise ConfigError(
+                f"{location}: sweep: {name!r} is no stage of this pipeline{suggestion(name, stage_names)}"
+            )
+    if is_selector and (sweep.grid or sweep.through):
+        raise ConfigError(
+            f"{location}: sweep.grid belongs to the stage that is run with it; kind {stage.kind!r} chooses"
+        )
+    if is_selector and not sweep.branches and len(stage.after) < 2:
+        raise ConfigError(f"{location}: there is nothing to choose from; name at least two stages in `after`")
+    if not is_selector and (sweep.branches or not sweep.grid):
+        raise ConfigError(f'{location}: sweep needs grid = {{ "train.optm_lr" = [1e-5, 3e-5] }}, and has no branches')
 
 
-def _expand(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: Mapping[str, Values]) -> Pipeline:
-    where = _describe_stage(pipeline, head)
-    members = _branch_members(pipeline, head, sweep, tables)
+def _expand_sweep(
+    pipeline: Pipeline, sweep_stage: StageConfig, sweep: SweepConfig, tables: Mapping[str, Values]
+) -> Pipeline:
+    location = _describe_stage(pipeline, sweep_stage)
+    member_names = _find_branch_stages(pipeline, sweep_stage, sweep, tables)
     recipes, new_stages, branches = dict(pipeline.recipes), [], []
-    for point in _points(sweep.grid, max(map(len, members))):
-        names = {member: f"{member}-{point.suffix}" for member in members}
-        for member, name in names.items():
+    for grid_point in _make_grid_points(sweep.grid, max(map(len, member_names))):
+        branch_stage_names = {member_name: f"{member_name}-{grid_point.suffix}" for member_name in member_names}
+        for member_name, name in branch_stage_names.items():
             if name in recipes:
-                raise ConfigError(f"{where}: sweep: the name {name!r} of a branch is taken by another stage")
+                raise ConfigError(f"{location}: sweep: the name {name!r} of a branch is taken by another stage")
             # A stage that prepares rows for the stage with the sweep has the settings of that stage.
-            owner = member if member in pipeline.with_dependents(head.name) else head.name
-            overrides = point.of(owner, head.name, members)
-            member_overrides = overrides if owner == member else {}
+            owner_name = member_name if member_name in pipeline.with_dependents(sweep_stage.name) else sweep_stage.name
+            overrides = grid_point.of(owner_name, sweep_stage.name, member_names)
+            member_overrides = overrides if owner_name == member_name else {}
             arguments = {
                 key.partition(".")[2]: value for key, value in member_overrides.items() if _is_stage_argument(key)
             }
             overrides = {key: value for key, value in overrides.items() if not _is_stage_argument(key)}
-            recipe = pipeline.recipes[member]
+            recipe = pipeline.recipes[member_name]
             if overrides:
-                settings = "".join(f" with {key} = {value!r}" for key, value in overrides.items())
-                merged = with_algorithm_keys(merge(tables[owner], _nest_keys(overrides)), [])
-                recipe = parse(Recipe, merged, source=f"{where}{settings}", notices=[])
-            recipes[name] = _rename_teacher(recipe, names)
-            stage = _rename_references(pipeline.stage(member), names)
-            changes = {"name": name, "sweep": None, "arguments": merge(stage.arguments, _nest_keys(arguments))}
-            new_stages.append(stage.model_copy(update=changes))
-        branches.append(SweepBranch(stages=tuple(names.values()), settings=point.settings))
+                settings_text = "".join(f" with {key} = {value!r}" for key, value in overrides.items())
+                merged_tables = with_algorithm_keys(merge(tables[owner_name], _nest_keys(overrides)), [])
+                recipe = parse(Recipe, merged_tables, source=f"{location}{settings_text}", notices=[])
+            recipes[name] = _rename_teacher(recipe, branch_stage_names)
+            stage = _rename_references(pipeline.stage(member_name), branch_stage_names)
+            updated_fields = {"name": name, "sweep": None, "arguments": merge(stage.arguments, _nest_keys(arguments))}
+            new_stages.append(stage.model_copy(update=updated_fields))
+        branches.append(SweepBranch(stages=tuple(branch_stage_names.values()), settings=grid_point.settings))
     branch_stages = tuple(name for branch in branches for name in branch.stages)
-    choice = StageConfig(
-        name=head.name,
+    selector_stage = StageConfig(
+        name=sweep_stage.name,
         kind=next(name for name, kind in pipeline.kinds.items() if kind.selects_branch),
         after=branch_stages,
         sweep=sweep.model_copy(update={"grid": {}, "through": (), "branches": tuple(branches)}),
     )
-    outside = [stage for stage in pipeline.stages if stage.name not in members]
-    unchanged = [_replace_branch_references(pipeline, stage, head.name, members) for stage in outside]
-    for member in set(members) - {head.name}:
-        del recipes[member]
-    return pipeline.with_stages([*unchanged, *new_stages, choice], recipes)
+    outside_stages = [stage for stage in pipeline.stages if stage.name not in member_names]
+    rewired_stages = [
+        _replace_branch_references(pipeline, stage, sweep_stage.name, member_names) for stage in outside_stages
+    ]
+    for member_name in set(member_names) - {sweep_stage.name}:
+        del recipes[member_name]
+    return pipeline.with_stages([*rewired_stages, *new_stages, selector_stage], recipes)
 
 
-def _branch_members(
-    pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: Mapping[str, Values]
+def _find_branch_stages(
+    pipeline: Pipeline, sweep_stage: StageConfig, sweep: SweepConfig, tables: Mapping[str, Values]
 ) -> tuple[str, ...]:
     """Return the names of the stages that each branch of a sweep repeats: the stage with the sweep, the stages up to
     those in `through`, and the stage that prepares the rows if the grid affects the rows."""
-    where, members = _describe_stage(pipeline, head), {head.name}
+    location, member_names = _describe_stage(pipeline, sweep_stage), {sweep_stage.name}
     for name in sweep.through:
-        if name not in pipeline.with_dependents(head.name):
-            raise ConfigError(f"{where}: sweep.through: stage {name!r} is not behind {head.name!r}")
-        members |= {other for other in pipeline.with_dependents(head.name) if name in pipeline.with_dependents(other)}
-    rows = source_of(head.data) or ""
-    has_own_rows = bool(rows) and tables.get(rows, tables[head.name]) == tables[head.name]
+        if name not in pipeline.with_dependents(sweep_stage.name):
+            raise ConfigError(f"{location}: sweep.through: stage {name!r} is not behind {sweep_stage.name!r}")
+        member_names |= {
+            other for other in pipeline.with_dependents(sweep_stage.name) if name in pipeline.with_dependents(other)
+        }
+    rows_stage_name = source_of(sweep_stage.data) or ""
+    has_own_rows = (
+        bool(rows_stage_name) and tables.get(rows_stage_name, tables[sweep_stage.name]) == tables[sweep_stage.name]
+    )
     for key in sweep.grid:
-        owner, key_rest = _owner(current_name(key), head.name, tuple(members))
-        if not owner:
-            raise ConfigError(f"{where}: sweep.grid: {key!r} is no key of a recipe{suggestion(key, list(_tables()))}")
-        kind = pipeline.kind_of(pipeline.stage(owner))
-        if _is_stage_argument(key_rest) and _ARGUMENTS not in kind.allowed_keys:
-            raise ConfigError(f"{where}: sweep.grid: {key!r}: a stage of kind {kind.name!r} takes no arguments")
-        if (owner == head.name and has_own_rows and key_rest != _ROW_PRESERVING_KEY) and (
-            key_rest == _TOKENIZER_KEY or pipeline.kind_of(pipeline.stage(rows)).reads_key(key_rest)
+        owner_name, stage_key = _find_owner_stage(current_name(key), sweep_stage.name, tuple(member_names))
+        if not owner_name:
+            raise ConfigError(
+                f"{location}: sweep.grid: {key!r} is no key of a recipe{suggestion(key, list(_allowed_table_names()))}"
+            )
+        stage_kind = pipeline.kind_of(pipeline.stage(owner_name))
+        if _is_stage_argument(stage_key) and _ARGUMENTS_KEY not in stage_kind.allowed_keys:
+            raise ConfigError(
+                f"{location}: sweep.grid: {key!r}: a stage of kind {stage_kind.name!r} takes no arguments"
+            )
+        if (owner_name == sweep_stage.name and has_own_rows and stage_key != _ROW_PRESERVING_KEY) and (
+            stage_key == _TOKENIZER_KEY or pipeline.kind_of(pipeline.stage(rows_stage_name)).reads_key(stage_key)
         ):
-            members.add(rows)
-    for name in sorted(members):
+            member_names.add(rows_stage_name)
+    for name in sorted(member_names):
         stage = pipeline.stage(name)
         if not pipeline.kind_of(stage).is_reusable:
-            raise ConfigError(f"{where}: sweep: stage {name!r} of kind {stage.kind!r} cannot be in a branch; put it "
+            raise ConfigError(f"{location}: sweep: stage {name!r} of kind {stage.kind!r} cannot be in a branch; put it "
                               "behind the choice")  # fmt: skip
-        if name != head.name and stage.sweep is not None:
-            raise ConfigError(f"{where}: sweep.through: stage {name!r} has a sweep of its own")
-    return tuple(stage.name for stage in pipeline.stages if stage.name in members)
+        if name != sweep_stage.name and stage.sweep is not None:
+            raise ConfigError(f"{location}: sweep.through: stage {name!r} has a sweep of its own")
+    return tuple(stage.name for stage in pipeline.stages if stage.name in member_names)
 
 
-def _owner(key: str, head: str, members: Sequence[str]) -> tuple[str, str]:
+def _find_owner_stage(key: str, sweep_stage_name: str, member_names: Sequence[str]) -> tuple[str, str]:
     """Return the name of the stage to which a key of a grid belongs (or ""), and the key within the stage."""
-    first, _, key_rest = key.partition(".")
-    if first in members and key_rest.partition(".")[0] in _tables():
-        return first, key_rest
-    return (head, key) if first in _tables() and key_rest else ("", key)
+    first_part, _, stage_key = key.partition(".")
+    if first_part in member_names and stage_key.partition(".")[0] in _allowed_table_names():
+        return first_part, stage_key
+    return (sweep_stage_name, key) if first_part in _allowed_table_names() and stage_key else ("", key)
 
 
-def _tables() -> tuple[str, ...]:
-    return (*Recipe.model_fields, _ARGUMENTS)
+def _allowed_table_names() -> tuple[str, ...]:
+    return (*Recipe.model_fields, _ARGUMENTS_KEY)
 
 
 def _is_stage_argument(key: str) -> bool:
-    return key.partition(".")[0] == _ARGUMENTS
+    return key.partition(".")[0] == _ARGUMENTS_KEY
 
 
-def _points(grid: Mapping[str, list[Any]], longest: int) -> list[_GridPoint]:
-    """Return the combinations of the grid, each with a suffix for stage names of up to `longest` characters."""
+def _make_grid_points(grid: Mapping[str, list[Any]], max_member_length: int) -> list[_GridPoint]:
+    """Return the combinations of the grid, each with a suffix for stage names of up to `max_member_length`
+    characters."""
     settings = [dict(zip(map(current_name, grid), values, strict=True)) for values in itertools.product(*grid.values())]
-    labels = _labels([current_name(key) for key in grid])
-    suffixes = ["-".join(f"{labels[key]}-{_value_for_name(value)}" for key, value in each.items()) for each in settings]
-    max_name_length = STAGE_NAME_LENGTH - longest - 1
-    points = []
+    label_by_key = _shorten_keys([current_name(key) for key in grid])
+    suffixes = [
+        "-".join(f"{label_by_key[key]}-{_value_for_name(value)}" for key, value in each.items()) for each in settings
+    ]
+    max_name_length = STAGE_NAME_LENGTH - max_member_length - 1
+    grid_points = []
     for suffix, each in zip(suffixes, settings, strict=True):
         if len(suffix) > max_name_length or suffixes.count(suffix) > 1:
             digest = hashlib.sha256(json.dumps(each, sort_keys=True, default=str).encode()).hexdigest()
             suffix = f"{suffix[: max(0, max_name_length - _DIGEST_LENGTH - 1)]}-{digest[:_DIGEST_LENGTH]}".lstrip("-")
-        points.append(_GridPoint(suffix, each))
-    return points
+        grid_points.append(_GridPoint(suffix, each))
+    return grid_points
 
 
-def _labels(keys: Sequence[str]) -> dict[str, str]:
+def _shorten_keys(keys: Sequence[str]) -> dict[str, str]:
     """Return the shortest ending of each dotted key that no other key has, by key."""
-    labels = {}
+    label_by_key = {}
     for key in keys:
-        parts = key.split(".")
-        number = next(
-            n for n in range(1, len(parts) + 1)
-            if n == len(parts) or sum(other.split(".")[-n:] == parts[-n:] for other in keys) == 1
+        key_parts = key.split(".")
+        num_label_parts = next(
+            num_parts for num_parts in range(1, len(key_parts) + 1)
+            if num_parts == len(key_parts)
+            or sum(other_key.split(".")[-num_parts:] == key_parts[-num_parts:] for other_key in keys) == 1
         )  # fmt: skip
-        labels[key] = re.sub(r"[^A-Za-z0-9_]+", "_", "_".join(parts[-number:]))
-    return labels
+        label_by_key[key] = re.sub(r"[^A-Za-z0-9_]+", "_", "_".join(key_parts[-num_label_parts:]))
+    return label_by_key
 
 
 def _value_for_name(value: Any) -> str:
@@ -227,44 +250,46 @@ def _nest_keys(settings: Values) -> Values:
     return values
 
 
-def _rename_references(stage: StageConfig, names: Mapping[str, str]) -> StageConfig:
+def _rename_references(stage: StageConfig, new_names: Mapping[str, str]) -> StageConfig:
     """Return a stage of a branch, with its references to other stages of the branch renamed."""
 
     def rename_reference(text: str) -> str:
-        name = names.get(source_of(text) or "")
+        name = new_names.get(source_of(text) or "")
         return f"{STAGE_PREFIX}{name}" if name else text
 
-    after = tuple(names.get(name, name) for name in stage.after)
+    predecessors = tuple(new_names.get(name, name) for name in stage.after)
     return stage.model_copy(
-        update={"after": after, "model": rename_reference(stage.model), "data": rename_reference(stage.data)}
+        update={"after": predecessors, "model": rename_reference(stage.model), "data": rename_reference(stage.data)}
     )
 
 
-def _rename_teacher(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
-    name = names.get(source_of(recipe.distillation.model_name_or_path) or "")
+def _rename_teacher(recipe: Recipe, new_names: Mapping[str, str]) -> Recipe:
+    name = new_names.get(source_of(recipe.distillation.model_name_or_path) or "")
     if name is None:
         return recipe
     return recipe.derive(distillation=recipe.distillation.derive(model_name_or_path=f"{STAGE_PREFIX}{name}"))
 
 
 def _replace_branch_references(
-    pipeline: Pipeline, stage: StageConfig, head: str, members: Sequence[str]
+    pipeline: Pipeline, stage: StageConfig, sweep_stage_name: str, member_names: Sequence[str]
 ) -> StageConfig:
     """Return a stage outside of the branches, with references to branch stages replaced by the selecting stage."""
-    where = _describe_stage(pipeline, stage)
-    swept_names = {f"{STAGE_PREFIX}{name}" for name in members}
-    if stage.data in swept_names:
+    location = _describe_stage(pipeline, stage)
+    branch_references = {f"{STAGE_PREFIX}{name}" for name in member_names}
+    if stage.data in branch_references:
         raise ConfigError(
-            f"{where}: data = {stage.data!r} is in every branch of the sweep of {head!r}; name the stage in its "
+            f"{location}: data = {stage.data!r} is in every branch of the sweep of {sweep_stage_name!r}; name the "
+            f"stage in its "
             "sweep.through, or give it rows of its own"
         )
-    if stage.model in swept_names and stage.checkpoint:
+    if stage.model in branch_references and stage.checkpoint:
         raise ConfigError(
-            f"{where}: checkpoint = {stage.checkpoint!r}: the choice of sweep {head!r} has no checkpoints; name the "
+            f"{location}: checkpoint = {stage.checkpoint!r}: the choice of sweep {sweep_stage_name!r} has no "
+            f"checkpoints; name the "
             "stage in its sweep.through"
         )
-    predecessors = tuple(dict.fromkeys(head if name in members else name for name in stage.after))
-    model = f"{STAGE_PREFIX}{head}" if stage.model in swept_names else stage.model
+    predecessors = tuple(dict.fromkeys(sweep_stage_name if name in member_names else name for name in stage.after))
+    model = f"{STAGE_PREFIX}{sweep_stage_name}" if stage.model in branch_references else stage.model
     return stage.model_copy(update={"after": predecessors, "model": model})
 
 

@@ -18,14 +18,14 @@ def split_target(target: str) -> tuple[str, str]:
     return (target, "") if _USER_CODE.fullmatch(target) else (FOLDER, target)
 
 
-def absolute_target(target: str, located: Callable[[str], str]) -> str:
-    """Return a publication target with the path of its folder made absolute; for user code, the function `located`
+def absolute_target(target: str, to_absolute: Callable[[str], str]) -> str:
+    """Return a publication target with the path of its folder made absolute; for user code, the function `to_absolute`
     makes the path of the file absolute."""
     if not target:
         return ""
     name, location = split_target(target)
     if name == FOLDER:
         return os.path.abspath(os.path.expanduser(location))
-    file, colon, object_name = name.rpartition(":")
-    name = f"{located(file)}{colon}{object_name}" if file.endswith(".py") else name
+    file_path, separator, object_name = name.rpartition(":")
+    name = f"{to_absolute(file_path)}{separator}{object_name}" if file_path.endswith(".py") else name
     return f"{name}://{location}" if location else name

@@ -20,32 +20,36 @@ def with_uploads(pipeline: Pipeline) -> Pipeline:
     Raises:
         ConfigError: a stage of another kind has the name of an upload stage.
     """
-    recipes, new_uploads = dict(pipeline.recipes), []
-    by_name = {stage.name: stage for stage in pipeline.stages}
-    for training, upload in _requested_uploads(pipeline):
-        existing = by_name.get(upload.name)
-        if existing is None:
-            recipes[upload.name] = pipeline.recipes[training]
-            new_uploads.append(upload)
-        elif existing.kind != upload.kind:
+    recipes, new_upload_stages = dict(pipeline.recipes), []
+    stages_by_name = {stage.name: stage for stage in pipeline.stages}
+    for training_name, upload_stage in _requested_uploads(pipeline):
+        existing_stage = stages_by_name.get(upload_stage.name)
+        if existing_stage is None:
+            recipes[upload_stage.name] = pipeline.recipes[training_name]
+            new_upload_stages.append(upload_stage)
+        elif existing_stage.kind != upload_stage.kind:
             raise ConfigError(
-                f"{pipeline.source}: stage {upload.name!r}: the name is taken by the upload of stage "
-                f"{source_of(upload.model)!r}"
+                f"{pipeline.source}: stage {upload_stage.name!r}: the name is taken by the upload of stage "
+                f"{source_of(upload_stage.model)!r}"
             )
-    return pipeline.with_stages((*pipeline.stages, *new_uploads), recipes)
+    return pipeline.with_stages((*pipeline.stages, *new_upload_stages), recipes)
 
 
 def _requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConfig]]:
     """Yield each upload stage that a recipe requests, together with the name of the training that has this recipe."""
     publish = next((name for name, kind in pipeline.kinds.items() if kind.makes == "publication"), "")
-    for maker, training, is_last in _published_stages(pipeline):
-        readers = [stage for stage in pipeline.stages if source_of(stage.model) == maker.name]
-        exports = [s for s in readers if pipeline.kind_of(s).makes == "model" and not pipeline.kind_of(s).trains_model]
-        sources, ckpt = exports or [maker], pipeline.recipes[training].train.ckpt
-        for source in sources:
-            predecessors = dict.fromkeys((source.name, training) if training == maker.name else (source.name,))
-            is_displayed = is_last and source == sources[-1]
-            for suffix, url in ckpt.targets(pipeline.config.name, source.name, is_last=is_displayed).items():
+    for model_stage, training, is_last in _published_stages(pipeline):
+        reader_stages = [stage for stage in pipeline.stages if source_of(stage.model) == model_stage.name]
+        export_stages = [
+            s for s in reader_stages if pipeline.kind_of(s).makes == "model" and not pipeline.kind_of(s).trains_model
+        ]
+        source_stages, checkpoint_config = export_stages or [model_stage], pipeline.recipes[training].train.ckpt
+        for source in source_stages:
+            predecessors = dict.fromkeys((source.name, training) if training == model_stage.name else (source.name,))
+            is_last_source = is_last and source == source_stages[-1]
+            for suffix, url in checkpoint_config.targets(
+                pipeline.config.name, source.name, is_last=is_last_source
+            ).items():
                 name = f"{source.name[: STAGE_NAME_LENGTH - len(suffix) - 1]}-{suffix}"
                 model = f"{STAGE_PREFIX}{source.name}"
                 yield training, StageConfig(name=name, kind=publish, after=tuple(predecessors), model=model, target=url)
@@ -63,5 +67,5 @@ def _published_stages(pipeline: Pipeline) -> Iterator[tuple[StageConfig, str, bo
     for stage in pipeline.stages:
         if stage.sweep is not None and stage.sweep.branches:
             stages = map(pipeline.stage, stage.sweep.branches[0].stages)
-            names = [each.name for each in stages if pipeline.kind_of(each).trains_model]
+            names = [branch_stage.name for branch_stage in stages if pipeline.kind_of(branch_stage).trains_model]
             yield from ((stage, name, True) for name in names[-1:])

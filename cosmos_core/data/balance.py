@@ -28,28 +28,33 @@ class Budget:
 def fill_batches(lengths: Sequence[int], order: Sequence[int], budget: Budget) -> list[list[int]]:
     """Divide the rows of `order` into micro-batches, each row once. A micro-batch starts with the first row of the
     pool. While rows fit into the token budget, the row is added that leaves the micro-batch with the fewest tokens."""
-    waiting = iter(order)
-    pool = list(islice(waiting, budget.pool_size))
+    remaining_rows = iter(order)
+    candidate_rows = list(islice(remaining_rows, budget.pool_size))
     batches = []
-    while pool:
-        batch = [pool.pop(0)]
-        while (position := _next_position(lengths, batch, pool, budget)) is not None:
-            batch.append(pool.pop(position))
+    while candidate_rows:
+        batch = [candidate_rows.pop(0)]
+        while (candidate_index := _select_next_candidate(lengths, batch, candidate_rows, budget)) is not None:
+            batch.append(candidate_rows.pop(candidate_index))
         batches.append(batch)
-        pool += islice(waiting, budget.pool_size - len(pool))
+        candidate_rows += islice(remaining_rows, budget.pool_size - len(candidate_rows))
     return batches
 
 
-def _next_position(lengths: Sequence[int], batch: list[int], pool: list[int], budget: Budget) -> int | None:
-    longest, total = max(lengths[row] for row in batch), sum(lengths[row] for row in batch)
-    best: tuple[int, int, int] | None = None
-    for position, row in enumerate(pool):
-        length = lengths[row]
-        cost = total + length if budget.is_packed else max(longest, length) * (len(batch) + 1)
-        candidate = (cost, abs(longest - length) if budget.prefers_closest else 0, position)
-        if cost <= budget.max_tokens and (best is None or candidate < best):
-            best = candidate
-    return None if best is None else best[2]
+def _select_next_candidate(
+    lengths: Sequence[int], batch: list[int], candidate_rows: list[int], budget: Budget
+) -> int | None:
+    max_length, total_length = (
+        max(lengths[row_index] for row_index in batch),
+        sum(lengths[row_index] for row_index in batch),
+    )
+    best_candidate: tuple[int, int, int] | None = None
+    for candidate_index, row_index in enumerate(candidate_rows):
+        length = lengths[row_index]
+        num_tokens = total_length + length if budget.is_packed else max(max_length, length) * (len(batch) + 1)
+        candidate = (num_tokens, abs(max_length - length) if budget.prefers_closest else 0, candidate_index)
+        if num_tokens <= budget.max_tokens and (best_candidate is None or candidate < best_candidate):
+            best_candidate = candidate
+    return None if best_candidate is None else best_candidate[2]
 
 
 class BalancedStepPlan:
@@ -58,7 +63,7 @@ class BalancedStepPlan:
     def __init__(
         self,
         lengths: np.ndarray,
-        order_of: Callable[[int], np.ndarray],
+        epoch_order_fn: Callable[[int], np.ndarray],
         budget: Budget,
         *,
         batches_per_step: int,
@@ -66,32 +71,37 @@ class BalancedStepPlan:
         max_steps: int,
     ) -> None:
         """Plan at most `max_steps` steps; `order_of(epoch)` returns the row numbers of an epoch in training order."""
-        self._lengths: list[int] = lengths.tolist()
-        self._order_of, self._budget, self._batches_per_step = order_of, budget, batches_per_step
+        self._row_lengths: list[int] = lengths.tolist()
+        self._epoch_order_fn, self._budget, self._batches_per_step = epoch_order_fn, budget, batches_per_step
         self._newest_step: tuple[int, list[list[int]]] = (-1, [])
-        self._first_positions = [0]
+        self._epoch_start_steps = [0]
         """Number of the first step of each epoch, and of the step after the last epoch."""
         for epoch in range(num_epochs):
-            self._first_positions.append(self._first_positions[-1] + -(-len(self._batches(epoch)) // batches_per_step))
-            if self._first_positions[-1] >= max_steps:
+            self._epoch_start_steps.append(
+                self._epoch_start_steps[-1] + -(-len(self._plan_micro_batches(epoch)) // batches_per_step)
+            )
+            if self._epoch_start_steps[-1] >= max_steps:
                 break
-        self.steps_per_epoch = self._first_positions[1]
+        self.steps_per_epoch = self._epoch_start_steps[1]
         """Number of steps in the first epoch; the order of a later epoch can give another number of micro-batches."""
-        self.total_steps = min(self._first_positions[-1], max_steps)
+        self.total_steps = min(self._epoch_start_steps[-1], max_steps)
 
     def micro_batches(self, step: int) -> list[list[int]]:
         """Return the row numbers of each micro-batch of step `step`, counted from 0 over all epochs."""
-        epoch = bisect_right(self._first_positions, step) - 1
-        first = (step - self._first_positions[epoch]) * self._batches_per_step
-        return self._batches(epoch)[first : first + self._batches_per_step]
+        epoch = bisect_right(self._epoch_start_steps, step) - 1
+        first_index = (step - self._epoch_start_steps[epoch]) * self._batches_per_step
+        return self._plan_micro_batches(epoch)[first_index : first_index + self._batches_per_step]
 
     def epochs_done(self, step: int) -> float:
         """Return the number of epochs completed after step `step`, including the fraction of the current one."""
-        epoch = bisect_right(self._first_positions, step) - 1
-        start, end = self._first_positions[epoch : epoch + 2]
-        return epoch + (step + 1 - start) / (end - start)
+        epoch = bisect_right(self._epoch_start_steps, step) - 1
+        first_step, next_epoch_step = self._epoch_start_steps[epoch : epoch + 2]
+        return epoch + (step + 1 - first_step) / (next_epoch_step - first_step)
 
-    def _batches(self, epoch: int) -> list[list[int]]:
+    def _plan_micro_batches(self, epoch: int) -> list[list[int]]:
         if self._newest_step[0] != epoch:
-            self._newest_step = (epoch, fill_batches(self._lengths, self._order_of(epoch).tolist(), self._budget))
+            self._newest_step = (
+                epoch,
+                fill_batches(self._row_lengths, self._epoch_order_fn(epoch).tolist(), self._budget),
+            )
         return self._newest_step[1]

@@ -48,49 +48,58 @@ def rows_of(
     """Collate rows of token ids: padded on the right, or packed. `num_tokens_of` maps the number of tokens of the
     longest row, or of all packed rows together, to the length after padding."""
     if packed:
-        return shared_rows(rows, [([index], 0) for index in range(len(rows))], pad_id, num_tokens_of)
-    tensors = [torch.as_tensor(ids, dtype=torch.int64) for ids in rows]
+        return shared_rows(rows, [([row_number], 0) for row_number in range(len(rows))], pad_id, num_tokens_of)
+    token_tensors = [torch.as_tensor(ids, dtype=torch.int64) for ids in rows]
     lengths = [len(ids) for ids in rows]
-    width = num_tokens_of(max(lengths))
-    real_BT = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+    padded_length = num_tokens_of(max(lengths))
+    is_real_token_BT = torch.arange(padded_length) < torch.tensor(lengths).unsqueeze(1)
     inputs = {
-        "input_ids": torch.stack([pad(ids, (0, width - len(ids)), value=pad_id) for ids in tensors]),
-        "attention_mask": real_BT.long(),
-        "position_ids": torch.arange(width).expand(len(rows), -1),
+        "input_ids": torch.stack([pad(ids, (0, padded_length - len(ids)), value=pad_id) for ids in token_tensors]),
+        "attention_mask": is_real_token_BT.long(),
+        "position_ids": torch.arange(padded_length).expand(len(rows), -1),
     }
-    return Rows(inputs, [row_index * (width - 1) for row_index in range(len(rows))])
+    return Rows(inputs, [row_index * (padded_length - 1) for row_index in range(len(rows))])
 
 
 def shared_rows(
     rows: Sequence[np.ndarray],
     groups: Sequence[tuple[Sequence[int], int]],
     pad_id: int,
-    num_tokens_of: Callable[[int], int],
+    padded_length_fn: Callable[[int], int],
 ) -> Rows:
     """Collate rows of token ids, packed, with the common first tokens (prompt) of each group of rows only once.
 
     `groups` has the row indices and the prompt length of each group. The model's outputs for prompt tokens belong to no
-    single row. For `pad_id` and `num_tokens_of` see `rows_of`.
+    single row. For `pad_id` and `padded_length_fn` see `rows_of`.
     """
-    pieces: list[tuple[int, int, int, int]] = []  # row index, start, end, index of the prompt's entry or -1
+    segments: list[tuple[int, int, int, int]] = []  # row index, start, end, index of the prompt's entry or -1
     numbers = {}
-    for indices, length in groups:
-        prompt = len(pieces) if length else -1
-        pieces += [(indices[0], 0, length, -1)] if length else []
-        for index in indices:
-            numbers[index] = len(pieces)
-            pieces.append((index, length, len(rows[index]), prompt))
-    ends = np.cumsum([0, *(end - start for _, start, end, _ in pieces)])
-    missing = num_tokens_of(int(ends[-1])) - int(ends[-1])
-    ids = [*(torch.as_tensor(rows[index][start:end]).long() for index, start, end, _ in pieces)]
-    positions = [torch.arange(start, end) for _, start, end, _ in pieces]
-    prompts = [prompt for *_, prompt in pieces]
+    for row_indices, prompt_length in groups:
+        prompt_segment = len(segments) if prompt_length else -1
+        segments += [(row_indices[0], 0, prompt_length, -1)] if prompt_length else []
+        for row_index in row_indices:
+            numbers[row_index] = len(segments)
+            segments.append((row_index, prompt_length, len(rows[row_index]), prompt_segment))
+    segment_bounds = np.cumsum([0, *(end - start for _, start, end, _ in segments)])
+    missing = padded_length_fn(int(segment_bounds[-1])) - int(segment_bounds[-1])
+    id_tensors = [*(torch.as_tensor(rows[row_index][start:end]).long() for row_index, start, end, _ in segments)]
+    position_tensors = [torch.arange(start, end) for _, start, end, _ in segments]
+    prompt_segments = [prompt_segment for *_, prompt_segment in segments]
     if missing:
-        ids, positions = [*ids, torch.full((missing,), pad_id)], [*positions, torch.arange(missing)]
-        ends, prompts = np.append(ends, ends[-1] + missing), [*prompts, -1]
-    ids_1P, positions_1P = torch.cat(ids).unsqueeze(0), torch.cat(positions).unsqueeze(0)
-    inputs = {"input_ids": ids_1P, "position_ids": positions_1P, **packed_bounds(ends, prompts)}
-    return Rows(inputs, [int(ends[numbers[index]]) - pieces[numbers[index]][1] for index in range(len(rows))])
+        id_tensors, position_tensors = (
+            [*id_tensors, torch.full((missing,), pad_id)],
+            [*position_tensors, torch.arange(missing)],
+        )
+        segment_bounds, prompt_segments = (
+            np.append(segment_bounds, segment_bounds[-1] + missing),
+            [*prompt_segments, -1],
+        )
+    ids_1P, positions_1P = torch.cat(id_tensors).unsqueeze(0), torch.cat(position_tensors).unsqueeze(0)
+    inputs = {"input_ids": ids_1P, "position_ids": positions_1P, **packed_bounds(segment_bounds, prompt_segments)}
+    return Rows(
+        inputs,
+        [int(segment_bounds[numbers[row_index]]) - segments[numbers[row_index]][1] for row_index in range(len(rows))],
+    )
 
 
 def packed_bounds(bounds: np.ndarray, prompts: Sequence[int] | None = None) -> dict[str, Any]:
@@ -100,13 +109,13 @@ def packed_bounds(bounds: np.ndarray, prompts: Sequence[int] | None = None) -> d
     `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k` are transformers' arguments of flash attention.
     """
     bounds = np.asarray(bounds, dtype=np.int32)
-    longest, on_device = int(np.diff(bounds).max()), torch.from_numpy(bounds)
+    max_length, bounds_tensor = int(np.diff(bounds).max()), torch.from_numpy(bounds)
     return {
         "sequence_bounds": Bounds(bounds, prompts),
-        "cu_seq_lens_q": on_device,
-        "cu_seq_lens_k": on_device,
-        "max_length_q": longest,
-        "max_length_k": longest,
+        "cu_seq_lens_q": bounds_tensor,
+        "cu_seq_lens_k": bounds_tensor,
+        "max_length_q": max_length,
+        "max_length_k": max_length,
     }
 
 

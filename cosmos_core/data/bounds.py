@@ -14,7 +14,7 @@ SECONDS = 10.0
 """Time limit in seconds; rendering a conversation of a million tokens takes less than one second."""
 MEMORY = 2 << 30
 """Memory limit in bytes, in addition to what the process already uses."""
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 _REMEDY = "mend the template, or leave the row out"
 
 
@@ -32,13 +32,15 @@ def limit_resources(description: str) -> Iterator[None]:
     Raises:
         ModelError: the code exceeded a limit; `description` names the code in the message.
     """
-    is_main = threading.current_thread() is threading.main_thread()
+    is_main_thread = threading.current_thread() is threading.main_thread()
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-    limits = [limit for limit in (_size() + MEMORY, soft_limit, hard_limit) if limit != resource.RLIM_INFINITY]
-    old_handler = signal.signal(signal.SIGALRM, _raise_time_exceeded) if is_main else None
+    limits = [
+        limit for limit in (_read_memory_size() + MEMORY, soft_limit, hard_limit) if limit != resource.RLIM_INFINITY
+    ]
+    old_handler = signal.signal(signal.SIGALRM, _raise_time_exceeded) if is_main_thread else None
     try:
         resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard_limit))
-        if is_main:
+        if is_main_thread:
             # Repeat the signal each second, in case a destructor swallows the exception.
             signal.setitimer(signal.ITIMER_REAL, SECONDS, 1.0)
         yield
@@ -47,17 +49,17 @@ def limit_resources(description: str) -> Iterator[None]:
     except MemoryError as error:
         raise ModelError(f"{description} takes more than {MEMORY / 2**30:g} GiB of memory; {_REMEDY}") from error
     finally:
-        if is_main:
+        if is_main_thread:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, old_handler)
         resource.setrlimit(resource.RLIMIT_AS, (soft_limit, hard_limit))
 
 
-def _raise_time_exceeded(number: int, frame: FrameType | None) -> None:
+def _raise_time_exceeded(signal_number: int, frame: FrameType | None) -> None:
     raise _TimeExceeded
 
 
-def _size() -> int:
+def _read_memory_size() -> int:
     """Return the bytes of the address space of this process."""
     with open("/proc/self/statm", "rb", buffering=0) as file:
-        return int(file.read(64).split()[0]) * _PAGE
+        return int(file.read(64).split()[0]) * _PAGE_SIZE

@@ -22,8 +22,8 @@ from cosmos_core.errors import DataError, ModelError
 from cosmos_core.tools.base import ToolCall, ToolResult, parse_calls
 from cosmos_core.tools.runner import ToolRunner
 
-_KEY = "rollout.multi_turn_config"
-_USER = {"role": "user", "content": "?"}
+_CONFIG_KEY = "rollout.multi_turn_config"
+_USER_TURN = {"role": "user", "content": "?"}
 _ASSISTANT_FORMS: tuple[Message, ...] = (
     {"role": "assistant", "content": ""},
     # Qwen3's template renders `reasoning_content` only in the last turn.
@@ -49,12 +49,12 @@ class PromptRendering:
     @property
     def options(self) -> dict[str, Any]:
         """Return the arguments of `apply_chat_template` other than messages, tools and the generation prompt."""
-        arguments = {
+        template_arguments = {
             "chat_template": self.template,
             "continue_final_message": self.continue_final_message or None,
             "enable_thinking": self.enable_thinking,
         }
-        return {name: value for name, value in arguments.items() if value is not None}
+        return {name: value for name, value in template_arguments.items() if value is not None}
 
 
 DEFAULT_RENDERING = PromptRendering()
@@ -71,10 +71,10 @@ def prompt_rendering(config: MultiTurnRolloutConfig, tools: Sequence[dict[str, A
     if not config.enable:
         return DEFAULT_RENDERING
     if tools is None:
-        tools = _tool_schemas(config)
+        tools = _load_tool_schemas(config)
     return PromptRendering(
         tuple(tools),
-        _template(config.custom_chat_template_path),
+        _read_template(config.custom_chat_template_path),
         config.add_generation_prompt,
         config.continue_final_message,
         config.enable_thinking,
@@ -88,25 +88,25 @@ def open_tools(config: MultiTurnRolloutConfig, num_workers: int | None = None) -
     )
 
 
-def _tool_schemas(config: MultiTurnRolloutConfig) -> list[dict[str, Any]]:
+def _load_tool_schemas(config: MultiTurnRolloutConfig) -> list[dict[str, Any]]:
     if not config.enabled_tools:
         return []
     with open_tools(config, num_workers=1) as runner:
         return runner.schemas()
 
 
-def _template(path: str | None) -> str | None:
+def _read_template(path: str | None) -> str | None:
     if path is None:
         return None
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{_KEY}.custom_chat_template_path = {path!r} cannot be read: {error}") from error
+        raise DataError(f"{_CONFIG_KEY}.custom_chat_template_path = {path!r} cannot be read: {error}") from error
 
 
-def renders_tools(tokenizer: PreTrainedTokenizerBase, chat: PromptRendering) -> bool:
+def renders_tools(tokenizer: PreTrainedTokenizerBase, render_settings: PromptRendering) -> bool:
     """Return whether the chat template uses the tools that are passed to it."""
-    template = chat.template or tokenizer.get_chat_template(tools=list(chat.tools))
+    template = render_settings.template or tokenizer.get_chat_template(tools=list(render_settings.tools))
     return "tools" in str(template)
 
 
@@ -121,9 +121,11 @@ class ToolText:
             writes calls in a form that `parse_calls` does not read.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: PromptRendering, end_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, render_settings: PromptRendering, end_ids: Sequence[int]
+    ) -> None:
         """Find the text between turns; `end_ids` are the tokens that end an assistant turn."""
-        self._tokenizer, self._chat = tokenizer, chat
+        self._tokenizer, self._render_settings = tokenizer, render_settings
         self._end_tokens = {str(tokenizer.decode([token])): token for token in end_ids}
         special_tokens = [token for token in tokenizer.all_special_tokens if len(token) > 2]
         self._marks = (
@@ -131,9 +133,9 @@ class ToolText:
             if special_tokens
             else None
         )
-        self._form: Message | None = None
-        with limit_resources(f"{_KEY}: the chat template"):
-            self._form = self._select_assistant_form()
+        self._assistant_form: Message | None = None
+        with limit_resources(f"{_CONFIG_KEY}: the chat template"):
+            self._assistant_form = self._select_assistant_form()
             self._check_calls()
 
     def ids(self, results: Sequence[tuple[str, ToolResult]]) -> tuple[int, ...]:
@@ -143,14 +145,14 @@ class ToolText:
         Raises:
             ModelError: the template renders the assistant turn differently when the results follow.
         """
-        assert self._form is not None
-        end_and_text = self._text_after_call(self._form, results)
-        if end_and_text is None:
+        assert self._assistant_form is not None
+        end_token_and_text = self._render_text_after_call(self._assistant_form, results)
+        if end_token_and_text is None:
             raise _changed_turn_error(self._tokenizer)
-        end, text = end_and_text
+        end_token, text = end_token_and_text
         # Some tokenizers insert a space before the first word, so tokenise the text together with the end token.
-        ids = list(self._tokenizer(end + text, add_special_tokens=False, verbose=False)["input_ids"])
-        if ids[:1] != [self._end_tokens[end]]:
+        ids = list(self._tokenizer(end_token + text, add_special_tokens=False, verbose=False)["input_ids"])
+        if ids[:1] != [self._end_tokens[end_token]]:
             return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         return tuple(ids[1:])
 
@@ -159,13 +161,13 @@ class ToolText:
         reason = ""
         for assistant_form in _ASSISTANT_FORMS:
             try:
-                end_and_text = self._text_after_call(assistant_form, [("tool", ToolResult("forty-two"))])
+                end_token_and_text = self._render_text_after_call(assistant_form, [("tool", ToolResult("forty-two"))])
             except (TemplateError, ValueError, TypeError) as error:
                 reason = f" ({' '.join(str(error).split())})"
                 continue
-            if end_and_text is not None and "forty-two" not in end_and_text[1]:
+            if end_token_and_text is not None and "forty-two" not in end_token_and_text[1]:
                 reason = " (it leaves out what a tool says)"
-            elif end_and_text is not None:
+            elif end_token_and_text is not None:
                 return assistant_form
         raise _changed_turn_error(self._tokenizer, reason)
 
@@ -175,54 +177,63 @@ class ToolText:
         The policy writes calls in the form of its template, so no tool would ever be called. A template that leaves out
         tool calls is accepted.
         """
-        expected = ToolCall("look_up_word", {"word": "forty-two"})
-        function = {"name": expected.name, "arguments": expected.arguments}
-        calls = [{"type": "function", "id": "call00000", "function": function}]
+        expected_call = ToolCall("look_up_word", {"word": "forty-two"})
+        function_fields = {"name": expected_call.name, "arguments": expected_call.arguments}
+        tool_calls = [{"type": "function", "id": "call00000", "function": function_fields}]
         call_text = ""
-        for call_form in (calls, with_texts(calls)):
+        for call_variant in (tool_calls, with_texts(tool_calls)):
             with suppress(TemplateError, ValueError, TypeError):
-                prompt = self._render([_USER], add_generation_prompt=False)
-                turn = {"role": "assistant", "content": "", "tool_calls": call_form}
-                text = self._render([_USER, turn], add_generation_prompt=False)
-                text = text[num_shared(prompt, text) :]
-                if parse_calls(text) == [expected]:
+                prompt_text = self._render([_USER_TURN], add_generation_prompt=False)
+                assistant_turn = {"role": "assistant", "content": "", "tool_calls": call_variant}
+                text = self._render([_USER_TURN, assistant_turn], add_generation_prompt=False)
+                text = text[num_shared(prompt_text, text) :]
+                if parse_calls(text) == [expected_call]:
                     return
-                call_text = text if expected.name in text else call_text
+                call_text = text if expected_call.name in text else call_text
         if call_text:
             raise ModelError(
-                f"{_KEY}.enable_tools: the chat template of {self._tokenizer.name_or_path!r} writes a tool call as "
+                f"{_CONFIG_KEY}.enable_tools: the chat template of {self._tokenizer.name_or_path!r} writes a tool "
+                f"call as "
                 f"{call_text.strip()[:200]!r}, which is not read; calls are read as Hermes writes them, "
                 f'<tool_call>{{"name": ..., "arguments": ...}}</tool_call>: give a template that writes that with '
-                f"{_KEY}.custom_chat_template_path, or take another model"
+                f"{_CONFIG_KEY}.custom_chat_template_path, or take another model"
             )
 
-    def _text_after_call(
+    def _render_text_after_call(
         self, assistant_form: Message, results: Sequence[tuple[str, ToolResult]]
     ) -> tuple[str, str] | None:
         """Return the end token of the assistant turn and the text after it; None if results change the turn's text."""
         ids = [f"call{number:05d}" for number in range(len(results))]  # Mistral requires call ids of nine characters
-        called = [
-            {"type": "function", "id": id_, "function": {"name": name, "arguments": {}}}
-            for id_, (name, _) in zip(ids, results, strict=True)
+        tool_calls = [
+            {"type": "function", "id": call_id, "function": {"name": name, "arguments": {}}}
+            for call_id, (name, _) in zip(ids, results, strict=True)
         ]
-        turn = assistant_form if assistant_form["content"] else {**assistant_form, "tool_calls": called}
-        replies = [
-            {"role": "tool", "name": name, "tool_call_id": id_, "content": self._escape_special_tokens(result.text)}
-            for id_, (name, result) in zip(ids, results, strict=True)
+        turn = assistant_form if assistant_form["content"] else {**assistant_form, "tool_calls": tool_calls}
+        tool_turns = [
+            {"role": "tool", "name": name, "tool_call_id": call_id, "content": self._escape_special_tokens(result.text)}
+            for call_id, (name, result) in zip(ids, results, strict=True)
         ]
-        without = self._render([_USER, turn], add_generation_prompt=False)
-        full = self._render([_USER, turn, *replies], add_generation_prompt=self._chat.add_generation_prompt)
-        for end in self._end_tokens:
-            stop = without.rfind(end) + len(end)
-            if end in without and not without[stop:].strip() and full.startswith(without[:stop]):
-                return end, full[stop:]
+        without = self._render([_USER_TURN, turn], add_generation_prompt=False)
+        full_text = self._render(
+            [_USER_TURN, turn, *tool_turns], add_generation_prompt=self._render_settings.add_generation_prompt
+        )
+        for end_token in self._end_tokens:
+            end_position = without.rfind(end_token) + len(end_token)
+            if (
+                end_token in without
+                and not without[end_position:].strip()
+                and full_text.startswith(without[:end_position])
+            ):
+                return end_token, full_text[end_position:]
         return None
 
     def _render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
-        options = {name: value for name, value in self._chat.options.items() if name != "continue_final_message"}
+        options = {
+            name: value for name, value in self._render_settings.options.items() if name != "continue_final_message"
+        }
         text: Any = self._tokenizer.apply_chat_template(
             messages,
-            tools=list(self._chat.tools) or None,
+            tools=list(self._render_settings.tools) or None,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             **options,
@@ -231,11 +242,12 @@ class ToolText:
 
     def _escape_special_tokens(self, text: str) -> str:
         """Insert a space into each special token in the text of a tool result, so that no special token ends a turn."""
-        return self._marks.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text) if self._marks else text
+        return self._marks.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text) if self._marks else text
 
 
 def _changed_turn_error(tokenizer: PreTrainedTokenizerBase, reason: str = "") -> ModelError:
     return ModelError(
-        f"{_KEY}: the chat template of {tokenizer.name_or_path!r} does not keep what it has written of an assistant's "
+        f"{_CONFIG_KEY}: the chat template of {tokenizer.name_or_path!r} does not keep what it has written of an "
+        f"assistant's "
         f"turn, up to its end token, when a tool result follows{reason}; give another with custom_chat_template_path"
     )

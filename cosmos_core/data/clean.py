@@ -35,12 +35,12 @@ from cosmos_core.run.stage import Stage
 logger = logging.getLogger(__name__)
 
 FILE = "clean.jsonl"
-_SHINGLE = 2  # number of words per shingle, the unit of comparison of two rows
-_MIN_WORDS = 8  # minimum words of a benchmark text that is searched for, as in GPT-3 (arXiv 2005.14165)
+_SHINGLE_SIZE = 2  # number of words per shingle, the unit of comparison of two rows
+_MIN_BENCHMARK_WORDS = 8  # minimum words of a benchmark text that is searched for, as in GPT-3 (arXiv 2005.14165)
 _MAX_CANDIDATES = 32  # maximum number of candidates with which a row is compared
-_MAX_CHARACTERS = 2_000
+_MAX_TEXT_CHARACTERS = 2_000
 _NUM_EXAMPLES = 3
-_HEADER = struct.Struct("<16sIII")
+_ROW_HEADER = struct.Struct("<16sIII")
 
 
 class CleanedRows(NamedTuple):
@@ -52,7 +52,7 @@ class CleanedRows(NamedTuple):
 
 
 def clean_training_rows(
-    stage: Stage, rows: Rows, held_out: Sequence[Rows], folder: Path, opener: Opener
+    stage: Stage, rows: Rows, held_out_sets: Sequence[Rows], folder: Path, opener: Opener
 ) -> CleanedRows:
     """Write the duplicates and benchmark texts among the training rows to a file in `folder`, and drop these rows if
     the recipe sets `action = "drop"`. Rows that match held-out rows are only reported.
@@ -68,69 +68,79 @@ def clean_training_rows(
     examples: list[str] = []
     is_dropped = np.zeros(len(rows), dtype=bool)
     with open(folder / FILE, "w", encoding="utf-8") as file:
-        for number, is_removed, match in _matches(stage, config, rows, held_out, opener.packer()):
-            match["dropped"] = is_removed and config.action == "drop"
-            is_dropped[number] |= match["dropped"]
+        for row_number, should_remove, match in _find_matches(stage, config, rows, held_out_sets, opener.packer()):
+            match["dropped"] = should_remove and config.action == "drop"
+            is_dropped[row_number] |= match["dropped"]
             counts[match["match"]] += 1
             if counts[match["match"]] <= _NUM_EXAMPLES:
                 examples.append(f"{match['row']}: {match['match']} of {match['of']}: {match['text'][:80]!r}")
             file.write(json.dumps(match, ensure_ascii=False) + "\n")
-    other_rows = rows.where(~is_dropped)
-    if not len(other_rows):
+    kept_rows = rows.where(~is_dropped)
+    if not len(kept_rows):
         raise DataError(f"train.train_policy.clean drops all {len(rows)} rows; set action = 'report' to see why")
     counts["dropped"] = int(is_dropped.sum())
-    names = ("exact_duplicate", "near_duplicate", "benchmark_text", "held_out_row", "dropped")
-    summary = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in names)
+    count_names = ("exact_duplicate", "near_duplicate", "benchmark_text", "held_out_row", "dropped")
+    summary = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in count_names)
     notices = [f"clean: {summary}, of {len(rows)} rows; data/{FILE} has them", *examples] if examples else []
     for notice in notices:
         logger.warning("%s", notice)
-    return CleanedRows(other_rows, {f"data/clean_{name}": float(counts[name]) for name in names}, notices)
+    return CleanedRows(kept_rows, {f"data/clean_{name}": float(counts[name]) for name in count_names}, notices)
 
 
-def _matches(
-    stage: Stage, config: CleanConfig, rows: Rows, held_out: Sequence[Rows], pack: Callable[[Row, str], Row] | None
+def _find_matches(
+    stage: Stage,
+    config: CleanConfig,
+    rows: Rows,
+    held_out_sets: Sequence[Rows],
+    pack_row: Callable[[Row, str], Row] | None,
 ) -> Iterator[tuple[int, bool, dict[str, Any]]]:
     """Yield the number of each training row with a match, whether the match is a reason to drop the row, and the match.
     Matches with benchmarks and held-out rows come first, then duplicates."""
     benchmarks = Benchmarks(config.decontaminate_against, config.ngram)
     bands = MinHashBands(config.near_duplicates) if config.near_duplicates else None
-    numbers, keys = array("Q"), array("Q")
+    row_numbers, hash_keys = array("Q"), array("Q")
     held_out_index = HeldOutIndex(config.near_duplicates)
-    for each in held_out:
-        for _, where, texts in _readable(stage, each, pack):
-            row = _make_compared_row(where, texts, *_normalise_turns(texts))
+    for held_out_rows in held_out_sets:
+        for _, location, texts in _iterate_readable_rows(stage, held_out_rows, pack_row):
+            row = _make_compared_row(location, texts, *_normalise_turns(texts))
             held_out_index.add(row, row.keys(bands))
     with tempfile.TemporaryFile(dir=stage.path) as file:
-        compared = ComparedRows(file)
-        for number, where, texts in _readable(stage, rows, pack):
-            normalised_texts, turns = _normalise_turns(texts)
-            if match := benchmarks.match(turns):
-                is_removed = match["similarity"] >= config.min_overlap
-                yield number, is_removed, {"row": where, **match}
-                if is_removed:
+        compared_rows = ComparedRows(file)
+        for row_number, location, texts in _iterate_readable_rows(stage, rows, pack_row):
+            normalised_texts, turn_words = _normalise_turns(texts)
+            if match := benchmarks.match(turn_words):
+                should_remove = match["similarity"] >= config.min_overlap
+                yield row_number, should_remove, {"row": location, **match}
+                if should_remove:
                     continue
-            row = _make_compared_row(where, texts, normalised_texts, turns)
-            own_keys = row.keys(bands)
-            if match := held_out_index.match(row, own_keys):
-                yield number, False, match
-            compared.add(row)
-            numbers.append(number)
-            keys.extend(own_keys)
-        table = np.frombuffer(keys, dtype=np.uint64).reshape(-1, 1 + (bands.count if bands else 0))
-        for position, match in find_duplicates(table, compared, config.near_duplicates):
-            yield numbers[position], True, match
+            row = _make_compared_row(location, texts, normalised_texts, turn_words)
+            row_keys = row.keys(bands)
+            if match := held_out_index.match(row, row_keys):
+                yield row_number, False, match
+            compared_rows.add(row)
+            row_numbers.append(row_number)
+            hash_keys.extend(row_keys)
+        key_table = np.frombuffer(hash_keys, dtype=np.uint64).reshape(-1, 1 + (bands.count if bands else 0))
+        for position, match in find_duplicates(key_table, compared_rows, config.near_duplicates):
+            yield row_numbers[position], True, match
 
 
-def _readable(stage: Stage, rows: Rows, pack: Callable[[Row, str], Row] | None) -> Iterator[tuple[int, str, list[str]]]:
+def _iterate_readable_rows(
+    stage: Stage, rows: Rows, pack_row: Callable[[Row, str], Row] | None
+) -> Iterator[tuple[int, str, list[str]]]:
     """Yield number, location and texts of each readable row; unreadable rows are counted later, by tokenisation."""
-    policy, kind = stage.recipe.train.train_policy, tokenised_kind(stage.recipe.train.train_policy.rows)
-    for number, (where, row) in enumerate(rows):
-        if number % 256 == 0:
+    policy, row_kind = stage.recipe.train.train_policy, tokenised_kind(stage.recipe.train.train_policy.rows)
+    for row_number, (location, row) in enumerate(rows):
+        if row_number % 256 == 0:
             stage.progress.beat()
             if stage.stop_requested:
-                raise Preempted(f"stopped after {number} rows were compared; preparing starts anew")
+                raise Preempted(f"stopped after {row_number} rows were compared; preparing starts anew")
         with suppress(DataError):
-            yield number, where, list(texts_of(kind.read(pack(row, where) if pack else row, where, policy)))
+            yield (
+                row_number,
+                location,
+                list(texts_of(row_kind.read(pack_row(row, location) if pack_row else row, location, policy))),
+            )
 
 
 def _normalise_turns(texts: Iterable[str]) -> tuple[list[str], list[list[str]]]:
@@ -140,12 +150,12 @@ def _normalise_turns(texts: Iterable[str]) -> tuple[list[str], list[list[str]]]:
 
 
 def _make_compared_row(
-    where: str, texts: list[str], normalised_texts: list[str], turns: list[list[str]]
+    location: str, texts: list[str], normalised_texts: list[str], turn_words: list[list[str]]
 ) -> "ComparedRow":
     digest = blake2b("\0".join(normalised_texts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-    grams = np.unique(ngrams(hashes_of([*chain.from_iterable(turns)]), _SHINGLE))
-    text = "\n".join(texts)[:_MAX_CHARACTERS].encode("utf-8", "replace").decode()
-    return ComparedRow(digest, where, text, grams)
+    ngram_hashes = np.unique(ngrams(hashes_of([*chain.from_iterable(turn_words)]), _SHINGLE_SIZE))
+    text = "\n".join(texts)[:_MAX_TEXT_CHARACTERS].encode("utf-8", "replace").decode()
+    return ComparedRow(digest, location, text, ngram_hashes)
 
 
 def texts_of(value: Any) -> Iterator[str]:
@@ -154,10 +164,10 @@ def texts_of(value: Any) -> Iterator[str]:
         yield value
     elif isinstance(value, dict):
         if value.get("role") not in {"system", "developer"}:
-            yield from texts_of([each for name, each in value.items() if name not in {"role", "type"}])
+            yield from texts_of([element for name, element in value.items() if name not in {"role", "type"}])
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from texts_of(each)
+        for element in value:
+            yield from texts_of(element)
     elif isinstance(value, bool):  # label of a row: whether the completion is desirable
         yield str(value)
     elif hasattr(value, "__dict__"):
@@ -174,10 +184,10 @@ class ComparedRow(NamedTuple):
     grams: np.ndarray
     """Sorted hashes of the row's n-grams, uint64."""
 
-    def similarity(self, other: "ComparedRow") -> float:
+    def similarity(self, other_row: "ComparedRow") -> float:
         """Return the Jaccard similarity of the n-grams of two rows."""
-        num_common_grams = np.intersect1d(self.grams, other.grams, assume_unique=True).size
-        return num_common_grams / max(1, self.grams.size + other.grams.size - num_common_grams)
+        num_common_ngrams = np.intersect1d(self.grams, other_row.grams, assume_unique=True).size
+        return num_common_ngrams / max(1, self.grams.size + other_row.grams.size - num_common_ngrams)
 
     def keys(self, bands: MinHashBands | None) -> list[int]:
         """Return the hash of the row's text and, with `bands`, a key per band; similar rows very likely share a key."""
@@ -186,16 +196,16 @@ class ComparedRow(NamedTuple):
     def match(self, others: Iterable["ComparedRow"], threshold: float) -> dict[str, Any] | None:
         """Return the match with the most similar row of `others`; None if no row is equal or at least as similar as
         `threshold` (0: equal rows only)."""
-        best, similarity = None, threshold or 2.0
-        for other in others:
-            value = 2.0 if self.digest == other.digest else self.similarity(other)
-            if value > similarity or (value == similarity and best is None):
-                best, similarity = other, value
-        if best is None:
+        best_row, best_similarity = None, threshold or 2.0
+        for other_row in others:
+            other_similarity = 2.0 if self.digest == other_row.digest else self.similarity(other_row)
+            if other_similarity > best_similarity or (other_similarity == best_similarity and best_row is None):
+                best_row, best_similarity = other_row, other_similarity
+        if best_row is None:
             return None
         return {
-            "row": self.where, "match": "exact_duplicate" if similarity == 2.0 else "near_duplicate",
-            "similarity": min(similarity, 1.0), "text": self.text, "of": best.where, "of_text": best.text,
+            "row": self.where, "match": "exact_duplicate" if best_similarity == 2.0 else "near_duplicate",
+            "similarity": min(best_similarity, 1.0), "text": self.text, "of": best_row.where, "of_text": best_row.text,
         }  # fmt: skip
 
 
@@ -204,19 +214,21 @@ class HeldOutIndex:
 
     def __init__(self, threshold: float) -> None:
         self._threshold, self._rows = threshold, list[ComparedRow]()
-        self._holders: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self._rows_by_key: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
 
     def add(self, row: ComparedRow, keys: Sequence[int]) -> None:
         """Add a held-out row to the index under its hash keys."""
         for key in enumerate(keys):
-            if len(self._holders[key]) < _MAX_CANDIDATES:
-                self._holders[key].append(len(self._rows))
+            if len(self._rows_by_key[key]) < _MAX_CANDIDATES:
+                self._rows_by_key[key].append(len(self._rows))
         self._rows.append(row)
 
     def match(self, row: ComparedRow, keys: Sequence[int]) -> dict[str, Any] | None:
         """Return the match of a training row with a held-out row; None if no held-out row matches."""
-        candidates = sorted({position for key in enumerate(keys) for position in self._holders.get(key, ())})
-        match = row.match((self._rows[position] for position in candidates), self._threshold)
+        candidate_indices = sorted(
+            {row_index for key in enumerate(keys) for row_index in self._rows_by_key.get(key, ())}
+        )
+        match = row.match((self._rows[row_index] for row_index in candidate_indices), self._threshold)
         return match and {**match, "match": "held_out_row"}
 
 
@@ -229,15 +241,15 @@ class ComparedRows:
     def add(self, row: ComparedRow) -> None:
         """Append a row to the file."""
         self._offsets.append(self._file.tell())
-        name, content = row.where.encode("utf-8", "replace"), row.text.encode()
-        header = _HEADER.pack(row.digest, len(name), len(content), row.grams.size)
-        self._file.write(header + name + content + row.grams.tobytes())
+        location_bytes, text_bytes = row.where.encode("utf-8", "replace"), row.text.encode()
+        header = _ROW_HEADER.pack(row.digest, len(location_bytes), len(text_bytes), row.grams.size)
+        self._file.write(header + location_bytes + text_bytes + row.grams.tobytes())
 
     def __getitem__(self, index: int) -> ComparedRow:
         self._file.seek(self._offsets[index])
-        digest, *sizes, count = _HEADER.unpack(self._file.read(_HEADER.size))
-        where, text = (self._file.read(size).decode() for size in sizes)
-        return ComparedRow(digest, where, text, np.frombuffer(self._file.read(8 * count), dtype=np.uint64))
+        digest, *text_sizes, num_ngrams = _ROW_HEADER.unpack(self._file.read(_ROW_HEADER.size))
+        location, text = (self._file.read(size).decode() for size in text_sizes)
+        return ComparedRow(digest, location, text, np.frombuffer(self._file.read(8 * num_ngrams), dtype=np.uint64))
 
 
 def find_duplicates(keys: np.ndarray, rows: ComparedRows, threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -247,20 +259,22 @@ def find_duplicates(keys: np.ndarray, rows: ComparedRows, threshold: float) -> I
     `keys` has shape (rows, keys): rows with an equal key in a column are compared. The first column is a hash of the
     text. A row is compared only with rows that are no duplicates themselves.
     """
-    is_shared = np.zeros(keys.shape, dtype=bool)
+    is_key_shared = np.zeros(keys.shape, dtype=bool)
     for column in range(keys.shape[1]):
-        _, inverse, counts = np.unique(keys[:, column], return_inverse=True, return_counts=True)
-        is_shared[:, column] = counts[inverse] > 1
-    holders: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-    for position in np.flatnonzero(is_shared.any(axis=1)).tolist():
-        row_keys = [(column, int(keys[position, column])) for column in np.flatnonzero(is_shared[position]).tolist()]
-        candidates = sorted({each for key in row_keys for each in holders[key]})
-        if match := rows[position].match((rows[each] for each in candidates), threshold):
+        _, inverse_indices, key_counts = np.unique(keys[:, column], return_inverse=True, return_counts=True)
+        is_key_shared[:, column] = key_counts[inverse_indices] > 1
+    rows_by_key: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for position in np.flatnonzero(is_key_shared.any(axis=1)).tolist():
+        row_keys = [
+            (column, int(keys[position, column])) for column in np.flatnonzero(is_key_shared[position]).tolist()
+        ]
+        candidates = sorted({candidate for key in row_keys for candidate in rows_by_key[key]})
+        if match := rows[position].match((rows[candidate] for candidate in candidates), threshold):
             yield position, match
             continue
         for key in row_keys:
-            if len(holders[key]) < _MAX_CANDIDATES:
-                holders[key].append(position)
+            if len(rows_by_key[key]) < _MAX_CANDIDATES:
+                rows_by_key[key].append(position)
 
 
 def _words_to_compare(text: str) -> list[str]:
@@ -271,21 +285,21 @@ def _words_to_compare(text: str) -> list[str]:
 class Benchmarks:
     """Index of the n-grams of the texts of benchmarks, held in memory."""
 
-    def __init__(self, tables: Sequence[BenchmarkRowsConfig], ngram: int) -> None:
-        self._ngram, self._min_words = ngram, min(ngram, _MIN_WORDS)
+    def __init__(self, benchmark_configs: Sequence[BenchmarkRowsConfig], ngram_size: int) -> None:
+        self._ngram_size, self._min_words = ngram_size, min(ngram_size, _MIN_BENCHMARK_WORDS)
         self._texts: list[tuple[str, str]] = []
         grams, owners = array("Q"), array("I")
-        self._sizes: set[int] = set()
-        for index, table in enumerate(tables):
-            count = len(self._texts)
-            for where, row in load_rows(table.dataset, f"{BENCHMARKS}.{index}"):
+        self._ngram_sizes: set[int] = set()
+        for index, benchmark_config in enumerate(benchmark_configs):
+            num_texts_before = len(self._texts)
+            for location, row in load_rows(benchmark_config.dataset, f"{BENCHMARKS}.{index}"):
                 for text in texts_of(row):
                     if len(words := _words_to_compare(text)) >= self._min_words:
-                        self._sizes.add(min(ngram, len(words)))
-                        grams.extend(ngrams(hashes_of(words), ngram).tolist())
+                        self._ngram_sizes.add(min(ngram_size, len(words)))
+                        grams.extend(ngrams(hashes_of(words), ngram_size).tolist())
                         owners.extend([len(self._texts)] * (len(grams) - len(owners)))
-                        self._texts.append((where, text))
-            if len(self._texts) == count:
+                        self._texts.append((location, text))
+            if len(self._texts) == num_texts_before:
                 raise DataError(f"{BENCHMARKS}.{index}: no text of at least {self._min_words} words; name rows of text")
         order = np.argsort(np.frombuffer(grams, dtype=np.uint64), kind="stable")
         self._grams, self._owners = np.frombuffer(grams, dtype=np.uint64)[order], np.frombuffer(owners, "I")[order]
@@ -297,35 +311,41 @@ class Benchmarks:
         `similarity` is the fraction of the benchmark's words in common n-grams; `text` is the longest common passage.
         """
         turns = [remove_signs(words) for words in turns] if self._texts else []
-        hashes = [*map(hashes_of, turns)]
-        grams = [ngrams(each, size) for each in hashes for size in self._sizes if len(each) >= size]
-        if not grams:
+        turn_hashes = [*map(hashes_of, turns)]
+        ngram_hashes = [
+            ngrams(each, ngram_size)
+            for each in turn_hashes
+            for ngram_size in self._ngram_sizes
+            if len(each) >= ngram_size
+        ]
+        if not ngram_hashes:
             return None
-        row_hashes = np.concatenate(grams)
-        first = np.minimum(np.searchsorted(self._grams, row_hashes), len(self._grams) - 1)
-        owners: Counter[int] = Counter()
-        for start in first[self._grams[first] == row_hashes].tolist():
+        row_hashes = np.concatenate(ngram_hashes)
+        first_positions = np.minimum(np.searchsorted(self._grams, row_hashes), len(self._grams) - 1)
+        text_counts: Counter[int] = Counter()
+        for start in first_positions[self._grams[first_positions] == row_hashes].tolist():
             end = start + _MAX_CANDIDATES
-            owners.update(self._owners[start:end][self._grams[start:end] == self._grams[start]].tolist())
-        best: tuple[float, int, list[str]] | None = None
-        for owner, _ in owners.most_common(_MAX_CANDIDATES):
-            part, passage = self._overlap_with_turns(turns, _words_to_compare(self._texts[owner][1]))
-            if passage and (best is None or part > best[0]):
-                best = part, owner, passage
-        if best is None:
+            text_counts.update(self._owners[start:end][self._grams[start:end] == self._grams[start]].tolist())
+        best_match: tuple[float, int, list[str]] | None = None
+        for text_index, _ in text_counts.most_common(_MAX_CANDIDATES):
+            overlap, passage = self._compute_overlap(turns, _words_to_compare(self._texts[text_index][1]))
+            if passage and (best_match is None or overlap > best_match[0]):
+                best_match = overlap, text_index, passage
+        if best_match is None:
             return None
-        part, owner, passage = best
-        where, text = self._texts[owner]
-        return {"match": "benchmark_text", "similarity": round(part, 4), "text": " ".join(passage),
-                "of": where, "of_text": text[:_MAX_CHARACTERS]}  # fmt: skip
+        overlap, text_index, passage = best_match
+        location, text = self._texts[text_index]
+        return {"match": "benchmark_text", "similarity": round(overlap, 4), "text": " ".join(passage),
+                "of": location, "of_text": text[:_MAX_TEXT_CHARACTERS]}  # fmt: skip
 
-    def _overlap_with_turns(self, turns: Sequence[list[str]], words: list[str]) -> tuple[float, list[str]]:
-        """Return the fraction of `words` in n-grams that also occur in a turn, and the longest common passage."""
-        n = min(self._ngram, len(words))
-        turn_ngrams = {tuple(turn[i : i + n]) for turn in turns for i in range(len(turn) - n + 1)}
-        is_in_turn = np.zeros(len(words) + 1, dtype=bool)
-        for i in range(len(words) - n + 1):
-            is_in_turn[i : i + n] |= tuple(words[i : i + n]) in turn_ngrams
-        starts = np.flatnonzero(np.diff(is_in_turn, prepend=False)).reshape(-1, 2).tolist()
-        first, last = max(starts, key=lambda span: span[1] - span[0], default=(0, 0))
-        return float(is_in_turn.sum() / len(words)), words[first:last]
+    def _compute_overlap(self, turns: Sequence[list[str]], benchmark_words: list[str]) -> tuple[float, list[str]]:
+        """Return the fraction of `benchmark_words` in n-grams that also occur in a turn, and the longest common
+        passage."""
+        ngram_size = min(self._ngram_size, len(benchmark_words))
+        turn_ngrams = {tuple(turn[i : i + ngram_size]) for turn in turns for i in range(len(turn) - ngram_size + 1)}
+        is_in_turn = np.zeros(len(benchmark_words) + 1, dtype=bool)
+        for i in range(len(benchmark_words) - ngram_size + 1):
+            is_in_turn[i : i + ngram_size] |= tuple(benchmark_words[i : i + ngram_size]) in turn_ngrams
+        spans = np.flatnonzero(np.diff(is_in_turn, prepend=False)).reshape(-1, 2).tolist()
+        passage_start, passage_end = max(spans, key=lambda span: span[1] - span[0], default=(0, 0))
+        return float(is_in_turn.sum() / len(benchmark_words)), benchmark_words[passage_start:passage_end]

@@ -22,7 +22,7 @@ NO_COMPLETION_ROOM = "with a prompt that leaves no room for a completion in poli
 def conversation_tokens(
     tokenizer: PreTrainedTokenizerBase,
     conversation: list[Message] | str,
-    where: str,
+    location: str,
     tools: Tools = None,
     end_ids: tuple[int, ...] = (),
 ) -> tuple[list[int], list[int]]:
@@ -40,8 +40,8 @@ def conversation_tokens(
     """
     if isinstance(conversation, str):
         return _tokenise_without_mask(tokenizer, conversation)
-    full, spans = find_learned_spans(tokenizer, conversation, where, tools, end_ids)
-    return _masked_tokens(tokenizer, full, spans, where)
+    rendered_text, spans = find_learned_spans(tokenizer, conversation, location, tools, end_ids)
+    return _masked_tokens(tokenizer, rendered_text, spans, location)
 
 
 def mask_of_span(span: Span, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -52,7 +52,7 @@ def mask_of_span(span: Span, starts: np.ndarray, ends: np.ndarray) -> np.ndarray
 
 
 def continued_tokens(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str, where: str
+    tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str, location: str
 ) -> tuple[list[int], list[int]]:
     """Return token ids and loss mask of a prompt and completion of plain text; completion and end token are learned.
 
@@ -62,12 +62,12 @@ def continued_tokens(
         DataError: the tokenizer returns no character offsets, and a token crosses the border of prompt and completion.
     """
     plain_ids, _ = _tokenise_without_mask(tokenizer, prompt + completion)
-    ids, mask = _masked_tokens(tokenizer, prompt + completion, [(len(prompt), len(prompt) + len(completion))], where)
+    ids, mask = _masked_tokens(tokenizer, prompt + completion, [(len(prompt), len(prompt) + len(completion))], location)
     start = next(i for i in range(len(plain_ids)) if plain_ids[i : i + len(ids)] == ids)
     return plain_ids, [0] * start + mask + [1] * (len(plain_ids) - start - len(ids))
 
 
-def truncate_tokens(tokens: tuple[list[int], list[int]], max_length: int, where: str) -> tuple[list[int], list[int]]:
+def truncate_tokens(tokens: tuple[list[int], list[int]], max_length: int, location: str) -> tuple[list[int], list[int]]:
     """Cut token ids and loss mask on the right to at most `max_length` tokens.
 
     Raises:
@@ -75,9 +75,9 @@ def truncate_tokens(tokens: tuple[list[int], list[int]], max_length: int, where:
     """
     ids, mask = tokens
     if not any(mask[1:]):
-        raise SkippedRow(where, "with nothing to learn")
+        raise SkippedRow(location, "with nothing to learn")
     if not any(mask[1:max_length]):
-        raise SkippedRow(where, "longer than policy.model_max_length with nothing left to learn")
+        raise SkippedRow(location, "longer than policy.model_max_length with nothing left to learn")
     return ids[:max_length], mask[:max_length]
 
 
@@ -85,11 +85,11 @@ def tokenize_prompt(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
     max_length: int,
-    where: str,
-    chat: PromptRendering = DEFAULT_RENDERING,
+    location: str,
+    render_settings: PromptRendering = DEFAULT_RENDERING,
 ) -> tuple[list[int], str]:
     """Return token ids and text of a prompt: the turns up to the one to complete, with the generation prompt of the
-    chat template unless `chat` has none.
+    chat template unless `render_settings` has none.
 
     `max_length` is the maximum number of tokens: `policy.model_max_length` minus one for a completion.
 
@@ -99,13 +99,16 @@ def tokenize_prompt(
         ModelError: the tokenizer has no chat template.
     """
     _, text = render(
-        tokenizer, messages, where, add_generation_prompt=chat.add_generation_prompt, tools=list(chat.tools) or None,
-        options=chat.options,
+        tokenizer, messages, location, add_generation_prompt=render_settings.add_generation_prompt,
+        tools=list(render_settings.tools) or None,
+        options=render_settings.options,
     )  # fmt: skip
-    return tokenize_text(tokenizer, text, max_length, where)
+    return tokenize_text(tokenizer, text, max_length, location)
 
 
-def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int, where: str) -> tuple[list[int], str]:
+def tokenize_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, max_length: int, location: str
+) -> tuple[list[int], str]:
     """Return token ids and text of a rendered prompt.
 
     Raises:
@@ -113,24 +116,24 @@ def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int
     """
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) > max_length:
-        raise SkippedRow(where, NO_COMPLETION_ROOM)
+        raise SkippedRow(location, NO_COMPLETION_ROOM)
     return ids, text
 
 
 def _tokenise_without_mask(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
     ids = tokenizer(text, verbose=False)["input_ids"]
-    end = tokenizer.eos_token_id
-    if end is not None and ids[-1:] != [end]:
-        ids = [*ids, end]
+    end_token_id = tokenizer.eos_token_id
+    if end_token_id is not None and ids[-1:] != [end_token_id]:
+        ids = [*ids, end_token_id]
     return ids, [1] * len(ids)
 
 
 def _masked_tokens(
-    tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], where: str
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], location: str
 ) -> tuple[list[int], list[int]]:
     """Tokenise the whole text once; a token is learned if it has a character inside a span."""
     if not tokenizer.is_fast:
-        return _tokenise_between_borders(tokenizer, text, spans, where)
+        return _tokenise_between_borders(tokenizer, text, spans, location)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts, token_ends = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), dtype=bool)
@@ -140,20 +143,20 @@ def _masked_tokens(
 
 
 def _tokenise_between_borders(
-    tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], where: str
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], location: str
 ) -> tuple[list[int], list[int]]:
     """Tokenise the texts between span borders separately, for tokenizers without character offsets; raise DataError if
     the tokens differ from those of the whole text."""
     ids: list[int] = []
     mask: list[int] = []
-    borders = [0, *(border for span in spans for border in span), len(text)]
-    for number, (start, end) in enumerate(pairwise(borders)):
-        piece = tokenizer(text[start:end], add_special_tokens=False, verbose=False)["input_ids"]
-        ids += piece
-        mask += [number % 2] * len(piece)
+    span_borders = [0, *(border for span in spans for border in span), len(text)]
+    for piece_index, (start, end) in enumerate(pairwise(span_borders)):
+        piece_ids = tokenizer(text[start:end], add_special_tokens=False, verbose=False)["input_ids"]
+        ids += piece_ids
+        mask += [piece_index % 2] * len(piece_ids)
     if ids != tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
         raise DataError(
-            f"{where}: {type(tokenizer).__name__} cannot say which characters a token covers, and its tokens cross "
+            f"{location}: {type(tokenizer).__name__} cannot say which characters a token covers, and its tokens cross "
             "the border between prompt and completion; save a fast tokenizer (tokenizer.json) beside the model"
         )
     return ids, mask

@@ -46,9 +46,9 @@ def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
             raise DataError(f"{path.name}: a pickle has one array, and the model needs {', '.join(names)}; write "
                             "safetensors with these names")  # fmt: skip
         tensors = {names[0]: torch.from_numpy(_read_pickled_array(path))}
-    if missing := set(names) - tensors.keys():
+    if missing_names := set(names) - tensors.keys():
         raise DataError(
-            f"{path.name}: it has {', '.join(sorted(tensors))}, and the model needs {', '.join(sorted(missing))}"
+            f"{path.name}: it has {', '.join(sorted(tensors))}, and the model needs {', '.join(sorted(missing_names))}"
         )
     return {name: tensors[name] for name in names}
 
@@ -67,8 +67,8 @@ def _read_pickled_array(path: Path) -> np.ndarray:
     pickle is damaged or holds other objects."""
 
     def convert(error: Exception) -> Exception:
-        is_of_disk = isinstance(error, OSError) and is_machine_error(error)
-        return error if is_of_disk else DataError(f"{path.name}: {first_line(error)}")
+        is_disk_error = isinstance(error, OSError) and is_machine_error(error)
+        return error if is_disk_error else DataError(f"{path.name}: {first_line(error)}")
 
     with convert_errors(convert, ()), open(path, "rb") as file:
         value = _ArrayUnpickler(file).load()

@@ -62,25 +62,27 @@ class NoiseSampler:
             1, config.weighting_scheme, generator, logit_mean=config.logit_mean, logit_std=config.logit_std,
             shift=self.shift,
         )  # fmt: skip
-        probability = config.prompt_dropout if dropout is None else dropout
-        text = self.null_text if torch.rand((), generator=generator).item() < probability else row.text
-        num_frames = self._random_conditioning_count(row, generator)
+        dropout_probability = config.prompt_dropout if dropout is None else dropout
+        text = self.null_text if torch.rand((), generator=generator).item() < dropout_probability else row.text
+        num_conditioning_frames = self._draw_conditioning_count(row, generator)
         latents = row.mean
         if row.logvar is not None:
             std = torch.exp(0.5 * row.logvar)
             latents = row.mean + std * torch.randn(row.mean.shape, generator=generator, dtype=row.mean.dtype)
         noise = torch.randn(row.mean.shape, generator=generator, dtype=row.mean.dtype)
         weight = loss_weights(sigma_1, config.weighting_scheme).item()
-        return FlowSample(latents, sigma_1.item(), text, noise, num_conditioning_frames=num_frames, weight=weight)
+        return FlowSample(
+            latents, sigma_1.item(), text, noise, num_conditioning_frames=num_conditioning_frames, weight=weight
+        )
 
-    def _random_conditioning_count(self, row: MediaRow, generator: torch.Generator) -> int:
+    def _draw_conditioning_count(self, row: MediaRow, generator: torch.Generator) -> int:
         """Return a random number of conditioning frames, at least one fewer than the row's latent frames."""
-        frames = row.mean.shape[1] if row.mean.ndim == 4 else 1
-        low = min(self.config.min_given_frames, frames - 1)
-        high = min(self.config.max_given_frames, self.max_conditioning_frames, frames - 1)
+        num_latent_frames = row.mean.shape[1] if row.mean.ndim == 4 else 1
+        min_count = min(self.config.min_given_frames, num_latent_frames - 1)
+        max_count = min(self.config.max_given_frames, self.max_conditioning_frames, num_latent_frames - 1)
         if not self.max_conditioning_frames:
             return 0
-        return int(torch.randint(low, max(low, high) + 1, (), generator=generator))
+        return int(torch.randint(min_count, max(min_count, max_count) + 1, (), generator=generator))
 
 
 def seed_of(*numbers: int) -> int:

@@ -34,9 +34,9 @@ from cosmos_core.errors import DataError, first_line
 from cosmos_core.transient import is_machine_error
 
 _BLOCK_CHARACTERS = 1 << 20  # characters that are read from a file at a time
-_BATCH_ROWS = 1024
+_ROWS_PER_BATCH = 1024
 _JSON_WHITESPACE = re.compile(r"[ \t\n\r]*")
-_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+_CSV_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 _OPEN_BY_SUFFIX: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 Located = tuple[str, Row]
@@ -55,13 +55,13 @@ class RowPart:
 @contextmanager
 def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
     """Open a text file and skip its byte order marks; raise DataError if it cannot be read, or is not UTF-8."""
-    with ExitStack() as stack:
+    with ExitStack() as exit_stack:
         with reader_errors(f"{path.name} cannot be read"):
-            file = stack.enter_context(_OPEN_BY_SUFFIX.get(path.suffix.lower(), open)(path, "rb"))
-            num_mark_bytes = 0  # bytes of byte order marks, which some programs repeat with each save
+            file = exit_stack.enter_context(_OPEN_BY_SUFFIX.get(path.suffix.lower(), open)(path, "rb"))
+            num_bom_bytes = 0  # bytes of byte order marks, which some programs repeat with each save
             while file.read(len(BOM_UTF8)) == BOM_UTF8:
-                num_mark_bytes += len(BOM_UTF8)
-            file.seek(num_mark_bytes)
+                num_bom_bytes += len(BOM_UTF8)
+            file.seek(num_bom_bytes)
         try:
             yield TextIOWrapper(file, encoding="utf-8", newline=newline)
         except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
@@ -72,51 +72,54 @@ def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
             try:
                 content.decode()
             except UnicodeDecodeError as error:
-                line = content.count(b"\n", 0, error.start) + 1
+                line_number = content.count(b"\n", 0, error.start) + 1
                 raise DataError(
-                    f"{path.name}:{line}: byte {error.start} is not UTF-8; save the file as UTF-8"
+                    f"{path.name}:{line_number}: byte {error.start} is not UTF-8; save the file as UTF-8"
                 ) from None
             raise
 
 
-def _json_lines(path: Path) -> Iterator[Located]:
+def _read_json_lines(path: Path) -> Iterator[Located]:
     with _open_text(path, "\n") as file:
-        for number, text in enumerate(file, start=1):
+        for line_number, text in enumerate(file, start=1):
             if text.strip():
-                where = f"{path.name}:{number}"
-                yield where, _parse_object(text, where)
+                location = f"{path.name}:{line_number}"
+                yield location, _parse_object(text, location)
 
 
-def _parse_object(text: str, where: str) -> Row:
+def _parse_object(text: str, location: str) -> Row:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         if re.fullmatch(r"\s*\{(.*[\[{,])?\s*", text) and error.pos >= len(text.rstrip()):
             raise DataError(
-                f"{where}: the JSON object does not end on its line; write an array of objects, or an object on each "
+                f"{location}: the JSON object does not end on its line; write an array of objects, or an object on "
+                f"each "
                 "line (JSON Lines)"
             ) from None
-        raise DataError(f"{where}: malformed JSON, {error.msg} at column {error.colno}") from None
+        raise DataError(f"{location}: malformed JSON, {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: malformed JSON, {first_line(error)}") from None
+        raise DataError(f"{location}: malformed JSON, {first_line(error)}") from None
     if not isinstance(value, dict):
-        raise DataError(f'{where}: a line must be a JSON object such as {{"prompt": "..."}}, not {text.strip()[:40]!r}')
+        raise DataError(
+            f'{location}: a line must be a JSON object such as {{"prompt": "..."}}, not {text.strip()[:40]!r}'
+        )
     return value
 
 
-def _json(path: Path) -> Iterator[Located]:
+def _read_json(path: Path) -> Iterator[Located]:
     """Yield the rows of a JSON array of objects; read any other file as JSON Lines."""
     with _open_text(path, "\n") as file:
-        beginning = file.read(_BLOCK_CHARACTERS)
-        if not beginning.lstrip().startswith("["):
-            yield from _json_lines(path)
+        first_block = file.read(_BLOCK_CHARACTERS)
+        if not first_block.lstrip().startswith("["):
+            yield from _read_json_lines(path)
             return
         try:
-            for index, value in enumerate(_iterate_json_array(file, beginning)):
-                where = f"{path.name} row {index}"
+            for index, value in enumerate(_iterate_json_array(file, first_block)):
+                location = f"{path.name} row {index}"
                 if not isinstance(value, dict):
-                    raise DataError(f"{where}: a row must be a JSON object, not {str(value)[:40]!r}")
-                yield where, value
+                    raise DataError(f"{location}: a row must be a JSON object, not {str(value)[:40]!r}")
+                yield location, value
         except (ValueError, RecursionError) as error:
             if isinstance(error, DataError | UnicodeDecodeError):
                 raise
@@ -128,22 +131,22 @@ def _iterate_json_array(file: TextIO, text: str) -> Iterator[Any]:
     one element in memory; raise ValueError if the text is not an array, or ends too early."""
     decoder = json.JSONDecoder()
     position = text.index("[") + 1
-    separator, size = ",", _BLOCK_CHARACTERS
+    separator, block_size = ",", _BLOCK_CHARACTERS
     while separator == ",":
         try:
-            value, end = decoder.raw_decode(text, _skip_whitespace(text, position))
+            element, end = decoder.raw_decode(text, _skip_whitespace(text, position))
             end = _skip_whitespace(text, end)
             separator = text[end]
         except (ValueError, IndexError):
-            next_block = file.read(size)
+            next_block = file.read(block_size)
             if not next_block:
                 raise ValueError("the array does not end") from None
-            text, position, size = text[position:] + next_block, 0, 2 * size
+            text, position, block_size = text[position:] + next_block, 0, 2 * block_size
             continue
         if separator not in ",]":
             raise ValueError(f"{separator!r} between two elements")
-        yield value
-        position, size = end + 1, _BLOCK_CHARACTERS
+        yield element
+        position, block_size = end + 1, _BLOCK_CHARACTERS
     if text[position:].strip() or file.read().strip():
         raise ValueError("text behind the array")
 
@@ -168,64 +171,65 @@ def _check_array(path: Path) -> None:
         raise DataError(f"{path.name}: the array cannot be read; save it as JSON Lines")
 
 
-def _csv(path: Path) -> Iterator[Located]:
+def _read_csv(path: Path) -> Iterator[Located]:
     """Yield the rows of CSV or TSV with a header; values stay strings, so that the text `007` does not become 7.
     Spreadsheets separate the fields with semicolons where the comma is the decimal separator."""
     csv.field_size_limit(2**31 - 1)  # the default limit of 128 KiB is too small for some conversations
     with _open_text(path, "") as file:
-        first = file.readline()
-        separator = _separator(path, first)
-        reader = csv.reader(chain([first], file), strict=True, delimiter=separator)
-        lines = filter(None, reader)
+        header_line = file.readline()
+        separator = _detect_separator(path, header_line)
+        reader = csv.reader(chain([header_line], file), strict=True, delimiter=separator)
+        csv_rows = filter(None, reader)
         try:
-            header = next(lines, [])
-            if repeated_column := [name for name in header if name and header.count(name) > 1]:
-                raise DataError(f"{path.name}: the header names {repeated_column[0]!r} twice")
-            for fields in lines:
+            header = next(csv_rows, [])
+            if repeated_names := [name for name in header if name and header.count(name) > 1]:
+                raise DataError(f"{path.name}: the header names {repeated_names[0]!r} twice")
+            for fields in csv_rows:
                 if len(fields) != len(header):
                     raise DataError(
                         f"{path.name}:{reader.line_num}: the line does not have the {len(header)} fields of the "
-                        f"header; quote fields that contain {_SEPARATORS[separator]}"
+                        f"header; quote fields that contain {_CSV_SEPARATORS[separator]}"
                     )
                 yield f"{path.name}:{reader.line_num}", dict(zip(header, fields, strict=True))
         except csv.Error as error:
             raise DataError(f"{path.name}:{reader.line_num}: malformed CSV, {error}") from None
 
 
-def _separator(path: Path, header: str) -> str:
-    """Return the separator of a file: a tab for TSV, else the first of `_SEPARATORS` in the header outside quotes."""
+def _detect_separator(path: Path, header: str) -> str:
+    """Return the separator of a file: a tab for TSV, else the first of `_CSV_SEPARATORS` in the header outside
+    quotes."""
     if data_suffix(path.name).startswith(".tsv"):
         return "\t"
     unquoted_header = re.sub(r'"[^"]*"', "", header)
-    return next((each for each in _SEPARATORS if each in unquoted_header), ",")
+    return next((separator for separator in _CSV_SEPARATORS if separator in unquoted_header), ",")
 
 
-def _text(read: Callable[[Path], Iterator[Located]], path: Path) -> RowPart:
+def _make_text_part(read_rows: Callable[[Path], Iterator[Located]], path: Path) -> RowPart:
     """Return the rows of a text file. The file is read once here, so that a damaged file raises an error at once."""
-    return RowPart(path.name, sum(1 for _ in read(path)), lambda: read(path))
+    return RowPart(path.name, sum(1 for _ in read_rows(path)), lambda: read_rows(path))
 
 
-def _parquet(path: Path) -> RowPart:
+def _open_parquet(path: Path) -> RowPart:
     """Return the rows of a parquet file, read batch by batch."""
-    reason = f"{path.name} is not a readable parquet file"
-    with reader_errors(reason):
+    error_description = f"{path.name} is not a readable parquet file"
+    with reader_errors(error_description):
         num_rows = pa.parquet.read_metadata(path).num_rows
 
     def rows() -> Iterator[Row]:
-        batches = pa.parquet.ParquetFile(path).iter_batches(_BATCH_ROWS)
+        batches = pa.parquet.ParquetFile(path).iter_batches(_ROWS_PER_BATCH)
         while True:
-            with reader_errors(reason):
-                batch = next(batches, None)
-                if batch is None:
+            with reader_errors(error_description):
+                record_batch = next(batches, None)
+                if record_batch is None:
                     return
-                batch.validate(full=True)
-                dataset = _dataset(pa.Table.from_batches([batch]))
-            yield from _undecoded_images(dataset)
+                record_batch.validate(full=True)
+                dataset = _wrap_table(pa.Table.from_batches([record_batch]))
+            yield from _read_undecoded_rows(dataset)
 
-    return RowPart(path.name, num_rows, lambda: _numbered(path.name, rows()))
+    return RowPart(path.name, num_rows, lambda: _number_rows(path.name, rows()))
 
 
-def _arrow(path: Path) -> RowPart:
+def _open_arrow(path: Path) -> RowPart:
     """Return the rows of an Arrow file, or of the Arrow stream that `datasets` writes."""
     with reader_errors(f"{path.name} is not a readable Arrow file"):
         source = pa.memory_map(str(path))
@@ -235,10 +239,10 @@ def _arrow(path: Path) -> RowPart:
             source.seek(0)
             table = pa.ipc.open_stream(source).read_all()
         table.validate(full=True)
-        return dataset_part(_dataset(table), path.name)
+        return dataset_part(_wrap_table(table), path.name)
 
 
-def _dataset(table: pa.Table) -> Any:
+def _wrap_table(table: pa.Table) -> Any:
     import datasets  # imported here, since the import takes seconds
 
     return datasets.Dataset(table)
@@ -246,32 +250,32 @@ def _dataset(table: pa.Table) -> Any:
 
 def dataset_part(dataset: Any, name: str) -> RowPart:
     """Return the rows of a data set object of the library `datasets`."""
-    return RowPart(name, len(dataset), lambda: _numbered(name, _undecoded_images(dataset)))
+    return RowPart(name, len(dataset), lambda: _number_rows(name, _read_undecoded_rows(dataset)))
 
 
-def _undecoded_images(dataset: Any) -> Iterator[Row]:
+def _read_undecoded_rows(dataset: Any) -> Iterator[Row]:
     """Yield rows with images as stored (path and bytes), since decoding the pixels of every row would be wasteful."""
     if "Image(" not in str(dataset.features):
         yield from dataset
         return
-    for table in dataset.with_format("arrow").iter(_BATCH_ROWS):
+    for table in dataset.with_format("arrow").iter(_ROWS_PER_BATCH):
         yield from table.to_pylist()
 
 
-def _numbered(name: str, rows: Iterable[Row]) -> Iterator[Located]:
+def _number_rows(name: str, rows: Iterable[Row]) -> Iterator[Located]:
     """Yield rows of a columnar format, numbered from 0; a row that cannot be read is named in the error."""
-    remaining = iter(rows)
+    row_iterator = iter(rows)
     for index in count():
-        where = f"{name} row {index}"
-        with reader_errors(f"{where} cannot be read"):
-            row = next(remaining, None)
+        location = f"{name} row {index}"
+        with reader_errors(f"{location} cannot be read"):
+            row = next(row_iterator, None)
         if row is None:
             return
-        yield where, {name: remove_nulls(value) if name == "tools" else _with_own_arguments(value)
+        yield location, {name: remove_nulls(value) if name == "tools" else _remove_null_arguments(value)
                       for name, value in row.items()}  # fmt: skip
 
 
-def _with_own_arguments(value: Any) -> Any:
+def _remove_null_arguments(value: Any) -> Any:
     """Return turns without the null arguments that Arrow adds to tool calls, which a model would learn to write."""
     if not isinstance(value, list) or not any(isinstance(turn, dict) and turn.get("tool_calls") for turn in value):
         return value
@@ -292,8 +296,9 @@ def reader_errors(description: str) -> AbstractContextManager[None]:
 
 
 _READERS: dict[str, Callable[[Path], RowPart]] = {
-    ".jsonl": partial(_text, _json_lines), ".json": partial(_text, _json), ".parquet": _parquet, ".arrow": _arrow,
-    ".csv": partial(_text, _csv), ".tsv": partial(_text, _csv),
+    ".jsonl": partial(_make_text_part, _read_json_lines), ".json": partial(_make_text_part, _read_json),
+    ".parquet": _open_parquet, ".arrow": _open_arrow,
+    ".csv": partial(_make_text_part, _read_csv), ".tsv": partial(_make_text_part, _read_csv),
 }  # fmt: skip
 
 

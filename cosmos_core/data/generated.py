@@ -21,8 +21,8 @@ from cosmos_core.errors import DataError, first_line
 from cosmos_core.registry import suggestion
 
 
-def make_generated_part(generator: str, arguments: Mapping[str, Any], key: str) -> RowPart:
-    """Return the rows of a generator; `key` is the name of the data set's table in the TOML, for messages.
+def make_generated_part(generator: str, arguments: Mapping[str, Any], config_key: str) -> RowPart:
+    """Return the rows of a generator; `config_key` is the name of the data set's table in the TOML, for messages.
 
     Raises:
         DataError: the package is not installed, has no such generator, or refuses the arguments.
@@ -32,34 +32,36 @@ def make_generated_part(generator: str, arguments: Mapping[str, Any], key: str) 
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise DataError(
-            f"{key}.name = {GENERATED + generator!r}: the package reasoning-gym cannot be imported "
+            f"{config_key}.name = {GENERATED + generator!r}: the package reasoning-gym cannot be imported "
             f"({first_line(error)}); pip install 'cosmos-posttrain[reasoning-gym]'"
         ) from error
     if generator not in DATASETS:
         raise DataError(
-            f"{key}.name = {GENERATED + generator!r}: reasoning-gym has no generator {generator!r}"
+            f"{config_key}.name = {GENERATED + generator!r}: reasoning-gym has no generator {generator!r}"
             f"{suggestion(generator, list(DATASETS))}"
         )
-    complete = {"seed": 0, **arguments}
-    refusal = f"{key}.arguments: {generator} refuses {dict(arguments)}"
-    with convert_errors(lambda error: DataError(f"{refusal}: {first_line(error)}")):
-        dataset = reasoning_gym.create_dataset(generator, **complete)
-    return RowPart(f"{GENERATED}{generator}", len(dataset), partial(_rows, dataset, generator, complete))
+    generator_arguments = {"seed": 0, **arguments}
+    error_prefix = f"{config_key}.arguments: {generator} refuses {dict(arguments)}"
+    with convert_errors(lambda error: DataError(f"{error_prefix}: {first_line(error)}")):
+        dataset = reasoning_gym.create_dataset(generator, **generator_arguments)
+    return RowPart(
+        f"{GENERATED}{generator}", len(dataset), partial(_iterate_rows, dataset, generator, generator_arguments)
+    )
 
 
-def _rows(dataset: Any, generator: str, arguments: Mapping[str, Any]) -> Iterator[Located]:
+def _iterate_rows(dataset: Any, generator: str, arguments: Mapping[str, Any]) -> Iterator[Located]:
     for index in range(len(dataset)):
-        where = f"{GENERATED}{generator} row {index}"
+        location = f"{GENERATED}{generator} row {index}"
         try:
             entry = dataset[index]
         except Exception as error:
-            raise DataError(f"{where}: the generator raised {type(error).__name__}: {first_line(error)}") from error
-        scored_by = {"generator": generator, "arguments": dict(arguments), "entry": _literal(entry)}
+            raise DataError(f"{location}: the generator raised {type(error).__name__}: {first_line(error)}") from error
+        scoring_info = {"generator": generator, "arguments": dict(arguments), "entry": _to_python_literal(entry)}
         columns = {name: entry[name] for name in ("question", "answer", "metadata")}
-        yield where, {**columns, "reasoning_gym": scored_by}
+        yield location, {**columns, "reasoning_gym": scoring_info}
 
 
-def _literal(entry: Mapping[str, Any]) -> str:
+def _to_python_literal(entry: Mapping[str, Any]) -> str:
     """Return the text of an entry as a Python literal, which unlike JSON has tuples, sets and keys of any type; values
     without a literal become text."""
     try:

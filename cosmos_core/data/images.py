@@ -31,85 +31,87 @@ if TYPE_CHECKING:
 
 COLUMNS = ("images", "image")
 _VIDEO_COLUMNS = ("videos", "video")
-_SOURCES = ("image", "image_url", "url", "path")
-_IMAGE = {"type": "image"}
-_LONGEST_PATH = 4095  # maximum length of a path on Linux (PATH_MAX), in bytes
+_SOURCE_KEYS = ("image", "image_url", "url", "path")
+_IMAGE_PART = {"type": "image"}
+_MAX_PATH_LENGTH = 4095  # maximum length of a path on Linux (PATH_MAX), in bytes
 _DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EOFError, LookupError, struct.error)
 """Exceptions of Pillow's decoders for damaged files."""
 
 
-def align_images(turns: list[Message], row: Row, where: str) -> tuple[list[Message], list[Any]]:
+def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Message], list[Any]]:
     """Return the turns with a placeholder part for each image, and the sources of the images in the same order.
 
     Raises:
         DataError: the turns show more or fewer images than the row has, or the row has a video.
     """
     if any(_as_image_list(row.get(column)) for column in _VIDEO_COLUMNS):
-        raise DataError(f"{where}: the row has a video, and this version reads images and text; leave such rows out")
+        raise DataError(f"{location}: the row has a video, and this version reads images and text; leave such rows out")
     column_images = next((images for column in COLUMNS if (images := _as_image_list(row.get(column)))), [])
     if column_images:
-        turns = [{**turn, "content": _split(turn["content"])} for turn in turns]
-    if column_images and not any(_num_images(turn) for turn in turns):
-        turns = _insert_images(turns, len(column_images), where)
-    unused: Iterator[Any] = iter(column_images)
+        turns = [{**turn, "content": _split_at_image_marks(turn["content"])} for turn in turns]
+    if column_images and not any(_count_images(turn) for turn in turns):
+        turns = _insert_images(turns, len(column_images), location)
+    unused_images: Iterator[Any] = iter(column_images)
     sources: list[Any] = []
-    placed_turns = []
+    placeholder_turns = []
     for turn in turns:
         content = turn["content"]
         if isinstance(content, list):
             for part in content:
                 if part["type"] == "image":
-                    sources.append(_source(part, unused))
-            content = [_IMAGE if part["type"] == "image" else part for part in content]
-        placed_turns.append({**turn, "content": content})
-    num_missing, num_unplaced = sum(source is None for source in sources), sum(1 for _ in unused)
-    if num_missing or num_unplaced:
+                    sources.append(_take_image_source(part, unused_images))
+            content = [_IMAGE_PART if part["type"] == "image" else part for part in content]
+        placeholder_turns.append({**turn, "content": content})
+    num_missing_images, num_unused_images = sum(source is None for source in sources), sum(1 for _ in unused_images)
+    if num_missing_images or num_unused_images:
         raise DataError(
-            f"{where}: the turns show {len(sources)} images and the row has "
-            f"{len(sources) - num_missing + num_unplaced}; write <image> once for each image"
+            f"{location}: the turns show {len(sources)} images and the row has "
+            f"{len(sources) - num_missing_images + num_unused_images}; write <image> once for each image"
         )
-    if marked := next((turn for turn in turns if isinstance(turn["content"], str) and _has_image_mark(turn)), None):
+    if marked_turn := next(
+        (turn for turn in turns if isinstance(turn["content"], str) and _has_image_mark(turn)), None
+    ):
         raise DataError(
-            f"{where}: the turn {marked['content'][:40]!r} shows an image, and the row names none; give it a "
+            f"{location}: the turn {marked_turn['content'][:40]!r} shows an image, and the row names none; give it a "
             f"column `image` or `images`"
         )
-    return placed_turns, sources
+    return placeholder_turns, sources
 
 
-def read_image(source: Any, root: Path, where: str) -> tuple[ImageRef, Image]:
+def read_image(source: Any, root: Path, location: str) -> tuple[ImageRef, Image]:
     """Return the image of a source and its `ImageRef` for prepared rows; paths are relative to the folder `root`.
 
     Raises:
         DataError: the file does not exist, or is not an image that can be decoded completely.
     """
-    path, content = _locate_image(source, where)
+    path, content = _locate_image(source, location)
     if content is not None:
-        return ImageRef(None, content, _digest(content)), _decode_image(content, f"{where}: the image in the row")
+        return ImageRef(None, content, _digest(content)), _decode_image(content, f"{location}: the image in the row")
     assert path is not None
     # os.path.expanduser keeps the name of an unknown user, for which Path.expanduser raises.
-    file = Path(os.path.expanduser(path))
-    file = file if file.is_absolute() else root / file
-    file_content = _read(file, f"{where}: image {path!r}")
-    name = file.relative_to(root) if file.is_relative_to(root) else file.absolute()
-    return ImageRef(str(name), None, _digest(file_content)), _decode_image(file_content, f"{where}: image {file}")
+    image_path = Path(os.path.expanduser(path))
+    image_path = image_path if image_path.is_absolute() else root / image_path
+    file_bytes = _read(image_path, f"{location}: image {path!r}")
+    name = image_path.relative_to(root) if image_path.is_relative_to(root) else image_path.absolute()
+    return ImageRef(str(name), None, _digest(file_bytes)), _decode_image(file_bytes, f"{location}: image {image_path}")
 
 
-def open_image(ref: ImageRef) -> Image:
+def open_image(image_ref: ImageRef) -> Image:
     """Return the image to which an `ImageRef` of a prepared row refers, by its bytes or its absolute path.
 
     Raises:
         DataError: the file of the image is missing, or has changed since it was prepared.
     """
-    if ref.content is not None:
-        return _decode_image(ref.content, "the image of a prepared row")
-    assert ref.path is not None
-    content = _read(Path(ref.path), f"image {ref.path} of the prepared rows")
-    if _digest(content) != ref.sha256:
+    if image_ref.content is not None:
+        return _decode_image(image_ref.content, "the image of a prepared row")
+    assert image_ref.path is not None
+    image_bytes = _read(Path(image_ref.path), f"image {image_ref.path} of the prepared rows")
+    if _digest(image_bytes) != image_ref.sha256:
         raise DataError(
-            f"image {ref.path} is not the one that was prepared; run the prepare stage again (cosmos resume "
+            f"image {image_ref.path} is not the one that was prepared; run the prepare stage again (cosmos resume "
             "--from-stage NAME)"
         )
-    return _decode_image(content, f"image {ref.path}")
+    return _decode_image(image_bytes, f"image {image_ref.path}")
 
 
 def _as_image_list(value: Any) -> list[Any]:
@@ -119,18 +121,18 @@ def _as_image_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _split(content: Any) -> Any:
+def _split_at_image_marks(content: Any) -> Any:
     """Split a text with <image> marks into parts; return any other content unchanged."""
     if not isinstance(content, str) or not IMAGE_MARK.search(content):
         return content
     parts: list[dict[str, Any]] = []
-    for number, text in enumerate(IMAGE_MARK.split(content)):
-        parts += [dict(_IMAGE)] if number else []
+    for text_index, text in enumerate(IMAGE_MARK.split(content)):
+        parts += [dict(_IMAGE_PART)] if text_index else []
         parts += [{"type": "text", "text": text}] if text else []
     return parts
 
 
-def _num_images(turn: Message) -> int:
+def _count_images(turn: Message) -> int:
     content = turn["content"]
     return 0 if isinstance(content, str) else sum(part["type"] == "image" for part in content)
 
@@ -139,50 +141,55 @@ def _has_image_mark(turn: Message) -> bool:
     return bool(re.search(r"\A\s*<image>|<image>\s*\Z", turn["content"]))
 
 
-def _insert_images(turns: list[Message], count: int, where: str) -> list[Message]:
-    first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
-    if first is None:
-        raise DataError(f"{where}: the row has {count} images and no user turn to show them; write <image> in one")
-    content = turns[first]["content"]
-    words = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    image_turn = {**turns[first], "content": [dict(_IMAGE) for _ in range(count)] + words}
-    return [*turns[:first], image_turn, *turns[first + 1 :]]
+def _insert_images(turns: list[Message], num_images: int, location: str) -> list[Message]:
+    first_user_index = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
+    if first_user_index is None:
+        raise DataError(
+            f"{location}: the row has {num_images} images and no user turn to show them; write <image> in one"
+        )
+    content = turns[first_user_index]["content"]
+    text_parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    image_turn = {**turns[first_user_index], "content": [dict(_IMAGE_PART) for _ in range(num_images)] + text_parts}
+    return [*turns[:first_user_index], image_turn, *turns[first_user_index + 1 :]]
 
 
-def _source(part: dict[str, Any], unused: Iterator[Any]) -> Any:
-    """Return the image source that a part of a turn names, else the next image in `unused`; None if none is left."""
-    source_of_part = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
-    return next(unused, None) if source_of_part is None else source_of_part
+def _take_image_source(part: dict[str, Any], unused_images: Iterator[Any]) -> Any:
+    """Return the image source that a part of a turn names, else the next image in `unused_images`; None if none is
+    left."""
+    source_of_part = next((part[key] for key in _SOURCE_KEYS if part.get(key) is not None), None)
+    return next(unused_images, None) if source_of_part is None else source_of_part
 
 
-def _locate_image(source: Any, where: str) -> tuple[str | None, bytes | None]:
+def _locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:
     """Return the path of an image, or its bytes; raise DataError if the source has neither a local path nor bytes."""
     if isinstance(source, dict):  # OpenAI's format has `url`, Hugging Face data sets have `bytes` and `path`
-        content = source.get("bytes")
-        source = content if content is not None else source.get("url") or source.get("path")
+        image_bytes = source.get("bytes")
+        source = image_bytes if image_bytes is not None else source.get("url") or source.get("path")
     if isinstance(source, (bytes, bytearray)):
         return None, bytes(source)
     if not isinstance(source, str) or not source:
-        raise DataError(f"{where}: {str(source)[:40]!r} is no image; give a path, bytes or a data: URI")
+        raise DataError(f"{location}: {str(source)[:40]!r} is no image; give a path, bytes or a data: URI")
     if source.startswith("data:"):
-        return None, _decode_data_uri(source, where)
+        return None, _decode_data_uri(source, location)
     if source.startswith("file://"):
         source = unquote(re.sub(r"\Afile://[^/]*", "", source))
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", source):
-        raise DataError(f"{where}: image {source[:80]!r} is a URL, and rows are read from this machine; download it")
-    if len(source) > _LONGEST_PATH or re.search("[\0-\x1f\ud800-\udfff]", source):
-        raise DataError(f"{where}: image {source[:40]!r} is no path; base64 needs 'data:image/png;base64,' before it")
+        raise DataError(f"{location}: image {source[:80]!r} is a URL, and rows are read from this machine; download it")
+    if len(source) > _MAX_PATH_LENGTH or re.search("[\0-\x1f\ud800-\udfff]", source):
+        raise DataError(
+            f"{location}: image {source[:40]!r} is no path; base64 needs 'data:image/png;base64,' before it"
+        )
     return source, None
 
 
-def _decode_data_uri(uri: str, where: str) -> bytes:
-    head, _, data = uri.partition(",")
+def _decode_data_uri(uri: str, location: str) -> bytes:
+    uri_header, _, data = uri.partition(",")
     try:
-        if not head.endswith(";base64"):
+        if not uri_header.endswith(";base64"):
             raise ValueError("it is not ;base64")
         return base64.b64decode(data, validate=True)
     except (ValueError, binascii.Error) as error:
-        raise DataError(f"{where}: the image {uri[:30]!r}... cannot be decoded: {error}") from error
+        raise DataError(f"{location}: the image {uri[:30]!r}... cannot be decoded: {error}") from error
 
 
 def _read(file: Path, description: str) -> bytes:
@@ -204,14 +211,14 @@ def convert_to_rgb(image: Image) -> Image:
     if image.mode == "F":
         raise DataError("it has pixels of 32-bit floating point, whose range is not known; save it with 8 or 16 bits")
     if image.mode == "I" or image.mode.startswith("I;16"):
-        values = np.asarray(image).astype(np.int64)
-        is_16_bit = image.mode != "I" or values.max(initial=0) > np.iinfo(np.uint8).max
-        image = pillow.fromarray((values >> 8 * is_16_bit).clip(0, 255).astype(np.uint8))
+        pixel_values = np.asarray(image).astype(np.int64)
+        is_16_bit = image.mode != "I" or pixel_values.max(initial=0) > np.iinfo(np.uint8).max
+        image = pillow.fromarray((pixel_values >> 8 * is_16_bit).clip(0, 255).astype(np.uint8))
     return image.convert("RGB")
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def _digest(image_bytes: bytes) -> str:
+    return hashlib.sha256(image_bytes).hexdigest()
 
 
 def _decode_image(content: bytes, description: str) -> Image:

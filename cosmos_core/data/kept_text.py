@@ -14,23 +14,24 @@ _NUM_EXAMPLES = 5
 def find_lost_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> tuple[str, bool]:
     """Compare texts with their decoded tokens; return a notice about lost letters, digits and spaces (empty if none is
     lost), and whether at least a tenth is lost. Case, accents, punctuation and repeated spaces may differ."""
-    lost, total = Counter[str](), 0
+    lost_characters, num_characters = Counter[str](), 0
     for full_text in texts:
         text = full_text[:_MAX_CHARACTERS].encode(errors="ignore").decode()  # drops lone surrogates
         ids = tokenizer.encode(text, add_special_tokens=False)
-        known_ids = [each for each in ids if each != tokenizer.unk_token_id]
-        characters = _characters(text)
-        lost += characters - _characters(str(tokenizer.decode(known_ids)))
-        total += characters.total()
-    if not lost:
+        known_ids = [token_id for token_id in ids if token_id != tokenizer.unk_token_id]
+        character_counts = _count_characters(text)
+        lost_characters += character_counts - _count_characters(str(tokenizer.decode(known_ids)))
+        num_characters += character_counts.total()
+    if not lost_characters:
         return "", False
-    examples = ", ".join(repr(character) for character, _ in lost.most_common(_NUM_EXAMPLES))
-    problem = f"the tokenizer loses {lost.total() / total:.1%} of the letters, digits and spaces of rows ({examples})"
+    examples = ", ".join(repr(character) for character, _ in lost_characters.most_common(_NUM_EXAMPLES))
+    lost_fraction = lost_characters.total() / num_characters
+    problem = f"the tokenizer loses {lost_fraction:.1%} of the letters, digits and spaces of rows ({examples})"
     remedy = "; take the tokenizer of the model, with the tokenizer_class that it was saved with"
-    return problem + remedy, lost.total() >= _MIN_LOST_FRACTION * total
+    return problem + remedy, lost_fraction >= _MIN_LOST_FRACTION
 
 
-def _characters(text: str) -> Counter[str]:
+def _count_characters(text: str) -> Counter[str]:
     normalised_text = unicodedata.normalize("NFKD", text).casefold()
     counts = Counter(filter(str.isalnum, normalised_text))
     counts[" "] = max(0, len(normalised_text.split()) - 1)

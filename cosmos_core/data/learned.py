@@ -26,7 +26,7 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def find_learned_spans(
     owner: PreTrainedTokenizerBase | ProcessorMixin,
     turns: list[Message],
-    where: str,
+    location: str,
     tools: Tools = None,
     end_ids: tuple[int, ...] = (),
 ) -> tuple[str, list[Span]]:
@@ -41,66 +41,80 @@ def find_learned_spans(
         RefusedRow, ModelError: as in `render`.
     """
     if not any(_has_content(turn) for turn in turns if is_trained_turn(turn)):
-        raise SkippedRow(where, "without an assistant turn to learn")
-    turns, full = render(owner, turns, where, tools=tools)
+        raise SkippedRow(location, "without an assistant turn to learn")
+    turns, rendered_text = render(owner, turns, location, tools=tools)
     tokenizer = owner.tokenizer if isinstance(owner, ProcessorMixin) else owner
-    special_tokens, end_texts = added_tokens(tokenizer), _end_tokens(tokenizer, end_ids)
-    render_part = partial(render_template, owner, where=where, tools=tools)
-    with limit_resources(f"{where}: the chat template"):
-        spans = _find_marked_spans(owner, tokenizer, turns, full, tools)
-    is_marked, assistant = spans is not None, [turn for turn in turns if turn["role"] == "assistant"]
-    if spans is None or not all(map(is_trained_turn, assistant)):
-        turn_spans = _turn_spans(render_part, turns, full, special_tokens)
+    special_tokens, end_token_texts = added_tokens(tokenizer), _decode_end_tokens(tokenizer, end_ids)
+    render_messages = partial(render_template, owner, where=location, tools=tools)
+    with limit_resources(f"{location}: the chat template"):
+        spans = _find_marked_spans(owner, tokenizer, turns, rendered_text, tools)
+    has_generation_marks, assistant_turns = spans is not None, [turn for turn in turns if turn["role"] == "assistant"]
+    if spans is None or not all(map(is_trained_turn, assistant_turns)):
+        turn_spans = _find_turn_spans(render_messages, turns, rendered_text, special_tokens)
         if turn_spans is None:
-            raise _location_error(turns, where)
-        chosen = [span for span, turn in zip(turn_spans, assistant, strict=True) if is_trained_turn(turn)]
-        spans = chosen if spans is None else _spans_in_turns(chosen, spans, turn_spans, where)
+            raise _make_location_error(turns, location)
+        trained_spans = [span for span, turn in zip(turn_spans, assistant_turns, strict=True) if is_trained_turn(turn)]
+        spans = trained_spans if spans is None else _select_trained_spans(trained_spans, spans, turn_spans, location)
     if not spans:
-        raise SkippedRow(where, "in which the chat template marks nothing to learn")
-    spans = [trimmed(span, full, special_tokens) for span in spans]
-    return full, [_extend_to_end_token(span, full, end_texts, is_marked=is_marked) for span in spans]
+        raise SkippedRow(location, "in which the chat template marks nothing to learn")
+    spans = [trimmed(span, rendered_text, special_tokens) for span in spans]
+    return rendered_text, [
+        _extend_to_end_token(span, rendered_text, end_token_texts, has_generation_marks=has_generation_marks)
+        for span in spans
+    ]
 
 
-def _turn_spans(
-    render_part: Render, turns: list[Message], full: str, special_tokens: Sequence[str]
+def _find_turn_spans(
+    render_messages: Render, turns: list[Message], rendered_text: str, special_tokens: Sequence[str]
 ) -> list[Span] | None:
     """Return the span of each assistant turn for a template without {% generation %} marks; None if this fails."""
     has_many_turns = len(turns) > _MIN_PLACEHOLDER_TURNS
-    spans = None if has_many_turns else prefix_spans(render_part, turns, full)
+    spans = None if has_many_turns else prefix_spans(render_messages, turns, rendered_text)
     if spans is None:
-        spans = spans_by_placeholders(render_part, turns, full, special_tokens)
-    return prefix_spans(render_part, turns, full) if spans is None and has_many_turns else spans
+        spans = spans_by_placeholders(render_messages, turns, rendered_text, special_tokens)
+    return prefix_spans(render_messages, turns, rendered_text) if spans is None and has_many_turns else spans
 
 
-def _spans_in_turns(chosen: list[Span], marked_spans: list[Span], turn_spans: list[Span], where: str) -> list[Span]:
-    """Return the spans of `marked_spans` that overlap a turn with a loss (`chosen`); `turn_spans` has all assistant
-    turns."""
-    selected = [span for span in marked_spans if any(_do_overlap(span, each) for each in chosen)]
-    if any(_do_overlap(span, each) for span in selected for each in turn_spans if each not in chosen):
+def _select_trained_spans(
+    trained_spans: list[Span], marked_spans: list[Span], turn_spans: list[Span], location: str
+) -> list[Span]:
+    """Return the spans of `marked_spans` that overlap a turn with a loss (`trained_spans`); `turn_spans` has all
+    assistant turns."""
+    selected_spans = [
+        span for span in marked_spans if any(_is_overlapping(span, turn_span) for turn_span in trained_spans)
+    ]
+    if any(
+        _is_overlapping(span, turn_span)
+        for span in selected_spans
+        for turn_span in turn_spans
+        if turn_span not in trained_spans
+    ):
         raise DataError(
-            f"{where}: weight = 0 leaves out a turn, and the chat template marks it together with another; put "
+            f"{location}: weight = 0 leaves out a turn, and the chat template marks it together with another; put "
             "{% generation %} around each turn, or leave out `weight`"
         )
-    return selected
+    return selected_spans
 
 
-def _do_overlap(span: Span, other: Span) -> bool:
-    return max(span[0], other[0]) < min(span[1], other[1])
+def _is_overlapping(span: Span, other_span: Span) -> bool:
+    return max(span[0], other_span[0]) < min(span[1], other_span[1])
 
 
-def _extend_to_end_token(span: Span, full: str, end_texts: Sequence[str], *, is_marked: bool) -> Span:
+def _extend_to_end_token(
+    span: Span, rendered_text: str, end_token_texts: Sequence[str], *, has_generation_marks: bool
+) -> Span:
     """Extend the span by the end token after it, without which a model never learns to stop. Marks often exclude the
     end token. In some models, such as GLM-4, the first token of the next turn is the end token."""
     start, stop = span
-    if not is_marked and full[start:stop].endswith(tuple(end_texts)):
+    if not has_generation_marks and rendered_text[start:stop].endswith(tuple(end_token_texts)):
         return span
-    return start, stop + next((len(end) for end in end_texts if full.startswith(end, stop)), 0)
+    return start, stop + next((len(end) for end in end_token_texts if rendered_text.startswith(end, stop)), 0)
 
 
 @lru_cache(maxsize=4)
-def _end_tokens(tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]) -> tuple[str, ...]:
-    listed = [str(tokenizer.decode([token])) for token in end_ids]
-    return tuple(dict.fromkeys(filter(None, [tokenizer.eos_token, *listed])))
+def _decode_end_tokens(tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]) -> tuple[str, ...]:
+    stop_token_texts = [str(tokenizer.decode([token])) for token in end_ids]
+    return tuple(dict.fromkeys(filter(None, [tokenizer.eos_token, *stop_token_texts])))
 
 
 def _has_content(message: Message) -> bool:
@@ -108,13 +122,14 @@ def _has_content(message: Message) -> bool:
     return any(text.strip() for text in texts_of(message)) or len(message) > len(("role", "content"))
 
 
-def _location_error(turns: list[Message], where: str) -> DataError:
+def _make_location_error(turns: list[Message], location: str) -> DataError:
     """Return the error to raise if the assistant's turns cannot be located in the rendering."""
-    first = next(turn["role"] for turn in turns if turn["role"] not in {"system", "developer"})
-    if first == "assistant":  # skip the row: other chat templates hide the first turn too
-        return SkippedRow(where, "that begins with the assistant, in a way that the chat template hides")
+    first_role = next(turn["role"] for turn in turns if turn["role"] not in {"system", "developer"})
+    if first_role == "assistant":  # skip the row: other chat templates hide the first turn too
+        return SkippedRow(location, "that begins with the assistant, in a way that the chat template hides")
     return DataError(
-        f"{where}: the assistant's turns cannot be found in what the chat template renders, which reorders turns, or "
+        f"{location}: the assistant's turns cannot be found in what the chat template renders, which reorders turns, "
+        f"or "
         "one of them quotes the text between two turns; put {% generation %} and {% endgeneration %} around them in "
         "the model's chat template, or leave the row out"
     )
@@ -124,7 +139,7 @@ def _find_marked_spans(
     owner: PreTrainedTokenizerBase | ProcessorMixin,
     tokenizer: PreTrainedTokenizerBase,
     turns: list[Message],
-    full: str,
+    rendered_text: str,
     tools: Tools,
 ) -> list[Span] | None:
     """Return the spans that the template marks with {% generation %}; None if the template has no such marks. Spans are
@@ -132,14 +147,14 @@ def _find_marked_spans(
     template = owner.chat_template if isinstance(owner, ProcessorMixin) else owner.get_chat_template(tools=tools)
     if not isinstance(template, str) or not _GENERATION_MARK.search(template):
         return None
-    texts, generation_spans = cast(Any, render_jinja_template)(
+    rendered_texts, generation_spans = cast(Any, render_jinja_template)(
         conversations=[turns],
         chat_template=template,
         return_assistant_tokens_mask=True,
         tools=tools,
         **tokenizer.special_tokens_map,
     )
-    if texts[0] != full:
+    if rendered_texts[0] != rendered_text:
         return None
     return [(start, stop) for start, stop in generation_spans[0]]
 

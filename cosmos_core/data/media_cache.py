@@ -26,8 +26,8 @@ from cosmos_core.run.files import copy_file, follow_umask, read_json, remove_lef
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 2  # version of the cache, to increase if the same bytes are decoded to other pixels or tokens
-_TYPICAL_SHARD_ENTRIES, _MAX_ENTRIES = 32, 128
+_CACHE_VERSION = 2  # version of the cache, to increase if the same bytes are decoded to other pixels or tokens
+_TYPICAL_SHARD_ENTRIES, _MAX_SHARD_ENTRIES = 32, 128
 
 Entry = dict[str, Tensor]
 ItemT = TypeVar("ItemT")
@@ -47,14 +47,14 @@ def digest_of(*parts: object) -> str:
 
 def shards_of(items: Iterable[Keyed[ItemT]]) -> Iterator[list[Keyed[ItemT]]]:
     """Group items into shards whose boundaries depend only on the keys; a repeated item is in its first shard only."""
-    shard_digests: set[str] = set()
+    known_keys: set[str] = set()
     shard: list[Keyed[ItemT]] = []
-    for each in items:
-        if each.key in shard_digests:
+    for keyed_item in items:
+        if keyed_item.key in known_keys:
             continue
-        shard_digests.add(each.key)
-        shard.append(each)
-        if int(each.key[:8], 16) % _TYPICAL_SHARD_ENTRIES == 0 or len(shard) == _MAX_ENTRIES:
+        known_keys.add(keyed_item.key)
+        shard.append(keyed_item)
+        if int(keyed_item.key[:8], 16) % _TYPICAL_SHARD_ENTRIES == 0 or len(shard) == _MAX_SHARD_ENTRIES:
             yield shard
             shard = []
     if shard:
@@ -64,52 +64,53 @@ def shards_of(items: Iterable[Keyed[ItemT]]) -> Iterator[list[Keyed[ItemT]]]:
 class MediaCache:
     """Cache of the shards of one set of encoders; several processes may write to the cache concurrently."""
 
-    def __init__(self, root: Path, encoders: str) -> None:
-        """Open the cache; `encoders` is the digest of all that determines the encoders' output besides the content."""
-        self.folder = root / encoders
-        self._encoders = encoders
+    def __init__(self, root: Path, encoders_digest: str) -> None:
+        """Open the cache; `encoders_digest` is the digest of all that determines the encoders' output besides the
+        content."""
+        self.folder = root / encoders_digest
+        self._encoders_digest = encoders_digest
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.folder)
 
     def key_of(self, keys: Sequence[str]) -> str:
         """Return the key of the shard whose entries have the keys `keys`."""
-        return digest_of(_VERSION, self._encoders, list(keys))
+        return digest_of(_CACHE_VERSION, self._encoders_digest, list(keys))
 
     def has_shard(self, shard: str) -> bool:
         """Return whether a shard exists and is intact; a damaged shard is logged and removed from the cache."""
-        record, path = read_json(self._record(shard)), self.path(shard)
+        record, path = read_json(self._record_path(shard)), self.path(shard)
         if not isinstance(record, dict):
             return False
         if path.is_file() and path.stat().st_size == record.get("size") and sha256(path) == record.get("sha256"):
             return True
         logger.warning("%s is damaged; its rows are encoded again", path)
-        self._record(shard).unlink(missing_ok=True)
+        self._record_path(shard).unlink(missing_ok=True)
         return False
 
     def skip_reasons(self, shard: str) -> dict[str, str]:
         """Return the reasons why items of a shard could not be encoded, by key."""
-        record = read_json(self._record(shard))
+        record = read_json(self._record_path(shard))
         return dict(record.get("refused", {})) if isinstance(record, dict) else {}
 
     def write(self, shard: str, entries: Mapping[str, Entry | str]) -> None:
         """Write a shard: first its tensors, then its record, which marks it as complete. A string instead of an entry
         is the reason why the item could not be encoded."""
         path = self.path(shard)
-        building = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         encoded_entries = {key: entry for key, entry in entries.items() if not isinstance(entry, str)}
         tensors = {
-            f"{key}.{name}": value.detach().cpu().clone(memory_format=torch.contiguous_format)
+            f"{key}.{name}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             for key, entry in encoded_entries.items()
-            for name, value in entry.items()
+            for name, tensor in entry.items()
         }
-        save_file(tensors, building)
-        follow_umask(building)
-        digest = sha256(building, durable=True)
-        size = building.stat().st_size
-        building.replace(path)
+        save_file(tensors, temporary_path)
+        follow_umask(temporary_path)
+        digest = sha256(temporary_path, durable=True)
+        size = temporary_path.stat().st_size
+        temporary_path.replace(path)
         sync_folder(path.parent)
         skip_reasons = {key: entry for key, entry in entries.items() if isinstance(entry, str)}
-        write_json(self._record(shard), {"size": size, "sha256": digest, "refused": skip_reasons})
+        write_json(self._record_path(shard), {"size": size, "sha256": digest, "refused": skip_reasons})
 
     def copy(self, shard: str, target: Path) -> None:
         """Copy a shard to `target`, as a copy-on-write clone if the file system supports it."""
@@ -120,8 +121,8 @@ class MediaCache:
         shapes = {}
         with safe_open(str(self.path(shard)), framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - a safetensors file cannot be iterated
-                entry, _, tensor = key.partition(".")
-                if tensor == name:
+                entry, _, tensor_name = key.partition(".")
+                if tensor_name == name:
                     shapes[entry] = list(file.get_slice(key).get_shape())
         return shapes
 
@@ -129,5 +130,5 @@ class MediaCache:
         """Return the path of the tensors of a shard."""
         return self.folder / f"{shard}.safetensors"
 
-    def _record(self, shard: str) -> Path:
+    def _record_path(self, shard: str) -> Path:
         return self.folder / f"{shard}.json"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Size = tuple[int, int]
 """Height and width of an image or a frame, in pixels."""
-_STEPS = 8
+_NUM_BUCKET_STEPS = 8
 """Number of bucket sizes between the aspect ratios 1:1 and 1:2."""
 _MIN_READABLE_FRACTION = 0.95
 """Minimum readable fraction of the duration in a video's header, which some programs round."""
@@ -60,17 +60,20 @@ class FrameSettings:
 @lru_cache(maxsize=8)
 def bucket_sizes(size: Size, multiple: int) -> tuple[Size, ...]:
     """Return sizes of about the same area as `size`, from 1:2 to 2:1, whose sides are divisible by `multiple`."""
-    edge = math.sqrt(size[0] * size[1])
+    base_side = math.sqrt(size[0] * size[1])
     sizes = []
-    for step in range(-_STEPS, _STEPS + 1):
-        ratio = 2.0 ** (step / _STEPS / 2)
-        height, width = (max(multiple, round(length / multiple) * multiple) for length in (edge * ratio, edge / ratio))
+    for ratio_step in range(-_NUM_BUCKET_STEPS, _NUM_BUCKET_STEPS + 1):
+        ratio = 2.0 ** (ratio_step / _NUM_BUCKET_STEPS / 2)
+        height, width = (
+            max(multiple, round(side / multiple) * multiple) for side in (base_side * ratio, base_side / ratio)
+        )
         sizes.append((height, width))
     return tuple(dict.fromkeys(sizes))
 
 
-def pixels_of(content: Content, framing: FrameSettings, position: float) -> np.ndarray:
-    """Return an image (HWC) or a clip (FHWC) as uint8; `position` in [0, 1] selects the clip if `sampling` is random.
+def pixels_of(content: Content, frame_config: FrameSettings, clip_position: float) -> np.ndarray:
+    """Return an image (HWC) or a clip (FHWC) as uint8; `clip_position` in [0, 1] selects the clip if `sampling` is
+    random.
 
     Raises:
         DataError: the content cannot be decoded completely, or a video has too few frames.
@@ -78,18 +81,18 @@ def pixels_of(content: Content, framing: FrameSettings, position: float) -> np.n
     """
     with convert_errors(_decoder_error, DataError):
         if content.is_video:
-            if not framing.num_frames:
+            if not frame_config.num_frames:
                 raise DataError("it is a video, and the model makes images")
-            return _clip(content, framing, position)
-        image = _crop_to_size(_decode_image(content), framing)
-        return image[None] if framing.num_frames else image
+            return _decode_clip(content, frame_config, clip_position)
+        image = _crop_to_size(_decode_image(content), frame_config)
+        return image[None] if frame_config.num_frames else image
 
 
 def _decoder_error(error: Exception) -> Exception:
     return error if is_transient(error) else DataError(f"it cannot be decoded: {first_line(error)}")
 
 
-def is_enlarged(content: Content, framing: FrameSettings) -> bool:
+def is_enlarged(content: Content, frame_config: FrameSettings) -> bool:
     """Return True if an image has fewer pixels than it is resized to in height or in width; read its header only."""
     from PIL import Image as pillow
     from PIL.ExifTags import Base
@@ -100,7 +103,7 @@ def is_enlarged(content: Content, framing: FrameSettings) -> bool:
         width, height = image.size
         if image.getexif().get(Base.Orientation, 1) >= 5:  # the image is rotated by 90 degrees
             width, height = height, width
-    return any(map(int.__lt__, (height, width), framing.size_of(height, width)))
+    return any(map(int.__lt__, (height, width), frame_config.size_of(height, width)))
 
 
 def _decode_image(content: Content) -> Image:
@@ -117,52 +120,56 @@ def _decode_image(content: Content) -> Image:
         ) from None
 
 
-def _crop_to_size(image: Image, framing: FrameSettings) -> np.ndarray:
+def _crop_to_size(image: Image, frame_config: FrameSettings) -> np.ndarray:
     """Return the image scaled to cover its target size and cropped around its centre."""
     from PIL import Image as pillow
 
-    height, width = framing.size_of(image.height, image.width)
+    height, width = frame_config.size_of(image.height, image.width)
     scale = min(image.width / width, image.height / height)
-    x_offset, top = (image.width - width * scale) / 2, (image.height - height * scale) / 2
-    box = (x_offset, top, x_offset + width * scale, top + height * scale)
-    if box == (0, 0, width, height):
+    x_offset, y_offset = (image.width - width * scale) / 2, (image.height - height * scale) / 2
+    crop_box = (x_offset, y_offset, x_offset + width * scale, y_offset + height * scale)
+    if crop_box == (0, 0, width, height):
         return np.asarray(image)
-    return np.asarray(image.resize((width, height), pillow.Resampling.LANCZOS, box=box))
+    return np.asarray(image.resize((width, height), pillow.Resampling.LANCZOS, box=crop_box))
 
 
-def _clip(content: Content, framing: FrameSettings, position: float) -> np.ndarray:
+def _decode_clip(content: Content, frame_config: FrameSettings, clip_position: float) -> np.ndarray:
     """Return the frames of a clip; the video is decoded once, up to the last of these frames."""
-    total = _count(content)
-    if total < framing.num_frames:
-        raise DataError(f"it has {total} frames, and policy.diffusers.train_frames = {framing.num_frames} are needed")
-    indices = _frame_indices(total, framing, position)
+    total = _count_frames(content)
+    if total < frame_config.num_frames:
+        raise DataError(
+            f"it has {total} frames, and policy.diffusers.train_frames = {frame_config.num_frames} are needed"
+        )
+    indices = _select_frame_indices(total, frame_config, clip_position)
     frames: list[np.ndarray] = []
-    for index, frame in enumerate(_frames(content)):
+    for index, frame in enumerate(_decode_frames(content)):
         if index == indices[len(frames)]:
-            frames.append(_crop_to_size(frame.to_image().rotate(frame.rotation, expand=True), framing))
+            frames.append(_crop_to_size(frame.to_image().rotate(frame.rotation, expand=True), frame_config))
         if len(frames) == len(indices):
             return np.stack(frames)
     raise DataError(f"its frame {indices[len(frames)]} of {total} cannot be decoded")
 
 
-def _frame_indices(total: int, framing: FrameSettings, position: float) -> list[int]:
-    """Return the indices of a clip's frames in a video of `total` frames."""
-    count = framing.num_frames
-    if framing.sampling == "uniform":
-        return np.linspace(0, total - 1, count).round().astype(int).tolist()
-    latest = total - count
-    start = {"first": 0, "middle": latest // 2}.get(framing.sampling, min(latest, int(position * (latest + 1))))
-    return list(range(start, start + count))
+def _select_frame_indices(num_video_frames: int, frame_config: FrameSettings, clip_position: float) -> list[int]:
+    """Return the indices of a clip's frames in a video of `num_video_frames` frames."""
+    num_frames = frame_config.num_frames
+    if frame_config.sampling == "uniform":
+        return np.linspace(0, num_video_frames - 1, num_frames).round().astype(int).tolist()
+    max_start = num_video_frames - num_frames
+    start = {"first": 0, "middle": max_start // 2}.get(
+        frame_config.sampling, min(max_start, int(clip_position * (max_start + 1)))
+    )
+    return list(range(start, start + num_frames))
 
 
-def _count(content: Content) -> int:
+def _count_frames(content: Content) -> int:
     """Return the number of frames of a video; raise DataError if it has no video stream, or ends before the length in
     its header."""
     with _open_container(content) as container:
         if not container.streams.video:
             raise DataError("it cannot be decoded: it has no video stream, or is cut off before it")
         stream = container.streams.video[0]
-        header_frames, seconds = stream.frames, _duration_in_header(container, stream)
+        header_frames, header_seconds = stream.frames, _read_header_duration(container, stream)
         frame_seconds = float(1 / stream.average_rate) if stream.average_rate else 0.0
         count, end = 0, 0.0
         for packet in container.demux(stream):
@@ -170,18 +177,18 @@ def _count(content: Content) -> int:
                 continue
             count += 1
             if packet.pts is not None:
-                start = float((packet.pts - (stream.start_time or 0)) * packet.time_base)
-                duration = float(packet.duration * packet.time_base) if packet.duration else frame_seconds
-                end = max(end, start + duration)
-    min_end = min(_MIN_READABLE_FRACTION * seconds, seconds - 0.75 * frame_seconds)
-    is_truncated = count < header_frames if header_frames else end < min_end and (end > 0 or not count)
+                packet_start = float((packet.pts - (stream.start_time or 0)) * packet.time_base)
+                packet_duration = float(packet.duration * packet.time_base) if packet.duration else frame_seconds
+                end = max(end, packet_start + packet_duration)
+    min_end_seconds = min(_MIN_READABLE_FRACTION * header_seconds, header_seconds - 0.75 * frame_seconds)
+    is_truncated = count < header_frames if header_frames else end < min_end_seconds and (end > 0 or not count)
     if is_truncated:
-        full_length = f"{header_frames} frames" if header_frames else f"{seconds:g} s"
-        raise DataError(f"it is cut off: its head says {full_length}, and it ends after {count} frames, {end:.3g} s")
+        header_length = f"{header_frames} frames" if header_frames else f"{header_seconds:g} s"
+        raise DataError(f"it is cut off: its head says {header_length}, and it ends after {count} frames, {end:.3g} s")
     return count
 
 
-def _duration_in_header(container: Any, stream: Any) -> float:
+def _read_header_duration(container: Any, stream: Any) -> float:
     """Return the duration of a video in the header of its file, in seconds; 0 if it is missing."""
     if stream.duration is not None:
         return float(stream.duration * stream.time_base)
@@ -200,7 +207,7 @@ def frame_rate(content: Content) -> float:
         return round(float(rate), 2) if rate else 0.0
 
 
-def _frames(content: Content) -> Iterator[Any]:
+def _decode_frames(content: Content) -> Iterator[Any]:
     with _open_container(content) as container:
         yield from container.decode(container.streams.video[0])
 

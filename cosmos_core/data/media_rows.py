@@ -29,7 +29,7 @@ NULL_TEXT = b"null text"
 """Key of the schema's metadata with the shard and entry of the empty prompt's embedding."""
 _MAX_CACHED_BYTES = 64 << 20
 """Maximum bytes of rows that are cached in memory after their first read."""
-_OPEN_SHARDS = 128
+_MAX_OPEN_SHARDS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class MediaPrompt:
 RowT = TypeVar("RowT", MediaRow, MediaPrompt)
 
 
-class _Media(IndexedSequence[RowT]):
+class _MediaTable(IndexedSequence[RowT]):
     """Rows of a table whose tensors are read from shards on access."""
 
     def __init__(self, table: pa.Table, folder: Path) -> None:
@@ -75,30 +75,34 @@ class _Media(IndexedSequence[RowT]):
     @cached_property
     def null_text(self) -> dict[str, Tensor]:
         """Text embedding of the empty prompt, without a batch dimension, for guidance and for dropped prompts."""
-        return self._tensors(json.loads(self._table.schema.metadata[NULL_TEXT]))
+        return self._read_tensors(json.loads(self._table.schema.metadata[NULL_TEXT]))
 
     def _value(self, name: str, index: int) -> Any:
         return self._table[name][index].as_py()
 
-    def _tensors(self, location: dict[str, str]) -> dict[str, Tensor]:
-        """Return the tensors of one entry of a shard, by tensor name; `location` names the shard and the entry."""
-        path = self._folder / TENSORS / f"{location['shard']}.safetensors"
+    def _read_tensors(self, tensor_location: dict[str, str]) -> dict[str, Tensor]:
+        """Return the tensors of one entry of a shard, by tensor name; `tensor_location` names the shard and the
+        entry."""
+        path = self._folder / TENSORS / f"{tensor_location['shard']}.safetensors"
         try:
-            shard, names = _shard(path)
-            return {name: shard.get_tensor(f"{location['entry']}.{name}") for name in names[location["entry"]]}
+            shard_file, tensor_names = _open_shard(path)
+            return {
+                name: shard_file.get_tensor(f"{tensor_location['entry']}.{name}")
+                for name in tensor_names[tensor_location["entry"]]
+            }
         except (OSError, KeyError, SafetensorError) as error:
             raise DataError(
                 f"{path} is missing or damaged ({first_line(error)}); delete its folder and run the prepare stage again"
             ) from error
 
 
-class MediaRows(_Media[MediaRow]):
+class MediaRows(_MediaTable[MediaRow]):
     """Images or clips to learn, by row; callers must not modify the tensors of a row."""
 
     def __init__(self, table: pa.Table, folder: Path, max_cached_bytes: int = _MAX_CACHED_BYTES) -> None:
         super().__init__(table, folder)
         self._cached_rows: dict[int, MediaRow] = {}
-        self._bytes_left = max_cached_bytes
+        self._cache_bytes_left = max_cached_bytes
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -109,22 +113,24 @@ class MediaRows(_Media[MediaRow]):
         """Return the row with number `index`, which stays cached in memory while the memory budget allows."""
         row = self._cached_rows.get(index)
         if row is None:
-            latent = self._tensors(self._value("media", index))
-            text = self._tensors(self._value("text", index))
+            latent = self._read_tensors(self._value("media", index))
+            text = self._read_tensors(self._value("text", index))
             row = MediaRow(index, self._value("prompt", index), text, latent["mean"], latent.get("logvar"))
             num_bytes = sum(tensor.nbytes for tensor in (*latent.values(), *text.values()))
-            if num_bytes <= self._bytes_left:
+            if num_bytes <= self._cache_bytes_left:
                 self._cached_rows[index] = row
-                self._bytes_left -= num_bytes
+                self._cache_bytes_left -= num_bytes
         return row
 
 
-class MediaPrompts(_Media[MediaPrompt]):
+class MediaPrompts(_MediaTable[MediaPrompt]):
     """Prompts to sample images or clips from, by row."""
 
     def item(self, index: int) -> MediaPrompt:
         metadata = json.loads(self._value("metadata", index))
-        return MediaPrompt(index, self._value("prompt", index), self._tensors(self._value("text", index)), metadata)
+        return MediaPrompt(
+            index, self._value("prompt", index), self._read_tensors(self._value("text", index)), metadata
+        )
 
 
 def open_media(folder: Path, split: str) -> MediaRows:
@@ -138,12 +144,12 @@ def open_media_prompts(folder: Path, split: str) -> MediaPrompts:
     return MediaPrompts(open_table(folder, split, row_kind("media_prompts"), row_kind("media")), folder)
 
 
-@lru_cache(maxsize=_OPEN_SHARDS)
-def _shard(path: Path) -> tuple[Any, dict[str, list[str]]]:
+@lru_cache(maxsize=_MAX_OPEN_SHARDS)
+def _open_shard(path: Path) -> tuple[Any, dict[str, list[str]]]:
     """Return an open shard, and the names of the tensors of each of its entries."""
-    shard = safe_open(str(path), framework="pt")
-    names: dict[str, list[str]] = {}
-    for key in shard.keys():  # noqa: SIM118 - a safetensors file cannot be iterated
+    shard_file = safe_open(str(path), framework="pt")
+    tensor_names: dict[str, list[str]] = {}
+    for key in shard_file.keys():  # noqa: SIM118 - a safetensors file cannot be iterated
         entry, name = key.split(".", 1)
-        names.setdefault(entry, []).append(name)
-    return shard, names
+        tensor_names.setdefault(entry, []).append(name)
+    return shard_file, tensor_names

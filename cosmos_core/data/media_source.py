@@ -30,13 +30,13 @@ from cosmos_core.errors import DataError, first_line
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".avif", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".webm", ".mkv", ".avi", ".m4v", ".mpg", ".mpeg")
-_UNREAD_SUFFIXES = (".heic", ".heif", ".jxl", ".gif", ".svg", ".raw", ".dng", ".wmv", ".flv")
+_UNSUPPORTED_SUFFIXES = (".heic", ".heif", ".jxl", ".gif", ".svg", ".raw", ".dng", ".wmv", ".flv")
 CAPTION_SUFFIXES = (".txt", ".caption", ".prompt")
 EMBEDDING_SUFFIXES = (".safetensors", ".pickle", ".pkl")
 PROMPT_KEYS = ("prompt", "caption", "text")
 _MEDIA_SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
 _MEDIA_KEYS = ("image", "img", "jpg", "png", "webp", "video", "mp4", "file_name")
-_METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+_METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _MEDIA_FOLDERS = ("videos", "images")
 _EMBEDDING_FOLDERS = ("text_embeddings", "t5_xxl", "t5")
 _BLOCK_BYTES = 1 << 20
@@ -61,11 +61,11 @@ class Content:
         """
         if self.path is None:
             return hashlib.sha256(self.content_bytes).hexdigest()
-        digest, remaining = hashlib.sha256(), self.size
+        digest, remaining_bytes = hashlib.sha256(), self.size
         with self.open() as file:
-            while block := file.read(_BLOCK_BYTES if remaining is None else min(_BLOCK_BYTES, remaining)):
+            while block := file.read(_BLOCK_BYTES if remaining_bytes is None else min(_BLOCK_BYTES, remaining_bytes)):
                 digest.update(block)
-                remaining = None if remaining is None else remaining - len(block)
+                remaining_bytes = None if remaining_bytes is None else remaining_bytes - len(block)
         return digest.hexdigest()
 
     def open(self) -> BinaryIO:
@@ -122,43 +122,45 @@ def open_items(dataset: DatasetConfig, key: str) -> Items:
     path = Path(os.path.expanduser(name))
     if not os.path.exists(path):
         path = find_prompt_set(name, f"{key}.name") or path
-    readers = [_reader(path, split, dataset, key) for split in dataset.split]
+    readers = [_make_reader(path, split, dataset, key) for split in dataset.split]
     return lambda: (item for reader in readers for item in reader())
 
 
-def _reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> Items:
+def _make_reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> Items:
     if path.is_dir() and (path / split).is_dir() and not (path / "dataset_dict.json").is_file():
         path = path / split
     elif split != "train" and path.is_dir() and _is_media_folder(path):
         raise DataError(f"{key}.split = {split!r}, but {path} has no folder of that name")
-    files = prompt_files(path, split)
-    if files and not (path.is_dir() and any(files[0].with_suffix(end).is_file() for end in _MEDIA_SUFFIXES)):
+    text_files = prompt_files(path, split)
+    if text_files and not (
+        path.is_dir() and any(text_files[0].with_suffix(suffix).is_file() for suffix in _MEDIA_SUFFIXES)
+    ):
         if "[" in split:
             raise DataError(f"{key}.split = {split!r}: {path} has no rows to take a slice of; name the split alone")
-        return lambda: _prompt_lines(files, path)
+        return lambda: _read_prompt_lines(text_files, path)
     if path.is_dir() and (path / "metas").is_dir():
         return lambda: _read_metas_folder(path)
-    if tar_files := _tars(path):
+    if tar_files := _find_tar_files(path):
         return lambda: (item for path in tar_files for item in _items_from_tar(path))
-    if metadata := next((path / name for name in _METADATA if (path / name).is_file()), None):
+    if metadata_file := next((path / name for name in _METADATA_FILES if (path / name).is_file()), None):
         # A metadata file lists all media of the folder, so its rows are the data set.
-        path, split = metadata, "train" + split[split.find("[") :] if "[" in split else "train"
+        path, split = metadata_file, "train" + split[split.find("[") :] if "[" in split else "train"
     elif path.is_dir() and _is_media_folder(path):
-        return lambda: _pairs(path)
+        return lambda: _read_paired_files(path)
     rows = load_rows(dataset.derive(name=str(path) if path.exists() else dataset.name, split=(split,)), key)
     return lambda: (_item_of_row(located, rows.folder) for located in rows)
 
 
 def _is_media_folder(path: Path) -> bool:
     """Return whether a folder has images or videos, or JSON files with one prompt each."""
-    if (path / "metas").is_dir() or _tars(path):
+    if (path / "metas").is_dir() or _find_tar_files(path):
         return True
-    names = sorted(entry.name for entry in os.scandir(path) if entry.is_file())
-    if any(name.lower().endswith((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)) for name in names):
+    file_names = sorted(dir_entry.name for dir_entry in os.scandir(path) if dir_entry.is_file())
+    if any(name.lower().endswith((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)) for name in file_names):
         return True
-    if not any(map(data_suffix, names)):
-        return any(name.lower().endswith(_UNREAD_SUFFIXES) for name in names)
-    first = next((name for name in names if name.lower().endswith(".json") and not name.startswith(".")), None)
+    if not any(map(data_suffix, file_names)):
+        return any(name.lower().endswith(_UNSUPPORTED_SUFFIXES) for name in file_names)
+    first = next((name for name in file_names if name.lower().endswith(".json") and not name.startswith(".")), None)
     if first is None or first in {"dataset_dict.json", "state.json", "dataset_info.json"}:
         return False
     try:
@@ -167,42 +169,44 @@ def _is_media_folder(path: Path) -> bool:
         return False
 
 
-def _pairs(folder: Path) -> Iterator[Item]:
+def _read_paired_files(folder: Path) -> Iterator[Item]:
     """Yield an item for each NAME.json with its media file, and for each media file with a caption file."""
     files = [file for file in sorted(folder.iterdir()) if not file.name.startswith(".")]
-    media: dict[str, list[Path]] = {}
+    media_by_stem: dict[str, list[Path]] = {}
     for file in files:
         if file.suffix.lower() in _MEDIA_SUFFIXES:
-            media.setdefault(file.stem, []).append(file)
-        elif file.suffix.lower() in _UNREAD_SUFFIXES:
+            media_by_stem.setdefault(file.stem, []).append(file)
+        elif file.suffix.lower() in _UNSUPPORTED_SUFFIXES:
             yield Item(file.name, "", problem=f"{file.name}: {file.suffix} is not read; convert it to png or mp4")
-    embeddings = {file.stem: file for file in files if file.suffix.lower() in EMBEDDING_SUFFIXES}
+    embedding_by_stem = {file.stem: file for file in files if file.suffix.lower() in EMBEDDING_SUFFIXES}
     # If a name has several caption files, the first suffix in `CAPTION_SUFFIXES` decides which file is read.
-    captions = {file.stem: file for end in reversed(CAPTION_SUFFIXES) for file in files if file.suffix.lower() == end}
+    caption_file_by_stem = {
+        file.stem: file for end in reversed(CAPTION_SUFFIXES) for file in files if file.suffix.lower() == end
+    }
     json_files = [file for file in files if file.suffix.lower() == ".json"]
     for file in json_files:
         try:
-            value = json.loads(file.read_text(encoding="utf-8-sig"))
+            json_value = json.loads(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
             yield Item(file.name, "", problem=f"{file.name}: malformed JSON, {first_line(error)}")
             continue
-        if isinstance(value, dict) and not _has_prompt(value) and file.stem in media:
-            value |= {"prompt": caption} if (caption := _caption(captions.get(file.stem))) else {}
-        for path in media.get(file.stem, [None]):  # one JSON file may describe several media files
-            yield _item_from_json(value, file.name, _content(path), embeddings.get(file.stem))
-    for stem in sorted(media.keys() - {file.stem for file in json_files}):
-        caption, embedding = _caption(captions.get(stem)), embeddings.get(stem)
-        for path in media[stem]:
+        if isinstance(json_value, dict) and not _has_prompt(json_value) and file.stem in media_by_stem:
+            json_value |= {"prompt": caption} if (caption := _read_caption(caption_file_by_stem.get(file.stem))) else {}
+        for path in media_by_stem.get(file.stem, [None]):  # one JSON file may describe several media files
+            yield _item_from_json(json_value, file.name, _make_content(path), embedding_by_stem.get(file.stem))
+    for stem in sorted(media_by_stem.keys() - {file.stem for file in json_files}):
+        caption, embedding = _read_caption(caption_file_by_stem.get(stem)), embedding_by_stem.get(stem)
+        for path in media_by_stem[stem]:
             name = path.name
             if caption is None:
                 yield Item(name, "", problem=f"{name}: there is no {stem}.txt, .caption or .json with its prompt")
             elif not caption and embedding is None:
                 yield Item(name, "", problem=f"{name}: its caption file is empty or not UTF-8; write its prompt there")
             else:
-                yield _item_from_json({"prompt": caption}, name, _content(path), embedding)
+                yield _item_from_json({"prompt": caption}, name, _make_content(path), embedding)
 
 
-def _caption(file: Path | None) -> str | None:
+def _read_caption(file: Path | None) -> str | None:
     """Return the text of a caption file; empty if unreadable, None if there is none."""
     try:
         return None if file is None else file.read_text(encoding="utf-8-sig").strip()
@@ -212,38 +216,42 @@ def _caption(file: Path | None) -> str | None:
 
 def _read_metas_folder(folder: Path) -> Iterator[Item]:
     """Yield an item for each metas/NAME.txt, with the video or image NAME."""
-    media = {file.stem: file for file in _files(folder, _MEDIA_FOLDERS) if file.suffix.lower() in _MEDIA_SUFFIXES}
-    embeddings = {
-        file.stem: file for file in _files(folder, _EMBEDDING_FOLDERS) if file.suffix.lower() in EMBEDDING_SUFFIXES
+    media_by_stem = {
+        file.stem: file for file in _list_files(folder, _MEDIA_FOLDERS) if file.suffix.lower() in _MEDIA_SUFFIXES
     }
-    text_files = [f for f in _files(folder, ["metas"]) if f.suffix.lower() == ".txt" and not f.name.startswith(".")]
+    embedding_by_stem = {
+        file.stem: file for file in _list_files(folder, _EMBEDDING_FOLDERS) if file.suffix.lower() in EMBEDDING_SUFFIXES
+    }
+    text_files = [
+        f for f in _list_files(folder, ["metas"]) if f.suffix.lower() == ".txt" and not f.name.startswith(".")
+    ]
     for file in text_files:
-        where = f"metas/{file.name}"
+        location = f"metas/{file.name}"
         try:
             prompt = file.read_text(encoding="utf-8-sig").strip()
         except (OSError, ValueError) as error:
-            yield Item(where, "", problem=f"{where}: {first_line(error)}")
+            yield Item(location, "", problem=f"{location}: {first_line(error)}")
             continue
-        embedding = embeddings.get(file.stem)
+        embedding = embedding_by_stem.get(file.stem)
         if not prompt and embedding is None:
-            yield Item(where, "", problem=f"{where}: it is empty; write its prompt there")
+            yield Item(location, "", problem=f"{location}: it is empty; write its prompt there")
             continue
-        yield _item_from_json({"prompt": prompt}, where, _content(media.get(file.stem)), embedding)
-    for stem in sorted(media.keys() - {file.stem for file in text_files}):
-        where = f"{media[stem].parent.name}/{media[stem].name}"
-        yield Item(where, "", problem=f"{where}: there is no metas/{stem}.txt with its prompt")
+        yield _item_from_json({"prompt": prompt}, location, _make_content(media_by_stem.get(file.stem)), embedding)
+    for stem in sorted(media_by_stem.keys() - {file.stem for file in text_files}):
+        location = f"{media_by_stem[stem].parent.name}/{media_by_stem[stem].name}"
+        yield Item(location, "", problem=f"{location}: there is no metas/{stem}.txt with its prompt")
 
 
-def _files(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Return the files in those sub-folders `names` that exist, sorted by name in each sub-folder."""
-    return [file for name in names if (folder / name).is_dir() for file in sorted((folder / name).iterdir())]
+def _list_files(folder: Path, folder_names: Iterable[str]) -> list[Path]:
+    """Return the files in those sub-folders `folder_names` that exist, sorted by name in each sub-folder."""
+    return [file for name in folder_names if (folder / name).is_dir() for file in sorted((folder / name).iterdir())]
 
 
-def _content(path: Path | None) -> Content | None:
+def _make_content(path: Path | None) -> Content | None:
     return None if path is None else Content(path.suffix.lower() in VIDEO_SUFFIXES, path)
 
 
-def _tars(path: Path) -> list[Path]:
+def _find_tar_files(path: Path) -> list[Path]:
     if path.is_dir():
         tar_files = (file for file in path.iterdir() if file.suffix.lower() == ".tar" and file.is_file())
         return sorted(file for file in tar_files if not file.name.startswith("."))
@@ -252,22 +260,22 @@ def _tars(path: Path) -> list[Path]:
 
 def _items_from_tar(path: Path) -> Iterator[Item]:
     """Yield the items of a webdataset shard: consecutive members whose names agree up to the first dot."""
-    group: dict[str, tarfile.TarInfo] = {}
+    members_by_suffix: dict[str, tarfile.TarInfo] = {}
     name = ""
     try:
         with tarfile.open(path, "r:") as archive:
             for member in filter(tarfile.TarInfo.isfile, archive):
-                folder, _, base = member.name.rpartition("/")
-                if base.startswith("."):  # macOS adds a ._NAME file for each file
+                folder, _, base_name = member.name.rpartition("/")
+                if base_name.startswith("."):  # macOS adds a ._NAME file for each file
                     continue
-                stem, _, suffix = base.partition(".")
-                if group and f"{folder}/{stem}" != name:
-                    yield _item_from_members(archive, path, group)
-                    group = {}
+                stem, _, suffix = base_name.partition(".")
+                if members_by_suffix and f"{folder}/{stem}" != name:
+                    yield _item_from_members(archive, path, members_by_suffix)
+                    members_by_suffix = {}
                 name = f"{folder}/{stem}"
-                group[suffix.lower()] = member
-            if group:
-                yield _item_from_members(archive, path, group)
+                members_by_suffix[suffix.lower()] = member
+            if members_by_suffix:
+                yield _item_from_members(archive, path, members_by_suffix)
             _check_tar_end(path, archive.offset)
     except (tarfile.TarError, OSError) as error:
         yield Item(path.name, "", problem=f"{path.name}: damaged tar file, {first_line(error)}")
@@ -285,86 +293,88 @@ def _check_tar_end(path: Path, offset: int) -> None:
         raise tarfile.ReadError(f"the header at byte {offset} is damaged, and nothing behind it can be read")
 
 
-def _item_from_members(archive: tarfile.TarFile, path: Path, group: dict[str, tarfile.TarInfo]) -> Item:
-    """Return the item of webdataset members with one name, which `group` has by file suffix."""
-    where = f"{path.name}:{next(iter(group.values())).name}"
-    media = next((suffix for suffix in group if f".{suffix}" in _MEDIA_SUFFIXES), None)
+def _item_from_members(archive: tarfile.TarFile, path: Path, members_by_suffix: dict[str, tarfile.TarInfo]) -> Item:
+    """Return the item of webdataset members with one name, which `members_by_suffix` has by file suffix."""
+    location = f"{path.name}:{next(iter(members_by_suffix.values())).name}"
+    media_suffix = next((suffix for suffix in members_by_suffix if f".{suffix}" in _MEDIA_SUFFIXES), None)
     content = None
-    if media is not None:
-        member = group[media]
-        content = Content(f".{media}" in VIDEO_SUFFIXES, path, member.offset_data, member.size)
+    if media_suffix is not None:
+        member = members_by_suffix[media_suffix]
+        content = Content(f".{media_suffix}" in VIDEO_SUFFIXES, path, member.offset_data, member.size)
     try:
-        value = json.loads(_bytes(archive, group["json"])) if "json" in group else {}
-        text = next((end[1:] for end in CAPTION_SUFFIXES if end[1:] in group), None)
-        if text is not None and isinstance(value, dict) and not _has_prompt(value):
-            value["prompt"] = _bytes(archive, group[text]).decode("utf-8-sig").strip()
+        json_value = json.loads(_read_member(archive, members_by_suffix["json"])) if "json" in members_by_suffix else {}
+        caption_suffix = next(
+            (dotted_suffix[1:] for dotted_suffix in CAPTION_SUFFIXES if dotted_suffix[1:] in members_by_suffix), None
+        )
+        if caption_suffix is not None and isinstance(json_value, dict) and not _has_prompt(json_value):
+            json_value["prompt"] = _read_member(archive, members_by_suffix[caption_suffix]).decode("utf-8-sig").strip()
     except (ValueError, RecursionError) as error:
-        return Item(where, "", problem=f"{where}: {first_line(error)}")
-    return _item_from_json(value, where, content, None)
+        return Item(location, "", problem=f"{location}: {first_line(error)}")
+    return _item_from_json(json_value, location, content, None)
 
 
-def _bytes(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     file = archive.extractfile(member)
     assert file is not None
     return file.read()
 
 
-def _prompt_lines(files: Iterable[Path], path: Path) -> Iterator[Item]:
+def _read_prompt_lines(files: Iterable[Path], dataset_path: Path) -> Iterator[Item]:
     """Yield an item for each line of text or JSON Lines files; blank lines are skipped."""
     for file in files:
         with open(file, encoding="utf-8-sig", errors="replace") as lines:
-            for number, line in enumerate(lines, start=1):
+            for line_number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
-                where = f"{file.name}:{number}"
+                location = f"{file.name}:{line_number}"
                 if file.suffix.lower() == ".txt":
-                    yield Item(where, line.strip(), metadata_of(line.strip(), path))
+                    yield Item(location, line.strip(), metadata_of(line.strip(), dataset_path))
                     continue
                 try:
-                    value = json.loads(line)
+                    json_value = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    yield Item(where, "", problem=f"{where}: malformed JSON, {first_line(error)}")
+                    yield Item(location, "", problem=f"{location}: malformed JSON, {first_line(error)}")
                     continue
-                yield _item_from_json(value, where, None, None)
+                yield _item_from_json(json_value, location, None, None)
 
 
-def _item_of_row(located: Located, folder: Path) -> Item:
-    where, row = located
+def _item_of_row(located_row: Located, folder: Path) -> Item:
+    location, row = located_row
     key = next((name for name in _MEDIA_KEYS if row.get(name) is not None), None)
     if key is None:
         missing_media_reason = (
             f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
         )
-        return replace(_item_from_json(row, where, None, None), lacks=missing_media_reason)
-    value, is_video = row[key], key in {"video", "mp4"}
+        return replace(_item_from_json(row, location, None, None), lacks=missing_media_reason)
+    media_value, is_video = row[key], key in {"video", "mp4"}
     if key == "file_name":
-        is_video = str(value).lower().endswith(VIDEO_SUFFIXES)
-    description = {name: other for name, other in row.items() if name not in _MEDIA_KEYS}
-    if isinstance(value, dict):
-        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
-    if isinstance(value, bytes):
-        return _item_from_json(description, where, Content(is_video, content_bytes=value), None)
-    if isinstance(value, str):
-        return _item_from_json(description, where, Content(is_video, folder / os.path.expanduser(value)), None)
-    return Item(where, "", problem=f"{where}: column {key!r} holds neither a path nor the bytes of a file")
+        is_video = str(media_value).lower().endswith(VIDEO_SUFFIXES)
+    row_fields = {name: field_value for name, field_value in row.items() if name not in _MEDIA_KEYS}
+    if isinstance(media_value, dict):
+        media_value = media_value["bytes"] if media_value.get("bytes") is not None else media_value.get("path")
+    if isinstance(media_value, bytes):
+        return _item_from_json(row_fields, location, Content(is_video, content_bytes=media_value), None)
+    if isinstance(media_value, str):
+        return _item_from_json(row_fields, location, Content(is_video, folder / os.path.expanduser(media_value)), None)
+    return Item(location, "", problem=f"{location}: column {key!r} holds neither a path nor the bytes of a file")
 
 
-def _item_from_json(value: Any, where: str, content: Content | None, embedding: Path | None) -> Item:
+def _item_from_json(json_object: Any, location: str, content: Content | None, embedding: Path | None) -> Item:
     """Return the item that a JSON object describes, with its media and embedding."""
-    if not isinstance(value, dict):
-        return Item(where, "", problem=f'{where}: it must be a JSON object such as {{"prompt": "..."}}')
-    if (key := _first_prompt_key(value)) is None:
-        return Item(where, "", problem=f"{where}: it has no text {', '.join(PROMPT_KEYS)}")
-    metadata = {name: other for name, other in value.items() if name != key}
-    return Item(where, value[key].strip(), metadata, content, embedding)
+    if not isinstance(json_object, dict):
+        return Item(location, "", problem=f'{location}: it must be a JSON object such as {{"prompt": "..."}}')
+    if (key := _find_prompt_key(json_object)) is None:
+        return Item(location, "", problem=f"{location}: it has no text {', '.join(PROMPT_KEYS)}")
+    metadata = {name: field_value for name, field_value in json_object.items() if name != key}
+    return Item(location, json_object[key].strip(), metadata, content, embedding)
 
 
-def _first_prompt_key(value: dict[str, Any]) -> str | None:
+def _find_prompt_key(json_object: dict[str, Any]) -> str | None:
     """Return the key of the first non-empty prompt text, else of the first empty text; None if no key holds text."""
-    texts = [name for name in PROMPT_KEYS if isinstance(value.get(name), str)]
-    return next((name for name in texts if value[name].strip()), texts[0] if texts else None)
+    text_keys = [name for name in PROMPT_KEYS if isinstance(json_object.get(name), str)]
+    return next((name for name in text_keys if json_object[name].strip()), text_keys[0] if text_keys else None)
 
 
-def _has_prompt(value: dict[str, Any]) -> bool:
-    key = _first_prompt_key(value)
-    return key is not None and bool(value[key].strip())
+def _has_prompt(json_object: dict[str, Any]) -> bool:
+    key = _find_prompt_key(json_object)
+    return key is not None and bool(json_object[key].strip())

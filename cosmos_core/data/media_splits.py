@@ -24,7 +24,7 @@ from cosmos_core.data.rows import held_out_mask
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.run.stage import Stage
 
-_DECODERS = 4  # number of decoding threads, which run in parallel since Pillow and PyAV release the GIL
+_NUM_DECODER_THREADS = 4  # number of decoding threads, which run in parallel since Pillow and PyAV release the GIL
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -93,19 +93,23 @@ def frame_settings(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Fr
     Raises:
         ConfigError: the model does not support the size or the number of frames.
     """
-    diffusers = recipe.policy.diffusers
-    for name, size in zip(("height", "width"), diffusers.inference_size, strict=True):
+    diffusers_config = recipe.policy.diffusers
+    for name, size in zip(("height", "width"), diffusers_config.inference_size, strict=True):
         if size % source.multiple:
             raise ConfigError(
                 f"policy.diffusers.inference_size: {name} = {size} must be a multiple of {source.multiple}"
             )
-    frames = diffusers.train_frames if source.is_video else 0
-    if source.is_video and (frames - 1) % source.frame_multiple:
+    num_frames = diffusers_config.train_frames if source.is_video else 0
+    if source.is_video and (num_frames - 1) % source.frame_multiple:
         raise ConfigError(
-            f"policy.diffusers.train_frames = {frames} must be 1 more than a multiple of {source.frame_multiple}"
+            f"policy.diffusers.train_frames = {num_frames} must be 1 more than a multiple of {source.frame_multiple}"
         )
     return FrameSettings(
-        diffusers.inference_size, frames, source.multiple, dataset.aspect_ratio_buckets, dataset.frame_sampling
+        diffusers_config.inference_size,
+        num_frames,
+        source.multiple,
+        dataset.aspect_ratio_buckets,
+        dataset.frame_sampling,
     )
 
 
@@ -113,64 +117,72 @@ def read_splits(stage: Stage, source: Source) -> dict[str, Split]:
     """Return the training split, and the held-out split if there is one; nothing is encoded."""
     splits, max_rows = _read_source_splits(stage, source), stage.recipe.validation.max_rows
     if VALIDATION in splits and max_rows is not None:
-        held_out, other_rows = splits[VALIDATION], iter(range(max_rows))
+        held_out_split, row_quota = splits[VALIDATION], iter(range(max_rows))
         limited_rows = [
-            row if row is not None and next(other_rows, None) is not None else None for row in held_out.rows
+            row if row is not None and next(row_quota, None) is not None else None for row in held_out_split.rows
         ]
-        splits[VALIDATION] = held_out._replace(rows=limited_rows)
+        splits[VALIDATION] = held_out_split._replace(rows=limited_rows)
     return splits
 
 
 def _read_source_splits(stage: Stage, source: Source) -> dict[str, Split]:
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
-    key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
-    config = policy.dataset.derive(name=str(stage.data), local_dir="") if stage.data else policy.dataset
-    train = _read_and_digest(stage, source, config, key, needs_media=row_kind(policy.rows).has_media)
+    config_key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
+    dataset_config = policy.dataset.derive(name=str(stage.data), local_dir="") if stage.data else policy.dataset
+    train = _read_and_digest(stage, source, dataset_config, config_key, needs_media=row_kind(policy.rows).has_media)
     if validation.dataset.name or validation.dataset.local_dir:
-        held_out = _read_and_digest(stage, source, validation.dataset, "validation.dataset", needs_media=False)
-        return {TRAIN: train, VALIDATION: held_out}
+        held_out_split = _read_and_digest(stage, source, validation.dataset, "validation.dataset", needs_media=False)
+        return {TRAIN: train, VALIDATION: held_out_split}
     if stage.data is not None and ((stage.data / VALIDATION).is_dir() or any(stage.data.glob(f"{VALIDATION}.*"))):
-        held_out = _read_and_digest(stage, source, config.derive(split=(VALIDATION,)), key, needs_media=False)
-        return {TRAIN: train, VALIDATION: held_out}
-    size = policy.dataset.test_size
-    if size is None:
+        held_out_split = _read_and_digest(
+            stage, source, dataset_config.derive(split=(VALIDATION,)), config_key, needs_media=False
+        )
+        return {TRAIN: train, VALIDATION: held_out_split}
+    test_size = policy.dataset.test_size
+    if test_size is None:
         return {TRAIN: train}
-    is_held_out = held_out_mask(len(train.rows), size, stage.seed)
-    held_out = train._replace(rows=[row if is_held_out[i] else None for i, row in enumerate(train.rows)], skipped=[])
+    is_held_out = held_out_mask(len(train.rows), test_size, stage.seed)
+    held_out_split = train._replace(
+        rows=[row if is_held_out[i] else None for i, row in enumerate(train.rows)], skipped=[]
+    )
     train = train._replace(rows=[None if is_held_out[i] else row for i, row in enumerate(train.rows)])
-    return {TRAIN: train, VALIDATION: held_out}
+    return {TRAIN: train, VALIDATION: held_out_split}
 
 
 def _read_and_digest(stage: Stage, source: Source, config: DatasetConfig, key: str, *, needs_media: bool) -> Split:
     """Read a data set once and compute the keys of its texts and media."""
     items = open_items(config, key)
-    framing = frame_settings(stage.recipe, config, source)
+    frame_config = frame_settings(stage.recipe, config, source)
     rows: list[Row | None] = []
-    skipped: list[str] = []
-    for item, row_or_reason in map_in_threads(stage, lambda item: (item, _row_of(item, framing, needs_media)), items()):
+    skip_reasons: list[str] = []
+    for item, row_or_reason in map_in_threads(
+        stage, lambda item: (item, _make_row(item, frame_config, needs_media)), items()
+    ):
         stage.progress.beat()
         rows.append(None if isinstance(row_or_reason, str) else row_or_reason)
         if isinstance(row_or_reason, str):
-            names_row = row_or_reason.startswith(item.where)
-            skipped.append(_printable(row_or_reason if names_row else f"{item.where}: {row_or_reason}"))
+            has_location = row_or_reason.startswith(item.where)
+            skip_reasons.append(
+                _replace_unencodable(row_or_reason if has_location else f"{item.where}: {row_or_reason}")
+            )
     if not rows:
         raise DataError(f"{key}: {config.local_dir or config.name} holds no rows; at least one is needed")
-    return Split(items, rows, skipped, len(rows), config)
+    return Split(items, rows, skip_reasons, len(rows), config)
 
 
-def _row_of(item: Item, framing: FrameSettings, needs_media: bool) -> Row | str:
+def _make_row(item: Item, frame_config: FrameSettings, needs_media: bool) -> Row | str:
     """Return the row of an item, or the reason why the item is left out."""
     if item.problem:
         return item.problem
     if needs_media and item.content is None:
         return item.lacks or "there is no image or video beside it"
     try:
-        text = digest_of("text", item.prompt)
+        text_key = digest_of("text", item.prompt)
         if item.embedding is not None:
-            text = digest_of("embedding", Content(False, item.embedding).digest())
-        media = ""
+            text_key = digest_of("embedding", Content(False, item.embedding).digest())
+        media_key = ""
         if item.content is not None:
-            media = digest_of("media", item.content.digest(), item.content.is_video, repr(framing))
+            media_key = digest_of("media", item.content.digest(), item.content.is_video, repr(frame_config))
     except OSError as error:
         return f"{error.strerror}: {error.filename}"
     metadata = json.dumps(item.metadata, ensure_ascii=False, default=str)
@@ -178,20 +190,22 @@ def _row_of(item: Item, framing: FrameSettings, needs_media: bool) -> Row | str:
         (item.prompt + metadata).encode()
     except UnicodeEncodeError:
         return "it has half a character (a lone surrogate)"
-    return Row(_printable(item.where), item.prompt, metadata, text, media)
+    return Row(_replace_unencodable(item.where), item.prompt, metadata, text_key, media_key)
 
 
-def _printable(text: str) -> str:
+def _replace_unencodable(text: str) -> str:
     """Replace characters that cannot be encoded as UTF-8, as in some file names, by question marks."""
     return text.encode(errors="replace").decode()
 
 
 def map_in_threads(stage: Stage, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Apply a function to items in a pool of threads, and yield the results in order with a bounded prefetch."""
-    remaining = iter(items)
-    count = stage.recipe.train.train_policy.dataloader_num_workers or _DECODERS
-    with ThreadPoolExecutor(count) as pool:
-        pending: deque[Future[R]] = deque(pool.submit(function, item) for item in islice(remaining, 2 * count))
-        while pending:
-            yield pending.popleft().result()
-            pending.extend(pool.submit(function, item) for item in islice(remaining, 1))
+    item_iterator = iter(items)
+    num_threads = stage.recipe.train.train_policy.dataloader_num_workers or _NUM_DECODER_THREADS
+    with ThreadPoolExecutor(num_threads) as pool:
+        pending_futures: deque[Future[R]] = deque(
+            pool.submit(function, item) for item in islice(item_iterator, 2 * num_threads)
+        )
+        while pending_futures:
+            yield pending_futures.popleft().result()
+            pending_futures.extend(pool.submit(function, item) for item in islice(item_iterator, 1))

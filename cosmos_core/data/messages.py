@@ -21,7 +21,7 @@ Message = dict[str, Any]
 """A turn with `role`, `content` and other keys that a chat template may read (`tool_calls`, `reasoning_content`, ...);
 `weight` = 0 marks an assistant turn without a loss, whatever the key is named in the row's format."""
 
-_TEXT_ONLY = "this version learns from text alone where the model has no image processor"
+_TEXT_ONLY_MESSAGE = "this version learns from text alone where the model has no image processor"
 _CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "text")
 _PAIR_COLUMNS = (
     ("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("prompt", "answer"),
@@ -33,7 +33,7 @@ _PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages")
 _SYSTEM_COLUMNS = ("system", "system_prompt")
 _KNOWN_COLUMNS = {*_CONVERSATION_COLUMNS, *_PROMPT_COLUMNS, *_INSTRUCTION_INPUT_COLUMNS, *sum(_PAIR_COLUMNS, ())}
 _REFERENCE_COLUMNS = ("answer", "response", "solution", "result")
-_ROLES = {
+_STANDARD_ROLES = {
     "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bing": "assistant",
     "bard": "assistant", "function_call": "assistant", "observation": "tool",
@@ -54,8 +54,8 @@ def row_remedy(max_fraction: float, *, is_every_row: bool) -> str:
 class SkippedRow(DataError):
     """Error for a well-formed row without content to learn or complete; `prepare` counts the row under `reason`."""
 
-    def __init__(self, where: str, reason: str) -> None:
-        super().__init__(where, reason)
+    def __init__(self, location: str, reason: str) -> None:
+        super().__init__(location, reason)
         self.reason = reason
 
     def __str__(self) -> str:
@@ -65,16 +65,18 @@ class SkippedRow(DataError):
 class ReadRow(Row):
     """Row of a data set that records which of its columns have been read."""
 
-    def __init__(self, row: Row, column_names: Mapping[str, str], where: str) -> None:
+    def __init__(self, row: Row, column_names: Mapping[str, str], location: str) -> None:
         """Wrap a row; `column_names` maps `prompt`, `response`, `chosen` and `rejected` to the names of its columns.
 
         Raises:
             DataError: the row lacks one of these columns.
         """
-        if missing := [name for name in column_names.values() if row.get(name) is None]:
-            raise DataError(f"{where}: no column {missing[0]!r}, which the recipe names; the row has {columns_of(row)}")
-        hidden = _KNOWN_COLUMNS if "prompt" in column_names else column_names.keys()
-        super().__init__({name: value for name, value in row.items() if name not in hidden})
+        if missing_columns := [name for name in column_names.values() if row.get(name) is None]:
+            raise DataError(
+                f"{location}: no column {missing_columns[0]!r}, which the recipe names; the row has {columns_of(row)}"
+            )
+        hidden_columns = _KNOWN_COLUMNS if "prompt" in column_names else column_names.keys()
+        super().__init__({name: value for name, value in row.items() if name not in hidden_columns})
         self.update({standard_name: row[name] for standard_name, name in column_names.items()})
         self._column_names, self._read_columns = column_names, set[str]()
         self._columns = [
@@ -112,19 +114,19 @@ def plain_text_columns(row: Row, *columns: str | tuple[str, ...]) -> list[str] |
         return None
     names = [[column] if isinstance(column, str) else column for column in columns]
     present_columns = [next((name for name in alternatives if has_value(row, name)), "") for alternatives in names]
-    values = [decode_conversation(row[name]) for name in present_columns if name]
-    is_text = len(values) == len(columns) and all(isinstance(value, str) for value in values)
-    return values if is_text and not read_system_prompt(row) else None
+    column_values = [decode_conversation(row[name]) for name in present_columns if name]
+    is_text = len(column_values) == len(columns) and all(isinstance(value, str) for value in column_values)
+    return column_values if is_text and not read_system_prompt(row) else None
 
 
 def read_conversation(
-    row: Row, where: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
+    row: Row, location: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> list[Message] | str:
     """Return the conversation of a row as turns, or as a string if it is plain text.
 
     Args:
         row: one row of a data set.
-        where: location of the row, for messages.
+        location: location of the row, for messages.
         column: the column to try first; a row without this column may have another of the known columns.
         system_prompt: inserted at the beginning if the row has no system turn.
         with_images: allow content that is a list of `text` and `image` parts or contains <image> (`images.py`).
@@ -139,20 +141,20 @@ def read_conversation(
     if present_column is not None:
         value = row[present_column] if present_column == "text" else decode_conversation(row[present_column])
         if not isinstance(value, str):
-            turns = read_turns(value, present_column, where, with_images)
+            turns = read_turns(value, present_column, location, with_images)
             return with_system(turns, read_system_prompt(row) or system_prompt)
         if not value.strip():
-            raise SkippedRow(where, "empty")
+            raise SkippedRow(location, "empty")
         return value
-    for question, response in _PAIR_COLUMNS:
-        if has_value(row, question) and has_value(row, response):
-            question_turns = as_turns(row, question, "user", where, with_images)
-            response_turns = as_turns(row, response, "assistant", where, with_images)
+    for question_column, response_column in _PAIR_COLUMNS:
+        if has_value(row, question_column) and has_value(row, response_column):
+            question_turns = as_turns(row, question_column, "user", location, with_images)
+            response_turns = as_turns(row, response_column, "assistant", location, with_images)
             return with_system(question_turns + response_turns, read_system_prompt(row) or system_prompt)
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
     if not _has_response_column(row):  # training on one column would leave out a response in another column
         remedy += ", or conversation_column_name for one column of turns or of plain text"
-    raise MissingColumn(f"{where}: no conversation among the columns {columns_of(row)}; {remedy}")
+    raise MissingColumn(f"{location}: no conversation among the columns {columns_of(row)}; {remedy}")
 
 
 def omits_response(row: Row, column: str) -> bool:
@@ -167,18 +169,18 @@ def _has_response_column(row: Row, except_column: str = "") -> bool:
 
 def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit most rows
     row: Row,
-    where: str,
+    location: str,
     prompt_column: str = "",
     response_column: str = "",
     system_prompt: str = "",
     *,
-    keeps_last: bool = False,
+    keeps_last_turn: bool = False,
     with_images: bool = False,
 ) -> tuple[list[Message], str]:
     """Return the prompt of a row as turns, and its reference answer ("" if there is none).
 
     A final assistant turn is removed from the prompt, and is the reference answer if no column holds a reference. With
-    `keeps_last` the turn stays in the prompt, for the policy to continue. `with_images`: see `read_conversation`.
+    `keeps_last_turn` the turn stays in the prompt, for the policy to continue. `with_images`: see `read_conversation`.
 
     Raises:
         DataError: a named column is missing, or no column looks like a prompt.
@@ -186,22 +188,23 @@ def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit m
     """
     for key, name in (("prompt_column_name", prompt_column), ("response_column_name", response_column)):
         if name in row and not has_value(row, name):
-            raise DataError(f"{where}: column {name!r} (train_policy.{key}) is null; fill it, or leave the row out")
+            raise DataError(f"{location}: column {name!r} (train_policy.{key}) is null; fill it, or leave the row out")
         if name and name not in row:
-            raise DataError(f"{where}: no column {name!r} (train_policy.{key}); the row has {columns_of(row)}")
+            raise DataError(f"{location}: no column {name!r} (train_policy.{key}); the row has {columns_of(row)}")
     column = prompt_column or next((candidate for candidate in _PROMPT_COLUMNS if has_value(row, candidate)), "")
     if not column:
         raise MissingColumn(
-            f"{where}: no prompt among the columns {columns_of(row)}; set train.train_policy.prompt_column_name"
+            f"{location}: no prompt among the columns {columns_of(row)}; set train.train_policy.prompt_column_name"
         )
-    turns = with_system(as_turns(row, column, "user", where, with_images), read_system_prompt(row) or system_prompt)
-    if keeps_last and turns and turns[-1]["role"] == "assistant":
-        return [*_split_reference(turns, "", where)[0], turns[-1]], _reference(row, response_column, where) or ""
-    return _split_reference(turns, _reference(row, response_column, where), where)
+    turns = with_system(as_turns(row, column, "user", location, with_images), read_system_prompt(row) or system_prompt)
+    reference = _read_reference(row, response_column, location)
+    if keeps_last_turn and turns and turns[-1]["role"] == "assistant":
+        return [*_split_reference(turns, "", location)[0], turns[-1]], reference or ""
+    return _split_reference(turns, reference, location)
 
 
 def read_held_out(
-    row: Row, where: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
+    row: Row, location: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> tuple[list[Message], str]:
     """Return the prompt and reference answer of a held-out row for supervised learning, from its last assistant turn.
 
@@ -209,25 +212,25 @@ def read_held_out(
         DataError: the row is plain text, or not a conversation.
         SkippedRow: the row has no user turn.
     """
-    conversation = read_conversation(row, where, column, system_prompt, with_images=with_images)
+    conversation = read_conversation(row, location, column, system_prompt, with_images=with_images)
     if isinstance(conversation, str):
         raise DataError(
-            f"{where}: plain text has no prompt to complete; give validation.dataset conversations, "
+            f"{location}: plain text has no prompt to complete; give validation.dataset conversations, "
             "or leave validation.reward_function empty to measure the loss"
         )
-    return _split_reference(conversation, _reference(row, "", where), where)
+    return _split_reference(conversation, _read_reference(row, "", location), location)
 
 
-def _split_reference(turns: list[Message], reference_response: str | None, where: str) -> tuple[list[Message], str]:
+def _split_reference(turns: list[Message], reference_response: str | None, location: str) -> tuple[list[Message], str]:
     if turns and turns[-1]["role"] == "assistant":
         reference_response = "".join(texts_of(turns[-1])) if reference_response is None else reference_response
         turns = turns[:-1]
     if not any(turn["role"] == "user" and any(map(str.strip, texts_of(turn))) for turn in turns):
-        raise SkippedRow(where, "without a user turn to answer")
+        raise SkippedRow(location, "without a user turn to answer")
     return turns, reference_response or ""
 
 
-def _reference(row: Row, column: str, where: str) -> str | None:
+def _read_reference(row: Row, column: str, location: str) -> str | None:
     column = column or next((candidate for candidate in _REFERENCE_COLUMNS if has_value(row, candidate)), "")
     if not column:
         return None
@@ -235,20 +238,20 @@ def _reference(row: Row, column: str, where: str) -> str | None:
     try:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except TypeError:  # columnar formats have values without a JSON form, such as dates and bytes
-        raise DataError(f"{where}: column {column!r} holds {str(value)[:40]!r}, no JSON; write it as text") from None
+        raise DataError(f"{location}: column {column!r} holds {str(value)[:40]!r}, no JSON; write it as text") from None
 
 
-def as_turns(row: Row, column: str, role: str, where: str, with_images: bool = False) -> list[Message]:
+def as_turns(row: Row, column: str, role: str, location: str, with_images: bool = False) -> list[Message]:
     """Return the turns in a column, or its text as one turn of `role`; `input` or `context` extend an `instruction`."""
     value = decode_conversation(row[column])
     if not isinstance(value, str):
-        return read_turns(value, column, where, with_images)
+        return read_turns(value, column, location, with_images)
     if column == "instruction":
-        value = "\n\n".join([value, *filter(None, (_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS))])
-    return [{"role": role, "content": read_content(value, where, with_images)}]
+        value = "\n\n".join([value, *filter(None, (_read_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS))])
+    return [{"role": role, "content": read_content(value, location, with_images)}]
 
 
-def _text(row: Row, column: str) -> str:
+def _read_text(row: Row, column: str) -> str:
     """Return the text of a column; empty if the column is missing or holds no text."""
     value = row.get(column)
     return value if isinstance(value, str) and value.strip() else ""
@@ -261,7 +264,7 @@ def decode_conversation(value: Any) -> Any:
     return turns if is_conversation else value
 
 
-def read_turns(value: Any, column: str, where: str, with_images: bool = False) -> list[Message]:
+def read_turns(value: Any, column: str, location: str, with_images: bool = False) -> list[Message]:
     """Convert a list of turns to the key names and forms that chat templates read.
 
     Raises:
@@ -269,48 +272,48 @@ def read_turns(value: Any, column: str, where: str, with_images: bool = False) -
         SkippedRow: the list is empty.
     """
     if not isinstance(value, list):
-        raise DataError(f"{where}: column {column!r} holds {str(value)[:40]!r}; a conversation is a list of turns")
+        raise DataError(f"{location}: column {column!r} holds {str(value)[:40]!r}; a conversation is a list of turns")
     if not value:
-        raise SkippedRow(where, "empty")
-    return [_turn(turn, f"{where}, turn {number} of {column!r}", with_images) for number, turn in enumerate(value, 1)]
+        raise SkippedRow(location, "empty")
+    return [_turn(turn, f"{location}, turn {i} of {column!r}", with_images) for i, turn in enumerate(value, 1)]
 
 
-def _turn(turn: Any, where: str, with_images: bool) -> Message:
+def _turn(turn: Any, location: str, with_images: bool) -> Message:
     if not isinstance(turn, dict):
-        raise DataError(f"{where}: {str(turn)[:40]!r} is not a turn; write role and content, or from and value")
+        raise DataError(f"{location}: {str(turn)[:40]!r} is not a turn; write role and content, or from and value")
     # Drop keys with None, because Arrow gives each turn the keys of all turns, with None for missing values.
     turn = {key: value for key, value in turn.items() if value is not None}
     role = turn.get("role", turn.get("from"))
-    if not isinstance(role, str) or role not in _ROLES:
-        raise DataError(f"{where}: unknown role {repr(role)[:40]}; known: {', '.join(_ROLES)}")
-    weight = pop_turn_weight(turn, _ROLES[role], where)
+    if not isinstance(role, str) or role not in _STANDARD_ROLES:
+        raise DataError(f"{location}: unknown role {repr(role)[:40]}; known: {', '.join(_STANDARD_ROLES)}")
+    weight_field = pop_turn_weight(turn, _STANDARD_ROLES[role], location)
     if "role" not in turn:
-        content = read_content(turn.get("value"), where, with_images)
-        calls = calls_of(content) if role == "function_call" else None
-        content_fields = {"content": content} if calls is None else {"content": "", "tool_calls": calls}
-        return {"role": _ROLES[role], **content_fields, **weight}
-    content = read_content(turn.get("content", "" if "tool_calls" in turn else None), where, with_images)
-    called = {"tool_calls": decode_arguments(turn["tool_calls"])} if "tool_calls" in turn else {}
-    return {**turn, "role": _ROLES[role], "content": content, **called, **weight}
+        content = read_content(turn.get("value"), location, with_images)
+        tool_calls = calls_of(content) if role == "function_call" else None
+        content_fields = {"content": content} if tool_calls is None else {"content": "", "tool_calls": tool_calls}
+        return {"role": _STANDARD_ROLES[role], **content_fields, **weight_field}
+    content = read_content(turn.get("content", "" if "tool_calls" in turn else None), location, with_images)
+    tool_call_field = {"tool_calls": decode_arguments(turn["tool_calls"])} if "tool_calls" in turn else {}
+    return {**turn, "role": _STANDARD_ROLES[role], "content": content, **tool_call_field, **weight_field}
 
 
-def read_content(content: Any, where: str, with_images: bool = False) -> Any:
+def read_content(content: Any, location: str, with_images: bool = False) -> Any:
     """Return the text of a turn, or its parts if it shows images.
 
     Raises:
         DataError: the content is neither text nor parts of text and images, or shows media that are not supported.
     """
-    check_parts(content, where)
+    check_parts(content, location)
     if with_images and isinstance(content, list) and any(_is_image_part(part) for part in content):
-        return [_normalise_part(part, where) for part in content]
+        return [_normalise_part(part, location) for part in content]
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise DataError(f"{where}: content {str(content)[:40]!r} is not text; {_TEXT_ONLY}")
-    if mark := _MEDIA_MARK.search(content):
-        shown, remedy = mark[1] or mark[2], f"take rows without {mark[0].strip()}"
-        if shown != "image" or not with_images:
-            raise DataError(f"{where}: the turn shows an {shown}, and {_TEXT_ONLY}; {remedy}")
+        raise DataError(f"{location}: content {str(content)[:40]!r} is not text; {_TEXT_ONLY_MESSAGE}")
+    if media_mark := _MEDIA_MARK.search(content):
+        media_kind, remedy = media_mark[1] or media_mark[2], f"take rows without {media_mark[0].strip()}"
+        if media_kind != "image" or not with_images:
+            raise DataError(f"{location}: the turn shows an {media_kind}, and {_TEXT_ONLY_MESSAGE}; {remedy}")
     return content
 
 
@@ -318,13 +321,13 @@ def _is_image_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # a tuple: `type` may be unhashable
 
 
-def _normalise_part(part: Any, where: str) -> dict[str, Any]:
+def _normalise_part(part: Any, location: str) -> dict[str, Any]:
     """Normalise a part of a turn to `{"type": "text", "text": ...}`, or to `type` = `image` with the image's source."""
     if _is_image_part(part):
         return {**part, "type": "image"}
     if isinstance(part, dict) and part.get("type") in (None, "text") and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    raise DataError(f"{where}: the part {str(part)[:60]!r} is neither text nor an image, which is all that is read")
+    raise DataError(f"{location}: the part {str(part)[:60]!r} is neither text nor an image, which is all that is read")
 
 
 def texts_of(message: Message) -> list[str]:
@@ -342,26 +345,26 @@ def propose_merged_turns(turns: list[Message]) -> Iterator[list[Message]]:
 
 def merge_turns(turns: list[Message]) -> list[Message]:
     """Merge consecutive turns of one role into one turn, except tool results and turns with extra keys."""
-    result: list[Message] = []
+    merged_turns: list[Message] = []
     for turn in turns:
-        last = result[-1] if result else {}
+        last = merged_turns[-1] if merged_turns else {}
         if last.get("role") == turn["role"] != "tool" and last.keys() == turn.keys() <= {"role", "content", "weight"}:
-            result[-1] = {**turn, "content": _join_contents(last["content"], turn["content"])}
+            merged_turns[-1] = {**turn, "content": _join_contents(last["content"], turn["content"])}
         else:
-            result.append(turn)
-    return result
+            merged_turns.append(turn)
+    return merged_turns
 
 
-def _join_contents(first: Any, other: Any) -> Any:
-    if isinstance(first, str) and isinstance(other, str):
-        return f"{first}\n\n{other}"
-    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, other)]
-    return [*parts[0], {"type": "text", "text": "\n\n"}, *parts[1]]
+def _join_contents(first: Any, second: Any) -> Any:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    first, second = ([{"type": "text", "text": e}] if isinstance(e, str) else e for e in (first, second))
+    return [*first, {"type": "text", "text": "\n\n"}, *second]
 
 
 def read_system_prompt(row: Row) -> str:
     """Return the system prompt in a column of the row; empty if there is none."""
-    return next(filter(None, (_text(row, column) for column in _SYSTEM_COLUMNS)), "")
+    return next(filter(None, (_read_text(row, column) for column in _SYSTEM_COLUMNS)), "")
 
 
 def with_system(turns: list[Message], system_prompt: str) -> list[Message]:
@@ -391,7 +394,7 @@ def _to_plain_json(value: Any) -> Any:
     if isinstance(value, dict):
         if _is_image_part(value):
             return {"type": "image"}
-        return {str(name): _to_plain_json(each) for name, each in value.items() if not isinstance(each, bytes)}
+        return {str(name): _to_plain_json(element) for name, element in value.items() if not isinstance(element, bytes)}
     if isinstance(value, list | tuple):
-        return [_to_plain_json(each) for each in value]
+        return [_to_plain_json(element) for element in value]
     return value.tolist() if hasattr(value, "tolist") else value

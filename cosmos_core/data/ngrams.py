@@ -13,11 +13,11 @@ from hashlib import blake2b
 import numpy as np
 
 _UNSPACED_SCRIPTS = "\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_UNSPACED_SCRIPTS}]|[^\W{_UNSPACED_SCRIPTS}]+|[+*/=<>^%]|-(?=\s?[\d(])")
+_WORD_REGEX = re.compile(rf"[{_UNSPACED_SCRIPTS}]|[^\W{_UNSPACED_SCRIPTS}]+|[+*/=<>^%]|-(?=\s?[\d(])")
 _MAX_CACHED_WORDS = 1 << 20  # maximum number of words whose hashes are cached, about 200 MB
 _NUM_PERMUTATIONS = 128
 _TARGET_RECALL = 0.99
-_BASE = 0x9E3779B97F4A7C15
+_HASH_MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 def normalised(text: str) -> str:
@@ -27,7 +27,7 @@ def normalised(text: str) -> str:
 
 def split_words(text: str) -> list[str]:
     """Return the words and the signs of arithmetic of a normalised text."""
-    return _WORD.findall(text)
+    return _WORD_REGEX.findall(text)
 
 
 def remove_signs(words: list[str]) -> list[str]:
@@ -41,16 +41,16 @@ class _WordHashes(dict[str, int]):
     def __missing__(self, word: str) -> int:
         if len(self) >= _MAX_CACHED_WORDS:
             self.clear()
-        self[word] = value = int.from_bytes(blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest())
-        return value
+        self[word] = word_hash = int.from_bytes(blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+        return word_hash
 
 
-_hashes = _WordHashes()
+_word_hashes = _WordHashes()
 
 
 def hashes_of(words: list[str]) -> np.ndarray:
     """Return a hash of each word, uint64."""
-    return np.fromiter(map(_hashes.__getitem__, words), dtype=np.uint64, count=len(words))
+    return np.fromiter(map(_word_hashes.__getitem__, words), dtype=np.uint64, count=len(words))
 
 
 def ngrams(hashes: np.ndarray, n: int) -> np.ndarray:
@@ -64,7 +64,7 @@ def ngrams(hashes: np.ndarray, n: int) -> np.ndarray:
 @cache
 def _compute_hash_powers(n: int) -> np.ndarray:
     """Return powers of an odd number modulo 2^64, with which 64-bit hashes are combined to one."""
-    return np.array([pow(_BASE, i + 1, 1 << 64) for i in range(n)], dtype=np.uint64)
+    return np.array([pow(_HASH_MULTIPLIER, i + 1, 1 << 64) for i in range(n)], dtype=np.uint64)
 
 
 class MinHashBands:
@@ -74,21 +74,21 @@ class MinHashBands:
     def __init__(self, threshold: float) -> None:
         from datasketch import MinHash  # imported here, since the package is optional
 
-        sizes = range(_NUM_PERMUTATIONS, 0, -1)
-        self._size = next(
-            n for n in sizes if 1 - (1 - threshold**n) ** (_NUM_PERMUTATIONS // n) >= _TARGET_RECALL or n == 1
+        band_sizes = range(_NUM_PERMUTATIONS, 0, -1)
+        self._band_size = next(
+            n for n in band_sizes if 1 - (1 - threshold**n) ** (_NUM_PERMUTATIONS // n) >= _TARGET_RECALL or n == 1
         )
-        self._empty = MinHash(num_perm=_NUM_PERMUTATIONS, hashfunc=int)
-        self._hash_powers = _compute_hash_powers(self._size)
+        self._empty_minhash = MinHash(num_perm=_NUM_PERMUTATIONS, hashfunc=int)
+        self._hash_powers = _compute_hash_powers(self._band_size)
 
     @property
     def count(self) -> int:
         """Return the number of keys that each set of n-grams has."""
-        return _NUM_PERMUTATIONS // self._size
+        return _NUM_PERMUTATIONS // self._band_size
 
     def keys(self, grams: np.ndarray) -> np.ndarray:
         """Return one key per band, uint64, of a set of hashes of n-grams."""
-        sketch = self._empty.copy()
-        sketch.update_batch((grams >> np.uint64(32)).tolist())
-        bands = sketch.hashvalues[: self.count * self._size].reshape(self.count, self._size)
+        minhash = self._empty_minhash.copy()
+        minhash.update_batch((grams >> np.uint64(32)).tolist())
+        bands = minhash.hashvalues[: self.count * self._band_size].reshape(self.count, self._band_size)
         return bands.astype(np.uint64) @ self._hash_powers

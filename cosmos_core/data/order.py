@@ -19,14 +19,16 @@ import numpy as np
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import DataError
 
-_WORD = 2**64
+_WORD_MODULUS = 2**64
 
 
 def shuffled(num_rows: int, *seeds: int) -> np.ndarray:
     """Return a permutation of `range(num_rows)`, int64, that depends only on the seeds and not on the NumPy version."""
     # Do not use Generator.permutation: only the raw random numbers are the same in all versions of NumPy.
-    draws = np.random.PCG64(np.random.SeedSequence([seed % _WORD for seed in seeds])).random_raw(num_rows)
-    return np.argsort(draws, kind="stable").astype(np.int64)
+    random_values = np.random.PCG64(np.random.SeedSequence([seed % _WORD_MODULUS for seed in seeds])).random_raw(
+        num_rows
+    )
+    return np.argsort(random_values, kind="stable").astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -53,24 +55,33 @@ class Mixture:
         Each data set continues where it ended in the previous epoch. All rows of a data set are used, in a new order
         for each pass, before a row is used again.
         """
-        rows, times, start = [], [], 0
-        for i, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
-            passes, positions = np.divmod(np.arange(count, dtype=np.int64) + epoch * count, size)
-            orders = {n: shuffled(size, seed, n, i) if shuffle else np.arange(size) for n in np.unique(passes).tolist()}
-            rows += [start + orders[n][position] for n, position in zip(passes.tolist(), positions, strict=True)]
-            times.append((np.arange(count) + 0.5) / max(1, count))
-            start += size
-        return np.array(rows, dtype=np.int64)[np.argsort(np.concatenate(times), kind="stable")]
+        rows, relative_positions, row_offset = [], [], 0
+        for i, (size, rows_per_epoch) in enumerate(zip(self.sizes, self.counts, strict=True)):
+            pass_indices, positions = np.divmod(
+                np.arange(rows_per_epoch, dtype=np.int64) + epoch * rows_per_epoch, size
+            )
+            order_by_pass = {
+                n: shuffled(size, seed, n, i) if shuffle else np.arange(size) for n in np.unique(pass_indices).tolist()
+            }
+            rows += [
+                row_offset + order_by_pass[n][position]
+                for n, position in zip(pass_indices.tolist(), positions, strict=True)
+            ]
+            relative_positions.append((np.arange(rows_per_epoch) + 0.5) / max(1, rows_per_epoch))
+            row_offset += size
+        return np.array(rows, dtype=np.int64)[np.argsort(np.concatenate(relative_positions), kind="stable")]
 
 
 def divide_by_weights(total: int, weights: Sequence[float]) -> list[int]:
     """Divide `total` in proportion to weights: each part is rounded down or up, and the largest remainders are rounded
     up."""
-    exact = [total * weight / sum(weights) for weight in weights]
-    parts = [int(each) for each in exact]
-    for i in sorted(range(len(exact)), key=lambda i: (parts[i] - exact[i], i))[: total - sum(parts)]:
-        parts[i] += 1
-    return parts
+    exact_shares = [total * weight / sum(weights) for weight in weights]
+    rounded_shares = [int(share) for share in exact_shares]
+    for i in sorted(range(len(exact_shares)), key=lambda i: (rounded_shares[i] - exact_shares[i], i))[
+        : total - sum(rounded_shares)
+    ]:
+        rounded_shares[i] += 1
+    return rounded_shares
 
 
 def rows_of(rows: Any) -> int | Mixture:
@@ -115,14 +126,19 @@ def left_over_notice(train: TrainConfig, size: int, num_rows: int) -> str:
     if train.train_policy.has_token_based_batches or size < 1:
         return ""
     batches_per_epoch(size, num_rows, train.train_policy.drops_last_rows)
-    count = num_rows % size if train.train_policy.drops_last_rows else 0
-    if not count or (train.max_num_steps or math.inf) * size <= num_rows - count:
+    num_left_over = num_rows % size if train.train_policy.drops_last_rows else 0
+    if not num_left_over or (train.max_num_steps or math.inf) * size <= num_rows - num_left_over:
         return ""
-    which = "others in each epoch" if train.train_policy.dataloader_shuffle and train.epoch > 1 else "the same ones"
+    repetition_note = (
+        "others in each epoch" if train.train_policy.dataloader_shuffle and train.epoch > 1 else "the same ones"
+    )
     remedy = "lower train.train_batch_per_replica" if train.train_policy.has_rollouts else (
         "train.train_policy.dataloader_drop_last = false learns them in a smaller batch"
     )  # fmt: skip
-    return f"{count:,} of {num_rows:,} rows fill no batch of {size} and are left out of an epoch ({which}); {remedy}"
+    return (
+        f"{num_left_over:,} of {num_rows:,} rows fill no batch of {size} and are left out of an epoch "
+        f"({repetition_note}); {remedy}"
+    )
 
 
 def batch_positions(
@@ -136,6 +152,6 @@ def batch_positions(
         DataError: the rows do not fill one batch.
     """
     num_rows = sum(rows.sizes) if isinstance(rows, Mixture) else rows
-    epoch, position = divmod(step, batches_per_epoch(batch_size, num_rows, drop_last))
+    epoch, batch_index = divmod(step, batches_per_epoch(batch_size, num_rows, drop_last))
     order = epoch_order(seed, epoch, rows, shuffle)
-    return order[position * batch_size : (position + 1) * batch_size]
+    return order[batch_index * batch_size : (batch_index + 1) * batch_size]

@@ -14,8 +14,8 @@ def begin() -> None:
     """Configure logging as in the worker, and exit when the parent process ends. Without the exit, a process of the
     pool outlives a killed parent, because it waits on a pipe that it keeps open."""
     configure()
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+    parent_process = multiprocessing.parent_process()
+    assert parent_process is not None
+    threading.Thread(target=lambda: (wait([parent_process.sentinel]), os._exit(1)), daemon=True).start()
     with without_garbage_collection():
         importlib.import_module("cosmos_core.data.prepare")

@@ -37,7 +37,7 @@ class Preference(NamedTuple):
 
 
 def read_preference(
-    row: Row, where: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
+    row: Row, location: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> Preference:
     """Return the prompt and the chosen and rejected completion of a row, all as turns or all as plain text.
 
@@ -46,7 +46,7 @@ def read_preference(
 
     Args:
         row: one row of a data set.
-        where: location of the row, for messages.
+        location: location of the row, for messages.
         column: the prompt column to try first; a row without this column may have `prompt` or another known column.
         system_prompt: inserted before turns that have no system turn.
         with_images: as in `read_conversation`.
@@ -55,45 +55,46 @@ def read_preference(
         DataError: `chosen`, `rejected` or the prompt is missing or has the wrong form.
         SkippedRow: the completions are equal or empty, or the prompt is empty.
     """
-    first_completion, other = (_read_completion(row, name, where, with_images) for name in ("chosen", "rejected"))
-    if first_completion == other:
-        raise SkippedRow(where, "with equal chosen and rejected")
+    chosen_completion, other = (_read_completion(row, name, location, with_images) for name in ("chosen", "rejected"))
+    if chosen_completion == other:
+        raise SkippedRow(location, "with equal chosen and rejected")
     prompt_column = next(
         (candidate_column for candidate_column in (column, *_PROMPT_COLUMNS) if has_value(row, candidate_column)), None
     )
-    if prompt_column is None and isinstance(first_completion, str) and isinstance(other, str):
+    if prompt_column is None and isinstance(chosen_completion, str) and isinstance(other, str):
         if any(name in row for name in (column, *_PROMPT_COLUMNS)):
-            raise SkippedRow(where, "without a prompt")
-        return _split_plain_preference(first_completion, other, where)
-    chosen, rejected = _response_turns(first_completion), _response_turns(other)
-    prompt = [] if prompt_column is None else as_turns(row, prompt_column, "user", where, with_images)
+            raise SkippedRow(location, "without a prompt")
+        return _split_plain_preference(chosen_completion, other, location)
+    chosen, rejected = _make_response_turns(chosen_completion), _make_response_turns(other)
+    prompt = [] if prompt_column is None else as_turns(row, prompt_column, "user", location, with_images)
     if "assistant" not in {chosen[0]["role"], rejected[0]["role"]}:
-        shared = chosen[: num_shared(chosen, rejected)]
-        chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
-        prompt = _longer_prompt(prompt, shared, prompt_column, where) if shared else []
+        shared_turns = chosen[: num_shared(chosen, rejected)]
+        chosen, rejected = chosen[len(shared_turns) :], rejected[len(shared_turns) :]
+        prompt = _select_longer_prompt(prompt, shared_turns, prompt_column, location) if shared_turns else []
     if any(not turns or turns[0]["role"] != "assistant" for turns in (chosen, rejected)):
-        raise SkippedRow(where, "whose chosen and rejected answer different prompts")
+        raise SkippedRow(location, "whose chosen and rejected answer different prompts")
     if any(turn.get("weight") == 0 for turn in (*chosen, *rejected)):
         raise DataError(
-            f"{where}: weight = 0 in `chosen` or `rejected` or loss = false: they are compared as a whole; leave it out"
+            f"{location}: weight = 0 in `chosen` or `rejected` or loss = false: they are compared as a whole; leave "
+            f"it out"
         )
     if not prompt and prompt_column is None:
         raise MissingColumn(
-            f"{where}: no prompt among the columns {columns_of(row)}; name it `prompt`, or set "
+            f"{location}: no prompt among the columns {columns_of(row)}; name it `prompt`, or set "
             "train.train_policy.prompt_column_name"
         )
     if not any(turn["role"] != "assistant" and any(map(str.strip, texts_of(turn))) for turn in prompt):
-        raise SkippedRow(where, "without a prompt")
+        raise SkippedRow(location, "without a prompt")
     if prompt[-1]["role"] == "assistant":
-        raise DataError(f"{where}: the prompt ends with an assistant turn; end it with the turn to respond to")
+        raise DataError(f"{location}: the prompt ends with an assistant turn; end it with the turn to respond to")
     if not all(any(map(str.strip, texts_of(turns[-1]))) or "tool_calls" in turns[-1] for turns in (chosen, rejected)):
-        raise SkippedRow(where, "with an empty answer")
+        raise SkippedRow(location, "with an empty answer")
     return Preference(
         with_system(prompt, read_system_prompt(row) or system_prompt), merge_turns(chosen), merge_turns(rejected)
     )
 
 
-def read_label(row: Row, where: str) -> bool:
+def read_label(row: Row, location: str) -> bool:
     """Return whether the completion of a row is desirable.
 
     Raises:
@@ -102,14 +103,14 @@ def read_label(row: Row, where: str) -> bool:
     value = row.get("label")
     if (label := _LABEL_BY_TEXT.get(str(value).lower())) is None:
         raise DataError(
-            f"{where}: label {value!r} among the columns {columns_of(row)} must be true or false, or 1 or 0; set "
+            f"{location}: label {value!r} among the columns {columns_of(row)} must be true or false, or 1 or 0; set "
             "train.train_policy.label_column_name to the column that says whether the response is desirable"
         )
     return label
 
 
 def read_labelled(
-    row: Row, where: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
+    row: Row, location: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> list[Message]:
     """Return the conversation of a row with a label; only turns after the last user turn are learned.
 
@@ -117,60 +118,65 @@ def read_labelled(
         DataError: the row has no valid label, is plain text, or cannot be read by `read_conversation`.
         SkippedRow: the row has no user turn.
     """
-    read_label(row, where)
-    turns = read_conversation(row, where, column, system_prompt, with_images=with_images)
+    read_label(row, location)
+    turns = read_conversation(row, location, column, system_prompt, with_images=with_images)
     if isinstance(turns, str):
-        raise DataError(f"{where}: plain text has no prompt; give `prompt` and `completion` with the label, or turns")
+        raise DataError(
+            f"{location}: plain text has no prompt; give `prompt` and `completion` with the label, or turns"
+        )
     last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
     if last < 0:
-        raise SkippedRow(where, "without a prompt")
+        raise SkippedRow(location, "without a prompt")
     return [{**turn, "weight": 0} if i < last and turn["role"] == "assistant" else turn for i, turn in enumerate(turns)]
 
 
-def _longer_prompt(prompt: list[Message], shared: list[Message], column: str | None, where: str) -> list[Message]:
+def _select_longer_prompt(
+    prompt: list[Message], shared_turns: list[Message], column: str | None, location: str
+) -> list[Message]:
     """Return the longer of the prompt in a column and the turns that both completions begin with; raise DataError if
     neither contains the other."""
-    prompt_words, shared_words = ([_comparable_turn(turn) for turn in turns] for turns in (prompt, shared))
+    prompt_words, shared_words = ([_make_comparable_turn(turn) for turn in turns] for turns in (prompt, shared_turns))
     has_no_words = not any(words for _, words in prompt_words)
     if has_no_words or any(shared_words[i : i + len(prompt_words)] == prompt_words for i in range(len(shared_words))):
-        return shared
+        return shared_turns
     if prompt_words[-len(shared_words) :] == shared_words:
         return prompt
     raise DataError(
-        f"{where}: column {column!r} says {' '.join(texts_of(prompt[-1]))[:40]!r} and `chosen` begins with "
-        f"{' '.join(texts_of(shared[-1]))[:40]!r}; give one prompt"
+        f"{location}: column {column!r} says {' '.join(texts_of(prompt[-1]))[:40]!r} and `chosen` begins with "
+        f"{' '.join(texts_of(shared_turns[-1]))[:40]!r}; give one prompt"
     )
 
 
-def _comparable_turn(turn: Message) -> tuple[str, list[str]]:
+def _make_comparable_turn(turn: Message) -> tuple[str, list[str]]:
     """Return role and words of a turn, for comparison regardless of whitespace and of the form of images."""
     return turn["role"], IMAGE_MARK.sub(" ", " ".join(texts_of(turn))).split()
 
 
-def _read_completion(row: Row, name: str, where: str, with_images: bool) -> list[Message] | str:
+def _read_completion(row: Row, name: str, location: str, with_images: bool) -> list[Message] | str:
     value = row.get(name)
     if value is None:
         raise MissingColumn(
-            f"{where}: no {name!r} among the columns {columns_of(row)}; give both completions, or set "
+            f"{location}: no {name!r} among the columns {columns_of(row)}; give both completions, or set "
             f"train.train_policy.{name}_column_name"
         )
     value = decode_conversation(value)
     if isinstance(value, str):
-        return read_content(value, where)
-    return read_turns([value] if isinstance(value, dict) else value, name, where, with_images)
+        return read_content(value, location)
+    return read_turns([value] if isinstance(value, dict) else value, name, location, with_images)
 
 
-def _split_plain_preference(chosen: str, rejected: str, where: str) -> Preference:
+def _split_plain_preference(chosen: str, rejected: str, location: str) -> Preference:
     prompt = chosen[: num_shared(chosen, rejected)]
     if not prompt.strip():
         raise DataError(
-            f"{where}: the texts of `chosen` and `rejected` begin differently, and there is no column `prompt`; give "
+            f"{location}: the texts of `chosen` and `rejected` begin differently, and there is no column `prompt`; "
+            f"give "
             "one, or set train.train_policy.prompt_column_name"
         )
     if prompt in {chosen, rejected}:
-        raise SkippedRow(where, "with an empty answer")
+        raise SkippedRow(location, "with an empty answer")
     return Preference(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
 
 
-def _response_turns(response: list[Message] | str) -> list[Message]:
+def _make_response_turns(response: list[Message] | str) -> list[Message]:
     return [{"role": "assistant", "content": response}] if isinstance(response, str) else response

@@ -76,11 +76,11 @@ def tokenise(stage: Stage) -> Outcome:
         Preempted: a stop was requested; no file was written.
     """
     stage.progress.phase("prepare")
-    splits = _splits(stage)
+    splits = _load_splits(stage)
     tokenizer = _tokenizer(stage.model, stage.recipe.policy)
     stop_ids = read_stop_tokens(stage.model, stage.recipe.policy.model_revision, tokenizer)
     jobs = {
-        split: [replace(_job(stage, split, source), end_ids=stop_ids) for source in sources]
+        split: [replace(_make_job(stage, split, source), end_ids=stop_ids) for source in sources]
         for split, sources in splits.items()
     }
     if any(len({job.root for job in split_jobs}) > 1 for split_jobs in jobs.values()):
@@ -88,49 +88,49 @@ def tokenise(stage: Stage) -> Outcome:
             "train.train_policy.datasets are in different folders, and the model reads images; set "
             "custom.dataset.media_path, the folder of all images"
         )
-    first_texts = (text for source in splits[TRAIN] for text in _first_texts(stage, source))
-    lost_notice, is_much_text_lost = find_lost_text(tokenizer, first_texts)
+    first_texts = (text for source in splits[TRAIN] for text in _read_first_texts(stage, source))
+    lost_text_notice, is_much_text_lost = find_lost_text(tokenizer, first_texts)
     jobs, tool_notices = _set_prompt_rendering(stage, jobs, tokenizer)
     statistics: dict[str, dict[str, Any]] = {}
     ignored_keys = media_settings(stage.recipe).ignored_keys
     notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in ignored_keys]
-    notices += [*tool_notices, *filter(None, [lost_notice])]
-    if lost_notice:
-        logger.warning("%s", lost_notice)
-    num_done, clean_metrics = 0, dict[str, float]()
+    notices += [*tool_notices, *filter(None, [lost_text_notice])]
+    if lost_text_notice:
+        logger.warning("%s", lost_text_notice)
+    num_rows_done, clean_metrics = 0, dict[str, float]()
     with replaced_folder(stage.path / "data") as folder:
         if stage.recipe.train.train_policy.clean is not None:  # with `clean`, the schema allows only one data set
-            held_out = [source.rows for source in splits.get(VALIDATION, ())]
-            cleaned = clean_training_rows(stage, splits[TRAIN][0].rows, held_out, folder, _opener(stage, stage.recipe))
-            splits[TRAIN] = [replace(splits[TRAIN][0], rows=cleaned.rows)]
-            notices += cleaned.notices
-            clean_metrics = cleaned.metrics
-        total = sum(len(source.rows) for sources in splits.values() for source in sources)
+            held_out_sets = [source.rows for source in splits.get(VALIDATION, ())]
+            opener, training_set = _make_opener(stage, stage.recipe), splits[TRAIN][0]
+            cleaned_rows = clean_training_rows(stage, training_set.rows, held_out_sets, folder, opener)
+            splits[TRAIN] = [replace(training_set, rows=cleaned_rows.rows)]
+            notices, clean_metrics = [*notices, *cleaned_rows.notices], cleaned_rows.metrics
+        total_rows = sum(len(source.rows) for sources in splits.values() for source in sources)
         for split, sources in splits.items():
             path = split_path(folder, split)
-            counts, source_counts = _write_split(stage, path, jobs[split], sources, num_done, total)
-            num_done += sum(len(source.rows) for source in sources)
-            if not counts.num_rows:
+            split_counts, source_counts = _write_split(stage, path, jobs[split], sources, num_rows_done, total_rows)
+            num_rows_done += sum(len(source.rows) for source in sources)
+            if not split_counts.num_rows:
                 continue
-            statistics[split] = counts.summary()
+            statistics[split] = split_counts.summary()
             logger.info("%s: %d rows, %d tokens", split, statistics[split]["rows"], statistics[split]["tokens"])
             if sources[0].label:
                 statistics[split]["sources"] = _mixture_statistics(sources, source_counts)
-            for source, each in zip(sources, source_counts, strict=True):
-                where = f"{split} of {source.label}" if source.label else split
-                for notice in each.notices(tokenizer.eos_token):
-                    logger.warning("%s: %s", where, notice)
-                    notices.append(f"{where}: {notice}")
+            for source, counts_of_source in zip(sources, source_counts, strict=True):
+                source_description = f"{split} of {source.label}" if source.label else split
+                for notice in counts_of_source.notices(tokenizer.eos_token):
+                    logger.warning("%s: %s", source_description, notice)
+                    notices.append(f"{source_description}: {notice}")
         write_json(folder / STATISTICS, statistics)
-    names = ("rows", "tokens", "skipped_rows")
-    metrics = {f"data/{split}_{name}": float(statistics[split][name]) for split in statistics for name in names}
+    metric_names = ("rows", "tokens", "skipped_rows")
+    metrics = {f"data/{split}_{name}": float(statistics[split][name]) for split in statistics for name in metric_names}
     info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
-    info |= {"loses_text": lost_notice} if is_much_text_lost else {}
+    info |= {"loses_text": lost_text_notice} if is_much_text_lost else {}
     return Outcome(outputs=("data",), metrics=metrics | clean_metrics, info=info)
 
 
 @dataclass(frozen=True)
-class _Source:
+class _RowSource:
     """Rows of one data set of a split, with the recipe that reads them."""
 
     rows: Rows
@@ -141,13 +141,15 @@ class _Source:
     weight: float | None = None
 
 
-def _first_texts(stage: Stage, source: _Source) -> Iterator[str]:
+def _read_first_texts(stage: Stage, source: _RowSource) -> Iterator[str]:
     """Yield the texts of the first rows of a data set that can be read."""
     policy = source.recipe.train.train_policy
-    pack = _opener(stage, source.recipe).packer()
-    for where, row in islice(source.rows, _NUM_COMPARED_ROWS):
+    pack_row = _make_opener(stage, source.recipe).packer()
+    for location, row in islice(source.rows, _NUM_COMPARED_ROWS):
         with suppress(DataError):
-            yield from texts_of(tokenised_kind(policy.rows).read(pack(row, where) if pack else row, where, policy))
+            yield from texts_of(
+                tokenised_kind(policy.rows).read(pack_row(row, location) if pack_row else row, location, policy)
+            )
 
 
 def _set_prompt_rendering(
@@ -156,26 +158,29 @@ def _set_prompt_rendering(
     """Return the jobs with the recipe's settings for rendering prompts, and notices about the chat template."""
     if not any(job.kind.is_completed for split_jobs in jobs.values() for job in split_jobs):
         return jobs, []
-    chat = prompt_rendering(stage.recipe.rollout.multi_turn_config)
+    render_settings = prompt_rendering(stage.recipe.rollout.multi_turn_config)
     notices: list[JsonValue] = []
-    if chat.tools and not renders_tools(tokenizer, chat):
+    if render_settings.tools and not renders_tools(tokenizer, render_settings):
         notices.append("the chat template leaves out the tools, so the policy is told of none; give another template")
-    return {split: [replace(job, chat=chat) for job in split_jobs] for split, split_jobs in jobs.items()}, notices
+    return {
+        split: [replace(job, chat=render_settings) for job in split_jobs] for split, split_jobs in jobs.items()
+    }, notices
 
 
 def _write_split(
-    stage: Stage, path: Path, jobs: list[Job], sources: list[_Source], num_done: int, total: int
+    stage: Stage, path: Path, jobs: list[Job], sources: list[_RowSource], num_rows_done: int, total_rows: int
 ) -> tuple[Counts, list[Counts]]:
     """Write the prepared file of one split, and return the statistics of the split and of each of its data sets.
 
-    `num_done` is the number of rows that were processed before, and `total` the number of rows, of all splits together.
+    `num_rows_done` is the number of rows that were processed before, and `total_rows` the number of rows, of all splits
+    together.
 
     Raises:
         DataError: too many rows cannot be read, or no row of a data set is left to write.
     """
     counts = Counts(jobs[0].kind, jobs[0].column, jobs[0].num_free_tokens)
     counts_of_sources = [Counts(job.kind, job.column, job.num_free_tokens) for job in jobs]
-    with pa.ipc.new_file(path, jobs[0].schema) as file, closing(_chunks(stage, jobs, sources)) as chunks:
+    with pa.ipc.new_file(path, jobs[0].schema) as file, closing(_tokenise_sources(stage, jobs, sources)) as chunks:
         for i, chunk in chunks:
             if chunk.batch.num_rows:
                 file.write_batch(chunk.batch)
@@ -184,29 +189,31 @@ def _write_split(
             # LEARNED_HELD_OUT has the same rows as the validation split, whose check covers these rows.
             if path.stem != LEARNED_HELD_OUT:
                 counts_of_sources[i].check_refused(sources[i].dataset.max_skipped_fraction, len(sources[i].rows))
-            num_done += chunk.batch.num_rows + len(chunk.skipped)
-            stage.progress.step(num_done, total)
+            num_rows_done += chunk.batch.num_rows + len(chunk.skipped)
+            stage.progress.step(num_rows_done, total_rows)
             if stage.stop_requested:
-                raise Preempted(f"stopped after {num_done} of {total} rows were tokenised; preparing starts anew")
+                raise Preempted(
+                    f"stopped after {num_rows_done} of {total_rows} rows were tokenised; preparing starts anew"
+                )
     # Remove LEARNED_HELD_OUT if no held-out prompt has a response.
     if path.stem == LEARNED_HELD_OUT and not counts.num_rows:
         path.unlink()
     elif path.stem != LEARNED_HELD_OUT:
         for source, source_counts in zip(sources, counts_of_sources, strict=True):
             if not source_counts.num_rows:
-                name = f"{path.stem} of {source.label}" if source.label else path.stem
-                raise DataError(f"{name}: {source_counts.notices()[0]}; no row is left, give others")
+                source_description = f"{path.stem} of {source.label}" if source.label else path.stem
+                raise DataError(f"{source_description}: {source_counts.notices()[0]}; no row is left, give others")
     return counts, counts_of_sources
 
 
-def _chunks(stage: Stage, jobs: list[Job], sources: list[_Source]) -> Generator[tuple[int, Chunk]]:
+def _tokenise_sources(stage: Stage, jobs: list[Job], sources: list[_RowSource]) -> Generator[tuple[int, Chunk]]:
     """Yield the chunks of one data set after the other, each with the index of its data set."""
-    for i, (job, source) in enumerate(zip(jobs, sources, strict=True)):
+    for source_index, (job, source) in enumerate(zip(jobs, sources, strict=True)):
         with closing(_tokenise_rows(stage, job, source.rows)) as chunks:
-            yield from ((i, chunk) for chunk in chunks)
+            yield from ((source_index, chunk) for chunk in chunks)
 
 
-def _mixture_statistics(sources: list[_Source], source_counts: list[Counts]) -> list[dict[str, Any]]:
+def _mixture_statistics(sources: list[_RowSource], source_counts: list[Counts]) -> list[dict[str, Any]]:
     """Return the statistics of each data set of a mixture, with its weight; raise DataError if a weight is so small
     that an epoch has no row of its data set."""
     entries = [
@@ -227,57 +234,61 @@ def _mixture_statistics(sources: list[_Source], source_counts: list[Counts]) -> 
     return entries
 
 
-def _splits(stage: Stage) -> dict[str, list[_Source]]:
+def _load_splits(stage: Stage) -> dict[str, list[_RowSource]]:
     """Return the rows of each split: training rows and, if any, held-out rows and rows of a supervised loss."""
     policy, validation, splits = stage.recipe.train.train_policy, stage.recipe.validation, {}
-    train, held_out = _split_each_source(stage)
-    splits[TRAIN] = train
-    if held_out:
+    train_sources, held_out_sources = _split_each_source(stage)
+    splits[TRAIN] = train_sources
+    if held_out_sources:
         if validation.max_rows is not None:
-            counts = divide_by_weights(validation.max_rows, [len(source.rows) for source in held_out])
-            held_out = [replace(each, rows=each.rows.first(n)) for each, n in zip(held_out, counts, strict=True) if n]
-        splits |= dict.fromkeys(_kinds_by_split(stage.recipe), held_out)
+            counts = divide_by_weights(validation.max_rows, [len(source.rows) for source in held_out_sources])
+            held_out_sources = [
+                replace(each, rows=each.rows.first(n)) for each, n in zip(held_out_sources, counts, strict=True) if n
+            ]
+        splits |= dict.fromkeys(_kinds_by_split(stage.recipe), held_out_sources)
     if policy.supervised_rows is not None:
         dataset = policy.supervised_rows.dataset
         rows = load_rows(dataset, "train.train_policy.data_term")
-        splits[DATA_TERM] = [_Source(rows, stage.recipe, dataset)]
+        splits[DATA_TERM] = [_RowSource(rows, stage.recipe, dataset)]
     return splits
 
 
-def _split_each_source(stage: Stage) -> tuple[list[_Source], list[_Source]]:
+def _split_each_source(stage: Stage) -> tuple[list[_RowSource], list[_RowSource]]:
     """Return the training rows and the held-out rows of each data set; the second list may be empty."""
     recipe, validation = stage.recipe, stage.recipe.validation
-    train: list[_Source] = []
-    for key, policy in training_sources(stage).items():
-        source_recipe, mixture = recipe, dict[str, Any]()
+    train_sources: list[_RowSource] = []
+    for config_key, policy in training_sources(stage).items():
+        source_recipe, mixture_fields = recipe, dict[str, Any]()
         dataset: RowsConfig = policy.dataset
         if isinstance(dataset, SourceConfig):
             source_recipe = recipe.derive(train=recipe.train.derive(train_policy=policy))
-            mixture = {"label": dataset.source, "weight": dataset.weight}
-        rows = load_rows(dataset, key, None if stage.data is not None else _opener(stage, source_recipe))
-        train.append(_Source(rows, source_recipe, dataset, **mixture))
+            mixture_fields = {"label": dataset.source, "weight": dataset.weight}
+        rows = load_rows(dataset, config_key, None if stage.data is not None else _make_opener(stage, source_recipe))
+        train_sources.append(_RowSource(rows, source_recipe, dataset, **mixture_fields))
     if validation.dataset.name:
-        rows = load_rows(validation.dataset, "validation.dataset", _opener(stage, recipe))
-        return train, [_Source(rows, recipe, validation.dataset)]
+        rows = load_rows(validation.dataset, "validation.dataset", _make_opener(stage, recipe))
+        return train_sources, [_RowSource(rows, recipe, validation.dataset)]
     if stage.data is not None and has_local_split(stage.data, VALIDATION):
         rows = load_rows(DatasetConfig(name=str(stage.data), split=(VALIDATION,)), f"stage {stage.name!r}: data")
-        return train, [_Source(rows, recipe, _without_pass_rates(train[0].dataset))]
-    held_out = []
-    for i, source in enumerate(train):
+        return train_sources, [_RowSource(rows, recipe, _remove_pass_rates(train_sources[0].dataset))]
+    held_out_sources = []
+    for i, source in enumerate(train_sources):
         policy = source.recipe.train.train_policy
         if policy.dataset.test_size is None:
             continue
-        where, row = next(iter(source.rows))
+        location, row = next(iter(source.rows))
         # Read one row first, so that an error about columns comes before an error about the number of rows.
         with suppress(SkippedRow):
-            tokenised_kind(policy.rows).read(row, where, policy)
+            tokenised_kind(policy.rows).read(row, location, policy)
         rows, held_out_rows = split_rows(source.rows, policy.dataset.test_size, stage.seed)
-        train[i] = replace(source, rows=rows)
-        held_out.append(replace(source, rows=held_out_rows, dataset=_without_pass_rates(source.dataset), weight=None))
-    return train, held_out
+        train_sources[i] = replace(source, rows=rows)
+        held_out_sources.append(
+            replace(source, rows=held_out_rows, dataset=_remove_pass_rates(source.dataset), weight=None)
+        )
+    return train_sources, held_out_sources
 
 
-def _without_pass_rates(dataset: RowsConfig) -> RowsConfig:
+def _remove_pass_rates(dataset: RowsConfig) -> RowsConfig:
     """Return the data set of held-out rows without a range of pass rates: held-out rows stay the same if a stage trains
     on a selection of rows, and files of pass rates have only training prompts."""
     return dataset.derive(keep="", pass_rates="")
@@ -289,68 +300,70 @@ def _kinds_by_split(recipe: Recipe) -> dict[str, str]:
     return kind.held_out_row_kinds(has_rewards=bool(recipe.validation.reward_function))
 
 
-def _opener(stage: Stage, recipe: Recipe) -> Opener:
+def _make_opener(stage: Stage, recipe: Recipe) -> Opener:
     return Opener(recipe, partial(_tokenizer, stage.model, recipe.policy))
 
 
 def read_stop_tokens(model: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens that stop generation: the tokenizer's end token and the tokens in generation_config.json."""
-    generation = load_generation_config(model, revision)
-    listed: Any = generation and generation.eos_token_id
-    listed = listed if isinstance(listed, list) else [listed]
-    return tuple(token for token in (tokenizer.eos_token_id, *listed) if token is not None)
+    generation_config = load_generation_config(model, revision)
+    stop_ids: Any = generation_config and generation_config.eos_token_id
+    stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
+    return tuple(token_id for token_id in (tokenizer.eos_token_id, *stop_ids) if token_id is not None)
 
 
-def _job(stage: Stage, split: str, source: _Source) -> Job:
+def _make_job(stage: Stage, split: str, source: _RowSource) -> Job:
     recipe, validation, rows = source.recipe, source.recipe.validation, source.rows
     max_length = recipe.policy.model_max_length
     is_data_term, policy = split == DATA_TERM, recipe.train.train_policy
-    name = "sequences" if is_data_term else _kinds_by_split(recipe).get(split, policy.rows)
-    kind = tokenised_kind(name)
-    media = media_settings(recipe)
-    root: Path | None = Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows.folder
+    kind_name = "sequences" if is_data_term else _kinds_by_split(recipe).get(split, policy.rows)
+    kind = tokenised_kind(kind_name)
+    media_config = media_settings(recipe)
+    image_root: Path | None = (
+        Path(os.path.expanduser(media_config.media_path)).absolute() if media_config.media_path else rows.folder
+    )
     revision = recipe.policy.model_revision
-    rates = read_pass_rates(Path(source.dataset.pass_rates)) if source.dataset.pass_rates else None
-    processor_settings = (revision, media.pixels, recipe.policy.chat_template)
+    pass_rates = read_pass_rates(Path(source.dataset.pass_rates)) if source.dataset.pass_rates else None
+    processor_settings = (revision, media_config.pixels, recipe.policy.chat_template)
     if not processor_files(stage.model, revision) or processor_of(stage.model, *processor_settings) is None:
-        root = None
-    job = Job(recipe, kind, max_length, stage.model, root, pass_rate_range=source.dataset.keep)
+        image_root = None
+    job = Job(recipe, kind, max_length, stage.model, image_root, pass_rate_range=source.dataset.keep)
     if not kind.is_completed:
         return replace(job, is_data_term=is_data_term)
-    longest = recipe.rollout.max_response_length
+    max_completion_tokens = recipe.rollout.max_response_length
     if split == VALIDATION:
-        longest = validation.max_response_length or longest
-    return replace(job, max_tokens=max_length - 1, longest_completion=longest, rates=rates)
+        max_completion_tokens = validation.max_response_length or max_completion_tokens
+    return replace(job, max_tokens=max_length - 1, longest_completion=max_completion_tokens, rates=pass_rates)
 
 
 def _tokenise_rows(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
     """Yield chunks of tokenised rows in the order of the rows, from this process or from a pool of processes."""
     model, policy = stage.model, job.recipe.policy
-    pack = None if job.is_data_term else _opener(stage, job.recipe).packer()
-    remaining = ((where, pack(row, where)) for where, row in rows) if pack else iter(rows)
-    chunks = iter(lambda: list(islice(remaining, _CHUNK_ROWS)), [])
+    pack_row = None if job.is_data_term else _make_opener(stage, job.recipe).packer()
+    row_iterator = ((location, pack_row(row, location)) for location, row in rows) if pack_row else iter(rows)
+    chunks = iter(lambda: list(islice(row_iterator, _CHUNK_ROWS)), [])
     num_workers = min(job.recipe.train.train_policy.dataloader_num_workers, -(-len(rows) // _CHUNK_ROWS))
     if num_workers <= 1:
         yield from map(partial(convert_rows, _tokenizer(model, policy), job), chunks)
         return
-    convert = partial(_make_chunk_in_process, model, policy, job)
-    context = multiprocessing.get_context("spawn")  # a forked process would copy locks that other threads hold
-    pool = ProcessPoolExecutor(num_workers, context, begin)
-    pending = deque(pool.submit(convert, chunk) for chunk in islice(chunks, 2 * num_workers))
+    convert_chunk = partial(_make_chunk_in_process, model, policy, job)
+    spawn_context = multiprocessing.get_context("spawn")  # a forked process would copy locks that other threads hold
+    pool = ProcessPoolExecutor(num_workers, spawn_context, begin)
+    pending_chunks = deque(pool.submit(convert_chunk, chunk) for chunk in islice(chunks, 2 * num_workers))
     try:
-        while pending:
-            yield pending.popleft().result()
-            pending.extend(pool.submit(convert, chunk) for chunk in islice(chunks, 1))
+        while pending_chunks:
+            yield pending_chunks.popleft().result()
+            pending_chunks.extend(pool.submit(convert_chunk, chunk) for chunk in islice(chunks, 1))
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _make_chunk_in_process(model: str, policy: PolicyConfig, job: Job, rows: list[Located]) -> Chunk:
-    return convert_rows(_cached_tokenizer(model, policy.model_revision, policy.chat_template), job, rows)
+    return convert_rows(_load_cached_tokenizer(model, policy.model_revision, policy.chat_template), job, rows)
 
 
 def _tokenizer(model: str, policy: PolicyConfig) -> PreTrainedTokenizerBase:
     return load_tokenizer(model, policy.model_revision, policy.chat_template)
 
 
-_cached_tokenizer = lru_cache(maxsize=1)(load_tokenizer)
+_load_cached_tokenizer = lru_cache(maxsize=1)(load_tokenizer)

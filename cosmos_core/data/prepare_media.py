@@ -74,40 +74,44 @@ def preview(stage: Stage, source: Source | None = None) -> dict[str, tuple[str, 
 
 
 def _preview_split(stage: Stage, source: Source, name: str, split: Split) -> tuple[str, int, list[JsonValue]]:
-    skipped, rates, num_remaining = list(split.skipped), set[float](), len(split.kept_rows)
+    skip_reasons, rates, num_remaining = list(split.skipped), set[float](), len(split.kept_rows)
     details = ""
     if encodes_media(stage, name, split):
-        framing = frame_settings(stage.recipe, split.config, source)
+        frame_config = frame_settings(stage.recipe, split.config, source)
         stride = -(-num_remaining // _MAX_DECODED_MEDIA) or 1
-        media = ((row, item.content) for row, item in zip(split.rows, split.items(), strict=False) if row is not None)
-        sampled = islice(media, 0, None, stride)
+        rows_with_content = (
+            (row, item.content) for row, item in zip(split.rows, split.items(), strict=False) if row is not None
+        )
+        sampled_media = islice(rows_with_content, 0, None, stride)
         num_enlarged = 0
-        for row, rate, problem, enlarged in map_in_threads(stage, lambda each: _inspect_row(*each, framing), sampled):
+        for row, rate, decode_error, is_image_enlarged in map_in_threads(
+            stage, lambda each: _inspect_row(*each, frame_config), sampled_media
+        ):
             stage.progress.beat()
             rates |= {rate} if rate else set()
-            num_enlarged += enlarged
-            skipped += [f"{row.where}: {problem}"] if problem else []
+            num_enlarged += is_image_enlarged
+            skip_reasons += [f"{row.where}: {decode_error}"] if decode_error else []
         details = f" (of which {-(-num_remaining // stride):,} were decoded)" if stride > 1 else ""
         details += f", {num_enlarged:,} images smaller than inference_size, which are enlarged" * bool(num_enlarged)
-    num_remaining -= len(skipped) - len(split.skipped)
-    _check_skipped(name, skipped, split, num_remaining)
+    num_remaining -= len(skip_reasons) - len(split.skipped)
+    _check_skipped(name, skip_reasons, split, num_remaining)
     if rates:
         details += f", clips of {min(rates):g}" + (f" to {max(rates):g}" if len(rates) > 1 else "") + " frames a second"
         details += ", which are learned frame by frame" if len(rates) > 1 else ""
-    details += f", {len(skipped):,} left out (first: {skipped[0]})" if skipped else ""
+    details += f", {len(skip_reasons):,} left out (first: {skip_reasons[0]})" if skip_reasons else ""
     prompts = [
         {"text": row.prompt, "reference": "", "metadata": json.loads(row.metadata)} for row in split.kept_rows[:2]
     ]
     return f"{name}: {num_remaining:,} rows{details}", num_remaining, list(prompts)
 
 
-def _inspect_row(row: Row, content: Content | None, framing: FrameSettings) -> tuple[Row, float, str, bool]:
+def _inspect_row(row: Row, content: Content | None, frame_config: FrameSettings) -> tuple[Row, float, str, bool]:
     """Return the row, the frame rate of its clip, the reason why its media cannot be decoded, or an empty text, and
     whether its image is enlarged."""
-    decoded = _decode_or_explain(row.media, content, framing)
-    if isinstance(decoded, str) or content is None:
-        return row, 0.0, str(decoded), False
-    return row, frame_rate(content) if content.is_video else 0.0, "", is_enlarged(content, framing)
+    pixels_or_error = _decode_or_explain(row.media, content, frame_config)
+    if isinstance(pixels_or_error, str) or content is None:
+        return row, 0.0, str(pixels_or_error), False
+    return row, frame_rate(content) if content.is_video else 0.0, "", is_enlarged(content, frame_config)
 
 
 def encodes_media(stage: Stage, name: str, split: Split) -> bool:
@@ -123,17 +127,21 @@ def source_of(stage: Stage) -> Source:
         ModelError: the model is not a supported pipeline.
     """
     policy = stage.recipe.policy
-    family = open_family(stage.model, policy, "cuda" if torch.cuda.is_available() else "cpu")
+    model_family = open_family(stage.model, policy, "cuda" if torch.cuda.is_available() else "cpu")
     size, has_buckets = policy.diffusers.inference_size, stage.recipe.train.train_policy.dataset.aspect_ratio_buckets
-    for each in bucket_sizes(size, family.size_multiple) if has_buckets else [size]:
-        family.latent_shape(*each)
-    folder = family.folder.path
-    cache = shared_digest_cache(stage.run_path.parent)
-    weights = cache.digest_files(folder, files_of_model(folder, policy.modality.encoder_files))
-    settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, family.size_multiple)
-    code = [code_digest(policy.model_class)] if policy.model_class else []
-    digest = digest_of(weights, type(family).__name__, settings, *code)
-    return Source(family, digest, family.size_multiple, family.pixels_per_latent[0], family.is_video)
+    for bucket_size in bucket_sizes(size, model_family.size_multiple) if has_buckets else [size]:
+        model_family.latent_shape(*bucket_size)
+    model_folder = model_family.folder.path
+    digest_cache = shared_digest_cache(stage.run_path.parent)
+    weights_digest = digest_cache.digest_files(
+        model_folder, files_of_model(model_folder, policy.modality.encoder_files)
+    )
+    encoder_settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, model_family.size_multiple)
+    code_digests = [code_digest(policy.model_class)] if policy.model_class else []
+    digest = digest_of(weights_digest, type(model_family).__name__, encoder_settings, *code_digests)
+    return Source(
+        model_family, digest, model_family.size_multiple, model_family.pixels_per_latent[0], model_family.is_video
+    )
 
 
 def prepare(stage: Stage, source: Source) -> Outcome:
@@ -152,11 +160,11 @@ def prepare(stage: Stage, source: Source) -> Outcome:
         metrics: dict[str, float] = {}
         notices: list[JsonValue] = []
         for name, split in splits.items():
-            num_rows, skipped = work.write(name, split, next(iter(null_text.values())), folder)
-            metrics |= {f"data/{name}_rows": float(num_rows), f"data/{name}_skipped_rows": float(len(skipped))}
-            for line in _skipped_message(name, skipped, split.total):
-                logger.warning("%s", line)
-                notices.append(line)
+            num_rows, skip_reasons = work.write(name, split, next(iter(null_text.values())), folder)
+            metrics |= {f"data/{name}_rows": float(num_rows), f"data/{name}_skipped_rows": float(len(skip_reasons))}
+            for notice in _skipped_message(name, skip_reasons, split.total):
+                logger.warning("%s", notice)
+                notices.append(notice)
         write_json(folder / "statistics.json", metrics)
     logger.info("%d texts and %d images or clips were encoded, the others were known", *work.num_encoded)
     metrics |= {"data/encoded_texts": float(work.num_encoded[0]), "data/encoded_media": float(work.num_encoded[1])}
@@ -170,7 +178,7 @@ class _SplitEncoder:
     def __init__(self, stage: Stage, source: Source) -> None:
         self._stage, self._source = stage, source
         self._cache = MediaCache(stage.run_path.parent / SHARED_FOLDER / CACHE, source.digest)
-        self._batch = stage.recipe.train.train_policy.mini_batch
+        self._batch_size = stage.recipe.train.train_policy.mini_batch
         self.num_encoded = [0, 0]
 
     def write(self, name: str, split: Split, null_text: dict[str, str], folder: Path) -> tuple[int, list[str]]:
@@ -181,80 +189,85 @@ class _SplitEncoder:
         """
         is_media = encodes_media(self._stage, name, split)
         with self._source.encoders.residency.keep_on_device():
-            texts = self._entries(split, is_media=False, folder=folder)
+            encoded_texts = self._encode_entries(split, is_media=False, folder=folder)
         with self._source.encoders.residency.keep_on_device():
-            media = self._entries(split, is_media=True, folder=folder) if is_media else _EncodedEntries({}, {}, {})
-        skipped = list(split.skipped)
+            encoded_media = (
+                self._encode_entries(split, is_media=True, folder=folder) if is_media else _EncodedEntries({}, {}, {})
+            )
+        skip_reasons = list(split.skipped)
         records = []
         for row in split.kept_rows:
-            problem = texts.skip_reasons.get(row.text) or media.skip_reasons.get(row.media)
-            if problem:
-                skipped.append(f"{row.where}: {problem}")
+            skip_reason = encoded_texts.skip_reasons.get(row.text) or encoded_media.skip_reasons.get(row.media)
+            if skip_reason:
+                skip_reasons.append(f"{row.where}: {skip_reason}")
                 continue
-            values: list[Any] = [row.prompt, row.metadata, texts.locations[row.text]]
-            values += [media.locations[row.media], media.shapes[row.media]] if is_media else []
-            records.append((*values, row.where))
-        _check_skipped(name, skipped, split, len(records))
+            record_values: list[Any] = [row.prompt, row.metadata, encoded_texts.locations[row.text]]
+            record_values += [encoded_media.locations[row.media], encoded_media.shapes[row.media]] if is_media else []
+            records.append((*record_values, row.where))
+        _check_skipped(name, skip_reasons, split, len(records))
         schema = row_kind("media" if is_media else "media_prompts").schema
         schema = schema.with_metadata({**schema.metadata, NULL_TEXT: json.dumps(null_text).encode()})
         columns = [pa.array([record[i] for record in records], field.type) for i, field in enumerate(schema)]
         with pa.ipc.new_file(split_path(folder, name), schema) as file:
             file.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
-        return len(records), skipped
+        return len(records), skip_reasons
 
     def texts(self, texts: Sequence[Keyed[str]], folder: Path) -> dict[str, dict[str, str]]:
         """Encode texts, and return the shard and entry of each embedding by the key of the text."""
-        shard = self._shard(list(texts), self._encode_texts, folder, 0)
-        return {each.key: {"shard": shard, "entry": each.key} for each in texts}
+        shard_key = self._ensure_shard(list(texts), self._encode_texts, folder, 0)
+        return {keyed_text.key: {"shard": shard_key, "entry": keyed_text.key} for keyed_text in texts}
 
-    def _entries(self, split: Split, *, is_media: bool, folder: Path) -> _EncodedEntries:
+    def _encode_entries(self, split: Split, *, is_media: bool, folder: Path) -> _EncodedEntries:
         """Encode the texts or the media of a split shard by shard, and return the locations of the outputs."""
-        pairs = ((row, item) for row, item in zip(split.rows, split.items(), strict=False) if row is not None)
-        entries = _EncodedEntries({}, {}, {})
+        rows_and_items = ((row, item) for row, item in zip(split.rows, split.items(), strict=False) if row is not None)
+        encoded_entries = _EncodedEntries({}, {}, {})
         if is_media:
-            framing = frame_settings(self._stage.recipe, split.config, self._source)
-            encode: Any = lambda items: self._encode_media(items, framing)  # noqa: E731
-            keyed_items: Iterable[Any] = (Keyed(row.media, (row.media, item.content)) for row, item in pairs)
+            frame_config = frame_settings(self._stage.recipe, split.config, self._source)
+            encode_items: Any = lambda items: self._encode_media(items, frame_config)  # noqa: E731
+            keyed_items: Iterable[Any] = (Keyed(row.media, (row.media, item.content)) for row, item in rows_and_items)
         else:
-            encode = self._encode_texts
-            keyed_items = (Keyed(row.text, item.embedding or row.prompt) for row, item in pairs)
+            encode_items = self._encode_texts
+            keyed_items = (Keyed(row.text, item.embedding or row.prompt) for row, item in rows_and_items)
         for shard in shards_of(keyed_items):
-            name = self._shard(shard, encode, folder, int(is_media))
-            entries.skip_reasons.update(self._cache.skip_reasons(name))
-            shapes = self._cache.shapes(name, "mean") if is_media else {}
-            for each in shard:
-                entries.locations[each.key] = {"shard": name, "entry": each.key}
-                entries.shapes[each.key] = shapes.get(each.key, [])
-        return entries
+            shard_key = self._ensure_shard(shard, encode_items, folder, int(is_media))
+            encoded_entries.skip_reasons.update(self._cache.skip_reasons(shard_key))
+            latent_shapes = self._cache.shapes(shard_key, "mean") if is_media else {}
+            for keyed_item in shard:
+                encoded_entries.locations[keyed_item.key] = {"shard": shard_key, "entry": keyed_item.key}
+                encoded_entries.shapes[keyed_item.key] = latent_shapes.get(keyed_item.key, [])
+        return encoded_entries
 
-    def _shard(
+    def _ensure_shard(
         self, shard: Sequence[Keyed[T]], encode: Callable[[Sequence[T]], list[Entry | str]], folder: Path, shard_id: int
     ) -> str:
         """Copy a shard to the folder of the stage, after encoding it if it is not cached; return its name."""
         if self._stage.stop_requested:
             raise Preempted(f"stopped after {sum(self.num_encoded)} texts and media were encoded; they stay encoded")
-        keys = [each.key for each in shard]
-        name = self._cache.key_of(keys)
-        if not self._cache.has_shard(name):
-            entries = encode([each.item for each in shard])
-            self._cache.write(name, dict(zip(keys, entries, strict=True)))
-            self.num_encoded[shard_id] += len(keys)
-        if not (target := folder / TENSORS / f"{name}.safetensors").exists():
-            self._cache.copy(name, target)
+        item_keys = [keyed_item.key for keyed_item in shard]
+        shard_key = self._cache.key_of(item_keys)
+        if not self._cache.has_shard(shard_key):
+            entries = encode([keyed_item.item for keyed_item in shard])
+            self._cache.write(shard_key, dict(zip(item_keys, entries, strict=True)))
+            self.num_encoded[shard_id] += len(item_keys)
+        if not (target_path := folder / TENSORS / f"{shard_key}.safetensors").exists():
+            self._cache.copy(shard_key, target_path)
         self._stage.progress.beat()
-        return name
+        return shard_key
 
     def _encode_texts(self, texts: Sequence[str | Path]) -> list[Entry | str]:
         """Return the embedding of each text, or the reason why it is missing; a path names a file with an embedding."""
         prompts = [text for text in texts if isinstance(text, str)]
         entries: list[Entry] = []
         for start in range(0, len(prompts), _TEXT_BATCH_SIZE):
-            part = prompts[start : start + _TEXT_BATCH_SIZE]
+            prompt_batch = prompts[start : start + _TEXT_BATCH_SIZE]
             with torch.no_grad():
-                batch = self._source.encoders.text_embedding(part)
-            entries += [{name: values[i] for name, values in batch.items()} for i in range(len(part))]
-        encoded_entries = iter(entries)
-        return [next(encoded_entries) if isinstance(text, str) else self._read_given_embedding(text) for text in texts]
+                batch_embeddings = self._source.encoders.text_embedding(prompt_batch)
+            entries += [
+                {name: batched_tensor[i] for name, batched_tensor in batch_embeddings.items()}
+                for i in range(len(prompt_batch))
+            ]
+        entry_iterator = iter(entries)
+        return [next(entry_iterator) if isinstance(text, str) else self._read_given_embedding(text) for text in texts]
 
     def _read_given_embedding(self, path: Path) -> Entry | str:
         """Return the embedding in a file of the data set, or the reason why the embedding cannot be used."""
@@ -276,26 +289,28 @@ class _SplitEncoder:
         with torch.no_grad():
             return {name: values[0] for name, values in self._source.encoders.text_embedding([""]).items()}
 
-    def _encode_media(self, items: Sequence[tuple[str, Content | None]], framing: FrameSettings) -> list[Entry | str]:
+    def _encode_media(
+        self, items: Sequence[tuple[str, Content | None]], frame_config: FrameSettings
+    ) -> list[Entry | str]:
         """Return the latent of each image or clip, or why it cannot be decoded; media of one shape share batches."""
         latents: dict[int, Entry | str] = {}
-        waiting: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
-        decoded = map_in_threads(self._stage, lambda item: _decode_or_explain(*item, framing), items)
-        for index, pixels in enumerate(decoded):
+        batches_by_shape: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
+        decoded_media = map_in_threads(self._stage, lambda item: _decode_or_explain(*item, frame_config), items)
+        for index, pixels in enumerate(decoded_media):
             self._stage.progress.beat()
             if isinstance(pixels, str):
                 latents[index] = pixels
                 continue
-            batch = waiting.setdefault(pixels.shape, [])
+            batch = batches_by_shape.setdefault(pixels.shape, [])
             batch.append((index, pixels))
-            if len(batch) == self._batch:
-                latents |= self._latents(waiting.pop(pixels.shape))
-        for batch in waiting.values():
-            latents |= self._latents(batch)
+            if len(batch) == self._batch_size:
+                latents |= self._encode_latents(batches_by_shape.pop(pixels.shape))
+        for batch in batches_by_shape.values():
+            latents |= self._encode_latents(batch)
         return [latents[i] for i in range(len(items))]
 
-    def _latents(self, batch: Sequence[tuple[int, np.ndarray]]) -> dict[int, Entry | str]:
-        pixels = torch.from_numpy(np.stack([each for _, each in batch])).float().div_(127.5).sub_(1)
+    def _encode_latents(self, batch: Sequence[tuple[int, np.ndarray]]) -> dict[int, Entry | str]:
+        pixels = torch.from_numpy(np.stack([item_pixels for _, item_pixels in batch])).float().div_(127.5).sub_(1)
         with torch.no_grad():
             mean, logvar = self._source.encoders.visual_embedding(pixels.movedim(-1, 1).contiguous())
         latents: dict[int, Entry | str] = {}
@@ -320,28 +335,31 @@ class _EncodedEntries(NamedTuple):
     """Reasons why items could not be encoded, by the key of the item."""
 
 
-def _decode_or_explain(key: str, content: Content | None, framing: FrameSettings) -> np.ndarray | str:
+def _decode_or_explain(content_key: str, content: Content | None, frame_config: FrameSettings) -> np.ndarray | str:
     assert content is not None
     try:
-        return pixels_of(content, framing, int(key[:13], 16) / 16**13)
+        return pixels_of(content, frame_config, int(content_key[:13], 16) / 16**13)
     except DataError as error:
         return str(error)
 
 
-def _check_skipped(name: str, skipped: Sequence[str], split: Split, num_remaining: int) -> None:
+def _check_skipped(name: str, skip_reasons: Sequence[str], split: Split, num_remaining: int) -> None:
     max_fraction = split.config.max_skipped_fraction
-    if len(skipped) > max_fraction * split.total:
+    if len(skip_reasons) > max_fraction * split.total:
         raise DataError(
-            f"{skipped[0]}; {len(skipped)} of {split.total} rows of {name} cannot be used, "
+            f"{skip_reasons[0]}; {len(skip_reasons)} of {split.total} rows of {name} cannot be used, "
             + row_remedy(max_fraction, is_every_row=not num_remaining)
         )
     if not num_remaining:
         raise DataError(f"{name}: no row is left of {split.total}; give others")
 
 
-def _skipped_message(name: str, skipped: Sequence[str], total: int) -> list[str]:
+def _skipped_message(name: str, skip_reasons: Sequence[str], total_rows: int) -> list[str]:
     """Return a line about the rows that were left out, with the first reasons; no line if no row was left out."""
-    if not skipped:
+    if not skip_reasons:
         return []
-    remainder = f" and {len(skipped) - _MAX_NAMED_ROWS} more" if len(skipped) > _MAX_NAMED_ROWS else ""
-    return [f"{name}: {len(skipped)} of {total} rows skipped: {'; '.join(skipped[:_MAX_NAMED_ROWS])}{remainder}"]
+    remainder = f" and {len(skip_reasons) - _MAX_NAMED_ROWS} more" if len(skip_reasons) > _MAX_NAMED_ROWS else ""
+    return [
+        f"{name}: {len(skip_reasons)} of {total_rows} rows skipped: "
+        f"{'; '.join(skip_reasons[:_MAX_NAMED_ROWS])}{remainder}"
+    ]

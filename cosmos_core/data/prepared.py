@@ -49,7 +49,7 @@ def mixture_of(file: Path) -> Mixture | None:
     statistics = read_object(file.with_name(STATISTICS)).get(file.stem) or {}
     if not (sources := statistics.get("sources")):
         return None
-    return Mixture(*(tuple(each[name] for each in sources) for name in ("source", "rows", "weight")))
+    return Mixture(*(tuple(source[name] for source in sources) for name in ("source", "rows", "weight")))
 
 
 class RowImages:
@@ -76,7 +76,7 @@ def open_table(folder: Path, split: str, *kinds: RowKind) -> pa.Table:
     Raises:
         DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
     """
-    return _open(split_path(folder, split), *kinds)
+    return _open_arrow_table(split_path(folder, split), *kinds)
 
 
 def has_images(folder: Path) -> bool:
@@ -85,7 +85,7 @@ def has_images(folder: Path) -> bool:
     Raises:
         DataError: a file is damaged.
     """
-    tables = (_open(file) for file in folder.glob("*.arrow"))
+    tables = (_open_arrow_table(file) for file in folder.glob("*.arrow"))
     return any(bool(RowImages(table).counts.any()) for table in tables)
 
 
@@ -95,12 +95,15 @@ def check_ids(folder: Path, num_embeddings: int) -> None:
     Raises:
         DataError: a token id has no embedding (the message names the row), or a file is damaged.
     """
-    for table, name in _id_columns(folder):
-        highest = pc.max(pc.list_flatten(table[name])).as_py()
-        if highest is not None and highest >= num_embeddings:
-            where = next(i for i, ids in enumerate(table[name]) if max(ids.as_py(), default=0) >= num_embeddings)
+    for table, column_name in _iterate_id_columns(folder):
+        max_token_id = pc.max(pc.list_flatten(table[column_name])).as_py()
+        if max_token_id is not None and max_token_id >= num_embeddings:
+            row_index = next(
+                i for i, ids in enumerate(table[column_name]) if max(ids.as_py(), default=0) >= num_embeddings
+            )
             raise DataError(
-                f"{table[LOCATION_COLUMN][where]}: token id {highest} has no embedding, of which the model has "
+                f"{table[LOCATION_COLUMN][row_index]}: token id {max_token_id} has no embedding, of which the model "
+                f"has "
                 f"{num_embeddings:,}; save the tokenizer of the model beside it, or resize its embeddings"
             )
 
@@ -111,14 +114,16 @@ def longest_row(folder: Path) -> int:
     Raises:
         DataError: a file is damaged.
     """
-    lengths = (pc.max(pc.list_value_length(table[name])).as_py() for table, name in _id_columns(folder))
+    lengths = (
+        pc.max(pc.list_value_length(table[column_name])).as_py() for table, column_name in _iterate_id_columns(folder)
+    )
     return max((length or 0 for length in lengths), default=0)
 
 
-def _id_columns(folder: Path) -> Iterator[tuple[pa.Table, str]]:
+def _iterate_id_columns(folder: Path) -> Iterator[tuple[pa.Table, str]]:
     """Yield each table of a data folder with the name of each of its columns of token ids."""
-    for table in map(_open, sorted(folder.glob("*.arrow"))):
-        yield from ((table, name) for name in table.column_names if name.endswith("_ids"))
+    for table in map(_open_arrow_table, sorted(folder.glob("*.arrow"))):
+        yield from ((table, column_name) for column_name in table.column_names if column_name.endswith("_ids"))
 
 
 def read_row_kind(folder: Path, split: str) -> str:
@@ -127,8 +132,8 @@ def read_row_kind(folder: Path, split: str) -> str:
     Raises:
         DataError: the split does not exist, or its file is damaged.
     """
-    with _reader(path := split_path(folder, split)) as reader:
-        return _kind_of(path, reader.schema).name
+    with _open_reader(path := split_path(folder, split)) as reader:
+        return _find_row_kind(path, reader.schema).name
 
 
 def check_held_out(folder: Path) -> None:
@@ -151,19 +156,19 @@ def open_held_out(folder: Path, policy: AlgorithmConfig, model: PolicyConfig, ad
     return row_kind(read_row_kind(folder, VALIDATION)).open_held_out(folder, policy, model, adapter)
 
 
-def _open(path: Path, *kinds: RowKind) -> pa.Table:
+def _open_arrow_table(path: Path, *kinds: RowKind) -> pa.Table:
     """Return the table of a file, whose kind of rows must be one of `kinds`; without `kinds`, any kind is valid."""
-    with _reader(path) as reader:
+    with _open_reader(path) as reader:
         table = reader.read_all()
         table.validate(full=True)
-    kind = _kind_of(path, table.schema, *kinds)
+    kind = _find_row_kind(path, table.schema, *kinds)
     if not any(table.schema.equals(schema) for schema in (kind.schema, kind.visual_schema)):
         raise damaged_file_error(path, f"its columns are {', '.join(table.column_names)}")
     return table
 
 
 @contextmanager
-def _reader(path: Path) -> Iterator[pa.RecordBatchFileReader]:
+def _open_reader(path: Path) -> Iterator[pa.RecordBatchFileReader]:
     try:
         yield pa.ipc.open_file(pa.memory_map(str(path)))
     except FileNotFoundError:
@@ -172,16 +177,16 @@ def _reader(path: Path) -> Iterator[pa.RecordBatchFileReader]:
         raise damaged_file_error(path, first_line(error)) from error
 
 
-def _kind_of(path: Path, schema: pa.Schema, *kinds: RowKind) -> RowKind:
+def _find_row_kind(path: Path, schema: pa.Schema, *kinds: RowKind) -> RowKind:
     """Return the kind of rows of a file, which must be one of `kinds`; without `kinds`, any kind is valid."""
-    name = (schema.metadata or {}).get(b"rows", b"").decode()
-    if name not in ([kind.name for kind in kinds] or known_kinds()):
-        expected = f"{kinds[0].name} {kinds[0].purpose}" if kinds else "known ones"
+    kind_name = (schema.metadata or {}).get(b"rows", b"").decode()
+    if kind_name not in ([kind.name for kind in kinds] or known_kinds()):
+        expected_rows = f"{kinds[0].name} {kinds[0].purpose}" if kinds else "known ones"
         raise DataError(
-            f"{path} holds {name or 'unknown rows'}, but {expected} are needed; "
+            f"{path} holds {kind_name or 'unknown rows'}, but {expected_rows} are needed; "
             "prepare the data with the recipe of the stage that reads it"
         )
-    return row_kind(name)
+    return row_kind(kind_name)
 
 
 def damaged_file_error(path: Path, reason: str) -> DataError:

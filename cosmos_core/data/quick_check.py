@@ -30,34 +30,38 @@ def run(stage: Stage) -> Outcome:
         DataError: a file is missing or malformed, or so many rows cannot be read that `prepare` would fail.
     """
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
-    kind = tokenised_kind(policy.rows)
-    for key, source in training_sources(stage).items():
-        _check_readable(source.dataset, key, partial(kind.read, policy=source))
-    if term := policy.supervised_rows:
-        prompt = getattr(policy, "system_prompt", "")
-        read = partial(read_conversation, column=term.conversation_column_name, system_prompt=prompt, with_images=True)
-        _check_readable(term.dataset, "train.train_policy.data_term", read)
+    row_kind = tokenised_kind(policy.rows)
+    for config_key, source_policy in training_sources(stage).items():
+        _check_first_rows(source_policy.dataset, config_key, partial(row_kind.read, policy=source_policy))
+    if data_term := policy.supervised_rows:
+        system_prompt = getattr(policy, "system_prompt", "")
+        read_term_row = partial(
+            read_conversation, column=data_term.conversation_column_name, system_prompt=system_prompt, with_images=True
+        )
+        _check_first_rows(data_term.dataset, "train.train_policy.data_term", read_term_row)
     if validation.dataset.name:
-        held_out = tokenised_kind(kind.held_out_row_kinds(has_rewards=bool(validation.reward_function))[VALIDATION])
-        _check_readable(validation.dataset, "validation.dataset", partial(held_out.read, policy=policy))
+        held_out_kind = tokenised_kind(
+            row_kind.held_out_row_kinds(has_rewards=bool(validation.reward_function))[VALIDATION]
+        )
+        _check_first_rows(validation.dataset, "validation.dataset", partial(held_out_kind.read, policy=policy))
     return Outcome()
 
 
-def _check_readable(dataset: RowsConfig, key: str, read_row: Reader) -> None:
-    """Read the first rows of a data set, and raise DataError if too many of them cannot be used; `key` is the name of
-    the data set's table in the TOML, for messages."""
-    rows, max_fraction = load_rows(dataset, key), dataset.max_skipped_fraction
+def _check_first_rows(dataset: RowsConfig, config_key: str, read_row: Reader) -> None:
+    """Read the first rows of a data set, and raise DataError if too many of them cannot be used; `config_key` is the
+    name of the data set's table in the TOML, for messages."""
+    rows, max_fraction = load_rows(dataset, config_key), dataset.max_skipped_fraction
     errors: list[DataError] = []
-    count = min(_NUM_GENERATED_ROWS if rows.is_generated else _NUM_ROWS, len(rows))
-    for where, row in islice(rows, count):
+    num_checked_rows = min(_NUM_GENERATED_ROWS if rows.is_generated else _NUM_ROWS, len(rows))
+    for location, row in islice(rows, num_checked_rows):
         try:
-            read_row(row, where)
+            read_row(row, location)
         except SkippedRow:
             continue
         except DataError as error:
             errors.append(error)
     if len(errors) > max_fraction * len(rows):
         raise DataError(
-            f"{errors[0]}; {len(errors)} of the first {count} rows cannot be used, "
-            + row_remedy(max_fraction, is_every_row=len(errors) == count)
+            f"{errors[0]}; {len(errors)} of the first {num_checked_rows} rows cannot be used, "
+            + row_remedy(max_fraction, is_every_row=len(errors) == num_checked_rows)
         )

@@ -122,31 +122,35 @@ class Record(NamedTuple):
 def convert_rows(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Located]) -> Chunk:
     """Convert rows to one record batch; rows that cannot be used are skipped and recorded with a reason."""
     records: list[Record] = []
-    skipped = []
+    skipped_rows = []
     counts: Counter[str] = Counter()
     unread_counts: Counter[str] = Counter()
-    for where, values in rows:
+    for location, raw_row in rows:
         try:
-            row = ReadRow(values, job.column_names, where)
-            record = job.kind.record(tokenizer, job, row, where)
+            row = ReadRow(raw_row, job.column_names, location)
+            record = job.kind.record(tokenizer, job, row, location)
             if job.pass_rate_range:
-                _check_rate(job, row, record, where)
+                _check_pass_rate(job, row, record, location)
             records.append(record)
             unread_counts.update(row.unread_columns)
             counts["other_column"] += bool(job.column) and row.get(job.column) is None
             counts["text_alone"] += job.kind.omits_response(row, job.column)
         except RefusedRow as error:
-            skipped.append(SkippedSource(error.reason, where, f"{where}: {error.reason}"))
-        except SkippedRow as skip:
-            skipped.append(SkippedSource(skip.reason, where))
+            skipped_rows.append(SkippedSource(error.reason, location, f"{location}: {error.reason}"))
+        except SkippedRow as skipped_error:
+            skipped_rows.append(SkippedSource(skipped_error.reason, location))
         except DataError as error:
-            skipped.append(SkippedSource("that cannot be read", str(error), str(error)))
-    arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(job.schema)]
-    batch = pa.RecordBatch.from_arrays(arrays, schema=job.schema)
+            skipped_rows.append(SkippedSource("that cannot be read", str(error), str(error)))
+    column_arrays = [
+        pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(job.schema)
+    ]
+    batch = pa.RecordBatch.from_arrays(column_arrays, schema=job.schema)
     counts["learned_ends"] = _count_learned_ends(batch, job)
     for record in records:
         counts.update(record.counts)
-    return Chunk(batch, skipped, [record.values[-1] for record in records if record.is_merged], counts, unread_counts)
+    return Chunk(
+        batch, skipped_rows, [record.values[-1] for record in records if record.is_merged], counts, unread_counts
+    )
 
 
 def read_pass_rates(file: Path) -> dict[str, float | None]:
@@ -165,43 +169,49 @@ def read_pass_rates(file: Path) -> dict[str, float | None]:
         ) from error
 
 
-def _check_rate(job: Job, row: Row, record: Record, where: str) -> None:
+def _check_pass_rate(job: Job, row: Row, record: Record, location: str) -> None:
     """Raise SkippedRow if the pass rate of a row is outside of the job's range."""
     rates: Mapping[str, Any]
     if job.rates is None:
         rates, key, holder = row, "pass_rate", "its row"
     elif record.counts.get("images"):  # prompts with the same text can show different images
         raise DataError(
-            f"{where}: dataset.pass_rates are by the text of prompts without images; use a column pass_rate"
+            f"{location}: dataset.pass_rates are by the text of prompts without images; use a column pass_rate"
         )
     else:
         rates, key, holder = job.rates, record.values[list(job.kind.columns).index("prompt_text")], "dataset.pass_rates"
     if key not in rates:
-        raise DataError(f"{where}: {holder} has no pass rate, which dataset.keep = {job.pass_rate_range!r} needs")
-    value = rates[key]
+        raise DataError(f"{location}: {holder} has no pass rate, which dataset.keep = {job.pass_rate_range!r} needs")
+    raw_rate = rates[key]
     try:
-        rate = None if value is None else float(value)
+        pass_rate = None if raw_rate is None else float(raw_rate)
     except (TypeError, ValueError):
-        raise DataError(f"{where}: the pass rate {value!r} of {holder} is no number or null") from None
-    if rate is not None and not parse_range(job.pass_rate_range)(rate):
-        raise SkippedRow(where, f"with a pass rate outside of {job.pass_rate_range}")
+        raise DataError(f"{location}: the pass rate {raw_rate!r} of {holder} is no number or null") from None
+    if pass_rate is not None and not parse_range(job.pass_rate_range)(pass_rate):
+        raise SkippedRow(location, f"with a pass rate outside of {job.pass_rate_range}")
 
 
 def _count_learned_ends(batch: pa.RecordBatch, job: Job) -> int:
     """Return the number of end tokens that are learned in a batch."""
-    count = 0
-    for ids, mask in zip(job.kind.id_columns, job.kind.mask_columns, strict=False):
-        is_end = np.isin(batch.column(ids).values.to_numpy(), job.end_ids)
-        count += int((is_end & (batch.column(mask).values.to_numpy() == 1)).sum())
-    return count
+    num_learned_ends = 0
+    for ids_column, mask_column in zip(job.kind.id_columns, job.kind.mask_columns, strict=False):
+        is_end = np.isin(batch.column(ids_column).values.to_numpy(), job.end_ids)
+        num_learned_ends += int((is_end & (batch.column(mask_column).values.to_numpy() == 1)).sum())
+    return num_learned_ends
 
 
-def read_images(job: Job, turns: list[Message], row: Row, where: str) -> tuple[list[Message], list[Ref], list[Image]]:
+def read_images(
+    job: Job, turns: list[Message], row: Row, location: str
+) -> tuple[list[Message], list[Ref], list[Image]]:
     """Return the turns with a placeholder part for each image, the fields of their `ImageRef`s, and the images."""
     assert job.root is not None
-    placed_turns, sources = align_images(turns, row, where)
-    loaded = [read_image(source, job.root, where) for source in sources]
-    return placed_turns, [asdict(ref) for ref, _ in loaded], [image for _, image in loaded]
+    placeholder_turns, sources = align_images(turns, row, location)
+    refs_and_images = [read_image(source, job.root, location) for source in sources]
+    return (
+        placeholder_turns,
+        [asdict(image_ref) for image_ref, _ in refs_and_images],
+        [image for _, image in refs_and_images],
+    )
 
 
 def processor_for(job: Job) -> ProcessorMixin:
@@ -228,21 +238,21 @@ _Turns = TypeVar("_Turns", list[Message], list[Message] | str)
 _Tokens = TypeVar("_Tokens")
 
 
-def tokenise_turns(tokenise: Callable[[_Turns], _Tokens], turns: _Turns) -> tuple[_Tokens, bool]:
+def tokenise_turns(tokenise_fn: Callable[[_Turns], _Tokens], turns: _Turns) -> tuple[_Tokens, bool]:
     """Tokenise turns, merged if the chat template refuses them; return the tokens and whether turns were merged."""
     try:
-        return tokenise(turns), False
+        return tokenise_fn(turns), False
     except RefusedRow:
         assert not isinstance(turns, str)  # plain text is not rendered by a template
         for merged_turns in propose_merged_turns(turns):
             with suppress(RefusedRow):
-                return tokenise(merged_turns), True
+                return tokenise_fn(merged_turns), True
         raise
 
 
-def check_characters(content: Any, where: str) -> None:
+def check_characters(content: Any, location: str) -> None:
     """Raise SkippedRow if a row has a lone surrogate (half of a character above U+FFFF), which tokenizers refuse."""
     try:
         json.dumps(content, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
-        raise SkippedRow(where, "with half a character (a lone surrogate)") from None
+        raise SkippedRow(location, "with half a character (a lone surrogate)") from None

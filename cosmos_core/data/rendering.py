@@ -24,7 +24,7 @@ class RefusedRow(SkippedRow):
 def render(
     owner: PreTrainedTokenizerBase | ProcessorMixin,
     turns: list[Message],
-    where: str,
+    location: str,
     *,
     add_generation_prompt: bool = False,
     tools: Tools = None,
@@ -52,29 +52,31 @@ def render(
     for rendered_turns in (turns, _with_text_parts(turns)) if isinstance(owner, ProcessorMixin) else (turns,):
         try:
             text = render_template(
-                owner, rendered_turns, add_generation_prompt, where=where, tools=tools, options=options
+                owner, rendered_turns, add_generation_prompt, where=location, tools=tools, options=options
             )
             renderings.append((_find_missing_turns(rendered_turns, text), rendered_turns, text))
         except TemplateError as error:
-            reason = error
+            last_error = error
     written = _with_json_arguments(turns)
     if written != turns and (
         not renderings or any(uses_python_notation(turn.get("tool_calls"), renderings[0][2]) for turn in turns)
     ):
-        return render(owner, written, where, add_generation_prompt=add_generation_prompt, tools=tools, options=options)
+        return render(
+            owner, written, location, add_generation_prompt=add_generation_prompt, tools=tools, options=options
+        )
     if not renderings:
-        raise RefusedRow(where, f"refused by the chat template ({reason})")
-    missing_turns, rendered_turns, text = min(renderings, key=lambda each: len(each[0]))
+        raise RefusedRow(location, f"refused by the chat template ({last_error})")
+    missing_turns, rendered_turns, text = min(renderings, key=lambda rendering: len(rendering[0]))
     for turn in missing_turns:
         if turn["role"] == "system":
-            raise RefusedRow(where, "with a system turn that the chat template leaves out")
+            raise RefusedRow(location, "with a system turn that the chat template leaves out")
         # Templates of some vision models expect parts as content of a turn, and render nothing for a string.
         if turn["role"] == "user":
             raise DataError(
-                f"{where}: the chat template leaves out the user's text {' '.join(texts_of(turn))[:40]!r}; "
+                f"{location}: the chat template leaves out the user's text {' '.join(texts_of(turn))[:40]!r}; "
                 "use a template that accepts strings as content"
             )
-    _check_tool_calls(rendered_turns, text, where)
+    _check_tool_calls(rendered_turns, text, location)
     return rendered_turns, text
 
 
@@ -96,22 +98,22 @@ def _find_missing_turns(turns: list[Message], text: str) -> list[Message]:
     return [turn for turn in turns if any(part.strip()[-20:] not in text for part in texts_of(turn))]
 
 
-def _check_tool_calls(messages: list[Message], text: str, where: str) -> None:
+def _check_tool_calls(messages: list[Message], text: str, location: str) -> None:
     """Raise RefusedRow if the name of a called function does not occur in the text: without the row's tool calls the
     model would learn not to call tools."""
     for call in (call for message in messages for call in message.get("tool_calls") or []):
         function = call.get("function", call) if isinstance(call, dict) else None
         if isinstance(function, dict) and str(function.get("name", "")) not in text:
-            raise RefusedRow(where, "with a tool call that the chat template leaves out")
+            raise RefusedRow(location, "with a tool call that the chat template leaves out")
 
 
-def _template_error(error: Exception) -> TemplateError:
+def _to_template_error(error: Exception) -> TemplateError:
     reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
     return TemplateError(" ".join(reason.split()))
 
 
 def render_template(
-    owner: PreTrainedTokenizerBase | ProcessorMixin,
+    tokenizer_or_processor: PreTrainedTokenizerBase | ProcessorMixin,
     messages: list[Message],
     add_generation_prompt: bool,
     *,
@@ -125,8 +127,8 @@ def render_template(
         TemplateError: the template fails with any exception, as it is a program that came with the model.
         ModelError: the template does not end, takes too much memory, or renders too much text.
     """
-    with convert_errors(_template_error, ModelError), limit_resources(f"{where}: the chat template"):
-        text = owner.apply_chat_template(
+    with convert_errors(_to_template_error, ModelError), limit_resources(f"{where}: the chat template"):
+        text = tokenizer_or_processor.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools, **options
         )
     assert isinstance(text, str)

@@ -38,9 +38,9 @@ from cosmos_core.registry import is_code
 from cosmos_core.run.stage import Stage
 from cosmos_core.transient import is_machine_error, is_network_error
 
-_TRAIN = "train"
-_SLICE = re.compile(r"(.+?)\[(-?\d+%?)?:(-?\d+%?)?\]")
-_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\b")
+_TRAIN_SPLIT = "train"
+_SLICE_REGEX = re.compile(r"(.+?)\[(-?\d+%?)?:(-?\d+%?)?\]")
+_SHARD_REGEX = re.compile(r"(.+)-\d{5}-of-\d{5}\b")
 """Start of the name of one of the files into which `datasets` divides a split; the group is the split."""
 _HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 
@@ -48,38 +48,38 @@ _HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 class Rows:
     """Rows of one or several files (parts) with their locations, or a selection of rows, read anew per iteration."""
 
-    def __init__(self, parts: Sequence[RowPart], folder: Path, chosen_rows: np.ndarray | None = None) -> None:
-        """Join the rows of files or splits (`parts`), in which paths are relative to `folder`; the mask `chosen_rows`
+    def __init__(self, row_parts: Sequence[RowPart], folder: Path, row_mask: np.ndarray | None = None) -> None:
+        """Join the rows of files or splits (`row_parts`), in which paths are relative to `folder`; the mask `row_mask`
         selects rows (None: all rows)."""
         self.folder = folder
-        self._row_parts, self._chosen_rows = parts, chosen_rows
-        self._num_all_rows = sum(part.num_rows for part in parts)
+        self._row_parts, self._row_mask = row_parts, row_mask
+        self._num_all_rows = sum(row_part.num_rows for row_part in row_parts)
 
     def __len__(self) -> int:
-        return self._num_all_rows if self._chosen_rows is None else int(self._chosen_rows.sum())
+        return self._num_all_rows if self._row_mask is None else int(self._row_mask.sum())
 
     @property
     def is_generated(self) -> bool:
         """Return whether a generator makes the rows, which may be slow."""
-        return any(part.name.startswith(GENERATED) for part in self._row_parts)
+        return any(row_part.name.startswith(GENERATED) for row_part in self._row_parts)
 
     def __iter__(self) -> Iterator[Located]:
-        rows = chain.from_iterable(part.read() for part in self._row_parts)
-        return rows if self._chosen_rows is None else compress(rows, self._chosen_rows)
+        rows = chain.from_iterable(row_part.read() for row_part in self._row_parts)
+        return rows if self._row_mask is None else compress(rows, self._row_mask)
 
     def first(self, count: int | None) -> Rows:
         """Return the first `count` rows; None returns all rows."""
         if count is None or count >= len(self):
             return self
-        chosen_rows = np.ones(self._num_all_rows, bool) if self._chosen_rows is None else self._chosen_rows
-        return Rows(self._row_parts, self.folder, chosen_rows & (np.cumsum(chosen_rows) <= count))
+        row_mask = np.ones(self._num_all_rows, bool) if self._row_mask is None else self._row_mask
+        return Rows(self._row_parts, self.folder, row_mask & (np.cumsum(row_mask) <= count))
 
     def where(self, chosen_rows: np.ndarray) -> Rows:
         """Return the rows that the mask `chosen_rows`, with an entry per row, selects."""
-        if self._chosen_rows is not None:
-            new_chosen_rows = self._chosen_rows.copy()
-            new_chosen_rows[self._chosen_rows] = chosen_rows
-            chosen_rows = new_chosen_rows
+        if self._row_mask is not None:
+            new_row_mask = self._row_mask.copy()
+            new_row_mask[self._row_mask] = chosen_rows
+            chosen_rows = new_row_mask
         return Rows(self._row_parts, self.folder, chosen_rows)
 
 
@@ -94,49 +94,51 @@ def load_rows(dataset: RowsConfig, key: str = "dataset", opener: Opener | None =
     if not dataset.name.strip():
         raise DataError(f"{key}.name is empty; give a file, a folder or a Hub id")
     if generator := generator_of(dataset.name):
-        if dataset.split != (_TRAIN,):
+        if dataset.split != (_TRAIN_SPLIT,):
             raise DataError(f"{key}.split: a generator has only the split 'train'; set {key}.arguments.size")
         return Rows([make_generated_part(generator, dataset.arguments, key)], Path.cwd())
     # Path.expanduser and Path.exists raise for some names, unlike the functions of os.path.
     path = Path(os.path.expanduser(dataset.name))
     if os.path.exists(path):
-        path = _folder_of_rows(path, dataset.subset)
-        parts = [part for split in dataset.split for part in _find_split_parts(path, split, key)]
+        path = _find_data_folder(path, dataset.subset)
+        row_parts = [row_part for split in dataset.split for row_part in _find_split_parts(path, split, key)]
     elif is_code(dataset.name) and opener:
-        parts = [opener.make_part(dataset.name, key)]
+        row_parts = [opener.make_part(dataset.name, key)]
     elif _looks_like_path(dataset.name):
-        note = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
-        raise DataError(f"{key}.name = {str(path)!r}: it does not exist{note}; give a file, a folder or a Hub id")
+        location_note = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
+        raise DataError(
+            f"{key}.name = {str(path)!r}: it does not exist{location_note}; give a file, a folder or a Hub id"
+        )
     else:
-        parts = [_load_hub_split(dataset, split, key) for split in dataset.split]
-    if not any(part.num_rows for part in parts):  # some shards may be empty, but not all shards
-        raise DataError(f"{parts[0].name}: file holds no rows; {key}.name needs at least one")
+        row_parts = [_load_hub_split(dataset, split, key) for split in dataset.split]
+    if not any(row_part.num_rows for row_part in row_parts):  # some shards may be empty, but not all shards
+        raise DataError(f"{row_parts[0].name}: file holds no rows; {key}.name needs at least one")
     folder = path if path.is_dir() else path.parent
-    return Rows(parts, folder.absolute() if os.path.exists(path) else Path.cwd())
+    return Rows(row_parts, folder.absolute() if os.path.exists(path) else Path.cwd())
 
 
 def training_sources(stage: Stage) -> dict[str, AlgorithmConfig]:
     """Return the algorithm's table for each data set of training rows, by the key that names the data set; the stage's
     key `data` overrides the data sets of the recipe."""
     policy = stage.recipe.train.train_policy
-    name, key = str(stage.data), f"stage {stage.name!r}: data"
+    name, config_key = str(stage.data), f"stage {stage.name!r}: data"
     if stage.data is None:
-        name, key = media_settings(stage.recipe).annotation_path, "custom.dataset.annotation_path"
+        name, config_key = media_settings(stage.recipe).annotation_path, "custom.dataset.annotation_path"
     if not name:
         return dict(policy.sources)
     keys = {name: getattr(policy.dataset, name) for name in ("test_size", "max_skipped_fraction", "keep", "pass_rates")}
-    return {key: policy.derive(datasets=(), dataset=DatasetConfig(name=name, **keys))}
+    return {config_key: policy.derive(datasets=(), dataset=DatasetConfig(name=name, **keys))}
 
 
 def has_local_split(path: Path, split: str) -> bool:
     """Return whether a folder of data files has files named for this split."""
-    return path.is_dir() and any(_has_split_name(file, split) for file in _data_files(path))
+    return path.is_dir() and any(_has_split_name(file, split) for file in _find_data_files(path))
 
 
 def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Rows]:
     """Divide rows into (train, held-out), both in the order of the file; the arguments are those of `held_out_mask`."""
-    held_out = held_out_mask(len(rows), test_size, seed)
-    return rows.where(~held_out), rows.where(held_out)
+    is_held_out = held_out_mask(len(rows), test_size, seed)
+    return rows.where(~is_held_out), rows.where(is_held_out)
 
 
 def held_out_mask(num_rows: int, test_size: int | float, seed: int) -> np.ndarray:
@@ -147,11 +149,11 @@ def held_out_mask(num_rows: int, test_size: int | float, seed: int) -> np.ndarra
     Raises:
         DataError: no row would be left to train on.
     """
-    count = math.ceil(num_rows * test_size) if isinstance(test_size, float) else test_size
-    if count >= num_rows:
+    num_held_out = math.ceil(num_rows * test_size) if isinstance(test_size, float) else test_size
+    if num_held_out >= num_rows:
         raise DataError(f"test_size = {test_size} of {num_rows} rows leaves none to train on; lower dataset.test_size")
     is_held_out = np.zeros(num_rows, dtype=bool)
-    is_held_out[shuffled(num_rows, seed)[:count]] = True
+    is_held_out[shuffled(num_rows, seed)[:num_held_out]] = True
     return is_held_out
 
 
@@ -159,60 +161,64 @@ def _looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or bool(data_suffix(name))
 
 
-def _find_split_parts(path: Path, split: str, key: str) -> list[RowPart]:
+def _find_split_parts(path: Path, split: str, config_key: str) -> list[RowPart]:
     """Return the parts of a split, or of a slice in the notation of `datasets`: `train[:48]`, `train[10%:]`."""
-    match = _SLICE.fullmatch(split)
+    match = _SLICE_REGEX.fullmatch(split)
     if match is None:
-        return _local_parts(path, split, key)
-    parts = _local_parts(path, match[1], key)
-    total = sum(part.num_rows for part in parts)
-    first, last, _ = slice(*(_parse_slice_bound(text, total) for text in match.groups()[1:])).indices(total)
-    chosen, start = [], 0
-    for part in parts:
-        low, high = max(first - start, 0), min(last - start, part.num_rows)
-        if low < high:
-            chosen.append(RowPart(part.name, high - low, partial(_rows_between, part, low, high)))
-        start += part.num_rows
-    if not chosen:
-        raise DataError(f"{key}.split = {split!r} names no row of {total}; name others")
-    return chosen
+        return _load_local_parts(path, split, config_key)
+    row_parts = _load_local_parts(path, match[1], config_key)
+    num_rows = sum(row_part.num_rows for row_part in row_parts)
+    start_row, end_row, _ = slice(
+        *(_parse_slice_bound(bound_text, num_rows) for bound_text in match.groups()[1:])
+    ).indices(num_rows)
+    selected_parts, row_offset = [], 0
+    for row_part in row_parts:
+        part_start, part_end = max(start_row - row_offset, 0), min(end_row - row_offset, row_part.num_rows)
+        if part_start < part_end:
+            selected_parts.append(
+                RowPart(row_part.name, part_end - part_start, partial(_slice_rows, row_part, part_start, part_end))
+            )
+        row_offset += row_part.num_rows
+    if not selected_parts:
+        raise DataError(f"{config_key}.split = {split!r} names no row of {num_rows}; name others")
+    return selected_parts
 
 
-def _rows_between(part: RowPart, low: int, high: int) -> Iterator[Located]:
-    return islice(part.read(), low, high)
+def _slice_rows(row_part: RowPart, start_row: int, end_row: int) -> Iterator[Located]:
+    return islice(row_part.read(), start_row, end_row)
 
 
-def _parse_slice_bound(text: str | None, total: int) -> int | None:
-    if text is None:
+def _parse_slice_bound(bound_text: str | None, num_rows: int) -> int | None:
+    if bound_text is None:
         return None
-    return round(total * int(text[:-1]) / 100) if text.endswith("%") else int(text)
+    return round(num_rows * int(bound_text[:-1]) / 100) if bound_text.endswith("%") else int(bound_text)
 
 
-def _local_parts(path: Path, split: str, key: str) -> list[RowPart]:
-    if path.is_dir() and _is_saved(path):
+def _load_local_parts(path: Path, split: str, key: str) -> list[RowPart]:
+    if path.is_dir() and _is_saved_dataset(path):
         return [_load_saved_split(path, split, key)]
     if path.is_dir():
-        return [_read(file) for file in _files_of_split(path, split, key)]
-    if split != _TRAIN:
+        return [_open_data_file(file) for file in _find_split_files(path, split, key)]
+    if split != _TRAIN_SPLIT:
         raise DataError(f"{key}.split = {split!r}, but {path} is one file, which has only the split 'train'")
     if not data_suffix(path.name):
         raise DataError(f"{key}.name: {path.name} has the suffix {path.suffix!r}; known: {', '.join(DATA_SUFFIXES)}")
-    return [_read(path)]
+    return [_open_data_file(path)]
 
 
-def _read(file: Path) -> RowPart:
+def _open_data_file(file: Path) -> RowPart:
     # The file name becomes part of row locations in messages and in prepared rows.
     if re.search("[\0-\x1f\ud800-\udfff]", file.name):
         raise DataError(f"{file.name!r}: the name of a data file must be UTF-8 without control characters; rename it")
     return open_part(file)
 
 
-def _is_saved(folder: Path) -> bool:
+def _is_saved_dataset(folder: Path) -> bool:
     """Return whether `save_to_disk` of `datasets` has written the folder."""
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
-def _data_files(folder: Path) -> list[Path]:
+def _find_data_files(folder: Path) -> list[Path]:
     files = (file for file in folder.iterdir() if data_suffix(file.name) and not file.name.startswith("."))
     return sorted(file for file in files if file.is_file())
 
@@ -220,73 +226,80 @@ def _data_files(folder: Path) -> list[Path]:
 def _has_split_name(file: Path, split: str) -> bool:
     """Return whether a file name is that of a split: `train.jsonl`, `train-00000-of-00002.parquet`, `train_1.json`; but
     `train_sft-00000-of-00001.parquet` is of the split `train_sft`."""
-    if match := _SHARD.match(file.name):
+    if match := _SHARD_REGEX.match(file.name):
         return match[1] == split
     return file.name.startswith(tuple(split + separator for separator in ".-_"))
 
 
-def _files_of_split(folder: Path, split: str, key: str) -> list[Path]:
-    files = _data_files(folder)
-    chosen = [file for file in files if _has_split_name(file, split)]
-    splits = {match[1] for file in files if (match := _SHARD.match(file.name))}
-    if not chosen and split == _TRAIN and len(splits) < 2:  # files without split names are training rows
-        chosen = [file for file in files if not any(_has_split_name(file, name) for name in _HELD_OUT_SPLITS)]
-    if not chosen:
-        contents = ", ".join(file.name for file in files[:5]) or f"no data file{_mention_subfolders(folder)}"
-        remedy = f"; set {key}.split to one of {', '.join(sorted(splits))}" if splits else ""
-        raise DataError(f"{key}.name: {folder} has no file for the split {split!r}; it holds {contents}{remedy}")
-    return chosen
+def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
+    files = _find_data_files(folder)
+    split_files = [file for file in files if _has_split_name(file, split)]
+    split_names = {match[1] for file in files if (match := _SHARD_REGEX.match(file.name))}
+    if (
+        not split_files and split == _TRAIN_SPLIT and len(split_names) < 2
+    ):  # files without split names are training rows
+        split_files = [file for file in files if not any(_has_split_name(file, name) for name in _HELD_OUT_SPLITS)]
+    if not split_files:
+        folder_contents = ", ".join(file.name for file in files[:5]) or f"no data file{_describe_subfolders(folder)}"
+        remedy = f"; set {config_key}.split to one of {', '.join(sorted(split_names))}" if split_names else ""
+        raise DataError(
+            f"{config_key}.name: {folder} has no file for the split {split!r}; it holds {folder_contents}{remedy}"
+        )
+    return split_files
 
 
-def _folder_of_rows(path: Path, subset: str) -> Path:
+def _find_data_folder(path: Path, subset: str) -> Path:
     """Return the path with the data files of a data set. A copy of a Hub data set has its files in a sub-folder: the
     one named `subset`, or else the only sub-folder with data files."""
-    if not path.is_dir() or _is_saved(path):
+    if not path.is_dir() or _is_saved_dataset(path):
         return path
     if subset and (path / subset).is_dir():
         return path / subset
-    subfolders = _subfolders(path)
-    return subfolders[0] if len(subfolders) == 1 and not _data_files(path) else path
+    subfolders = _find_data_subfolders(path)
+    return subfolders[0] if len(subfolders) == 1 and not _find_data_files(path) else path
 
 
-def _subfolders(folder: Path) -> list[Path]:
+def _find_data_subfolders(folder: Path) -> list[Path]:
     """Return the sub-folders with data files, except hidden ones."""
-    folders = (each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
-    return sorted(each for each in folders if _data_files(each))
+    visible_subfolders = (
+        subfolder for subfolder in folder.iterdir() if subfolder.is_dir() and not subfolder.name.startswith(".")
+    )
+    return sorted(subfolder for subfolder in visible_subfolders if _find_data_files(subfolder))
 
 
-def _mention_subfolders(folder: Path) -> str:
+def _describe_subfolders(folder: Path) -> str:
     """Return the part of a message that names sub-folders with data files."""
-    names = " or ".join(repr(str(each)) for each in _subfolders(folder)[:5])
+    names = " or ".join(repr(str(subfolder)) for subfolder in _find_data_subfolders(folder)[:5])
     return f", and its folders are not looked into; name {names}" if names else ""
 
 
-def _load_saved_split(path: Path, split: str, key: str) -> RowPart:
+def _load_saved_split(path: Path, split: str, config_key: str) -> RowPart:
     import datasets
 
-    with reader_errors(f"{key}.name: {path} cannot be read by `datasets`"):
-        saved = datasets.load_from_disk(str(path))
-    splits = saved if isinstance(saved, datasets.DatasetDict) else {_TRAIN: saved}
+    with reader_errors(f"{config_key}.name: {path} cannot be read by `datasets`"):
+        saved_dataset = datasets.load_from_disk(str(path))
+    splits = saved_dataset if isinstance(saved_dataset, datasets.DatasetDict) else {_TRAIN_SPLIT: saved_dataset}
     if split not in splits:
-        raise DataError(f"{key}.split = {split!r}, but {path} has {', '.join(splits)}")
+        raise DataError(f"{config_key}.split = {split!r}, but {path} has {', '.join(splits)}")
     return dataset_part(splits[split], f"{path.name}[{split}]")
 
 
-def _load_hub_split(dataset: RowsConfig, split: str, key: str) -> RowPart:
+def _load_hub_split(dataset: RowsConfig, split: str, config_key: str) -> RowPart:
     import datasets
 
     try:
         with _set_offline_if_unreachable():
             subset, revision = dataset.subset or None, dataset.revision or None
-            loaded = datasets.load_dataset(dataset.name, subset, revision=revision, split=split)
+            hub_dataset = datasets.load_dataset(dataset.name, subset, revision=revision, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         if is_machine_error(error) or (is_network_error(error) and hub_is_reachable()):
             raise
         raise DataError(
-            f"{key}.name = {dataset.name!r} is no local file and could not be had from the Hub: {first_line(error)}; "
+            f"{config_key}.name = {dataset.name!r} is no local file and could not be had from the Hub: "
+            f"{first_line(error)}; "
             "check the name, the split and the network, or give a local path"
         ) from error
-    return dataset_part(loaded, f"{dataset.name}[{split}]")
+    return dataset_part(hub_dataset, f"{dataset.name}[{split}]")
 
 
 @contextmanager

@@ -45,13 +45,13 @@ def batch_within_token_limit(samples: Sequence[Sample], max_tokens: int | None) 
     assigned_samples = list(samples)
     if max_tokens is None:
         return assigned_samples
-    number = width = count = num_images = 0
+    micro_batch_index = padded_length = num_samples = num_images = 0
     for i in sorted(range(len(samples)), key=lambda i: (len(samples[i].images), -len(samples[i].input_ids))):
-        if (count + 1) * width > max_tokens or not count or len(samples[i].images) != num_images:
-            number, width, count = number + 1, len(samples[i].input_ids), 0
+        if (num_samples + 1) * padded_length > max_tokens or not num_samples or len(samples[i].images) != num_images:
+            micro_batch_index, padded_length, num_samples = micro_batch_index + 1, len(samples[i].input_ids), 0
             num_images = len(samples[i].images)
-        count += 1
-        assigned_samples[i] = replace(samples[i], micro_batch=number)
+        num_samples += 1
+        assigned_samples[i] = replace(samples[i], micro_batch=micro_batch_index)
     return assigned_samples
 
 
@@ -61,7 +61,7 @@ def swap_responses(samples: Sequence[Sample], max_tokens: int) -> list[Sample]:
     starts = [int(sample.loss_mask.argmax()) for sample in samples]
 
     def join(name: str, i: int) -> np.ndarray:
-        prompt, other = getattr(samples[i], name)[: starts[i]], getattr(samples[i - 1], name)[starts[i - 1] :]
-        return np.concatenate([prompt, other])[:max_tokens]
+        prompt, response = getattr(samples[i], name)[: starts[i]], getattr(samples[i - 1], name)[starts[i - 1] :]
+        return np.concatenate([prompt, response])[:max_tokens]
 
     return [replace(s, input_ids=join("input_ids", i), loss_mask=join("loss_mask", i)) for i, s in enumerate(samples)]

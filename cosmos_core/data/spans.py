@@ -20,69 +20,72 @@ TextBeforeCompletion = tuple[str, str]
 may begin."""
 
 
-def prefix_spans(render: Render, messages: list[Message], full: str) -> list[Span] | None:
+def prefix_spans(render: Render, messages: list[Message], rendered_text: str) -> list[Span] | None:
     """Return the assistant's spans by rendering the conversation up to and through each turn; None if this fails.
 
-    Each rendering must be a prefix of `full`. This fails for templates that render the last turn differently from
-    earlier turns, for example without the think blocks of earlier turns.
-    """
+    Each rendering must be a prefix of `rendered_text`. This fails for templates that render the last turn differently
+    from earlier turns, for example without the think blocks of earlier turns."""
     spans = []
-    for i in _assistant_turns(messages):
+    for i in _find_assistant_turns(messages):
         try:
-            text_before, through = render(messages[:i], True), render(messages[: i + 1], False)
+            text_before, text_through_turn = render(messages[:i], True), render(messages[: i + 1], False)
         except TemplateError:  # some templates refuse a part of a conversation, e.g. without a user turn
             return None
-        if not (through.startswith(text_before) and full.startswith(through)):
+        if not (text_through_turn.startswith(text_before) and rendered_text.startswith(text_through_turn)):
             return None
-        spans.append((len(text_before), len(through)))
+        spans.append((len(text_before), len(text_through_turn)))
     return spans
 
 
 def spans_by_placeholders(
-    render: Render, messages: list[Message], full: str, closing_tokens: Sequence[str]
+    render: Render, messages: list[Message], rendered_text: str, closing_tokens: Sequence[str]
 ) -> list[Span] | None:
     """Return the assistant's spans by rendering a placeholder for each completion, and locating the other text in
-    `full`; None if this fails.
+    `rendered_text`; None if this fails.
 
     Text between the generation prompt and a completion, such as an empty think block, belongs to the span.
     """
-    turns = _assistant_turns(messages)
-    unused = _unused_word(messages)
-    words = [f"{unused}{k}x" for k in range(len(turns))]
-    with_placeholders = list(messages)
-    for i, word in zip(turns, words, strict=True):
+    turn_indices = _find_assistant_turns(messages)
+    unused_word = _make_unused_word(messages)
+    placeholders = [f"{unused_word}{turn_number}x" for turn_number in range(len(turn_indices))]
+    placeholder_messages = list(messages)
+    for i, word in zip(turn_indices, placeholders, strict=True):
         is_text = isinstance(messages[i]["content"], str)
-        with_placeholders[i] = {**messages[i], "content": word if is_text else [{"type": "text", "text": word}]}
-        with_placeholders[i].pop("tool_calls", None)  # tool calls belong to the completion
+        placeholder_messages[i] = {**messages[i], "content": word if is_text else [{"type": "text", "text": word}]}
+        placeholder_messages[i].pop("tool_calls", None)  # tool calls belong to the completion
     try:
-        template_parts = _split_at(render(with_placeholders, False), words)
-        parts_up_to_last_turn = _split_at(render(with_placeholders[: turns[-1] + 1], False), words)
+        template_parts = _split_at_words(render(placeholder_messages, False), placeholders)
+        parts_up_to_last_turn = _split_at_words(
+            render(placeholder_messages[: turn_indices[-1] + 1], False), placeholders
+        )
         if template_parts is None or parts_up_to_last_turn is None:
             return None
-        texts_before = _texts_before_completions(render, with_placeholders, turns, template_parts)
+        texts_before = _find_texts_before(render, placeholder_messages, turn_indices, template_parts)
     except TemplateError:
         return None
-    turn_ends = [_turn_end(part, parts_up_to_last_turn[-1], closing_tokens) for part in template_parts[1:]]
-    return _locate_completions(full, texts_before, template_parts[-1], turn_ends)
+    turn_ends = [_find_turn_end(part, parts_up_to_last_turn[-1], closing_tokens) for part in template_parts[1:]]
+    return _locate_completions(rendered_text, texts_before, template_parts[-1], turn_ends)
 
 
 def trimmed(span: Span, text: str, closing_tokens: Sequence[str]) -> Span:
     """Return the span without the whitespace that a template writes after the token that closes the turn."""
     start, end = span
-    stripped = text[start:end].rstrip()
-    return (start, start + len(stripped)) if stripped.endswith(tuple(closing_tokens)) else span
+    stripped_text = text[start:end].rstrip()
+    return (start, start + len(stripped_text)) if stripped_text.endswith(tuple(closing_tokens)) else span
 
 
-def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+def num_shared(first_sequence: Sequence[Any], second_sequence: Sequence[Any]) -> int:
     """Return the length of the common prefix of two sequences."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first_sequence, second_sequence, strict=False))
+    )
 
 
-def _assistant_turns(messages: list[Message]) -> list[int]:
+def _find_assistant_turns(messages: list[Message]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _unused_word(messages: list[Message]) -> str:
+def _make_unused_word(messages: list[Message]) -> str:
     """Return a word that does not occur in the messages."""
     word = "zqturn"
     while any(word in str(message) for message in messages):
@@ -90,7 +93,7 @@ def _unused_word(messages: list[Message]) -> str:
     return word
 
 
-def _split_at(text: str, words: list[str]) -> list[str] | None:
+def _split_at_words(text: str, words: list[str]) -> list[str] | None:
     """Split a text at `words` and return the parts; None unless each word occurs exactly once, in order."""
     parts = []
     for word in words:
@@ -101,99 +104,123 @@ def _split_at(text: str, words: list[str]) -> list[str] | None:
     return [*parts, text]
 
 
-def _texts_before_completions(
-    render: Render, messages: list[Message], turns: list[int], template_parts: list[str]
+def _find_texts_before(
+    render: Render, messages: list[Message], turn_indices: list[int], template_parts: list[str]
 ) -> list[TextBeforeCompletion]:
     """Return the text of the template before each completion, up to the end of its generation prompt."""
-    first, last = (_generation_prompt(render, messages[:i]) for i in (turns[0], turns[-1]))
+    first_prompt, last_prompt = (
+        _find_generation_prompt(render, messages[:i]) for i in (turn_indices[0], turn_indices[-1])
+    )
     texts_before = []
-    for number, i in enumerate(turns):
-        generation_prompt = first if first == last else _generation_prompt(render, messages[:i])
-        part, last_text = template_parts[number], _last_text(messages[max(0, i - 1) : i])
+    for part_index, i in enumerate(turn_indices):
+        generation_prompt = (
+            first_prompt if first_prompt == last_prompt else _find_generation_prompt(render, messages[:i])
+        )
+        template_part, last_text = template_parts[part_index], _get_last_text(messages[max(0, i - 1) : i])
         if generation_prompt is None:
-            texts_before.append((part, ""))
+            texts_before.append((template_part, ""))
         else:
-            texts_before.append(_split_at_generation_prompt(part, last_text, *generation_prompt))
+            texts_before.append(_split_at_generation_prompt(template_part, last_text, *generation_prompt))
     return texts_before
 
 
-def _generation_prompt(render: Render, preceding_messages: list[Message]) -> tuple[str, str] | None:
+def _find_generation_prompt(render: Render, preceding_messages: list[Message]) -> tuple[str, str] | None:
     """Return the template's text between the last turn and a completion: the turn's end, and the generation prompt.
     Return None if adding the generation prompt changes the rendering of the turns."""
     try:
-        without, with_prompt = render(preceding_messages, False), render(preceding_messages, True)
+        text_without_prompt, text_with_prompt = render(preceding_messages, False), render(preceding_messages, True)
     except TemplateError:
         if any(turn["role"] == "user" for turn in preceding_messages):
             raise
         # Templates refuse an empty conversation, and some need a user turn, so render an arbitrary user turn before.
-        preceding_messages = [*preceding_messages, {"role": "user", "content": _unused_word(preceding_messages)}]
-        without, with_prompt = render(preceding_messages, False), render(preceding_messages, True)
-    if not with_prompt.startswith(without):
+        preceding_messages = [*preceding_messages, {"role": "user", "content": _make_unused_word(preceding_messages)}]
+        text_without_prompt, text_with_prompt = render(preceding_messages, False), render(preceding_messages, True)
+    if not text_with_prompt.startswith(text_without_prompt):
         return None
-    last_text = _last_text(preceding_messages)
-    return without[without.rfind(last_text) + len(last_text) :], with_prompt[len(without) :]
+    last_text = _get_last_text(preceding_messages)
+    return text_without_prompt[text_without_prompt.rfind(last_text) + len(last_text) :], text_with_prompt[
+        len(text_without_prompt) :
+    ]
 
 
-def _last_text(preceding_messages: list[Message]) -> str:
+def _get_last_text(preceding_messages: list[Message]) -> str:
     """Return the last text of the last turn; empty if there is no turn or no text."""
     texts = texts_of(preceding_messages[-1]) if preceding_messages else []
     return texts[-1].strip() if texts else ""
 
 
-def _split_at_generation_prompt(part: str, asked: str, turn_end: str, prompt: str) -> TextBeforeCompletion:
-    """Return `part` up to the end of the generation prompt or of its longest prefix, and the rest of the prompt. If a
-    generation prompt ends with `<think>`, a completion without thoughts follows only a prefix of the prompt."""
-    candidate = asked + turn_end + prompt
-    if candidate in part:
-        return part[: part.rfind(candidate) + len(candidate)], ""
+def _split_at_generation_prompt(
+    template_part: str, last_text: str, turn_end: str, generation_prompt: str
+) -> TextBeforeCompletion:
+    """Return `template_part` up to the end of the generation prompt or of its longest prefix, and the rest of the
+    prompt. If a generation prompt ends with `<think>`, a completion without thoughts follows only a prefix of the
+    prompt."""
+    candidate = last_text + turn_end + generation_prompt
+    if candidate in template_part:
+        return template_part[: template_part.rfind(candidate) + len(candidate)], ""
     # Search after the user's text: it may contain the generation prompt, or, if short, occur in the generation prompt.
-    preceding_text = next((words for words in (asked + turn_end, asked) if words in part), None)
-    if preceding_text is None or not prompt:
-        return part, ""
-    search_start = part.rfind(preceding_text) + len(preceding_text) if preceding_text else 0
-    for length in range(len(prompt), 0, -1):
-        position = part.rfind(prompt[:length], search_start)
+    preceding_text = next(
+        (candidate_text for candidate_text in (last_text + turn_end, last_text) if candidate_text in template_part),
+        None,
+    )
+    if preceding_text is None or not generation_prompt:
+        return template_part, ""
+    search_start = template_part.rfind(preceding_text) + len(preceding_text) if preceding_text else 0
+    for prefix_length in range(len(generation_prompt), 0, -1):
+        position = template_part.rfind(generation_prompt[:prefix_length], search_start)
         # Without preceding user text to search from, a short prefix of the prompt may match unrelated text.
-        if position >= 0 and (preceding_text or length == len(prompt) or part.endswith(prompt[:length])):
-            return part[: position + length], prompt[length:]
-    return part, ""
+        if position >= 0 and (
+            preceding_text
+            or prefix_length == len(generation_prompt)
+            or template_part.endswith(generation_prompt[:prefix_length])
+        ):
+            return template_part[: position + prefix_length], generation_prompt[prefix_length:]
+    return template_part, ""
 
 
-def _turn_end(part: str, end_of_conversation: str, closing_tokens: Sequence[str]) -> str:
+def _find_turn_end(part: str, end_of_conversation: str, closing_tokens: Sequence[str]) -> str:
     """Return the beginning of the template's text after a completion that closes the turn.
 
     This is the common prefix with the last turn's ending, up to the end of a whole token: `<|end|><|user|>` and
     `<|end|><|endoftext|>` share `<|end|><|`, of which `<|end|>` is returned.
     """
-    shared = num_shared(part, end_of_conversation)
-    end_positions = [part.rfind(token, 0, shared) + len(token) for token in closing_tokens if token in part[:shared]]
-    return part[: max(end_positions)] if end_positions else part[:shared]
+    shared_length = num_shared(part, end_of_conversation)
+    end_positions = [
+        part.rfind(token, 0, shared_length) + len(token) for token in closing_tokens if token in part[:shared_length]
+    ]
+    return part[: max(end_positions)] if end_positions else part[:shared_length]
 
 
 def _locate_completions(
-    full: str, texts_before: list[TextBeforeCompletion], text_after: str, turn_ends: list[str]
+    rendered_text: str, texts_before: list[TextBeforeCompletion], text_after: str, turn_ends: list[str]
 ) -> list[Span] | None:
     """Return the spans between the template's texts, each with the text that closes its turn; None if ambiguous."""
-    parts = [part for part, _ in texts_before]
-    first, last = len(parts[0]), len(full) - len(text_after)
-    if not full.startswith(parts[0]) or not full.endswith(text_after) or "" in parts[1:]:
+    template_texts = [part for part, _ in texts_before]
+    search_start, search_end = len(template_texts[0]), len(rendered_text) - len(text_after)
+    if (
+        not rendered_text.startswith(template_texts[0])
+        or not rendered_text.endswith(text_after)
+        or "" in template_texts[1:]
+    ):
         return None
-    stops = _earliest_positions(full[:last], parts[1:], first)
+    completion_ends = _find_earliest_positions(rendered_text[:search_end], template_texts[1:], search_start)
     # Spans are ambiguous if a turn quotes the template's text between two turns, with its control tokens.
-    if stops is None or stops != _latest_text_positions(full[:last], parts[1:], first):
+    if completion_ends is None or completion_ends != _find_latest_positions(
+        rendered_text[:search_end], template_texts[1:], search_start
+    ):
         return None
     spans = []
-    begin = first
-    for (_, missing_rest), next_text, end, turn_end in zip(
-        texts_before, [*parts[1:], ""], [*stops, last], turn_ends, strict=True
+    span_start = search_start
+    for (_, prompt_rest), next_text, completion_end, turn_end in zip(
+        texts_before, [*template_texts[1:], ""], [*completion_ends, search_end], turn_ends, strict=True
     ):
-        begin += len(missing_rest) * full.startswith(missing_rest, begin, end)
-        spans.append((begin, end + len(turn_end)))
-        begin = end + len(next_text)
+        span_start += len(prompt_rest) * rendered_text.startswith(prompt_rest, span_start, completion_end)
+        spans.append((span_start, completion_end + len(turn_end)))
+        span_start = completion_end + len(next_text)
     return spans
 
 
-def _earliest_positions(text: str, parts: list[str], start: int) -> list[int] | None:
+def _find_earliest_positions(text: str, parts: list[str], start: int) -> list[int] | None:
     """Return the positions of `parts` in a text, in order and each as early as possible; None if a part is missing."""
     positions = []
     for part in parts:
@@ -204,7 +231,7 @@ def _earliest_positions(text: str, parts: list[str], start: int) -> list[int] | 
     return positions
 
 
-def _latest_text_positions(text: str, parts: list[str], start: int) -> list[int]:
+def _find_latest_positions(text: str, parts: list[str], start: int) -> list[int]:
     """Return the positions of `parts` in a text, in order and each as late as possible; all parts must occur."""
     positions: list[int] = []
     for part in reversed(parts):

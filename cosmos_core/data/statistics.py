@@ -58,42 +58,44 @@ class _FirstItemCounter:
 class Counts:
     """Statistics of one split, collected chunk by chunk."""
 
-    def __init__(self, kind: TokenisedKind, column: str = "", token_limits: tuple[int, int] | None = None) -> None:
-        """Start with counts of 0; `column` is the column that the recipe names, or empty; `token_limits` has the limits
-        of `Job.num_free_tokens`."""
-        self._row_kind, self._column, self._token_limits = kind, column, token_limits
-        self._lengths: list[np.ndarray] = []
+    def __init__(
+        self, row_kind: TokenisedKind, conversation_column: str = "", token_limits: tuple[int, int] | None = None
+    ) -> None:
+        """Start with counts of 0; `conversation_column` is the column that the recipe names, or empty; `token_limits`
+        has the limits of `Job.num_free_tokens`."""
+        self._row_kind, self._conversation_column, self._token_limits = row_kind, conversation_column, token_limits
+        self._row_lengths: list[np.ndarray] = []
         self._counts, self._unread_counts = Counter[str](), Counter[str]()
-        self._skipped: dict[str, _FirstItemCounter] = {}
-        self._refused_counter, self._merged = _FirstItemCounter(), _FirstItemCounter()
+        self._skipped_by_reason: dict[str, _FirstItemCounter] = {}
+        self._refused_counter, self._merged_counter = _FirstItemCounter(), _FirstItemCounter()
 
     def add(self, chunk: Chunk) -> None:
         """Add the rows of the next chunk."""
         lengths = [np.diff(chunk.batch.column(name).offsets.to_numpy()) for name in self._row_kind.id_columns]
-        self._lengths.append(np.sum(lengths, axis=0).astype(np.int32))
+        self._row_lengths.append(np.sum(lengths, axis=0).astype(np.int32))
         self._counts += chunk.counts
         self._unread_counts += chunk.unread_counts
-        for where in chunk.merged:
-            self._merged.add(where)
-        for skipped in chunk.skipped:
-            self._skipped.setdefault(skipped.reason, _FirstItemCounter()).add(skipped.where)
-            if skipped.refusal:
-                self._refused_counter.add(skipped.refusal)
+        for location in chunk.merged:
+            self._merged_counter.add(location)
+        for skipped_row in chunk.skipped:
+            self._skipped_by_reason.setdefault(skipped_row.reason, _FirstItemCounter()).add(skipped_row.where)
+            if skipped_row.refusal:
+                self._refused_counter.add(skipped_row.refusal)
         for name in self._row_kind.mask_columns:
             self._counts["label_tokens"] += int(chunk.batch.column(name).values.to_numpy().sum(dtype=np.int64))
 
     @property
     def num_rows(self) -> int:
         """Return the number of rows that were written to the prepared file."""
-        return sum(len(lengths) for lengths in self._lengths)
+        return sum(len(lengths) for lengths in self._row_lengths)
 
     @property
     def num_skipped(self) -> int:
         """Return the number of rows that were left out of the prepared file."""
-        return sum(each.count for each in self._skipped.values())
+        return sum(counter.count for counter in self._skipped_by_reason.values())
 
     @property
-    def _teaches_end(self) -> bool:
+    def _has_learned_end(self) -> bool:
         """Return False if no row has a learned end token, although rows have a loss and not all are cut."""
         is_always_truncated = self._counts["truncated_rows"] >= self.num_rows
         return not self._row_kind.mask_columns or is_always_truncated or self._counts["learned_ends"] > 0
@@ -113,33 +115,37 @@ class Counts:
     def notices(self, end_token: str | None = None) -> list[str]:
         """Return lines about rows that were skipped, read from another column or merged, or that lack an end token."""
         lines = []
-        if self._skipped:
-            first = dict(islice(self._skipped.items(), _MAX_REASONS))
-            reasons = [f"{each.count} {reason} (first: {each.first})" for reason, each in first.items()]
-            if num_other_reasons := self.num_skipped - sum(each.count for each in first.values()):
+        if self._skipped_by_reason:
+            first_reasons = dict(islice(self._skipped_by_reason.items(), _MAX_REASONS))
+            reasons = [f"{each.count} {reason} (first: {each.first})" for reason, each in first_reasons.items()]
+            if num_other_reasons := self.num_skipped - sum(each.count for each in first_reasons.values()):
                 reasons.append(f"{num_other_reasons} for other reasons")
             lines.append(f"{self.num_skipped} of {self.num_rows + self.num_skipped} rows skipped: {', '.join(reasons)}")
         if count := self._counts["other_column"]:
             lines.append(
-                f"{count} of {self.num_rows} rows have no column {self._column!r}, which "
+                f"{count} of {self.num_rows} rows have no column {self._conversation_column!r}, which "
                 "train.train_policy.conversation_column_name names: they were read from another known column"
             )
         if count := self._counts["text_alone"]:
             lines.append(
-                f"{count} of {self.num_rows} rows are learned as the text of column {self._column!r} alone, and have a "
+                f"{count} of {self.num_rows} rows are learned as the text of column {self._conversation_column!r} "
+                f"alone, and have a "
                 "response in another column; leave train.train_policy.conversation_column_name out to learn that"
             )
-        if self._token_limits and (count := sum(int((each > self._token_limits[0]).sum()) for each in self._lengths)):
+        if self._token_limits and (
+            count := sum(int((each > self._token_limits[0]).sum()) for each in self._row_lengths)
+        ):
             lines.append(
                 f"{count} of {self.num_rows} prompts leave less room in policy.model_max_length than the "
                 f"{self._token_limits[1]} tokens of max_response_length: their completions end earlier"
             )
-        if self._merged.count:
+        if self._merged_counter.count:
             lines.append(
-                f"turns put together in {self._merged.count} of {self.num_rows} rows (first: {self._merged.first}): "
+                f"turns put together in {self._merged_counter.count} of {self.num_rows} rows (first: "
+                f"{self._merged_counter.first}): "
                 "the chat template refuses a system turn, or turns of one role in a row"
             )
-        if not self._teaches_end:
+        if not self._has_learned_end:
             lines.append(
                 f"no row teaches the end token {end_token!r}, so the model would not learn to stop; write it behind "
                 "the assistant's turns in the chat template, or make the token that closes them the eos_token"
@@ -148,7 +154,7 @@ class Counts:
 
     def summary(self) -> dict[str, Any]:
         """Return the entry of the split in `statistics.json`."""
-        lengths = np.concatenate(self._lengths).astype(np.int64)
+        lengths = np.concatenate(self._row_lengths).astype(np.int64)
         p50, p95 = np.percentile(lengths, [50, 95])
         return {
             "kind": self._row_kind.name,
@@ -161,10 +167,11 @@ class Counts:
             },
             "truncated_rows": self._counts["truncated_rows"],
             "skipped_rows": self.num_skipped,
-            "skipped": {reason: {"rows": each.count, "first": each.first} for reason, each in self._skipped.items()},
-            "merged_rows": self._merged.count,
+            "skipped": {reason: {"rows": counter.count, "first": counter.first}
+                        for reason, counter in self._skipped_by_reason.items()},
+            "merged_rows": self._merged_counter.count,
             **{name: self._counts[name] for name in ("images", "image_tokens") if self._counts["images"]},
             **{name: self._counts[name] for name in ("plain_rows", "continued_rows") if self._counts[name]},
             **({"unread_columns": sorted(self._unread_counts)} if self._unread_counts else {}),
-            **({} if self._teaches_end else {"teaches_end": False}),
+            **({} if self._has_learned_end else {"teaches_end": False}),
         }  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 from cosmos_core.errors import DataError
 
 
-def read_tools(row: dict[str, Any], where: str) -> list[Any] | None:
+def read_tools(row: dict[str, Any], location: str) -> list[Any] | None:
     """Return the tool descriptions in the column `tools`, a list or its JSON; None if there are none.
 
     Raises:
@@ -14,12 +14,14 @@ def read_tools(row: dict[str, Any], where: str) -> list[Any] | None:
     """
     tools = row.get("tools")
     if isinstance(tools, str):
-        decoded = parse_json(tools)
-        tools = [tools] if decoded is None and tools.strip() not in {"", "null"} else decoded
+        decoded_tools = parse_json(tools)
+        tools = [tools] if decoded_tools is None and tools.strip() not in {"", "null"} else decoded_tools
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: column 'tools' holds {str(tools)[:40]!r}; write a list of objects, or leave it out")
+        raise DataError(
+            f"{location}: column 'tools' holds {str(tools)[:40]!r}; write a list of objects, or leave it out"
+        )
     return tools
 
 
@@ -35,12 +37,14 @@ def calls_of(text: Any) -> list[Any] | None:
 def decode_arguments(calls: Any) -> Any:
     """Return tool calls with their arguments decoded from JSON strings, which OpenAI's interface uses, to objects. Chat
     templates serialise arguments to JSON, and would quote the string."""
-    return _with_arguments(calls, _decode_object)
+    return _convert_arguments(calls, _decode_object)
 
 
 def with_texts(calls: Any) -> Any:
     """Return tool calls with their arguments as JSON strings, for chat templates that concatenate them with strings."""
-    return _with_arguments(calls, lambda each: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False))
+    return _convert_arguments(
+        calls, lambda each: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False)
+    )
 
 
 def uses_python_notation(calls: Any, text: str) -> bool:
@@ -51,16 +55,16 @@ def uses_python_notation(calls: Any, text: str) -> bool:
     return any(arguments and isinstance(arguments, dict) and str(arguments) in text for arguments in arguments_of_calls)
 
 
-def _with_arguments(calls: Any, change: Any) -> Any:
-    return [_with_argument(call, change) for call in calls] if isinstance(calls, list) else calls
+def _convert_arguments(calls: Any, convert_fn: Any) -> Any:
+    return [_convert_call_arguments(call, convert_fn) for call in calls] if isinstance(calls, list) else calls
 
 
-def _with_argument(call: Any, change: Any) -> Any:
+def _convert_call_arguments(call: Any, convert_fn: Any) -> Any:
     if not isinstance(call, dict):
         return call
     if isinstance(function := call.get("function"), dict):
-        return {**call, "function": _with_argument(function, change)}
-    return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
+        return {**call, "function": _convert_call_arguments(function, convert_fn)}
+    return {**call, "arguments": convert_fn(call["arguments"])} if "arguments" in call else call
 
 
 def _decode_object(value: Any) -> Any:
@@ -82,5 +86,5 @@ def parse_json(text: Any) -> Any:
 def remove_nulls(value: Any) -> Any:
     """Remove keys with None from the objects in a value: Arrow gives each object the keys of all rows."""
     if isinstance(value, dict):
-        return {key: remove_nulls(each) for key, each in value.items() if each is not None}
-    return [remove_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: remove_nulls(element) for key, element in value.items() if element is not None}
+    return [remove_nulls(element) for element in value] if isinstance(value, list) else value

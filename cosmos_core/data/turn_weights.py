@@ -5,8 +5,8 @@ from typing import Any
 
 from cosmos_core.errors import DataError
 
-_KEYS = ("weight", "loss", "train", "loss_mask", "trainable")
-_PARTIAL_KEYS = ("loss_scale", "loss_weight", "train_detail", "training_detail")
+_WEIGHT_KEYS = ("weight", "loss", "train", "loss_mask", "trainable")
+_UNSUPPORTED_KEYS = ("loss_scale", "loss_weight", "train_detail", "training_detail")
 """Unsupported keys that weight a turn, or parts of it, by other values than 0 and 1."""
 _TURN_SELECTION_KEY = re.compile(r"loss|train|learn|mask|weight|ignore|supervise|target", re.IGNORECASE)
 """Pattern of key names with which other programs select the tokens to learn; a number under such a key is refused."""
@@ -18,27 +18,33 @@ def pop_turn_weight(turn: dict[str, Any], role: str, where: str) -> dict[str, in
     Raises:
         DataError: a key has another value than 0 and 1, or marks a turn of another role than the assistant as learned.
     """
-    numeric = [key for key, value in turn.items() if key not in _KEYS and isinstance(value, int | float)]
-    if partial := [key for key in turn if key in _PARTIAL_KEYS] + list(filter(_TURN_SELECTION_KEY.search, numeric)):
+    numeric_keys = [key for key, value in turn.items() if key not in _WEIGHT_KEYS and isinstance(value, int | float)]
+    if partial := [key for key in turn if key in _UNSUPPORTED_KEYS] + list(
+        filter(_TURN_SELECTION_KEY.search, numeric_keys)
+    ):
         raise DataError(f"{where}: {partial[0]!r} is not read; a turn is learned as a whole (`weight` = 1) or not (0)")
-    flags = {key: turn.pop(key) for key in _KEYS if key in turn}
-    for key, value in flags.items():
+    weight_flags = {key: turn.pop(key) for key in _WEIGHT_KEYS if key in turn}
+    for key, value in weight_flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise DataError(f"{where}: {key} = {str(value)[:40]}; a turn is learned (1) or not (0)")
         if value and key != "weight" and role != "assistant":
             raise DataError(f"{where}: {key} = {value}, but only turns of the assistant are learned; leave {key} out")
-    return {} if all(flags.values()) else {"weight": 0}
+    return {} if all(weight_flags.values()) else {"weight": 0}
 
 
-def check_parts(content: Any, where: str) -> None:
+def check_parts(content: Any, location: str) -> None:
     """Check that no part of a turn's content has a key that selects tokens to learn: a turn is learned as a whole.
 
     Raises:
         DataError: a part has a key of this kind.
     """
     for part in content if isinstance(content, list) else ():
-        if keys := [key for key in (*_KEYS, *_PARTIAL_KEYS) if isinstance(part, dict) and key in part]:
-            raise DataError(f"{where}: a part of the content has {keys[0]!r}; put it on the turn, learned whole")
+        if weight_keys := [
+            key for key in (*_WEIGHT_KEYS, *_UNSUPPORTED_KEYS) if isinstance(part, dict) and key in part
+        ]:
+            raise DataError(
+                f"{location}: a part of the content has {weight_keys[0]!r}; put it on the turn, learned whole"
+            )
 
 
 def is_trained_turn(turn: dict[str, Any]) -> bool:

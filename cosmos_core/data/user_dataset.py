@@ -52,19 +52,20 @@ class Opener:
     def __init__(self, recipe: Recipe, load_tokenizer: Callable[[], Any]) -> None:
         self._recipe, self._load_tokenizer = recipe, load_tokenizer
 
-    def make_part(self, name: str, key: str) -> RowPart:
-        """Return the rows of the user's data set `name`; `key` is the name of its table in the TOML, for messages.
+    def make_part(self, name: str, config_key: str) -> RowPart:
+        """Return the rows of the user's data set `name`; `config_key` is the name of its table in the TOML, for
+        messages.
 
         Raises:
             ConfigError: the class does not exist or cannot be imported.
             DataError: the class raised an error, or has no length.
         """
-        loaded = import_user_code(name)
-        with user_code_errors(f"{key}.name = {name!r}", None):
-            dataset = _instantiate(loaded, self._recipe)
-            self._set_up(dataset)
+        user_object = import_user_code(name)
+        with user_code_errors(f"{config_key}.name = {name!r}", None):
+            dataset = _instantiate(user_object, self._recipe)
+            self._call_setup(dataset)
             length = len(dataset)
-        return RowPart(name, length, partial(_items, dataset, name, length, self._recipe.train.train_policy))
+        return RowPart(name, length, partial(_iterate_items, dataset, name, length, self._recipe.train.train_policy))
 
     def packer(self) -> Callable[[Row, str], Row] | None:
         """Return a function that applies the recipe's packer to a row; None if the recipe names no packer.
@@ -75,65 +76,68 @@ class Opener:
         policy = self._recipe.train.train_policy
         if not policy.data_packer:
             return None
-        loaded = import_user_code(policy.data_packer)
-        methods = vars(loaded if inspect.isclass(loaded) else type(loaded))
-        if unused := [name for name in _UNSUPPORTED_METHODS if name in methods]:
+        user_object = import_user_code(policy.data_packer)
+        methods = vars(user_object if inspect.isclass(user_object) else type(user_object))
+        if unsupported_methods := [name for name in _UNSUPPORTED_METHODS if name in methods]:
             raise ConfigError(
-                f"train.train_policy.data_packer = {policy.data_packer!r} has {', '.join(unused)}, which nothing calls "
+                f"train.train_policy.data_packer = {policy.data_packer!r} has {', '.join(unsupported_methods)}, which "
+                f"nothing calls "
                 "here: batches are made by the model's adapter; remove it, or write an algorithm of your own"
             )
         method_name = tokenised_kind(policy.rows).packer_method
-        with user_code_errors(f"train.train_policy.data_packer = {policy.data_packer!r}", loaded):
-            packer = _instantiate(loaded, self._recipe)
-            self._set_up(packer)
+        with user_code_errors(f"train.train_policy.data_packer = {policy.data_packer!r}", user_object):
+            packer = _instantiate(user_object, self._recipe)
+            self._call_setup(packer)
         method = getattr(packer, method_name, None) if method_name else None
         if method is None:
             raise ConfigError(
                 f"train.train_policy.data_packer = {policy.data_packer!r}: a training on {policy.rows} calls "
                 + (f"{method_name}, which it does not have" if method_name else "none; leave it out")
             )
-        return partial(_packed, method, policy)
+        return partial(_pack_row, method, policy)
 
-    def _set_up(self, instance: Any) -> None:
+    def _call_setup(self, instance: Any) -> None:
         if not hasattr(instance, "setup"):
             return
-        names = list(inspect.signature(instance.setup).parameters)
-        wants_tokenizer = "tokenizer" in names or len(names) > 1
-        instance.setup(*(self._recipe, self._load_tokenizer())[: 1 + wants_tokenizer])
+        parameter_names = list(inspect.signature(instance.setup).parameters)
+        should_pass_tokenizer = "tokenizer" in parameter_names or len(parameter_names) > 1
+        instance.setup(*(self._recipe, self._load_tokenizer())[: 1 + should_pass_tokenizer])
 
 
-def _instantiate(imported: Any, recipe: Recipe) -> Any:
-    """Return the data set or packer of imported user code: `imported` itself, or the result of calling it. A function
-    is called with the recipe if it takes any argument, a class only if it has a required argument."""
-    is_class = inspect.isclass(imported)
-    if not callable(imported) or (not is_class and hasattr(imported, "__getitem__")):
-        return imported
-    parameters = inspect.signature(imported).parameters.values()
+def _instantiate(user_object: Any, recipe: Recipe) -> Any:
+    """Return the data set or packer of imported user code: `user_object` itself, or the result of calling it. A
+    function is called with the recipe if it takes any argument, a class only if it has a required argument."""
+    is_class = inspect.isclass(user_object)
+    if not callable(user_object) or (not is_class and hasattr(user_object, "__getitem__")):
+        return user_object
+    parameters = inspect.signature(user_object).parameters.values()
     positional = [each for each in parameters if each.kind in {each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD}]
-    wants_recipe = any(each.default is each.empty for each in positional) if is_class else bool(positional)
-    return imported(recipe) if wants_recipe else imported()
+    should_pass_recipe = any(each.default is each.empty for each in positional) if is_class else bool(positional)
+    return user_object(recipe) if should_pass_recipe else user_object()
 
 
-def _items(dataset: Any, name: str, length: int, policy: AlgorithmConfig) -> Iterator[Located]:
+def _iterate_items(dataset: Any, name: str, length: int, policy: AlgorithmConfig) -> Iterator[Located]:
     """Yield each item of a user's data set as a row with its location and its reference answer."""
-    find_reference = getattr(dataset, "get_reference_answer", None) if isinstance(policy, RlConfig) else None
+    get_reference = getattr(dataset, "get_reference_answer", None) if isinstance(policy, RlConfig) else None
     for index in range(length):
-        where = f"{name} item {index}"
-        with user_code_errors(where, getattr(type(dataset), "__getitem__", None)):
-            row = _row(dataset[index], policy, where)
-            if find_reference is not None:
-                row |= _reference(find_reference(index), policy)
-        yield where, row
+        location = f"{name} item {index}"
+        with user_code_errors(location, getattr(type(dataset), "__getitem__", None)):
+            row = _row(dataset[index], policy, location)
+            if get_reference is not None:
+                row |= _make_reference(get_reference(index), policy)
+        yield location, row
 
 
-def _packed(method: Callable[[Any], Any], policy: AlgorithmConfig, row: Row, where: str) -> Row:
+def _pack_row(method: Callable[[Any], Any], policy: AlgorithmConfig, row: Row, location: str) -> Row:
     """Return the row that a packer's method makes of a row; a prompt keeps its columns with a reference."""
-    with user_code_errors(where, method):
-        packed = method(row)
-    if isinstance(packed, dict) or not isinstance(policy, RlConfig):
-        return _row(packed, policy, where)
-    refs = {name: value for name, value in row.items() if name == _reference_column(policy) or name in _REFERENCES}
-    return refs | _row(packed, policy, where)
+    with user_code_errors(location, method):
+        packed_item = method(row)
+    if isinstance(packed_item, dict) or not isinstance(policy, RlConfig):
+        return _row(packed_item, policy, location)
+    reference_columns = {
+        name: value for name, value in row.items() if name == _reference_column(policy) or name in _REFERENCES
+    }
+    return reference_columns | _row(packed_item, policy, location)
 
 
 _REFERENCES = ("answer", "response", "solution", "result", "reference_answer")
@@ -143,7 +147,7 @@ def _reference_column(policy: AlgorithmConfig) -> str:
     return (isinstance(policy, RlConfig) and policy.response_column_name) or "answer"
 
 
-def _row(item: Any, policy: AlgorithmConfig, where: str) -> Row:
+def _row(item: Any, policy: AlgorithmConfig, location: str) -> Row:
     """Convert an item of a user's data set or packer to a row with the columns that the recipe reads."""
     is_prompt = isinstance(policy, RlConfig)
     column = (policy.prompt_column_name or "prompt") if isinstance(policy, RlConfig) else "messages"
@@ -156,14 +160,14 @@ def _row(item: Any, policy: AlgorithmConfig, where: str) -> Row:
     content = getattr(item, "conversation", None) or getattr(item, "prompt", None)
     if content is None:
         raise DataError(
-            f"{where} is a {type(item).__name__}; the rule is a dict, a list of turns, a string, or an object with "
+            f"{location} is a {type(item).__name__}; the rule is a dict, a list of turns, a string, or an object with "
             "prompt or conversation"
         )
     response = getattr(item, "reference_answer", None)
-    return _row(content, policy, where) | _reference(response, policy)
+    return _row(content, policy, location) | _make_reference(response, policy)
 
 
-def _reference(response: Any, policy: AlgorithmConfig) -> Row:
+def _make_reference(response: Any, policy: AlgorithmConfig) -> Row:
     """Return a row with the reference answer as text, serialised as in a file; an empty row if there is none."""
     if response is None:
         return {}
@@ -175,17 +179,17 @@ def _reference(response: Any, policy: AlgorithmConfig) -> Row:
 
 
 def user_code_errors(
-    where: str,
-    function: Any,
+    location: str,
+    user_function: Any,
     error_class: type[CosmosError] = DataError,
-    unchanged: type[Exception] | tuple[type[Exception], ...] = (ConfigError, DataError),
+    excluded_errors: type[Exception] | tuple[type[Exception], ...] = (ConfigError, DataError),
 ) -> AbstractContextManager[None]:
-    """Convert errors of a user's code to an `error_class` with file and line, except those of the classes `unchanged`;
-    a transient error becomes a `StageFailed`, because neither the code nor the data are at fault."""
+    """Convert errors of a user's code to an `error_class` with file and line, except those of the classes
+    `excluded_errors`; a transient error becomes a `StageFailed`, because neither the code nor the data are at fault."""
 
     def convert(error: Exception) -> CosmosError:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        kind = StageFailed if is_transient(error) else error_class
-        return kind(f"{where}: {reason} ({location_of(error, function)})")
+        error_type = StageFailed if is_transient(error) else error_class
+        return error_type(f"{location}: {reason} ({location_of(error, user_function)})")
 
-    return convert_errors(convert, unchanged)
+    return convert_errors(convert, excluded_errors)

@@ -55,8 +55,8 @@ def visual_tokens(
     """
     if not processor.tokenizer.is_fast:
         raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
-    full, spans = find_learned_spans(processor, turns, where, tools, end_ids)
-    return _expand_images(processor, full, spans, images, where)
+    rendered_text, spans = find_learned_spans(processor, turns, where, tools, end_ids)
+    return _expand_images(processor, rendered_text, spans, images, where)
 
 
 def visual_prompt(
@@ -64,8 +64,8 @@ def visual_prompt(
     turns: list[Message],
     images: list[Image],
     max_length: int,
-    where: str,
-    chat: PromptRendering,
+    location: str,
+    render_settings: PromptRendering,
 ) -> tuple[VisualTokens, str]:
     """Return the tokens of a prompt whose parts show `images`, and its text with a placeholder word for each image.
 
@@ -77,76 +77,84 @@ def visual_prompt(
     if not processor.tokenizer.is_fast:
         raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
     _, text = render(
-        processor, turns, where, add_generation_prompt=chat.add_generation_prompt, tools=list(chat.tools) or None,
-        options=chat.options,
+        processor, turns, location, add_generation_prompt=render_settings.add_generation_prompt,
+        tools=list(render_settings.tools) or None,
+        options=render_settings.options,
     )  # fmt: skip
-    tokens = _expand_images(processor, text, [], images, where)
+    tokens = _expand_images(processor, text, [], images, location)
     if len(tokens.ids) > max_length:
-        raise SkippedRow(where, NO_COMPLETION_ROOM)
+        raise SkippedRow(location, NO_COMPLETION_ROOM)
     return tokens, text
 
 
-def truncate_visual_tokens(tokens: VisualTokens, max_length: int, where: str) -> tuple[list[int], list[int]]:
+def truncate_visual_tokens(tokens: VisualTokens, max_length: int, location: str) -> tuple[list[int], list[int]]:
     """Cut token ids and loss mask on the right, and return them.
 
     Raises:
         SkippedRow: no token to learn would be left, or an image would be cut.
     """
     if tokens.images_end > max_length:
-        raise SkippedRow(where, "longer than policy.model_max_length before the end of the last image")
-    return truncate_tokens((tokens.ids, tokens.mask), max_length, where)
+        raise SkippedRow(location, "longer than policy.model_max_length before the end of the last image")
+    return truncate_tokens((tokens.ids, tokens.mask), max_length, location)
 
 
 def _expand_images(
-    processor: ProcessorMixin, full: str, spans: list[Span], images: list[Image], where: str
+    processor: ProcessorMixin, rendered_text: str, spans: list[Span], images: list[Image], location: str
 ) -> VisualTokens:
     """Return the tokens of the rendered text with each image expanded."""
-    word = image_word(processor)
-    count = full.count(word)
-    if count != len(images):
+    image_placeholder = image_word(processor)
+    num_placeholders = rendered_text.count(image_placeholder)
+    if num_placeholders != len(images):
         raise DataError(
-            f"{where}: the turns show {len(images)} images, and the chat template writes {word!r} "
-            f"{count} times; it may take images in turns of the user alone, or the text may contain that word"
+            f"{location}: the turns show {len(images)} images, and the chat template writes {image_placeholder!r} "
+            f"{num_placeholders} times; it may take images in turns of the user alone, or the text may contain that "
+            f"word"
         )
-    bos = processor.tokenizer.bos_token
+    bos_token = processor.tokenizer.bos_token
     try:
         processor_output: Any = processor(
-            text=[full],
+            text=[rendered_text],
             images=[images] if images else None,
             # Like `apply_chat_template`, add no second BOS token to a text that begins with it.
-            add_special_tokens=not (bos and full.startswith(bos)),
+            add_special_tokens=not (bos_token and rendered_text.startswith(bos_token)),
             return_offsets_mapping=True,
             return_text_replacement_offsets=True,
         )
     except ValueError as error:
-        raise DataError(f"{where}: the model's processor refuses the row: {' '.join(str(error).split())}") from error
-    words = _image_spans(processor, full, processor_output, where) if images else []
+        raise DataError(f"{location}: the model's processor refuses the row: {' '.join(str(error).split())}") from error
+    image_spans = _find_image_spans(processor, rendered_text, processor_output, location) if images else []
     ids = list(processor_output["input_ids"][0])
-    starts, token_ends = np.asarray(processor_output["offset_mapping"][0], dtype=np.int64).reshape(-1, 2).T
+    token_starts, token_ends = np.asarray(processor_output["offset_mapping"][0], dtype=np.int64).reshape(-1, 2).T
 
     mask, is_image = np.zeros(len(ids), dtype=bool), np.zeros(len(ids), dtype=bool)
     for start, end in spans:
-        span = _expanded_position(start, words), _expanded_position(end, words)
-        mask |= mask_of_span(span, starts, token_ends)
-    for _, new in words:
-        is_image |= mask_of_span(new, starts, token_ends)
+        span = _shift_position(start, image_spans), _shift_position(end, image_spans)
+        mask |= mask_of_span(span, token_starts, token_ends)
+    for _, expanded_span in image_spans:
+        is_image |= mask_of_span(expanded_span, token_starts, token_ends)
     images_end = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
     return VisualTokens(ids, (mask & ~is_image).astype(int).tolist(), int(is_image.sum()), images_end)
 
 
-def _image_spans(processor: ProcessorMixin, full: str, processor_output: Any, where: str) -> list[tuple[Span, Span]]:
+def _find_image_spans(
+    processor: ProcessorMixin, rendered_text: str, processor_output: Any, location: str
+) -> list[tuple[Span, Span]]:
     """Return the span of each image's placeholder word in the text, with its span in the expanded text."""
     if "text_replacement_offsets" in processor_output:
         return [
             (tuple(each["span"]), tuple(each["new_span"])) for each in processor_output["text_replacement_offsets"][0]
         ]
-    bos = processor.tokenizer.bos_token
+    bos_token = processor.tokenizer.bos_token
     # A processor that inserts a BOS token before the text shifts all offsets of tokens.
-    if bos and bos not in full:
-        raise DataError(f"{where}: the chat template does not write {bos!r}, which the processor wants")
-    return [(match.span(), match.span()) for match in re.finditer(re.escape(image_word(processor)), full)]
+    if bos_token and bos_token not in rendered_text:
+        raise DataError(f"{location}: the chat template does not write {bos_token!r}, which the processor wants")
+    return [(match.span(), match.span()) for match in re.finditer(re.escape(image_word(processor)), rendered_text)]
 
 
-def _expanded_position(character: int, words: list[tuple[Span, Span]]) -> int:
+def _shift_position(char_position: int, image_spans: list[tuple[Span, Span]]) -> int:
     """Return the position in the expanded text of a character outside of images."""
-    return character + sum((new[1] - new[0]) - (old[1] - old[0]) for old, new in words if old[1] <= character)
+    return char_position + sum(
+        (expanded_span[1] - expanded_span[0]) - (old[1] - old[0])
+        for old, expanded_span in image_spans
+        if old[1] <= char_position
+    )

@@ -13,9 +13,9 @@ from cosmos_core.config.schema.evaluate import EvaluateConfig
 from cosmos_core.errors import ConfigError, DataError, first_line
 from cosmos_core.registry import suggestion
 
-_UNAVAILABLE_ROWS = (OSError, ValueError, httpx.HTTPError, DatasetsError)
+_DATASET_ERRORS = (OSError, ValueError, httpx.HTTPError, DatasetsError)
 """Exceptions that `datasets` raises if the rows of a task can neither be read nor be downloaded."""
-_REMEDY = (
+_MISSING_ROWS_HINT = (
     "download them where there is a network and set HF_HOME to that cache, or name a task of local files in "
     "evaluate.include_path"
 )
@@ -41,9 +41,9 @@ def open_benchmarks(settings: EvaluateConfig) -> Benchmarks:
     """
     if settings.confirm_run_unsafe_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
-    manager = _manager(settings)
+    manager = _open_task_manager(settings)
     names = list(dict.fromkeys(name for pattern in settings.tasks for name in matching(manager, pattern)))
-    tasks = {name: task for each in names for name, task in _load(manager, each).items()}
+    tasks = {name: task for matched_name in names for name, task in _load_tasks(manager, matched_name).items()}
     for name, task in tasks.items():
         if getattr(task, "UNSAFE_CODE", False) and not settings.confirm_run_unsafe_code:
             raise ConfigError(
@@ -52,11 +52,11 @@ def open_benchmarks(settings: EvaluateConfig) -> Benchmarks:
             )
         if getattr(task, "MULTIMODAL", False):
             raise ConfigError(f"evaluate.tasks: {name!r} has images, and evaluations have text alone; leave it out")
-    counts = {name: len(task.eval_docs) for name, task in tasks.items()}
-    return Benchmarks(manager, names, {name: min(n, settings.limit or n) for name, n in counts.items()})
+    item_counts = {name: len(task.eval_docs) for name, task in tasks.items()}
+    return Benchmarks(manager, names, {name: min(n, settings.limit or n) for name, n in item_counts.items()})
 
 
-def _manager(settings: EvaluateConfig) -> TaskManager:
+def _open_task_manager(settings: EvaluateConfig) -> TaskManager:
     """Return lm-eval's task index; unused built-in tasks, whose reading takes half a minute, are left out."""
     if settings.include_path:
         user_tasks = TaskManager(include_path=settings.include_path, include_defaults=False)
@@ -78,7 +78,7 @@ def matching(manager: TaskManager, pattern: str) -> list[str]:
     raise ConfigError(f"evaluate.tasks: lm-eval and evaluate.include_path have no task {pattern!r}{hint}")
 
 
-def _load(manager: TaskManager, name: str) -> dict[str, Any]:
+def _load_tasks(manager: TaskManager, name: str) -> dict[str, Any]:
     """Load the tasks of a task, group or tag name, with the rows of the tasks, and return the tasks by name."""
     try:
         tasks: dict[str, Any] = manager.load([name])["tasks"]
@@ -87,9 +87,10 @@ def _load(manager: TaskManager, name: str) -> dict[str, Any]:
         return tasks
     except ImportError as error:
         raise ConfigError(f"evaluate.tasks: {name!r} needs a package that is not installed: {error}") from error
-    except _UNAVAILABLE_ROWS as error:
+    except _DATASET_ERRORS as error:
         entry = manager.task_index[name]
-        rows = f", {entry.cfg['dataset_path']}," if entry.cfg and entry.cfg.get("dataset_path") else ""
+        dataset_text = f", {entry.cfg['dataset_path']}," if entry.cfg and entry.cfg.get("dataset_path") else ""
         raise DataError(
-            f"evaluate.tasks: the rows of {name!r}{rows} cannot be read ({first_line(error)}); {_REMEDY}"
+            f"evaluate.tasks: the rows of {name!r}{dataset_text} cannot be read ({first_line(error)}); "
+            f"{_MISSING_ROWS_HINT}"
         ) from error

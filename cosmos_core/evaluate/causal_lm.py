@@ -25,8 +25,8 @@ from cosmos_core.types import Outcome
 
 REPORT, ITEMS, SAMPLES = "evaluation.json", "items.parquet", "samples.jsonl"
 _NUM_SAMPLES = 24
-_RESPONSES = "responses"
-_SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
+_RESPONSE_CACHE_PREFIX = "responses"
+_DEFAULT_SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
 """Default seeds of lm-eval's command line."""
 
 
@@ -37,9 +37,9 @@ def check(stage: Stage) -> Outcome:
         ConfigError, DataError, ModelError: a task or the model has a problem.
     """
     architecture = _describe_model(stage)
-    counts = open_benchmarks(stage.recipe.evaluate).num_items
-    items = ", ".join(f"{name} ({count} items)" for name, count in counts.items())
-    return Outcome(info={"found": f"{architecture}, engine {engine_of(stage.recipe)}; {items}"})
+    item_counts = open_benchmarks(stage.recipe.evaluate).num_items
+    items_text = ", ".join(f"{name} ({count} items)" for name, count in item_counts.items())
+    return Outcome(info={"found": f"{architecture}, engine {engine_of(stage.recipe)}; {items_text}"})
 
 
 def run(stage: Stage) -> Outcome:
@@ -54,14 +54,14 @@ def run(stage: Stage) -> Outcome:
     stage.progress.phase("prepare")
     settings = stage.recipe.evaluate
     benchmarks = open_benchmarks(settings)
-    responses = 0
+    num_responses = 0
 
     def stop_if_requested() -> None:
-        nonlocal responses
-        responses += 1
+        nonlocal num_responses
+        num_responses += 1
         stage.progress.beat()
         if stage.stop_requested:
-            raise Preempted(f"stopped after {responses} responses, which are kept")
+            raise Preempted(f"stopped after {num_responses} responses, which are kept")
 
     stage.progress.phase("load")
     model = open_model(stage, stop_if_requested)
@@ -72,8 +72,8 @@ def run(stage: Stage) -> Outcome:
         num_fewshot=settings.num_fewshot, limit=settings.limit, apply_chat_template=settings.apply_chat_template,
         fewshot_as_multiturn=settings.apply_chat_template and settings.fewshot_as_multiturn,
         confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
-        use_cache=str(stage.path / f"{_RESPONSES}-{stage.fingerprint[:16]}"),
-        **(_SEEDS if settings.seed is None else dict.fromkeys(_SEEDS, settings.seed)),
+        use_cache=str(stage.path / f"{_RESPONSE_CACHE_PREFIX}-{stage.fingerprint[:16]}"),
+        **(_DEFAULT_SEEDS if settings.seed is None else dict.fromkeys(_DEFAULT_SEEDS, settings.seed)),
     )  # fmt: skip
     metrics = metrics_of(results["results"])
     stage.metrics.log(0, metrics)
@@ -85,7 +85,7 @@ def run(stage: Stage) -> Outcome:
     pq.write_table(item_table(results["samples"]), stage.path / ITEMS)
     lines = (json.dumps(line, ensure_ascii=False) for line in texts_of(results["samples"], _NUM_SAMPLES))
     write_text(stage.path / SAMPLES, "".join(f"{line}\n" for line in lines))
-    for file in stage.path.glob(f"{_RESPONSES}-*"):
+    for file in stage.path.glob(f"{_RESPONSE_CACHE_PREFIX}-*"):
         file.unlink()
     return Outcome(outputs=(REPORT, ITEMS), metrics=metrics)
 

@@ -35,7 +35,7 @@ from cosmos_core.types import Completion, DiffusionSample, Group, Outcome, Promp
 
 REPORT = "evaluation.json"
 _UNFINISHED_PREFIX = "unfinished"
-_CHECKED_PROMPTS = 2
+_NUM_CHECKED_PROMPTS = 2
 
 
 def check(stage: Stage) -> Outcome:
@@ -50,11 +50,11 @@ def check(stage: Stage) -> Outcome:
     num_frames = diffusers.inference_frames if family.is_video else 1
     family.latent_shape(*diffusers.inference_size, num_frames)
     prompt_sets = read_prompt_sets(settings)
-    prompts = [prompt for each in prompt_sets.values() for prompt in each[:_CHECKED_PROMPTS]]
+    prompts = [prompt for set_prompts in prompt_sets.values() for prompt in set_prompts[:_NUM_CHECKED_PROMPTS]]
     groups = made_up_groups(prompts, num_frames, diffusers.inference_size)
     rewards = call_rewards(stage, dict.fromkeys(settings.rewards, 1.0), groups)
-    counts = ", ".join(f"{name} ({len(each)} prompts)" for name, each in prompt_sets.items())
-    return Outcome(info={"found": f"{family.folder.class_name}; {counts}; {rewards}"})
+    prompt_counts = ", ".join(f"{name} ({len(set_prompts)} prompts)" for name, set_prompts in prompt_sets.items())
+    return Outcome(info={"found": f"{family.folder.class_name}; {prompt_counts}; {rewards}"})
 
 
 def run(stage: Stage) -> Outcome:
@@ -67,22 +67,22 @@ def run(stage: Stage) -> Outcome:
     """
     _check_rewards(stage.recipe.evaluate.rewards)
     prompt_sets = read_prompt_sets(stage.recipe.evaluate)
-    unfinished = stage.path / f"{_UNFINISHED_PREFIX}-{stage.fingerprint[:16]}"
+    unfinished_folder = stage.path / f"{_UNFINISHED_PREFIX}-{stage.fingerprint[:16]}"
     num_shown_prompts = max(1, gallery.MAX_PROMPTS // len(prompt_sets))
     try:
-        scored_prompts = _score_all(stage, prompt_sets, unfinished, num_shown_prompts)
+        scored_prompts = _score_prompts(stage, prompt_sets, unfinished_folder, num_shown_prompts)
         metrics = metrics_of(scored_prompts)
     except RewardError:
-        shutil.rmtree(unfinished, ignore_errors=True)  # so that a repeated stage scores all prompts again
+        shutil.rmtree(unfinished_folder, ignore_errors=True)  # so that a repeated stage scores all prompts again
         raise
     stage.metrics.log(0, metrics)
     shown_prompts = [(name, prompt) for name, prompts in prompt_sets.items() for prompt in prompts[:num_shown_prompts]]
     with raise_disk_full(stage.path):
-        groups = [_shown_group(unfinished, scored_prompts, name, prompt) for name, prompt in shown_prompts]
+        groups = [_read_shown_group(unfinished_folder, scored_prompts, name, prompt) for name, prompt in shown_prompts]
         add_samples(stage.path / SAMPLES, 0, groups)
-        write_json(stage.path / REPORT, _report(stage, prompt_sets, metrics))
+        write_json(stage.path / REPORT, _build_report(stage, prompt_sets, metrics))
         pq.write_table(item_table(scored_prompts, prompt_sets), stage.path / ITEMS)
-        shutil.rmtree(unfinished)
+        shutil.rmtree(unfinished_folder)
     return Outcome(outputs=(REPORT, ITEMS, SAMPLES, gallery.FOLDER), metrics=metrics)
 
 
@@ -94,14 +94,14 @@ def _check_rewards(names: Sequence[str]) -> None:
             raise RewardError(f"evaluate.rewards: {problem}; leave it out")
 
 
-def _score_all(
-    stage: Stage, prompt_sets: dict[str, list[Prompt]], unfinished: Path, num_shown_prompts: int
+def _score_prompts(
+    stage: Stage, prompt_sets: dict[str, list[Prompt]], unfinished_folder: Path, num_shown_prompts: int
 ) -> list[ScoredPrompt]:
     """Score the prompts that no earlier attempt has scored, and return the scores of all prompts; save the samples of
     the first `num_shown_prompts` prompts of each set for the grid."""
-    settings, prompts = stage.recipe.evaluate, [(name, prompt) for name, each in prompt_sets.items() for prompt in each]
-    unfinished.mkdir(parents=True, exist_ok=True)
-    scored_prompts = read_scores(unfinished)
+    settings, prompts = stage.recipe.evaluate, [(name, prompt) for name, item in prompt_sets.items() for prompt in item]
+    unfinished_folder.mkdir(parents=True, exist_ok=True)
+    scored_prompts = read_scores(unfinished_folder)
     if len(scored_prompts) == len(prompts):
         return scored_prompts
     stage.progress.phase("load")
@@ -109,20 +109,20 @@ def _score_all(
     family = open_family(stage.model, stage.recipe.policy, device)
     dtype = getattr(torch, stage.recipe.train.param_dtype)
     pipeline = type(family).load_pipeline(family.folder, dtype).to(device)
-    size, call_settings = settings.batch_size or 1, _call_settings(family)
-    with open_rewards(stage, dict.fromkeys(settings.rewards, 1.0 / len(settings.rewards))) as score:
+    batch_size, call_settings = settings.batch_size or 1, _call_settings(family)
+    with open_rewards(stage, dict.fromkeys(settings.rewards, 1.0 / len(settings.rewards))) as score_groups:
         stage.progress.phase("evaluate")
-        for start in range(len(scored_prompts), len(prompts), size):
-            batch = prompts[start : start + size]
+        for start in range(len(scored_prompts), len(prompts), batch_size):
+            batch = prompts[start : start + batch_size]
             samples = _sample(pipeline, call_settings, [prompt for _, prompt in batch], settings)
-            groups = score([_make_group(prompt, each) for (_, prompt), each in zip(batch, samples, strict=True)])
-            new = [ScoredPrompt.of(name, group) for (name, _), group in zip(batch, groups, strict=True)]
-            if not scored_prompts and not any(value for each in new for value in each.rewards):
-                raise RewardError(f"no reward of the first batch is valid; the first: {new[0].error}")
+            groups = score_groups([_make_group(prompt, item) for (_, prompt), item in zip(batch, samples, strict=True)])
+            new_scores = [ScoredPrompt.of(name, group) for (name, _), group in zip(batch, groups, strict=True)]
+            if not scored_prompts and not any(reward_values for item in new_scores for reward_values in item.rewards):
+                raise RewardError(f"no reward of the first batch is valid; the first: {new_scores[0].error}")
             with raise_disk_full(stage.path):
-                _save_shown_samples(unfinished, batch, samples, num_shown_prompts)
-                append_scores(unfinished, new)
-            scored_prompts += new
+                _save_shown_samples(unfinished_folder, batch, samples, num_shown_prompts)
+                append_scores(unfinished_folder, new_scores)
+            scored_prompts += new_scores
             stage.progress.step(len(scored_prompts), len(prompts))
             if stage.stop_requested and len(scored_prompts) < len(prompts):
                 raise Preempted(f"stopped; the scores of {len(scored_prompts)} prompts are kept")
@@ -131,9 +131,9 @@ def _score_all(
 
 def _call_settings(family: DiffusionModel) -> dict[str, Any]:
     """Return the arguments of the pipeline's call, without prompts and seeds."""
-    config, scale = family.config, family.config.sample.guidance_scale
-    size, num_steps = config.inference_size, config.sample.eval_num_steps
-    return family.call_settings(size, config.inference_frames, num_steps, guidance_scale=scale)
+    config, guidance_scale = family.config, family.config.sample.guidance_scale
+    frame_size, num_steps = config.inference_size, config.sample.eval_num_steps
+    return family.call_settings(frame_size, config.inference_frames, num_steps, guidance_scale=guidance_scale)
 
 
 @torch.no_grad()
@@ -144,15 +144,17 @@ def _sample(
 
     The noise of a sample depends only on the seed, the position of the prompt in its set and the number of the sample.
     """
-    count, seed = settings.samples_per_prompt or 1, settings.seed or 0
-    seeds = [request_seed(seed, 0, prompt.id, k) for prompt in prompts for k in range(count)]
+    num_samples, seed = settings.samples_per_prompt or 1, settings.seed or 0
+    seeds = [
+        request_seed(seed, 0, prompt.id, sample_index) for prompt in prompts for sample_index in range(num_samples)
+    ]
     pixels = pipeline(
-        prompt=[prompt.text for prompt in prompts for _ in range(count)],
-        generator=[torch.Generator().manual_seed(each) for each in seeds],
+        prompt=[prompt.text for prompt in prompts for _ in range(num_samples)],
+        generator=[torch.Generator().manual_seed(sample_seed) for sample_seed in seeds],
         output_type="pt", return_dict=False, **call_settings,
     )[0]  # fmt: skip
     pixels_uint8 = (torch.as_tensor(pixels).float().clamp(0, 1) * 255).round().to("cpu", torch.uint8)
-    return list(pixels_uint8.movedim(-3, -1).contiguous().split(count))
+    return list(pixels_uint8.movedim(-3, -1).contiguous().split(num_samples))
 
 
 def _make_group(prompt: Prompt, samples: Tensor) -> Group:
@@ -160,27 +162,31 @@ def _make_group(prompt: Prompt, samples: Tensor) -> Group:
     return Group(prompt, tuple(completions), 0)
 
 
-def _sample_file(unfinished: Path, name: str, prompt: Prompt) -> Path:
-    return unfinished / f"{name}-{prompt.id}.npy"
+def _sample_file(unfinished_folder: Path, name: str, prompt: Prompt) -> Path:
+    return unfinished_folder / f"{name}-{prompt.id}.npy"
 
 
 def _save_shown_samples(
-    unfinished: Path, batch: Sequence[tuple[str, Prompt]], samples: Sequence[Tensor], num_shown_prompts: int
+    unfinished_folder: Path, batch: Sequence[tuple[str, Prompt]], samples: Sequence[Tensor], num_shown_prompts: int
 ) -> None:
     for (name, prompt), pixels in zip(batch, samples, strict=True):
         if prompt.id < num_shown_prompts:
-            np.save(_sample_file(unfinished, name, prompt), pixels.numpy())
+            np.save(_sample_file(unfinished_folder, name, prompt), pixels.numpy())
 
 
-def _shown_group(unfinished: Path, scored_prompts: Sequence[ScoredPrompt], name: str, prompt: Prompt) -> ScoredGroup:
+def _read_shown_group(
+    unfinished_folder: Path, scored_prompts: Sequence[ScoredPrompt], name: str, prompt: Prompt
+) -> ScoredGroup:
     """Return a prompt with its samples and their mean rewards."""
-    group = _make_group(prompt, torch.from_numpy(np.load(_sample_file(unfinished, name, prompt))))
+    group = _make_group(prompt, torch.from_numpy(np.load(_sample_file(unfinished_folder, name, prompt))))
     rewards = next(each.rewards for each in scored_prompts if (each.set_name, each.id) == (name, prompt.id))
-    means = [float(np.mean(list(values.values()))) if values else None for values in rewards]
-    return ScoredGroup(group, tuple(map(Score, means)))
+    mean_rewards = [
+        float(np.mean(list(reward_values.values()))) if reward_values else None for reward_values in rewards
+    ]
+    return ScoredGroup(group, tuple(map(Score, mean_rewards)))
 
 
-def _report(stage: Stage, prompt_sets: dict[str, list[Prompt]], metrics: dict[str, float]) -> dict[str, Any]:
+def _build_report(stage: Stage, prompt_sets: dict[str, list[Prompt]], metrics: dict[str, float]) -> dict[str, Any]:
     settings = stage.recipe.evaluate
     family = open_family(stage.model, stage.recipe.policy)
     return {

@@ -12,7 +12,7 @@ from cosmos_core.data.media_source import open_items
 from cosmos_core.errors import DataError
 from cosmos_core.types import Prompt
 
-_KEY = "evaluate.prompts"
+_CONFIG_KEY = "evaluate.prompts"
 
 
 def read_prompt_sets(settings: EvaluateConfig) -> dict[str, list[Prompt]]:
@@ -23,18 +23,18 @@ def read_prompt_sets(settings: EvaluateConfig) -> dict[str, list[Prompt]]:
     Raises:
         DataError: a set is missing or empty, or one of its rows has no prompt.
     """
-    return {name: _read(location, settings.limit) for name, location in settings.prompt_sets.items()}
+    return {name: _read_prompt_set(location, settings.limit) for name, location in settings.prompt_sets.items()}
 
 
-def _read(location: str, limit: int | None) -> list[Prompt]:
-    path = find_prompt_set(location, _KEY) or Path(os.path.expanduser(location))
+def _read_prompt_set(location: str, limit: int | None) -> list[Prompt]:
+    path = find_prompt_set(location, _CONFIG_KEY) or Path(os.path.expanduser(location))
     split = "test" if path.is_dir() else "train"
     prompts: list[Prompt] = []
-    for item in islice(open_items(DatasetConfig(name=str(path), split=(split,)), _KEY)(), limit):
+    for item in islice(open_items(DatasetConfig(name=str(path), split=(split,)), _CONFIG_KEY)(), limit):
         if item.problem or not item.prompt:
-            raise DataError(f"{_KEY}: {location}: {item.problem or f'{item.where}: the prompt is empty'}")
+            raise DataError(f"{_CONFIG_KEY}: {location}: {item.problem or f'{item.where}: the prompt is empty'}")
         reference_response = find_reference(item.metadata, "")
         prompts.append(Prompt(len(prompts), (0,), item.prompt, reference_response, metadata=item.metadata))
     if not prompts:
-        raise DataError(f"{_KEY}: {location} has no prompts")
+        raise DataError(f"{_CONFIG_KEY}: {location} has no prompts")
     return prompts

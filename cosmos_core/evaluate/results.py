@@ -13,22 +13,22 @@ import pyarrow as pa
 
 from cosmos_core.types import JsonValue
 
-_STDERR = "_stderr"
-_TASK_SETTINGS = ("dataset_path", "dataset_name", "test_split", "output_type", "generation_kwargs", "filter_list")
-_TEXTS = ("doc_hash", "prompt_hash", "response")
+_STDERR_SUFFIX = "_stderr"
+_TASK_SETTING_NAMES = ("dataset_path", "dataset_name", "test_split", "output_type", "generation_kwargs", "filter_list")
+_TEXT_COLUMNS = ("doc_hash", "prompt_hash", "response")
 
 
 def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return the metrics of tasks and groups as `evaluation/TASK/METRIC`, and standard errors that lm-eval
     returns as `evaluation/TASK/METRIC_stderr`."""
     metrics: dict[str, float] = {}
-    for task, values in results.items():
-        first = next((key.partition(",")[2] for key in values if "," in key), "")
-        for key, value in values.items():
-            name, comma, filter_ = key.partition(",")
-            if comma and isinstance(value, Real):
-                metric_name = _qualified_metric(name.removesuffix(_STDERR), filter_, first)
-                suffix = _STDERR if name.endswith(_STDERR) else ""
+    for task, task_metrics in results.items():
+        first_filter = next((key.partition(",")[2] for key in task_metrics if "," in key), "")
+        for key, value in task_metrics.items():
+            name, separator, filter_name = key.partition(",")
+            if separator and isinstance(value, Real):
+                metric_name = _qualify_metric_name(name.removesuffix(_STDERR_SUFFIX), filter_name, first_filter)
+                suffix = _STDERR_SUFFIX if name.endswith(_STDERR_SUFFIX) else ""
                 metrics[f"evaluation/{task}/{metric_name}{suffix}"] = float(value)
     return metrics
 
@@ -43,16 +43,20 @@ def item_table(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
     for task, task_samples in samples.items():
         for sample in task_samples:
             key = (task, sample["doc_id"])
-            row = rows.setdefault(key, {name: sample.get(name) or _response(sample) for name in _TEXTS})
+            row = rows.setdefault(key, {name: sample.get(name) or _response_text(sample) for name in _TEXT_COLUMNS})
             for metric in sample["metrics"]:
                 if isinstance(sample[metric], Real):
-                    row[_qualified_metric(metric, sample["filter"], task_samples[0]["filter"])] = float(sample[metric])
+                    row[_qualify_metric_name(metric, sample["filter"], task_samples[0]["filter"])] = float(
+                        sample[metric]
+                    )
     columns = dict.fromkeys(name for row in rows.values() for name in row)
     return pa.table({
         "task": pa.array([task for task, _ in rows], pa.string()),
         "doc_id": pa.array([doc_id for _, doc_id in rows], pa.int64()),
         **{
-            name: pa.array([row.get(name) for row in rows.values()], pa.string() if name in _TEXTS else pa.float64())
+            name: pa.array(
+                [row.get(name) for row in rows.values()], pa.string() if name in _TEXT_COLUMNS else pa.float64()
+            )
             for name in columns
         },
     }).sort_by([("task", "ascending"), ("doc_id", "ascending")])  # fmt: skip
@@ -63,10 +67,12 @@ def texts_of(samples: Mapping[str, list[dict[str, Any]]], max_rows: int) -> list
     completion and, as reward, the first metric that is a number."""
     lines: list[dict[str, JsonValue]] = []
     for task_samples in samples.values():
-        texts = [each for each in task_samples if each["filter"] == task_samples[0]["filter"] and _is_text(each)]
-        for sample in texts[:max_rows]:
-            values = (sample[metric] for metric in sample["metrics"])
-            reward = next((float(value) for value in values if isinstance(value, Real)), None)
+        text_samples = [
+            each for each in task_samples if each["filter"] == task_samples[0]["filter"] and _is_generated_text(each)
+        ]
+        for sample in text_samples[:max_rows]:
+            metric_values = (sample[metric] for metric in sample["metrics"])
+            reward = next((float(value) for value in metric_values if isinstance(value, Real)), None)
             prompt = str(next(iter(sample["arguments"]))[0])
             line = {"prompt": prompt, "reference": str(sample["target"]), "completion": sample["resps"][0][0]}
             lines.append({"step": 0, **line, "reward": reward})
@@ -75,23 +81,23 @@ def texts_of(samples: Mapping[str, list[dict[str, Any]]], max_rows: int) -> list
 
 def describe_tasks(results: Mapping[str, Any]) -> dict[str, JsonValue]:
     """Return facts about each task by its name: version, number of items and few-shot examples, generation settings."""
-    facts: dict[str, JsonValue] = {}
+    task_descriptions: dict[str, JsonValue] = {}
     for task, config in results["configs"].items():
-        settings = {name: config[name] for name in _TASK_SETTINGS if config.get(name) is not None}
+        settings = {name: config[name] for name in _TASK_SETTING_NAMES if config.get(name) is not None}
         run_settings = {"version": results["versions"].get(task), "num_fewshot": results["n-shot"].get(task)}
-        items = results["n-samples"].get(task, {}).get("effective")
-        facts[task] = json.loads(json.dumps(run_settings | {"items": items} | settings, default=str))
-    return facts
+        num_items = results["n-samples"].get(task, {}).get("effective")
+        task_descriptions[task] = json.loads(json.dumps(run_settings | {"items": num_items} | settings, default=str))
+    return task_descriptions
 
 
-def _qualified_metric(metric: str, filter_: str, first: str) -> str:
-    return metric if filter_ == first else f"{metric}_{filter_}"
+def _qualify_metric_name(metric: str, filter_name: str, first_filter: str) -> str:
+    return metric if filter_name == first_filter else f"{metric}_{filter_name}"
 
 
-def _response(sample: Mapping[str, Any]) -> str:
-    responses = [each[0] for each in sample["resps"]]
-    return responses[0] if _is_text(sample) else json.dumps(responses, default=str)
+def _response_text(sample: Mapping[str, Any]) -> str:
+    responses = [response_choices[0] for response_choices in sample["resps"]]
+    return responses[0] if _is_generated_text(sample) else json.dumps(responses, default=str)
 
 
-def _is_text(sample: Mapping[str, Any]) -> bool:
+def _is_generated_text(sample: Mapping[str, Any]) -> bool:
     return len(sample["resps"]) == 1 and isinstance(sample["resps"][0][0], str)

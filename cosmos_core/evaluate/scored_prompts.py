@@ -15,7 +15,7 @@ from cosmos_core.errors import RewardError
 from cosmos_core.run.files import json_objects, write_text
 from cosmos_core.types import Prompt, ScoredGroup
 
-_FILE = "scores.jsonl"
+_SCORES_FILE = "scores.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +41,23 @@ class ScoredPrompt:
 
     def means(self) -> dict[str, float]:
         """Return the mean of each reward over the samples for which it is valid."""
-        names = dict.fromkeys(name for values in self.rewards for name in values)
-        return {n: float(np.mean([values[n] for values in self.rewards if n in values])) for n in names}
+        reward_names = dict.fromkeys(name for values in self.rewards for name in values)
+        return {n: float(np.mean([values[n] for values in self.rewards if n in values])) for n in reward_names}
 
 
 def read_scores(folder: Path) -> list[ScoredPrompt]:
     """Return the scores that an earlier attempt of the stage wrote, and remove a truncated line at the end."""
-    path = folder / _FILE
+    path = folder / _SCORES_FILE
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
-    scored_prompts = [ScoredPrompt(**each) for each in json_objects(lines)]
-    write_text(path, _lines(scored_prompts))
+    scored_prompts = [ScoredPrompt(**score_fields) for score_fields in json_objects(lines)]
+    write_text(path, _to_json_lines(scored_prompts))
     return scored_prompts
 
 
 def append_scores(folder: Path, scored_prompts: Sequence[ScoredPrompt]) -> None:
     """Append scores to the file, and sync the file to disk."""
-    with open(folder / _FILE, "a", encoding="utf-8") as file:
-        file.write(_lines(scored_prompts))
+    with open(folder / _SCORES_FILE, "a", encoding="utf-8") as file:
+        file.write(_to_json_lines(scored_prompts))
         file.flush()
         os.fsync(file.fileno())
 
@@ -69,19 +69,21 @@ def metrics_of(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
         RewardError: no sample of a prompt set has a valid reward.
     """
     metrics: dict[str, float] = {}
-    for set_name in dict.fromkeys(each.set_name for each in scored_prompts):
-        of_set = [each for each in scored_prompts if each.set_name == set_name]
-        means = [each.means() for each in of_set]
-        names = dict.fromkeys(name for values in means for name in values)
-        if not names:
-            raise RewardError(f"no sample of prompt set {set_name!r} has a valid reward; the first: {of_set[0].error}")
-        for name in names:
-            values = [each[name] for each in means if name in each]
+    for set_name in dict.fromkeys(item.set_name for item in scored_prompts):
+        set_prompts = [item for item in scored_prompts if item.set_name == set_name]
+        prompt_means = [item.means() for item in set_prompts]
+        reward_names = dict.fromkeys(name for values in prompt_means for name in values)
+        if not reward_names:
+            raise RewardError(
+                f"no sample of prompt set {set_name!r} has a valid reward; the first: {set_prompts[0].error}"
+            )
+        for name in reward_names:
+            values = [item[name] for item in prompt_means if name in item]
             metrics[f"evaluation/{set_name}/{name}"] = float(np.mean(values))
             if len(values) > 1:
-                error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-                metrics[f"evaluation/{set_name}/{name}_stderr"] = error
-        metrics[f"evaluation/{set_name}/invalid"] = float(sum(each.num_invalid for each in of_set))
+                standard_error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+                metrics[f"evaluation/{set_name}/{name}_stderr"] = standard_error
+        metrics[f"evaluation/{set_name}/invalid"] = float(sum(item.num_invalid for item in set_prompts))
     return metrics
 
 
@@ -89,22 +91,22 @@ def item_table(scored_prompts: Sequence[ScoredPrompt], prompt_sets: Mapping[str,
     """Return a table with the columns task (name of the prompt set), doc_id, doc_hash (of prompt and metadata),
     prompt_hash, response (empty) and one column for each reward, with null if no sample of the prompt has a valid
     reward."""
-    means = [each.means() for each in scored_prompts]
-    prompts = [prompt_sets[each.set_name][each.id] for each in scored_prompts]
-    columns = dict.fromkeys(name for values in means for name in values)
+    prompt_means = [scored_prompt.means() for scored_prompt in scored_prompts]
+    prompts = [prompt_sets[scored_prompt.set_name][scored_prompt.id] for scored_prompt in scored_prompts]
+    columns = dict.fromkeys(name for mean_rewards in prompt_means for name in mean_rewards)
     return pa.table({
-        "task": pa.array([each.set_name for each in scored_prompts], pa.string()),
-        "doc_id": pa.array([each.id for each in scored_prompts], pa.int64()),
-        "doc_hash": pa.array([_hash([prompt.text, prompt.metadata]) for prompt in prompts], pa.string()),
-        "prompt_hash": pa.array([_hash(prompt.text) for prompt in prompts], pa.string()),
+        "task": pa.array([scored_prompt.set_name for scored_prompt in scored_prompts], pa.string()),
+        "doc_id": pa.array([scored_prompt.id for scored_prompt in scored_prompts], pa.int64()),
+        "doc_hash": pa.array([_content_hash([prompt.text, prompt.metadata]) for prompt in prompts], pa.string()),
+        "prompt_hash": pa.array([_content_hash(prompt.text) for prompt in prompts], pa.string()),
         "response": pa.array([""] * len(scored_prompts), pa.string()),
-        **{name: pa.array([values.get(name) for values in means], pa.float64()) for name in columns},
+        **{name: pa.array([mean_rewards.get(name) for mean_rewards in prompt_means], pa.float64()) for name in columns},
     })  # fmt: skip
 
 
-def _hash(value: object) -> str:
+def _content_hash(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _lines(scored_prompts: Sequence[ScoredPrompt]) -> str:
-    return "".join(json.dumps(asdict(each)) + "\n" for each in scored_prompts)
+def _to_json_lines(scored_prompts: Sequence[ScoredPrompt]) -> str:
+    return "".join(json.dumps(asdict(scored_prompt)) + "\n" for scored_prompt in scored_prompts)

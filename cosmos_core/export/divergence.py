@@ -58,11 +58,11 @@ def text_rows(folder: Path, max_length: int) -> tuple[str, list[Row]]:
     names = [name for name in table.column_names if name.endswith("_ids")]
     counts = RowImages(table).counts
     rows = (ids.as_py() for ids, count in zip(table[names[0]] if names else (), counts, strict=False) if not count)
-    texts = (row[: min(MAX_COMPARED_TOKENS, max_length - 1)] for row in rows if len(row) > 1)
-    first = [text for _, text in zip(range(MAX_COMPARED_ROWS), texts, strict=False)]
-    if not first:
+    truncated_rows = (row[: min(MAX_COMPARED_TOKENS, max_length - 1)] for row in rows if len(row) > 1)
+    selected_rows = [truncated_row for _, truncated_row in zip(range(MAX_COMPARED_ROWS), truncated_rows, strict=False)]
+    if not selected_rows:
         raise DataError(f"{folder} has no rows of text with which exports could be compared; set data of the export")
-    return split_name, first
+    return split_name, selected_rows
 
 
 def save_logprobs(folder: Path, in_vllm: bool, rows: Sequence[Row], target: Path) -> None:
@@ -71,8 +71,8 @@ def save_logprobs(folder: Path, in_vllm: bool, rows: Sequence[Row], target: Path
     `in_vllm`: True: vLLM computes them; False: transformers.
     """
     target.mkdir()
-    for number, logprobs_TV in enumerate(_logprobs(folder, in_vllm, rows)):
-        np.save(target / f"{number}.npy", logprobs_TV.numpy())
+    for row_index, logprobs_TV in enumerate(_compute_logprobs(folder, in_vllm, rows)):
+        np.save(target / f"{row_index}.npy", logprobs_TV.numpy())
 
 
 def compare(folder: Path, in_vllm: bool, rows: Sequence[Row], reference_folder: Path) -> Divergence:
@@ -81,19 +81,21 @@ def compare(folder: Path, in_vllm: bool, rows: Sequence[Row], reference_folder: 
     Raises:
         StageFailed: the divergence is not below the divergence of the uniform distribution, so the model is broken.
     """
-    sums, counts, uniform, num_agreeing = [], [], 0.0, 0
-    for number, logprobs_TV in enumerate(_logprobs(folder, in_vllm, rows)):
-        expected_TV = torch.from_numpy(np.load(reference_folder / f"{number}.npy")).double()
-        kl_T = (expected_TV.exp() * (expected_TV - logprobs_TV.double())).sum(-1)
-        entropy_T = -(expected_TV.exp() * expected_TV).sum(-1)
-        sums.append(float(kl_T.sum()))
-        counts.append(len(kl_T))
-        uniform += float((math.log(expected_TV.shape[-1]) - entropy_T).sum())
-        num_agreeing += int((expected_TV.argmax(-1) == logprobs_TV.argmax(-1)).sum())
-    total = sum(counts)
-    row_means = np.array(sums) / np.array(counts)
+    kl_sums, token_counts, uniform_kl_sum, num_agreeing = [], [], 0.0, 0
+    for row_index, logprobs_TV in enumerate(_compute_logprobs(folder, in_vllm, rows)):
+        reference_logprobs_TV = torch.from_numpy(np.load(reference_folder / f"{row_index}.npy")).double()
+        kl_T = (reference_logprobs_TV.exp() * (reference_logprobs_TV - logprobs_TV.double())).sum(-1)
+        entropy_T = -(reference_logprobs_TV.exp() * reference_logprobs_TV).sum(-1)
+        kl_sums.append(float(kl_T.sum()))
+        token_counts.append(len(kl_T))
+        uniform_kl_sum += float((math.log(reference_logprobs_TV.shape[-1]) - entropy_T).sum())
+        num_agreeing += int((reference_logprobs_TV.argmax(-1) == logprobs_TV.argmax(-1)).sum())
+    num_tokens = sum(token_counts)
+    row_means = np.array(kl_sums) / np.array(token_counts)
     stderr = float(row_means.std(ddof=1) / math.sqrt(len(row_means))) if len(row_means) > 1 else 0.0
-    divergence = Divergence(sum(sums) / total, stderr, num_agreeing / total, uniform / total, total)
+    divergence = Divergence(
+        sum(kl_sums) / num_tokens, stderr, num_agreeing / num_tokens, uniform_kl_sum / num_tokens, num_tokens
+    )
     if not divergence.kl < divergence.kl_uniform:  # unlike `>=`, `not <` is also True for NaN
         raise StageFailed(
             f"its divergence from the exported model is {divergence.kl:.3g} nats per token, that of the uniform "
@@ -102,16 +104,16 @@ def compare(folder: Path, in_vllm: bool, rows: Sequence[Row], reference_folder: 
     return divergence
 
 
-def _logprobs(folder: Path, in_vllm: bool, rows: Sequence[Row]) -> Iterator[Tensor]:
+def _compute_logprobs(folder: Path, in_vllm: bool, rows: Sequence[Row]) -> Iterator[Tensor]:
     """Yield the log-probabilities TV, float32, of the next token at all positions of a row but the last."""
-    logits = prompt_logits(folder, rows) if in_vllm else _plain_model_logits(folder, rows)
+    logits = prompt_logits(folder, rows) if in_vllm else _transformers_logits(folder, rows)
     return (logits_TV.float().log_softmax(-1) for logits_TV in logits)
 
 
 @torch.no_grad()
-def _plain_model_logits(folder: Path, rows: Sequence[Row]) -> Iterator[Tensor]:
-    files = {"gguf_file": FILE} if (folder / FILE).exists() else {}
-    cls: Any = auto_class(AutoConfig.from_pretrained(folder, **files))
-    model = cls.from_pretrained(folder, dtype="auto", **files).eval()
+def _transformers_logits(folder: Path, rows: Sequence[Row]) -> Iterator[Tensor]:
+    gguf_options = {"gguf_file": FILE} if (folder / FILE).exists() else {}
+    model_class: Any = auto_class(AutoConfig.from_pretrained(folder, **gguf_options))
+    model = model_class.from_pretrained(folder, dtype="auto", **gguf_options).eval()
     for row in rows:
         yield model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1]

@@ -42,8 +42,8 @@ from cosmos_core.run.stage import Stage, load_stage
 from cosmos_core.types import JsonValue, Outcome
 
 _TIMEOUT_SECONDS = 3600.0
-_LOGPROBS = ".logprobs"
-_BENCHMARKS = "evaluation/"
+_LOGPROBS_FOLDER = ".logprobs"
+_BENCHMARK_PREFIX = "evaluation/"
 
 
 class Plan(NamedTuple):
@@ -82,23 +82,23 @@ def run(stage: Stage) -> Outcome:
     export_plans = plans(stage)
     config = load_config(stage.model, stage.recipe.policy.model_revision).get_text_config()
     max_length = getattr(config, "max_position_embeddings", None) or MAX_COMPARED_TOKENS + 1
-    split_name, rows = text_rows(_prepared_rows(stage), max_length)
-    unquantized = _load_or_make(stage, UNQUANTIZED_FORMAT, lambda: export_plain(stage))
-    scratch = stage.path / _LOGPROBS
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
-    outputs, metrics = list(unquantized.outputs), dict(unquantized.metrics)
-    formats: dict[str, JsonValue] = {UNQUANTIZED_FORMAT: unquantized.info["model"]}
+    split_name, rows = text_rows(_find_prepared_rows(stage), max_length)
+    unquantized_outcome = _resume_or_run(stage, UNQUANTIZED_FORMAT, lambda: export_plain(stage))
+    logprobs_folder = stage.path / _LOGPROBS_FOLDER
+    shutil.rmtree(logprobs_folder, ignore_errors=True)
+    logprobs_folder.mkdir()
+    outputs, metrics = list(unquantized_outcome.outputs), dict(unquantized_outcome.metrics)
+    formats: dict[str, JsonValue] = {UNQUANTIZED_FORMAT: unquantized_outcome.info["model"]}
     for plan in export_plans:
-        quantized, verification = _write_and_verify(stage, plan, unquantized, rows)
-        folder = stage.path / quantized.outputs[0]
-        card = (stage.path / str(unquantized.info["model"]) / "README.md").read_text(encoding="utf-8")
-        write_text(folder / "README.md", card + _format_section(plan, verification, split_name, len(rows)))
-        outputs += quantized.outputs
-        metrics |= quantized.metrics | verification.metrics
-        formats[plan.name] = quantized.outputs[0]
-    shutil.rmtree(scratch)
-    return Outcome(tuple(outputs), metrics, {**unquantized.info, "formats": formats})
+        quantized_outcome, verification = _write_and_verify(stage, plan, unquantized_outcome, rows)
+        folder = stage.path / quantized_outcome.outputs[0]
+        model_card = (stage.path / str(unquantized_outcome.info["model"]) / "README.md").read_text(encoding="utf-8")
+        write_text(folder / "README.md", model_card + _render_card_section(plan, verification, split_name, len(rows)))
+        outputs += quantized_outcome.outputs
+        metrics |= quantized_outcome.metrics | verification.metrics
+        formats[plan.name] = quantized_outcome.outputs[0]
+    shutil.rmtree(logprobs_folder)
+    return Outcome(tuple(outputs), metrics, {**unquantized_outcome.info, "formats": formats})
 
 
 def plans(stage: Stage) -> list[Plan]:
@@ -113,14 +113,14 @@ def plans(stage: Stage) -> list[Plan]:
     if GGUF in config.quantized and (problem := gguf_problem()):
         raise ConfigError(f"export.formats has 'gguf', but {problem}; leave it out")
     gguf_plans = [Plan(GGUF, None, None, "") for name in config.quantized if name == GGUF]
-    others = [name for name in config.quantized if name != GGUF]
-    if not others:
+    vllm_formats = [name for name in config.quantized if name != GGUF]
+    if not vllm_formats:
         return gguf_plans
     with torch.device("meta"), meta_device_safe_creation_ops():
         revision = stage.recipe.policy.model_revision
         model = model_without_weights(stage.model, revision=revision, dtype=torch.bfloat16)
     layers = find_layers(model)
-    format_plans = [Plan(name, scheme_of(name, layers), layers, vllm_problem(name)) for name in others]
+    format_plans = [Plan(name, scheme_of(name, layers), layers, vllm_problem(name)) for name in vllm_formats]
     for plan in format_plans:
         if plan.problem and not config.unproven:
             remedy = "leave it out, or set export.unproven = true"
@@ -128,15 +128,15 @@ def plans(stage: Stage) -> list[Plan]:
     return format_plans + gguf_plans
 
 
-def _prepared_rows(stage: Stage) -> Path:
+def _find_prepared_rows(stage: Stage) -> Path:
     """Return the folder of prepared rows of the stage, else of the last upstream training; DataError: there is none."""
     if stage.data is not None:
         return stage.data
-    source = source_of(stage.config.model)
-    pending = [stage.inputs[name] for name in sorted(stage.inputs, key=lambda name: name != source)]
-    for result in pending:
+    source_stage = source_of(stage.config.model)
+    upstream_results = [stage.inputs[name] for name in sorted(stage.inputs, key=lambda name: name != source_stage)]
+    for stage_result in upstream_results:
         with suppress(FileNotFoundError):
-            upstream = load_stage(Path(result["path"]))
+            upstream = load_stage(Path(stage_result["path"]))
             if upstream.kind.trains_model and upstream.data is not None:
                 if not upstream.data.is_dir():
                     raise DataError(
@@ -145,71 +145,77 @@ def _prepared_rows(stage: Stage) -> Path:
                         f'"stage:NAME" of a prepare stage in this pipeline'
                     )
                 return upstream.data
-            pending += upstream.inputs.values()
+            upstream_results += upstream.inputs.values()
     raise DataError(
         f"stage {stage.name!r}: no training comes before it, with whose rows the formats could be compared; set data = "
         '"stage:NAME" of a prepare stage'
     )
 
 
-def _load_or_make(stage: Stage, name: str, make: Callable[[], Outcome]) -> Outcome:
+def _resume_or_run(stage: Stage, name: str, operation: Callable[[], Outcome]) -> Outcome:
     """Return the outcome of an operation, which runs only if no earlier attempt of the stage has saved its outcome."""
     file = stage.path / "done" / f"{name}.json"
-    saved = read_object(file)
-    outputs = tuple(saved.get("outputs", ()))
-    if saved.get("fingerprint") == stage.fingerprint and all((stage.path / each).exists() for each in outputs):
-        return Outcome(outputs, saved["metrics"], saved["info"])
-    outcome = make()
+    saved_outcome = read_object(file)
+    outputs = tuple(saved_outcome.get("outputs", ()))
+    if saved_outcome.get("fingerprint") == stage.fingerprint and all(
+        (stage.path / output).exists() for output in outputs
+    ):
+        return Outcome(outputs, saved_outcome["metrics"], saved_outcome["info"])
+    outcome = operation()
     file.parent.mkdir(exist_ok=True)
-    content = {"outputs": list(outcome.outputs), "metrics": outcome.metrics, "info": outcome.info}
-    write_json(file, {"fingerprint": stage.fingerprint, **content})
+    outcome_fields = {"outputs": list(outcome.outputs), "metrics": outcome.metrics, "info": outcome.info}
+    write_json(file, {"fingerprint": stage.fingerprint, **outcome_fields})
     return outcome
 
 
-def _write_and_verify(stage: Stage, plan: Plan, unquantized: Outcome, rows: list[Row]) -> tuple[Outcome, Outcome]:
+def _write_and_verify(
+    stage: Stage, plan: Plan, unquantized_outcome: Outcome, rows: list[Row]
+) -> tuple[Outcome, Outcome]:
     """Write the quantised model of a plan, compare it with the unquantised model, and return both outcomes."""
-    quantized = _load_or_make(stage, plan.name, lambda: _write(stage, plan, unquantized))
-    folder = stage.path / quantized.outputs[0]
-    verify = partial(_verify_quantized, stage, plan, unquantized, folder, rows)
-    return quantized, _load_or_make(stage, f"{plan.name}-proof", verify)
+    quantized_outcome = _resume_or_run(stage, plan.name, lambda: _write_quantized(stage, plan, unquantized_outcome))
+    folder = stage.path / quantized_outcome.outputs[0]
+    run_verification = partial(_verify_quantized, stage, plan, unquantized_outcome, folder, rows)
+    return quantized_outcome, _resume_or_run(stage, f"{plan.name}-proof", run_verification)
 
 
-def _write(stage: Stage, plan: Plan, unquantized: Outcome) -> Outcome:
+def _write_quantized(stage: Stage, plan: Plan, unquantized_outcome: Outcome) -> Outcome:
     """Write the quantised model of a plan to a temporary folder, and rename the folder when it is complete."""
-    folder = f"{plan.name}/step_{unquantized.info['step']}"
-    target = stage.path / folder
-    incomplete = target.with_name(f".{stage.fingerprint[:16]}.partial")
-    shutil.rmtree(target, ignore_errors=True)
+    relative_path = f"{plan.name}/step_{unquantized_outcome.info['step']}"
+    target_folder = stage.path / relative_path
+    incomplete_folder = target_folder.with_name(f".{stage.fingerprint[:16]}.partial")
+    shutil.rmtree(target_folder, ignore_errors=True)
     stage.progress.phase("export")
 
-    def stop_between_files(num_done: int, count: int) -> None:
-        stage.progress.advance(num_done, count)
-        if stage.stop_requested and num_done < count:
-            raise Preempted(f"stage {stage.name!r}: {num_done} of {count} files of {plan.name} are written")
+    def stop_between_files(num_finished_files: int, num_files: int) -> None:
+        stage.progress.advance(num_finished_files, num_files)
+        if stage.stop_requested and num_finished_files < num_files:
+            raise Preempted(
+                f"stage {stage.name!r}: {num_finished_files} of {num_files} files of {plan.name} are written"
+            )
 
     def report_progress() -> None:
         stage.progress.beat()
         if stage.stop_requested:
             raise Preempted(f"stage {stage.name!r}: stopped while {plan.name} was written")
 
-    source = stage.path / str(unquantized.info["model"])
+    source_folder = stage.path / str(unquantized_outcome.info["model"])
     if plan.layers is None:
-        shutil.rmtree(incomplete, ignore_errors=True)
-        write_gguf(source, incomplete, report_progress)
+        shutil.rmtree(incomplete_folder, ignore_errors=True)
+        write_gguf(source_folder, incomplete_folder, report_progress)
     else:
-        quantize_folder(source, incomplete, plan.scheme, plan.layers, stop_between_files)
-    incomplete.rename(target)
-    size = sum(file.stat().st_size for file in target.iterdir() if file.suffix in {".safetensors", ".gguf"})
-    return Outcome((folder,), {f"export/{plan.name}/bytes": float(size)})
+        quantize_folder(source_folder, incomplete_folder, plan.scheme, plan.layers, stop_between_files)
+    incomplete_folder.rename(target_folder)
+    size = sum(file.stat().st_size for file in target_folder.iterdir() if file.suffix in {".safetensors", ".gguf"})
+    return Outcome((relative_path,), {f"export/{plan.name}/bytes": float(size)})
 
 
-def _verify_quantized(stage: Stage, plan: Plan, unquantized: Outcome, folder: Path, rows: list[Row]) -> Outcome:
+def _verify_quantized(stage: Stage, plan: Plan, unquantized_outcome: Outcome, folder: Path, rows: list[Row]) -> Outcome:
     """Load a quantised model in separate Python processes, and return its divergence and benchmarks as metrics."""
-    source = stage.path / str(unquantized.info["model"])
-    reference_folder = stage.path / _LOGPROBS / ("of_engine" if plan.in_vllm else "plain")
+    source_folder = stage.path / str(unquantized_outcome.info["model"])
+    reference_folder = stage.path / _LOGPROBS_FOLDER / ("of_engine" if plan.in_vllm else "plain")
     stage.progress.phase("validate")
     if not reference_folder.exists():
-        _in_fresh_interpreter(stage, save_logprobs, source, plan.in_vllm, rows, reference_folder)
+        _in_fresh_interpreter(stage, save_logprobs, source_folder, plan.in_vllm, rows, reference_folder)
     divergence: Divergence = _in_fresh_interpreter(stage, compare, folder, plan.in_vllm, rows, reference_folder)
     prefix = f"export/{plan.name}/"
     metrics = {
@@ -220,13 +226,15 @@ def _verify_quantized(stage: Stage, plan: Plan, unquantized: Outcome, folder: Pa
     }
     benchmark_result = _find_benchmarks(stage)
     if benchmark_result is not None and plan.in_vllm:
-        scratch = stage.path / _LOGPROBS / f"{plan.name}-{_BENCHMARKS}"
-        path = Path(benchmark_result["path"])
-        scores = _in_fresh_interpreter(stage, _evaluate, folder, path, scratch, progress_file=scratch)
-        for name, score in scores.items():
+        scratch_folder = stage.path / _LOGPROBS_FOLDER / f"{plan.name}-{_BENCHMARK_PREFIX}"
+        benchmark_stage_path = Path(benchmark_result["path"])
+        benchmark_scores = _in_fresh_interpreter(
+            stage, _run_benchmarks, folder, benchmark_stage_path, scratch_folder, progress_file=scratch_folder
+        )
+        for name, score in benchmark_scores.items():
             metrics[name] = score
             if not name.endswith("_stderr"):
-                metrics[f"lost/{name.removeprefix(_BENCHMARKS)}"] = benchmark_result["metrics"][name] - score
+                metrics[f"lost/{name.removeprefix(_BENCHMARK_PREFIX)}"] = benchmark_result["metrics"][name] - score
     return Outcome((), {prefix + name: value for name, value in metrics.items()}, {"tokens": divergence.num_tokens})
 
 
@@ -255,51 +263,51 @@ def _in_fresh_interpreter(
 
     stage.progress.beat()
     with pool_of_one_process() as pool:
-        seconds = None if progress_file else _TIMEOUT_SECONDS
-        return call_in_interpreter(pool, function, (folder, *arguments), seconds, folder, forward_heartbeat)
+        timeout_seconds = None if progress_file else _TIMEOUT_SECONDS
+        return call_in_interpreter(pool, function, (folder, *arguments), timeout_seconds, folder, forward_heartbeat)
 
 
 def _find_benchmarks(stage: Stage) -> dict[str, Any] | None:
     """Return the result of a stage in `after` that has run benchmarks on the model to export; None: no such stage."""
     for result in stage.inputs.values():
-        if any(name.startswith(_BENCHMARKS) for name in result["metrics"]):
+        if any(name.startswith(_BENCHMARK_PREFIX) for name in result["metrics"]):
             upstream = load_stage(Path(result["path"]))
             if upstream.kind.makes == "metrics" and upstream.config.model == stage.config.model:
                 return result
     return None
 
 
-def _evaluate(folder: Path, path: Path, scratch: Path) -> dict[str, float]:
+def _run_benchmarks(folder: Path, path: Path, scratch_folder: Path) -> dict[str, float]:
     """Run the benchmarks of the stage at `path` with the model in `folder`, and return their metrics."""
-    scratch.mkdir(parents=True)
-    program = importlib.import_module("cosmos_core.evaluate.program")  # lm-eval is an optional package
-    return program.run(replace(load_stage(path), path=scratch, model=str(folder))).metrics
+    scratch_folder.mkdir(parents=True)
+    evaluate_program = importlib.import_module("cosmos_core.evaluate.program")  # lm-eval is an optional package
+    return evaluate_program.run(replace(load_stage(path), path=scratch_folder, model=str(folder))).metrics
 
 
-def _format_section(plan: Plan, verification: Outcome, split_name: str, num_rows: int) -> str:
+def _render_card_section(plan: Plan, verification: Outcome, split_name: str, num_rows: int) -> str:
     """Return the section of a model card about a quantised format."""
     prefix = f"export/{plan.name}/"
     metrics = {name.removeprefix(prefix): value for name, value in verification.metrics.items()}
-    kind_of_rows = "held-out" if split_name == VALIDATION else "training"
-    made = f"rounded to nearest, by compressed-tensors {version('compressed-tensors')}"
-    loaded, engine = f"Loaded by vLLM {vllm_version()}", ""
+    row_kind = "held-out" if split_name == VALIDATION else "training"
+    method_text = f"rounded to nearest, by compressed-tensors {version('compressed-tensors')}"
+    loading_text, engine_text = f"Loaded by vLLM {vllm_version()}", ""
     if plan.layers is None:
-        made, loaded = "converted by llama.cpp", f"Loaded by transformers {version('transformers')}"
+        method_text, loading_text = "converted by llama.cpp", f"Loaded by transformers {version('transformers')}"
     elif plan.problem:
-        loaded, engine = f"**Unproven**: {plan.problem}", ", by transformers"
+        loading_text, engine_text = f"**Unproven**: {plan.problem}", ", by transformers"
     lines = [
         "", f"## Quantised: `{plan.name}`", "",
-        f"- {plan.line}, {made}",
-        f"- {loaded}",
+        f"- {plan.line}, {method_text}",
+        f"- {loading_text}",
         f"- Divergence KL(bf16 || {plan.name}): {metrics['kl']:.3g} nats per token (standard error "
-        f"{metrics['kl_stderr']:.2g}) on {verification.info['tokens']} tokens of {num_rows} {kind_of_rows} "
-        f"rows{engine}",
+        f"{metrics['kl_stderr']:.2g}) on {verification.info['tokens']} tokens of {num_rows} {row_kind} "
+        f"rows{engine_text}",
         f"- The most likely token is that of bf16 for {metrics['same_top_token']:.2%} of them", "",
     ]  # fmt: skip
-    if losses := {name: value for name, value in metrics.items() if name.startswith("lost/")}:
+    if score_drops := {name: value for name, value in metrics.items() if name.startswith("lost/")}:
         lines += [f"| benchmark | bf16 | {plan.name} | lost |", "|---|---|---|---|"]
-    for name, loss_increase in losses.items():
-        score = metrics[_BENCHMARKS + name.removeprefix("lost/")]
-        values = f"{score + loss_increase:.4g} | {score:.4g} | {loss_increase:.4g}"
-        lines.append(f"| {name.removeprefix('lost/')} | {values} |")
+    for name, score_drop in score_drops.items():
+        score = metrics[_BENCHMARK_PREFIX + name.removeprefix("lost/")]
+        table_cells = f"{score + score_drop:.4g} | {score:.4g} | {score_drop:.4g}"
+        lines.append(f"| {name.removeprefix('lost/')} | {table_cells} |")
     return "\n".join([*lines, ""])

@@ -28,7 +28,7 @@ def gguf_problem() -> str:
     return ""
 
 
-def write_gguf(source: Path, target: Path, meanwhile: Callable[[], None]) -> None:
+def write_gguf(source: Path, target: Path, on_poll: Callable[[], None]) -> None:
     """Write the model in `source` as `target/model.gguf` in bfloat16.
 
     The callback is called every second until the converter has ended. If it raises, the converter is stopped.
@@ -38,18 +38,18 @@ def write_gguf(source: Path, target: Path, meanwhile: Callable[[], None]) -> Non
     """
     target.mkdir(parents=True)
     command = [sys.executable, str(shutil.which(CONVERTER)), str(source), "--outtype", "bf16"]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([*command, "--outfile", str(target / FILE)], stdout=log, stderr=log)
+    with tempfile.TemporaryFile() as log_file:
+        process = subprocess.Popen([*command, "--outfile", str(target / FILE)], stdout=log_file, stderr=log_file)
         try:
             while process.poll() is None:
-                meanwhile()
+                on_poll()
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_POLL_SECONDS)
         finally:
             process.kill()
             process.wait()
-        log.seek(0)
-        lines = log.read().decode(errors="replace").split("\n")
+        log_file.seek(0)
+        lines = log_file.read().decode(errors="replace").split("\n")
     if process.returncode or not (target / FILE).is_file():
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote no file")
-        raise StageFailed(f"{CONVERTER} failed with exit code {process.returncode}: {last}")
+        last_line = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote no file")
+        raise StageFailed(f"{CONVERTER} failed with exit code {process.returncode}: {last_line}")

@@ -23,16 +23,16 @@ def check(stage: Stage) -> Outcome:
     outcome = check_model.run(stage)
     if not stage.recipe.export.quantized:
         return outcome
-    lines = [plan.line for plan in _formats().plans(stage)]
+    lines = [plan.line for plan in _import_formats().plans(stage)]
     return replace(outcome, info={**outcome.info, "found": "; ".join([str(outcome.info["found"]), *lines])})
 
 
 def run(stage: Stage) -> Outcome:
     """Export the model of a stage; see `checkpoint.export` and `formats` for errors."""
-    return (_formats() if stage.recipe.export.quantized else export).run(stage)
+    return (_import_formats() if stage.recipe.export.quantized else export).run(stage)
 
 
-def _formats() -> Any:
+def _import_formats() -> Any:
     """Import the module for quantised formats; raise ConfigError if its package is not installed."""
     if importlib.util.find_spec("compressed_tensors") is None:
         raise ConfigError("export.formats needs the package compressed-tensors, which comes with vLLM; install vLLM")

@@ -33,7 +33,7 @@ from cosmos_core.models.first_layers import layers_path
 from cosmos_core.models.model_files import weight_files
 from cosmos_core.run.files import sync_folder, write_json
 
-_PRESETS = {
+_FORMAT_PRESETS = {
     "fp8": ("FP8_DYNAMIC", "float-quantized"),
     "int8": ("W8A8", "int-quantized"),
     "w4a16": ("W4A16", "pack-quantized"),
@@ -43,7 +43,7 @@ _GROUP_SIZES = (128, 64, 32)
 """Numbers of weights per quantisation group that vLLM's kernels support, the preferred number first."""
 _WEIGHT_SIZE_MULTIPLE = 32
 """Number by which both dimensions of a 4-bit weight must be divisible, for vLLM's kernels."""
-_CHUNK = 1 << 23
+_CHUNK_NUM_WEIGHTS = 1 << 23
 """Number of weights that are quantised at once."""
 _INDEX_FILE = "model.safetensors.index.json"
 
@@ -66,24 +66,25 @@ def find_layers(model: PreTrainedModel) -> Layers:
         ModelError: the model has experts, or no linear layers in decoder blocks.
     """
     path = layers_path(model)
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    block_layers = {name: module for name, module in linear.items() if path and name.startswith(f"{path}.")}
-    name_of = type(model).__name__
-    experts = [n for n, p in model.named_parameters() if path and n.startswith(f"{path}.") and p.ndim == 3]
-    experts += [name for name in block_layers if ".experts." in name]
-    if experts:
+    linear_modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    block_layers = {name: module for name, module in linear_modules.items() if path and name.startswith(f"{path}.")}
+    class_name = type(model).__name__
+    expert_names = [n for n, p in model.named_parameters() if path and n.startswith(f"{path}.") and p.ndim == 3]
+    expert_names += [name for name in block_layers if ".experts." in name]
+    if expert_names:
         raise ModelError(
-            f"{name_of} is a mixture of experts ({experts[0]}), whose fused weights are not quantised; leave the "
+            f"{class_name} is a mixture of experts ({expert_names[0]}), whose fused weights are not quantised; leave "
+            f"the "
             f"quantised formats out of export.formats"
         )
     if not block_layers:
-        raise ModelError(f"{name_of} has no linear layers in decoder blocks to quantise; see export.formats")
+        raise ModelError(f"{class_name} has no linear layers in decoder blocks to quantise; see export.formats")
     # Weights may have other names in the exported files than in the modules.
-    saved = revert_weight_conversion(model, dict(model.state_dict(keep_vars=True)))
-    key_of = {id(tensor): key for key, tensor in saved.items()}
-    weights = {key_of[id(module.weight)]: name for name, module in block_layers.items()}
+    saved_tensors = revert_weight_conversion(model, dict(model.state_dict(keep_vars=True)))
+    key_by_tensor_id = {id(tensor): key for key, tensor in saved_tensors.items()}
+    weights = {key_by_tensor_id[id(module.weight)]: name for name, module in block_layers.items()}
     shapes = {key: tuple(block_layers[name].weight.shape) for key, name in weights.items()}
-    return Layers(weights, shapes, [name for name in linear if name not in block_layers])
+    return Layers(weights, shapes, [name for name in linear_modules if name not in block_layers])
 
 
 def scheme_of(name: str, layers: Layers) -> QuantizationScheme:
@@ -92,7 +93,7 @@ def scheme_of(name: str, layers: Layers) -> QuantizationScheme:
     Raises:
         ModelError: the dimensions of a layer are not divisible by the group sizes of vLLM's kernels.
     """
-    preset, layout = _PRESETS[name]
+    preset, layout = _FORMAT_PRESETS[name]
     scheme = preset_name_to_scheme(preset, ["Linear"])
     scheme.format = layout
     if scheme.weights.group_size is None:
@@ -103,8 +104,8 @@ def scheme_of(name: str, layers: Layers) -> QuantizationScheme:
             f"{name}: {unsupported_key} has the shape {list(layers.shapes[unsupported_key])}, and both sizes must be "
             f"multiples of {_WEIGHT_SIZE_MULTIPLE}; leave {name!r} out of export.formats"
         )
-    inputs = math.gcd(*(shape[-1] for shape in layers.shapes.values()))
-    scheme.weights.group_size = next(size for size in _GROUP_SIZES if inputs % size == 0)
+    common_divisor = math.gcd(*(shape[-1] for shape in layers.shapes.values()))
+    scheme.weights.group_size = next(size for size in _GROUP_SIZES if common_divisor % size == 0)
     return scheme
 
 
@@ -136,15 +137,15 @@ def quantize_folder(
     files, problem = weight_files(str(source), None)
     if problem:
         raise ModelError(f"export: {source}: {problem}")
-    for number, file in enumerate(map(Path, files), start=1):
+    for file_number, file in enumerate(map(Path, files), start=1):
         if not (target / file.name).exists():
             _quantize_file(file, target / file.name, scheme, layers)
-        on_file_quantized(number, len(files))
-    for other in source.iterdir():
-        if other.is_file() and other.suffix != ".safetensors" and other.name != _INDEX_FILE:
-            shutil.copyfile(other, target / other.name)
+        on_file_quantized(file_number, len(files))
+    for other_file in source.iterdir():
+        if other_file.is_file() and other_file.suffix != ".safetensors" and other_file.name != _INDEX_FILE:
+            shutil.copyfile(other_file, target / other_file.name)
     if (source / _INDEX_FILE).exists():
-        write_json(target / _INDEX_FILE, _index([target / Path(file).name for file in files]))
+        write_json(target / _INDEX_FILE, _build_weight_index([target / Path(file).name for file in files]))
     config = QuantizationConfig(
         config_groups={"group_0": scheme}, format=str(scheme.format), ignore=layers.ignored_modules,
         quantization_status=QuantizationStatus.COMPRESSED,
@@ -165,14 +166,17 @@ def _quantize_file(file: Path, target: Path, scheme: QuantizationScheme, layers:
             if key not in layers.weights:
                 tensors[key] = tensor.clone()
                 continue
-            parts = quantize_weight(tensor, scheme)
-        tensors |= {f"{key.removesuffix('weight')}{name}": part for name, part in parts.items()}
+            quantized_tensors = quantize_weight(tensor, scheme)
+        tensors |= {
+            f"{key.removesuffix('weight')}{name}": quantized_tensor
+            for name, quantized_tensor in quantized_tensors.items()
+        }
         del tensor
-    partial = target.with_suffix(".partial")
-    with open(partial, "wb") as output_file:
+    partial_file = target.with_suffix(".partial")
+    with open(partial_file, "wb") as output_file:
         for block in safetensors_blocks(tensors, {"format": "pt"}):
             output_file.write(block)
-    partial.rename(target)
+    partial_file.rename(target)
 
 
 def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
@@ -181,25 +185,25 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Ten
     Scales have the dtype of the weight, as vLLM reads them; weights are divided by their scales in float32.
     """
     compressor = BaseCompressor.get_value_from_registry(str(scheme.format))
-    num_rows = max(1, _CHUNK // weight.shape[1])
+    num_rows = max(1, _CHUNK_NUM_WEIGHTS // weight.shape[1])
     chunks: list[Mapping[str, Any]] = []
-    for rows in weight.split(num_rows):
-        values = rows.float()
-        groups = values.unflatten(1, (-1, scheme.weights.group_size or weight.shape[1]))
-        scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
+    for weight_rows in weight.split(num_rows):
+        float_rows = weight_rows.float()
+        weight_groups = float_rows.unflatten(1, (-1, scheme.weights.group_size or weight.shape[1]))
+        scale, zero_point = calculate_qparams(weight_groups.amin(-1), weight_groups.amax(-1), scheme.weights)
         scale = scale.to(weight.dtype)
-        state = {"weight": values, "weight_scale": scale.float(), "weight_zero_point": zero_point}
-        chunks.append({**compressor.compress(state, scheme), "weight_scale": scale})
-    parts = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
-    return parts | ({"weight_shape": torch.tensor(weight.shape)} if "weight_shape" in parts else {})
+        unpacked_tensors = {"weight": float_rows, "weight_scale": scale.float(), "weight_zero_point": zero_point}
+        chunks.append({**compressor.compress(unpacked_tensors, scheme), "weight_scale": scale})
+    packed_tensors = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    return packed_tensors | ({"weight_shape": torch.tensor(weight.shape)} if "weight_shape" in packed_tensors else {})
 
 
-def _index(files: list[Path]) -> dict[str, Any]:
+def _build_weight_index(files: list[Path]) -> dict[str, Any]:
     """Return the content of `model.safetensors.index.json` for several weight files."""
     weight_map: dict[str, str] = {}
-    size = 0
+    total_size = 0
     for file in files:
         with safe_open(file, framework="pt") as reader:
             weight_map |= dict.fromkeys(reader.keys(), file.name)
-        size += file.stat().st_size
-    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        total_size += file.stat().st_size
+    return {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}

@@ -17,7 +17,7 @@ from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.service_health import ENQUEUE_URL, FETCH_URL, TOKEN
 
 BLOCK_SLUG = "cosmos-reward-service"
-_PATHS = {ENQUEUE_URL: "enqueue", FETCH_URL: "pull"}
+_URL_PATHS = {ENQUEUE_URL: "enqueue", FETCH_URL: "pull"}
 
 
 class RewardService(Block):
@@ -33,8 +33,8 @@ class RewardService(Block):
     def environment(self) -> dict[str, str]:
         """Return the environment variables that tell a client the address and token of the service."""
         urls = [url.strip().rstrip("/") for url in self.url.split(",") if url.strip()]
-        paths = {name: ",".join(f"{url}/api/reward/{path}" for url in urls) for name, path in _PATHS.items()}
-        return {**paths, TOKEN: self.token.get_secret_value()}
+        service_urls = {name: ",".join(f"{url}/api/reward/{path}" for url in urls) for name, path in _URL_PATHS.items()}
+        return {**service_urls, TOKEN: self.token.get_secret_value()}
 
 
 def load_service_variables(name: str) -> dict[str, str]:
@@ -52,20 +52,20 @@ def load_service_variables(name: str) -> dict[str, str]:
         raise ConfigError(f"reward_service = {name!r}: PREFECT_API_URL is not set; blocks are kept by a Prefect server")
     try:
         with get_client(sync_client=True) as client:
-            variables = read_service(client, block_name)
+            service_variables = read_service(client, block_name)
     except Exception as error:  # Prefect's client raises errors of many types, some wrapped in RuntimeError
         cause = error.__cause__ if isinstance(error, RuntimeError) else error
-        is_refusal = isinstance(cause, httpx.HTTPStatusError) and cause.response.is_client_error
-        kind = StageFailed if isinstance(cause, httpx.HTTPError) and not is_refusal else ConfigError
-        raise kind(f"reward_service = {name!r}: the Prefect server does not tell: {error}") from error
-    if variables is None:
+        is_client_error = isinstance(cause, httpx.HTTPStatusError) and cause.response.is_client_error
+        error_class = StageFailed if isinstance(cause, httpx.HTTPError) and not is_client_error else ConfigError
+        raise error_class(f"reward_service = {name!r}: the Prefect server does not tell: {error}") from error
+    if service_variables is None:
         raise ConfigError(
             f"reward_service = {name!r}: the server has no block {BLOCK_SLUG}/{block_name}; make it in Prefect's UI "
             f"(cosmos bootstrap registers its type)"
         )
-    if not variables[ENQUEUE_URL].startswith(("http://", "https://")):
+    if not service_variables[ENQUEUE_URL].startswith(("http://", "https://")):
         raise ConfigError(f"reward_service = {name!r}: its url is no http:// or https:// address")
-    return variables
+    return service_variables
 
 
 def read_service(client: Any, name: str) -> dict[str, str] | None:

@@ -69,12 +69,12 @@ def bootstrap_server(pools: Sequence[Pool], channels: Mapping[str, str] = Mappin
         except Exception as error:  # httpx and Prefect raise errors of many types
             raise ConfigError(f"the Prefect server at {url} does not respond: {error}") from error
         for pool in pools:
-            yield _pool(client, pool)
-        yield _put(client, _automation_of_dead_flow_runs())
+            yield _save_work_pool(client, pool)
+        yield _save_automation(client, _automation_of_dead_flow_runs())
         for channel, address in channels.items():
             for automation in automations(channel, address):
-                yield _put(client, automation)
-        yield _credentials(client)
+                yield _save_automation(client, automation)
+        yield _report_credentials_block(client)
     RewardService.register_type_and_schema()
     yield f"block type {BLOCK_SLUG}: registered"
 
@@ -89,50 +89,50 @@ def _check_name(name: str) -> None:
 
 def _check_type(client: Any, pool: Pool) -> None:
     """Check that Prefect knows the type of a work pool that has no template file."""
-    collections = client.read_worker_metadata().values()
-    types = sorted({str(worker["type"]) for collection in collections for worker in collection.values()})
-    if pool.type not in types:
+    worker_collections = client.read_worker_metadata().values()
+    pool_types = sorted({str(worker["type"]) for collection in worker_collections for worker in collection.values()})
+    if pool.type not in pool_types:
         raise ConfigError(
-            f"work pool {pool.name!r}: there is no type {pool.type!r}; known: {', '.join(types)}. Of another one "
+            f"work pool {pool.name!r}: there is no type {pool.type!r}; known: {', '.join(pool_types)}. Of another one "
             "give the --template"
         )
 
 
-def _pool(client: Any, pool: Pool) -> str:
+def _save_work_pool(client: Any, pool: Pool) -> str:
     from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
     from prefect.exceptions import ObjectNotFound
 
-    template = _template(pool)
+    job_template = _read_job_template(pool)
     try:
-        existing = client.read_work_pool(pool.name)
+        existing_pool = client.read_work_pool(pool.name)
     except ObjectNotFound:
-        if not template and pool.type != Pool.type:  # Prefect itself has the default type; any other may be unknown
+        if not job_template and pool.type != Pool.type:  # Prefect itself has the default type; any other may be unknown
             _check_type(client, pool)
-        options = {"base_job_template": template} if template else {}
+        options = {"base_job_template": job_template} if job_template else {}
         client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, concurrency_limit=pool.limit, **options))
         return f"work pool {pool.name}: made ({pool.type}{_format_limit(pool.limit)})"
-    if existing.type != pool.type:
-        difference = f"is of type {existing.type}, not {pool.type}"
-        raise ConfigError(f"work pool {pool.name!r} {difference}; delete it, or take another name")
+    if existing_pool.type != pool.type:
+        type_difference = f"is of type {existing_pool.type}, not {pool.type}"
+        raise ConfigError(f"work pool {pool.name!r} {type_difference}; delete it, or take another name")
     changes: dict[str, Any] = {}
-    if pool.limit is not None and existing.concurrency_limit != pool.limit:
+    if pool.limit is not None and existing_pool.concurrency_limit != pool.limit:
         changes["concurrency_limit"] = pool.limit
-    if template and existing.base_job_template != template:
-        changes["base_job_template"] = template
+    if job_template and existing_pool.base_job_template != job_template:
+        changes["base_job_template"] = job_template
     if not changes:
-        return f"work pool {pool.name}: there ({existing.type}{_format_limit(existing.concurrency_limit)})"
+        return f"work pool {pool.name}: there ({existing_pool.type}{_format_limit(existing_pool.concurrency_limit)})"
     client.update_work_pool(pool.name, WorkPoolUpdate(**changes))
     return f"work pool {pool.name}: changed ({', '.join(changes)})"
 
 
-def _template(pool: Pool) -> dict[str, Any]:
+def _read_job_template(pool: Pool) -> dict[str, Any]:
     if pool.template is None:
         return {}
     try:
-        template: dict[str, Any] = json.loads(pool.template.read_text(encoding="utf-8"))
+        job_template: dict[str, Any] = json.loads(pool.template.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"template {pool.template} of work pool {pool.name!r} cannot be read: {error}") from error
-    return template
+    return job_template
 
 
 def _format_limit(limit: int | None) -> str:
@@ -161,7 +161,7 @@ def _automation_of_dead_flow_runs() -> Any:
     )
 
 
-def _put(client: Any, automation: Any) -> str:
+def _save_automation(client: Any, automation: Any) -> str:
     """Create an automation, or update the automation of that name without changing whether it is enabled."""
     existing = client.read_automations_by_name(automation.name)
     if not existing:
@@ -171,16 +171,16 @@ def _put(client: Any, automation: Any) -> str:
         return f"automation {automation.name!r}: there"
     automation = automation.model_copy(update={"enabled": existing[0].enabled})
     # The update method of Prefect's client omits the types of triggers and actions from its request.
-    content = automation.model_dump(mode="json", exclude={"owner_resource"})
-    client.request("PUT", "/automations/{id}", path_params={"id": existing[0].id}, json=content).raise_for_status()
+    request_body = automation.model_dump(mode="json", exclude={"owner_resource"})
+    client.request("PUT", "/automations/{id}", path_params={"id": existing[0].id}, json=request_body).raise_for_status()
     return f"automation {automation.name!r}: changed"
 
 
-def _credentials(client: Any) -> str:
+def _report_credentials_block(client: Any) -> str:
     from prefect.exceptions import ObjectNotFound
 
-    block = "cosmos-credentials"
+    block_name = "cosmos-credentials"
     with suppress(ObjectNotFound):
-        client.read_block_document_by_name(block, "secret")
-        return f"block secret/{block}: there"
-    return f"block secret/{block}: not there; workers take credentials from their environment"
+        client.read_block_document_by_name(block_name, "secret")
+        return f"block secret/{block_name}: there"
+    return f"block secret/{block_name}: not there; workers take credentials from their environment"

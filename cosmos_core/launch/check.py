@@ -42,28 +42,34 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
     for stage in pipeline.stages:
         if not pipeline.kind_of(stage).reads_model:
             continue
-        base, data = _base(pipeline, stage), source_of(stage.data)
-        if base is None or (data and pipeline.kind_of(pipeline.stage(data)).makes != "data"):
-            unfinished_stage_name = source_of(stage.model) if base is None else data
+        base_stage, data_stage_name = _find_base_stage(pipeline, stage), source_of(stage.data)
+        if base_stage is None or (
+            data_stage_name and pipeline.kind_of(pipeline.stage(data_stage_name)).makes != "data"
+        ):
+            unfinished_stage_name = source_of(stage.model) if base_stage is None else data_stage_name
             yield f"{stage.name}: not looked at: it starts from what stage {unfinished_stage_name!r} will make"
             continue
-        base_policy = pipeline.recipes[base.name].policy
-        recipe = None if base is stage else pipeline.recipes[stage.name]
+        base_policy = pipeline.recipes[base_stage.name].policy
+        recipe = None if base_stage is stage else pipeline.recipes[stage.name]
         if recipe is not None:
-            model_of_base = {name: getattr(base_policy, name) for name in ("model_name_or_path", "model_revision")}
-            recipe = recipe.derive(policy=recipe.policy.derive(**model_of_base))
-        model = "" if base is stage else base.model or base_policy.model_name_or_path
-        rows = "" if data else stage.data
-        program, known_prompts = pipeline.kind_of(stage).check, prompts.get(data)
-        result = run_check(pipeline, stage, program, model=model, data=rows, recipe=recipe, prompts=known_prompts)
+            base_model_fields = {name: getattr(base_policy, name) for name in ("model_name_or_path", "model_revision")}
+            recipe = recipe.derive(policy=recipe.policy.derive(**base_model_fields))
+        model_path = "" if base_stage is stage else base_stage.model or base_policy.model_name_or_path
+        data_path = "" if data_stage_name else stage.data
+        check_program, prepared_prompts = pipeline.kind_of(stage).check, prompts.get(data_stage_name)
+        result = run_check(
+            pipeline, stage, check_program, model=model_path, data=data_path, recipe=recipe, prompts=prepared_prompts
+        )
         prompts[stage.name] = result["info"].get("prompts")
         check_downstream_stages(pipeline, stage.name, result["info"])
-        suffix = "" if base is stage else f" (looked at with the model that stage {base.name!r} starts from)"
+        suffix = (
+            "" if base_stage is stage else f" (looked at with the model that stage {base_stage.name!r} starts from)"
+        )
         yield f"{stage.name}: {result['info']['found']}{suffix}"
-        starts = 0
+        num_rows = 0
         for line in result["info"].get("shown", []):
-            starts += not line.startswith(" ")
-            if starts <= num_shown_rows:
+            num_rows += not line.startswith(" ")
+            if num_rows <= num_shown_rows:
                 yield line
 
 
@@ -73,7 +79,7 @@ def check_downstream_stages(pipeline: Pipeline, name: str, info: dict[str, JsonV
     Raises:
         DataError: the rows do not fill a train step, or none are held out for validation.
     """
-    for stage in (each for each in pipeline.stages if source_of(each.data) == name):
+    for stage in (candidate_stage for candidate_stage in pipeline.stages if source_of(candidate_stage.data) == name):
         kind = pipeline.kind_of(stage)
         reason = info.get("too_few") if kind.trains_model else None
         if StageContext(pipeline.recipes[stage.name], kind).measures_held_out:
@@ -93,12 +99,12 @@ def check_first_rows(pipeline: Pipeline) -> None:
         if pipeline.kind_of(stage).reads_data != "source" or source_of(stage.data) is not None:
             continue
         inputs = pipeline.inputs(stage)
-        is_slow = pipeline.recipes[stage.name].policy.modality.decodes_media
-        if is_slow or any(each.role == "data_code" for each in inputs) or _has_prepared_rows(pipeline, stage):
+        has_media = pipeline.recipes[stage.name].policy.modality.decodes_media
+        if has_media or any(each.role == "data_code" for each in inputs) or _has_prepared_rows(pipeline, stage):
             continue
-        rows = [each for each in inputs if each.role == "data"]
-        is_local = {each.form for each in rows} <= {"folder", "literal"}
-        sizes = (_size(Path(each.location)) for each in rows if each.form == "folder")
+        data_inputs = [each for each in inputs if each.role == "data"]
+        is_local = {each.form for each in data_inputs} <= {"folder", "literal"}
+        sizes = (_compute_total_bytes(Path(each.location)) for each in data_inputs if each.form == "folder")
         if not is_local or any(size > _MAX_CHECKED_BYTES for size in sizes):
             continue
         try:
@@ -119,7 +125,7 @@ def _has_prepared_rows(pipeline: Pipeline, stage: StageConfig) -> bool:
     return fingerprint_folder(output_dir, stage_fingerprint.value).exists()
 
 
-def _size(path: Path) -> int:
+def _compute_total_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in (files_of(path, DATA_FILES) if path.is_dir() else [path]))
 
 
@@ -145,34 +151,34 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
     data = stage.data if is_remote(data) else data
     kind = pipeline.kind_of(stage)
     sweep()
-    with stoppable(), tempfile.TemporaryDirectory(prefix=f"{PREVIEW_FOLDER_PREFIX}{os.getpid()}-") as folder:
-        path = Path(folder) / "stages" / stage.name
-        path.mkdir(parents=True)
+    with stoppable(), tempfile.TemporaryDirectory(prefix=f"{PREVIEW_FOLDER_PREFIX}{os.getpid()}-") as temporary_folder:
+        stage_path = Path(temporary_folder) / "stages" / stage.name
+        stage_path.mkdir(parents=True)
         if prompts:
-            write_json(path / CHECKED_PROMPTS, prompts)
+            write_json(stage_path / CHECKED_PROMPTS, prompts)
         model = model or stage.model or recipe.policy.model_name_or_path
-        model = link_weights_over_model(inputs_of(stage, recipe, kind), path / "model") or model
+        model = link_weights_over_model(inputs_of(stage, recipe, kind), stage_path / "model") or model
         Stage(
-            path=path, config=stage, recipe=recipe, model=model, data=Path(data) if data else None, inputs={},
+            path=stage_path, config=stage, recipe=recipe, model=model, data=Path(data) if data else None, inputs={},
             fingerprint="look", kind=replace(kind, entry=program),
         ).save()  # fmt: skip
-        service, config = service_named(stage.reward_service), pipeline.config
-        attempt = AttemptSettings(
-            stage_path=path, python=config.python, threads=threads(pipeline), grace_seconds=config.grace_seconds,
-            environment=service, secrets=tuple(service),
+        service_variables, config = service_named(stage.reward_service), pipeline.config
+        attempt_settings = AttemptSettings(
+            stage_path=stage_path, python=config.python, threads=threads(pipeline), grace_seconds=config.grace_seconds,
+            environment=service_variables, secrets=tuple(service_variables),
         )  # fmt: skip
-        return run(attempt)
+        return run(attempt_settings)
 
 
-def _base(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
+def _find_base_stage(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
     """Return the first stage of the chain of stages from which `stage` takes its model, or `stage` itself. The external
     model of the first stage has the same architecture and tokenizer. Return None if the architecture may differ, or if
     this external model is not in one local folder."""
-    first = stage
-    while name := source_of(stage.model):
-        stage = pipeline.stage(name)
+    initial_stage = stage
+    while upstream_name := source_of(stage.model):
+        stage = pipeline.stage(upstream_name)
         if pipeline.kind_of(stage).makes != "model" or not pipeline.kind_of(stage).reads_model:
             return None
     policy = pipeline.recipes[stage.name].policy
     is_local_model = not policy.model_safetensor_path and not is_remote(stage.model or policy.model_name_or_path)
-    return stage if stage is first or is_local_model else None
+    return stage if stage is initial_stage or is_local_model else None

@@ -37,37 +37,38 @@ class Child:
         self.attempt = uuid.uuid4().hex
         log.parent.mkdir(parents=True, exist_ok=True)
         self._scratch_lock = make_scratch(self.attempt)
-        reader, self._writer = os.pipe()
-        supervisor = [sys.executable, "-m", "cosmos_core.launch.supervisor"]
-        supervisor += ["--pipe", str(reader), "--grace", str(grace_seconds)]
-        supervisor += [word for descriptor in inherit for word in ("--inherit", str(descriptor))]
+        pipe_reader, self._pipe_writer = os.pipe()
+        supervisor_command = [sys.executable, "-m", "cosmos_core.launch.supervisor"]
+        supervisor_command += ["--pipe", str(pipe_reader), "--grace", str(grace_seconds)]
+        supervisor_command += [argument for descriptor in inherit for argument in ("--inherit", str(descriptor))]
         new_variables = {**environment, ATTEMPT: self.attempt, "TMPDIR": str(scratch_of(self.attempt))}
         try:
-            with cleanup_on_error(self._release_resources), open(log, "ab") as output:
+            with cleanup_on_error(self._release_resources), open(log, "ab") as log_file:
                 self._process = subprocess.Popen(
-                    [*supervisor, "--", *command], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    [*supervisor_command, "--", *command], stdin=subprocess.DEVNULL, stdout=log_file,
+                    stderr=subprocess.STDOUT,
                     env=add_quiet_variables({**inherited_environment, **new_variables}), start_new_session=True,
-                    pass_fds=(reader, self._scratch_lock, *inherit),
+                    pass_fds=(pipe_reader, self._scratch_lock, *inherit),
                 )  # fmt: skip
         finally:
-            os.close(reader)
+            os.close(pipe_reader)
         self.pid = self._process.pid
         self.started = start_time(self.pid)
 
     def poll(self) -> int | None:
         """Return the exit code of the command, or None while it runs; clean up after a killed supervisor."""
-        code = self._process.poll()
-        if code is not None and self._writer >= 0:
+        exit_code = self._process.poll()
+        if exit_code is not None and self._pipe_writer >= 0:
             kill_marked(self.attempt)
             self._release_resources()
-        return code if code is None or code >= 0 else 128 - code
+        return exit_code if exit_code is None or exit_code >= 0 else 128 - exit_code
 
     def stop(self, grace_seconds: float | None = None) -> None:
         """Send SIGTERM to the command, and SIGKILL after the grace period; None selects the initial grace period."""
         if self._process.poll() is None:
-            if grace_seconds is not None and self._writer >= 0:
+            if grace_seconds is not None and self._pipe_writer >= 0:
                 with suppress(OSError):  # the supervisor and its command have ended
-                    os.write(self._writer, f"{grace_seconds}\n".encode())
+                    os.write(self._pipe_writer, f"{grace_seconds}\n".encode())
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -78,7 +79,7 @@ class Child:
 
     def _release_resources(self) -> None:
         """Close the descriptors of the supervisor's pipe and of the scratch lock, and remove the temporary files."""
-        os.close(self._writer)
+        os.close(self._pipe_writer)
         os.close(self._scratch_lock)
-        self._writer = self._scratch_lock = -1
+        self._pipe_writer = self._scratch_lock = -1
         remove_scratch(self.attempt)

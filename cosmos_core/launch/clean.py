@@ -27,7 +27,7 @@ from cosmos_core.run.state import ACTIVE, read_state
 from cosmos_core.upload.base import open_target
 
 _TRASH_FOLDER = "removed"
-_KEPT_FILES = ("run.json", PIPELINE)
+_SETTINGS_FILES = ("run.json", PIPELINE)
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,27 @@ def verdicts(output_dir: Path, *, num_kept_runs: int, older_than_seconds: float)
 
     The newest `num_kept_runs` runs of each pipeline are kept, and runs with activity in the last `older_than_seconds`.
     """
-    facts = {output_dir / each.run_id: each for each in runs_in(output_dir)}
-    newest: dict[str, list[Path]] = {}
-    for path in facts:
-        newest.setdefault(facts[path].pipeline, []).append(path)
-    kept = [path for paths in newest.values() for path in (paths[-num_kept_runs:] if num_kept_runs else [])]
+    facts_by_path = {output_dir / run_facts.run_id: run_facts for run_facts in runs_in(output_dir)}
+    paths_by_pipeline: dict[str, list[Path]] = {}
+    for path in facts_by_path:
+        paths_by_pipeline.setdefault(facts_by_path[path].pipeline, []).append(path)
+    kept_paths = [
+        path for paths in paths_by_pipeline.values() for path in (paths[-num_kept_runs:] if num_kept_runs else [])
+    ]
     reason = f"one of the newest {num_kept_runs} of its pipeline" if num_kept_runs > 1 else "the newest of its pipeline"
-    reasons = dict.fromkeys(kept, reason)
-    ages = {path: max(0.0, time.time() - _last_activity(path)) for path in facts}
+    reasons = dict.fromkeys(kept_paths, reason)
+    ages = {path: max(0.0, time.time() - _find_last_activity_time(path)) for path in facts_by_path}
     for path, age in ages.items():
         if age < older_than_seconds:
             reasons.setdefault(path, "not old enough")
         if _may_run(path):
             reasons[path] = "it is running"
-    for path, reason in _find_needed_runs(output_dir, list(facts)):
+    for path, reason in _find_needed_runs(output_dir, list(facts_by_path)):
         reasons.setdefault(path, reason)
-    _keep_referenced_runs(list(facts), reasons)
+    _keep_referenced_runs(list(facts_by_path), reasons)
     return [
-        Verdict(path, facts[path].pipeline, ages[path], _size(path), reasons.get(path, ""))
-        for path in facts
+        Verdict(path, facts_by_path[path].pipeline, ages[path], _compute_total_bytes(path), reasons.get(path, ""))
+        for path in facts_by_path
     ]  # fmt: skip
 
 
@@ -81,7 +83,7 @@ def remove(output_dir: Path, verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
         if verdict.reason_to_keep:
             continue
         with Lock(verdict.path / "locks" / ".run") as lock:
-            if not lock.try_acquire() or _may_run(verdict.path, is_claim_checked=True):
+            if not lock.try_acquire() or _may_run(verdict.path, is_run_lock_held=True):
                 continue
             os.rename(verdict.path, trash_folder / f"{verdict.path.name}.{os.getpid()}")
         removed_ids.append(verdict.path.name)
@@ -94,38 +96,38 @@ def remove(output_dir: Path, verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
 
 def _move_unused_downloads(output_dir: Path, trash_folder: Path) -> None:
     """Move downloads to which no run refers to the trash folder; each retraining may have downloaded a model."""
-    fetched = output_dir / SHARED_FOLDER / FETCHED
-    for folder in fetched.iterdir() if fetched.is_dir() else ():
-        if not folder.is_dir():
+    downloads_folder = output_dir / SHARED_FOLDER / FETCHED
+    for download_folder in downloads_folder.iterdir() if downloads_folder.is_dir() else ():
+        if not download_folder.is_dir():
             continue
-        digest = folder.name.removesuffix(PARTIAL_SUFFIX)
-        with Lock(fetched / f"{digest}.lock") as lock:
+        digest = download_folder.name.removesuffix(PARTIAL_SUFFIX)
+        with Lock(downloads_folder / f"{digest}.lock") as lock:
             if not lock.try_acquire():
                 continue  # another process holds the lock: the download is in progress
             # The pipelines are read under the lock, because a run that starts later downloads the files again.
-            pipelines = output_dir.glob(f"*/{PIPELINE}")
-            if not any(digest in file.read_text(encoding="utf-8", errors="replace") for file in pipelines):
-                os.rename(folder, trash_folder / f"{folder.name}.{os.getpid()}")
+            pipeline_files = output_dir.glob(f"*/{PIPELINE}")
+            if not any(digest in file.read_text(encoding="utf-8", errors="replace") for file in pipeline_files):
+                os.rename(download_folder, trash_folder / f"{download_folder.name}.{os.getpid()}")
 
 
-def _last_activity(path: Path) -> float:
+def _find_last_activity_time(path: Path) -> float:
     """Return the time of the last activity of a run: its start, or the last heartbeat or end of a stage."""
-    states = [read_state(stage) for stage in (path / "stages").glob("*")]
-    facts = read_facts(path)
-    times = [moment for state in states for moment in (state.ended, state.heartbeat) if moment]
-    return max([facts.started if facts else 0.0, *times]) or path.stat().st_mtime
+    states = [read_state(stage_path) for stage_path in (path / "stages").glob("*")]
+    run_facts = read_facts(path)
+    activity_times = [timestamp for state in states for timestamp in (state.ended, state.heartbeat) if timestamp]
+    return max([run_facts.started if run_facts else 0.0, *activity_times]) or path.stat().st_mtime
 
 
-def _may_run(path: Path, *, is_claim_checked: bool = False) -> bool:
+def _may_run(path: Path, *, is_run_lock_held: bool = False) -> bool:
     """Return True if a process on this machine holds the lock of the run or of a stage, or if a process on another
-    machine may run a stage. With `is_claim_checked`, the caller itself holds the lock of the run."""
-    files = [*(path / "locks").glob("*.lock"), *([] if is_claim_checked else [path / "locks" / ".run"])]
-    for file in filter(Path.exists, files):
-        with Lock(file) as lock:
+    machine may run a stage. With `is_run_lock_held`, the caller itself holds the lock of the run."""
+    lock_files = [*(path / "locks").glob("*.lock"), *([] if is_run_lock_held else [path / "locks" / ".run"])]
+    for lock_file in filter(Path.exists, lock_files):
+        with Lock(lock_file) as lock:
             if not lock.try_acquire():
                 return True
-    for stage in (path / "stages").glob("*"):
-        state = read_state(stage)
+    for stage_path in (path / "stages").glob("*"):
+        state = read_state(stage_path)
         is_recent = time.time() - (state.heartbeat or 0.0) < SILENT_SECONDS
         if state.state in ACTIVE and (is_recent or is_alive(state.launcher_pid, state.launcher_started)):
             return True
@@ -134,90 +136,94 @@ def _may_run(path: Path, *, is_claim_checked: bool = False) -> bool:
 
 def _find_needed_runs(output_dir: Path, paths: list[Path]) -> Iterator[tuple[Path, str]]:
     """Yield each run that the next retraining continues or whose model is published, with the reason to keep it."""
-    for note in sorted((output_dir / SHARED_FOLDER / "retraining").glob("*.json")):
-        note_content = read_object(note)
-        if not note_content.get("outcome"):
-            yield output_dir / str(note_content.get("run_id")), "the next retraining goes on with it"
-    for target, published in _targets(paths).items():
+    for state_file in sorted((output_dir / SHARED_FOLDER / "retraining").glob("*.json")):
+        retrain_state = read_object(state_file)
+        if not retrain_state.get("outcome"):
+            yield output_dir / str(retrain_state.get("run_id")), "the next retraining goes on with it"
+    for target, published_runs in _find_publication_targets(paths).items():
         try:
-            current = _current_and_previous(target)
+            current_records = _read_published_records(target)
         except (CosmosError, OSError) as error:
-            yield from ((path, f"{target} cannot be asked what is published: {error}") for path in published)
+            yield from ((path, f"{target} cannot be asked what is published: {error}") for path in published_runs)
             continue
-        for path in published:
-            if any(str(record.get("run_id")) == path.name for record in current):
+        for path in published_runs:
+            if any(str(record.get("run_id")) == path.name for record in current_records):
                 yield path, f"its model is published at {target}"
 
 
-def _targets(paths: list[Path]) -> dict[str, list[Path]]:
+def _find_publication_targets(paths: list[Path]) -> dict[str, list[Path]]:
     """Return the publication targets to which models were published, each with the runs that published there."""
     targets: dict[str, list[Path]] = {}
     for path in paths:
-        for stage in _stages_of(path):
-            target = stage.get("target")
-            result = read_result(path / "stages" / str(stage.get("name")))
+        for stage_table in _read_stage_tables(path):
+            target = stage_table.get("target")
+            result = read_result(path / "stages" / str(stage_table.get("name")))
             if isinstance(target, str) and target and result is not None and "published" in result["info"]:
                 targets.setdefault(target, []).append(path)
     return targets
 
 
-def _current_and_previous(target: str) -> list[dict[str, Any]]:
+def _read_published_records(target: str) -> list[dict[str, Any]]:
     """Return the records of the published version of a target and of the version to which a rollback would return."""
     store: Any = open_target(target)
     records = [store.published() or {}]
-    history = getattr(store, "history", None)
-    if history is not None and len(names := history()) > 1:
+    read_history = getattr(store, "history", None)
+    if read_history is not None and len(version_names := read_history()) > 1:
         with suppress(CosmosError):
-            records.append(store.record_of(names[-2]))
+            records.append(store.record_of(version_names[-2]))
     return records
 
 
-def _stages_of(path: Path) -> list[dict[str, Any]]:
+def _read_stage_tables(path: Path) -> list[dict[str, Any]]:
     try:
-        stages = read_toml(path / PIPELINE).get("pipeline", {}).get("stages", [])
+        stage_tables = read_toml(path / PIPELINE).get("pipeline", {}).get("stages", [])
     except (ConfigError, AttributeError):
         return []
-    return [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
+    return (
+        [stage_table for stage_table in stage_tables if isinstance(stage_table, dict)]
+        if isinstance(stage_tables, list)
+        else []
+    )
 
 
 def _keep_referenced_runs(paths: list[Path], reasons: dict[Path, str]) -> None:
     """Add reasons to keep the runs to which settings and manifests of kept runs refer, directly or indirectly."""
-    waiting = [path for path in paths if path in reasons]
-    while waiting:
-        kept_run_path = waiting.pop()
-        files = [kept_run_path / name for name in _KEPT_FILES]
+    pending_paths = [path for path in paths if path in reasons]
+    while pending_paths:
+        kept_run_path = pending_paths.pop()
+        files = [kept_run_path / name for name in _SETTINGS_FILES]
         files += [*kept_run_path.glob(f"stages/*/{RESULT}"), *kept_run_path.glob("stages/*/stage.toml")]
         text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file())
         for path in paths:
             if path not in reasons and path != kept_run_path and any(name in text for name in _spellings(path)):
                 reasons[path] = f"run {kept_run_path.name} refers to it"
-                waiting.append(path)
+                pending_paths.append(path)
 
 
 def _spellings(path: Path) -> set[str]:
     """Return the forms in which the path of a folder may occur in TOML and JSON."""
     prefixes = {f"{path}/", f"{path.resolve()}/"}
-    return prefixes | {json.dumps(name)[1:-1] for name in prefixes}
+    return prefixes | {json.dumps(prefix)[1:-1] for prefix in prefixes}
 
 
 def _remove_shared_entries(output_dir: Path, removed_ids: set[str]) -> None:
     """Remove the entries about removed runs, whose ids are in `removed_ids`, from the folder that all runs share."""
-    shared = output_dir / SHARED_FOLDER
-    for entry in shared.glob("fingerprints/*/*.json"):
-        if str(read_object(entry).get("stage", "")).partition("/")[0] in removed_ids:
-            entry.unlink(missing_ok=True)
-    for note in shared.glob("flow_runs/*"):
-        if note.is_file() and note.read_text(encoding="utf-8", errors="replace") in removed_ids:
-            note.unlink(missing_ok=True)
-    for note in shared.glob("retraining/*/*.json"):
-        if read_object(note).get("run_id") in removed_ids:
-            note.unlink(missing_ok=True)
+    shared_folder = output_dir / SHARED_FOLDER
+    for entry_file in shared_folder.glob("fingerprints/*/*.json"):
+        if str(read_object(entry_file).get("stage", "")).partition("/")[0] in removed_ids:
+            entry_file.unlink(missing_ok=True)
+    for note_file in shared_folder.glob("flow_runs/*"):
+        if note_file.is_file() and note_file.read_text(encoding="utf-8", errors="replace") in removed_ids:
+            note_file.unlink(missing_ok=True)
+    for note_file in shared_folder.glob("retraining/*/*.json"):
+        if read_object(note_file).get("run_id") in removed_ids:
+            note_file.unlink(missing_ok=True)
     list_runs(output_dir)
 
 
-def _size(path: Path) -> int:
-    total = 0
+def _compute_total_bytes(path: Path) -> int:
+    total_bytes = 0
     for file in (Path(folder, name) for folder, _, names in os.walk(path) for name in names):
         with suppress(OSError):
-            total += file.lstat().st_size
-    return total
+            total_bytes += file.lstat().st_size
+    return total_bytes

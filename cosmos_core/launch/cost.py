@@ -23,7 +23,7 @@ from cosmos_core.run.plan import Decision
 _GIB = 2**30
 _TERA = 1e12
 _MAX_COMPARED_RUNS = 20
-_FORWARD, _INPUT_FLOPS, _WEIGHT_FLOPS = 2, 2, 2  # FLOPs per parameter and token; their sum is 6
+_FORWARD_FLOPS, _INPUT_FLOPS, _WEIGHT_FLOPS = 2, 2, 2  # FLOPs per parameter and token; their sum is 6
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ def costs(
 ) -> list[Cost]:
     """Return the estimated cost of each stage. `estimates` holds the estimates of trainings, and `gpus` the number of
     GPUs, by stage name."""
-    ids = [facts.run_id for facts in runs_in(output_dir) if facts.pipeline == pipeline.config.name]
-    earlier_runs = [read_run(output_dir / run_id) for run_id in reversed(ids[-_MAX_COMPARED_RUNS:])]
-    costs = []
+    run_ids = [run_facts.run_id for run_facts in runs_in(output_dir) if run_facts.pipeline == pipeline.config.name]
+    earlier_runs = [read_run(output_dir / run_id) for run_id in reversed(run_ids[-_MAX_COMPARED_RUNS:])]
+    stage_costs = []
     seconds: float | None
     for stage in pipeline.stages:
         estimate = estimates.get(stage.name)
@@ -72,12 +72,15 @@ def costs(
         if decisions[stage.name].action in {"reuse", "adopt"}:
             seconds, time_source = 0.0, "reused"
         else:
-            steps, card = sizes["steps"] if sizes else None, machine.card if machine else ""
-            measured = _estimate_from_history(stage, steps, earlier_runs, card)
-            seconds, time_source = measured or _estimate_from_flops(pipeline, stage, sizes, gpus, machine)
-        memory_verdict, disk = _fits_in_memory(sizes, machine), _disk_bytes(stage, sizes, earlier_runs)
-        costs.append(Cost(stage.name, seconds, gpus.get(stage.name, 0), memory_verdict, time_source, disk))
-    return costs
+            num_steps, gpu_type = sizes["steps"] if sizes else None, machine.card if machine else ""
+            time_from_history = _estimate_from_history(stage, num_steps, earlier_runs, gpu_type)
+            seconds, time_source = time_from_history or _estimate_from_flops(pipeline, stage, sizes, gpus, machine)
+        memory_verdict, disk_bytes = (
+            _describe_memory_fit(sizes, machine),
+            _estimate_disk_bytes(stage, sizes, earlier_runs),
+        )
+        stage_costs.append(Cost(stage.name, seconds, gpus.get(stage.name, 0), memory_verdict, time_source, disk_bytes))
+    return stage_costs
 
 
 def cost_table(pipeline: Pipeline, costs: Sequence[Cost], machine: Machine | None) -> Table:
@@ -90,50 +93,52 @@ def cost_table(pipeline: Pipeline, costs: Sequence[Cost], machine: Machine | Non
     table.add_column(f"fits {machine.memory:.3g} GiB" if machine and machine.memory else "fits")
     table.add_column("known from")
 
-    def cells(gpus: str, seconds: float | None, hours: float | None, *, is_lower_bound: bool = False) -> list[str]:
+    def cells(gpus: str, seconds: float | None, gpu_hours: float | None, *, is_lower_bound: bool = False) -> list[str]:
         bound_prefix = "> " if is_lower_bound else ""
-        texts = [gpus, "?" if seconds is None else bound_prefix + formatting.duration(seconds)]
-        texts.append("?" if hours is None else f"{bound_prefix}{hours:,.2f}")
+        cell_texts = [gpus, "?" if seconds is None else bound_prefix + formatting.duration(seconds)]
+        cell_texts.append("?" if gpu_hours is None else f"{bound_prefix}{gpu_hours:,.2f}")
         if price is not None:
-            texts.append("?" if hours is None else f"{bound_prefix}{hours * price:,.2f}")
-        return texts
+            cell_texts.append("?" if gpu_hours is None else f"{bound_prefix}{gpu_hours * price:,.2f}")
+        return cell_texts
 
     for cost in costs:
         row = cells(str(cost.gpus), cost.seconds, cost.gpu_hours)
-        table.add_row(cost.name, *row, _size(cost.disk), cost.fits, cost.known_from)
+        table.add_row(cost.name, *row, _format_size(cost.disk), cost.fits, cost.known_from)
     is_lower_bound = any(cost.seconds is None for cost in costs)
-    hours = sum(cost.gpu_hours or 0.0 for cost in costs)
+    gpu_hours = sum(cost.gpu_hours or 0.0 for cost in costs)
     table.add_section()
-    row = cells("", wall_seconds(pipeline, costs), hours, is_lower_bound=is_lower_bound)
-    table.add_row("all", *row, _size(sum(cost.disk or 0 for cost in costs)), "", "")
+    row = cells("", wall_seconds(pipeline, costs), gpu_hours, is_lower_bound=is_lower_bound)
+    table.add_row("all", *row, _format_size(sum(cost.disk or 0 for cost in costs)), "", "")
     if machine is not None and machine.name and not machine.card:
         table.caption = f"counted for {machine.name}; for another: --on h100"
     return table
 
 
-def _size(num_bytes: int | None) -> str:
+def _format_size(num_bytes: int | None) -> str:
     return "" if num_bytes is None else formatting.size(num_bytes)
 
 
 def wall_seconds(pipeline: Pipeline, costs: Sequence[Cost]) -> float:
     """Return the duration of the whole run in seconds, if each stage starts once its inputs and a slot of its sweep are
     available; unknown durations count as 0."""
-    seconds = {cost.name: cost.seconds or 0.0 for cost in costs}
+    seconds_by_stage = {cost.name: cost.seconds or 0.0 for cost in costs}
     end_of_stage: dict[str, float] = {}
-    slots: dict[str, list[float]] = {}
+    slots_by_selector: dict[str, list[float]] = {}
     for stage in pipeline.stages:
-        begin = max((end_of_stage[name] for name in stage.after), default=0.0)
+        start_time = max((end_of_stage[name] for name in stage.after), default=0.0)
         choice = pipeline.branch_selector(stage.name)
-        limit = choice.sweep.max_parallel if choice is not None and choice.sweep is not None else None
-        if choice is not None and (limit or not stage.work_pool):
-            free = slots.setdefault(choice.name, [0.0] * (limit or 1))
-            begin = max(begin, free.pop(free.index(min(free))))
-            free.append(begin + seconds[stage.name])
-        end_of_stage[stage.name] = begin + seconds[stage.name]
+        max_parallel = choice.sweep.max_parallel if choice is not None and choice.sweep is not None else None
+        if choice is not None and (max_parallel or not stage.work_pool):
+            slot_free_times = slots_by_selector.setdefault(choice.name, [0.0] * (max_parallel or 1))
+            start_time = max(start_time, slot_free_times.pop(slot_free_times.index(min(slot_free_times))))
+            slot_free_times.append(start_time + seconds_by_stage[stage.name])
+        end_of_stage[stage.name] = start_time + seconds_by_stage[stage.name]
     return max(end_of_stage.values(), default=0.0)
 
 
-def _disk_bytes(stage: StageConfig, sizes: dict[str, Any] | None, earlier_runs: Sequence[RunRecord]) -> int | None:
+def _estimate_disk_bytes(
+    stage: StageConfig, sizes: dict[str, Any] | None, earlier_runs: Sequence[RunRecord]
+) -> int | None:
     """Return the bytes that a stage leaves on disk, from its estimate `sizes` or from its newest result."""
     if sizes is not None:
         return int(sizes["disk"])
@@ -143,23 +148,25 @@ def _disk_bytes(stage: StageConfig, sizes: dict[str, Any] | None, earlier_runs: 
 
 
 def _estimate_from_history(
-    stage: StageConfig, steps: int | None, earlier_runs: Sequence[RunRecord], card: str
+    stage: StageConfig, num_steps: int | None, earlier_runs: Sequence[RunRecord], gpu_type: str
 ) -> tuple[float, str] | None:
-    """Return the duration of a stage in seconds for `steps` steps, from the newest run that recorded it, with a
+    """Return the duration of a stage in seconds for `num_steps` steps, from the newest run that recorded it, with a
     description of the source; None if no earlier run recorded it.
 
-    A stopped or killed training counts if it completed a step. `card`: type of GPU that a training must have used.
+    A stopped or killed training counts if it completed a step. `gpu_type`: type of GPU that a training must have used.
     """
     for run in earlier_runs:
         record = next((each for each in run.stages if each.name == stage.name and each.kind.name == stage.kind), None)
         if (
             record is None
             or not record.seconds
-            or (card and record.kind.trains_model and not _used_gpu_type(record, card))
+            or (gpu_type and record.kind.trains_model and not _used_gpu_type(record, gpu_type))
         ):
             continue
-        if pace := _measure_pace(record):
-            return pace.total(steps or record.position[1] or pace.steps), f"run {run.path.name}: {pace}"
+        if training_pace := _measure_pace(record):
+            return training_pace.total(
+                num_steps or record.position[1] or training_pace.steps
+            ), f"run {run.path.name}: {training_pace}"
         if record.status == "done":
             return record.seconds, f"run {run.path.name}"
     return None
@@ -186,24 +193,30 @@ class _TrainingPace:
 
 def _measure_pace(record: StageRecord) -> _TrainingPace | None:
     """Return the time per step, per validation and for the rest of a training; None if no step time was recorded."""
-    steps, checks = _times(record, "time/step"), _times(record, "time/validate")
+    steps, checks = _read_durations(record, "time/step"), _read_durations(record, "time/validate")
     if not steps:
         return None
-    typical_steps = steps[1:] or steps  # the first step includes compilation
-    step = sum(typical_steps) / len(typical_steps)
-    other_seconds = max(0.0, (record.seconds or 0.0) - sum(checks) - step * len(steps))
+    typical_step_times = steps[1:] or steps  # the first step includes compilation
+    seconds_per_step = sum(typical_step_times) / len(typical_step_times)
+    other_seconds = max(0.0, (record.seconds or 0.0) - sum(checks) - seconds_per_step * len(steps))
     num_attempts = max(1, len(record.state.spans))
-    return _TrainingPace(len(steps), step, len(checks), sum(checks) / max(1, len(checks)), other_seconds / num_attempts)
+    return _TrainingPace(
+        len(steps), seconds_per_step, len(checks), sum(checks) / max(1, len(checks)), other_seconds / num_attempts
+    )
 
 
-def _times(record: StageRecord, name: str) -> list[float]:
-    return [float(line[name]) for line in record.curves if isinstance(line.get(name), int | float)]
+def _read_durations(record: StageRecord, metric_name: str) -> list[float]:
+    return [
+        float(metrics_line[metric_name])
+        for metrics_line in record.curves
+        if isinstance(metrics_line.get(metric_name), int | float)
+    ]
 
 
-def _used_gpu_type(record: StageRecord, card: str) -> bool:
-    """Return True if every rank of a training used a GPU of the type `card`."""
-    names = [name.lower().replace(" ", "").replace("-", "") for rank in record.ranks for name in rank.gpus]
-    return bool(names) and all(card in name for name in names)
+def _used_gpu_type(record: StageRecord, gpu_type: str) -> bool:
+    """Return True if every rank of a training used a GPU of the type `gpu_type`."""
+    gpu_names = [gpu_name.lower().replace(" ", "").replace("-", "") for rank in record.ranks for gpu_name in rank.gpus]
+    return bool(gpu_names) and all(gpu_type in gpu_name for gpu_name in gpu_names)
 
 
 def _estimate_from_flops(
@@ -218,20 +231,22 @@ def _estimate_from_flops(
         return 0.0, ""
     if sizes is None or sizes["tokens"] is None or machine is None:
         return None, "never run"
-    per_token = _FORWARD * sizes["parameters"] + _INPUT_FLOPS * sizes["parameters"] + _WEIGHT_FLOPS * sizes["trainable"]
+    flops_per_token = (
+        _FORWARD_FLOPS * sizes["parameters"] + _INPUT_FLOPS * sizes["parameters"] + _WEIGHT_FLOPS * sizes["trainable"]
+    )
     if pipeline.recipes[stage.name].policy.model_gradient_checkpointing:
-        per_token += _FORWARD * sizes["parameters"]
-    ranks = 1 if machine.is_shared else max(1, gpus.get(stage.name, 1))
-    without = ", without generation" if kind.feed == "rollouts" else ""
-    seconds = per_token * sizes["tokens"] / (machine.tflops * _TERA * ranks)
-    return seconds, f"never run; counted at {machine.rate}{without}"
+        flops_per_token += _FORWARD_FLOPS * sizes["parameters"]
+    num_ranks = 1 if machine.is_shared else max(1, gpus.get(stage.name, 1))
+    exclusion_note = ", without generation" if kind.feed == "rollouts" else ""
+    seconds = flops_per_token * sizes["tokens"] / (machine.tflops * _TERA * num_ranks)
+    return seconds, f"never run; counted at {machine.rate}{exclusion_note}"
 
 
-def _fits_in_memory(sizes: dict[str, Any] | None, machine: Machine | None) -> str:
+def _describe_memory_fit(sizes: dict[str, Any] | None, machine: Machine | None) -> str:
     if sizes is None or machine is None or machine.memory is None:
         return ""
-    rollout = sizes["engine_weights"] + (sizes["kv_cache"] or 0)
-    peak, limit = max(sizes["peak"], sizes["memory"]["weights"] + rollout) / _GIB, machine.memory
-    if peak > limit:
-        return f"no: {peak:,.1f} GiB"
+    rollout_bytes = sizes["engine_weights"] + (sizes["kv_cache"] or 0)
+    peak_gib, limit_gib = max(sizes["peak"], sizes["memory"]["weights"] + rollout_bytes) / _GIB, machine.memory
+    if peak_gib > limit_gib:
+        return f"no: {peak_gib:,.1f} GiB"
     return "yes" if sizes["memory"]["activations"] is not None and sizes["kv_cache"] is not None else "?"

@@ -20,7 +20,7 @@ from cosmos_core.launch.worker_report import DIRECTORY, recent_reports, versions
 
 _MAX_CANCELLING_SECONDS = 60.0
 """Seconds in state Cancelling after which the worker of a flow run counts as unresponsive."""
-_SLOW_SECONDS, _CLOCK_SECONDS, _CONNECT_SECONDS = 1.0, 5.0, 5.0
+_MAX_READ_SECONDS, _MAX_CLOCK_OFFSET_SECONDS, _CONNECT_SECONDS = 1.0, 5.0, 5.0
 _MIN_FREE_BYTES = 20 * 2**30
 
 
@@ -39,21 +39,21 @@ Check = Callable[[Any], Iterator[Finding]]
 def run_checks(output_dir: Path, client: Any) -> Iterator[Finding]:
     """Run all checks of a cluster and yield their results; `client` is a synchronous client of the Prefect server."""
     checks: dict[str, Check] = {
-        "server": _server, "pools": _pools, "workers": _workers, "cancellation": _check_cancellation,
-        "deployments": _paths,
+        "server": _check_server, "pools": _check_pools, "workers": _check_workers, "cancellation": _check_cancellation,
+        "deployments": _check_deployment_folders,
     }  # fmt: skip
     for name, check in checks.items():
         try:
             yield from check(client)
         except Exception as error:  # noqa: BLE001 - an error of any type is a result of the check
             yield Finding(name, masked(f"{type(error).__name__}: {' '.join(str(error).split())}")[:300], is_ok=False)
-    yield from _ray()
-    yield from _rewards()
-    free = shutil.disk_usage(next(each for each in (output_dir, *output_dir.parents) if each.exists())).free
-    yield Finding("disk", f"{free / 2**30:.0f} GiB are free in {output_dir}", free >= _MIN_FREE_BYTES)
+    yield from _check_ray()
+    yield from _check_reward_services()
+    free_bytes = shutil.disk_usage(next(each for each in (output_dir, *output_dir.parents) if each.exists())).free
+    yield Finding("disk", f"{free_bytes / 2**30:.0f} GiB are free in {output_dir}", free_bytes >= _MIN_FREE_BYTES)
 
 
-def _server(client: Any) -> Iterator[Finding]:
+def _check_server(client: Any) -> Iterator[Finding]:
     from prefect import __version__
 
     response = client.hello()
@@ -61,22 +61,26 @@ def _server(client: Any) -> Iterator[Finding]:
     is_same_version = server_version.split(".")[:2] == __version__.split(".")[:2]
     yield Finding("server", f"Prefect {server_version} there, {__version__} here", is_same_version)
     if "Date" in response.headers:
-        seconds = (datetime.now(UTC) - parsedate_to_datetime(response.headers["Date"])).total_seconds()
-        yield Finding("clock", f"this machine is {seconds:+.0f} s from the server", abs(seconds) <= _CLOCK_SECONDS)
+        clock_offset = (datetime.now(UTC) - parsedate_to_datetime(response.headers["Date"])).total_seconds()
+        yield Finding(
+            "clock",
+            f"this machine is {clock_offset:+.0f} s from the server",
+            abs(clock_offset) <= _MAX_CLOCK_OFFSET_SECONDS,
+        )
     start_time = time.monotonic()
     client.read_flow_runs(limit=1)
     read_seconds = time.monotonic() - start_time
-    remedy = "" if read_seconds < _SLOW_SECONDS else "; PostgreSQL holds more workers than SQLite"
-    yield Finding("database", f"a read takes {read_seconds:.2f} s{remedy}", read_seconds < _SLOW_SECONDS)
+    remedy = "" if read_seconds < _MAX_READ_SECONDS else "; PostgreSQL holds more workers than SQLite"
+    yield Finding("database", f"a read takes {read_seconds:.2f} s{remedy}", read_seconds < _MAX_READ_SECONDS)
 
 
-def _pools(client: Any) -> Iterator[Finding]:
-    pool_names = {each.work_pool_name for each in client.read_deployments()}
+def _check_pools(client: Any) -> Iterator[Finding]:
+    pool_names = {prefect_object.work_pool_name for prefect_object in client.read_deployments()}
     for pool in client.read_work_pools():
         workers = client.read_workers_for_work_pool(pool.name)
-        live = sorted(each.name for each in workers if _is_online(each))
-        needs = "its deployments wait" if pool.name in pool_names else "no deployment needs one"
-        message = f"{len(live)} live workers: {', '.join(live)}" if live else f"no live worker, and {needs}"
+        live = sorted(prefect_object.name for prefect_object in workers if _is_online(prefect_object))
+        demand_note = "its deployments wait" if pool.name in pool_names else "no deployment needs one"
+        message = f"{len(live)} live workers: {', '.join(live)}" if live else f"no live worker, and {demand_note}"
         if pool.is_paused:
             message += "; the pool is paused"
         is_healthy = bool(live or pool.name not in pool_names) and not pool.is_paused
@@ -86,20 +90,24 @@ def _pools(client: Any) -> Iterator[Finding]:
         yield Finding(f"pool {name}", message, is_ok=False)
 
 
-def _workers(client: Any) -> Iterator[Finding]:
-    local, reported_pools = versions(), set[str]()
-    for worker, seconds in recent_reports(client):
-        reported_pools.add(worker["pool"])
-        differing_keys = [key for key in local if local[key] and worker[key] and worker[key] != local[key]]
-        differences = [f"{key} {worker[key]} there, {local[key]} here" for key in differing_keys]
-        differences += [f"{folder} of its deployments is missing" for folder in worker["missing_folders"]]
-        differences += ["its clock differs from the server's"] * (abs(seconds) > _CLOCK_SECONDS)
-        differences += ["its disk is full soon"] * (worker["free_bytes"] < _MIN_FREE_BYTES)
-        free_space = f"{worker['free_bytes'] / 2**30:.0f} GiB are free in {worker['output_dir']}"
-        message = "; ".join([f"{free_space}, clock {seconds:+.0f} s", *differences])
-        yield Finding(f"worker of {worker['pool']} on {worker['host']}", message, not differences)
+def _check_workers(client: Any) -> Iterator[Finding]:
+    local_versions, reported_pools = versions(), set[str]()
+    for worker_report, clock_offset in recent_reports(client):
+        reported_pools.add(worker_report["pool"])
+        differing_keys = [
+            key
+            for key in local_versions
+            if local_versions[key] and worker_report[key] and worker_report[key] != local_versions[key]
+        ]
+        differences = [f"{key} {worker_report[key]} there, {local_versions[key]} here" for key in differing_keys]
+        differences += [f"{folder} of its deployments is missing" for folder in worker_report["missing_folders"]]
+        differences += ["its clock differs from the server's"] * (abs(clock_offset) > _MAX_CLOCK_OFFSET_SECONDS)
+        differences += ["its disk is full soon"] * (worker_report["free_bytes"] < _MIN_FREE_BYTES)
+        free_space = f"{worker_report['free_bytes'] / 2**30:.0f} GiB are free in {worker_report['output_dir']}"
+        message = "; ".join([f"{free_space}, clock {clock_offset:+.0f} s", *differences])
+        yield Finding(f"worker of {worker_report['pool']} on {worker_report['host']}", message, not differences)
     for pool in client.read_work_pools():
-        is_polled = any(_is_online(each) for each in client.read_workers_for_work_pool(pool.name))
+        is_polled = any(_is_online(pool_worker) for pool_worker in client.read_workers_for_work_pool(pool.name))
         if is_polled and pool.type == "process" and pool.name not in reported_pools:
             message = "none was started by cosmos worker: after an outage of the server they stop no cancelled flow run"
             yield Finding(f"workers of {pool.name}", message, is_ok=False)
@@ -112,28 +120,30 @@ def _is_online(worker: Any) -> bool:
 def _check_cancellation(client: Any) -> Iterator[Finding]:
     from prefect.client.schemas.filters import FlowRunFilter
 
-    is_cancelling = FlowRunFilter.model_validate({"state": {"type": {"any_": ["CANCELLING"]}}})
-    for run in client.read_flow_runs(flow_run_filter=is_cancelling, limit=200):
-        seconds = (datetime.now(UTC) - run.state.timestamp).total_seconds()
+    cancelling_filter = FlowRunFilter.model_validate({"state": {"type": {"any_": ["CANCELLING"]}}})
+    for flow_run in client.read_flow_runs(flow_run_filter=cancelling_filter, limit=200):
+        seconds = (datetime.now(UTC) - flow_run.state.timestamp).total_seconds()
         if seconds > _MAX_CANCELLING_SECONDS:
-            duration = f"{run.name} has been Cancelling for {seconds:.0f} s"
-            message = f"{duration}: no worker of {run.work_pool_name} looks; restart it"
+            duration = f"{flow_run.name} has been Cancelling for {seconds:.0f} s"
+            message = f"{duration}: no worker of {flow_run.work_pool_name} looks; restart it"
             yield Finding("cancellation", message, is_ok=False)
             return
     yield Finding("cancellation", "no flow run waits for it")
 
 
-def _paths(client: Any) -> Iterator[Finding]:
-    folders: dict[str, list[str]] = {}
-    for each in client.read_deployments():
-        for step in each.pull_steps or []:
+def _check_deployment_folders(client: Any) -> Iterator[Finding]:
+    pools_by_folder: dict[str, list[str]] = {}
+    for deployment in client.read_deployments():
+        for step in deployment.pull_steps or []:
             if folder := step.get(DIRECTORY, {}).get("directory"):
-                folders.setdefault(folder, []).append(str(each.work_pool_name))
-    message = "; ".join(f"{folder} in {', '.join(sorted(set(pools)))}" for folder, pools in folders.items())
-    yield Finding("deployments", message or "none is deployed; prefect --no-prompt deploy --all", len(folders) == 1)
+                pools_by_folder.setdefault(folder, []).append(str(deployment.work_pool_name))
+    message = "; ".join(f"{folder} in {', '.join(sorted(set(pools)))}" for folder, pools in pools_by_folder.items())
+    yield Finding(
+        "deployments", message or "none is deployed; prefect --no-prompt deploy --all", len(pools_by_folder) == 1
+    )
 
 
-def _ray() -> Iterator[Finding]:
+def _check_ray() -> Iterator[Finding]:
     address = os.environ.get("RAY_ADDRESS", "")
     if ":" not in address or "://" in address:
         return
@@ -145,11 +155,11 @@ def _ray() -> Iterator[Finding]:
         return
     token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     has_token = os.environ.get("RAY_AUTH_MODE") == "token" and bool(token)
-    danger = "without RAY_AUTH_MODE=token and RAY_AUTH_TOKEN: whoever reaches it runs code"
-    yield Finding("Ray", f"{address} is reached, {'with a token' if has_token else danger}", has_token)
+    security_warning = "without RAY_AUTH_MODE=token and RAY_AUTH_TOKEN: whoever reaches it runs code"
+    yield Finding("Ray", f"{address} is reached, {'with a token' if has_token else security_warning}", has_token)
 
 
-def _rewards() -> Iterator[Finding]:
+def _check_reward_services() -> Iterator[Finding]:
     from cosmos_core.launch.service_health import ENQUEUE_URL, TOKEN, health_of
 
     for health in health_of(os.environ.get(ENQUEUE_URL, ""), os.environ.get(TOKEN, "")):

@@ -19,7 +19,7 @@ from cosmos_core.launch.check import run_check
 from cosmos_core.run.hub import with_value
 from cosmos_core.run.plan import Decision
 
-_PROGRAM = "cosmos_core.train.estimate:run"
+_ESTIMATE_PROGRAM = "cosmos_core.train.estimate:run"
 _GIB = 2**30
 
 StageEstimate = dict[str, Any] | str
@@ -43,14 +43,14 @@ def estimate_stages_in_worker(
         if not pipeline.recipes[stage.name].policy.modality.is_estimated:
             yield stage.name, "not estimated: this version estimates language models alone"
             continue
-        model = _model(pipeline, stage, decisions)
+        model = _find_start_model(pipeline, stage, decisions)
         if not model:
             reason = "it starts from a model that another stage will make; once that is made, ask again"
             yield stage.name, f"not estimated: {reason}"
             continue
-        prepared_path = _output_path(stage.data, "data", decisions)
+        prepared_path = _find_output_path(stage.data, "data", decisions)
         recipe = with_dp_shard_size(_with_prepared_dataset(pipeline, stage, decisions), pipeline.config.gpus)
-        result = run_check(pipeline, stage, _PROGRAM, model=model, data=prepared_path, recipe=recipe)
+        result = run_check(pipeline, stage, _ESTIMATE_PROGRAM, model=model, data=prepared_path, recipe=recipe)
         yield stage.name, result["info"]["estimate"]
 
 
@@ -67,76 +67,83 @@ def estimate_table(
         "weights: with copies in param_dtype, the reference model and the moving average; rollout: weights of the "
         "engine and KV cache"
     ]
-    for name, sizes in estimates:
-        if isinstance(sizes, str):
-            cells, stage_notes = ["?"] * (len(table.columns) - 3), [sizes]
+    for name, stage_estimate in estimates:
+        if isinstance(stage_estimate, str):
+            cells, stage_notes = ["?"] * (len(table.columns) - 3), [stage_estimate]
         else:
-            cells, stage_notes = _estimate_cells(sizes), sizes["notes"]
+            cells, stage_notes = _format_estimate_cells(stage_estimate), stage_estimate["notes"]
         table.add_row(name, *cells, str(gpus[name]), str(-(-gpus[name] // gpus_per_node)))
         notes += [f"{name}: {note}" for note in stage_notes]
     table.caption = "\n".join(notes)
     return table
 
 
-def _estimate_cells(sizes: dict[str, Any]) -> list[str]:
-    memory = sizes["memory"]
-    rollout = None if sizes["kv_cache"] is None else sizes["engine_weights"] + sizes["kv_cache"]
-    weights = memory["weights"] + (memory["casts"] or 0) + memory["reference"] + memory["average"]
-    peak = f"{'> ' if memory['activations'] is None else ''}{_gib(sizes['peak'])}"
-    steps, tokens = sizes["steps"], sizes["tokens"]
+def _format_estimate_cells(sizes: dict[str, Any]) -> list[str]:
+    memory_bytes = sizes["memory"]
+    rollout_bytes = None if sizes["kv_cache"] is None else sizes["engine_weights"] + sizes["kv_cache"]
+    weight_bytes = (
+        memory_bytes["weights"] + (memory_bytes["casts"] or 0) + memory_bytes["reference"] + memory_bytes["average"]
+    )
+    peak_text = f"{'> ' if memory_bytes['activations'] is None else ''}{_format_gib(sizes['peak'])}"
+    num_steps, num_tokens = sizes["steps"], sizes["tokens"]
     return [
         *map(_format_count, (sizes["parameters"], sizes["trainable"])),
-        *map(_gib, (weights, memory["gradients"], memory["optimizer"], memory["activations"])),
-        peak,
-        _gib(rollout),
+        *map(
+            _format_gib,
+            (weight_bytes, memory_bytes["gradients"], memory_bytes["optimizer"], memory_bytes["activations"]),
+        ),
+        peak_text,
+        _format_gib(rollout_bytes),
         f"{sizes['sequence_length']:,}",
-        "?" if steps is None else f"{'<= ' if sizes['is_steps_bound'] else ''}{steps:,}",
-        "?" if tokens is None else f"{'<= ' if sizes['is_tokens_bound'] else ''}{_format_count(tokens)}",
+        "?" if num_steps is None else f"{'<= ' if sizes['is_steps_bound'] else ''}{num_steps:,}",
+        "?" if num_tokens is None else f"{'<= ' if sizes['is_tokens_bound'] else ''}{_format_count(num_tokens)}",
     ]
 
 
-def _gib(size: int | None) -> str:
-    return "?" if size is None else f"{size / _GIB:,.1f}"
+def _format_gib(num_bytes: int | None) -> str:
+    return "?" if num_bytes is None else f"{num_bytes / _GIB:,.1f}"
 
 
 def _format_count(count: int) -> str:
     """Return a count with two decimals and a unit: 8,190,735,360 as 8.19B."""
-    for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
-        if count >= limit:
-            return f"{count / limit:.2f}{unit}"
+    for threshold, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if count >= threshold:
+            return f"{count / threshold:.2f}{unit}"
     return f"{count:,}"
 
 
-def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> str:
+def _find_start_model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> str:
     """Return the model from which the stage starts. If it does not exist yet, return an upstream model of the same
     architecture, or an empty string if there is none."""
-    while (name := source_of(model := pipeline.starts_from(stage))) is not None:
-        if folder := _output_path(model, "model", decisions):
-            return folder
-        stage = pipeline.stage(name)
+    while (upstream_name := source_of(model_reference := pipeline.starts_from(stage))) is not None:
+        if model_folder := _find_output_path(model_reference, "model", decisions):
+            return model_folder
+        stage = pipeline.stage(upstream_name)
         if pipeline.kind_of(stage).makes != "model":
             return ""
     return stage.model or pipeline.recipes[stage.name].policy.model_name_or_path
 
 
-def _output_path(input_reference: str, key: str, decisions: Mapping[str, Decision]) -> str:
-    """Return the path of the output `key` of the stage in a reference `stage:NAME`, or an empty string if the stage has
-    not run; return any other path unchanged."""
-    if (name := source_of(input_reference)) is None:
+def _find_output_path(input_reference: str, output_key: str, decisions: Mapping[str, Decision]) -> str:
+    """Return the path of the output `output_key` of the stage in a reference `stage:NAME`, or an empty string if the
+    stage has not run; return any other path unchanged."""
+    if (stage_name := source_of(input_reference)) is None:
         return input_reference
-    decision = decisions.get(name)
-    output = decision.result["info"].get(key) if decision and decision.result else None
+    decision = decisions.get(stage_name)
+    output = decision.result["info"].get(output_key) if decision and decision.result else None
     return str(decision.source / str(output)) if decision and decision.source and output else ""
 
 
 def _with_prepared_dataset(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> Recipe:
     """Return the recipe of a stage with the data set of the `prepare` stage from which it reads rows."""
     recipe = pipeline.recipes[stage.name]
-    prepare = pipeline.stage(source_of(stage.data) or stage.name)
-    source = pipeline.recipes[prepare.name]
+    prepare_stage = pipeline.stage(source_of(stage.data) or stage.name)
+    source = pipeline.recipes[prepare_stage.name]
     dataset, datasets = source.train.train_policy.dataset, source.train.train_policy.datasets
-    if prepare is not stage and prepare.data:
-        dataset = DatasetConfig(name=_output_path(prepare.data, "data", decisions), test_size=dataset.test_size)
+    if prepare_stage is not stage and prepare_stage.data:
+        dataset = DatasetConfig(
+            name=_find_output_path(prepare_stage.data, "data", decisions), test_size=dataset.test_size
+        )
         datasets = ()
     recipe = with_value(with_value(recipe, "train.train_policy.dataset", dataset), "validation", source.validation)
     return with_value(recipe, "train.train_policy.datasets", datasets)

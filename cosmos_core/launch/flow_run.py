@@ -62,37 +62,37 @@ def reschedule(flow_run: FlowRun) -> Iterator[str]:
     from prefect.exceptions import ObjectNotFound
     from prefect.states import Scheduled
 
-    pool, was_reported, start_time = flow_run.work_pool_name, False, time.monotonic()
-    where = f"run {flow_run.parameters['run_id']}"
-    current = flow_run
+    pool, has_warned, start_time = flow_run.work_pool_name, False, time.monotonic()
+    run_label = f"run {flow_run.parameters['run_id']}"
+    latest_flow_run = flow_run
     try:
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(flow_run.id, Scheduled(message="its run is resumed"), force=True)
-            yield f"{where} has not begun: its flow run {flow_run.name} is scheduled again on work pool {pool}"
-            for current in _poll_until_ended(client, flow_run):
+            yield f"{run_label} has not begun: its flow run {flow_run.name} is scheduled again on work pool {pool}"
+            for latest_flow_run in _poll_until_ended(client, flow_run):
                 is_late = time.monotonic() - start_time > _MAX_SCHEDULED_SECONDS
-                if current.state_type == "SCHEDULED" and is_late and not was_reported:
-                    was_reported = True
+                if latest_flow_run.state_type == "SCHEDULED" and is_late and not has_warned:
+                    has_warned = True
                     yield f"no worker of pool {pool} takes it: cosmos worker --pool {pool}"
     except httpx.HTTPError as error:
-        raise CosmosError(f"{where}: the Prefect server does not respond: {error}") from error
+        raise CosmosError(f"{run_label}: the Prefect server does not respond: {error}") from error
     except ObjectNotFound as error:
-        raise CosmosError(f"{where}: its flow run {flow_run.name} is gone from the server") from error
-    if current.state is None or not current.state.is_completed():
-        message = current.state.message if current.state else ""
-        raise CosmosError(f"{where}: its flow run {flow_run.name} {current.state_name}: {message}")
+        raise CosmosError(f"{run_label}: its flow run {flow_run.name} is gone from the server") from error
+    if latest_flow_run.state is None or not latest_flow_run.state.is_completed():
+        message = latest_flow_run.state.message if latest_flow_run.state else ""
+        raise CosmosError(f"{run_label}: its flow run {flow_run.name} {latest_flow_run.state_name}: {message}")
 
 
 def _poll_until_ended(client: SyncPrefectClient, flow_run: FlowRun) -> Iterator[FlowRun]:
     """Yield the flow run as the server has it, each second until it has ended; tolerate a restart of the server."""
-    last_response, has_ended = time.monotonic(), False
+    last_response_time, has_ended = time.monotonic(), False
     while not has_ended:
         time.sleep(_POLL_SECONDS)
         try:
             current = client.read_flow_run(flow_run.id)
         except httpx.HTTPError:
-            if time.monotonic() - last_response > _MAX_SILENT_SECONDS:
+            if time.monotonic() - last_response_time > _MAX_SILENT_SECONDS:
                 raise
             continue
-        last_response, has_ended = time.monotonic(), current.state is not None and current.state.is_final()
+        last_response_time, has_ended = time.monotonic(), current.state is not None and current.state.is_final()
         yield current

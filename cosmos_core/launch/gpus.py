@@ -26,9 +26,9 @@ _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 def num_gpus(kind: StageKind, recipe: Recipe) -> int:
     """Return the number of GPUs on this machine that a stage needs; 0 on a Ray cluster, where Ray allocates them."""
-    total = num_reserved_gpus(kind, recipe)
-    uses_ray = total > 1 or (kind.feed == "rollouts" and recipe.num_engines > 0)
-    return 0 if os.environ.get("RAY_ADDRESS") and uses_ray else total
+    num_reserved = num_reserved_gpus(kind, recipe)
+    uses_ray = num_reserved > 1 or (kind.feed == "rollouts" and recipe.num_engines > 0)
+    return 0 if os.environ.get("RAY_ADDRESS") and uses_ray else num_reserved
 
 
 def num_reserved_gpus(kind: StageKind, recipe: Recipe) -> int:
@@ -57,44 +57,49 @@ def hold_stage_gpus(
 
     # A disaggregated stage takes all free GPUs, so that `cosmos scale` can start more engines.
     takes_free_gpus = kind.feed == "rollouts" and recipe.mode == "disaggregated"
-    return hold_gpus(num_gpus(kind, recipe), wait, takes_more=takes_free_gpus)
+    return hold_gpus(num_gpus(kind, recipe), wait, should_take_all_free=takes_free_gpus)
 
 
 @contextmanager
 def hold_gpus(
-    count: int, report_waiting: Callable[[str], None], *, takes_more: bool = False
+    count: int, report_waiting: Callable[[str], None], *, should_take_all_free: bool = False
 ) -> Iterator[tuple[dict[str, str], Sequence[int]]]:
     """Hold `count` GPUs (all GPUs if there are fewer) during the block; yield the environment variable that selects
     them and the lock descriptors that the worker inherits.
 
-    With `takes_more`, hold all free GPUs. On a machine without GPUs, yield empty values. `report_waiting` is called
-    with the reason, repeatedly, and may raise to stop waiting.
-    """
-    entries = gpu_entries() if count else {}
-    if entries and (reason := _refusal()):
+    With `should_take_all_free`, hold all free GPUs. On a machine without GPUs, yield empty values. `report_waiting` is
+    called with the reason, repeatedly, and may raise to stop waiting."""
+    uuid_by_device = gpu_entries() if count else {}
+    if uuid_by_device and (reason := _find_lock_error()):
         logger.warning("stages that run at once may take the same GPUs: %s", reason)
-        entries = {}
-    if not entries:
+        uuid_by_device = {}
+    if not uuid_by_device:
         yield {}, ()
         return
     with ExitStack() as stack:
-        min_gpus = min(count, len(entries))
-        while not (locks := _lock_free_gpus(entries, min_gpus, len(entries) if takes_more else min_gpus)):
-            report_waiting(f"waits for {count} of the {len(entries)} GPUs of this machine, which other stages have")
+        min_gpus = min(count, len(uuid_by_device))
+        while not (
+            locks := _lock_free_gpus(
+                uuid_by_device, min_gpus, len(uuid_by_device) if should_take_all_free else min_gpus
+            )
+        ):
+            report_waiting(
+                f"waits for {count} of the {len(uuid_by_device)} GPUs of this machine, which other stages have"
+            )
         for lock in locks.values():
             stack.callback(lock.release)
         yield {_VISIBLE_DEVICES: ",".join(locks)}, [lock.descriptor for lock in locks.values()]
 
 
-def _lock_free_gpus(entries: Mapping[str, str], min_gpus: int, max_gpus: int) -> dict[str, Lock]:
+def _lock_free_gpus(uuid_by_device: Mapping[str, str], min_gpus: int, max_gpus: int) -> dict[str, Lock]:
     """Lock the first free GPUs, at most `max_gpus`, and return the locks; none if fewer than `min_gpus` are free."""
     locks: dict[str, Lock] = {}
-    for entry, uuid in entries.items():
+    for device, uuid in uuid_by_device.items():
         if len(locks) == max_gpus:
             break
         lock = Lock(user_cache() / "gpus" / f"{uuid.replace('/', '-')}.lock")
         if lock.try_acquire():
-            locks[entry] = lock
+            locks[device] = lock
         else:
             lock.release()
     if len(locks) >= min_gpus:
@@ -104,7 +109,7 @@ def _lock_free_gpus(entries: Mapping[str, str], min_gpus: int, max_gpus: int) ->
     return {}
 
 
-def _refusal() -> str:
+def _find_lock_error() -> str:
     """Return the error that prevents this user from locking files in the cache folder; empty if locks work."""
     try:
         with Lock(user_cache() / "gpus" / "tried.lock") as lock:

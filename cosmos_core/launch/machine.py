@@ -9,7 +9,7 @@ from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.errors import ConfigError
 
 # Rate of dense matrix products in bfloat16 (TFLOP/s) and memory (GiB) by type of GPU, from the vendors' data sheets.
-_CARDS = {
+_GPU_SPECS = {
     "a100": (312.0, 80.0), "b200": (2250.0, 179.0), "gh200": (989.0, 95.0), "h100": (989.0, 80.0),
     "h20": (148.0, 96.0), "h200": (989.0, 140.0), "l4": (121.0, 22.5), "l40s": (362.0, 45.0), "mi300x": (1307.0, 192.0),
     "rtx4090": (165.0, 24.0),
@@ -38,8 +38,8 @@ class Machine:
     @property
     def rate(self) -> str:
         """Return the compute rate as text, such as `395 TFLOP/s per GPU on h100`."""
-        per = "" if self.is_shared else " per GPU"
-        return f"{self.tflops:.3g} TFLOP/s{per}{f' on {self.name}' if self.name else ''}"
+        unit_suffix = "" if self.is_shared else " per GPU"
+        return f"{self.tflops:.3g} TFLOP/s{unit_suffix}{f' on {self.name}' if self.name else ''}"
 
 
 def machine_of(config: PipelineConfig, gpu_name: str, estimates: Iterable[Any]) -> Machine | None:
@@ -51,16 +51,16 @@ def machine_of(config: PipelineConfig, gpu_name: str, estimates: Iterable[Any]) 
     """
     machine = None
     if gpu_name:
-        card = gpu_name.lower().replace("-", "").replace(" ", "")
-        if card not in _CARDS:
+        gpu_type = gpu_name.lower().replace("-", "").replace(" ", "")
+        if gpu_type not in _GPU_SPECS:
             remedy = "for another GPU set pipeline.gpu_tflops and pipeline.gpu_memory"
-            raise ConfigError(f"--on {gpu_name}: known are {', '.join(sorted(_CARDS))}; {remedy}")
-        peak, memory_gib = _CARDS[card]
-        machine = Machine(gpu_name, peak * _UTILIZATION_OF_SPEC, memory_gib, card=card)
-    elif measured := next((each["machine"] for each in estimates if isinstance(each, dict)), None):
-        name, rate = f"this machine ({measured['device']})", measured["flops"] / _TERA * _UTILIZATION_OF_MEASURED_RATE
-        machine = Machine(name, rate, measured["memory"] / _GIB, is_shared=measured["is_cpu"])
+            raise ConfigError(f"--on {gpu_name}: known are {', '.join(sorted(_GPU_SPECS))}; {remedy}")
+        peak_tflops, memory_gib = _GPU_SPECS[gpu_type]
+        machine = Machine(gpu_name, peak_tflops * _UTILIZATION_OF_SPEC, memory_gib, card=gpu_type)
+    elif measured := next((estimate["machine"] for estimate in estimates if isinstance(estimate, dict)), None):
+        name, tflops = f"this machine ({measured['device']})", measured["flops"] / _TERA * _UTILIZATION_OF_MEASURED_RATE
+        machine = Machine(name, tflops, measured["memory"] / _GIB, is_shared=measured["is_cpu"])
     if config.gpu_tflops is not None:
-        memory, card = (machine.memory, machine.card) if machine else (None, "")
-        machine = Machine("", config.gpu_tflops, memory, card=card)
+        memory, gpu_type = (machine.memory, machine.card) if machine else (None, "")
+        machine = Machine("", config.gpu_tflops, memory, card=gpu_type)
     return replace(machine, memory=config.gpu_memory) if machine and config.gpu_memory is not None else machine

@@ -22,8 +22,8 @@ from cosmos_core.launch.doctor import Finding
 from cosmos_core.machine_properties import MachineProperties, measure
 from cosmos_core.run.libraries import ENGINES
 
-_MIN_SHARED_BYTES, _MIN_DISK_BYTES, _MIN_FILES = 2**30, 20 * 2**30, 1024
-_IMPORT_SECONDS = 120
+_MIN_SHARED_BYTES, _MIN_DISK_BYTES, _MIN_OPEN_FILES = 2**30, 20 * 2**30, 1024
+_IMPORT_TIMEOUT_SECONDS = 120
 _SHARED_MEMORY = Path("/dev/shm")
 _CUDA_SCRIPT = "import torch; print(torch.version.cuda or '', torch.cuda.is_available(), torch.__version__)"
 
@@ -33,20 +33,20 @@ def machine_findings(output_dir: Path) -> Iterator[Finding]:
     facts = measure(ENGINES)
     yield Finding("python", f"{sys.version.split()[0]} in {sys.prefix}")
     yield from package_findings(distribution("cosmos-posttrain").requires or ())
-    yield from gpu_findings(facts, _output_of(_CUDA_SCRIPT) if facts.gpus else "")
+    yield from gpu_findings(facts, _run_python_code(_CUDA_SCRIPT) if facts.gpus else "")
     yield vllm_finding(facts)
     problem = f"missing: {facts.lacks}; install it, or set train.compile = false" if facts.lacks else ""
     yield Finding("compiler", problem or "torch.compile works", not problem)
     yield Finding("memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB, {facts.threads} CPU threads")
     if _SHARED_MEMORY.is_dir():
         yield shared_memory_finding(shutil.disk_usage(_SHARED_MEMORY).free)
-    yield _open_files()
-    yield _loopback()
-    folder = next(each for each in (output_dir, *output_dir.parents) if each.exists())
+    yield _check_open_file_limit()
+    yield _check_loopback()
+    folder = next(ancestor_path for ancestor_path in (output_dir, *output_dir.parents) if ancestor_path.exists())
     yield lock_finding(folder)
-    free = shutil.disk_usage(folder).free
-    remedy = "" if free >= _MIN_DISK_BYTES else "; remove old runs with cosmos clean, or set pipeline.output_dir"
-    yield Finding("disk", f"{free / 2**30:.0f} GiB are free in {folder}{remedy}", free >= _MIN_DISK_BYTES)
+    free_bytes = shutil.disk_usage(folder).free
+    remedy = "" if free_bytes >= _MIN_DISK_BYTES else "; remove old runs with cosmos clean, or set pipeline.output_dir"
+    yield Finding("disk", f"{free_bytes / 2**30:.0f} GiB are free in {folder}{remedy}", free_bytes >= _MIN_DISK_BYTES)
 
 
 def package_findings(requirements: Iterable[str]) -> Iterator[Finding]:
@@ -71,42 +71,46 @@ def package_findings(requirements: Iterable[str]) -> Iterator[Finding]:
     yield Finding("packages", "; ".join(dict.fromkeys(problems)) or f"{count} fit their requirements", not problems)
 
 
-def gpu_findings(facts: MachineProperties, cuda_of_torch: str) -> Iterator[Finding]:
-    """Report the GPUs, and whether torch can use them. `cuda_of_torch` holds the CUDA version of the torch build
+def gpu_findings(machine_properties: MachineProperties, torch_cuda_info: str) -> Iterator[Finding]:
+    """Report the GPUs, and whether torch can use them. `torch_cuda_info` holds the CUDA version of the torch build
     (missing in a CPU build), `True` or `False` for a usable GPU, and the version of torch, separated by spaces."""
-    if not facts.gpus:
+    if not machine_properties.gpus:
         yield Finding("GPU", "no NVIDIA GPU is visible: stages run on the CPU")
         return
-    yield Finding("GPU", f"{len(facts.gpus)} visible: {facts.device}; driver {_driver_version()}")
-    if not cuda_of_torch:
+    yield Finding(
+        "GPU", f"{len(machine_properties.gpus)} visible: {machine_properties.device}; driver {_driver_version()}"
+    )
+    if not torch_cuda_info:
         yield Finding("torch", "it cannot be imported; install it again", is_ok=False)
         return
-    *built_architectures, sees_gpu, torch_version = cuda_of_torch.split()
-    if sees_gpu == "True":
-        yield Finding("torch", f"{torch_version} for CUDA {built_architectures[0]} sees the GPUs")
+    *cuda_versions, gpu_availability, torch_version = torch_cuda_info.split()
+    if gpu_availability == "True":
+        yield Finding("torch", f"{torch_version} for CUDA {cuda_versions[0]} sees the GPUs")
         return
     reason = "is a CPU build"
-    if built_architectures:
-        reason = f"is built for CUDA {built_architectures[0]}, which the driver is too old for"
+    if cuda_versions:
+        reason = f"is built for CUDA {cuda_versions[0]}, which the driver is too old for"
     remedy = "update the driver, or install the build of torch for its CUDA version"
     yield Finding("torch", f"{torch_version} {reason}; {remedy}", is_ok=False)
 
 
-def vllm_finding(facts: MachineProperties) -> Finding:
+def vllm_finding(machine_properties: MachineProperties) -> Finding:
     """Report whether vLLM can be imported; a machine with GPUs needs vLLM."""
-    installed_version = next(iter(facts.versions.values()), "")
+    installed_version = next(iter(machine_properties.versions.values()), "")
     if not installed_version:
         remedy = "pip install 'cosmos-posttrain[vllm]'"
-        return Finding("vLLM", f"not installed: completions come from transformers; {remedy}", not facts.gpus)
-    error = _output_of("import vllm.engine.arg_utils", reads_stderr=True)
+        return Finding(
+            "vLLM", f"not installed: completions come from transformers; {remedy}", not machine_properties.gpus
+        )
+    error = _run_python_code("import vllm.engine.arg_utils", reads_stderr=True)
     status = f"cannot be imported: {error}" if error else "is imported"
     return Finding("vLLM", f"{installed_version} {status}", not error)
 
 
-def shared_memory_finding(free: int) -> Finding:
-    """Report whether `free` bytes of shared memory are enough to pass weights to a rollout engine."""
-    remedy = "" if free >= _MIN_SHARED_BYTES else "; start the container with --shm-size=16g or --ipc=host"
-    return Finding("shared memory", f"{free / 2**30:.1f} GiB are free{remedy}", free >= _MIN_SHARED_BYTES)
+def shared_memory_finding(free_bytes: int) -> Finding:
+    """Report whether `free_bytes` bytes of shared memory are enough to pass weights to a rollout engine."""
+    remedy = "" if free_bytes >= _MIN_SHARED_BYTES else "; start the container with --shm-size=16g or --ipc=host"
+    return Finding("shared memory", f"{free_bytes / 2**30:.1f} GiB are free{remedy}", free_bytes >= _MIN_SHARED_BYTES)
 
 
 def lock_finding(folder: Path) -> Finding:
@@ -124,13 +128,13 @@ def lock_finding(folder: Path) -> Finding:
         return Finding("file locks", f"{folder} has none: {error.strerror}; {remedy}", is_ok=False)
 
 
-def _open_files() -> Finding:
+def _check_open_file_limit() -> Finding:
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    remedy = "" if soft_limit >= _MIN_FILES else f"; raise it with ulimit -n {hard_limit}"
-    return Finding("open files", f"{soft_limit} per process{remedy}", soft_limit >= _MIN_FILES)
+    remedy = "" if soft_limit >= _MIN_OPEN_FILES else f"; raise it with ulimit -n {hard_limit}"
+    return Finding("open files", f"{soft_limit} per process{remedy}", soft_limit >= _MIN_OPEN_FILES)
 
 
-def _loopback() -> Finding:
+def _check_loopback() -> Finding:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
             return Finding("ports", "a free port of 127.0.0.1 can be opened and reached")
@@ -149,13 +153,15 @@ def _driver_version() -> str:
         pynvml.nvmlShutdown()
 
 
-def _output_of(code: str, *, reads_stderr: bool = False) -> str:
+def _run_python_code(code: str, *, reads_stderr: bool = False) -> str:
     """Run Python code; return its output or, with `reads_stderr`, the last line of its error (empty: no error)."""
     command = [sys.executable, "-c", code]
     try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, env=dict(os.environ))
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_SECONDS, env=dict(os.environ)
+        )
     except subprocess.TimeoutExpired:
-        return f"no reply in {_IMPORT_SECONDS} s" if reads_stderr else ""
+        return f"no reply in {_IMPORT_TIMEOUT_SECONDS} s" if reads_stderr else ""
     if reads_stderr:
         return (process.stderr.strip().splitlines() or ["no message"])[-1] if process.returncode else ""
     return process.stdout.strip()

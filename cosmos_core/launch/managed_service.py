@@ -25,10 +25,10 @@ from cosmos_core.launch.service_health import ENQUEUE_URL, FETCH_URL, TOKEN, not
 
 logger = logging.getLogger(__name__)
 
-_QUEUE = "COSMOS_REWARD_QUEUE"
-_LOAD_SECONDS = 1800.0
+_QUEUE_VARIABLE = "COSMOS_REWARD_QUEUE"
+_LOAD_TIMEOUT_SECONDS = 1800.0
 _POLL_SECONDS = 0.1
-_PAUSE_SECONDS = 1.0
+_RESTART_DELAY_SECONDS = 1.0
 
 
 @contextlib.contextmanager
@@ -52,21 +52,25 @@ def managed_service(
         ConfigError: the block does not exist.
     """
     if not config or config.startswith(BLOCK):
-        variables = service_named(config)
+        service_variables = service_named(config)
         try:
-            yield variables
+            yield service_variables
         finally:
-            note_health(folder, variables or environment)
+            note_health(folder, service_variables or environment)
         return
     service = _Service(Path(config), folder, python or sys.executable, host)
     try:
         url = service.start(check)
-        rewards = f"{url}/api/reward"
-        variables = {ENQUEUE_URL: f"{rewards}/enqueue", FETCH_URL: f"{rewards}/pull", TOKEN: service.token}
+        reward_url = f"{url}/api/reward"
+        service_variables = {
+            ENQUEUE_URL: f"{reward_url}/enqueue",
+            FETCH_URL: f"{reward_url}/pull",
+            TOKEN: service.token,
+        }
         try:
-            yield variables
+            yield service_variables
         finally:
-            note_health(folder, variables, service.restarts)
+            note_health(folder, service_variables, service.restarts)
     finally:
         service.stop()
 
@@ -89,15 +93,17 @@ class _Service:
     """Reward service in a child process, with a thread that restarts the process when it ends."""
 
     def __init__(self, config: Path, folder: Path, python: str, host: str) -> None:
-        self._config, self._python, self._host = config, python, host
-        self._log, self._ready = folder / "logs" / "reward_service.log", folder / "reward_service.url"
+        self._config_path, self._python, self._host = config, python, host
+        self._log, self._ready_path = folder / "logs" / "reward_service.log", folder / "reward_service.url"
         self.token = secrets.token_hex(32)
-        self._queue = uuid.uuid4().hex  # id of the request queue; the same after a restart, so that no request is lost
+        self._queue_id = (
+            uuid.uuid4().hex
+        )  # id of the request queue; the same after a restart, so that no request is lost
         self.restarts = 0
         self._port = "0"
         self._is_stopping = threading.Event()
         self._child: Child | None = None
-        self._thread = threading.Thread(target=self._watch, name="reward service", daemon=True)
+        self._thread = threading.Thread(target=self._watch_child, name="reward service", daemon=True)
 
     def start(self, check: Callable[[], None]) -> str:
         """Start the service and wait until it accepts requests; return its URL.
@@ -106,19 +112,19 @@ class _Service:
             RewardError: a reward cannot be loaded, or the configuration is wrong.
             StageFailed: the service ended for another reason, or did not load in time.
         """
-        self._ready.unlink(missing_ok=True)
+        self._ready_path.unlink(missing_ok=True)
         self._child = self._start_child()
-        deadline = time.monotonic() + _LOAD_SECONDS
-        while not self._ready.is_file():
+        deadline = time.monotonic() + _LOAD_TIMEOUT_SECONDS
+        while not self._ready_path.is_file():
             check()
-            if (code := self._child.poll()) is not None:
-                kind = RewardError if code == EXIT_USAGE else StageFailed
-                raise kind(f"the reward service of {self._config} ended: {self._last_line()}")
+            if (exit_code := self._child.poll()) is not None:
+                error_class = RewardError if exit_code == EXIT_USAGE else StageFailed
+                raise error_class(f"the reward service of {self._config_path} ended: {self._read_last_log_line()}")
             if time.monotonic() > deadline:
-                problem = f"did not load in {_LOAD_SECONDS:g} s; see {self._log}"
-                raise StageFailed(f"the reward service of {self._config} {problem}")
+                problem = f"did not load in {_LOAD_TIMEOUT_SECONDS:g} s; see {self._log}"
+                raise StageFailed(f"the reward service of {self._config_path} {problem}")
             time.sleep(_POLL_SECONDS)
-        url = self._ready.read_text(encoding="utf-8")
+        url = self._ready_path.read_text(encoding="utf-8")
         self._port = url.rpartition(":")[2]
         self._thread.start()
         return url
@@ -132,15 +138,15 @@ class _Service:
             self._child.kill()
         with contextlib.suppress(OSError):
             mask_file(self._log)  # reward functions may have written secrets to the log
-        self._ready.unlink(missing_ok=True)
+        self._ready_path.unlink(missing_ok=True)
 
-    def _watch(self) -> None:
+    def _watch_child(self) -> None:
         while not self._is_stopping.wait(_POLL_SECONDS):
             assert self._child is not None
             if self._child.poll() is None:
                 continue
-            logger.warning("the reward service ended (%s); it is started again", self._last_line())
-            if self._is_stopping.wait(_PAUSE_SECONDS):
+            logger.warning("the reward service ended (%s); it is started again", self._read_last_log_line())
+            if self._is_stopping.wait(_RESTART_DELAY_SECONDS):
                 return
             try:
                 self._child = self._start_child()
@@ -150,16 +156,16 @@ class _Service:
             self.restarts += 1
 
     def _start_child(self) -> Child:
-        variable = TOKEN
+        token_variable = TOKEN
         with contextlib.suppress(ConfigError):  # the service itself reports an invalid configuration file
-            variable = str(read_toml(self._config).get("token_env", TOKEN))
-        command = [self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config)]
-        command += ["--host", self._host, "--port", self._port, "--ready", str(self._ready)]
-        environment = {variable: self.token, _QUEUE: self._queue}
+            token_variable = str(read_toml(self._config_path).get("token_env", TOKEN))
+        command = [self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config_path)]
+        command += ["--host", self._host, "--port", self._port, "--ready", str(self._ready_path)]
+        environment = {token_variable: self.token, _QUEUE_VARIABLE: self._queue_id}
         return Child(
             command, log=self._log, grace_seconds=1.0, environment=environment, inherited_environment=dict(os.environ)
         )
 
-    def _last_line(self) -> str:
+    def _read_last_log_line(self) -> str:
         text = self._log.read_text(encoding="utf-8", errors="replace").strip() if self._log.is_file() else ""
         return masked(text.splitlines()[-1]) if text else f"it said nothing; see {self._log}"

@@ -19,7 +19,7 @@ EVENTS = {
     "over budget": "cosmos.run.over_budget",
 }
 """Name of the Prefect event that `tasks.events` emits for each kind of notification."""
-_TEXT = (
+_MESSAGE_TEMPLATE = (
     'event.payload.pipeline ~ ", run " ~ event.payload.run ~ (", stage " ~ event.payload.stage if event.payload.stage '
     'else "") ~ ": {what}" ~ (": " ~ event.payload.error if event.payload.error else "") ~ (": " ~ '
     'event.payload.published if event.payload.published else "") ~ "\\n" ~ event.payload.report ~ (" " ~ '
@@ -28,21 +28,21 @@ _TEXT = (
 """Jinja expression of the notification text, with the path of the report and the address of the run's card."""
 
 
-def parsed_channels(texts: Sequence[str]) -> dict[str, str]:
+def parsed_channels(options: Sequence[str]) -> dict[str, str]:
     """Return the address of each notification channel from command-line options `CHANNEL=ADDRESS`.
 
     Raises:
         ConfigError: an option has another form, an address is no URL, or two options name one channel.
     """
     addresses: dict[str, str] = {}
-    for text in texts:
-        channel, _, address = text.partition("=")
+    for option in options:
+        channel, _, address = option.partition("=")
         scheme = "mailto" if channel == "email" else "http"
         if channel not in CHANNELS or not address.startswith(scheme) or "://" not in address:
             # The text may be an address with a secret, so it is not shown.
-            name = channel if channel in CHANNELS else "CHANNEL=URL"
+            channel_name = channel if channel in CHANNELS else "CHANNEL=URL"
             raise ConfigError(
-                f"--notify {name}: write slack=https://hooks.slack.com/..., webhook=http://HOST/PATH or "
+                f"--notify {channel_name}: write slack=https://hooks.slack.com/..., webhook=http://HOST/PATH or "
                 "email=mailtos://USER:PASSWORD@SMTP_HOST?to=ADDRESS"
             )
         if channel in addresses:
@@ -55,17 +55,17 @@ def automations(channel: str, address: str) -> Iterator[Any]:
     """Save the Prefect block with the address of a channel, and yield an automation for each kind of notification."""
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
-    block = _block(channel, address).save(f"cosmos-notify-{channel}", overwrite=True)
-    for kind, event in EVENTS.items():
+    block = _create_block(channel, address).save(f"cosmos-notify-{channel}", overwrite=True)
+    for subject, event_name in EVENTS.items():
         yield AutomationCore(
-            name=f"cosmos: {channel} message when {kind}",
+            name=f"cosmos: {channel} message when {subject}",
             description=f"Made by cosmos bootstrap --notify {channel}.",
-            trigger=EventTrigger(expect={event}, posture=Posture.Reactive, threshold=1),
-            actions=[_notification_action(channel, block, kind)],
+            trigger=EventTrigger(expect={event_name}, posture=Posture.Reactive, threshold=1),
+            actions=[_create_action(channel, block, subject)],
         )
 
 
-def _block(channel: str, address: str) -> Any:
+def _create_block(channel: str, address: str) -> Any:
     from prefect.blocks.notifications import SlackWebhook
     from prefect.blocks.webhook import Webhook
 
@@ -75,10 +75,10 @@ def _block(channel: str, address: str) -> Any:
     return SlackWebhook(url=address)  # type: ignore[arg-type]
 
 
-def _notification_action(channel: str, block: Any, subject: str) -> Any:
+def _create_action(channel: str, block: Any, subject: str) -> Any:
     from prefect.events.actions import CallWebhook, SendNotification
 
-    text = _TEXT.replace("{what}", subject)
+    text = _MESSAGE_TEMPLATE.replace("{what}", subject)
     if channel == "webhook":
         content = f'{{"what": {json.dumps(subject)}, "event": event.event, "text": {text}, "payload": event.payload}}'
         return CallWebhook(block_document_id=block, payload=f"{{{{ {content} | tojson }}}}")

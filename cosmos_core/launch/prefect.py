@@ -8,14 +8,14 @@ from functools import partial
 
 from cosmos_core.imports import without_garbage_collection
 
-_POLLING = ("prefect._internal.observers", "prefect.workers.base", "prefect.workers.process")
+_POLLING_MODULES = ("prefect._internal.observers", "prefect.workers.base", "prefect.workers.process")
 """Modules with the loops in which a worker polls its server for cancelled flow runs, new flow runs and heartbeats."""
 
 
 def keep_polling() -> None:
     """Let the polling loops of a worker continue after any number of failed requests to its server. Prefect ends the
     loop for cancelled flow runs after three failures in a row, and the other loops and the worker after twelve."""
-    for name in _POLLING:
+    for name in _POLLING_MODULES:
         module = importlib.import_module(name)
         module.critical_service_loop = partial(module.critical_service_loop, backoff=sys.maxsize)  # type: ignore[attr-defined]
 

@@ -15,11 +15,11 @@ import psutil
 from cosmos_core.run.process import is_running
 
 SILENT_SECONDS = 600.0  # seconds after the last heartbeat for which a stage on another machine counts as running
-_KILL_SECONDS = 5.0
+_KILL_TIMEOUT_SECONDS = 5.0
 ATTEMPT = "COSMOS_ATTEMPT"  # environment variable that marks every process of one attempt
 PREVIEW_FOLDER_PREFIX = "cosmos-look-"  # prefix of folders of temporary files, followed by the pid
-_SCRATCH = "cosmos-"
-_SCRATCH_NAME = re.compile(rf"{_SCRATCH}[0-9a-f]{{12}}")
+_SCRATCH_PREFIX = "cosmos-"
+_SCRATCH_PATTERN = re.compile(rf"{_SCRATCH_PREFIX}[0-9a-f]{{12}}")
 
 
 def processes_of_attempt(attempt: str) -> list[psutil.Process]:
@@ -35,12 +35,12 @@ def processes_of_attempt(attempt: str) -> list[psutil.Process]:
 
 def kill_marked(attempt: str) -> list[int]:
     """Send SIGKILL to every process of an attempt until none is left; return the ids of the killed processes."""
-    return _kill(lambda: processes_of_attempt(attempt))
+    return _kill_repeatedly(lambda: processes_of_attempt(attempt))
 
 
 def kill_descendants() -> list[int]:
     """Send SIGKILL to all descendants of this process until none is left; return the ids of the killed processes."""
-    return _kill(lambda: [each for each in psutil.Process().children(recursive=True) if is_running(each)])
+    return _kill_repeatedly(lambda: [each for each in psutil.Process().children(recursive=True) if is_running(each)])
 
 
 def make_scratch(attempt: str) -> int:
@@ -60,9 +60,9 @@ def make_scratch(attempt: str) -> int:
 def sweep() -> None:
     """Kill the processes of attempts whose launcher and supervisor have ended, and remove temporary files of ended
     processes."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
-        if _SCRATCH_NAME.fullmatch(folder.name) and not _is_locked(folder):
-            kill_marked(folder.name.removeprefix(_SCRATCH))
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH_PREFIX}*"):
+        if _SCRATCH_PATTERN.fullmatch(folder.name) and not _is_locked(folder):
+            kill_marked(folder.name.removeprefix(_SCRATCH_PREFIX))
             shutil.rmtree(folder, ignore_errors=True)
     for folder in Path(tempfile.gettempdir()).glob(f"{PREVIEW_FOLDER_PREFIX}*"):
         pid = folder.name.removeprefix(PREVIEW_FOLDER_PREFIX).partition("-")[0]
@@ -88,7 +88,7 @@ def _is_locked(folder: Path) -> bool:
 def scratch_of(attempt: str) -> Path:
     """Return the folder for the temporary files of an attempt; its name is short because paths of sockets are
     limited."""
-    return Path(tempfile.gettempdir()) / f"{_SCRATCH}{attempt[:12]}"
+    return Path(tempfile.gettempdir()) / f"{_SCRATCH_PREFIX}{attempt[:12]}"
 
 
 def remove_scratch(attempt: str) -> None:
@@ -99,11 +99,11 @@ def remove_scratch(attempt: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _kill(find_processes: Callable[[], list[psutil.Process]]) -> list[int]:
+def _kill_repeatedly(find_processes: Callable[[], list[psutil.Process]]) -> list[int]:
     killed_pids: set[int] = set()
-    deadline = time.monotonic() + _KILL_SECONDS
-    while (remaining := find_processes()) and time.monotonic() < deadline:
-        for process in remaining:
+    deadline = time.monotonic() + _KILL_TIMEOUT_SECONDS
+    while (remaining_processes := find_processes()) and time.monotonic() < deadline:
+        for process in remaining_processes:
             killed_pids.add(process.pid)
             with suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -21,7 +21,7 @@ from cosmos_core.run.lock import Lock
 from cosmos_core.run.process import is_alive, ran_on_this_machine
 from cosmos_core.run.state import ACTIVE, State, read_state, update_state
 
-_CANCELLED = ("CANCELLING", "CANCELLED")
+_CANCELLED_STATES = ("CANCELLING", "CANCELLED")
 
 
 def reap(output_dir: Path) -> Iterator[str]:
@@ -31,21 +31,21 @@ def reap(output_dir: Path) -> Iterator[str]:
     abandoned_runs = [
         file.parent for file in sorted(output_dir.glob(f"*/{PIPELINE}")) if _has_lost_launcher(file.parent)
     ]
-    for run in abandoned_runs:
-        for path in sorted((run / "stages").glob("*")):
-            state = read_state(path)
+    for run_path in abandoned_runs:
+        for stage_path in sorted((run_path / "stages").glob("*")):
+            state = read_state(stage_path)
             if state.state not in ACTIVE or is_alive(state.launcher_pid, state.launcher_started):
                 continue
             is_recent = time.time() - (state.heartbeat or 0.0) < SILENT_SECONDS
             if is_recent and state.launcher_host and state.launcher_host != socket.gethostname():
-                yield f"{run.name}/{path.name}: runs on {state.launcher_host}; reap there what is left of it"
+                yield f"{run_path.name}/{stage_path.name}: runs on {state.launcher_host}; reap there what is left of it"
                 continue
-            worker.reap(path)
+            worker.reap(stage_path)
             reason = "its flow is gone; resume the run"
-            update_state(path, state="stopped", ended=time.time(), error_type="", error=reason)
-            yield f"{run.name}/{path.name}: ended; it goes on with: cosmos resume {run}"
+            update_state(stage_path, state="stopped", ended=time.time(), error_type="", error=reason)
+            yield f"{run_path.name}/{stage_path.name}: ended; it goes on with: cosmos resume {run_path}"
     if os.environ.get("PREFECT_API_URL"):
-        yield from _correct_flow_runs(output_dir, {run.name for run in abandoned_runs})
+        yield from _correct_flow_runs(output_dir, {run_path.name for run_path in abandoned_runs})
 
 
 def cancelled_flow_run(output_dir: Path, run_id: str) -> str:
@@ -53,17 +53,19 @@ def cancelled_flow_run(output_dir: Path, run_id: str) -> str:
     if it was not, or if no server responds."""
     import httpx
 
-    newest = _newest(output_dir, run_id)
+    newest_id = _find_newest_flow_run(output_dir, run_id)
     try:
-        flow_runs = [each for run, each in _flow_runs(output_dir) if run == run_id and each.id == newest]
+        flow_runs = [
+            flow_run for run, flow_run in _read_flow_runs(output_dir) if run == run_id and flow_run.id == newest_id
+        ]
     except httpx.HTTPError:
         return ""
-    return next((str(each.name) for each in flow_runs if each.state_type in _CANCELLED), "")
+    return next((str(flow_run.name) for flow_run in flow_runs if flow_run.state_type in _CANCELLED_STATES), "")
 
 
-def _has_lost_launcher(run: Path) -> bool:
+def _has_lost_launcher(run_path: Path) -> bool:
     """Return True if no live process holds the lock of the run."""
-    with Lock(run / "locks" / ".run") as lock:
+    with Lock(run_path / "locks" / ".run") as lock:
         return lock.try_acquire()
 
 
@@ -72,52 +74,64 @@ def _correct_flow_runs(output_dir: Path, abandoned_run_names: set[str]) -> Itera
     from prefect.client.orchestration import get_client
     from prefect.states import Cancelled, Crashed, State
 
-    for run, flow_run in _flow_runs(output_dir):
+    for run_id, flow_run in _read_flow_runs(output_dir):
         is_cancelling = flow_run.state_type == "CANCELLING"
         state: State[Any] | None = None
-        if run in abandoned_run_names and (is_cancelling or flow_run.state_type == "RUNNING"):
+        if run_id in abandoned_run_names and (is_cancelling or flow_run.state_type == "RUNNING"):
             message = "its process is gone; resume the run"
             state = Cancelled(message=message) if is_cancelling else Crashed(message=message)
         elif (
-            run not in abandoned_run_names
-            and flow_run.state_type in _CANCELLED
-            and flow_run.id == _newest(output_dir, run)
+            run_id not in abandoned_run_names
+            and flow_run.state_type in _CANCELLED_STATES
+            and flow_run.id == _find_newest_flow_run(output_dir, run_id)
         ):
-            yield from _stop(output_dir / run, flow_run.name)
+            yield from _stop_flow_process(output_dir / run_id, flow_run.name)
         if isinstance(state, State):
             with get_client(sync_client=True) as client:
                 client.set_flow_run_state(flow_run.id, state, force=True)
             yield f"flow run {flow_run.name}: was {flow_run.state_name}, is {state.name}"
 
 
-def _stop(run: Path, flow_run: str) -> Iterator[str]:
+def _stop_flow_process(run_path: Path, flow_run_name: str) -> Iterator[str]:
     """Send SIGTERM to the process of a run on this machine, so that it saves a checkpoint and ends."""
-    holder = read_holder(run)
-    if holder and ran_on_this_machine(holder.launcher_machine, holder.launcher_host):
-        if not holder.launcher_pid or not is_alive(holder.launcher_pid, holder.launcher_started):
+    claiming_process = read_holder(run_path)
+    if claiming_process and ran_on_this_machine(claiming_process.launcher_machine, claiming_process.launcher_host):
+        if not claiming_process.launcher_pid or not is_alive(
+            claiming_process.launcher_pid, claiming_process.launcher_started
+        ):
             return
-        os.kill(holder.launcher_pid, signal.SIGTERM)
-        yield f"flow run {flow_run}: it was cancelled; its process {holder.launcher_pid} is asked to save and end"
-    elif holder:
-        yield f"flow run {flow_run}: it was cancelled, but its process on {holder.launcher_host} goes on: reap there"
+        os.kill(claiming_process.launcher_pid, signal.SIGTERM)
+        yield (
+            f"flow run {flow_run_name}: it was cancelled; its process {claiming_process.launcher_pid} is asked to "
+            f"save and end"
+        )
+    elif claiming_process:
+        yield (
+            f"flow run {flow_run_name}: it was cancelled, but its process on {claiming_process.launcher_host} goes "
+            f"on: reap there"
+        )
 
 
-def _newest(output_dir: Path, run: str) -> UUID | None:
+def _find_newest_flow_run(output_dir: Path, run_id: str) -> UUID | None:
     """Return the id of the flow run that last worked on a run."""
-    notes = [note for note in flow_run_notes(output_dir).glob("*") if note.read_text(encoding="utf-8") == run]
-    newest = max(notes, key=lambda note: note.stat().st_mtime, default=None)
+    note_files = [
+        note_file
+        for note_file in flow_run_notes(output_dir).glob("*")
+        if note_file.read_text(encoding="utf-8") == run_id
+    ]
+    newest_note = max(note_files, key=lambda note: note.stat().st_mtime, default=None)
     with suppress(ValueError):
-        return UUID(newest.name) if newest else None
+        return UUID(newest_note.name) if newest_note else None
     return None
 
 
-def _flow_runs(output_dir: Path) -> Iterator[tuple[str, Any]]:
+def _read_flow_runs(output_dir: Path) -> Iterator[tuple[str, Any]]:
     """Yield (run id, flow run) for each flow run of this output folder that exists on the Prefect server."""
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 
-    notes = flow_run_notes(output_dir)
+    notes_folder = flow_run_notes(output_dir)
     with get_client(sync_client=True) as client:
-        for note in sorted(notes.glob("*")) if notes.is_dir() else []:
+        for note_file in sorted(notes_folder.glob("*")) if notes_folder.is_dir() else []:
             with suppress(ObjectNotFound, ValueError):
-                yield note.read_text(encoding="utf-8"), client.read_flow_run(UUID(note.name))
+                yield note_file.read_text(encoding="utf-8"), client.read_flow_run(UUID(note_file.name))

@@ -26,12 +26,12 @@ from cosmos_core.run.lock import Lock
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 3.0
-_START_SECONDS = 90.0
+_START_TIMEOUT_SECONDS = 90.0
 _MAX_STARTS = 3  # maximum number of starts of a server that ends before it responds
-_RESPONSE_SECONDS = 10.0
-_BUSY_SERVER_SECONDS = 60.0
-_CHECK_SECONDS = 0.5
-_MAX_CHECK_SECONDS = 30.0
+_RESPONSE_TIMEOUT_SECONDS = 10.0
+_BUSY_TIMEOUT_SECONDS = 60.0
+_CHECK_INTERVAL_SECONDS = 0.5
+_MAX_INTERVAL_SECONDS = 30.0
 # Services of Prefect that this server does not start: it has no schedules, the run directory determines which runs are
 # late or lost, and the history of task runs and events is not read, since only this run knows the password.
 _UNUSED_SERVICES = ("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS", "TASK_RUN_RECORDER", "EVENT_PERSISTER")
@@ -79,7 +79,7 @@ def _wait_for_server(url: str) -> None:
             return  # a server responds; Prefect itself reports an error of authentication
         except (OSError, ValueError) as error:
             is_busy = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
-            wait_seconds = _BUSY_SERVER_SECONDS if is_busy else _RESPONSE_SECONDS
+            wait_seconds = _BUSY_TIMEOUT_SECONDS if is_busy else _RESPONSE_TIMEOUT_SECONDS
             if time.monotonic() > start_time + wait_seconds or isinstance(error, ValueError):
                 raise ConfigError(
                     f"PREFECT_API_URL = {url!r}: no server answers there ({error}); "
@@ -91,14 +91,14 @@ def _wait_for_server(url: str) -> None:
 def _claim_prefect_home(folder: Path) -> tuple[Path, Lock]:
     """Return a `PREFECT_HOME` that no other server uses, and its lock: SQLite allows one writer. The first free
     numbered folder is used, because this folder is likely to have a database."""
-    number = 1
-    while not (lock := Lock(folder / f"server-{number}" / "lock")).try_acquire():
+    folder_number = 1
+    while not (lock := Lock(folder / f"server-{folder_number}" / "lock")).try_acquire():
         lock.release()
-        number += 1
-    return folder / f"server-{number}", lock
+        folder_number += 1
+    return folder / f"server-{folder_number}", lock
 
 
-def _template() -> Path:
+def _locate_empty_database() -> Path:
     """Return the path of the cached empty database for this release of Prefect; creating one takes five seconds."""
     return user_cache() / f"prefect-{version('prefect')}.db"
 
@@ -106,21 +106,21 @@ def _template() -> Path:
 def _copy_database(source: Path, target: Path) -> bool:
     """Copy a database, which may be in use, atomically; return False if it is missing or damaged, or the disk is
     full."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
             closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as source_connection,
-            closing(sqlite3.connect(temporary)) as new,
+            closing(sqlite3.connect(temporary_path)) as target_connection,
         ):
-            source_connection.backup(new)
-        if not _is_intact(temporary):
+            source_connection.backup(target_connection)
+        if not _is_intact(temporary_path):
             raise sqlite3.DatabaseError("the copy is damaged")
-        os.replace(temporary, target)
+        os.replace(temporary_path, target)
         return True
     except (OSError, sqlite3.Error):
         with suppress(OSError):
-            temporary.unlink()
+            temporary_path.unlink()
         return False
 
 
@@ -136,15 +136,15 @@ def _is_intact(database: Path) -> bool:
 class _Server:
     def __init__(self, home_dir: Path) -> None:
         home_dir.chmod(0o700)  # the database holds parameters and states
-        self._log = home_dir / "server.log"
+        self._log_path = home_dir / "server.log"
         # Prefect uses a single connection if the URL contains `:memory:`. With several connections, the second of two
         # writers blocks the interpreter, and with it the first writer, until SQLite times out after a minute.
-        self._database = home_dir.absolute() / ":memory:" / "prefect.db"
-        auth = f"cosmos:{secrets.token_urlsafe(24)}"
+        self._database_path = home_dir.absolute() / ":memory:" / "prefect.db"
+        auth_string = f"cosmos:{secrets.token_urlsafe(24)}"
         (home_dir / "auth").unlink(missing_ok=True)
         descriptor = os.open(home_dir / "auth", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(auth)
+            file.write(auth_string)
         with socket.socket() as probe_socket:
             probe_socket.bind(("127.0.0.1", 0))
             self._port = probe_socket.getsockname()[1]
@@ -152,8 +152,8 @@ class _Server:
         self.environment = {
             "PREFECT_HOME": str(home_dir.absolute()),
             # Any user of this machine can reach the port, so requests need a password.
-            "PREFECT_SERVER_API_AUTH_STRING": auth,
-            "PREFECT_API_AUTH_STRING": auth,
+            "PREFECT_SERVER_API_AUTH_STRING": auth_string,
+            "PREFECT_API_AUTH_STRING": auth_string,
             "PREFECT_PROFILES_PATH": str(home_dir.absolute() / "profiles.toml"),
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
@@ -161,64 +161,64 @@ class _Server:
             "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
             **{f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in _UNUSED_SERVICES},
         }
-        self._has_own_database = False
-        self._closing = threading.Event()
+        self._has_created_database = False
+        self._close_event = threading.Event()
         self._child: Child | None = None
-        self._watcher = threading.Thread(target=self._keep_alive, name="prefect-server", daemon=True)
+        self._watcher_thread = threading.Thread(target=self._keep_alive, name="prefect-server", daemon=True)
 
     def start(self) -> None:
-        database, template = self._database, _template()
+        database_path, template_path = self._database_path, _locate_empty_database()
         # A damaged database is replaced: the run directory has the same information.
-        if database.exists() and not _is_intact(database):
-            logger.warning("%s is damaged and is made anew", database)
-            for file in database.parent.glob("prefect.db*"):
+        if database_path.exists() and not _is_intact(database_path):
+            logger.warning("%s is damaged and is made anew", database_path)
+            for file in database_path.parent.glob("prefect.db*"):
                 file.unlink()
-        self._has_own_database = not database.exists() and not _copy_database(template, database)
+        self._has_created_database = not database_path.exists() and not _copy_database(template_path, database_path)
         self._spawn()
 
     def wait(self) -> None:
         child = self._child
         assert child is not None
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + _START_TIMEOUT_SECONDS
         num_starts = 1
         # Check first whether the server has ended: another process may use the port and respond in its place.
         while (has_ended := child.poll() is not None) or not self._is_responding():
             if time.monotonic() > deadline or (has_ended and num_starts == _MAX_STARTS):
                 child.kill()
-                raise StageFailed(f"the Prefect server did not start; its log: {self._log}")
+                raise StageFailed(f"the Prefect server did not start; its log: {self._log_path}")
             if has_ended:
                 num_starts += 1
                 child = self._spawn()
             time.sleep(0.1)
-        self._watcher.start()
-        if self._has_own_database:
-            _copy_database(self._database, _template())
+        self._watcher_thread.start()
+        if self._has_created_database:
+            _copy_database(self._database_path, _locate_empty_database())
 
     def close(self) -> None:
-        self._closing.set()
-        if self._watcher.is_alive():
-            self._watcher.join()
+        self._close_event.set()
+        if self._watcher_thread.is_alive():
+            self._watcher_thread.join()
         if self._child is not None:
             self._child.kill()  # no graceful shutdown: the run directory has the same information
 
     def _spawn(self) -> Child:
         command = [sys.executable, "-m", "cosmos_core.launch.prefect", "server", "start"]
         command += ["--host", "127.0.0.1", "--port", str(self._port)]
-        database_url = f"sqlite+aiosqlite:///{self._database}"
+        database_url = f"sqlite+aiosqlite:///{self._database_path}"
         environment = self.environment | {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url}
-        self._child = Child(command, log=self._log, grace_seconds=_GRACE_SECONDS, environment=environment)
+        self._child = Child(command, log=self._log_path, grace_seconds=_GRACE_SECONDS, environment=environment)
         return self._child
 
     def _keep_alive(self) -> None:
-        pause = _CHECK_SECONDS
-        while not self._closing.wait(pause):
+        wait_seconds = _CHECK_INTERVAL_SECONDS
+        while not self._close_event.wait(wait_seconds):
             assert self._child is not None
             if self._child.poll() is None:
-                pause = _CHECK_SECONDS
+                wait_seconds = _CHECK_INTERVAL_SECONDS
             else:  # the server has ended: restart it, with exponential backoff
                 with suppress(OSError):  # a full disk or a process limit may be transient
                     self._spawn()
-                pause = min(2 * pause, _MAX_CHECK_SECONDS)
+                wait_seconds = min(2 * wait_seconds, _MAX_INTERVAL_SECONDS)
 
     def _is_responding(self) -> bool:
         try:

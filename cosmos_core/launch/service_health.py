@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 FILE = "reward_service.json"
 ENQUEUE_URL, FETCH_URL, TOKEN = "REMOTE_REWARD_ENQUEUE_URL", "REMOTE_REWARD_FETCH_URL", "REMOTE_REWARD_TOKEN"
 _TIMEOUT_SECONDS = 2.0
-_PATH = "/api/reward/enqueue"
+_ENQUEUE_PATH = "/api/reward/enqueue"
 _REWARD_METRIC = re.compile(r'^reward_(\w+?)(?:_total)?\{reward="([^"]+)"\} (\S+)$', re.M)
-_RESPONSE = re.compile(r'^reward_responses_total\{path="([^"]+)",status="(\d+)"\} (\S+)$', re.M)
+_RESPONSE_METRIC = re.compile(r'^reward_responses_total\{path="([^"]+)",status="(\d+)"\} (\S+)$', re.M)
 
 
 def note_health(folder: Path, environment: Mapping[str, str], restarts: int = 0) -> None:
@@ -38,10 +38,10 @@ def note_health(folder: Path, environment: Mapping[str, str], restarts: int = 0)
 def health_of(enqueue_urls: str, token: str) -> list[dict[str, Any]]:
     """Return the health of each reward service in a comma-separated list of URLs."""
     urls = [url.strip().rstrip("/") for url in enqueue_urls.split(",") if url.strip()]
-    return [_health(url.removesuffix(_PATH), token) for url in urls]
+    return [_fetch_health(url.removesuffix(_ENQUEUE_PATH), token) for url in urls]
 
 
-def _health(url: str, token: str) -> dict[str, Any]:
+def _fetch_health(url: str, token: str) -> dict[str, Any]:
     import httpx
 
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -51,13 +51,13 @@ def _health(url: str, token: str) -> dict[str, Any]:
         health = httpx.get(f"{url}/health", timeout=_TIMEOUT_SECONDS, verify=verify)
         state = health.json() if health.headers.get("Content-Type", "").startswith("application/json") else {}
         report["status"] = str(state.get("status") or "tells nothing") if isinstance(state, dict) else "tells nothing"
-        metrics = httpx.get(f"{url}/metrics", headers=headers, timeout=_TIMEOUT_SECONDS, verify=verify)
+        metrics_response = httpx.get(f"{url}/metrics", headers=headers, timeout=_TIMEOUT_SECONDS, verify=verify)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, ConfigError):
         return report
-    if metrics.status_code == 200:
-        for name, reward, value in _REWARD_METRIC.findall(metrics.text):
-            report["rewards"].setdefault(reward, {})[name] = float(value)
-        for _, status, count in _RESPONSE.findall(metrics.text):
+    if metrics_response.status_code == 200:
+        for name, reward_name, value in _REWARD_METRIC.findall(metrics_response.text):
+            report["rewards"].setdefault(reward_name, {})[name] = float(value)
+        for _, status, count in _RESPONSE_METRIC.findall(metrics_response.text):
             if status not in {"200", "400"}:  # status 400 means that the scores are not ready
                 report["refused"][status] = report["refused"].get(status, 0.0) + float(count)
     return report

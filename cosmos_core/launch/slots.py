@@ -13,15 +13,15 @@ _POLL_SECONDS = 0.2
 def branch_slots(pipeline: Pipeline) -> dict[str, threading.Semaphore]:
     """Return the semaphore that each stage in a branch of a sweep acquires while it runs, by stage name; stages without
     a limit are left out."""
-    slots: dict[str, threading.Semaphore] = {}
-    for choice in pipeline.stages:
-        if choice.sweep is None:
+    semaphores: dict[str, threading.Semaphore] = {}
+    for sweep_stage in pipeline.stages:
+        if sweep_stage.sweep is None:
             continue
-        names = [name for sweep_branch in choice.sweep.branches for name in sweep_branch.stages]
-        if choice.sweep.max_parallel is None:  # the stages of a work pool are limited by the pool itself
-            names = [name for name in names if not pipeline.stage(name).work_pool]
-        slots |= dict.fromkeys(names, threading.Semaphore(choice.sweep.max_parallel or 1))
-    return slots
+        stage_names = [name for sweep_branch in sweep_stage.sweep.branches for name in sweep_branch.stages]
+        if sweep_stage.sweep.max_parallel is None:  # the stages of a work pool are limited by the pool itself
+            stage_names = [name for name in stage_names if not pipeline.stage(name).work_pool]
+        semaphores |= dict.fromkeys(stage_names, threading.Semaphore(sweep_stage.sweep.max_parallel or 1))
+    return semaphores
 
 
 @contextmanager

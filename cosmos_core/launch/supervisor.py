@@ -41,20 +41,20 @@ class Supervisor:
 
     def run(self, command: list[str], inherited_descriptors: list[int]) -> int:
         """Run the command to its end, kill its descendants, remove its temporary files and return its exit code."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda *_: self.stop())
+        for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signal_number, lambda *_: self.stop())
 
-        def forward(number: int, _: object) -> None:
+        def forward(signal_number: int, _: object) -> None:
             if self.child is not None:
-                self.child.send_signal(number)
+                self.child.send_signal(signal_number)
 
         # Cluster schedulers send SIGUSR1 or SIGUSR2 before they end a job, and the worker handles these signals.
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, forward)
-        own_pid = os.getpid()
+        for signal_number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(signal_number, forward)
+        supervisor_pid = os.getpid()
         adopt_orphans()
         self.child = subprocess.Popen(
-            command, pass_fds=inherited_descriptors, preexec_fn=lambda: kill_with_parent(own_pid)
+            command, pass_fds=inherited_descriptors, preexec_fn=lambda: kill_with_parent(supervisor_pid)
         )
         from cosmos_core.launch.processes import ATTEMPT, kill_descendants, kill_marked, remove_scratch
 
@@ -62,7 +62,7 @@ class Supervisor:
             self.child.terminate()
         while self.child.poll() is None:
             self._watch_pipe()
-            self._reap_adopted()
+            self._reap_adopted_processes()
             if self.kill_at is not None and time.monotonic() > self.kill_at:
                 self.child.kill()
         attempt = os.environ.get(ATTEMPT, "")
@@ -70,31 +70,33 @@ class Supervisor:
             kill_marked(attempt)
         kill_descendants()
         remove_scratch(attempt)
-        code = self.child.returncode
-        return code if code >= 0 else 128 - code
+        exit_code = self.child.returncode
+        return exit_code if exit_code >= 0 else 128 - exit_code
 
     def stop(self) -> None:
         """Send SIGTERM to the command and start the grace period; a later call can only shorten the grace period."""
-        grace = min(self.grace_seconds, _ORPHAN_GRACE_SECONDS) if self.is_orphaned else self.grace_seconds
+        grace_seconds = min(self.grace_seconds, _ORPHAN_GRACE_SECONDS) if self.is_orphaned else self.grace_seconds
         if self.kill_at is None and self.child is not None:
             self.child.terminate()
-        self.kill_at = min(self.kill_at or float("inf"), time.monotonic() + grace)
+        self.kill_at = min(self.kill_at or float("inf"), time.monotonic() + grace_seconds)
 
-    def _reap_adopted(self) -> None:
+    def _reap_adopted_processes(self) -> None:
         """Reap ended processes that the supervisor has adopted; `poll` reaps the command itself."""
         assert self.child is not None
-        while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and dead.si_pid != self.child.pid:
-            os.waitpid(dead.si_pid, 0)
+        while (
+            exited_process := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ) and exited_process.si_pid != self.child.pid:
+            os.waitpid(exited_process.si_pid, 0)
 
     def _watch_pipe(self) -> None:
         if self.is_orphaned:
             time.sleep(_POLL_SECONDS)
             return
-        readable, _, _ = select.select([self.pipe], [], [], _POLL_SECONDS)
-        if not readable:
+        readable_descriptors, _, _ = select.select([self.pipe], [], [], _POLL_SECONDS)
+        if not readable_descriptors:
             return
-        if content := os.read(self.pipe, 4096):
-            self.grace_seconds = float(content.split()[-1])
+        if pipe_content := os.read(self.pipe, 4096):
+            self.grace_seconds = float(pipe_content.split()[-1])
             if self.kill_at is not None:  # SIGTERM was sent before the new grace period arrived
                 self.kill_at = time.monotonic() + self.grace_seconds
         else:

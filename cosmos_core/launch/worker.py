@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_DESCRIPTORS = "COSMOS_LOCK_DESCRIPTORS"
 _POLL_SECONDS = 0.1
-_STATE_SECONDS = 2.0
+_STATE_UPDATE_SECONDS = 2.0
 _MAX_LINES_PER_SECOND = 10
 
 
@@ -42,7 +42,7 @@ class _ChildRegistry:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._children: dict[Child, Callable[[], float]] = {}
-        self._num_runs = 0
+        self._num_active_runs = 0
         self.stopping = threading.Event()
 
     @contextmanager
@@ -50,22 +50,23 @@ class _ChildRegistry:
         """Enclose one run: a call of `stop_all` stays in effect until the next run of this process begins."""
         with self._lock:
             # A stop request is cleared only while no run is active: threads of a cancelled run must still see it.
-            if self._num_runs == 0:
+            if self._num_active_runs == 0:
                 self.stopping.clear()
-            self._num_runs += 1
+            self._num_active_runs += 1
         try:
             yield
         finally:
             with self._lock:
-                self._num_runs -= 1
+                self._num_active_runs -= 1
 
     @contextmanager
-    def register_child(self, child: Child, grace: Callable[[], float]) -> Iterator[None]:
-        """Register a child process for `stop_all`; `grace` returns the number of seconds from a stop to SIGKILL."""
+    def register_child(self, child: Child, get_grace_seconds: Callable[[], float]) -> Iterator[None]:
+        """Register a child process for `stop_all`; `get_grace_seconds` returns the number of seconds from a stop to
+        SIGKILL."""
         with self._lock:
-            self._children[child] = grace
+            self._children[child] = get_grace_seconds
             if self.stopping.is_set():
-                child.stop(grace())
+                child.stop(get_grace_seconds())
         try:
             yield
         finally:
@@ -76,13 +77,13 @@ class _ChildRegistry:
         """Ask every worker of this process to save a checkpoint and end; the current run starts no new workers."""
         with self._lock:
             self.stopping.set()
-            for child, grace in self._children.items():
-                child.stop(grace())
+            for child, get_grace_seconds in self._children.items():
+                child.stop(get_grace_seconds())
 
     def grace_seconds(self) -> float:
         """Return the longest grace period of the running workers in seconds; 0 if there is no worker."""
         with self._lock:
-            return max((grace() for grace in self._children.values()), default=0.0)
+            return max((get_grace_seconds() for get_grace_seconds in self._children.values()), default=0.0)
 
     def sleep_unless_stopping(self, seconds: float) -> None:
         """Sleep for `seconds`; raise `Preempted` if a stop is requested before or during the sleep."""
@@ -122,7 +123,7 @@ class AttemptSettings:
     """Environment variables whose values are masked in the log, in addition to those with a secret-like name."""
 
 
-def run(launch: AttemptSettings) -> Result:
+def run(settings: AttemptSettings) -> Result:
     """Run one attempt of a stage to its end; return the manifest that the worker committed.
 
     Raises:
@@ -131,37 +132,42 @@ def run(launch: AttemptSettings) -> Result:
         StageFailed: the worker crashed, hung, or exceeded its timeout.
     """
     sleep_unless_stopping(0)
-    path = launch.stage_path
+    stage_path = settings.stage_path
     for stale_file in ("error.json", "progress.json"):
-        (path / stale_file).unlink(missing_ok=True)
-    previous = read_state(path)
-    attempt = previous.attempt + 1
-    log = path / "logs" / f"attempt_{attempt}.log"
-    command = [launch.python or sys.executable, "-m", "cosmos_core.worker", str(path)]
+        (stage_path / stale_file).unlink(missing_ok=True)
+    previous_state = read_state(stage_path)
+    attempt = previous_state.attempt + 1
+    log_path = stage_path / "logs" / f"attempt_{attempt}.log"
+    command = [settings.python or sys.executable, "-m", "cosmos_core.worker", str(stage_path)]
     child = Child(
-        command, log=log, grace_seconds=launch.grace_seconds, environment=_environment(launch),
-        inherited_environment=launch.inherited, inherit=launch.locks,
+        command, log=log_path, grace_seconds=settings.grace_seconds, environment=_build_environment(settings),
+        inherited_environment=settings.inherited, inherit=settings.locks,
     )  # fmt: skip
     start_time = time.time()
-    spans = previous.closed_attempts(start_time)
+    attempt_spans = previous_state.closed_attempts(start_time)
     try:
         update_state(
-            path, state="running", attempt=attempt, pid=child.pid, pid_started=child.started, mark=child.attempt,
-            **identify_process(), spans=[*spans, (start_time, None)], renewed=start_time, ended=None, error="",
+            stage_path, state="running", attempt=attempt, pid=child.pid, pid_started=child.started, mark=child.attempt,
+            **identify_process(), spans=[*attempt_spans, (start_time, None)], renewed=start_time, ended=None, error="",
             error_type=""
         )  # fmt: skip
-        record_event(path, "started", f"attempt {attempt}")
-        with _child_registry.register_child(child, lambda: max_grace_seconds(path, launch.grace_seconds)):
-            code, reason, stop = _wait_for_worker(launch, child, log)
+        record_event(stage_path, "started", f"attempt {attempt}")
+        with _child_registry.register_child(child, lambda: max_grace_seconds(stage_path, settings.grace_seconds)):
+            exit_code, kill_reason, stop_error = _wait_for_worker(settings, child, log_path)
     finally:
         child.kill()
-        mask_file(log, launch.secrets)  # child processes of the worker may write secrets to the log
+        mask_file(log_path, settings.secrets)  # child processes of the worker may write secrets to the log
         end_time = time.time()
-        with warn_if_disk_full(f"the end of attempt {attempt} of {path.name}"):
-            update_state(path, spans=[*spans, (start_time, end_time)], ended=end_time, **_position(path))
-    if stop is not None and not reason and code != EXIT_OK:
-        raise stop
-    return _outcome(path, code, reason, log)
+        with warn_if_disk_full(f"the end of attempt {attempt} of {stage_path.name}"):
+            update_state(
+                stage_path,
+                spans=[*attempt_spans, (start_time, end_time)],
+                ended=end_time,
+                **_read_position_fields(stage_path),
+            )
+    if stop_error is not None and not kill_reason and exit_code != EXIT_OK:
+        raise stop_error
+    return _read_outcome(stage_path, exit_code, kill_reason, log_path)
 
 
 def max_grace_seconds(stage_path: Path, grace_seconds: float) -> float:
@@ -183,58 +189,61 @@ def reap(stage_path: Path) -> bool:
     return True
 
 
-def _environment(launch: AttemptSettings) -> dict[str, str]:
-    threads = str(launch.threads)
-    compiled = launch.stage_path.absolute().parents[2] / SHARED_FOLDER / "compiled"
+def _build_environment(settings: AttemptSettings) -> dict[str, str]:
+    num_threads = str(settings.threads)
+    compile_cache = settings.stage_path.absolute().parents[2] / SHARED_FOLDER / "compiled"
     return {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": num_threads,
+        "MKL_NUM_THREADS": num_threads,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONHASHSEED": "0",
         # Compiled kernels are cached for other attempts and runs, unlike files in TMPDIR.
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compile_cache)),
         # Passwords of the Prefect server are set to an empty value, so that user code cannot read them.
         **dict.fromkeys(("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"), ""),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch requires this for deterministic matrix products on a GPU
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        LOCK_DESCRIPTORS: ",".join(map(str, launch.locks)),
-        **launch.environment,
+        LOCK_DESCRIPTORS: ",".join(map(str, settings.locks)),
+        **settings.environment,
     }
 
 
-def _wait_for_worker(launch: AttemptSettings, child: Child, log: Path) -> tuple[int, str, Preempted | None]:
+def _wait_for_worker(settings: AttemptSettings, child: Child, log_path: Path) -> tuple[int, str, Preempted | None]:
     """Wait for the end of the worker. Return its exit code, the reason for which this process ended it (empty if the
     worker ended by itself), and the error of `must_stop` (None if it requested no stop)."""
-    reason, stop = "", None
-    start_time, last_state = time.monotonic(), 0.0
-    lines, progress_watch = _LogLines(log), _ProgressWatch()
+    kill_reason, stop_error = "", None
+    start_time, last_state_time = time.monotonic(), 0.0
+    log_forwarder, progress_watch = _LogForwarder(log_path), _ProgressWatch()
 
     def show(line: str) -> None:
-        launch.on_line(masked(line, launch.secrets))
+        settings.on_line(masked(line, settings.secrets))
 
-    while (code := child.poll()) is None:
+    while (exit_code := child.poll()) is None:
         time.sleep(_POLL_SECONDS)
-        lines.forward(show)
-        if progress := read_progress(launch.stage_path):
-            _call_back(launch.on_progress, progress)
+        log_forwarder.forward(show)
+        if progress := read_progress(settings.stage_path):
+            _invoke_callback(settings.on_progress, progress)
             progress_watch.update(progress)
-        if not reason and (reason := launch.must_end()):
+        if not kill_reason and (kill_reason := settings.must_end()):
             child.kill()
-        if stop is None and (stop := launch.must_stop()) is not None:
-            child.stop(max_grace_seconds(launch.stage_path, launch.grace_seconds))
-        if progress_watch.is_hung() and not reason:
-            silence = f"no sign of life for {progress_watch.silent_seconds:.0f} s"
-            reason = f"{silence} in phase {progress_watch.phase!r}: it hangs"
+        if stop_error is None and (stop_error := settings.must_stop()) is not None:
+            child.stop(max_grace_seconds(settings.stage_path, settings.grace_seconds))
+        if progress_watch.is_hung() and not kill_reason:
+            silence_message = f"no sign of life for {progress_watch.silent_seconds:.0f} s"
+            kill_reason = f"{silence_message} in phase {progress_watch.phase!r}: it hangs"
             child.kill()
-        if launch.timeout_seconds and time.monotonic() - start_time > launch.timeout_seconds and not reason:
-            reason = f"longer than timeout = {launch.timeout_seconds:.0f} s"
-            child.stop(max_grace_seconds(launch.stage_path, launch.grace_seconds))
-        if time.monotonic() - last_state > _STATE_SECONDS:
-            last_state = time.monotonic()
-            _call_back(lambda position: update_state(launch.stage_path, **position), _position(launch.stage_path))
-    lines.forward(show, is_last=True)
-    return code, reason, stop
+        if settings.timeout_seconds and time.monotonic() - start_time > settings.timeout_seconds and not kill_reason:
+            kill_reason = f"longer than timeout = {settings.timeout_seconds:.0f} s"
+            child.stop(max_grace_seconds(settings.stage_path, settings.grace_seconds))
+        if time.monotonic() - last_state_time > _STATE_UPDATE_SECONDS:
+            last_state_time = time.monotonic()
+            _invoke_callback(
+                lambda position: update_state(settings.stage_path, **position),
+                _read_position_fields(settings.stage_path),
+            )
+    log_forwarder.forward(show, is_last=True)
+    return exit_code, kill_reason, stop_error
 
 
 class Refusal(Document):
@@ -255,74 +264,74 @@ class _ProgressWatch:
         self.phase = "start"
         self._deadline_seconds: float = PHASE_SECONDS["start"]
         self._last_position: Position | None = None
-        self._changed_at = time.monotonic()
+        self._last_change_time = time.monotonic()
 
     def update(self, progress: Position) -> None:
         """Compare the content of `progress.json` with that of the last call; restart the timer if it has changed."""
         if progress != self._last_position:
-            self._last_position, self._changed_at = progress, time.monotonic()
+            self._last_position, self._last_change_time = progress, time.monotonic()
             self.phase, self._deadline_seconds = progress.phase, progress.deadline_seconds
 
     @property
     def silent_seconds(self) -> float:
-        return time.monotonic() - self._changed_at
+        return time.monotonic() - self._last_change_time
 
     def is_hung(self) -> bool:
         return self.silent_seconds > self._deadline_seconds
 
 
-def _call_back(receiver: Callable[[Any], object], value: Any) -> None:
+def _invoke_callback(callback: Callable[[Any], object], value: Any) -> None:
     """Pass a value to a callback; log an error of the callback, which must not fail the training."""
     with log_errors(partial(logger.warning, "progress could not be shown: %s")):
-        receiver(value)
+        callback(value)
 
 
-def _position(path: Path) -> dict[str, Any]:
+def _read_position_fields(path: Path) -> dict[str, Any]:
     """Return the fields of `state.json` from the last progress report of the worker."""
     progress = read_progress(path)
     if progress is None:
         return {"renewed": time.time()}
     position = progress.model_dump(include={"heartbeat", "phase", "step", "total", "checkpoint_step"})
-    fields = {key: value for key, value in position.items() if key != "checkpoint_step" or value is not None}
+    state_fields = {key: value for key, value in position.items() if key != "checkpoint_step" or value is not None}
     if progress.longest_step_seconds > read_state(path).longest_step_seconds:
-        fields["longest_step_seconds"] = progress.longest_step_seconds
-    return {"renewed": time.time(), **fields}
+        state_fields["longest_step_seconds"] = progress.longest_step_seconds
+    return {"renewed": time.time(), **state_fields}
 
 
-def _outcome(path: Path, code: int, reason: str, log: Path) -> Result:
-    error = read_document(path / "error.json", Refusal) or Refusal(type="", message="")
+def _read_outcome(stage_path: Path, exit_code: int, kill_reason: str, log_path: Path) -> Result:
+    error = read_document(stage_path / "error.json", Refusal) or Refusal(type="", message="")
     message = error.message
-    if reason:
-        raise StageFailed(f"stage {path.name!r} was ended: {reason}; log: {log}")
-    if code == EXIT_OK:
-        if (result := read_result(path)) is None:
-            raise StageFailed(f"stage {path.name!r} exited with 0 but wrote no result.json; log: {log}")
+    if kill_reason:
+        raise StageFailed(f"stage {stage_path.name!r} was ended: {kill_reason}; log: {log_path}")
+    if exit_code == EXIT_OK:
+        if (result := read_result(stage_path)) is None:
+            raise StageFailed(f"stage {stage_path.name!r} exited with 0 but wrote no result.json; log: {log_path}")
         return result
-    if code == EXIT_PREEMPTED or is_stopping():
-        raise Preempted(message or f"stage {path.name!r} was stopped (exit {code})")
+    if exit_code == EXIT_PREEMPTED or is_stopping():
+        raise Preempted(message or f"stage {stage_path.name!r} was stopped (exit {exit_code})")
     if error.type in BY_NAME:
         raise BY_NAME[error.type](message)
-    if code == EXIT_USAGE:
-        raise ConfigError(message or f"stage {path.name!r} refused its configuration; log: {log}")
-    how_ended = f"signal {code - 128}" if code > 128 else f"exit code {code}"
-    raise StageFailed(message or f"stage {path.name!r} crashed ({how_ended}); log: {log}")
+    if exit_code == EXIT_USAGE:
+        raise ConfigError(message or f"stage {stage_path.name!r} refused its configuration; log: {log_path}")
+    exit_description = f"signal {exit_code - 128}" if exit_code > 128 else f"exit code {exit_code}"
+    raise StageFailed(message or f"stage {stage_path.name!r} crashed ({exit_description}); log: {log_path}")
 
 
-class _LogLines:
+class _LogForwarder:
     """Reader that forwards new lines of a log at a bounded rate; lines beyond the rate remain only in the file."""
 
     def __init__(self, path: Path) -> None:
         self._log_tail = FileTail(path)
-        self._allowance = float(_MAX_LINES_PER_SECOND)
-        self._last_forwarded = time.monotonic()
+        self._line_allowance = float(_MAX_LINES_PER_SECOND)
+        self._last_forward_time = time.monotonic()
 
     def forward(self, receiver: Callable[[str], None], *, is_last: bool = False) -> None:
         """Pass the new lines of the log to a callback, as the rate allows; with `is_last`, also a last line
         without a line break."""
         now = time.monotonic()
-        allowance = self._allowance + (now - self._last_forwarded) * _MAX_LINES_PER_SECOND
-        self._allowance, self._last_forwarded = min(_MAX_LINES_PER_SECOND, allowance), now
+        line_allowance = self._line_allowance + (now - self._last_forward_time) * _MAX_LINES_PER_SECOND
+        self._line_allowance, self._last_forward_time = min(_MAX_LINES_PER_SECOND, line_allowance), now
         for line in filter(None, self._log_tail.lines(is_last=is_last)):
-            if self._allowance >= 1:
-                self._allowance -= 1
-                _call_back(receiver, line)
+            if self._line_allowance >= 1:
+                self._line_allowance -= 1
+                _invoke_callback(receiver, line)

@@ -27,7 +27,7 @@ DIRECTORY = "prefect.deployments.steps.set_working_directory"
 """Step of a deployment that names the folder in which its flow runs start."""
 _REPORT_INTERVAL_SECONDS = 20.0
 _REPORT_WINDOW_SECONDS = 300.0
-_DEAD_SECONDS, _MAX_PENDING_SECONDS, _UNKNOWN_SECONDS = 10.0, 60.0, 600.0
+_MAX_DEAD_SECONDS, _MAX_PENDING_SECONDS, _MAX_UNKNOWN_SECONDS = 10.0, 60.0, 600.0
 """Seconds in the state Pending or Cancelling after which a flow run counts as lost: if its process is dead, if it
 has no process, and if its process may be on another host."""
 
@@ -53,12 +53,12 @@ def report(client: Any, pool: str) -> None:
     from prefect.client.schemas.actions import VariableCreate, VariableUpdate
     from prefect.exceptions import ObjectAlreadyExists
 
-    name = PREFIX + re.sub(r"[^a-z0-9]+", "-", f"{pool}-{socket.gethostname()}".lower())
+    variable_name = PREFIX + re.sub(r"[^a-z0-9]+", "-", f"{pool}-{socket.gethostname()}".lower())
     value = {**_properties(), "pool": pool, "missing_folders": _list_missing_folders(client, pool), "time": time.time()}
     try:
-        client.create_variable(VariableCreate(name=name, value=value))
+        client.create_variable(VariableCreate(name=variable_name, value=value))
     except ObjectAlreadyExists:
-        client.update_variable(VariableUpdate(name=name, value=value))
+        client.update_variable(VariableUpdate(name=variable_name, value=value))
 
 
 def end_lost_flow_runs(client: Any, pool: str, first_seen_times: dict[UUID, float]) -> None:
@@ -74,19 +74,21 @@ def end_lost_flow_runs(client: Any, pool: str, first_seen_times: dict[UUID, floa
 
     if client.read_work_pool(pool).type != "process":
         return
-    hosts = {worker["host"] for worker, _ in recent_reports(client) if worker["pool"] == pool}
+    worker_hosts = {
+        worker_report["host"] for worker_report, _ in recent_reports(client) if worker_report["pool"] == pool
+    }
     final_states = {StateType.PENDING: Crashed, StateType.CANCELLING: Cancelled}
-    is_starting_or_ending = filters.FlowRunFilterStateType(any_=list(final_states))
+    state_filter = filters.FlowRunFilterStateType(any_=list(final_states))
     flow_runs = client.read_flow_runs(
         work_pool_filter=filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[pool])),
-        flow_run_filter=filters.FlowRunFilter(state=filters.FlowRunFilterState(type=is_starting_or_ending)),
+        flow_run_filter=filters.FlowRunFilter(state=filters.FlowRunFilterState(type=state_filter)),
     )
-    for other_id in first_seen_times.keys() - {flow_run.id for flow_run in flow_runs}:
-        del first_seen_times[other_id]
+    for obsolete_id in first_seen_times.keys() - {flow_run.id for flow_run in flow_runs}:
+        del first_seen_times[obsolete_id]
     for flow_run in flow_runs:
-        seconds = time.monotonic() - first_seen_times.setdefault(flow_run.id, time.monotonic())
-        if seconds > max_seconds_without_process(flow_run.infrastructure_pid or "", hosts):
-            message = f"{flow_run.state_name} for {seconds:.0f} s: its process is gone"
+        waiting_seconds = time.monotonic() - first_seen_times.setdefault(flow_run.id, time.monotonic())
+        if waiting_seconds > max_seconds_without_process(flow_run.infrastructure_pid or "", worker_hosts):
+            message = f"{flow_run.state_name} for {waiting_seconds:.0f} s: its process is gone"
             client.set_flow_run_state(flow_run.id, final_states[flow_run.state_type](message=message), force=True)
 
 
@@ -96,19 +98,19 @@ def max_seconds_without_process(pid: str, hosts: Collection[str]) -> float:
     if not pid:
         return _MAX_PENDING_SECONDS
     if not pid.isdigit() or set(hosts) != {socket.gethostname()}:
-        return _UNKNOWN_SECONDS
-    return math.inf if start_time(int(pid)) is not None else _DEAD_SECONDS
+        return _MAX_UNKNOWN_SECONDS
+    return math.inf if start_time(int(pid)) is not None else _MAX_DEAD_SECONDS
 
 
 def recent_reports(client: Any) -> Iterator[tuple[dict[str, Any], float]]:
     """Yield each report of the last five minutes, with the seconds by which the clock of the reporting machine is ahead
     of the server's clock."""
     for variable in client.read_variables(limit=200):
-        updated = variable.updated
-        if not variable.name.startswith(PREFIX) or not isinstance(variable.value, dict) or updated is None:
+        updated_at = variable.updated
+        if not variable.name.startswith(PREFIX) or not isinstance(variable.value, dict) or updated_at is None:
             continue
-        if (datetime.now(UTC) - updated).total_seconds() < _REPORT_WINDOW_SECONDS:
-            yield variable.value, float(variable.value.get("time", 0.0)) - updated.timestamp()
+        if (datetime.now(UTC) - updated_at).total_seconds() < _REPORT_WINDOW_SECONDS:
+            yield variable.value, float(variable.value.get("time", 0.0)) - updated_at.timestamp()
 
 
 def versions() -> dict[str, str]:
@@ -120,12 +122,12 @@ def versions() -> dict[str, str]:
 
 def _properties() -> dict[str, Any]:
     folder = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute()
-    free = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
-    return {**versions(), "host": socket.gethostname(), "output_dir": str(folder), "free_bytes": free}
+    free_bytes = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
+    return {**versions(), "host": socket.gethostname(), "output_dir": str(folder), "free_bytes": free_bytes}
 
 
 def _list_missing_folders(client: Any, pool: str) -> list[str]:
-    deployments = [each for each in client.read_deployments() if each.work_pool_name == pool]
-    steps = [step.get(DIRECTORY, {}) for each in deployments for step in each.pull_steps or []]
-    folders = {step["directory"] for step in steps if "directory" in step}
+    deployments = [deployment for deployment in client.read_deployments() if deployment.work_pool_name == pool]
+    directory_steps = [step.get(DIRECTORY, {}) for deployment in deployments for step in deployment.pull_steps or []]
+    folders = {step["directory"] for step in directory_steps if "directory" in step}
     return sorted(folder for folder in folders if not Path(folder, "flows").is_dir())

@@ -17,13 +17,13 @@ from cosmos_core.errors import ConfigError, ModelError
 _KEY = "policy.lora.lora_path"
 PREFIX = "base_model.model."
 """Prefix of the name of each tensor in the file of a saved adapter."""
-_KEYS = {
+_PEFT_SETTING_NAMES = {
     "r": "r", "lora_alpha": "lora_alpha", "target_modules": "target_modules", "use_rslora": "use_rslora",
     "modules_to_save": "modules_to_save", "alpha_pattern": "alpha_pattern", "r_pattern": "rank_pattern",
 }  # fmt: skip
 """Keys of `policy.lora` that a saved adapter also stores, mapped to the names in its file `adapter_config.json`."""
 _IRRELEVANT_SETTINGS = {
-    *_KEYS.values(), "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    *_PEFT_SETTING_NAMES.values(), "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "target_parameters", "inference_mode", "exclude_modules", "lora_dropout", "init_lora_weights",
     "ensure_weight_tying", "runtime_config",
 }  # fmt: skip
@@ -37,30 +37,33 @@ def load_saved_settings(lora: LoraConfig) -> peft.LoraConfig:
         ModelError: the adapter is missing, or of an unsupported kind.
         ConfigError: a setting of the recipe differs from that of the saved adapter.
     """
-    folder = _folder(lora)
+    folder = _resolve_adapter_folder(lora)
     try:
-        saved: Any = peft.PeftConfig.from_pretrained(str(folder))
+        saved_config: Any = peft.PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelError(f"{_KEY} = '{folder}': {' '.join(str(error).split())[:200]}") from error
-    if not isinstance(saved, peft.LoraConfig):
-        raise ModelError(f"{_KEY} = '{folder}': a {saved.peft_type} adapter; only LoRA is trained here")
+    if not isinstance(saved_config, peft.LoraConfig):
+        raise ModelError(f"{_KEY} = '{folder}': a {saved_config.peft_type} adapter; only LoRA is trained here")
     default_settings = peft.LoraConfig().to_dict()
-    for name, value in saved.to_dict().items():
+    for name, value in saved_config.to_dict().items():
         if name not in _IRRELEVANT_SETTINGS and value != default_settings.get(name):
             raise ModelError(f"{_KEY} = '{folder}': its {name} = {value} is not trained here; merge it into the model")
-    if str(saved.init_lora_weights).startswith(_BASE_CHANGING_METHODS):
+    if str(saved_config.init_lora_weights).startswith(_BASE_CHANGING_METHODS):
         raise ModelError(
-            f"{_KEY} = '{folder}': it began with a part of the base weights ({saved.init_lora_weights}) and fits no "
+            f"{_KEY} = '{folder}': it began with a part of the base weights ({saved_config.init_lora_weights}) and "
+            f"fits no "
             f"untouched base; save it again with PEFT's path_initial_model_for_weight_conversion"
         )
-    new = LoraConfig()
-    for key, name in _KEYS.items():
-        setting, stored = _normalise_setting(getattr(lora, key)), _normalise_setting(getattr(saved, name))
-        if getattr(lora, key) not in (getattr(new, key), "all-linear") and setting != stored:
-            raise ConfigError(f"policy.lora.{key} = {setting}, but the adapter in lora_path has {stored}; leave it out")
-    saved.lora_dropout = lora.lora_dropout or saved.lora_dropout
-    saved.inference_mode = False
-    return saved
+    default_lora = LoraConfig()
+    for key, name in _PEFT_SETTING_NAMES.items():
+        setting, saved_setting = _normalise_setting(getattr(lora, key)), _normalise_setting(getattr(saved_config, name))
+        if getattr(lora, key) not in (getattr(default_lora, key), "all-linear") and setting != saved_setting:
+            raise ConfigError(
+                f"policy.lora.{key} = {setting}, but the adapter in lora_path has {saved_setting}; leave it out"
+            )
+    saved_config.lora_dropout = lora.lora_dropout or saved_config.lora_dropout
+    saved_config.inference_mode = False
+    return saved_config
 
 
 def load_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
@@ -69,15 +72,18 @@ def load_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
     Raises:
         ModelError: the weights are missing or damaged, or belong to another model or adapter.
     """
-    file = _folder(lora) / "adapter_model.safetensors"
+    file = _resolve_adapter_folder(lora) / "adapter_model.safetensors"
     try:
         state = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{_KEY}: {file} cannot be read: {error}; copy it again") from error
     expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    for kind, names in (("no", expected.keys() - state.keys()), ("the unknown", state.keys() - expected.keys())):
-        if names:
-            raise ModelError(f"{_KEY}: {file} has {kind} {min(names)}; it is of another model or adapter")
+    for problem, tensor_names in (
+        ("no", expected.keys() - state.keys()),
+        ("the unknown", state.keys() - expected.keys()),
+    ):
+        if tensor_names:
+            raise ModelError(f"{_KEY}: {file} has {problem} {min(tensor_names)}; it is of another model or adapter")
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
             raise ModelError(
@@ -87,7 +93,7 @@ def load_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
     peft.set_peft_model_state_dict(model, state)
 
 
-def _folder(lora: LoraConfig) -> Path:
+def _resolve_adapter_folder(lora: LoraConfig) -> Path:
     assert lora.lora_path is not None
     return Path(lora.lora_path).expanduser()
 

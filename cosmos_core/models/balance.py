@@ -49,26 +49,26 @@ def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> LoadB
         return None
     config: Any = model.config.get_text_config()
     num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    num_chosen = getattr(config, "num_experts_per_tok", None)
+    experts_per_token = getattr(config, "num_experts_per_tok", None)
     has_loss_function = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
-    if not (has_loss_function and num_experts and num_chosen):
+    if not (has_loss_function and num_experts and experts_per_token):
         raise ConfigError(
             f"{COEFFICIENT_KEY} = {coefficient}: transformers has no load-balancing loss for {type(model).__name__}, "
             f"which hands out no logits of routers; leave it out"
         )
-    return LoadBalancingSettings(coefficient, int(num_experts), int(num_chosen))
+    return LoadBalancingSettings(coefficient, int(num_experts), int(experts_per_token))
 
 
 def sequences_of(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
     """Return the inputs of `Scorer` that contain the sequence index of each token. `inputs` are the model inputs of
     padded or packed rows, and `lengths` are the numbers of tokens of the sequences."""
-    numbers = torch.arange(len(lengths))
+    sequence_indices = torch.arange(len(lengths))
     if "attention_mask" in inputs:
-        sequence_BT = torch.where(inputs["attention_mask"].bool(), numbers.unsqueeze(-1), len(lengths))
-        return {SEQUENCES: sequence_BT.flatten(), NUM_SEQUENCES: len(lengths)}
-    sequence_P = torch.full((inputs["input_ids"].numel(),), len(lengths))
-    sequence_P[: sum(lengths)] = numbers.repeat_interleave(torch.tensor(lengths))
-    return {SEQUENCES: sequence_P, NUM_SEQUENCES: len(lengths)}
+        sequence_index_BT = torch.where(inputs["attention_mask"].bool(), sequence_indices.unsqueeze(-1), len(lengths))
+        return {SEQUENCES: sequence_index_BT.flatten(), NUM_SEQUENCES: len(lengths)}
+    sequence_index_P = torch.full((inputs["input_ids"].numel(),), len(lengths))
+    sequence_index_P[: sum(lengths)] = sequence_indices.repeat_interleave(torch.tensor(lengths))
+    return {SEQUENCES: sequence_index_P, NUM_SEQUENCES: len(lengths)}
 
 
 def balance_loss(
@@ -79,14 +79,14 @@ def balance_loss(
     shape = (num_sequences + 1, balance.num_experts)
     logits = [logits_ME.flatten(0, -2) for logits_ME in logits]
     dtype = torch.promote_types(logits[0].dtype, torch.float32)
-    chosen_RE, probability_RE = (logits[0].new_zeros(shape, dtype=dtype) for _ in range(2))
+    chosen_counts_RE, probability_sums_RE = (logits[0].new_zeros(shape, dtype=dtype) for _ in range(2))
     for logits_ME in logits:
-        probability_ME = logits_ME.softmax(-1, dtype=chosen_RE.dtype)
-        chosen_MK = probability_ME.detach().topk(balance.num_chosen, dim=-1).indices
-        chosen_ME = torch.zeros_like(probability_ME.detach()).scatter_(-1, chosen_MK, 1.0)
-        chosen_RE = chosen_RE.index_add(0, sequence_of_M, chosen_ME)
-        probability_RE = probability_RE.index_add(0, sequence_of_M, probability_ME)
-    tokens_R = torch.bincount(sequence_of_M, minlength=num_sequences + 1)[:num_sequences]
-    rows_R = (len(logits) * tokens_R).clamp(min=1)
-    expert_products_R = (chosen_RE * probability_RE).sum(-1)[:num_sequences] / rows_R.square()
-    return balance.coefficient * balance.num_experts * (tokens_R * expert_products_R).sum()
+        probability_ME = logits_ME.softmax(-1, dtype=chosen_counts_RE.dtype)
+        expert_ids_MK = probability_ME.detach().topk(balance.num_chosen, dim=-1).indices
+        chosen_one_hot_ME = torch.zeros_like(probability_ME.detach()).scatter_(-1, expert_ids_MK, 1.0)
+        chosen_counts_RE = chosen_counts_RE.index_add(0, sequence_of_M, chosen_one_hot_ME)
+        probability_sums_RE = probability_sums_RE.index_add(0, sequence_of_M, probability_ME)
+    num_tokens_R = torch.bincount(sequence_of_M, minlength=num_sequences + 1)[:num_sequences]
+    num_router_rows_R = (len(logits) * num_tokens_R).clamp(min=1)
+    expert_products_R = (chosen_counts_RE * probability_sums_RE).sum(-1)[:num_sequences] / num_router_rows_R.square()
+    return balance.coefficient * balance.num_experts * (num_tokens_R * expert_products_R).sum()

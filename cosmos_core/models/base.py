@@ -19,11 +19,11 @@ from cosmos_core.parallel.mesh import Mesh
 
 def has_dropout(model: nn.Module) -> bool:
     """Return True if a model in training mode randomly zeroes activations or attention weights."""
-    rates = (
+    dropout_rates = (
         module.p if isinstance(module, nn.Dropout) else module.__dict__.get("attention_dropout")
         for module in model.modules()
     )  # fmt: skip
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+    return any(isinstance(dropout_rate, float) and dropout_rate > 0 for dropout_rate in dropout_rates)
 
 
 @dataclass(frozen=True, slots=True)

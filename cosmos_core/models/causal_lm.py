@@ -106,7 +106,7 @@ class CausalLM:
         self.mesh = mesh
         self.device = torch.device(mesh.data.device_type) if mesh else model.device
         self.meta_copy = copy_without_weights(model) if mesh else None
-        self._train, self._processing = train, input_processing
+        self._train, self._input_processing = train, input_processing
         self._dtype = getattr(torch, train.logprob_dtype)
         is_packing_enabled = train.sequence_packing
         if is_packing_enabled is None:
@@ -123,13 +123,13 @@ class CausalLM:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer of the model."""
-        assert self._processing.tokenizer is not None, "opened without a tokenizer"
-        return self._processing.tokenizer
+        assert self._input_processing.tokenizer is not None, "opened without a tokenizer"
+        return self._input_processing.tokenizer
 
     @property
     def vision(self) -> ImageReader | None:
         """Return the converter of the images of samples to model inputs; None: samples have no images."""
-        return self._processing.vision
+        return self._input_processing.vision
 
     def whole_model(self) -> PreTrainedModel | None:
         """Return the model with all weights; with a mesh, a copy on the first rank's CPU, and None on other ranks."""
@@ -140,7 +140,7 @@ class CausalLM:
         if model is None:
             return None
         remove_fp8(model)
-        export_model(model, self.tokenizer, target, dtype=None, extra_files=self._processing.files)
+        export_model(model, self.tokenizer, target, dtype=None, extra_files=self._input_processing.files)
         checks = verify_export(model, target, dtype=None, tokenizer=self.tokenizer)
         return Export(tuple(checks), ADAPTER if is_adapted(model) else "")
 
@@ -150,7 +150,7 @@ class CausalLM:
 
     def batching_key(self, sample: Sample) -> int:
         """Return the group of a sample: rows with images and rows without images are in separate micro-batches."""
-        return self._processing.vision.batching_key(sample) if self._processing.vision else 0
+        return self._input_processing.vision.batching_key(sample) if self._input_processing.vision else 0
 
     def assigned_batch(self, sample: Sample) -> Hashable | None:
         return sample.micro_batch
@@ -168,38 +168,55 @@ class CausalLM:
             return None
         if self._merges_prompts:
             return merge_prompts(samples, order, size, num_ranks)
-        splits_by_length = not self._is_packed and self.device.type == "cpu" and not (self.mesh and self.mesh.pipeline)
-        return split_by_length(samples, order, size, num_ranks, self._row_length) if splits_by_length else None
+        should_split_by_length = (
+            not self._is_packed and self.device.type == "cpu" and not (self.mesh and self.mesh.pipeline)
+        )
+        return (
+            split_by_length(samples, order, size, num_ranks, self._padded_row_length)
+            if should_split_by_length
+            else None
+        )
 
     def collate(self, samples: Sequence[Sample], indices: Sequence[int], padding_sample: Sample) -> TokenBatch:
-        samples_or_filler, device = samples or [_mask_all_tokens(padding_sample)], self.device
-        ids = [sample.input_ids for sample in samples_or_filler]
-        is_sampled = all(sample.rollout_logprobs is not None for sample in samples)
-        groups = group_by_prompt(samples_or_filler) if self._merges_prompts and is_sampled else []
-        shared = sum(num_shared_tokens([samples_or_filler[i] for i in group]) for group in groups)
-        if groups and is_worth_sharing(sum(map(len, ids)), shared):
-            prompts = [prompt_length(samples_or_filler[group[0]]) * (len(group) > 1) for group in groups]
-            rows = shared_rows(ids, [*zip(groups, prompts, strict=True)], self._processing.pad_id, self._row_length)
+        collated_samples, device = samples or [_mask_all_tokens(padding_sample)], self.device
+        ids = [sample.input_ids for sample in collated_samples]
+        has_rollout_logprobs = all(sample.rollout_logprobs is not None for sample in samples)
+        prompt_groups = group_by_prompt(collated_samples) if self._merges_prompts and has_rollout_logprobs else []
+        total_shared_tokens = sum(num_shared_tokens([collated_samples[i] for i in group]) for group in prompt_groups)
+        if prompt_groups and is_worth_sharing(sum(map(len, ids)), total_shared_tokens):
+            shared_prompt_lengths = [
+                prompt_length(collated_samples[group[0]]) * (len(group) > 1) for group in prompt_groups
+            ]
+            rows = shared_rows(
+                ids,
+                [*zip(prompt_groups, shared_prompt_lengths, strict=True)],
+                self._input_processing.pad_id,
+                self._padded_row_length,
+            )
         else:
-            rows = rows_of(ids, self._processing.pad_id, packed=self._is_packed, num_tokens_of=self._row_length)
-        trained_positions = [np.flatnonzero(sample.loss_mask[1:]) for sample in samples_or_filler]
+            rows = rows_of(
+                ids, self._input_processing.pad_id, packed=self._is_packed, num_tokens_of=self._padded_row_length
+            )
+        trained_positions = [np.flatnonzero(sample.loss_mask[1:]) for sample in collated_samples]
         positions = np.concatenate([start + s for start, s in zip(rows.starts, trained_positions, strict=True)])
         inputs = to_device(rows.inputs, device)
-        if samples_or_filler[0].images:
-            assert self._processing.vision is not None
+        if collated_samples[0].images:
+            assert self._input_processing.vision is not None
             del inputs["position_ids"]  # the model computes positions itself, sometimes 2-D image positions
-            image_inputs = self._processing.vision.inputs(samples_or_filler, rows.inputs["input_ids"])
+            image_inputs = self._input_processing.vision.inputs(collated_samples, rows.inputs["input_ids"])
             inputs |= {name: tensor.to(device, self._image_dtype(tensor)) for name, tensor in image_inputs.items()}
         if self.has_model_loss:
-            inputs |= to_device(sequences_of(rows.inputs, [len(each) for each in ids]), device)
-        chosen = torch.from_numpy(positions).to(device)
-        top_ids_NK = _top_ids(samples_or_filler, device)
+            inputs |= to_device(sequences_of(rows.inputs, [len(row_ids) for row_ids in ids]), device)
+        trained_indices_N = torch.from_numpy(positions).to(device)
+        top_ids_NK = _concatenate_top_ids(collated_samples, device)
         if not (self.mesh and self.mesh.context):
-            return TokenBatch(samples, indices, inputs, chosen, None, trained_positions, top_ids_NK=top_ids_NK)
-        local_rows = shard_rows(inputs, chosen, self.mesh.context)
+            return TokenBatch(
+                samples, indices, inputs, trained_indices_N, None, trained_positions, top_ids_NK=top_ids_NK
+            )
+        rank_rows = shard_rows(inputs, trained_indices_N, self.mesh.context)
         if top_ids_NK is not None:
-            top_ids_NK = top_ids_NK[local_rows.is_local_N]
-        return TokenBatch(samples, indices, *local_rows, trained_positions, top_ids_NK=top_ids_NK)
+            top_ids_NK = top_ids_NK[rank_rows.is_local_N]
+        return TokenBatch(samples, indices, *rank_rows, trained_positions, top_ids_NK=top_ids_NK)
 
     def gather_outputs(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs of all trained tokens, of which each context-parallel rank computes only some."""
@@ -212,16 +229,18 @@ class CausalLM:
         """Convert outputs to a `MicroBatch` with tensors of shape BS, which are 0 for tokens that are not trained."""
         outputs = dict(outputs)
         balance = outputs.pop(BALANCE, None)
-        row_N = np.repeat(np.arange(len(batch.samples)), [len(s) for s in batch.trained_positions])
-        positions = tuple(torch.from_numpy(i).to(self.device) for i in (row_N, np.concatenate(batch.trained_positions)))
+        row_index_N = np.repeat(np.arange(len(batch.samples)), [len(s) for s in batch.trained_positions])
+        positions = tuple(
+            torch.from_numpy(i).to(self.device) for i in (row_index_N, np.concatenate(batch.trained_positions))
+        )
         shape = (len(batch.samples), max(len(sample.input_ids) for sample in batch.samples) - 1)
 
         def scatter_to_rows(values_N: Tensor) -> Tensor:
             return values_N.new_zeros((*shape, *values_N.shape[1:])).index_put(positions, values_N)
 
         mask_BS = scatter_to_rows(torch.ones_like(outputs["logprobs"], requires_grad=False)).bool()
-        rows = {name: scatter_to_rows(values) for name, values in outputs.items()}
-        return MicroBatch(batch.samples, batch.indices, rows, mask_BS, balance)
+        padded_outputs = {name: scatter_to_rows(values) for name, values in outputs.items()}
+        return MicroBatch(batch.samples, batch.indices, padded_outputs, mask_BS, balance)
 
     def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
         lengths = [len(sample.input_ids) - 1 for sample in micro.samples]
@@ -231,15 +250,15 @@ class CausalLM:
         ]
 
     def attach_loss_derivative(self, batch: TokenBatch, loss: Callable[[MicroBatch], Tensor]) -> TokenBatch:
-        count = sum(len(positions) for positions in batch.trained_positions)
-        logprobs_N = torch.zeros(count, dtype=self._dtype, device=self.device, requires_grad=True)
+        num_trained_tokens = sum(len(positions) for positions in batch.trained_positions)
+        logprobs_N = torch.zeros(num_trained_tokens, dtype=self._dtype, device=self.device, requires_grad=True)
         (derivative_N,) = torch.autograd.grad(loss(self.micro_batch(batch, {"logprobs": logprobs_N})), logprobs_N)
         return replace(batch, derivative_N=derivative_N if batch.is_local_N is None else derivative_N[batch.is_local_N])
 
     def check_parallel_plan(self) -> None:
         """Check that the tensor-parallel plan of the model, if one is in use, covers all its operations."""
         if self.mesh and self.mesh.tensor:
-            with forward_context(self._train, self.device) if self._is_gathered_cast else nullcontext():
+            with forward_context(self._train, self.device) if self._should_autocast_blocks else nullcontext():
                 check_split(self.model, self.runner.roots, self.mesh.tensor)
             self.runner.reshard()
 
@@ -264,7 +283,7 @@ class CausalLM:
                 apply_fsdp(root, module.model, mesh, self._train)
             load_sharded(model)
         if self._is_packed:
-            self._pack(runner)
+            self._enable_packed_rows(runner)
         if mesh and mesh.context:
             apply_cp(model, mesh.context, PACKED_ATTENTION)
         return runner
@@ -275,33 +294,35 @@ class CausalLM:
             top_ids_NK=batch.top_ids_NK,
         )  # fmt: skip
 
-    def _pack(self, runner: SequentialRunner | PipelineRunner) -> None:
+    def _enable_packed_rows(self, runner: SequentialRunner | PipelineRunner) -> None:
         """Enable packed rows, or use padded rows if the model does not support packing; raise ModelError if context
         parallelism needs packing."""
         mesh = self.mesh
         compute_dtype = getattr(torch, self._train.param_dtype)
-        roots = runner.roots if mesh else ()
-        reason = enable_packing(self.model, roots, compute_dtype, gathers_inside_block=self._is_gathered_cast)
+        fsdp_roots = runner.roots if mesh else ()
+        unsupported_reason = enable_packing(
+            self.model, fsdp_roots, compute_dtype, gathers_inside_block=self._should_autocast_blocks
+        )
         runner.reshard()
-        if reason and mesh and mesh.context:
-            raise ModelError(f"policy.parallelism.cp_size = {mesh.sizes.cp_size}: {reason}; set it to 1")
-        if reason:
-            level = logging.WARNING if self._train.sequence_packing else logging.INFO
-            logger.log(level, "train.sequence_packing: rows are padded, because %s", reason)
+        if unsupported_reason and mesh and mesh.context:
+            raise ModelError(f"policy.parallelism.cp_size = {mesh.sizes.cp_size}: {unsupported_reason}; set it to 1")
+        if unsupported_reason:
+            log_level = logging.WARNING if self._train.sequence_packing else logging.INFO
+            logger.log(log_level, "train.sequence_packing: rows are padded, because %s", unsupported_reason)
             self._is_packed = False
             return
-        is_split = mesh and (mesh.context or mesh.pipeline or mesh.tensor or mesh.expert)
-        if not (is_split or self.has_model_loss or self._train.compile):
-            dtype = compute_dtype if self._is_gathered_cast else self.model.dtype
-            self._merges_prompts = can_merge_prompts(self.model, roots, dtype)
+        is_model_parallel = mesh and (mesh.context or mesh.pipeline or mesh.tensor or mesh.expert)
+        if not (is_model_parallel or self.has_model_loss or self._train.compile):
+            dtype = compute_dtype if self._should_autocast_blocks else self.model.dtype
+            self._merges_prompts = can_merge_prompts(self.model, fsdp_roots, dtype)
             runner.reshard()
 
     @property
-    def _is_gathered_cast(self) -> bool:
+    def _should_autocast_blocks(self) -> bool:
         """Return True if FSDP gathers weights in `param_dtype`, so that blocks must run under autocast to it."""
         return bool(self.mesh and self.mesh.fsdp) and gathers_in_param_dtype(self._train)
 
-    def _row_length(self, length: int) -> int:
+    def _padded_row_length(self, length: int) -> int:
         """Return the length to which rows of `length` tokens are padded, for kernels and context parallelism."""
         length = kernel_length(length, self.device, getattr(torch, self._train.param_dtype))
         return length + -length % (self.mesh.context.size() if self.mesh and self.mesh.context else 1)
@@ -315,7 +336,7 @@ def _mask_all_tokens(sample: Sample) -> Sample:
     return replace(sample, loss_mask=np.zeros_like(sample.loss_mask), rollout_logprobs=None, top_ids=top_ids)
 
 
-def _top_ids(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
+def _concatenate_top_ids(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
     """Return the concatenated `top_ids` of the samples; None if the samples have no `top_ids`."""
     id_arrays = [sample.top_ids for sample in samples if sample.top_ids is not None]
     assert len(id_arrays) in {0, len(samples)}, "all samples of a micro-batch name ids, or none does"

@@ -37,6 +37,6 @@ def set_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
             raise ConfigError(f"{_KEY} = {name!r} is none of {', '.join(TEMPLATES)}, and no file: {error}") from None
         return
     needed_tokens = ["<|im_start|>", "<|im_end|>"] if name == "chatml" else [tokenizer.eos_token or "eos_token"]
-    if missing := [token for token in needed_tokens if token not in tokenizer.get_vocab()]:
-        raise ConfigError(f"{_KEY} = {name!r} needs the token {missing[0]}, which the tokenizer does not have")
+    if missing_tokens := [token for token in needed_tokens if token not in tokenizer.get_vocab()]:
+        raise ConfigError(f"{_KEY} = {name!r} needs the token {missing_tokens[0]}, which the tokenizer does not have")
     tokenizer.chat_template = TEMPLATES[name]

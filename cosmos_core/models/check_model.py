@@ -24,7 +24,7 @@ from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import open_family
 from cosmos_core.models.lora import add_adapter
 
-_PROMPTS = ["7 red apples on a table", "a cat"]
+_PROBE_PROMPTS = ["7 red apples on a table", "a cat"]
 _TOLERANCE = 1e-4
 """Maximum difference between the velocity that this package computes and that of the pipeline's call, as a fraction of
 the largest velocity."""
@@ -42,25 +42,27 @@ class Check(NamedTuple):
 def check_model(model: str, model_class: str | None = None, max_prompt_length: int = 64) -> Iterator[Check]:
     """Yield the results of the checks of a pipeline. A check that raises an error has failed. If no family supports the
     pipeline, all further checks are skipped."""
-    diffusers = DiffusersConfig(max_prompt_length=max_prompt_length)
-    policy = PolicyConfig(is_diffusers=True, model_name_or_path=model, model_class=model_class, diffusers=diffusers)
+    diffusers_config = DiffusersConfig(max_prompt_length=max_prompt_length)
+    policy = PolicyConfig(
+        is_diffusers=True, model_name_or_path=model, model_class=model_class, diffusers=diffusers_config
+    )
     try:
         family = open_family(model, policy)
     except CosmosError as error:
         yield Check("family", False, str(error))
         return
     yield Check("family", True, f"{family.folder.class_name} is {type(family).__name__}")
-    steps: dict[str, Callable[[DiffusionModel], str]] = {
+    checks: dict[str, Callable[[DiffusionModel], str]] = {
         "noise levels": _check_noise_levels,
-        "text": _check_text,
+        "text": _check_text_embedding,
         "media": _check_media,
         "prediction": _check_prediction,
         "gradient": _check_gradient,
         "adapter": _check_adapter,
     }
-    for name, step in steps.items():
+    for name, run_check in checks.items():
         try:
-            detail = step(family)
+            detail = run_check(family)
         except Exception as error:  # noqa: BLE001 - a user's class may raise any error; it is the result of the check
             yield Check(name, False, " ".join(f"{type(error).__name__}: {error}".split())[:300])
         else:
@@ -77,12 +79,12 @@ def _check_noise_levels(family: DiffusionModel) -> str:
     return table if difference < 1e-3 else f"{_MISMATCH}{table} is {difference:.2g} from {type(scheduler).__name__}"
 
 
-def _check_text(family: DiffusionModel) -> str:
+def _check_text_embedding(family: DiffusionModel) -> str:
     """Check that the embedding of a prompt does not depend on the other prompts of the batch."""
-    batch_embedding, single_embedding = family.text_embedding(_PROMPTS), family.text_embedding(_PROMPTS[1:])
+    batch_embedding, single_embedding = family.text_embedding(_PROBE_PROMPTS), family.text_embedding(_PROBE_PROMPTS[1:])
     for name, value in batch_embedding.items():
-        if len(value) != len(_PROMPTS) or value.requires_grad:
-            return f"{_MISMATCH}{name!r} is {tuple(value.shape)}, for {len(_PROMPTS)} prompts, without gradient"
+        if len(value) != len(_PROBE_PROMPTS) or value.requires_grad:
+            return f"{_MISMATCH}{name!r} is {tuple(value.shape)}, for {len(_PROBE_PROMPTS)} prompts, without gradient"
         if not torch.allclose(value[1:].float(), single_embedding[name].float(), atol=1e-3):
             return f"{_MISMATCH}{name!r} of a prompt depends on the prompts beside it"
     return ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in batch_embedding.items())
@@ -96,11 +98,11 @@ def _check_media(family: DiffusionModel) -> str:
         return f"{_MISMATCH}latents of {tuple(pixels.shape[1:])} are {tuple(mean.shape[1:])}, latent_shape says {shape}"
     if logvar is not None and logvar.shape != mean.shape:
         return f"{_MISMATCH}mean and log-variance are of different shapes"
-    back = family.decode(mean)
-    if back.shape != pixels.shape:
-        return f"{_MISMATCH}{tuple(pixels.shape[1:])} comes back as {tuple(back.shape[1:])}"
-    kind = "posterior" if logvar is not None else "deterministic"
-    return f"{tuple(pixels.shape[1:])} to {shape}, {kind}, standard deviation {mean.std().item():.2f}"
+    decoded_pixels = family.decode(mean)
+    if decoded_pixels.shape != pixels.shape:
+        return f"{_MISMATCH}{tuple(pixels.shape[1:])} comes back as {tuple(decoded_pixels.shape[1:])}"
+    vae_kind = "posterior" if logvar is not None else "deterministic"
+    return f"{tuple(pixels.shape[1:])} to {shape}, {vae_kind}, standard deviation {mean.std().item():.2f}"
 
 
 def _check_prediction(family: DiffusionModel) -> str:
@@ -108,29 +110,33 @@ def _check_prediction(family: DiffusionModel) -> str:
     network = family.load_denoiser(torch.float32)
     calls: list[tuple[dict[str, Any], Tensor]] = []
     forward = network.forward
-    names = list(inspect.signature(forward).parameters)
+    argument_names = list(inspect.signature(forward).parameters)
 
     def record(*args: Tensor, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        calls.append((dict(zip(names, args, strict=False)) | kwargs, output[0]))
+        calls.append((dict(zip(argument_names, args, strict=False)) | kwargs, output[0]))
         return output
 
     network.forward = record
     with torch.no_grad():
         pipeline = family.whole_pipeline(network)
-        pipeline(prompt=_PROMPTS[:1], **family.probe(), generator=torch.Generator().manual_seed(0), output_type="pt")
+        pipeline(
+            prompt=_PROBE_PROMPTS[:1], **family.probe(), generator=torch.Generator().manual_seed(0), output_type="pt"
+        )
         network.forward = forward
-        text = family.text_embedding(_PROMPTS[:1])
+        text_inputs = family.text_embedding(_PROBE_PROMPTS[:1])
         probe_arguments, max_difference = family.probe(), 0.0
-        frames = probe_arguments.get("frames", probe_arguments.get("num_frames", 1))
-        shape = family.latent_shape(probe_arguments["height"], probe_arguments["width"], frames)
-        for arguments, expected in calls:
-            latents = family.latents_in(arguments[names[0]], shape)
-            unit = family.nft_prepare_transformer_input(latents, torch.ones(len(latents)), text)["timestep"]
-            sigma_B = (arguments["timestep"].flatten()[0] / unit.flatten()[0]).expand(len(latents))
-            velocity = family.predict(network, latents, sigma_B, text)
-            difference = (velocity - family.velocity_of(expected, latents)).abs().max()
-            max_difference = max(max_difference, float(difference / expected.abs().max()))
+        num_frames = probe_arguments.get("frames", probe_arguments.get("num_frames", 1))
+        shape = family.latent_shape(probe_arguments["height"], probe_arguments["width"], num_frames)
+        for arguments, expected_output in calls:
+            latents = family.latents_in(arguments[argument_names[0]], shape)
+            timestep_scale = family.nft_prepare_transformer_input(latents, torch.ones(len(latents)), text_inputs)[
+                "timestep"
+            ]
+            sigma_B = (arguments["timestep"].flatten()[0] / timestep_scale.flatten()[0]).expand(len(latents))
+            velocity = family.predict(network, latents, sigma_B, text_inputs)
+            difference = (velocity - family.velocity_of(expected_output, latents)).abs().max()
+            max_difference = max(max_difference, float(difference / expected_output.abs().max()))
     counted = f"{len(calls)} calls, largest difference {max_difference:.1g}"
     return counted if calls and max_difference <= _TOLERANCE else f"{_MISMATCH}{counted}, more than {_TOLERANCE:g}"
 
@@ -139,33 +145,35 @@ def _check_gradient(family: DiffusionModel) -> str:
     """Check that the backward pass of a loss computes gradients of the denoiser's weights."""
     network = family.load_denoiser(torch.float32)
     _, shape = _random_pixels(family)
-    text = family.text_embedding(_PROMPTS)
-    velocity = family.predict(network, torch.randn(2, *shape), torch.tensor([0.2, 0.8]), text)
+    text_inputs = family.text_embedding(_PROBE_PROMPTS)
+    velocity = family.predict(network, torch.randn(2, *shape), torch.tensor([0.2, 0.8]), text_inputs)
     velocity.square().mean().backward()  # type: ignore[no-untyped-call]
-    trained = [name for name, weight in network.named_parameters() if weight.grad is not None]
+    trained_names = [name for name, weight in network.named_parameters() if weight.grad is not None]
     total = sum(1 for _ in network.parameters())
-    if not trained or not torch.isfinite(velocity).all():
+    if not trained_names or not torch.isfinite(velocity).all():
         return f"{_MISMATCH}no weight has a gradient, or a prediction is not finite"
-    return f"{len(trained)} of {total} weights, {sum(p.numel() for p in network.parameters()) / 1e6:.3g} M numbers"
+    return (
+        f"{len(trained_names)} of {total} weights, {sum(p.numel() for p in network.parameters()) / 1e6:.3g} M numbers"
+    )
 
 
 def _check_adapter(family: DiffusionModel) -> str:
     """Check that the LoRA target modules exist, and that the class of the pipeline can load an adapter."""
     network = family.load_denoiser(torch.float32)
     add_adapter(network, LoraConfig(r=2), family.lora_targets)
-    count = sum(parameter.requires_grad for parameter in network.parameters())
+    num_trained_weights = sum(parameter.requires_grad for parameter in network.parameters())
     if not hasattr(family.folder.pipeline_class, "load_lora_weights"):
         return f"{_MISMATCH}{family.folder.class_name} has no load_lora_weights; train all weights"
-    return f"{count // 2} modules: {', '.join(family.lora_targets)}"
+    return f"{num_trained_weights // 2} modules: {', '.join(family.lora_targets)}"
 
 
 def _random_pixels(family: DiffusionModel) -> tuple[Tensor, tuple[int, ...]]:
     image_size = family.size_multiple * 2
-    frames = family.pixels_per_latent[0] + 1
+    num_frames = family.pixels_per_latent[0] + 1
     generator = torch.Generator().manual_seed(0)
-    shape = (1, 3, frames, image_size, image_size) if family.is_video else (1, 3, image_size, image_size)
+    shape = (1, 3, num_frames, image_size, image_size) if family.is_video else (1, 3, image_size, image_size)
     pixels = torch.rand(shape, generator=generator) * 2 - 1
-    return pixels, family.latent_shape(image_size, image_size, frames if family.is_video else 1)
+    return pixels, family.latent_shape(image_size, image_size, num_frames if family.is_video else 1)
 
 
 def main() -> int:

@@ -24,18 +24,18 @@ def compile_blocks(model: nn.Module) -> None:
     blocks = blocks_of(model)
     for block in blocks:
         block.compile(dynamic=True)
-    names = sorted({type(block).__name__ for block in blocks})
-    logger.info("compiled %d blocks of type %s", len(blocks), ", ".join(names))
+    class_names = sorted({type(block).__name__ for block in blocks})
+    logger.info("compiled %d blocks of type %s", len(blocks), ", ".join(class_names))
 
 
 def watch_compiling(progress: Progress) -> None:
     """Report the begin and end of each torch compilation in this process to `progress`, and no longer to the `Progress`
     of an earlier call. Compilations occur in the first steps, and later for shapes that no compiled graph supports."""
     handler = torch._dynamo.callback.callback_handler
-    if not _compile_watchers:
-        handler.register_start_callback(lambda _: _compile_watchers[-1].begin_compiling())
-        handler.register_end_callback(lambda _: _compile_watchers[-1].end_compiling())
-    _compile_watchers[:] = [progress]
+    if not _compile_progress:
+        handler.register_start_callback(lambda _: _compile_progress[-1].begin_compiling())
+        handler.register_end_callback(lambda _: _compile_progress[-1].end_compiling())
+    _compile_progress[:] = [progress]
 
 
-_compile_watchers: list[Progress] = []
+_compile_progress: list[Progress] = []

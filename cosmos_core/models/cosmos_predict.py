@@ -25,7 +25,7 @@ PIPELINES = ("Cosmos2_5_PredictBasePipeline",)
 
 CONDITIONING_LEVEL = 0.0001
 """Noise level that the network expects for clean conditioning frames."""
-_TRAIN_SHIFT = 5.0
+_DEFAULT_TRAIN_SHIFT = 5.0
 _NETWORK_MODULE = "diffusers.models.transformers.transformer_cosmos"
 
 
@@ -54,8 +54,8 @@ class CosmosPredict(SanaVideo):
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:
         with self._working("text_encoder"):
-            rows = [self._encode(prompt) for prompt in prompts]
-        return {"prompt_embeds": torch.cat(rows)}
+            prompt_embeddings = [self._encode_prompt(prompt) for prompt in prompts]
+        return {"prompt_embeds": torch.cat(prompt_embeddings)}
 
     def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
         """Return zeros as text inputs for a prompt that prompt dropout removed, as in training of the base model."""
@@ -66,18 +66,18 @@ class CosmosPredict(SanaVideo):
     ) -> dict[str, Any]:
         """Return the arguments of the denoiser for latents at their noise levels. Timesteps are noise levels from 0 to
         1, one per frame."""
-        is_learned = self.trained_frames_mask(latents, num_conditioning_B)
-        if is_learned is None:
-            is_learned = latents.new_ones(len(latents), 1, latents.shape[2], 1, 1)
+        trained_mask = self.trained_frames_mask(latents, num_conditioning_B)
+        if trained_mask is None:
+            trained_mask = latents.new_ones(len(latents), 1, latents.shape[2], 1, 1)
         sigma = sigma_B.to(latents.device).view(-1, 1, 1, 1, 1)
         height, width = latents.shape[-2:]
-        in_space = self.pixels_per_latent[1]
+        pixels_per_position = self.pixels_per_latent[1]
         return {
             "hidden_states": latents,
-            "condition_mask": (1 - is_learned).expand(-1, -1, -1, height, width),
-            "timestep": (1 - is_learned) * CONDITIONING_LEVEL + is_learned * sigma,
+            "condition_mask": (1 - trained_mask).expand(-1, -1, -1, height, width),
+            "timestep": (1 - trained_mask) * CONDITIONING_LEVEL + trained_mask * sigma,
             "encoder_hidden_states": text["prompt_embeds"],
-            "padding_mask": latents.new_zeros(1, 1, height * in_space, width * in_space),
+            "padding_mask": latents.new_zeros(1, 1, height * pixels_per_position, width * pixels_per_position),
         }
 
     def call_settings(self, *size: Any, **settings: Any) -> dict[str, Any]:
@@ -97,15 +97,16 @@ class CosmosPredict(SanaVideo):
             )
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
-        shards = ClipSharding(mesh)
-        levels = {"embedded_timestep": 1, "temb": 1}
-        dims = {**levels, "image_rotary_emb": 0, "extra_pos_emb": 1}
+        clip_sharding = ClipSharding(mesh)
+        timestep_dims = {"embedded_timestep": 1, "temb": 1}
+        argument_dims = {**timestep_dims, "image_rotary_emb": 0, "extra_pos_emb": 1}
         shard_blocks(
-            denoiser, shards, dims, lambda arguments: shards.distribute(len(arguments["image_rotary_emb"][0])),
-            {"norm_out": levels},
+            denoiser, clip_sharding, argument_dims,
+            lambda arguments: clip_sharding.distribute(len(arguments["image_rotary_emb"][0])),
+            {"norm_out": timestep_dims},
         )  # fmt: skip
         for block in denoiser.transformer_blocks:
-            block.attn1.set_processor(UlyssesAttention(shards))
+            block.attn1.set_processor(UlyssesAttention(clip_sharding))
 
     def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """Return the velocity with classifier-free guidance by the pipeline's formula, in which scale 0 disables it."""
@@ -114,7 +115,7 @@ class CosmosPredict(SanaVideo):
     @property
     def train_shift(self) -> float:
         """Return the timestep shift of training from the recipe or, because the scheduler has no shift, a default."""
-        return self.config.train_flow_shift or _TRAIN_SHIFT
+        return self.config.train_flow_shift or _DEFAULT_TRAIN_SHIFT
 
     @property
     def pixels_per_latent(self) -> tuple[int, int]:
@@ -136,7 +137,7 @@ class CosmosPredict(SanaVideo):
         substitute_torchvision()
         return super().load_denoiser(dtype)
 
-    def _encode(self, prompt: str) -> Tensor:
+    def _encode_prompt(self, prompt: str) -> Tensor:
         return self.pipeline.encode_prompt(
             [prompt], do_classifier_free_guidance=False, device=self.device,
             max_sequence_length=self.config.max_prompt_length,
@@ -152,8 +153,8 @@ def substitute_torchvision() -> None:
     def resize(image: Tensor, size: list[int], interpolation: object = None) -> Tensor:
         return functional.interpolate(image, size=size, mode="nearest")
 
-    modes = SimpleNamespace(NEAREST="nearest")
-    transforms = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=modes)
+    interpolation_modes = SimpleNamespace(NEAREST="nearest")
+    transforms = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=interpolation_modes)
     importlib.import_module(_NETWORK_MODULE).__dict__.setdefault("transforms", transforms)
 
 

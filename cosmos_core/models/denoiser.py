@@ -94,10 +94,10 @@ class Denoiser:
         """
         [root] = self.runner.roots
 
-        def velocity(condition: Mapping[str, Tensor]) -> Tensor:
-            on_device = {name: value.to(self.device) for name, value in condition.items()}
+        def velocity(text_inputs: Mapping[str, Tensor]) -> Tensor:
+            device_inputs = {name: value.to(self.device) for name, value in text_inputs.items()}
             with forward_context(self._train, self.device):
-                return self.family.predict(root, latents, sigma_B, on_device, num_conditioning_B, dtype=self.dtype)
+                return self.family.predict(root, latents, sigma_B, device_inputs, num_conditioning_B, dtype=self.dtype)
 
         if negative is None:
             return velocity(text)
@@ -118,8 +118,8 @@ class Denoiser:
     def batching_key(self, sample: FlowSample) -> Any:
         """Return the group of a sample: samples of a group have equal shapes of latents and text, and all or none of
         them have noise and guidance, so that they can be stacked."""
-        texts = tuple(sorted((name, tuple(value.shape)) for name, value in sample.text.items()))
-        return tuple(sample.latents.shape), texts, sample.noise is None, sample.negative is None
+        text_shapes = tuple(sorted((name, tuple(value.shape)) for name, value in sample.text.items()))
+        return tuple(sample.latents.shape), text_shapes, sample.noise is None, sample.negative is None
 
     def assigned_batch(self, sample: FlowSample) -> Hashable | None:
         return None
@@ -136,20 +136,20 @@ class Denoiser:
         collated_samples = samples or [padding_sample]
         latents = self._stack_latents([sample.latents for sample in collated_samples])
         sigma_B = torch.tensor([sample.sigma for sample in collated_samples], dtype=torch.float64, device=self.device)
-        counts = [sample.num_conditioning_frames for sample in collated_samples]
-        num_conditioning_B = torch.tensor(counts, device=self.device) if any(counts) else None
+        conditioning_counts = [sample.num_conditioning_frames for sample in collated_samples]
+        num_conditioning_B = torch.tensor(conditioning_counts, device=self.device) if any(conditioning_counts) else None
         inputs = {"noisy": latents}
         if collated_samples[0].noise is not None:
             noise = self._stack_latents([sample.noise for sample in collated_samples if sample.noise is not None])
             noisy = self.family.add_noise(latents, noise, sigma_B.to(latents.dtype), num_conditioning_B)
             inputs = {"noisy": noisy, "latents": latents, "noise": noise}
-        negative = None
+        negative_text = None
         if collated_samples[0].negative is not None:
-            negative = self._stack_texts(
+            negative_text = self._stack_text_inputs(
                 [sample.negative for sample in collated_samples if sample.negative is not None]
             )
-        text = self._stack_texts([sample.text for sample in collated_samples])
-        return FlowBatch(samples, indices, inputs, sigma_B, text, negative, num_conditioning_B)
+        text_inputs = self._stack_text_inputs([sample.text for sample in collated_samples])
+        return FlowBatch(samples, indices, inputs, sigma_B, text_inputs, negative_text, num_conditioning_B)
 
     def gather_outputs(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return `outputs` unchanged, because every rank has the full velocities of its samples."""
@@ -182,7 +182,7 @@ class Denoiser:
         """Stack latents in float32, or in float64 if the weights of the network are float64."""
         return torch.stack(list(tensors)).to(self.device, torch.promote_types(self.dtype, torch.float32))
 
-    def _stack_texts(self, texts: Sequence[Mapping[str, Tensor]]) -> Text:
+    def _stack_text_inputs(self, texts: Sequence[Mapping[str, Tensor]]) -> Text:
         return {name: torch.stack([text[name] for text in texts]).to(self.device) for name in texts[0]}
 
 

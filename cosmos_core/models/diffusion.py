@@ -74,14 +74,14 @@ class DiffusionModel:
         [-1, 1]. The log-variance is None for a deterministic VAE."""
         with self._working("vae") as vae:
             posterior = vae.encode(pixels.to(self.device, torch.float32)).latent_dist
-            scale, shift = self._scaling
+            scale, shift = self._vae_scaling
             mean = (posterior.mean - shift) * scale
             return mean.cpu(), (posterior.logvar + 2 * torch.tensor(scale).log().item()).cpu()
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decode normalised latents to pixels (B, C, [F,] H, W) with values of approximately [-1, 1]."""
         with self._working("vae") as vae:
-            scale, shift = self._scaling
+            scale, shift = self._vae_scaling
             return vae.decode(latents.to(self.device, torch.float32) / scale + shift, return_dict=False)[0]
 
     def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
@@ -100,22 +100,22 @@ class DiffusionModel:
         """
         if self.schedule == "karras":
             max_level, min_level = self.edm_levels
-            exact_N = flow.karras_schedule(num_steps, max_sigma=max_level, min_sigma=min_level)
+            exact_levels_N = flow.karras_schedule(num_steps, max_sigma=max_level, min_sigma=min_level)
         else:
-            exact_N = flow.SCHEDULES[self.schedule](num_steps, self.timestep_shift)
+            exact_levels_N = flow.SCHEDULES[self.schedule](num_steps, self.timestep_shift)
         scheduler = self.folder.load("scheduler")
-        table_mismatch = f"policy.model_name_or_path = {self.folder.model!r}: "
+        error_prefix = f"policy.model_name_or_path = {self.folder.model!r}: "
         try:
             scheduler.set_timesteps(num_steps)
         except (ValueError, ImportError) as error:
-            raise ConfigError(f"{table_mismatch}its scheduler has no table of noise levels here: {error}") from error
+            raise ConfigError(f"{error_prefix}its scheduler has no table of noise levels here: {error}") from error
         sigmas_N = scheduler.sigmas.double()
-        has_expected_shape = sigmas_N.shape == exact_N.shape
-        if has_expected_shape and (sigmas_N - exact_N).abs().max() < _MAX_TABLE_DIFFERENCE:
-            return exact_N
+        has_expected_shape = sigmas_N.shape == exact_levels_N.shape
+        if has_expected_shape and (sigmas_N - exact_levels_N).abs().max() < _MAX_TABLE_DIFFERENCE:
+            return exact_levels_N
         if not (has_expected_shape and sigmas_N[0] <= 1 and sigmas_N[-1] == 0 and sigmas_N.diff().max() < 0):
             raise ConfigError(
-                f"{table_mismatch}the {len(sigmas_N)} noise levels of its {type(scheduler).__name__} for {num_steps} "
+                f"{error_prefix}the {len(sigmas_N)} noise levels of its {type(scheduler).__name__} for {num_steps} "
                 f"steps go from {sigmas_N[0]:g} to {sigmas_N[-1]:g}; they must fall from at most 1 to 0 at each step: "
                 f"mend invert_sigmas, final_sigmas_type or the kind of sigmas in scheduler/scheduler_config.json"
             )
@@ -133,9 +133,9 @@ class DiffusionModel:
         """Return a mask (B, 1, F, 1, 1) with 1 for trained and 0 for conditioning frames; None: all are trained."""
         if num_conditioning_B is None or not num_conditioning_B.any():
             return None
-        frames_F = torch.arange(latents.shape[2], device=latents.device)
-        is_learned_BF = frames_F[None] >= num_conditioning_B.to(latents.device)[:, None]
-        return is_learned_BF.to(latents.dtype)[:, None, :, None, None]
+        frame_index_F = torch.arange(latents.shape[2], device=latents.device)
+        is_trained_BF = frame_index_F[None] >= num_conditioning_B.to(latents.device)[:, None]
+        return is_trained_BF.to(latents.dtype)[:, None, :, None, None]
 
     def predict(
         self,
@@ -250,15 +250,17 @@ class DiffusionModel:
     def pixels_per_latent(self) -> tuple[int, int]:
         """Return the VAE's compression factors: frames per latent frame, and pixels per latent position (both axes)."""
         settings = self.folder.settings("vae")
-        channels = settings.get("block_out_channels") or settings.get("encoder_block_out_channels") or (1,)
-        return 1, 2 ** (len(channels) - 1)
+        block_channels = settings.get("block_out_channels") or settings.get("encoder_block_out_channels") or (1,)
+        return 1, 2 ** (len(block_channels) - 1)
 
     @property
     def size_multiple(self) -> int:
         """Return the number by which height and width in pixels must be divisible."""
-        patch = self.folder.settings(self.denoiser_name).get("patch_size", 1)
-        in_space = self.pixels_per_latent[1] * int(patch[-1] if isinstance(patch, list | tuple) else patch)
-        return math.lcm(in_space, self.pipeline_multiple)
+        patch_size = self.folder.settings(self.denoiser_name).get("patch_size", 1)
+        patch_pixels = self.pixels_per_latent[1] * int(
+            patch_size[-1] if isinstance(patch_size, list | tuple) else patch_size
+        )
+        return math.lcm(patch_pixels, self.pipeline_multiple)
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """Return the shape of the latents of one image or clip, given its size in pixels and frames.
@@ -266,23 +268,23 @@ class DiffusionModel:
         Raises:
             ConfigError: the network does not support the size.
         """
-        in_time, in_space = self.pixels_per_latent
-        for name, size in (("height", height), ("width", width)):
-            if size % self.size_multiple:
+        in_time, pixels_per_position = self.pixels_per_latent
+        for name, pixel_size in (("height", height), ("width", width)):
+            if pixel_size % self.size_multiple:
                 raise ConfigError(
-                    f"policy.diffusers.inference_size: {name} = {size} must be a multiple of {self.size_multiple}"
+                    f"policy.diffusers.inference_size: {name} = {pixel_size} must be a multiple of {self.size_multiple}"
                 )
         if (frames - 1) % in_time:
             raise ConfigError(
                 f"policy.diffusers.inference_frames = {frames} must be 1 more than a multiple of {in_time}"
             )
-        grid = (height // in_space, width // in_space)
+        grid = (height // pixels_per_position, width // pixels_per_position)
         settings = self.folder.settings(self.denoiser_name)
-        limit, patch = settings.get("pos_embed_max_size"), settings.get("patch_size") or 1
-        if limit and max(grid) // patch > limit:
+        max_positions, patch_size = settings.get("pos_embed_max_size"), settings.get("patch_size") or 1
+        if max_positions and max(grid) // patch_size > max_positions:
             raise ConfigError(
                 f"policy.diffusers.inference_size = {[height, width]}: the model has position embeddings for at most "
-                f"{limit * patch * in_space} pixels a side; lower it"
+                f"{max_positions * patch_size * pixels_per_position} pixels a side; lower it"
             )
         return (self.num_channels, (frames - 1) // in_time + 1, *grid) if self.is_video else (self.num_channels, *grid)
 
@@ -295,8 +297,8 @@ class DiffusionModel:
     def pipeline(self) -> Any:
         """Return the pipeline without its denoiser; text encoders in `policy.diffusers.dtype`, the VAE in float32."""
         pipeline_class = self.folder.pipeline_class
-        names = set(inspect.signature(pipeline_class.__init__).parameters) & set(self.folder.components)
-        components = {name: self._load(name) for name in sorted(names - {self.denoiser_name, "vae"})}
+        component_names = set(inspect.signature(pipeline_class.__init__).parameters) & set(self.folder.components)
+        components = {name: self._load(name) for name in sorted(component_names - {self.denoiser_name, "vae"})}
         return self.make_pipeline(components | {"vae": self.vae, self.denoiser_name: None})
 
     @cached_property
@@ -307,9 +309,11 @@ class DiffusionModel:
     def make_pipeline(self, components: Mapping[str, Any]) -> Any:
         """Build the pipeline from `components`, by name; required components that are missing are set to None."""
         pipeline_class = self.folder.pipeline_class
-        accepted = list(inspect.signature(pipeline_class.__init__).parameters.values())[1:]
-        required = {each.name: None for each in accepted if each.default is inspect.Parameter.empty}
-        pipeline = pipeline_class(**required | self.component_placeholders() | dict(components))
+        init_parameters = list(inspect.signature(pipeline_class.__init__).parameters.values())[1:]
+        required_components = {
+            parameter.name: None for parameter in init_parameters if parameter.default is inspect.Parameter.empty
+        }
+        pipeline = pipeline_class(**required_components | self.component_placeholders() | dict(components))
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
@@ -333,9 +337,11 @@ class DiffusionModel:
     @classmethod
     def load_pipeline(cls, folder: PipelineFolder, dtype: torch.dtype) -> Any:
         """Load a whole pipeline with `from_pretrained`, as a user would, except for the `component_placeholders`."""
-        absent = {name: None for name, entry in folder.index.items() if isinstance(entry, list) and not any(entry)}
+        absent_components = {
+            name: None for name, entry in folder.index.items() if isinstance(entry, list) and not any(entry)
+        }
         pipeline = folder.pipeline_class.from_pretrained(
-            str(folder.path), dtype=dtype, local_files_only=True, **absent | cls.component_placeholders()
+            str(folder.path), dtype=dtype, local_files_only=True, **absent_components | cls.component_placeholders()
         )
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
@@ -351,9 +357,9 @@ class DiffusionModel:
         """Return the arguments of a call of the pipeline, without prompt and seed. `size`: height and width in pixels;
         `num_frames`: ignored by families of image models."""
         height, width = size
-        frames = {"num_frames": num_frames} if self.is_video else {}
+        frame_settings = {"num_frames": num_frames} if self.is_video else {}
         return {"height": height, "width": width, "num_inference_steps": num_steps, "guidance_scale": guidance_scale,
-                "max_sequence_length": self.config.max_prompt_length, **frames}  # fmt: skip
+                "max_sequence_length": self.config.max_prompt_length, **frame_settings}  # fmt: skip
 
     def load_denoiser(self, dtype: torch.dtype) -> Any:
         """Return the denoiser with all weights on the CPU in `dtype`. FSDP needs weights of one dtype, but in half
@@ -361,7 +367,7 @@ class DiffusionModel:
         return torch.nn.Module.to(self.folder.load(self.denoiser_name, dtype), dtype)
 
     @property
-    def _scaling(self) -> tuple[float, float]:
+    def _vae_scaling(self) -> tuple[float, float]:
         settings = self.folder.settings("vae")
         return float(settings.get("scaling_factor") or 1.0), float(settings.get("shift_factor") or 0.0)
 
@@ -382,7 +388,7 @@ class DiffusionModel:
         enclosing `residency.keep_on_device`.
         """
         named_components = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
-        components = [each for each in named_components if each is not None]
+        components = [component for component in named_components if component is not None]
         with torch.no_grad(), self.residency.on_device(components):
             yield components[-1] if components else None
 

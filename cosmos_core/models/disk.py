@@ -31,9 +31,9 @@ def translate_disk_errors(name: str, describe_intact_files: Callable[[], str]) -
     except CheckpointException as error:
         # CheckpointException is a BaseException, which `except Exception` clauses of callers do not catch.
         cause = next(iter(error.failures.values()))[0]
-        raise _disk_error(cause, name, describe_intact_files) from error
+        raise _translate_disk_error(cause, name, describe_intact_files) from error
     except (OSError, SafetensorError) as error:
-        raise _disk_error(error, name, describe_intact_files) from error
+        raise _translate_disk_error(error, name, describe_intact_files) from error
 
 
 @contextmanager
@@ -60,8 +60,8 @@ def unwrap_checkpoint_errors() -> Iterator[None]:
         raise next(iter(error.failures.values()))[0] from error
 
 
-def _disk_error(error: BaseException, name: str, describe_intact_files: Callable[[], str]) -> BaseException:
-    number = _error_number(error)
+def _translate_disk_error(error: BaseException, name: str, describe_intact_files: Callable[[], str]) -> BaseException:
+    number = _find_error_number(error)
     if number is None:
         return error
     if number in _DISK_FULL_ERRORS:
@@ -69,7 +69,7 @@ def _disk_error(error: BaseException, name: str, describe_intact_files: Callable
     return StageFailed(f"{os.strerror(number)} while saving {name}; {describe_intact_files()}; mend that and run again")
 
 
-def _error_number(error: BaseException) -> int | None:
+def _find_error_number(error: BaseException) -> int | None:
     if isinstance(error, OSError):
         return error.errno
     # safetensors is written in Rust, and has the error number only in the text of its exceptions.

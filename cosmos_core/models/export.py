@@ -35,14 +35,14 @@ def export_model(
     Raises:
         StageFailed: the disk is full or broken.
     """
-    with write_export(target, extra_files) as building:
+    with write_export(target, extra_files) as staging_folder:
         with merge_adapter(model), default_generation_config(model):
-            model.save_pretrained(building, state_dict=_cast_weights(model, dtype), max_shard_size=max_shard_size)
-        _export_config(model, dtype).save_pretrained(building)
-        save_generation_config(model, building)
-        tokenizer.save_pretrained(building)
+            model.save_pretrained(staging_folder, state_dict=_cast_weights(model, dtype), max_shard_size=max_shard_size)
+        _export_config(model, dtype).save_pretrained(staging_folder)
+        save_generation_config(model, staging_folder)
+        tokenizer.save_pretrained(staging_folder)
         if is_adapted(model):
-            save_adapter(model, building / FOLDER)
+            save_adapter(model, staging_folder / FOLDER)
 
 
 def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -59,10 +59,10 @@ def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str
 
 def _export_config(model: PreTrainedModel, dtype: torch.dtype | None) -> Any:
     config = copy.deepcopy(model.config)
-    for each in [config, *(getattr(config, name) for name in config.sub_configs)]:
+    for model_config in [config, *(getattr(config, name) for name in config.sub_configs)]:
         if dtype is not None:
-            each.dtype = dtype
+            model_config.dtype = dtype
         # Training with recomputation disables the key-value cache, but generation with the exported model needs it.
-        if hasattr(each, "use_cache"):
-            each.use_cache = True
+        if hasattr(model_config, "use_cache"):
+            model_config.use_cache = True
     return config

@@ -23,8 +23,8 @@ from cosmos_core.models.pipeline_folder import INDEX, PipelineFolder
 from cosmos_core.run.files import copy_file
 
 ADAPTER_FILE = "model.safetensors"
-_WEIGHTS = "diffusion_pytorch_model{suffix}.safetensors"
-_ADAPTER = "default"
+_WEIGHTS_FILE_PATTERN = "diffusion_pytorch_model{suffix}.safetensors"
+_ADAPTER_NAME = "default"
 
 
 def export_pipeline(
@@ -43,17 +43,19 @@ def export_pipeline(
     Raises:
         StageFailed: the disk is full or broken.
     """
-    with write_export(target, extra_files) as building:
+    with write_export(target, extra_files) as staging_folder:
         for file in untrained_files(family.folder, family.denoiser_name):
-            (building / file).parent.mkdir(parents=True, exist_ok=True)
-            copy_file(family.folder.path / file, building / file)
+            (staging_folder / file).parent.mkdir(parents=True, exist_ok=True)
+            copy_file(family.folder.path / file, staging_folder / file)
         with merge_adapter(model):
-            denoiser_folder = building / family.denoiser_name
+            denoiser_folder = staging_folder / family.denoiser_name
             model.save_config(denoiser_folder)
             weights = export_state(model, dtype)
-            save_torch_state_dict(weights, denoiser_folder, filename_pattern=_WEIGHTS, metadata={"format": "pt"})
+            save_torch_state_dict(
+                weights, denoiser_folder, filename_pattern=_WEIGHTS_FILE_PATTERN, metadata={"format": "pt"}
+            )
         if is_adapted(model):
-            save_pipeline_adapter(family, model, building / FOLDER)
+            save_pipeline_adapter(family, model, staging_folder / FOLDER)
 
 
 def untrained_files(folder: PipelineFolder, denoiser_name: str) -> Iterator[Path]:
@@ -71,22 +73,26 @@ def save_pipeline_adapter(family: DiffusionModel, model: Any, folder: Path) -> N
     The settings of the adapter are written too: without them diffusers uses the rank as alpha on loading, which changes
     the scale of the adapter.
     """
-    state = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
+    adapter_state = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER_NAME, save_embedding_layers=False)
     assert not has_changed_base(model), "refused by `check`: the adapter would not fit the untouched base"
-    name = family.denoiser_name
+    component_name = family.denoiser_name
     folder.mkdir(parents=True)
     family.folder.pipeline_class.save_lora_weights(
         str(folder),
         weight_name=ADAPTER_FILE,
-        **{f"{name}_lora_layers": {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}},
-        **{f"{name}_lora_adapter_metadata": adapter_settings(model)},
+        **{
+            f"{component_name}_lora_layers": {
+                key: tensor.detach().cpu().contiguous() for key, tensor in adapter_state.items()
+            }
+        },
+        **{f"{component_name}_lora_adapter_metadata": adapter_settings(model)},
     )
 
 
 def adapter_settings(model: Any) -> dict[str, Any]:
     """Return the settings of the model's LoRA adapter as JSON values, in the same order in every process. Dropout is
     set to 0, because diffusers would keep it enabled, and a pipeline would return another image in each call."""
-    settings = model.peft_config[_ADAPTER].to_dict() | {"inference_mode": True, "lora_dropout": 0.0}
+    settings = model.peft_config[_ADAPTER_NAME].to_dict() | {"inference_mode": True, "lora_dropout": 0.0}
     json_settings = {key: sorted(value) if isinstance(value, (set, list)) else value for key, value in settings.items()}
     return json.loads(json.dumps(json_settings, default=str, sort_keys=True))
 

@@ -33,61 +33,62 @@ def num_fitting_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory
     path = layers_path(model)
     if path is None:
         return None
-    copies = 2 if any((dtype or parameter.dtype) is not torch.float32 for parameter in model.parameters()) else 1
+    num_copies = 2 if any((dtype or parameter.dtype) is not torch.float32 for parameter in model.parameters()) else 1
     layers = list(model.get_submodule(path).children())
-    sizes = [_num_values(layer) * _FLOAT32_BYTES * copies for layer in layers]
-    needed_bytes, count = _num_values(model) * _FLOAT32_BYTES * copies - sum(sizes), 0
-    while count < len(sizes) and needed_bytes + sizes[count] <= memory:
-        needed_bytes, count = needed_bytes + sizes[count], count + 1
-    return None if count == len(sizes) else FirstLayers(path, max(1, count), len(sizes))
+    layer_bytes = [_count_parameters(layer) * _FLOAT32_BYTES * num_copies for layer in layers]
+    needed_bytes, num_kept_layers = _count_parameters(model) * _FLOAT32_BYTES * num_copies - sum(layer_bytes), 0
+    while num_kept_layers < len(layer_bytes) and needed_bytes + layer_bytes[num_kept_layers] <= memory:
+        needed_bytes, num_kept_layers = needed_bytes + layer_bytes[num_kept_layers], num_kept_layers + 1
+    return None if num_kept_layers == len(layer_bytes) else FirstLayers(path, max(1, num_kept_layers), len(layer_bytes))
 
 
 @contextmanager
-def keep_first_layers(model: PreTrainedModel, first: FirstLayers | None) -> Iterator[None]:
-    """Remove all layers of a model except the layers in `first` during the block; `first` None: remove no layer."""
-    if first is None:
+def keep_first_layers(model: PreTrainedModel, first_layers: FirstLayers | None) -> Iterator[None]:
+    """Remove all layers of a model except the layers in `first_layers` during the block; `first_layers` None: remove no
+    layer."""
+    if first_layers is None:
         yield
         return
-    path, _, name = first.path.rpartition(".")
-    holder, layers = model.get_submodule(path), model.get_submodule(first.path)
-    holder._modules[name] = nn.ModuleList(list(layers.children())[: first.num_first_layers])
+    parent_path, _, child_name = first_layers.path.rpartition(".")
+    parent_module, layers = model.get_submodule(parent_path), model.get_submodule(first_layers.path)
+    parent_module._modules[child_name] = nn.ModuleList(list(layers.children())[: first_layers.num_first_layers])
     try:
         yield
     finally:
-        holder._modules[name] = layers
+        parent_module._modules[child_name] = layers
 
 
 def truncate_config(config: PretrainedConfig, first: FirstLayers | None) -> PretrainedConfig:
     """Change a model config to that of the first layers, and return the config; `first` None: change nothing."""
     if first is not None:
-        text = config.get_text_config()
-        text.num_hidden_layers = first.num_first_layers
-        for name, value in list(vars(text).items()):
+        text_config = config.get_text_config()
+        text_config.num_hidden_layers = first.num_first_layers
+        for name, value in list(vars(text_config).items()):
             if isinstance(value, list) and len(value) == first.num_layers:  # a config list with one value per layer
-                setattr(text, name, value[: first.num_first_layers])
+                setattr(text_config, name, value[: first.num_first_layers])
     return config
 
 
-def is_removed(key: str, first: FirstLayers | None) -> bool:
-    """Return True if the tensor named `key` belongs to a layer that is not kept according to `first`."""
-    if first is None:
+def is_removed(key: str, first_layers: FirstLayers | None) -> bool:
+    """Return True if the tensor named `key` belongs to a layer that is not kept according to `first_layers`."""
+    if first_layers is None:
         return False
-    indices = re.findall(rf"(?:^|\.){re.escape(first.path.rpartition('.')[2])}\.(\d+)\.", key)
-    return any(first.num_first_layers <= int(index) < first.num_layers for index in indices)
+    layer_indices = re.findall(rf"(?:^|\.){re.escape(first_layers.path.rpartition('.')[2])}\.(\d+)\.", key)
+    return any(first_layers.num_first_layers <= int(index) < first_layers.num_layers for index in layer_indices)
 
 
 def layers_path(model: PreTrainedModel) -> str | None:
     """Return the name of the module list that has the layers of the language model; None: the model has none."""
     config = model.config.get_text_config()
-    total, blocks = getattr(config, "num_hidden_layers", 0), set(blocks_of(model))
+    num_layers, blocks = getattr(config, "num_hidden_layers", 0), set(blocks_of(model))
     embedding = model.get_input_embeddings()
     for name, module in model.named_modules():
-        is_text = any(child is embedding for child in module.children())
-        for attribute, layers in module.named_children() if is_text else ():
-            if isinstance(layers, nn.ModuleList) and len(layers) == total and set(layers) <= blocks:
-                return f"{name}.{attribute}" if name else attribute
+        has_embedding = any(child is embedding for child in module.children())
+        for child_name, layers in module.named_children() if has_embedding else ():
+            if isinstance(layers, nn.ModuleList) and len(layers) == num_layers and set(layers) <= blocks:
+                return f"{name}.{child_name}" if name else child_name
     return None
 
 
-def _num_values(module: nn.Module) -> int:
+def _count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

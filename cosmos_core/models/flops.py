@@ -26,33 +26,35 @@ class TrainFlops:
     def __init__(self, model: nn.Module) -> None:
         """Count the FLOPs per token of an unsharded `model` on any device, including the meta device."""
         config: Any = getattr(model, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        num_experts = getattr(text, "num_experts", 0) or getattr(text, "num_local_experts", 0) or 1
-        chosen = getattr(text, "num_experts_per_tok", 1) / num_experts
-        lookup_parameters = _lookup(model)
+        text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        num_experts = getattr(text_config, "num_experts", 0) or getattr(text_config, "num_local_experts", 0) or 1
+        active_expert_fraction = getattr(text_config, "num_experts_per_tok", 1) / num_experts
+        lookup_weight = _find_lookup_weight(model)
         self.flops_per_token = 0.0
         for parameter in model.parameters():
-            if parameter.ndim < 2 or parameter is lookup_parameters:
+            if parameter.ndim < 2 or parameter is lookup_weight:
                 continue
-            fraction = chosen if parameter.ndim == 3 else 1.0
-            self.flops_per_token += fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
-        num_heads = getattr(text, "num_attention_heads", 0)
-        width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(1, num_heads)
-        self._flops_per_pair = 6.0 * getattr(text, "num_hidden_layers", 0) * num_heads * width
+            active_fraction = active_expert_fraction if parameter.ndim == 3 else 1.0
+            self.flops_per_token += active_fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
+        num_heads = getattr(text_config, "num_attention_heads", 0)
+        head_size = getattr(text_config, "head_dim", None) or getattr(text_config, "hidden_size", 0) // max(
+            1, num_heads
+        )
+        self._flops_per_token_pair = 6.0 * getattr(text_config, "num_hidden_layers", 0) * num_heads * head_size
 
     def total(self, costs: Sequence[int]) -> float:
         """Return the FLOPs of the forward and backward pass of samples; `costs` are their numbers of tokens."""
-        return sum(self.flops_per_token * cost + self._flops_per_pair * cost * cost for cost in costs)
+        return sum(self.flops_per_token * cost + self._flops_per_token_pair * cost * cost for cost in costs)
 
 
-def _lookup(model: nn.Module) -> nn.Parameter | None:
+def _find_lookup_weight(model: nn.Module) -> nn.Parameter | None:
     """Return the embedding weight if it is used only for lookups; None if it is tied to the head, or missing."""
-    language: Any = model
+    language_model: Any = model
     if not hasattr(model, "get_input_embeddings"):
         return None
-    weight: nn.Parameter | None = getattr(language.get_input_embeddings(), "weight", None)
-    head = language.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return None if head is not None and getattr(head, "weight", None) is weight else weight
+    weight: nn.Parameter | None = getattr(language_model.get_input_embeddings(), "weight", None)
+    output_head = language_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return None if output_head is not None and getattr(output_head, "weight", None) is weight else weight
 
 
 @torch.no_grad()
@@ -60,22 +62,22 @@ def _lookup(model: nn.Module) -> nn.Parameter | None:
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the peak rate of matrix products on `device` in FLOP/s, measured once per process. The matrices grow until
     a product takes 0.03 s; the result is the best rate over all sizes and tries."""
-    size, best = _MIN_MATRIX_SIZE, 0.0
-    while size <= _MAX_MATRIX_SIZE.get(device.type, 1024):
-        matrix = torch.randn(size, size, device=device, dtype=dtype)
+    matrix_size, best_flops_per_second = _MIN_MATRIX_SIZE, 0.0
+    while matrix_size <= _MAX_MATRIX_SIZE.get(device.type, 1024):
+        matrix = torch.randn(matrix_size, matrix_size, device=device, dtype=dtype)
         shortest_seconds = float("inf")
         for _ in range(_NUM_MEASUREMENTS):
-            start_time = _now(device)
+            start_time = _read_synchronized_time(device)
             matrix @ matrix
-            shortest_seconds = min(shortest_seconds, _now(device) - start_time)
-        best = max(best, 2.0 * size**3 / shortest_seconds)
+            shortest_seconds = min(shortest_seconds, _read_synchronized_time(device) - start_time)
+        best_flops_per_second = max(best_flops_per_second, 2.0 * matrix_size**3 / shortest_seconds)
         if shortest_seconds > _MIN_MEASURED_SECONDS:
             break
-        size *= 2
-    return best
+        matrix_size *= 2
+    return best_flops_per_second
 
 
-def _now(device: torch.device) -> float:
+def _read_synchronized_time(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_MODE_SCALE = 1.29
+_MODE_SCHEME_SCALE = 1.29
 _NUM_TRAIN_NOISE_LEVELS = 1000
 """Number of noise levels with which diffusers' schedulers describe training."""
 
@@ -89,7 +89,7 @@ def draw_noise_levels(
             unshifted_levels_N = (
                 1
                 - unshifted_levels_N
-                - _MODE_SCALE * (torch.cos(math.pi * unshifted_levels_N / 2) ** 2 - 1 + unshifted_levels_N)
+                - _MODE_SCHEME_SCALE * (torch.cos(math.pi * unshifted_levels_N / 2) ** 2 - 1 + unshifted_levels_N)
             )
     return shift_levels(unshifted_levels_N, shift)
 
@@ -139,9 +139,9 @@ def karras_schedule(num_steps: int, shift: float = 1.0, *, max_sigma: float = 20
     converted to noise levels s / (1 + s) of a flow; `shift` is ignored. The default range is that of Cosmos-Predict2.5.
     """
     rho = 7.0
-    ramp_N = torch.linspace(0, 1, num_steps, dtype=torch.float64)
-    edm_N = (max_sigma ** (1 / rho) + ramp_N * (min_sigma ** (1 / rho) - max_sigma ** (1 / rho))) ** rho
-    return _append_zero(edm_N / (1 + edm_N))
+    interpolation_N = torch.linspace(0, 1, num_steps, dtype=torch.float64)
+    edm_sigma_N = (max_sigma ** (1 / rho) + interpolation_N * (min_sigma ** (1 / rho) - max_sigma ** (1 / rho))) ** rho
+    return _append_zero(edm_sigma_N / (1 + edm_sigma_N))
 
 
 SCHEDULES: dict[str, Callable[[int, float], Tensor]] = {

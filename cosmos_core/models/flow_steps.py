@@ -55,30 +55,32 @@ def flow_sde(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transitio
     The drift preserves the distribution of latents at each noise level. The noise rate is unbounded as sigma approaches
     1, so for sigma above 0.999 the second noise level replaces sigma in 1 - sigma.
     """
-    sigma, step = levels.sigma, levels.next - levels.sigma
-    rate = eta * torch.sqrt(sigma / (1 - torch.where(sigma > _PURE_NOISE_LEVEL, levels.second_sigma, sigma)))
-    half = rate**2 / (2 * sigma)
-    mean = x * broadcast_per_sample(1 + half * step, x) + v * broadcast_per_sample((1 + half * (1 - sigma)) * step, x)
-    return Transition(mean, rate * torch.sqrt(-step), rate)
+    sigma, sigma_change = levels.sigma, levels.next - levels.sigma
+    noise_rate = eta * torch.sqrt(sigma / (1 - torch.where(sigma > _PURE_NOISE_LEVEL, levels.second_sigma, sigma)))
+    drift_factor = noise_rate**2 / (2 * sigma)
+    mean = x * broadcast_per_sample(1 + drift_factor * sigma_change, x) + v * broadcast_per_sample(
+        (1 + drift_factor * (1 - sigma)) * sigma_change, x
+    )
+    return Transition(mean, noise_rate * torch.sqrt(-sigma_change), noise_rate)
 
 
 def dance_grpo_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
     """Return the stochastic step of DanceGRPO (arXiv 2505.07818): constant noise rate eta, drift by the score."""
-    sigma, step = levels.sigma, levels.next - levels.sigma
+    sigma, sigma_change = levels.sigma, levels.next - levels.sigma
     score = (broadcast_per_sample(1 - sigma, x) * clean_estimate(x, v, sigma) - x) / broadcast_per_sample(sigma**2, x)
-    mean = x + v * broadcast_per_sample(step, x) - score * broadcast_per_sample(0.5 * eta**2 * step, x)
-    rate = torch.full_like(sigma, eta)
-    return Transition(mean, rate * torch.sqrt(-step), rate)
+    mean = x + v * broadcast_per_sample(sigma_change, x) - score * broadcast_per_sample(0.5 * eta**2 * sigma_change, x)
+    noise_rate = torch.full_like(sigma, eta)
+    return Transition(mean, noise_rate * torch.sqrt(-sigma_change), noise_rate)
 
 
 def flow_cps_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
     """Return the stochastic step of FlowCPS (arXiv 2509.05952), in which the fraction sin(eta pi / 2) of the noise is
     new. The total noise after the step is exactly that of the next noise level."""
-    new = levels.next * math.sin(eta * math.pi / 2)
-    kept_noise = torch.sqrt((levels.next**2 - new**2).clamp(min=0))
+    new_noise = levels.next * math.sin(eta * math.pi / 2)
+    kept_noise = torch.sqrt((levels.next**2 - new_noise**2).clamp(min=0))
     clean_latents, noise = clean_estimate(x, v, levels.sigma), noise_estimate(x, v, levels.sigma)
     mean = broadcast_per_sample(1 - levels.next, x) * clean_latents + broadcast_per_sample(kept_noise, x) * noise
-    return Transition(mean, new, new, has_density=False)
+    return Transition(mean, new_noise, new_noise, has_density=False)
 
 
 def ddim_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
@@ -113,11 +115,11 @@ def log_prob(distribution: Transition, next_latents: Tensor, mask: Tensor | None
     conditioning frames have mask 0.
     """
     mean, next_latents = distribution.mean, next_latents.to(distribution.mean.dtype)
-    squared_B = mean_per_sample((next_latents - mean) ** 2, mask)
+    squared_error_B = mean_per_sample((next_latents - mean) ** 2, mask)
     if not distribution.has_density:
-        return -squared_B
-    std = distribution.std.to(squared_B)
-    return -squared_B / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
+        return -squared_error_B
+    std = distribution.std.to(squared_error_B)
+    return -squared_error_B / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
 
 
 def euler_step(x: Tensor, v: Tensor, sigma: Tensor, next_sigma: Tensor) -> Tensor:
@@ -135,21 +137,21 @@ class DpmSolver2M:
 
     def __init__(self, sigmas_N: Tensor) -> None:
         self._sigmas_N = sigmas_N
-        self._clean: Tensor | None = None
+        self._clean_estimate: Tensor | None = None
 
     def step(self, x: Tensor, v: Tensor, i: int) -> Tensor:
         """Return the latents after step `i` of the schedule. Call this method for the steps in order."""
         sigma, next_sigma = self._sigmas_N[i], self._sigmas_N[i + 1]
-        clean_latents, previous_clean = clean_estimate(x, v, sigma), self._clean
-        self._clean = clean_latents
+        clean_latents, previous_clean = clean_estimate(x, v, sigma), self._clean_estimate
+        self._clean_estimate = clean_latents
         if previous_clean is None or next_sigma == 0 or self._sigmas_N[i - 1] >= 1:
             return euler_step(x, v, sigma, next_sigma)
-        log_snr = [torch.log((1 - s) / s).item() for s in (self._sigmas_N[i - 1], sigma, next_sigma)]
-        length, previous = log_snr[2] - log_snr[1], log_snr[1] - log_snr[0]
-        slope = (clean_latents - previous_clean) / (previous / length)
-        scale = (1 - next_sigma).item() * math.expm1(-length)
-        return (next_sigma / sigma).item() * x - scale * clean_latents - 0.5 * scale * slope
+        log_snr = [torch.log((1 - level) / level).item() for level in (self._sigmas_N[i - 1], sigma, next_sigma)]
+        log_snr_step, previous_log_snr_step = log_snr[2] - log_snr[1], log_snr[1] - log_snr[0]
+        clean_slope = (clean_latents - previous_clean) / (previous_log_snr_step / log_snr_step)
+        clean_scale = (1 - next_sigma).item() * math.expm1(-log_snr_step)
+        return (next_sigma / sigma).item() * x - clean_scale * clean_latents - 0.5 * clean_scale * clean_slope
 
     def restart(self) -> None:
         """Discard the stored clean estimate, for example after a stochastic step; the next step is of order 1."""
-        self._clean = None
+        self._clean_estimate = None

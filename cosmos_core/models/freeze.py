@@ -37,26 +37,26 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, targets: Sequen
         with placeholders(model):
             add_adapter(model, policy.lora, targets)
         return
-    names = dict(model.named_parameters(remove_duplicate=False))  # lists a tied weight under each of its names
+    named_weights = dict(model.named_parameters(remove_duplicate=False))  # lists a tied weight under each of its names
     for patterns, is_trained in ((policy.freeze_pattern, False), (policy.trainable_pattern, True)):
         if patterns:
             key = "policy.trainable_pattern" if is_trained else "policy.freeze_pattern"
             model.requires_grad_(not is_trained)
             for pattern in patterns:
-                _set_requires_grad(names, key, pattern, re.compile(pattern).search, is_trained)
-    _apply_map(names, policy.trainable_map or {})
+                _set_requires_grad(named_weights, key, pattern, re.compile(pattern).search, is_trained)
+    _apply_trainable_map(named_weights, policy.trainable_map or {})
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"policy.{keys[-1]} leaves no weight to train; name fewer in it")
 
 
-def _apply_map(names: dict[str, nn.Parameter], trainable_map: dict[str, bool]) -> None:
+def _apply_trainable_map(named_weights: dict[str, nn.Parameter], trainable_map: dict[str, bool]) -> None:
     """Apply `trainable_map` from outer to inner modules, so that the longest matching module name takes precedence."""
     for module_name in sorted(trainable_map, key=len):
 
         def is_in_module(name: str, module_name: str = module_name) -> bool:
             return name == module_name or name.startswith(f"{module_name}.")
 
-        _set_requires_grad(names, "policy.trainable_map", module_name, is_in_module, trainable_map[module_name])
+        _set_requires_grad(named_weights, "policy.trainable_map", module_name, is_in_module, trainable_map[module_name])
 
 
 def _set_requires_grad(
@@ -64,7 +64,9 @@ def _set_requires_grad(
 ) -> None:
     parameters = [parameter for name, parameter in names.items() if matches(name)]
     if not parameters:
-        known = sorted({re.split(r"\.\d+\.", name)[0] for name in names})  # names of weights up to the layer number
-        raise ConfigError(f"{key}: {name_or_pattern!r} matches no weight{suggestion(name_or_pattern, known)}")
+        known_names = sorted(
+            {re.split(r"\.\d+\.", name)[0] for name in names}
+        )  # names of weights up to the layer number
+        raise ConfigError(f"{key}: {name_or_pattern!r} matches no weight{suggestion(name_or_pattern, known_names)}")
     for parameter in parameters:
         parameter.requires_grad_(is_trained)

@@ -30,9 +30,9 @@ def load_generation_config(model: str, revision: str | None = None) -> Generatio
     Raises:
         ModelError: the file is not a JSON object, or the model cannot be fetched from the Hub.
     """
-    if (content := _read_file(model, revision)) is None:
+    if (content := _read_generation_config(model, revision)) is None:
         return None
-    config, refused_names = _split_refused(content)
+    config, refused_names = _split_refused_settings(content)
     if refused_names:
         logger.warning("%s of %s: transformers refuses to load %s, left out", FILE, model, ", ".join(refused_names))
     return config
@@ -45,7 +45,7 @@ def find_refused_settings(model: str, revision: str | None = None) -> list[str]:
     Raises:
         ModelError: the file is not a JSON object, or the model cannot be fetched from the Hub.
     """
-    return _split_refused(_read_file(model, revision) or {})[1]
+    return _split_refused_settings(_read_generation_config(model, revision) or {})[1]
 
 
 def save_generation_config(model: PreTrainedModel, folder: Path) -> None:
@@ -56,39 +56,39 @@ def save_generation_config(model: PreTrainedModel, folder: Path) -> None:
 @contextmanager
 def default_generation_config(model: PreTrainedModel) -> Iterator[None]:
     """Replace the generation config of a model by the default during the block, so that the model can be saved."""
-    original, model.generation_config = model.generation_config, GenerationConfig()
+    original_config, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
     finally:
-        model.generation_config = original
+        model.generation_config = original_config
 
 
-def _read_file(model: str, revision: str | None) -> dict[str, Any] | None:
-    source, options = locate_model(model, revision)
-    options |= {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+def _read_generation_config(model: str, revision: str | None) -> dict[str, Any] | None:
+    model_source, load_options = locate_model(model, revision)
+    load_options |= {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     with translate_load_errors(FILE, model):
-        file = cached_file(str(source), FILE, **options)
+        file = cached_file(str(model_source), FILE, **load_options)
     return None if file is None else read_object(Path(file), model)
 
 
-def _split_refused(content: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
+def _split_refused_settings(content: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
     """Return a generation config with the settings that transformers accepts, and the names of the refused settings."""
-    if full_config := _try_build(content):
+    if full_config := _try_build_config(content):
         return full_config, []
-    accepted: dict[str, Any] = {}
+    accepted_settings: dict[str, Any] = {}
     for key in sorted(content, key=lambda key: (key not in _PRIMARY_SETTINGS, key)):
-        if _try_build({**accepted, key: content[key]}):
-            accepted[key] = content[key]
-    return GenerationConfig.from_dict(dict(accepted)), sorted(content.keys() - accepted.keys())
+        if _try_build_config({**accepted_settings, key: content[key]}):
+            accepted_settings[key] = content[key]
+    return GenerationConfig.from_dict(dict(accepted_settings)), sorted(content.keys() - accepted_settings.keys())
 
 
-def _try_build(content: Mapping[str, Any]) -> GenerationConfig | None:
+def _try_build_config(content: Mapping[str, Any]) -> GenerationConfig | None:
     """Return a generation config with the settings `content`; None if transformers cannot load or write them."""
     try:
         config = GenerationConfig.from_dict(dict(content))
         GenerationConfig.from_dict(config.to_dict())  # transformers repeats this conversion when it loads a model
         config.to_json_string()
-        ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id or 0]
+        eos_token_ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id or 0]
     except Exception:  # noqa: BLE001 - a value of a wrong type may raise any error
         return None
-    return config if all(isinstance(token, int) for token in ids) else None
+    return config if all(isinstance(token_id, int) for token_id in eos_token_ids) else None

@@ -44,14 +44,14 @@ def load_tokenizer(
     Raises:
         ModelError: the folder or Hub id does not exist or has no tokenizer, or the tokenizer has no token for padding.
     """
-    source, options = locate_model(model, revision)
-    if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
+    model_source, load_options = locate_model(model, revision)
+    if isinstance(model_source, Path) and not any((model_source / name).is_file() for name in _TOKENIZER_FILES):
         # Without this check, transformers creates an empty tokenizer from config.json alone.
         raise model_error(model, "the folder has no tokenizer; save one beside the weights (tokenizer.json)")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        read_object(Path(source, name), model)
+        read_object(Path(model_source, name), model)
     with translate_load_errors("tokenizer", model):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), **options)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(model_source), **load_options)
     if not isinstance(tokenizer.model_max_length, int | float):
         problem = f"tokenizer_config.json has model_max_length = {tokenizer.model_max_length!r}"
         raise model_error(model, f"{problem}, which is no number of tokens; write one, or leave it out")
@@ -68,18 +68,18 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     Raises:
         ModelError: the folder or Hub id does not exist, or its config.json is missing or invalid.
     """
-    source, options = locate_model(model, revision)
-    if isinstance(source, Path) and not (source / "config.json").is_file():
+    model_source, load_options = locate_model(model, revision)
+    if isinstance(model_source, Path) and not (model_source / "config.json").is_file():
         remedy = "give a folder in Hugging Face format"
-        if (source / "adapter_config.json").is_file():
+        if (model_source / "adapter_config.json").is_file():
             remedy = "it is an adapter: name its base here, and the folder in policy.lora.lora_path"
-        elif (source / "model_index.json").is_file():
+        elif (model_source / "model_index.json").is_file():
             remedy = "it is a pipeline of diffusers, which cosmos diffusion-sft trains"
         raise model_error(model, f"the folder has no config.json; {remedy}")
     for name in ("config.json", "generation_config.json"):
-        read_object(Path(source, name), model)
+        read_object(Path(model_source, name), model)
     with translate_load_errors("config.json", model):
-        return AutoConfig.from_pretrained(str(source), **options)
+        return AutoConfig.from_pretrained(str(model_source), **load_options)
 
 
 def load_model(
@@ -96,29 +96,29 @@ def load_model(
         ModelError: the model does not exist, a file is damaged, a tensor is missing, unexpected, of the wrong shape or
             not finite, or the architecture does not generate text.
     """
-    source, options = locate_model(model, revision)
+    model_source, load_options = locate_model(model, revision)
     config = load_config(model, revision)
     check_weights(model)
     with torch.device("meta"), meta_device_safe_creation_ops():
-        _build_empty(config, model, dtype)  # reports a wrong config.json with the same error as `init_on_meta`
-    cls = _model_class(config)
-    generation = load_generation_config(model, revision)
-    if generation is not None:
-        options["generation_config"] = generation
+        _build_empty_model(config, model, dtype)  # reports a wrong config.json with the same error as `init_on_meta`
+    cls = _find_model_class(config)
+    generation_config = load_generation_config(model, revision)
+    if generation_config is not None:
+        load_options["generation_config"] = generation_config
     with translate_load_errors("weights", model):
-        loaded, info = cls.from_pretrained(
-            str(source), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
-            **options, **_attention(cls, config),
+        loaded_model, loading_info = cls.from_pretrained(
+            str(model_source), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
+            **load_options, **_select_attention(cls, config),
         )  # fmt: skip
-    check_loaded_tensors(loaded, info, model)
-    for name, tensor in loaded.state_dict().items():
+    check_loaded_tensors(loaded_model, loading_info, model)
+    for name, tensor in loaded_model.state_dict().items():
         if problem := nonfinite_message(name, tensor):
             raise model_error(model, problem)
     # Rollout engines load the revision that the config records, but transformers does not always record it.
-    loaded.config._commit_hash = getattr(loaded.config, "_commit_hash", None) or revision
-    nn.Module.to(loaded, device)
-    recompute_activations(loaded, gradient_checkpointing)
-    return loaded
+    loaded_model.config._commit_hash = getattr(loaded_model.config, "_commit_hash", None) or revision
+    nn.Module.to(loaded_model, device)
+    recompute_activations(loaded_model, gradient_checkpointing)
+    return loaded_model
 
 
 def model_without_weights(
@@ -130,7 +130,7 @@ def model_without_weights(
     Raises:
         ModelError: the model does not exist, its config.json is wrong, or its architecture does not generate text.
     """
-    empty_model = _build_empty(load_config(model, revision), model, dtype)
+    empty_model = _build_empty_model(load_config(model, revision), model, dtype)
     empty_model.tie_weights()  # `from_pretrained` ties weights during the initialisation, which is skipped here
     recompute_activations(empty_model, gradient_checkpointing)
     return empty_model.eval()
@@ -143,15 +143,17 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
     Raises:
         ModelError: `max_length` exceeds the number of tokens from which transformers changes the rotary embedding.
     """
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    for settings in [rope] if "rope_type" in rope else rope.values():
-        limit = settings.get("original_max_position_embeddings") or text.max_position_embeddings
-        if settings.get("rope_type") in ("longrope", "dynamic") and max_length > limit:
+    text_config = config.get_text_config()
+    rope_parameters = getattr(text_config, "rope_parameters", None) or {}
+    for rope_settings in [rope_parameters] if "rope_type" in rope_parameters else rope_parameters.values():
+        max_stable_length = rope_settings.get("original_max_position_embeddings") or text_config.max_position_embeddings
+        if rope_settings.get("rope_type") in ("longrope", "dynamic") and max_length > max_stable_length:
             raise ModelError(
-                f"policy.model_max_length = {max_length}: the model's {settings['rope_type']!r} positions change for "
-                f"every row of a batch that has one of more than {limit} tokens, so a loss would depend on its "
-                f"neighbours; make it at most {limit}"
+                f"policy.model_max_length = {max_length}: the model's {rope_settings['rope_type']!r} positions change "
+                f"for "
+                f"every row of a batch that has one of more than {max_stable_length} tokens, so a loss would depend "
+                f"on its "
+                f"neighbours; make it at most {max_stable_length}"
             )
 
 
@@ -162,13 +164,13 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         yield from revert_weight_conversion(model, merged_state_dict(model)).items()
 
 
-def _build_empty(config: PretrainedConfig, model: str, dtype: torch.dtype) -> PreTrainedModel:
+def _build_empty_model(config: PretrainedConfig, model: str, dtype: torch.dtype) -> PreTrainedModel:
     _check_architecture(config, model)
-    cls = _model_class(config)
-    build = cls.from_config if cls is AutoModelForCausalLM else cls._from_config
+    cls = _find_model_class(config)
+    build_model = cls.from_config if cls is AutoModelForCausalLM else cls._from_config
     # Skip initialisations that read weights, because meta tensors have no values.
     with translate_load_errors("architecture", model), no_init_weights():
-        return build(config, dtype=dtype, **_attention(cls, config))
+        return build_model(config, dtype=dtype, **_select_attention(cls, config))
 
 
 def _check_architecture(config: PretrainedConfig, model: str) -> None:
@@ -178,11 +180,11 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
         ModelError: the architecture is no model of transformers, does not generate text, or does not match
             `model_type`; or the weights are quantized, and the package that reads them is missing.
     """
-    names = config.architectures
+    architectures = config.architectures
     with translate_load_errors("architecture", model):  # importing the model class fails if a library is missing
-        cls = _model_class(config)
-    if names:
-        entry = f"config.json has architectures = {names!r}"
+        cls = _find_model_class(config)
+    if architectures:
+        entry = f"config.json has architectures = {architectures!r}"
         if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
             raise model_error(
                 model, f"{entry}, which transformers has no model for; name a causal language model there"
@@ -201,18 +203,18 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
         get_hf_quantizer(copy.deepcopy(config), None, None, True, {})
 
 
-def _model_class(config: PretrainedConfig) -> Any:
+def _find_model_class(config: PretrainedConfig) -> Any:
     """Return the model class that config.json names or, as a fallback, the class registered for the type of the config;
     None: neither exists. The named class supports most multimodal models; the fallback supports outdated names."""
-    names = config.architectures
-    if not names:
+    architectures = config.architectures
+    if not architectures:
         return AutoModelForCausalLM
-    if not isinstance(names, list) or not isinstance(names[0], str):
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         return None
-    return getattr(transformers, names[0], AutoModelForCausalLM._model_mapping.get(type(config), None))
+    return getattr(transformers, architectures[0], AutoModelForCausalLM._model_mapping.get(type(config), None))
 
 
-def _attention(cls: Any, config: PretrainedConfig) -> dict[str, str]:
+def _select_attention(cls: Any, config: PretrainedConfig) -> dict[str, str]:
     if getattr(config.get_text_config(), "attn_logit_softcapping", None):
         return {"attn_implementation": "eager"}  # sdpa silently ignores the soft cap of the logits (Gemma 2)
     return {"attn_implementation": "sdpa"} if getattr(cls, "_supports_sdpa", True) else {}
@@ -224,12 +226,12 @@ def check_loaded_tensors(loaded: PreTrainedModel, info: dict[str, Any], model: s
     Raises:
         ModelError: tensors are missing, unexpected, of another shape, or not tied although config.json ties them.
     """
-    mismatched = {entry[0] for entry in info["mismatched_keys"]}
+    mismatched_names = {entry[0] for entry in info["mismatched_keys"]}
     tied_names = loaded.get_expanded_tied_weights_keys(all_submodels=True).keys()
     problems = {
-        "missing from the files": set(info["missing_keys"]) - mismatched,
+        "missing from the files": set(info["missing_keys"]) - mismatched_names,
         f"in the files but not in {type(loaded).__name__}": set(info["unexpected_keys"]),
-        "of another shape than config.json says": mismatched,
+        "of another shape than config.json says": mismatched_names,
         "that config.json ties to others, but the files do not": tied_names - loaded.all_tied_weights_keys.keys(),
     }
     messages = [f"{len(keys)} tensors {problem}: {_format_names(keys)}" for problem, keys in problems.items() if keys]

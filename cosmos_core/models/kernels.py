@@ -22,7 +22,7 @@ from cosmos_core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_FP8_CAPABILITY = (8, 9)
+_MIN_FP8_CAPABILITY = (8, 9)
 _HOPPER_MAJOR = 9
 _FP8_SIZE_MULTIPLE = 16
 """Number by which the input and output features of a linear layer must be divisible for fp8 products."""
@@ -36,18 +36,18 @@ def use_liger(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: Liger has no kernels for the model family.
     """
-    liger: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
-    families = liger.MODEL_TYPE_TO_APPLY_LIGER_FN
-    family = model.config.model_type
-    if family not in families:
-        raise ConfigError(f"policy.enable_liger_kernel = true: Liger has no kernels for {family}; leave it out")
-    families[family](model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    liger_patches: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    patch_functions = liger_patches.MODEL_TYPE_TO_APPLY_LIGER_FN
+    model_type = model.config.model_type
+    if model_type not in patch_functions:
+        raise ConfigError(f"policy.enable_liger_kernel = true: Liger has no kernels for {model_type}; leave it out")
+    patch_functions[model_type](model=model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def use_fp8(model: PreTrainedModel, fp8: FP8Config) -> None:
     """Make linear layers of the blocks multiply in fp8 if the GPU supports it; weights and optimizer do not change."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    if capability >= _FP8_CAPABILITY:
+    if capability >= _MIN_FP8_CAPABILITY:
         convert_to_fp8(model, fp8)
         return
     logger.warning(
@@ -63,8 +63,8 @@ def convert_to_fp8(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = Fa
     float8: Any = importlib.import_module("torchao.float8")
     # Inner dimensions are padded: fp8 products need multiples of 16, micro-batches have any number of tokens.
     config = replace(float8.Float8LinearConfig.from_recipe_name(fp8.quant_recipe), pad_inner_dim=True, emulate=emulate)
-    blocks = tuple(model._no_split_modules or ())
-    block_names = [name for name, module in model.named_modules() if type(module).__name__ in blocks]
+    block_class_names = tuple(model._no_split_modules or ())
+    block_names = [name for name, module in model.named_modules() if type(module).__name__ in block_class_names]
 
     def is_converted(module: nn.Module, name: str) -> bool:
         return (
@@ -107,8 +107,8 @@ def use_flash_attention(version: int | None, activate: Callable[[str], None] | N
             activate = activate_flash_attention_impl
         activate("FA3")
     except (ImportError, RuntimeError, ValueError) as error:
-        level = logging.INFO if version is None else logging.WARNING
-        logger.log(level, "packed attention runs on FlashAttention 2, because 3 is not there: %s", error)
+        log_level = logging.INFO if version is None else logging.WARNING
+        logger.log(log_level, "packed attention runs on FlashAttention 2, because 3 is not there: %s", error)
         return False
     logger.info("packed attention runs on FlashAttention 3")
     return True

@@ -25,7 +25,7 @@ def kernel_length(length: int, device: torch.device, dtype: torch.dtype) -> int:
 def pad_to_kernel(tensor: Tensor, dim: int) -> Tensor:
     """Pad a tensor with zeros at the end of the negative dimension `dim`, up to the `kernel_length` of its size. The
     dtype of the computation is that of autocast if autocast is enabled, otherwise that of the tensor."""
-    kind, length = tensor.device.type, tensor.shape[dim]
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
-    missing = kernel_length(length, tensor.device, dtype) - length
-    return pad(tensor, [0, 0] * (-dim - 1) + [0, missing]) if missing else tensor
+    device_type, length = tensor.device.type, tensor.shape[dim]
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else tensor.dtype
+    padding_length = kernel_length(length, tensor.device, dtype) - length
+    return pad(tensor, [0, 0] * (-dim - 1) + [0, padding_length]) if padding_length else tensor

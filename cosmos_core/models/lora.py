@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "lora"
 """Name of the subfolder with the adapter in an export, next to the merged weights."""
-_NAME = "default"
+_ADAPTER_NAME = "default"
 _KEY = "policy.lora"
 BASE_CHANGING_INITS = ("pissa", "olora")
 """Prefixes of the names of LoRA initialisations that move a part of the base weights into the adapter."""
@@ -63,18 +63,20 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     if lora.target_modules is None and targets:
         lora = lora.derive(target_modules=tuple(targets))
     targets = lora.target_modules if isinstance(lora.target_modules, tuple) else ()
-    names = [name for name, _ in model.named_modules() if name]
+    module_names = [name for name, _ in model.named_modules() if name]
     _check_targets(f"{_KEY}.target_modules", targets, names_of_targets(model), r"(^|.*\.){}")
-    _check_targets(f"{_KEY}.modules_to_save", lora.modules_to_save or (), names, r".*{}")
-    tied_names = _tied_modules(model)
+    _check_targets(f"{_KEY}.modules_to_save", lora.modules_to_save or (), module_names, r".*{}")
+    tied_names = _find_tied_modules(model)
     if refused_names := [name for name in tied_names if any(name == t or name.endswith(f".{t}") for t in targets)]:
         raise ConfigError(
             f"{_KEY}.target_modules names {refused_names[0]!r}, whose weight is {' and '.join(tied_names)} in one; "
             "name it in modules_to_save, which trains it whole"
         )
-    keeps_ties = any(name.endswith(saved) for name in tied_names for saved in lora.modules_to_save or ())
+    should_keep_ties = any(
+        name.endswith(saved_module) for name in tied_names for saved_module in lora.modules_to_save or ()
+    )
     if lora.lora_path is None:
-        config = _peft_config(model, lora, keeps_ties)
+        config = _build_peft_config(model, lora, should_keep_ties)
     else:
         config = load_saved_settings(lora)
         resolve_saved_targets(config, model)
@@ -83,7 +85,7 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     try:
         with warnings.catch_warnings():  # PEFT only warns of problems that this function checks itself
             warnings.simplefilter("ignore")
-            ExactLora(model, config, _NAME)
+            ExactLora(model, config, _ADAPTER_NAME)
     except (ValueError, TypeError, re.error) as error:
         if lora.target_modules is None:
             raise ConfigError(
@@ -91,7 +93,7 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
                 f"or a list"
             ) from error
         raise ConfigError(f"{_KEY}: PEFT refuses {type(model).__name__}: {' '.join(str(error).split())}") from error
-    adapted: Mapping[str, Any] = adapted_layers(model)
+    layers_by_name: Mapping[str, Any] = adapted_layers(model)
     logger.info("policy.lora: %s", describe_adapter(model, lora.target_modules))
     for key, patterns in (("r_pattern", lora.r_pattern), ("alpha_pattern", lora.alpha_pattern)):
         _check_targets(f"{_KEY}.{key}", patterns or {}, adapted_names(model), r"(.*\.)?({})", are_patterns=True)
@@ -99,10 +101,10 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     if lora.lora_path is not None and not next(model.parameters()).is_meta:
         load_weights(model, lora)
     if str(lora.init_lora_weights).startswith(BASE_CHANGING_INITS):
-        for layer in adapted.values():
-            for factor in ("A", "B"):
-                start = getattr(layer, f"lora_{factor}")[_NAME].weight.detach().clone()
-                layer.register_buffer(f"initial_{factor}", start, persistent=False)
+        for layer in layers_by_name.values():
+            for factor_name in ("A", "B"):
+                initial_factor = getattr(layer, f"lora_{factor_name}")[_ADAPTER_NAME].weight.detach().clone()
+                layer.register_buffer(f"initial_{factor_name}", initial_factor, persistent=False)
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -123,14 +125,14 @@ def merge_adapter(model: nn.Module) -> Iterator[None]:
     The base weights are then restored from a copy, because subtracting the adapter would leave rounding errors.
     """
     layers = adapted_layers(model).values()
-    saved = {parameter: parameter.data for layer in layers for parameter in layer.get_base_layer().parameters()}
+    base_weights = {parameter: parameter.data for layer in layers for parameter in layer.get_base_layer().parameters()}
     try:
         with torch.no_grad():
             for layer in layers:
                 layer.merge(safe_merge=True)  # safe_merge writes to a new tensor instead of the base weights
         yield
     finally:
-        for parameter, data in saved.items():
+        for parameter, data in base_weights.items():
             parameter.data = data
         for layer in layers:
             layer.merged_adapters.clear()
@@ -145,21 +147,23 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def names_without_adapter(model: nn.Module) -> dict[str, str]:
     """Return for each key of a model's state dict the key in the model without the adapter; empty for LoRA tensors."""
-    wrappers = {name for name, module in model.named_modules() if isinstance(module, (LoraLayer, ModulesToSaveWrapper))}
-    return {key: _name_without_wrappers(key, wrappers) for key in model.state_dict()}
+    wrapper_names = {
+        name for name, module in model.named_modules() if isinstance(module, (LoraLayer, ModulesToSaveWrapper))
+    }
+    return {key: _remove_wrapper_names(key, wrapper_names) for key in model.state_dict()}
 
 
 def trains_only_linear_factors(model: nn.Module) -> bool:
     """Return True if training changes only LoRA factors of linear layers, and all other weights stay unchanged."""
     if not is_adapted(model) or has_changed_base(model):
         return False
-    config: Any = model.peft_config[_NAME]  # type: ignore[union-attr,index]
+    config: Any = model.peft_config[_ADAPTER_NAME]  # type: ignore[union-attr,index]
     other_changes = (config.modules_to_save, config.use_dora, config.lora_bias, config.bias != "none")
-    outer_layers = (
+    embedding_layers = (
         [model.get_input_embeddings(), model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
     )
     return not any(other_changes) and all(
-        isinstance(layer.get_base_layer(), nn.Linear) and layer not in outer_layers
+        isinstance(layer.get_base_layer(), nn.Linear) and layer not in embedding_layers
         for layer in adapted_layers(model).values()
     )
 
@@ -167,30 +171,30 @@ def trains_only_linear_factors(model: nn.Module) -> bool:
 def add_adapter_like(model: Any, adapted: Any) -> None:
     """Add an adapter to `model` with the settings of the adapter of `adapted`. The caller must load the weights."""
     with torch.random.fork_rng():
-        ExactLora(model, copy.deepcopy(adapted.peft_config[_NAME]), _NAME)
+        ExactLora(model, copy.deepcopy(adapted.peft_config[_ADAPTER_NAME]), _ADAPTER_NAME)
 
 
 def scales_of(model: nn.Module) -> dict[str, float]:
     """Return for each adapted layer, by name, the factor by which the LoRA product B A is scaled before it is added."""
-    return {name: layer.scaling[_NAME] for name, layer in adapted_layers(model).items()}
+    return {name: layer.scaling[_ADAPTER_NAME] for name, layer in adapted_layers(model).items()}
 
 
 def factor_of(key: str) -> tuple[str, str]:
     """Split the state dict key of a LoRA factor into the name of its layer and `A` or `B`."""
-    layer, _, factor_name = key.rpartition(".lora_")
-    return layer, factor_name[0]
+    layer_name, _, factor_name = key.rpartition(".lora_")
+    return layer_name, factor_name[0]
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write the adapter of a model to a folder in PEFT's format. `PeftModel.from_pretrained(base, folder)` then loads
     the adapter onto the original base model."""
-    config = portable_config(model.peft_config[_NAME], model)
+    config = portable_config(model.peft_config[_ADAPTER_NAME], model)
     config.inference_mode = True
     # PEFT stores sets, whose order differs between processes.
     for name in ("target_modules", "target_parameters", "modules_to_save", "exclude_modules"):
-        if isinstance(names := getattr(config, name), (set, list)):
-            setattr(config, name, sorted(names))
-    state = peft.get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False)
+        if isinstance(module_names := getattr(config, name), (set, list)):
+            setattr(config, name, sorted(module_names))
+    state = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER_NAME, save_embedding_layers=False)
     if has_changed_base(model):
         state = _rebase_adapter_on_original(model, state, config)
     folder.mkdir(parents=True)
@@ -200,7 +204,7 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     config.save_pretrained(str(folder))
 
 
-def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraConfig:
+def _build_peft_config(model: Any, lora: LoraConfig, should_keep_ties: bool) -> peft.LoraConfig:
     targets = find_targets(model, lora.target_modules)
     if targets.parameters and str(lora.init_lora_weights).startswith(BASE_CHANGING_INITS):
         raise ConfigError(
@@ -209,8 +213,10 @@ def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraCon
         )
     # Two stacked projections need twice the rank.
     double_rank_patterns = [f".*{re.escape(name)}" for name in targets.double_rank]
-    build: Any = peft.LoraConfig  # Any: the type annotations of LoraConfig are narrower than the values that it accepts
-    return build(
+    config_class: Any = (
+        peft.LoraConfig
+    )  # Any: the type annotations of LoraConfig are narrower than the values that it accepts
+    return config_class(
         task_type="CAUSAL_LM" if isinstance(model, PreTrainedModel) else None,
         r=lora.r,
         lora_alpha=lora.lora_alpha,
@@ -220,7 +226,7 @@ def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraCon
         exclude_modules=targets.excluded or None,
         use_rslora=lora.use_rslora,
         modules_to_save=list(lora.modules_to_save) if lora.modules_to_save else None,
-        ensure_weight_tying=keeps_ties,
+        ensure_weight_tying=should_keep_ties,
         alpha_pattern=dict(lora.alpha_pattern or {}) | dict.fromkeys(double_rank_patterns, 2 * lora.lora_alpha),
         rank_pattern=dict(lora.r_pattern or {}) | dict.fromkeys(double_rank_patterns, 2 * lora.r),
         # True on the meta device, where weights have no values to decompose.
@@ -237,18 +243,18 @@ def _check_targets(
     for target in targets:
         expression = pattern_template.format(target if are_patterns else re.escape(target))
         if not any(re.fullmatch(expression, name) for name in names):
-            last = sorted({name.rpartition(".")[2] for name in names})
-            raise ConfigError(f"{key} = {target!r} matches no module{suggestion(target, last)}")
+            last_components = sorted({name.rpartition(".")[2] for name in names})
+            raise ConfigError(f"{key} = {target!r} matches no module{suggestion(target, last_components)}")
 
 
-def _tied_modules(model: nn.Module) -> list[str]:
+def _find_tied_modules(model: nn.Module) -> list[str]:
     """Return the names of the input embedding and the output head if they share a weight, otherwise an empty list."""
     if not isinstance(model, PreTrainedModel):
         return []
-    outer_layers = (model.get_input_embeddings(), model.get_output_embeddings())
-    if any(end is None for end in outer_layers) or outer_layers[0].weight is not outer_layers[1].weight:
+    embedding_layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    if any(end is None for end in embedding_layers) or embedding_layers[0].weight is not embedding_layers[1].weight:
         return []
-    return [name for name, module in model.named_modules() if module in outer_layers]
+    return [name for name, module in model.named_modules() if module in embedding_layers]
 
 
 def _check_head_dropout(model: nn.Module, lora: LoraConfig) -> None:
@@ -262,18 +268,18 @@ def _check_head_dropout(model: nn.Module, lora: LoraConfig) -> None:
         )
 
 
-def _name_without_wrappers(key: str, wrapper_names: set[str]) -> str:
+def _remove_wrapper_names(key: str, wrapper_names: set[str]) -> str:
     """Return a state dict key without the name components of PEFT's `wrapper_names`; empty for an adapter's tensor."""
-    names, components, i = key.split("."), [], 0
-    while i < len(names):
-        if ".".join(names[:i]) not in wrapper_names:
-            components.append(names[i])
-        elif names[i : i + 2] == ["modules_to_save", _NAME]:
+    key_components, kept_components, i = key.split("."), [], 0
+    while i < len(key_components):
+        if ".".join(key_components[:i]) not in wrapper_names:
+            kept_components.append(key_components[i])
+        elif key_components[i : i + 2] == ["modules_to_save", _ADAPTER_NAME]:
             i += 1
-        elif names[i] != "base_layer":
+        elif key_components[i] != "base_layer":
             return ""
         i += 1
-    return ".".join(components)
+    return ".".join(kept_components)
 
 
 def _rebase_adapter_on_original(model: PreTrainedModel, state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
@@ -282,18 +288,18 @@ def _rebase_adapter_on_original(model: PreTrainedModel, state: Mapping[str, Tens
     buffers = dict(model.named_buffers())
     doubled_rank_state = {}
     for name, tensor in state.items():
-        layer, _, factor = name.removesuffix(".weight").rpartition(".lora_")
-        initial = buffers.get(f"{layer}.initial_{factor}")
-        if initial is None:  # the tensor is no LoRA factor but a weight in `modules_to_save`
+        layer_name, _, factor = name.removesuffix(".weight").rpartition(".lora_")
+        initial_factor = buffers.get(f"{layer_name}.initial_{factor}")
+        if initial_factor is None:  # the tensor is no LoRA factor but a weight in `modules_to_save`
             doubled_rank_state[name] = tensor
         else:
             doubled_rank_state[name] = (
-                torch.cat([tensor, initial]) if factor == "A" else torch.cat([tensor, -initial], 1)
+                torch.cat([tensor, initial_factor]) if factor == "A" else torch.cat([tensor, -initial_factor], 1)
             )
     # alpha grows with the rank, so that the scale of the adapter, alpha / r or alpha / sqrt(r), does not change.
-    growth = math.sqrt(2) if config.use_rslora else 2.0
-    config.r, config.lora_alpha = 2 * config.r, growth * config.lora_alpha
+    alpha_growth = math.sqrt(2) if config.use_rslora else 2.0
+    config.r, config.lora_alpha = 2 * config.r, alpha_growth * config.lora_alpha
     config.rank_pattern = {name: 2 * rank for name, rank in config.rank_pattern.items()}
-    config.alpha_pattern = {name: growth * alpha for name, alpha in config.alpha_pattern.items()}
+    config.alpha_pattern = {name: alpha_growth * alpha for name, alpha in config.alpha_pattern.items()}
     config.init_lora_weights = True
     return doubled_rank_state

@@ -25,7 +25,7 @@ ALL_LINEAR = "all-linear"
 _FUSED = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 """Names of the projections that a stacked parameter of experts contains, for each naming scheme of checkpoints.
 Checkpoints store each projection separately."""
-_KEY = "policy.lora.target_modules"
+_TARGET_MODULES_KEY = "policy.lora.target_modules"
 _ADAPTER_MARKERS = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
 
 
@@ -58,47 +58,63 @@ def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -
     Raises:
         ConfigError: `target_modules` names only one of two projections that experts store in one matrix.
     """
-    stacked = _stacked_parameters(model)
+    stacked_names = _find_stacked_parameters(model)
     if target_modules is None:
         return Targets(None, [], [], [])
     if isinstance(target_modules, str):
         excluded = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and not is_plain_linear(m)]
-        kinds = sorted(set(map(name_without_prefix, stacked)))
-        return Targets(ALL_LINEAR, kinds, excluded, [kind for kind in kinds if kind.endswith("gate_up_proj")])
-    parameters: set[str] = set()
+        parameter_names = sorted(set(map(name_without_prefix, stacked_names)))
+        return Targets(
+            ALL_LINEAR, parameter_names, excluded, [kind for kind in parameter_names if kind.endswith("gate_up_proj")]
+        )
+    target_parameters: set[str] = set()
     double_rank: set[str] = set()
-    used: set[str] = set()
-    for name in stacked:
-        container, _, last_name = name.rpartition(".")
-        if matches := [target for target in target_modules if _has_suffix(name, target)]:
-            parameters.add(_target_name(name, matches))
-            used |= set(matches)
-        for projections in _FUSED.get(last_name, ()):
-            matches = [t for t in target_modules for each in projections if _has_suffix(f"{container}.{each}", t)]
+    matched_targets: set[str] = set()
+    for name in stacked_names:
+        parent_name, _, child_name = name.rpartition(".")
+        if matches := [target for target in target_modules if _has_name_suffix(name, target)]:
+            target_parameters.add(_shorten_parameter_name(name, matches))
+            matched_targets |= set(matches)
+        for projections in _FUSED.get(child_name, ()):
+            matches = [
+                t for t in target_modules for each in projections if _has_name_suffix(f"{parent_name}.{each}", t)
+            ]
             if matches and len(matches) < len(projections):
                 raise ConfigError(
-                    f"{_KEY} names {matches[0]!r} alone, but the experts of {name_without_prefix(container)} "
+                    f"{_TARGET_MODULES_KEY} names {matches[0]!r} alone, but the experts of "
+                    f"{name_without_prefix(parent_name)} "
                     f"hold {' and '.join(projections)} in one matrix; name both or neither"
                 )
             if matches:
-                parameters.add(_target_name(name, matches))
-                used |= set(matches)
-                double_rank |= {_target_name(name, matches)} if len(projections) > 1 else set()
+                target_parameters.add(_shorten_parameter_name(name, matches))
+                matched_targets |= set(matches)
+                double_rank |= {_shorten_parameter_name(name, matches)} if len(projections) > 1 else set()
     for name, module in model.named_modules():
-        if _is_matrix(module) and (matches := [target for target in target_modules if _has_suffix(name, target)]):
-            parameters.add(f"{_target_name(name, matches)}.weight")
-            used |= set(matches)
-    names = [name for name, module in model.named_modules() if not _is_matrix(module)]
-    modules = [t for t in target_modules if t not in used or any(_has_suffix(name, t) for name in names)]
-    return Targets(modules, sorted(parameters), [], sorted(double_rank))
+        if _is_weight_target(module) and (
+            matches := [target for target in target_modules if _has_name_suffix(name, target)]
+        ):
+            target_parameters.add(f"{_shorten_parameter_name(name, matches)}.weight")
+            matched_targets |= set(matches)
+    module_names = [name for name, module in model.named_modules() if not _is_weight_target(module)]
+    remaining_targets = [
+        t for t in target_modules if t not in matched_targets or any(_has_name_suffix(name, t) for name in module_names)
+    ]
+    return Targets(remaining_targets, sorted(target_parameters), [], sorted(double_rank))
 
 
 def names_of_targets(model: nn.Module) -> list[str]:
     """Return all names that `target_modules` may contain: modules, stacked parameters, and the projections in these."""
     names = [name for name, _ in model.named_modules() if name]
-    for name in _stacked_parameters(model):
-        container, _, last_name = name.rpartition(".")
-        names += [name, *(f"{container}.{each}" for group in _FUSED.get(last_name, ()) for each in group)]
+    for name in _find_stacked_parameters(model):
+        parent_name, _, child_name = name.rpartition(".")
+        names += [
+            name,
+            *(
+                f"{parent_name}.{projection}"
+                for projections in _FUSED.get(child_name, ())
+                for projection in projections
+            ),
+        ]
     return names
 
 
@@ -109,22 +125,22 @@ def portable_config(config: Any, model: nn.Module) -> Any:
     Linear layers with names that PEFT would translate to experts are listed as parameters, whose names PEFT does not
     translate. The tensors of the adapter keep their names and shapes.
     """
-    config, translated = copy.deepcopy(config), copy.deepcopy(config)
+    config, translated_config = copy.deepcopy(config), copy.deepcopy(config)
     try:
-        convert_peft_config_for_transformers(translated, model, None)
+        convert_peft_config_for_transformers(translated_config, model, None)
     except ValueError:  # PEFT requires both gate and up projection for names that it treats as experts
-        translated.target_modules = ()
-    lost_targets = set(config.target_modules or ()) - set(translated.target_modules or ())
+        translated_config.target_modules = ()
+    lost_targets = set(config.target_modules or ()) - set(translated_config.target_modules or ())
     if not lost_targets:
         return config
     config.target_modules = set(config.target_modules) - lost_targets
     parameters, layers = set(config.target_parameters or ()), adapted_layers(model)
-    modules = Counter(name_without_prefix(name) for name, _ in model.named_modules() if ".base_layer" not in name)
-    adapted = Counter(map(name_without_prefix, layers))
+    module_counts = Counter(name_without_prefix(name) for name, _ in model.named_modules() if ".base_layer" not in name)
+    adapted_counts = Counter(map(name_without_prefix, layers))
     for name, layer in layers.items():
-        if not isinstance(layer, ParamWrapper) and any(_has_suffix(name, target) for target in lost_targets):
+        if not isinstance(layer, ParamWrapper) and any(_has_name_suffix(name, target) for target in lost_targets):
             kind = name_without_prefix(name)
-            parameters.add(target := f"{kind if modules[kind] == adapted[kind] else name}.weight")
+            parameters.add(target := f"{kind if module_counts[kind] == adapted_counts[kind] else name}.weight")
             (rank,), (alpha,) = layer.r.values(), layer.lora_alpha.values()
             if (rank, alpha) != (config.r, config.lora_alpha):
                 pattern = f".*{re.escape(target.removesuffix('.weight'))}(\\.weight)?"
@@ -136,13 +152,13 @@ def portable_config(config: Any, model: nn.Module) -> Any:
 def resolve_saved_targets(config: Any, model: nn.Module) -> None:
     """Change the configuration of a saved adapter so that it names layers of `model` as `find_targets` does. Linear
     layers that `portable_config` listed as parameters are listed as modules again."""
-    listed = set(config.target_parameters or ())
+    listed_parameters = set(config.target_parameters or ())
     linear = {
-        name: {target for target in listed if _has_suffix(f"{name}.weight", target)}
+        name: {target for target in listed_parameters if _has_name_suffix(f"{name}.weight", target)}
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     }
-    config.target_parameters = listed.difference(*linear.values())
+    config.target_parameters = listed_parameters.difference(*linear.values())
     if not isinstance(config.target_modules, str):
         targets = find_targets(model, sorted(config.target_modules or ()))
         config.target_modules = {*(targets.modules or ()), *(name for name, matches in linear.items() if matches)}
@@ -157,16 +173,18 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
 def adapted_names(model: nn.Module) -> list[str]:
     """Return the names of the adapted layers of a model and of its adapted stacked parameters."""
     layers = adapted_layers(model)
-    stacked = [(name, each.parameter_name) for name, each in layers.items() if isinstance(each, ParamWrapper)]
-    return [*layers, *(f"{name.replace('.base_layer', '')}.{parameter}" for name, parameter in stacked)]
+    stacked_parameters = [
+        (name, layer.parameter_name) for name, layer in layers.items() if isinstance(layer, ParamWrapper)
+    ]
+    return [*layers, *(f"{name.replace('.base_layer', '')}.{parameter}" for name, parameter in stacked_parameters)]
 
 
 def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> str:
     """Return a text about the adapter of a model: the number of adapted layers by kind. For the setting `all-linear`,
     the text also lists the layers that the adapter does not change."""
     layers = adapted_layers(model)
-    adapted = Counter(map(_kind, layers.values(), layers))
-    text = "LoRA on " + ", ".join(f"{count} {kind}" for kind, count in adapted.items())
+    adapted_counts = Counter(map(_describe_layer, layers.values(), layers))
+    text = "LoRA on " + ", ".join(f"{count} {kind}" for kind, count in adapted_counts.items())
     if target_modules != ALL_LINEAR:  # the user chose layers by name, so unadapted layers are not listed
         return text
     output_heads = [model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
@@ -175,7 +193,7 @@ def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> 
         is_in_adapter = any(marker in name for marker in _ADAPTER_MARKERS)
         if is_in_adapter or isinstance(module, LoraLayer | nn.Embedding):
             continue
-        if any(each.ndim >= 2 for each in module.parameters(recurse=False)):
+        if any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
             excluded_kind = "the head" if any(module is head for head in output_heads) else type(module).__name__
             unchanged[f"{name_without_prefix(name)} ({excluded_kind})"] += 1
     return text + ("; not on " + ", ".join(f"{count} {kind}" for kind, count in unchanged.items()) if unchanged else "")
@@ -200,14 +218,14 @@ def is_plain_linear(layer: nn.Linear) -> bool:
     return isinstance(output, Tensor) and output.shape == (1, layer.out_features)
 
 
-def _kind(layer: LoraLayer, name: str) -> str:
+def _describe_layer(layer: LoraLayer, name: str) -> str:
     if not isinstance(layer, ParamWrapper):
         return name_without_prefix(name)
-    experts = f" of {layer.num_experts} experts" if layer.num_experts > 1 else ""
-    return f"{name_without_prefix(name)}.{layer.parameter_name}{experts}"
+    expert_suffix = f" of {layer.num_experts} experts" if layer.num_experts > 1 else ""
+    return f"{name_without_prefix(name)}.{layer.parameter_name}{expert_suffix}"
 
 
-def _stacked_parameters(model: nn.Module) -> list[str]:
+def _find_stacked_parameters(model: nn.Module) -> list[str]:
     """Return the names of parameters that stack the matrices of all experts of a layer."""
     return [
         f"{name}.{parameter_name}"
@@ -217,13 +235,13 @@ def _stacked_parameters(model: nn.Module) -> list[str]:
     ]
 
 
-def _target_name(name: str, targets: Sequence[str]) -> str:
+def _shorten_parameter_name(name: str, targets: Sequence[str]) -> str:
     """Return the name of a parameter without its layer number, unless one of the matching `targets` has it."""
-    kind = name_without_prefix(name)
-    return kind if all(len(target) <= len(kind) for target in targets) else name
+    unnumbered_name = name_without_prefix(name)
+    return unnumbered_name if all(len(target) <= len(unnumbered_name) for target in targets) else name
 
 
-def _is_matrix(module: nn.Module) -> bool:
+def _is_weight_target(module: nn.Module) -> bool:
     """Return True if PEFT can adapt only the weight of a module and not the module itself, for example of a router."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     is_supported = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d)
@@ -231,5 +249,5 @@ def _is_matrix(module: nn.Module) -> bool:
     return weight is not None and weight.ndim in {2, 3} and not is_supported and not is_conv1d
 
 
-def _has_suffix(name: str, target: str) -> bool:
+def _has_name_suffix(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")

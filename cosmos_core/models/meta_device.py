@@ -36,8 +36,8 @@ def placeholders(model: nn.Module) -> Iterator[None]:
 
 
 def _expand_scalar(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    number = torch.zeros((), dtype=parameter.dtype, device=device)
-    return nn.Parameter(number.expand(parameter.shape), parameter.requires_grad)
+    scalar = torch.zeros((), dtype=parameter.dtype, device=device)
+    return nn.Parameter(scalar.expand(parameter.shape), parameter.requires_grad)
 
 
 def _replace_parameters(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:

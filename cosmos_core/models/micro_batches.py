@@ -11,11 +11,11 @@ from cosmos_core.data.sample import Sample
 
 _MAX_PADDING_FRACTION = 0.1
 """Fraction of padding tokens below which rows are not rearranged."""
-_OVERHEAD, _FRACTION = 32, 64
+_MAX_OVERHEAD_TOKENS, _OVERHEAD_DIVISOR = 32, 64
 """Fixed cost of a micro-batch on a CPU, in tokens: a 64th of all tokens, at most 32."""
 _MIN_SAVED_FRACTION = 0.25
 """Fraction of all tokens that sharing prompts must save."""
-_MIN_PROMPT = 8
+_MIN_PROMPT_TOKENS = 8
 """Minimum number of tokens of a prompt to share, because the attention of completions of shared prompts runs in more,
 smaller batches."""
 
@@ -42,19 +42,19 @@ def split_by_length(
     num_unsplit_tokens = sum(widths[start] * len(widths[start : start + size]) for start in range(0, len(widths), size))
     if sum(widths) >= (1 - _MAX_PADDING_FRACTION) * num_unsplit_tokens:
         return None
-    overhead = min(_OVERHEAD, sum(widths) // _FRACTION)
+    overhead = min(_MAX_OVERHEAD_TOKENS, sum(widths) // _OVERHEAD_DIVISOR)
     costs, starts = [0], [0]
     for end in range(1, len(widths) + 1):
-        options = [(costs[i] + widths[i] * (end - i) + overhead, i) for i in range(max(0, end - size), end)]
-        cost, start = min(options)
+        split_options = [(costs[i] + widths[i] * (end - i) + overhead, i) for i in range(max(0, end - size), end)]
+        cost, start = min(split_options)
         costs.append(cost)
         starts.append(start)
-    bounds = [len(widths)]
-    while bounds[-1]:
-        bounds.append(starts[bounds[-1]])
-    slices = [(num_ranks * start, num_ranks * end) for start, end in pairwise(reversed(bounds))]
+    split_bounds = [len(widths)]
+    while split_bounds[-1]:
+        split_bounds.append(starts[split_bounds[-1]])
+    batch_slices = [(num_ranks * start, num_ranks * end) for start, end in pairwise(reversed(split_bounds))]
     batches = [
-        list(sorted_indices[start + rank : end : num_ranks]) for start, end in slices for rank in range(num_ranks)
+        list(sorted_indices[start + rank : end : num_ranks]) for start, end in batch_slices for rank in range(num_ranks)
     ]
     return [batch for batch in batches if batch]
 
@@ -71,7 +71,7 @@ def prompt_length(sample: Sample) -> int:
     """Return the number of leading tokens of a sample that can be shared: those before the token that predicts the
     first trained token. Return 0 if there are too few tokens to share."""
     length = int(sample.loss_mask[1:].argmax())
-    return length if length >= _MIN_PROMPT else 0
+    return length if length >= _MIN_PROMPT_TOKENS else 0
 
 
 def is_worth_sharing(num_tokens: float, num_shared: float) -> bool:
@@ -93,29 +93,33 @@ def merge_prompts(
     A micro-batch has at most as many tokens as `size` of the longest samples without sharing. The arguments are those
     of `split_by_length`.
     """
-    groups = [[sorted_indices[k] for k in group] for group in group_by_prompt([samples[i] for i in sorted_indices])]
-    totals = [num_shared_tokens([samples[i] for i in group]) for group in groups]
+    prompt_groups = [
+        [sorted_indices[k] for k in group] for group in group_by_prompt([samples[i] for i in sorted_indices])
+    ]
+    group_tokens = [num_shared_tokens([samples[i] for i in group]) for group in prompt_groups]
     num_tokens = sum(len(samples[i].input_ids) for i in sorted_indices)
-    max_tokens = min(size * len(samples[sorted_indices[0]].input_ids), max(max(totals), -(-sum(totals) // num_ranks)))
+    max_tokens = min(
+        size * len(samples[sorted_indices[0]].input_ids), max(max(group_tokens), -(-sum(group_tokens) // num_ranks))
+    )
     batches: list[list[int]] = []
-    lengths: list[int] = []
-    for number in sorted(range(len(groups)), key=lambda g: -totals[g]):
-        prompt = prompt_length(samples[groups[number][0]])
-        if not batches or lengths[-1] + totals[number] > max_tokens:
+    batch_tokens: list[int] = []
+    for group_index in sorted(range(len(prompt_groups)), key=lambda group_key: -group_tokens[group_key]):
+        num_prompt_tokens = prompt_length(samples[prompt_groups[group_index][0]])
+        if not batches or batch_tokens[-1] + group_tokens[group_index] > max_tokens:
             batches.append([])
-            lengths.append(0)
-        lengths[-1] += prompt
-        for i in groups[number]:
-            num_new_tokens = len(samples[i].input_ids) - prompt
-            if batches[-1] and lengths[-1] + num_new_tokens > max_tokens:
+            batch_tokens.append(0)
+        batch_tokens[-1] += num_prompt_tokens
+        for i in prompt_groups[group_index]:
+            num_new_tokens = len(samples[i].input_ids) - num_prompt_tokens
+            if batches[-1] and batch_tokens[-1] + num_new_tokens > max_tokens:
                 batches.append([])
-                lengths.append(prompt)
+                batch_tokens.append(num_prompt_tokens)
             batches[-1].append(i)
-            lengths[-1] += num_new_tokens
-    order = sorted(range(len(batches)), key=lambda batch_index: -lengths[batch_index])
-    rank_tokens = sum(lengths[batch_index] for batch_index in order[::num_ranks])
+            batch_tokens[-1] += num_new_tokens
+    batch_order = sorted(range(len(batches)), key=lambda batch_index: -batch_tokens[batch_index])
+    rank_tokens = sum(batch_tokens[batch_index] for batch_index in batch_order[::num_ranks])
     return (
-        [batches[batch_index] for batch_index in order]
+        [batches[batch_index] for batch_index in batch_order]
         if is_worth_sharing(num_tokens / num_ranks, rank_tokens)
         else None
     )

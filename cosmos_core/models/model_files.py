@@ -56,7 +56,7 @@ def translate_load_errors(component: str, model: str) -> AbstractContextManager[
 
     def convert(error: Exception) -> Exception:
         is_transient = is_machine_error(error) or (is_network_error(error) and hub_is_reachable())
-        return error if is_transient else _load_error(component, model, error)
+        return error if is_transient else _describe_load_error(component, model, error)
 
     return convert_errors(convert)
 
@@ -89,7 +89,7 @@ def check_weights(model: str) -> None:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return
-    for file in _local_files(folder, model):
+    for file in _find_local_files(folder, model):
         if not file.is_file():
             raise model_error(model, f"{file} is no file, or a link to none; copy it again")
         check = _check_safetensors if file.suffix == ".safetensors" else _check_pickled_weights
@@ -98,29 +98,29 @@ def check_weights(model: str) -> None:
 
 def weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
     """Return the safetensors files of a model and an empty string, or no files and the reason why there are none."""
-    source, options = locate_model(model, revision)
+    model_source, load_options = locate_model(model, revision)
     check_weights(model)
-    options |= {"_raise_exceptions_for_missing_entries": False}
+    load_options |= {"_raise_exceptions_for_missing_entries": False}
     with translate_load_errors("weights", model):
-        single = cached_file(str(source), SAFE_WEIGHTS_NAME, **options)
-        if single:
-            return [single], ""
-        index = cached_file(str(source), SAFE_WEIGHTS_INDEX_NAME, **options)
-        if index is None:
+        single_file = cached_file(str(model_source), SAFE_WEIGHTS_NAME, **load_options)
+        if single_file:
+            return [single_file], ""
+        index_file = cached_file(str(model_source), SAFE_WEIGHTS_INDEX_NAME, **load_options)
+        if index_file is None:
             return [], f"it has no {SAFE_WEIGHTS_NAME}"
-        options.pop("_raise_exceptions_for_missing_entries")
-        return get_checkpoint_shard_files(str(source), index, **options)[0], ""
+        load_options.pop("_raise_exceptions_for_missing_entries")
+        return get_checkpoint_shard_files(str(model_source), index_file, **load_options)[0], ""
 
 
-def _local_files(folder: Path, model: str) -> list[Path]:
+def _find_local_files(folder: Path, model: str) -> list[Path]:
     """Return the weight files in a model's folder that transformers would read."""
-    for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if os.path.lexists(folder / single):  # a broken link must be reported, not skipped
-            return [folder / single]
-        if os.path.lexists(folder / index):
-            return _files_in_index(folder / index, model)
-    missing = f"the folder has no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}"
-    raise model_error(model, f"cannot load the weights: {missing}; copy them again")
+    for single_file, index_file in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if os.path.lexists(folder / single_file):  # a broken link must be reported, not skipped
+            return [folder / single_file]
+        if os.path.lexists(folder / index_file):
+            return _files_in_index(folder / index_file, model)
+    problem = f"the folder has no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}"
+    raise model_error(model, f"cannot load the weights: {problem}; copy them again")
 
 
 def _files_in_index(file: Path, model: str) -> list[Path]:
@@ -148,28 +148,28 @@ def _check_safetensors(file: Path, model: str) -> None:
 
 def _check_pickled_weights(file: Path, model: str) -> None:
     try:
-        state = load_state_dict(file)  # maps the file into memory without reading tensors
+        state_dict = load_state_dict(file)  # maps the file into memory without reading tensors
     except Exception as error:
         if is_machine_error(error):
             raise
         problem = f"{file} is damaged, or holds more than tensors, which could run any code when read"
         raise model_error(model, f"{problem}; copy it again, or save the model as safetensors") from error
-    if not isinstance(state, dict):
+    if not isinstance(state_dict, dict):
         raise model_error(model, f"{file} holds no tensors by name; save the model as safetensors")
-    for name, tensor in state.items():
+    for name, tensor in state_dict.items():
         if not isinstance(tensor, torch.Tensor):
             raise model_error(model, f"{file} holds {name!r}, which is no tensor; remove it")
 
 
-def _load_error(component: str, model: str, error: Exception) -> ModelError:
+def _describe_load_error(component: str, model: str, error: Exception) -> ModelError:
     if "automatic conversion of the weights" in str(error):
         return merge_error(model)
     if not os.path.exists(os.path.expanduser(model)) and not hub_is_reachable():
         problem = f"the Hugging Face Hub cannot be reached from here, and its cache has no {component} of that name"
         remedy = "give a local folder or download the model first"
         return model_error(model, f"no such folder, {problem}; {remedy}")
-    text = repr(error) if isinstance(error, KeyError) else str(error)  # str() of a KeyError contains only the key
-    reason = escape_controls(text)[:300] or type(error).__name__
+    error_text = repr(error) if isinstance(error, KeyError) else str(error)  # str() of a KeyError contains only the key
+    reason = escape_controls(error_text)[:300] or type(error).__name__
     return model_error(model, f"cannot load the {component}: {reason}")
 
 
@@ -186,9 +186,9 @@ def hub_is_reachable() -> bool:
         return False
     if urllib.request.getproxies():
         return True
-    address = urlparse(constants.ENDPOINT)
+    hub_url = urlparse(constants.ENDPOINT)
     try:
-        socket.getaddrinfo(address.hostname, address.port or address.scheme)
+        socket.getaddrinfo(hub_url.hostname, hub_url.port or hub_url.scheme)
     except OSError:
         return False
     return True

@@ -25,7 +25,7 @@ _POLL_SECONDS = 2.0
 
 def pool_of_one_process() -> ProcessPool:
     """Return a pool with one new Python interpreter, which starts with the first task and shares no state."""
-    return ProcessPool(1, initializer=_start, initargs=(os.getpid(),), context=get_context("spawn"))
+    return ProcessPool(1, initializer=_prepare_interpreter, initargs=(os.getpid(),), context=get_context("spawn"))
 
 
 def call_in_interpreter(
@@ -59,9 +59,9 @@ def call_in_interpreter(
         raise StageFailed(f"{failure_prefix}: a fresh interpreter cannot load it: {reason[-300:]}") from error
 
 
-def _start(parent: int) -> None:
+def _prepare_interpreter(parent_pid: int) -> None:
     """Prepare the new interpreter: it ends with its parent process, logs only warnings, and never uses the network."""
-    kill_with_parent(parent)
+    kill_with_parent(parent_pid)
     configure("WARNING")
     os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub, which is imported later, reads the variable at import
     gc.disable()  # garbage collection is not needed in a short-lived process

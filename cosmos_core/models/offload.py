@@ -18,8 +18,8 @@ def activations_on_cpu() -> saved_tensors_hooks:
     offload_hooks = save_on_cpu(pin_memory=torch.cuda.is_available())
 
     def pack(tensor: Tensor) -> Any:
-        base = tensor._base if tensor._base is not None else tensor
-        is_kept_on_device = isinstance(base, nn.Parameter) or tensor.numel() < MIN_OFFLOADED_ELEMENTS
+        base_tensor = tensor._base if tensor._base is not None else tensor
+        is_kept_on_device = isinstance(base_tensor, nn.Parameter) or tensor.numel() < MIN_OFFLOADED_ELEMENTS
         return tensor if is_kept_on_device else offload_hooks.pack_hook(tensor)
 
     def unpack(packed: Any) -> Tensor:
@@ -34,14 +34,14 @@ class ComponentOffload:
     def __init__(self, device: torch.device, *, is_offloaded: bool) -> None:
         """Store the device. `is_offloaded`: whether components return to host memory after their use."""
         self._device, self._is_offloaded, self._is_offload_deferred = device, is_offloaded, False
-        self._on_device: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+        self._weights_on_device: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
         """Components that are on the device, each with the list of its parameters and their tensors in host memory."""
 
     @contextmanager
     def on_device(self, components: Sequence[nn.Module]) -> Iterator[None]:
         """Move components to the device for the duration of the block."""
         for component in components:
-            self._on_device.setdefault(component, [(weight, weight.data) for weight in component.parameters()])
+            self._weights_on_device.setdefault(component, [(weight, weight.data) for weight in component.parameters()])
             component.to(self._device)
         try:
             yield
@@ -60,8 +60,8 @@ class ComponentOffload:
             self._return_to_host()
 
     def _return_to_host(self) -> None:
-        for component, weights in self._on_device.items() if self._is_offloaded else ():
+        for component, weights in self._weights_on_device.items() if self._is_offloaded else ():
             for weight, host_tensor in weights:
                 weight.data = host_tensor  # weights of components never change, so they are not copied back
             component.to("cpu")
-        self._on_device.clear()
+        self._weights_on_device.clear()

@@ -42,10 +42,10 @@ def open_model(stage: Stage) -> CausalLM:
     vision = open_image_reader(stage)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mesh = open_mesh(policy.parallelism, device.type)
-    load = init_on_meta if mesh and not needs_base_weights(policy.lora) else load_model
-    if mesh and load is load_model:
+    load_function = init_on_meta if mesh and not needs_base_weights(policy.lora) else load_model
+    if mesh and load_function is load_model:
         logger.info("every rank loads the whole model before it is split: policy.lora starts from its weights")
-    model = load(
+    model = load_function(
         stage.model,
         revision=policy.model_revision,
         dtype=getattr(torch, train.master_dtype),
@@ -54,8 +54,8 @@ def open_model(stage: Stage) -> CausalLM:
     )
     move_buffers(model, device)
     check_row_length(model.config, policy.model_max_length)
-    rows = stage.data if stage.kind.reads_data == "prepared" else None
-    if rows is not None and (warning := check_rows(model.config, rows, lambda: model)):
+    prepared_rows = stage.data if stage.kind.reads_data == "prepared" else None
+    if prepared_rows is not None and (warning := check_rows(model.config, prepared_rows, lambda: model)):
         logger.warning("%s", warning)
     use_flash_attention(None)
     if policy.enable_liger_kernel:
@@ -68,12 +68,12 @@ def open_model(stage: Stage) -> CausalLM:
     if train.compile:
         watch_compiling(stage.progress)
         compile_blocks(model)
-    files = processor_files(stage.model, policy.model_revision)
+    extra_files = processor_files(stage.model, policy.model_revision)
     # The model may have no embedding for the pad token of its tokenizer; any other token can pad.
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id < model.config.get_text_config().vocab_size else 0
-    input_processing = InputProcessing(pad_id, vision, tokenizer, files, num_ids=count_ids(tokenizer))
-    balance = load_balancing_settings(model, policy.aux_loss_coeff) if stage.kind.trains_model else None
-    return CausalLM(model, train, input_processing, mesh, balance)
+    input_processing = InputProcessing(pad_id, vision, tokenizer, extra_files, num_ids=count_ids(tokenizer))
+    load_balancing = load_balancing_settings(model, policy.aux_loss_coeff) if stage.kind.trains_model else None
+    return CausalLM(model, train, input_processing, mesh, load_balancing)
 
 
 def open_image_reader(stage: Stage) -> ImageReader | None:
@@ -85,11 +85,12 @@ def open_image_reader(stage: Stage) -> ImageReader | None:
     """
     if stage.data is None or not has_images(stage.data):
         return None
-    sizes = stage.recipe.policy.parallelism
+    parallelism = stage.recipe.policy.parallelism
     for key in ("tp_size", "cp_size", "pp_size", "ep_size"):
-        if getattr(sizes, key) > 1:
+        if getattr(parallelism, key) > 1:
             raise ConfigError(
-                f"policy.parallelism.{key} = {getattr(sizes, key)}: this version shards models that are shown images "
+                f"policy.parallelism.{key} = {getattr(parallelism, key)}: this version shards models that are shown "
+                f"images "
                 f"by dp_shard_size and dp_replicate_size alone; set {key} = 1"
             )
     if stage.recipe.train.train_policy.has_token_based_batches:

@@ -33,8 +33,8 @@ from cosmos_core.models.scorer import is_without_data
 from cosmos_core.parallel.mesh import any_rank
 
 PACKED_ATTENTION = "packed_sdpa"
-_NAMES = {"sdpa": PACKED_ATTENTION, "eager": "packed_eager"}
-_PACKABLE = {"full_attention", "sliding_attention"}
+_PACKED_ATTENTION_NAMES = {"sdpa": PACKED_ATTENTION, "eager": "packed_eager"}
+_PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _PROBE_LENGTHS, _PROBE_WINDOW = (5, 9), 3
 _TOLERANCE = 1e-3
 _VARLEN_DEVICE, _VARLEN_CAPABILITY = "cuda", (8, 0)
@@ -67,22 +67,27 @@ def enable_packing(
         compute_dtype: autocast dtype of training, which determines the kernel; None: the dtype of the weights.
         gathers_inside_block: whether FSDP gathers weights in `compute_dtype`, so that no other dtype can be tested.
     """
-    text = model.config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if not kinds <= _PACKABLE or getattr(text, "attention_chunk_size", None):
-        return f"layers of kind {', '.join(sorted(kinds - _PACKABLE) or ['chunked_attention'])} mix what is packed"
-    attention_name = text._attn_implementation
-    if attention_name not in _NAMES:
+    text_config = model.config.get_text_config()
+    layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
+    if not layer_types <= _PACKABLE_LAYER_TYPES or getattr(text_config, "attention_chunk_size", None):
+        return (
+            f"layers of kind {', '.join(sorted(layer_types - _PACKABLE_LAYER_TYPES) or ['chunked_attention'])} mix "
+            f"what is packed"
+        )
+    attention_name = text_config._attn_implementation
+    if attention_name not in _PACKED_ATTENTION_NAMES:
         return f"attention is computed by {attention_name!r}"
     if is_without_data(model):
-        _set_attention(model, _NAMES[attention_name])
+        _set_attention(model, _PACKED_ATTENTION_NAMES[attention_name])
         return ""
     has_kernel = model.device.type == _VARLEN_DEVICE
     dtypes = [] if gathers_inside_block else [model.dtype]
     for dtype in dict.fromkeys([*dtypes, *([compute_dtype] if (has_kernel or not dtypes) and compute_dtype else [])]):
         _set_attention(model, attention_name)
-        differs = not _is_exact(model, roots, attention_name, dtype)
-        if any_rank(differs) if roots else differs:  # pipeline ranks test different layers, so combine the results
+        is_different = not _is_packing_exact(model, roots, attention_name, dtype)
+        if (
+            any_rank(is_different) if roots else is_different
+        ):  # pipeline ranks test different layers, so combine the results
             _set_attention(model, attention_name)
             return "packed sequences have other logits than separate ones"
     return ""
@@ -97,25 +102,30 @@ def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch
     sharded model, on all ranks.
     """
     text = model.config.get_text_config()
-    is_full = set(getattr(text, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    if text._attn_implementation != PACKED_ATTENTION or not is_full or getattr(text, "sliding_window", None):
+    is_full_attention = set(getattr(text, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    if text._attn_implementation != PACKED_ATTENTION or not is_full_attention or getattr(text, "sliding_window", None):
         return False
     if model.device.type != "cpu" or is_without_data(model) or has_dropout(model):
         return False
-    generator, vocabulary = torch.Generator().manual_seed(0), int(text.vocab_size)
+    generator, vocab_size = torch.Generator().manual_seed(0), int(text.vocab_size)
     prompt, *continuations = (
-        torch.randint(vocabulary, (length,), generator=generator).numpy() for length in (7, *_PROBE_LENGTHS)
+        torch.randint(vocab_size, (length,), generator=generator).numpy() for length in (7, *_PROBE_LENGTHS)
     )
-    rows = [np.concatenate([prompt, each]) for each in continuations]
-    shared = shared_rows(rows, [((0, 1), len(prompt))], 0, lambda length: length)
+    token_rows = [np.concatenate([prompt, each]) for each in continuations]
+    shared_row = shared_rows(token_rows, [((0, 1), len(prompt))], 0, lambda length: length)
     was_training = model.training
     model.eval()
     with torch.autocast(model.device.type, dtype, enabled=dtype != model.dtype):
-        outputs = [_outputs(model, roots, each.inputs) for each in (rows_of(rows, 0, packed=True), shared)]
+        outputs = [
+            _compute_probe_outputs(model, roots, each.inputs)
+            for each in (rows_of(token_rows, 0, packed=True), shared_row)
+        ]
     model.train(was_training)
-    unpacked_outputs, num_prompt = outputs[0], len(prompt)
-    expected = torch.cat([unpacked_outputs[: len(rows[0])], unpacked_outputs[len(rows[0]) + num_prompt :]])
-    return _is_close(outputs[1], expected, dtype)
+    unpacked_outputs, num_prompt_tokens = outputs[0], len(prompt)
+    expected_output = torch.cat(
+        [unpacked_outputs[: len(token_rows[0])], unpacked_outputs[len(token_rows[0]) + num_prompt_tokens :]]
+    )
+    return _is_close(outputs[1], expected_output, dtype)
 
 
 def packed_attention(
@@ -123,24 +133,24 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute the attention of packed rows, BKPD to BPKD; without `sequence_bounds`, compute the attention `sdpa`. The
     signature is that of attention functions in transformers."""
-    bounds, window = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
-    if bounds is None and not (window and attention_mask is None and query.shape[2] == key.shape[2]):
+    bounds, window_size = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
+    if bounds is None and not (window_size and attention_mask is None and query.shape[2] == key.shape[2]):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
     enable_gqa = query.shape[1] != key.shape[1]
     if bounds is not None and query.device.type == _VARLEN_DEVICE:
-        states = _autocast(query), _autocast(key), _autocast(value)
-        reason = varlen_obstacle(*states, dropout)
+        cast_states = _cast_to_autocast(query), _cast_to_autocast(key), _cast_to_autocast(value)
+        reason = varlen_obstacle(*cast_states, dropout)
         if not reason:
-            return _varlen_attention(states, kwargs), None
+            return _attend_varlen(cast_states, kwargs), None
         if not torch.compiler.is_compiling():
             _log_once(reason)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        length, num_before = query.shape[2], key.shape[2] - query.shape[2]
-        mask = _sliding_window_mask(length, window, query.device) if window and window < length else None
-        if num_before:
-            mask = query.new_ones(length, key.shape[2], dtype=torch.bool).tril(num_before)
+        length, num_prompt_tokens = query.shape[2], key.shape[2] - query.shape[2]
+        mask = _sliding_window_mask(length, window_size, query.device) if window_size and window_size < length else None
+        if num_prompt_tokens:
+            mask = query.new_ones(length, key.shape[2], dtype=torch.bool).tril(num_prompt_tokens)
         attended_BPKD = scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
             enable_gqa=enable_gqa,
@@ -152,13 +162,13 @@ def packed_attention(
 
 def varlen_obstacle(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> str:
     """Return the reason why torch's `varlen_attn` does not support these inputs; empty if it supports them."""
-    size = query.shape[-1]
+    head_size = query.shape[-1]
     if query.dtype not in _VARLEN_DTYPES:
         return f"its kernel takes half precision, and this is {str(query.dtype).removeprefix('torch.')}"
-    if size % 8 or size > _VARLEN_MAX_HEAD_SIZE:
-        return f"its kernel takes heads of a multiple of 8 up to {_VARLEN_MAX_HEAD_SIZE}, and these have {size}"
-    if value.shape[-1] != size:
-        return f"its kernel takes values as wide as keys, and these have {value.shape[-1]} and {size}"
+    if head_size % 8 or head_size > _VARLEN_MAX_HEAD_SIZE:
+        return f"its kernel takes heads of a multiple of 8 up to {_VARLEN_MAX_HEAD_SIZE}, and these have {head_size}"
+    if value.shape[-1] != head_size:
+        return f"its kernel takes values as wide as keys, and these have {value.shape[-1]} and {head_size}"
     if dropout:
         return f"its kernel knows no dropout, and attention_dropout is {dropout}"
     if query.is_cuda and (capability := torch.cuda.get_device_capability(query.device)) < _VARLEN_CAPABILITY:
@@ -171,20 +181,21 @@ def _log_once(reason: str) -> None:
     logger.info("packed attention runs over groups of sequences, because %s", reason)
 
 
-def _autocast(state: Tensor) -> Tensor:
+def _cast_to_autocast(state: Tensor) -> Tensor:
     """Cast queries, keys or values to the dtype of autocast, which casts the inputs of `sdpa` but not of `varlen_attn`.
     The cast is needed because a norm of queries or keys returns them in the dtype of its weights."""
-    kind = state.device.type
-    return state.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else state
+    device_type = state.device.type
+    return state.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else state
 
 
-def _varlen_attention(states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
+def _attend_varlen(states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
     """Compute the attention of all sequences with one call of `varlen_attn`, BKPD to BPKD."""
-    window, on_device, longest = kwargs.get("sliding_window"), kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    window_size, cu_seq_lens, max_length = kwargs.get("sliding_window"), kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
     query_PKD, key_PKD, value_PKD = (state.transpose(1, 2).squeeze(0) for state in states)
     output_PKD = varlen_attn(
-        query_PKD, key_PKD, value_PKD, on_device, on_device, longest, longest, scale=kwargs.get("scaling"),
-        window_size=(window - 1 if window else -1, 0),  # number of visible keys before and after a query; -1: all
+        query_PKD, key_PKD, value_PKD, cu_seq_lens, cu_seq_lens, max_length, max_length, scale=kwargs.get("scaling"),
+        window_size=(window_size - 1 if window_size else -1, 0),
+         # number of visible keys before and after a query; -1: all
         **(_GQA_OPTIONS if query_PKD.shape[1] != key_PKD.shape[1] else {})
     )  # fmt: skip
     assert isinstance(output_PKD, Tensor)
@@ -196,31 +207,31 @@ def packed_eager_attention(
 ) -> tuple[Tensor, None]:
     """Compute the attention of packed rows with the eager attention of the model's family, which may have sinks or soft
     caps. The signature is that of attention functions in transformers."""
-    eager = sys.modules[type(module).__module__].eager_attention_forward
-    bounds, window = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
+    eager_attention = sys.modules[type(module).__module__].eager_attention_forward
+    bounds, window_size = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
     if bounds is None and attention_mask is not None:
-        return eager(module, query, key, value, attention_mask, **kwargs)[0], None
+        return eager_attention(module, query, key, value, attention_mask, **kwargs)[0], None
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        length, lowest = query.shape[2], torch.finfo(query.dtype).min
-        is_visible = _sliding_window_mask(length, window or length, query.device)
-        mask = query.new_zeros(length, length).masked_fill(~is_visible, lowest)
-        return eager(module, query, key, value, mask[None, None], **kwargs)[0]
+        length, min_value = query.shape[2], torch.finfo(query.dtype).min
+        is_visible = _sliding_window_mask(length, window_size or length, query.device)
+        mask = query.new_zeros(length, length).masked_fill(~is_visible, min_value)
+        return eager_attention(module, query, key, value, mask[None, None], **kwargs)[0]
 
     return _attend_per_sequence(bounds, attend, query, key, value), None
 
 
 def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return the mask of the attention `sdpa`, or None if there are neither padding tokens nor cached keys."""
-    return None if _has_whole_rows(kwargs) else sdpa_mask(*args, **kwargs)
+    return None if _needs_no_mask(kwargs) else sdpa_mask(*args, **kwargs)
 
 
 def packed_eager_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return the mask of the attention `eager`, or None if there are neither padding tokens nor cached keys."""
-    return None if _has_whole_rows(kwargs) else eager_mask(*args, **kwargs)
+    return None if _needs_no_mask(kwargs) else eager_mask(*args, **kwargs)
 
 
-def _has_whole_rows(kwargs: dict[str, Any]) -> bool:
+def _needs_no_mask(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("attention_mask") is None and kwargs.get("q_length") == kwargs.get("kv_length")
 
 
@@ -234,18 +245,22 @@ def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *
     """
     if bounds is None:
         return attend(*states)
-    lengths, prompts = np.diff(bounds.ends).tolist(), bounds.prompts
+    lengths, prompt_indices = np.diff(bounds.ends).tolist(), bounds.prompts
     slices = [state.squeeze(0).split(lengths, dim=1) for state in states]  # each slice: (K, sequence length, D)
     indices_by_lengths: dict[tuple[int, int], list[int]] = {}
-    for index, prompt in sorted(enumerate(prompts), key=lambda pair: lengths[pair[0]]):
+    for index, prompt_index in sorted(
+        enumerate(prompt_indices), key=lambda index_and_prompt: lengths[index_and_prompt[0]]
+    ):
         padded_length = _padded_length(lengths[index], states[0].dtype)
-        prompt_length = lengths[prompt] if prompt >= 0 else 0
+        prompt_length = lengths[prompt_index] if prompt_index >= 0 else 0
         indices_by_lengths.setdefault((padded_length, prompt_length), []).append(index)
     outputs: dict[int, Tensor] = {}
     for (padded_length, prompt_length), indices in indices_by_lengths.items():
-        batch = [_stack_padded([each[i] for i in indices], padded_length) for each in slices]
+        batch = [_stack_padded([state_slices[i] for i in indices], padded_length) for state_slices in slices]
         if prompt_length:  # prepend the keys and values of the shared prompts
-            prompt_tensors = (torch.stack([each[prompts[i]] for i in indices]) for each in slices[1:])
+            prompt_tensors = (
+                torch.stack([state_slices[prompt_indices[i]] for i in indices]) for state_slices in slices[1:]
+            )
             batch[1:] = [torch.cat(pair, dim=2) for pair in zip(prompt_tensors, batch[1:], strict=True)]
         outputs |= zip(indices, attend(*batch).unbind(0), strict=True)
     return torch.cat([outputs[index][:length] for index, length in enumerate(lengths)]).unsqueeze(0)
@@ -260,9 +275,11 @@ def _padded_length(length: int, dtype: torch.dtype) -> int:
 
 def _stack_padded(states: Sequence[Tensor], length: int) -> Tensor:
     """Stack states KPD of sequences, sorted by length, after padding each of them to `length` tokens."""
-    stacks = [torch.stack(list(group)) for _, group in groupby(states, key=lambda state: state.shape[1])]
-    padded = [pad(each, [0, 0, 0, length - each.shape[2]]) if each.shape[2] < length else each for each in stacks]
-    return padded[0] if len(padded) == 1 else torch.cat(padded)
+    length_stacks = [torch.stack(list(group)) for _, group in groupby(states, key=lambda state: state.shape[1])]
+    padded_stacks = [
+        pad(stack, [0, 0, 0, length - stack.shape[2]]) if stack.shape[2] < length else stack for stack in length_stacks
+    ]
+    return padded_stacks[0] if len(padded_stacks) == 1 else torch.cat(padded_stacks)
 
 
 def _sliding_window_mask(length: int, window: int, device: torch.device) -> Tensor:
@@ -271,56 +288,58 @@ def _sliding_window_mask(length: int, window: int, device: torch.device) -> Tens
     return (distance >= 0) & (distance < window)
 
 
-def _set_attention(model: PreTrainedModel, name: str) -> None:
+def _set_attention(model: PreTrainedModel, attention_name: str) -> None:
     """Set the attention function of the language model, but not of a vision tower, which packs images differently."""
     keys = [key for key in model.config.sub_configs if getattr(model.config, key) is model.config.get_text_config()]
-    model.set_attn_implementation({keys[0]: name} if keys else name)
+    model.set_attn_implementation({keys[0]: attention_name} if keys else attention_name)
 
 
 @contextmanager
 def _shorten_sliding_windows(model: PreTrainedModel) -> Iterator[None]:
     """Make sliding windows shorter than the rows of the probe during the block. The probe thus detects model families
     whose packed attention ignores the window."""
-    holders: list[Any] = [model.config.get_text_config(), *model.modules()]
-    windows = [(holder, holder.sliding_window) for holder in holders if getattr(holder, "sliding_window", None)]
+    window_owners: list[Any] = [model.config.get_text_config(), *model.modules()]
+    original_windows = [
+        (holder, holder.sliding_window) for holder in window_owners if getattr(holder, "sliding_window", None)
+    ]
     try:
-        for holder, _ in windows:
+        for holder, _ in original_windows:
             holder.sliding_window = _PROBE_WINDOW
         yield
     finally:
-        for holder, window in windows:
-            holder.sliding_window = window
+        for holder, window_size in original_windows:
+            holder.sliding_window = window_size
 
 
 @torch.no_grad()
-def _is_exact(model: PreTrainedModel, roots: Sequence[Any], attention_name: str, dtype: torch.dtype) -> bool:
+def _is_packing_exact(model: PreTrainedModel, roots: Sequence[Any], attention_name: str, dtype: torch.dtype) -> bool:
     """Return True if packed rows have the same outputs as separate rows: logits, or last hidden states of each root.
 
     Separate rows use the attention `attention_name`, and all rows are computed in `dtype`. Afterwards packed attention
     is enabled.
     """
     generator = torch.Generator().manual_seed(0)
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    rows = [torch.randint(vocabulary, (length,), generator=generator).numpy() for length in _PROBE_LENGTHS]
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    token_rows = [torch.randint(vocab_size, (length,), generator=generator).numpy() for length in _PROBE_LENGTHS]
 
-    def logits(rows: Sequence[Any], *, packed: bool) -> Tensor:
-        return _outputs(model, roots, rows_of(rows, 0, packed=packed).inputs)
+    def logits(token_rows: Sequence[Any], *, packed: bool) -> Tensor:
+        return _compute_probe_outputs(model, roots, rows_of(token_rows, 0, packed=packed).inputs)
 
     was_training = model.training
     model.eval()
     with _shorten_sliding_windows(model), torch.autocast(model.device.type, dtype, enabled=dtype != model.dtype):
-        separate_outputs = torch.cat([logits([row], packed=False) for row in rows])
-        _set_attention(model, _NAMES[attention_name])
+        separate_outputs = torch.cat([logits([row], packed=False) for row in token_rows])
+        _set_attention(model, _PACKED_ATTENTION_NAMES[attention_name])
         try:
-            packed = logits(rows, packed=True)
+            packed_outputs = logits(token_rows, packed=True)
         except (TypeError, ValueError, RuntimeError, AttributeError):  # this model family refuses packed inputs
             return False
         finally:
             model.train(was_training)
-    return _is_close(packed, separate_outputs, dtype)
+    return _is_close(packed_outputs, separate_outputs, dtype)
 
 
-def _outputs(model: PreTrainedModel, roots: Sequence[Any], inputs: dict[str, Any]) -> Tensor:
+def _compute_probe_outputs(model: PreTrainedModel, roots: Sequence[Any], inputs: dict[str, Any]) -> Tensor:
     """Return the logits of the first row, or its last hidden states from each module in `roots` if there are any."""
     inputs = to_device(inputs, model.device)
     if roots:
@@ -336,5 +355,5 @@ def _is_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 AttentionMaskInterface.register(PACKED_ATTENTION, packed_mask)
-AttentionInterface.register(_NAMES["eager"], packed_eager_attention)
-AttentionMaskInterface.register(_NAMES["eager"], packed_eager_mask)
+AttentionInterface.register(_PACKED_ATTENTION_NAMES["eager"], packed_eager_attention)
+AttentionMaskInterface.register(_PACKED_ATTENTION_NAMES["eager"], packed_eager_mask)

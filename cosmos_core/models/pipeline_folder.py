@@ -13,7 +13,7 @@ import torch
 from cosmos_core.models.model_files import locate_model, model_error, read_object, translate_load_errors
 
 INDEX = "model_index.json"
-_LIBRARIES = ("diffusers", "transformers")
+_COMPONENT_LIBRARIES = ("diffusers", "transformers")
 
 
 class PipelineFolder:
@@ -26,7 +26,7 @@ class PipelineFolder:
             ModelError: the folder does not exist, or is not a pipeline.
         """
         self.model = model
-        self.path = _locate(model, revision)
+        self.path = _locate_pipeline(model, revision)
         self.index = read_object(self.path / INDEX, model)
         if not isinstance(self.index.get("_class_name"), str):
             remedy = "give a folder that DiffusionPipeline.save_pretrained wrote, or leave policy.is_diffusers out"
@@ -62,13 +62,13 @@ class PipelineFolder:
             ModelError: the pipeline has no such component, or its class is not in diffusers or transformers.
         """
         if name not in self.components:
-            present = ", ".join(self.components) or "nothing"
-            raise model_error(self.model, f"{INDEX} names no {name!r}; it has {present}")
+            component_names = ", ".join(self.components) or "nothing"
+            raise model_error(self.model, f"{INDEX} names no {name!r}; it has {component_names}")
         library, class_name = self.index[name]
-        cls = getattr(importlib.import_module(library), class_name, None) if library in _LIBRARIES else None
+        cls = getattr(importlib.import_module(library), class_name, None) if library in _COMPONENT_LIBRARIES else None
         if not isinstance(cls, type):
-            wanted = f"{library}.{class_name} for {name!r}"
-            raise model_error(self.model, f"{INDEX} wants {wanted}, which is not installed")
+            component_description = f"{library}.{class_name} for {name!r}"
+            raise model_error(self.model, f"{INDEX} wants {component_description}, which is not installed")
         return cls
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Any:
@@ -81,14 +81,16 @@ class PipelineFolder:
         """
         cls = self.component_class(name)
         is_module = issubclass(cls, torch.nn.Module)
-        options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True} if is_module else {}
+        load_options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True} if is_module else {}
         with translate_load_errors(name, self.model):
-            loaded = cls.from_pretrained(str(self.path), subfolder=name, local_files_only=True, **options)
+            loaded_component = cls.from_pretrained(
+                str(self.path), subfolder=name, local_files_only=True, **load_options
+            )
         if not is_module:
-            return loaded
-        module, class_entry = loaded
-        if missing := sorted(map(str, class_entry["missing_keys"])):
-            problem = f"{len(missing)} tensors of {name!r} are missing from the files, first {missing[0]!r}"
+            return loaded_component
+        module, loading_info = loaded_component
+        if missing_keys := sorted(map(str, loading_info["missing_keys"])):
+            problem = f"{len(missing_keys)} tensors of {name!r} are missing from the files, first {missing_keys[0]!r}"
             raise model_error(self.model, f"{problem}; copy it again")
         return module.eval()
 
@@ -110,10 +112,10 @@ class PipelineFolder:
         return {}
 
 
-def _locate(model: str, revision: str | None) -> Path:
-    source, options = locate_model(model, revision)
-    if isinstance(source, Path):
-        return source
+def _locate_pipeline(model: str, revision: str | None) -> Path:
+    model_source, load_options = locate_model(model, revision)
+    if isinstance(model_source, Path):
+        return model_source
     pipeline: Any = importlib.import_module("diffusers").DiffusionPipeline
     with translate_load_errors("pipeline", model):
-        return Path(pipeline.download(source, **options))
+        return Path(pipeline.download(model_source, **load_options))

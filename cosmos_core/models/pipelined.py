@@ -76,8 +76,8 @@ class StageModule(nn.Module):
                 self.names = list(outputs)
                 return tuple(outputs.values())
             hidden_BTH = self.scorer.hidden(inputs)
-        missing = self.micro_batches.num_tokens - shape.numel()
-        return pad(hidden_BTH.flatten(0, 1), (0, 0, 0, missing)).to(self.hidden_dtype)
+        padding_length = self.micro_batches.num_tokens - shape.numel()
+        return pad(hidden_BTH.flatten(0, 1), (0, 0, 0, padding_length)).to(self.hidden_dtype)
 
 
 class PipelineRunner:
@@ -85,16 +85,16 @@ class PipelineRunner:
 
     def __init__(self, model: PreTrainedModel, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> None:
         assert mesh.pipeline is not None
-        self._model, self._sizes = model, mesh.sizes
-        self._group, self._total = mesh.pipeline.get_group(), num_stages(model, mesh.sizes)
+        self._model, self._parallelism = model, mesh.sizes
+        self._pipeline_group, self._num_stages = mesh.pipeline.get_group(), num_stages(model, mesh.sizes)
         self.roots = [
-            StageModule(stage_of(model, number, mesh.sizes), number, number == self._total - 1, train, dtype)
+            StageModule(stage_of(model, number, mesh.sizes), number, number == self._num_stages - 1, train, dtype)
             for number in stages_of_rank(model, mesh.sizes, mesh.pipeline.get_local_rank())
         ]
 
     def rows(self, size: int) -> int:
         """Return the number of rows per micro-batch: `size`, but at most `pp_micro_batch_size`."""
-        return min(size, self._sizes.pp_micro_batch_size)
+        return min(size, self._parallelism.pp_micro_batch_size)
 
     def count(self, num_batches: int, size: int) -> int:
         """Return the number of micro-batches to run, including empty ones: torch's schedules require a number of
@@ -106,21 +106,21 @@ class PipelineRunner:
         self, batches: Sequence[Callable[[], Any]], consume: ChunkConsumer, request: RequestedOutputs, size: int
     ) -> None:
         """Run micro-batches through the pipeline, in passes of at most `size` rows."""
-        micro_batches = [make() for make in batches]
+        micro_batches = [build_batch() for build_batch in batches]
         num_tokens = max(batch.inputs["input_ids"].numel() for batch in micro_batches)
-        each = len(micro_batches) // self._num_passes(len(micro_batches), size)
+        batches_per_pass = len(micro_batches) // self._num_passes(len(micro_batches), size)
 
         def loss(output: Any, number: Tensor) -> Tensor | None:
-            values = output if isinstance(output, tuple) else (output,)
-            return consume(micro_batches[int(number)], dict(zip(self.roots[-1].names, values, strict=True)))
+            output_tensors = output if isinstance(output, tuple) else (output,)
+            return consume(micro_batches[int(number)], dict(zip(self.roots[-1].names, output_tensors, strict=True)))
 
         for stage in self.roots:
             stage.micro_batches = _MicroBatches(micro_batches, request, num_tokens)
         # All passes use the same schedule, because the first step of a new schedule discards existing gradients.
-        schedule = self._schedule(each, num_tokens, loss)
-        step = schedule.step if torch.is_grad_enabled() else schedule.eval
-        for numbers in torch.arange(len(micro_batches)).split(each):
-            step(number=numbers, target=numbers, return_outputs=False)
+        schedule = self._build_schedule(batches_per_pass, num_tokens, loss)
+        run_step = schedule.step if torch.is_grad_enabled() else schedule.eval
+        for batch_indices in torch.arange(len(micro_batches)).split(batches_per_pass):
+            run_step(number=batch_indices, target=batch_indices, return_outputs=False)
         for stage in self.roots:
             stage.micro_batches = None
 
@@ -137,21 +137,22 @@ class PipelineRunner:
 
     def _round_up_to_ranks(self, num_batches: int) -> int:
         """Return `num_batches` rounded up to the next multiple of the number of pipeline ranks."""
-        return num_batches + -num_batches % self._group.size()
+        return num_batches + -num_batches % self._pipeline_group.size()
 
-    def _schedule(self, num_batches: int, num_tokens: int, loss: Callable[[Any, Tensor], Tensor | None]) -> Any:
+    def _build_schedule(self, num_batches: int, num_tokens: int, loss: Callable[[Any, Tensor], Tensor | None]) -> Any:
         """Return torch's pipeline schedule for `num_batches` micro-batches of at most `num_tokens` tokens."""
         config, model = self._model.config, self._model
         dtype = self.roots[0].hidden_dtype
-        like_PH = torch.empty(num_tokens, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+        meta_hidden_PH = torch.empty(num_tokens, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         stages: list[Any] = [
             PipelineStage(
-                stage, stage.number, self._total, model.device, group=self._group,
-                input_args=(like_PH,) if stage.number else (), output_args=(like_PH,) * (1 + stage.is_last_stage)
+                stage, stage.number, self._num_stages, model.device, group=self._pipeline_group,
+                input_args=(meta_hidden_PH,) if stage.number else (),
+                output_args=(meta_hidden_PH,) * (1 + stage.is_last_stage)
             )
             for stage in self.roots
         ]  # fmt: skip
-        options: dict[str, Any] = {"n_microbatches": num_batches, "loss_fn": loss, "scale_grads": False}
-        if self._sizes.pp_schedule == "Interleaved1F1B":
-            return ScheduleInterleaved1F1B(stages, **options)
-        return _SINGLE_STAGE_SCHEDULES[self._sizes.pp_schedule](stages[0], **options)
+        schedule_options: dict[str, Any] = {"n_microbatches": num_batches, "loss_fn": loss, "scale_grads": False}
+        if self._parallelism.pp_schedule == "Interleaved1F1B":
+            return ScheduleInterleaved1F1B(stages, **schedule_options)
+        return _SINGLE_STAGE_SCHEDULES[self._parallelism.pp_schedule](stages[0], **schedule_options)

@@ -33,12 +33,12 @@ def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]
     Raises:
         ModelError: the folder does not exist, or the Hub id cannot be fetched.
     """
-    source, options = locate_model(model, revision)
-    options |= {
+    model_source, load_options = locate_model(model, revision)
+    load_options |= {
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,  # offline, a file that is not in the cache counts as missing
     }
-    paths = {name: cached_file(str(source), name, **options) for name in FILES}
+    paths = {name: cached_file(str(model_source), name, **load_options) for name in FILES}
     return {name: Path(path).read_bytes() for name, path in paths.items() if path is not None}
 
 
@@ -55,12 +55,12 @@ def load_processor(
     if not processor_files(model, revision):
         return None
     cls: Any = PROCESSOR_MAPPING.get(type(load_config(model, revision)), None)
-    source, options = locate_model(model, revision)
+    model_source, load_options = locate_model(model, revision)
     try:
         if cls is not None and "video_processor" in cls.get_attributes() and not is_torchvision_available():
-            processor = _load_without_videos(cls, str(source), options)
+            processor = _load_without_videos(cls, str(model_source), load_options)
         else:
-            processor = AutoProcessor.from_pretrained(str(source), **options)
+            processor = AutoProcessor.from_pretrained(str(model_source), **load_options)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise model_error(model, f"cannot load the processor: {reason}") from error
@@ -68,7 +68,7 @@ def load_processor(
         return None
     if processor.chat_template is None:  # older checkpoints store the template only in tokenizer_config.json
         processor.chat_template = processor.tokenizer.chat_template
-    _resize(processor, dict(pixels))
+    _set_pixel_limits(processor, dict(pixels))
     return processor
 
 
@@ -77,28 +77,32 @@ def image_word(processor: ProcessorMixin) -> str:
     return cast(Any, processor).image_token
 
 
-def _load_without_videos(cls: Any, source: str, options: dict[str, Any]) -> ProcessorMixin:
+def _load_without_videos(processor_class: Any, model_source: str, load_options: dict[str, Any]) -> ProcessorMixin:
     """Load a processor for images and videos without its video processor, which would require torchvision."""
 
     def check(self: Any, name: str, argument: Any) -> Any:
-        return None if name == "video_processor" else cls.check_argument_for_proper_class(self, name, argument)
+        return (
+            None if name == "video_processor" else processor_class.check_argument_for_proper_class(self, name, argument)
+        )
 
-    lenient_class: Any = type(cls.__name__, (cls,), {"check_argument_for_proper_class": check})
-    settings, _ = cls.get_processor_dict(source, **options)
+    lenient_class: Any = type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": check})
+    processor_settings, _ = processor_class.get_processor_dict(model_source, **load_options)
     components = {
-        "image_processor": AutoImageProcessor.from_pretrained(source, **options),
-        "tokenizer": AutoTokenizer.from_pretrained(source, **options),
+        "image_processor": AutoImageProcessor.from_pretrained(model_source, **load_options),
+        "tokenizer": AutoTokenizer.from_pretrained(model_source, **load_options),
         "video_processor": None,
     }
-    return lenient_class.from_args_and_dict([components[name] for name in cls.get_attributes()], settings)
+    return lenient_class.from_args_and_dict(
+        [components[name] for name in processor_class.get_attributes()], processor_settings
+    )
 
 
-def _resize(processor: ProcessorMixin, pixels: Mapping[str, int]) -> None:
+def _set_pixel_limits(processor: ProcessorMixin, pixel_limits: Mapping[str, int]) -> None:
     # With `merge_size`, the limits in `size` are numbers of pixels; in other processors, lengths of edges.
-    if pixels and not hasattr(processor.image_processor, "merge_size"):
-        key, size = next(iter(pixels.items()))
+    if pixel_limits and not hasattr(processor.image_processor, "merge_size"):
+        key, size = next(iter(pixel_limits.items()))
         raise ConfigError(f"custom.vision.{key} = {size}: {type(processor).__name__} has no such setting; leave it out")
-    for key, size in pixels.items():
+    for key, size in pixel_limits.items():
         setattr(processor.image_processor.size, _PIXEL_LIMIT_KEYS[key], size)
 
 
@@ -135,8 +139,10 @@ class ImageReader:
     def num_tokens_before_images(self, token_ids: Sequence[int]) -> int:
         """Return the number of tokens before the first image token. A policy may sample image tokens although there is
         no image; such a completion is truncated before its first image token."""
-        [is_image] = self._kinds(torch.tensor([list(token_ids)])).bool().tolist() if token_ids else [[]]
-        return is_image.index(True) if True in is_image else len(is_image)
+        [is_image_token] = (
+            self._mark_image_tokens(torch.tensor([list(token_ids)])).bool().tolist() if token_ids else [[]]
+        )
+        return is_image_token.index(True) if True in is_image_token else len(is_image_token)
 
     def inputs(self, rows: Sequence[RowWithImages], input_ids_BT: Tensor) -> dict[str, Tensor]:
         """Return the model inputs, by name, for the images of rows of one group; empty for rows without images.
@@ -150,34 +156,39 @@ class ImageReader:
             return {}
         images = [[open_image(ref) for ref in row.images] for row in rows]
         # The text consists only of the words that represent images, because the processor needs no other text here.
-        text = [image_word(self._processor) * len(each) for each in images]
+        text = [image_word(self._processor) * len(row_images) for row_images in images]
         inputs: dict[str, Any] = dict(self._processor(text=text, images=images, padding=True, return_tensors="pt"))
-        ids_BT, _ = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
-        if not torch.equal(self._kinds(ids_BT).sum(-1), self._kinds(input_ids_BT).sum(-1)):
+        image_ids_BT, _ = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
+        if not torch.equal(
+            self._mark_image_tokens(image_ids_BT).sum(-1), self._mark_image_tokens(input_ids_BT).sum(-1)
+        ):
             raise DataError("the processor makes another number of tokens of an image than when its row was prepared")
         for name in ("mm_token_type_ids", "token_type_ids"):
-            kinds = inputs.pop(name, None)
-            if kinds is not None and torch.equal(kinds, self._kinds(ids_BT)):
-                inputs[name] = self._kinds(input_ids_BT)
+            token_type_ids = inputs.pop(name, None)
+            if token_type_ids is not None and torch.equal(token_type_ids, self._mark_image_tokens(image_ids_BT)):
+                inputs[name] = self._mark_image_tokens(input_ids_BT)
         if "cross_attention_mask" in inputs:
             inputs["cross_attention_mask"] = self._cross_attention_mask(rows, inputs, input_ids_BT.shape[1])
         return inputs
 
-    def _kinds(self, ids_BT: Tensor) -> Tensor:
+    def _mark_image_tokens(self, ids_BT: Tensor) -> Tensor:
         """Return an integer mask BT with 1 for image tokens and 0 for other tokens."""
         return torch.as_tensor(self._processor.create_mm_token_type_ids(ids_BT.tolist()), dtype=torch.int64)
 
-    def _cross_attention_mask(self, rows: Sequence[RowWithImages], inputs: Mapping[str, Tensor], width: int) -> Tensor:
-        """Return a mask of the image tiles to which each of the T = `width` tokens attends: (B, T, images, tiles)."""
+    def _cross_attention_mask(
+        self, rows: Sequence[RowWithImages], inputs: Mapping[str, Tensor], num_tokens: int
+    ) -> Tensor:
+        """Return a mask of the image tiles to which each of the T = `num_tokens` tokens attends: (B, T, images,
+        tiles)."""
         from transformers.models.mllama.processing_mllama import (
             convert_sparse_cross_attention_mask_to_dense,
             get_cross_attention_token_mask,
         )
 
-        tiles = inputs["aspect_ratio_mask"].sum(-1).tolist()
-        token: Any = self._processor.image_token_ids[0]
-        spans = [get_cross_attention_token_mask(row.input_ids.tolist(), token) for row in rows]
-        dense = convert_sparse_cross_attention_mask_to_dense(
-            spans, num_tiles=tiles, max_num_tiles=inputs["aspect_ratio_mask"].shape[-1], length=width
+        num_tiles = inputs["aspect_ratio_mask"].sum(-1).tolist()
+        image_token_id: Any = self._processor.image_token_ids[0]
+        attention_spans = [get_cross_attention_token_mask(row.input_ids.tolist(), image_token_id) for row in rows]
+        dense_mask = convert_sparse_cross_attention_mask_to_dense(
+            attention_spans, num_tiles=num_tiles, max_num_tiles=inputs["aspect_ratio_mask"].shape[-1], length=num_tokens
         )
-        return torch.from_numpy(dense)
+        return torch.from_numpy(dense_mask)

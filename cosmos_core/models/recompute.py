@@ -20,7 +20,7 @@ Recompute = bool | Literal["selective"]
 logger = logging.getLogger(__name__)
 
 _ATEN = torch.ops.aten
-_ATTENTION = {
+_ATTENTION_OPERATIONS = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
     _ATEN._scaled_dot_product_flash_attention.default,
     _ATEN._scaled_dot_product_efficient_attention.default,
@@ -38,11 +38,11 @@ def recompute_activations(model: PreTrainedModel, how: Recompute) -> None:
     """
     if not how:
         return
-    settings: dict[str, Any] = {"use_reentrant": False}
+    checkpoint_settings: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
-        settings["context_fn"] = selective
+        checkpoint_settings["context_fn"] = selective
     try:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_settings)
     except ValueError as error:
         logger.warning("policy.model_gradient_checkpointing has no effect, every activation is kept: %s", error)
         return
@@ -51,12 +51,12 @@ def recompute_activations(model: PreTrainedModel, how: Recompute) -> None:
 
 def selective() -> Any:
     """Return the contexts with which `torch.utils.checkpoint` keeps small activations that are expensive to compute."""
-    return create_selective_checkpoint_contexts(_policy)
+    return create_selective_checkpoint_contexts(_choose_checkpoint_policy)
 
 
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_saved = operation in _ATTENTION
+def _choose_checkpoint_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_saved = operation in _ATTENTION_OPERATIONS
     if operation in _MATRIX_PRODUCTS:
-        first, second_argument = args[-2:]
-        is_saved = second_argument.shape[-1] <= first.shape[-1]
+        first_argument, second_argument = args[-2:]
+        is_saved = second_argument.shape[-1] <= first_argument.shape[-1]
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -19,19 +19,22 @@ def check_rows(config: PretrainedConfig, folder: Path, build: Callable[[], PreTr
         DataError: a token has no embedding.
         ModelError: a row has more tokens than the model has learned position embeddings.
     """
-    text = config.get_text_config()
+    text_config = config.get_text_config()
     try:
-        check_ids(folder, getattr(text, "vocab_size", 0))
+        check_ids(folder, getattr(text_config, "vocab_size", 0))
     except DataError:  # the embeddings of some models have more rows than `vocab_size`
         embedding: Any = build().get_input_embeddings()
         check_ids(folder, embedding.weight.shape[0])
-    limit, longest = getattr(text, "max_position_embeddings", None), longest_row(folder)
-    if not limit or longest <= limit:
+    max_positions, longest_length = getattr(text_config, "max_position_embeddings", None), longest_row(folder)
+    if not max_positions or longest_length <= max_positions:
         return ""
-    problem = f"rows of up to {longest:,} tokens are longer than the {limit:,} positions of the model"
+    problem = f"rows of up to {longest_length:,} tokens are longer than the {max_positions:,} positions of the model"
     model = build()
-    modules = (each for each in model.modules() if each is not model.get_input_embeddings())
-    if any(isinstance(each, nn.Embedding) and each.num_embeddings in (limit, limit + 2) for each in modules):
+    modules = (module for module in model.modules() if module is not model.get_input_embeddings())
+    if any(
+        isinstance(module, nn.Embedding) and module.num_embeddings in (max_positions, max_positions + 2)
+        for module in modules
+    ):
         raise ModelError(f"{problem}; lower policy.model_max_length")
     return (
         f"{problem} (max_position_embeddings), so it learns positions that it never saw; lower policy.model_max_length"

@@ -28,22 +28,22 @@ class Sana(DiffusionModel):
     def text_embedding(self, prompts: Sequence[str]) -> Text:
         """Encode prompts to text inputs of the denoiser. As in a call of the pipeline, an instruction is put before
         each prompt, except before the empty prompt of guidance."""
-        call = inspect.signature(type(self.pipeline).__call__).parameters
-        instruction = call["complex_human_instruction"].default
-        rows = []
+        call_parameters = inspect.signature(type(self.pipeline).__call__).parameters
+        instruction = call_parameters["complex_human_instruction"].default
+        encoded_prompts = []
         with self._working("text_encoder"):
             for prompt in prompts:
                 tokens_1LD, mask_1L, _, _ = self.pipeline.encode_prompt(
                     [prompt], False, device=self.device, max_sequence_length=self.config.max_prompt_length,
                     complex_human_instruction=instruction if prompt else None,
                 )  # fmt: skip
-                rows.append((tokens_1LD.cpu(), mask_1L.cpu()))
-        tokens_BLD, mask_BL = (torch.cat(components) for components in zip(*rows, strict=True))
+                encoded_prompts.append((tokens_1LD.cpu(), mask_1L.cpu()))
+        tokens_BLD, mask_BL = (torch.cat(components) for components in zip(*encoded_prompts, strict=True))
         return {"prompt_embeds": tokens_BLD, "prompt_attention_mask": mask_BL}
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
         with self._working("vae") as vae:
-            latents: Tensor = vae.encode(pixels.to(self.device, torch.float32)).latent * self._scaling[0]
+            latents: Tensor = vae.encode(pixels.to(self.device, torch.float32)).latent * self._vae_scaling[0]
             return latents.cpu(), None
 
     @property

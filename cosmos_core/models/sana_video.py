@@ -44,18 +44,18 @@ class SanaVideo(Sana):
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
         """Divide the frames of each clip among the ranks of a mesh; blocks convolve over time, so frames stay whole."""
-        shards, per_frame = ClipSharding(mesh), 1
+        clip_sharding, tokens_per_frame = ClipSharding(mesh), 1
 
         def adapt(arguments: dict[str, Any]) -> None:
-            nonlocal per_frame
-            per_frame = arguments["height"] * arguments["width"]
-            shards.distribute(arguments["frames"] * per_frame, per_frame)
-            arguments["frames"] = shards.length // per_frame
+            nonlocal tokens_per_frame
+            tokens_per_frame = arguments["height"] * arguments["width"]
+            clip_sharding.distribute(arguments["frames"] * tokens_per_frame, tokens_per_frame)
+            arguments["frames"] = clip_sharding.length // tokens_per_frame
 
-        shard_blocks(denoiser, shards, {"rotary_emb": 1}, adapt, {})
+        shard_blocks(denoiser, clip_sharding, {"rotary_emb": 1}, adapt, {})
         for block in denoiser.transformer_blocks:
-            block.attn1.set_processor(SummedLinearAttention(shards))
-            exchange_borders(block.ff.conv_temp, shards, lambda: per_frame)
+            block.attn1.set_processor(SummedLinearAttention(clip_sharding))
+            exchange_borders(block.ff.conv_temp, clip_sharding, lambda: tokens_per_frame)
 
     @property
     def timestep_scale(self) -> float:
@@ -67,21 +67,23 @@ def channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of each channel of a VAE's latents; 0 and 1 if the VAE declares none."""
     statistics = []
     for name, default in (("latents_mean", 0.0), ("latents_std", 1.0)):
-        values = vae.config.get(name)
-        values = vae.__dict__.get("_buffers", {}).get(name) if values is None else values
-        each = torch.full((latents.shape[1],), default) if values is None else torch.as_tensor(values)
-        statistics.append(each.to(latents).view(1, -1, 1, 1, 1))
+        config_values = vae.config.get(name)
+        config_values = vae.__dict__.get("_buffers", {}).get(name) if config_values is None else config_values
+        channel_values = (
+            torch.full((latents.shape[1],), default) if config_values is None else torch.as_tensor(config_values)
+        )
+        statistics.append(channel_values.to(latents).view(1, -1, 1, 1, 1))
     return statistics[0], statistics[1]
 
 
 def video_compression(settings: dict[str, Any]) -> tuple[int, int]:
     """Return the number of frames and of pixels per side that one latent position covers, from VAE settings."""
-    in_time = settings.get("scale_factor_temporal") or settings.get("temporal_compression_ratio")
-    in_space = settings.get("scale_factor_spatial") or settings.get("spatial_compression_ratio")
-    if in_time and in_space:
-        return int(in_time), int(in_space)
-    down = settings.get("temperal_downsample") or []
-    return 2 ** sum(down), 2 ** len(down)
+    temporal_factor = settings.get("scale_factor_temporal") or settings.get("temporal_compression_ratio")
+    spatial_factor = settings.get("scale_factor_spatial") or settings.get("spatial_compression_ratio")
+    if temporal_factor and spatial_factor:
+        return int(temporal_factor), int(spatial_factor)
+    downsamples_time = settings.get("temperal_downsample") or []
+    return 2 ** sum(downsamples_time), 2 ** len(downsamples_time)
 
 
 FAMILY = SanaVideo

@@ -30,7 +30,7 @@ from cosmos_core.models.length_rounding import pad_to_kernel
 
 PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-4
-_MIN_CHUNK, _MAX_CHUNK, _MEMORY_SHARE = 64 << 20, 1 << 30, 64
+_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _MEMORY_DIVISOR = 64 << 20, 1 << 30, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ def chunk_bytes(device: torch.device) -> int:
     needs the same chunks.
     """
     is_cuda = device.type == "cuda" and torch.cuda.is_available()
-    total = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
-    return min(_MAX_CHUNK, max(_MIN_CHUNK, 1 << ((total // _MEMORY_SHARE).bit_length() - 1)))
+    total_memory = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
+    return min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, 1 << ((total_memory // _MEMORY_DIVISOR).bit_length() - 1)))
 
 
 class Scorer(nn.Module):
@@ -110,22 +110,24 @@ class Scorer(nn.Module):
         has_labels = "shift_labels" in inputs
         labels_BS = inputs["shift_labels"] if has_labels else inputs["input_ids"][:, 1:]
         labels_N = labels_BS.reshape(-1)[scored_N]
-        hidden_BTH, head, balance = self._run_body(inputs)
+        hidden_BTH, head, balance_output = self._run_body(inputs)
         hidden_BSH = hidden_BTH if has_labels else hidden_BTH[:, :-1]
         hidden_NH = hidden_BSH.reshape(-1, hidden_BTH.shape[-1])[scored_N]
-        size = self._chunk_bytes or chunk_bytes(hidden_NH.device)
+        max_chunk_bytes = self._chunk_bytes or chunk_bytes(hidden_NH.device)
         num_ids = self.num_ids or self.vocabulary
         num_top_ids = min(request.top_k, num_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
-        task = _Task(head, request, num_top_ids, num_ids, dtype, max(1, size // (4 * self.vocabulary)))
+        chunk_scorer = _ChunkScorer(
+            head, request, num_top_ids, num_ids, dtype, max(1, max_chunk_bytes // (4 * self.vocabulary))
+        )
         if derivative_N is not None:
             derivative_N = derivative_N.to(dtype)  # the backward pass compares it with the actual derivative
-        weights = head.trained_weights if torch.is_grad_enabled() else []
-        outputs = _ChunkedScore.apply(task, hidden_NH, labels_N, top_ids_NK, derivative_N, *weights)
-        return dict(zip(task.names, outputs, strict=True)) | balance
+        head_weights = head.trained_weights if torch.is_grad_enabled() else []
+        outputs = _ChunkedScore.apply(chunk_scorer, hidden_NH, labels_N, top_ids_NK, derivative_N, *head_weights)
+        return dict(zip(chunk_scorer.names, outputs, strict=True)) | balance_output
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Return the last hidden states BTH, the input of the head or of the next pipeline stage."""
-        return self.model.base_model(**_model_inputs(inputs), use_cache=False).last_hidden_state
+        return self.model.base_model(**_select_model_inputs(inputs), use_cache=False).last_hidden_state
 
     def probe(self, inputs: dict[str, Any]) -> Tensor:
         """Return the last hidden states outside of `forward`; FSDP also gathers the weights for this method."""
@@ -141,19 +143,21 @@ class Scorer(nn.Module):
         logits are not head(body(x)), return the logits and an identity head."""
         if self._has_plain_head is None:
             self._has_plain_head = self._probe()
-        body = self.model.base_model if self._has_plain_head else self.model
+        body_module = self.model.base_model if self._has_plain_head else self.model
         if self.balance is None or not torch.is_grad_enabled():
-            output, balance = body(**_model_inputs(inputs), use_cache=False), {}
+            output, balance_output = body_module(**_select_model_inputs(inputs), use_cache=False), {}
         else:
-            output = body(**_model_inputs(inputs), use_cache=False, output_router_logits=True)
+            output = body_module(**_select_model_inputs(inputs), use_cache=False, output_router_logits=True)
             num_sequences = int(inputs[NUM_SEQUENCES])
-            balance = {OUTPUT: balance_loss(self.balance, output.router_logits, inputs[SEQUENCES], num_sequences)}
+            balance_output = {
+                OUTPUT: balance_loss(self.balance, output.router_logits, inputs[SEQUENCES], num_sequences)
+            }
         if not self._has_plain_head:
-            return output.logits, _OutputHead(None, lambda logits: logits), balance
-        return output.last_hidden_state, self._make_head, balance
+            return output.logits, _OutputHead(None, lambda logits: logits), balance_output
+        return output.last_hidden_state, self._output_head, balance_output
 
     @property
-    def _make_head(self) -> _OutputHead:
+    def _output_head(self) -> _OutputHead:
         return _OutputHead(self.model.get_output_embeddings(), self._scale_logits)
 
     def _scale_logits(self, logits_MV: Tensor) -> Tensor:
@@ -163,8 +167,8 @@ class Scorer(nn.Module):
             logits_MV = logits_MV * scale
         if scaling := getattr(config, "logits_scaling", None):  # attribute of the model family Granite
             logits_MV = logits_MV / scaling
-        if cap := getattr(config, "final_logit_softcapping", None):  # attribute of the model family Gemma
-            logits_MV = torch.tanh(logits_MV / cap) * cap
+        if soft_cap := getattr(config, "final_logit_softcapping", None):  # attribute of the model family Gemma
+            logits_MV = torch.tanh(logits_MV / soft_cap) * soft_cap
         return logits_MV
 
     @torch.no_grad()
@@ -176,17 +180,19 @@ class Scorer(nn.Module):
             return True
         was_training = self.model.training
         self.model.eval()  # dropout would make the two results differ
-        ids = torch.arange(1, PROBE_TOKENS + 1, device=self.model.device).unsqueeze(0) % self.vocabulary
+        token_ids = torch.arange(1, PROBE_TOKENS + 1, device=self.model.device).unsqueeze(0) % self.vocabulary
         # The autocast cache is disabled: a recomputation in a later pass would not find casts cached here.
-        with _autocast(ids.device, _autocast_dtype(ids.device)):
-            expected = self.model(input_ids=ids, use_cache=False).logits
-            hidden = getattr(self.model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
+        with _open_autocast(token_ids.device, _autocast_dtype(token_ids.device)):
+            expected_logits = self.model(input_ids=token_ids, use_cache=False).logits
+            hidden_states = getattr(
+                self.model.base_model(input_ids=token_ids, use_cache=False), "last_hidden_state", None
+            )
             self.model.train(was_training)
-            if hidden is None:
+            if hidden_states is None:
                 return False
-            logits = self._make_head(hidden, {})
-        is_same_shape = expected.shape == logits.shape
-        return is_same_shape and torch.allclose(expected, logits, atol=_PROBE_TOLERANCE, rtol=_PROBE_TOLERANCE)
+            logits = self._output_head(hidden_states, {})
+        is_same_shape = expected_logits.shape == logits.shape
+        return is_same_shape and torch.allclose(expected_logits, logits, atol=_PROBE_TOLERANCE, rtol=_PROBE_TOLERANCE)
 
 
 def is_without_data(model: nn.Module) -> bool:
@@ -194,7 +200,7 @@ def is_without_data(model: nn.Module) -> bool:
     return isinstance(next(model.parameters()), FakeTensor)
 
 
-def _model_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
+def _select_model_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the inputs for the model: `inputs` without the entries that only the scorer reads."""
     scorer_inputs = {"shift_labels", SEQUENCES, NUM_SEQUENCES, *(["input_ids"] if "inputs_embeds" in inputs else [])}
     return {name: value for name, value in inputs.items() if name not in scorer_inputs}
@@ -212,7 +218,7 @@ class _OutputHead:
     @property
     def trained_weights(self) -> list[nn.Parameter]:
         """Return the weights of the head that require a gradient."""
-        return [p for p in self.module.parameters() if p.requires_grad] if self.module else []
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad] if self.module else []
 
     def cast(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Return the matrices of the head by name in `dtype`, the dtype of autocast; empty if no cast is needed.
@@ -227,8 +233,8 @@ class _OutputHead:
 
     def differentiated_tensors(self, cast_weights: dict[str, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors to differentiate: for each trained weight its cast, or the weight itself."""
-        names = [name for name, p in self.module.named_parameters() if p.requires_grad] if self.module else []
-        return [cast_weights.get(name, weight) for name, weight in zip(names, weights, strict=True)]
+        weight_names = [name for name, p in self.module.named_parameters() if p.requires_grad] if self.module else []
+        return [cast_weights.get(name, weight) for name, weight in zip(weight_names, weights, strict=True)]
 
     def __call__(self, hidden_MH: Tensor, cast_weights: dict[str, Tensor]) -> Tensor:
         """Return the logits MV, computed with the matrices in `cast_weights` if there are any."""
@@ -248,7 +254,7 @@ class _Softmax(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _ChunkScorer:
     """Settings and formulas of `_ChunkedScore`: outputs of a chunk, and loss derivative with respect to its logits."""
 
     head: _OutputHead
@@ -272,16 +278,16 @@ class _Task:
         """Return the names of the outputs through which gradients flow."""
         return set(self.names) - {"top_ids", "is_top"} - ({"entropy"} if self.request.entropy != "gradient" else set())
 
-    def chunks(self, count: int) -> Iterator[slice]:
-        """Yield the slices of the `count` selected tokens that form the chunks."""
-        for start in range(0, count, self.num_rows):
+    def chunks(self, num_tokens: int) -> Iterator[slice]:
+        """Yield the slices of the `num_tokens` selected tokens that form the chunks."""
+        for start in range(0, num_tokens, self.num_rows):
             yield slice(start, start + self.num_rows)
 
     def logits(self, hidden_MH: Tensor, cast_weights: dict[str, Tensor]) -> Tensor:
         """Return the logits of a chunk. The head runs on a padded length that is efficient for kernels."""
-        count = len(hidden_MH)
+        num_tokens = len(hidden_MH)
         logits = self.head(pad_to_kernel(hidden_MH, -2), cast_weights)
-        return logits if len(logits) == count else logits[:count]
+        return logits if len(logits) == num_tokens else logits[:num_tokens]
 
     def softmax(self, logits_MV: Tensor) -> _Softmax:
         """Divide a chunk's logits by the temperature, and compute their logsumexp."""
@@ -307,37 +313,44 @@ class _Task:
         return outputs
 
     def derivative(
-        self, softmax: _Softmax, labels_M: Tensor, upstream: dict[str, Tensor], top_ids_MK: Tensor | None
+        self, softmax: _Softmax, labels_M: Tensor, upstream_gradients: dict[str, Tensor], top_ids_MK: Tensor | None
     ) -> Tensor:
         """Return the derivative of the loss with respect to the logits of a chunk: MV.
 
         With p the softmax and g the upstream gradient of an output, the derivative is g (1[v = t] - p_v) for the
         log-probability of token t, and -g p_v (log p_v + E) for the entropy E.
         """
-        upstream_M1 = {name: gradient.to(self.dtype).unsqueeze(-1) for name, gradient in upstream.items()}
-        total_M1 = upstream_M1["logprobs"]
-        if "top_logprobs" in upstream:
-            total_M1 = total_M1 + upstream_M1["top_logprobs"].squeeze(-1).sum(-1, keepdim=True)
+        upstream_gradients_M1 = {
+            name: gradient.to(self.dtype).unsqueeze(-1) for name, gradient in upstream_gradients.items()
+        }
+        total_gradient_M1 = upstream_gradients_M1["logprobs"]
+        if "top_logprobs" in upstream_gradients:
+            total_gradient_M1 = total_gradient_M1 + upstream_gradients_M1["top_logprobs"].squeeze(-1).sum(
+                -1, keepdim=True
+            )
         derivative_MV = softmax.scaled_MV - softmax.sums_M1
-        if "entropy" in upstream:
+        if "entropy" in upstream_gradients:
             probabilities_MV = derivative_MV.exp()
             entropy_M1 = -(probabilities_MV * derivative_MV).sum(-1, keepdim=True)
-            derivative_MV.add_(entropy_M1).mul_(upstream_M1["entropy"]).add_(total_M1).neg_().mul_(probabilities_MV)
+            derivative_MV.add_(entropy_M1).mul_(upstream_gradients_M1["entropy"]).add_(total_gradient_M1).neg_().mul_(
+                probabilities_MV
+            )
         else:
-            derivative_MV.exp_().mul_(-total_M1)
-        derivative_MV.scatter_add_(-1, labels_M.unsqueeze(-1), upstream_M1["logprobs"])
-        if "top_logprobs" in upstream and top_ids_MK is not None:
-            derivative_MV.scatter_add_(-1, top_ids_MK, upstream_M1["top_logprobs"].squeeze(-1))
+            derivative_MV.exp_().mul_(-total_gradient_M1)
+        derivative_MV.scatter_add_(-1, labels_M.unsqueeze(-1), upstream_gradients_M1["logprobs"])
+        if "top_logprobs" in upstream_gradients and top_ids_MK is not None:
+            derivative_MV.scatter_add_(-1, top_ids_MK, upstream_gradients_M1["top_logprobs"].squeeze(-1))
         return derivative_MV if self.request.temperature == 1.0 else derivative_MV.div_(self.request.temperature)
 
 
 class _ChunkedScore(torch.autograd.Function):
-    """Autograd function that computes the outputs of a `_Task` chunk by chunk, and frees the logits of each chunk."""
+    """Autograd function that computes the outputs of a `_ChunkScorer` chunk by chunk, and frees the logits of each
+    chunk."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        task: _Task,
+        task: _ChunkScorer,
         hidden_NH: Tensor,
         labels_N: Tensor,
         top_ids_NK: Tensor | None,
@@ -350,37 +363,40 @@ class _ChunkedScore(torch.autograd.Function):
             derivative_N is not None and task.differentiable_outputs == {"logprobs"} and any(ctx.needs_input_grad)
         )
         gradients = _Gradients(task, hidden_NH, weights, ctx.compute_dtype) if has_known_derivative else None
-        computed: list[dict[str, Tensor]] = []
-        with _autocast(hidden_NH.device, ctx.compute_dtype):
+        chunk_outputs: list[dict[str, Tensor]] = []
+        with _open_autocast(hidden_NH.device, ctx.compute_dtype):
             cast_weights = {} if gradients else task.head.cast(ctx.compute_dtype)
             for chunk in task.chunks(len(labels_N)):
                 top_ids_MK = None if top_ids_NK is None else top_ids_NK[chunk]
                 softmax = task.softmax(
                     gradients.logits(chunk) if gradients else task.logits(hidden_NH[chunk], cast_weights)
                 )
-                computed.append(task.outputs(softmax, labels_N[chunk], top_ids_MK))
+                chunk_outputs.append(task.outputs(softmax, labels_N[chunk], top_ids_MK))
                 if gradients and derivative_N is not None:
                     gradients.add(task.derivative(softmax, labels_N[chunk], {"logprobs": derivative_N[chunk]}, None))
                 del softmax
         ctx.precomputed = gradients.totals() if gradients else None
-        outputs = {name: _concatenate([each[name] for each in computed], name, task, hidden_NH) for name in task.names}
+        outputs = {
+            name: _concatenate_chunks([each[name] for each in chunk_outputs], name, task, hidden_NH)
+            for name in task.names
+        }
         ctx.save_for_backward(hidden_NH, labels_N, outputs.get("top_ids"), derivative_N)
         ctx.mark_non_differentiable(*(outputs[name] for name in task.names if name not in task.differentiable_outputs))
         return tuple(outputs.values())
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:  # type: ignore[override]
-        task: _Task = ctx.task
+        task: _ChunkScorer = ctx.task
         hidden_NH, labels_N, top_ids_NK, derivative_N = ctx.saved_tensors
         upstream_by_name = {
             name: g for name, g in zip(task.names, upstream, strict=True) if name in task.differentiable_outputs
         }
-        precomputed, ctx.precomputed = ctx.precomputed, None
+        precomputed_gradients, ctx.precomputed = ctx.precomputed, None
         # The comparison is exact, because an approximately equal derivative would change the gradient.
-        if precomputed is not None and bool((upstream_by_name["logprobs"] == derivative_N).all()):
-            return None, precomputed[0], None, None, None, *precomputed[1:]
-        del precomputed
-        with _autocast(hidden_NH.device, ctx.compute_dtype):
+        if precomputed_gradients is not None and bool((upstream_by_name["logprobs"] == derivative_N).all()):
+            return None, precomputed_gradients[0], None, None, None, *precomputed_gradients[1:]
+        del precomputed_gradients
+        with _open_autocast(hidden_NH.device, ctx.compute_dtype):
             gradients = _Gradients(task, hidden_NH, ctx.weights, ctx.compute_dtype)
             for chunk in task.chunks(len(labels_N)):
                 softmax = task.softmax(gradients.logits(chunk))
@@ -388,54 +404,54 @@ class _ChunkedScore(torch.autograd.Function):
                 chunk_gradients = {name: gradient[chunk] for name, gradient in upstream_by_name.items()}
                 gradients.add(task.derivative(softmax, labels_N[chunk], chunk_gradients, top_ids_MK))
                 del softmax
-        totals = gradients.totals()
-        return None, totals[0], None, None, None, *totals[1:]
+        total_gradients = gradients.totals()
+        return None, total_gradients[0], None, None, None, *total_gradients[1:]
 
 
 class _Gradients:
     """Gradients of the hidden states and of the weights of the head, accumulated chunk by chunk."""
 
     def __init__(
-        self, task: _Task, hidden_NH: Tensor, weights: Sequence[Tensor], compute_dtype: torch.dtype | None
+        self, task: _ChunkScorer, hidden_NH: Tensor, weights: Sequence[Tensor], compute_dtype: torch.dtype | None
     ) -> None:
-        self._task, self._hidden_NH, self._weights = task, hidden_NH, weights
+        self._chunk_scorer, self._hidden_NH, self._weights = task, hidden_NH, weights
         self._cast = task.head.cast(compute_dtype)
         self._tensors_with_grad = task.head.differentiated_tensors(self._cast, weights)
         self._hidden_gradient = torch.empty_like(hidden_NH)
         self._weight_gradients: list[Tensor] = []
-        self._has_many = len(hidden_NH) > task.num_rows
+        self._has_many_chunks = len(hidden_NH) > task.num_rows
 
     def logits(self, chunk: slice) -> Tensor:
         """Return the logits of a chunk, and keep their autograd graph for `add`."""
-        self._chunk = chunk
+        self._current_chunk = chunk
         self._hidden_MH = self._hidden_NH[chunk].detach().requires_grad_()
         with torch.enable_grad():
-            self._logits_MV = self._task.logits(self._hidden_MH, self._cast)
+            self._logits_MV = self._chunk_scorer.logits(self._hidden_MH, self._cast)
         return self._logits_MV
 
     def add(self, derivative_MV: Tensor) -> None:
         """Add the gradients of the newest chunk, given the derivative of the loss with respect to its logits."""
-        self._hidden_gradient[self._chunk], *weight_gradients = torch.autograd.grad(
+        self._hidden_gradient[self._current_chunk], *weight_gradients = torch.autograd.grad(
             self._logits_MV, [self._hidden_MH, *self._tensors_with_grad], derivative_MV.to(self._logits_MV.dtype)
         )
         del self._logits_MV
         if not self._weight_gradients:
             self._weight_gradients = [
                 # A sum of many chunks in half precision would lose small summands.
-                gradient.to(torch.promote_types(weight.dtype, torch.float32) if self._has_many else weight.dtype)
+                gradient.to(torch.promote_types(weight.dtype, torch.float32) if self._has_many_chunks else weight.dtype)
                 for gradient, weight in zip(weight_gradients, self._weights, strict=True)
             ]
             return
-        for total, gradient in zip(self._weight_gradients, weight_gradients, strict=True):
-            total.add_(gradient)
+        for total_gradient, gradient in zip(self._weight_gradients, weight_gradients, strict=True):
+            total_gradient.add_(gradient)
 
     def totals(self) -> tuple[Tensor, ...]:
         """Return the total gradients of the hidden states and of each weight."""
-        totals = self._weight_gradients or [torch.zeros_like(weight) for weight in self._weights]
-        return (self._hidden_gradient, *(t.to(w.dtype) for t, w in zip(totals, self._weights, strict=True)))
+        weight_gradients = self._weight_gradients or [torch.zeros_like(weight) for weight in self._weights]
+        return (self._hidden_gradient, *(t.to(w.dtype) for t, w in zip(weight_gradients, self._weights, strict=True)))
 
 
-def _concatenate(chunks: Sequence[Tensor], name: str, task: _Task, hidden_NH: Tensor) -> Tensor:
+def _concatenate_chunks(chunks: Sequence[Tensor], name: str, task: _ChunkScorer, hidden_NH: Tensor) -> Tensor:
     """Concatenate one output of all chunks; if there are no chunks, return an empty tensor."""
     if chunks:
         return torch.cat(list(chunks))
@@ -447,7 +463,7 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+def _open_autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Return an autocast context for `dtype` (None: disabled) without a cache, because a cached cast would belong to
     the autograd graph of an earlier chunk, which is already freed."""
     return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)

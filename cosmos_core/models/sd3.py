@@ -42,21 +42,21 @@ class SD3(DiffusionModel):
     def text_embedding(self, prompts: Sequence[str]) -> Text:
         """Encode prompts to text inputs of the denoiser. Without a T5, its embeddings are zeros, as in the pipeline."""
         prompt_list = list(prompts)
-        with self._working("text_encoder", "text_encoder_2", "text_encoder_3"), self._width_of_tokens():
-            tokens, _, pooled_embedding, _ = self.pipeline.encode_prompt(
+        with self._working("text_encoder", "text_encoder_2", "text_encoder_3"), self._set_embedding_size():
+            token_embeddings, _, pooled_embedding, _ = self.pipeline.encode_prompt(
                 prompt_list, prompt_list, prompt_list, device=self.device, do_classifier_free_guidance=False,
                 max_sequence_length=self.config.max_prompt_length,
             )  # fmt: skip
-        return {"prompt_embeds": tokens.cpu(), "pooled_prompt_embeds": pooled_embedding.cpu()}
+        return {"prompt_embeds": token_embeddings.cpu(), "pooled_prompt_embeds": pooled_embedding.cpu()}
 
     @contextmanager
-    def _width_of_tokens(self) -> Iterator[None]:
+    def _set_embedding_size(self) -> Iterator[None]:
         """Set a dummy denoiser during the block, from which the pipeline reads the embedding size if it has no T5."""
         if self.pipeline.transformer is not None:
             yield
             return
-        width = self.folder.settings(self.denoiser_name).get("joint_attention_dim")
-        self.pipeline.transformer = SimpleNamespace(config=SimpleNamespace(joint_attention_dim=width))
+        embedding_size = self.folder.settings(self.denoiser_name).get("joint_attention_dim")
+        self.pipeline.transformer = SimpleNamespace(config=SimpleNamespace(joint_attention_dim=embedding_size))
         try:
             yield
         finally:

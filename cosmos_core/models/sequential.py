@@ -33,8 +33,8 @@ class SequentialRunner:
         return num_batches
 
     def run(self, batches: Sequence[Callable[[], Any]], consume: ChunkConsumer, request: Wants, size: int) -> None:
-        for make in batches:
-            batch = make()
+        for build_batch in batches:
+            batch = build_batch()
             with forward_context(self._train, self._device):
                 outputs = self._run_forward(batch, request)
             loss = consume(batch, outputs)
@@ -51,9 +51,9 @@ class SequentialRunner:
 @contextmanager
 def forward_context(train: TrainConfig, device: torch.device) -> Iterator[None]:
     """Run forward passes in the block under autocast to `param_dtype` and with the activation offload of `train`."""
-    has_own_dtype = train.param_dtype != train.master_dtype
+    needs_autocast = train.param_dtype != train.master_dtype
     with (
-        torch.autocast(device.type, dtype=getattr(torch, train.param_dtype), enabled=has_own_dtype),
+        torch.autocast(device.type, dtype=getattr(torch, train.param_dtype), enabled=needs_autocast),
         activations_on_cpu() if train.activation_offload and torch.is_grad_enabled() else nullcontext(),
     ):
         yield

@@ -55,8 +55,8 @@ _MAX_AUDITED_BYTES = 64 << 30
 """Maximum total size of weight files whose values are checked before a run."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
-_Transform = WeightRenaming | WeightConverter
-_Source = tuple[str, str, Any]
+_WeightTransform = WeightRenaming | WeightConverter
+_SourceTensor = tuple[str, str, Any]
 """Key of a tensor in the files, pattern of a transform that matches the key, and the tensor as a lazy slice."""
 
 
@@ -64,8 +64,8 @@ _Source = tuple[str, str, Any]
 class _TensorGroup:
     """Group of tensors in the files that a transform converts together to one or several weights of the model."""
 
-    transform: _Transform
-    sources: Sequence[_Source]
+    transform: _WeightTransform
+    sources: Sequence[_SourceTensor]
     shapes: Mapping[str, torch.Size]
     """Shapes of the converted weights, by name in the model."""
 
@@ -135,26 +135,26 @@ def check_file_tensors(
     return ""
 
 
-def _audit_values(network: PreTrainedModel, beat: Callable[[], None]) -> None:
+def _audit_values(network: PreTrainedModel, report_progress: Callable[[], None]) -> None:
     """Check the values of all weights in a loading plan; tied weights stay in memory until they are compared."""
     plan, state, tied_tensors = (_LOADING_PLANS.pop(network), network.state_dict(keep_vars=True), dict[int, Tensor]())
     num_names = Counter(id(state[name]) for group in plan.groups for name in group.shapes)
     for group in plan.groups:
-        targets, loaded = dict[str, list[Tensor]](), set(tied_tensors.values())
+        group_targets, loaded_tensors = dict[str, list[Tensor]](), set(tied_tensors.values())
         for name in group.shapes:
             key = id(state[name])
-            targets[name] = [
+            group_targets[name] = [
                 tied_tensors[key] if key in tied_tensors else torch.empty_like(state[name], device="cpu").detach()
             ]
             if num_names[key] > 1:
-                tied_tensors[key] = targets[name][0]
+                tied_tensors[key] = group_targets[name][0]
         try:
-            _read_group(group, targets, network, loaded)
+            _read_tensor_group(group, group_targets, network, loaded_tensors)
         except (ModelError, SafetensorError, OSError) as error:
             if is_machine_error(error):
                 raise
             raise model_error(plan.model, str(error)) from error
-        beat()
+        report_progress()
 
 
 def load_sharded(model: PreTrainedModel) -> None:
@@ -166,20 +166,20 @@ def load_sharded(model: PreTrainedModel) -> None:
         ModelError: a value is not finite, tensors that config.json ties differ, or a file cannot be read. Every rank
             raises the error of the first rank that failed.
     """
-    plan = _LOADING_PLANS.pop(model, None)
-    if plan is None:
+    loading_plan = _LOADING_PLANS.pop(model, None)
+    if loading_plan is None:
         return
     problem = None
     try:
-        targets, loaded_tensors = _materialise(model, plan.device), set[Tensor]()
-        for group in plan.groups:
-            _read_group(group, targets, model, loaded_tensors)
+        target_tensors, loaded_tensors = _allocate_shards(model, loading_plan.device), set[Tensor]()
+        for group in loading_plan.groups:
+            _read_tensor_group(group, target_tensors, model, loaded_tensors)
     except (ModelError, SafetensorError, OSError) as error:
         if is_machine_error(error):  # errors of memory, disk or network end this rank, and all ranks restart
             raise
         problem = str(error)
     if problem := first_error_of_ranks(problem):
-        raise model_error(plan.model, problem)
+        raise model_error(loading_plan.model, problem)
 
 
 def _plan_loading(
@@ -194,78 +194,88 @@ def _plan_loading(
     cannot be read in slices, or an empty string; raise ModelError if files or tensors are wrong."""
     if getattr(network.config, "quantization_config", None):
         return "its weights are quantized"
-    keeps_float32 = _keeps_float32(network, dtype)
+    is_kept_float32 = _match_float32_names(network, dtype)
     for name, tensor in network.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and keeps_float32(name):
+        if tensor.is_floating_point() and is_kept_float32(name):
             tensor.data = tensor.data.float()
     with translate_load_errors("weights", model):
-        opened = [safe_open(file, framework="pt") for file in files]
-        slices = {key: file.get_slice(key) for file in opened for key in file.keys()}  # noqa: SIM118
-    groups, info = _plan(network, slices, model)
-    missing = set(info.missing_keys)
-    info.missing_keys -= {name for names in names_of_tied_weights(network) if set(names) - missing for name in names}
-    needed_names = set(info.missing_keys)
-    network._adjust_missing_and_unexpected_keys(info)
-    check_loaded_tensors(network, info.to_dict(), model)
-    if needed_names - info.missing_keys:
+        open_files = [safe_open(file, framework="pt") for file in files]
+        slices = {key: file.get_slice(key) for file in open_files for key in file.keys()}  # noqa: SIM118
+    groups, loading_info = _group_file_tensors(network, slices, model)
+    missing_names = set(loading_info.missing_keys)
+    loading_info.missing_keys -= {
+        name for names in names_of_tied_weights(network) if set(names) - missing_names for name in names
+    }
+    needed_names = set(loading_info.missing_keys)
+    network._adjust_missing_and_unexpected_keys(loading_info)
+    check_loaded_tensors(network, loading_info.to_dict(), model)
+    if needed_names - loading_info.missing_keys:
         return "transformers makes up some of its weights"
-    _make_buffers(network, device)
-    if generation := load_generation_config(model, revision):  # without this file, config.json determines the config
-        network.generation_config = generation
+    _initialise_buffers(network, device)
+    if generation_config := load_generation_config(
+        model, revision
+    ):  # without this file, config.json determines the config
+        network.generation_config = generation_config
     network.config._commit_hash = getattr(network.config, "_commit_hash", None) or revision
     _LOADING_PLANS[network] = _LoadingPlan(model, device, groups)
     return ""
 
 
-def _plan(
+def _group_file_tensors(
     network: PreTrainedModel, slices: Mapping[str, Any], model: str
 ) -> tuple[list[_TensorGroup], LoadStateDictInfo]:
     """Return the groups of tensors in files that become weights, and the loading information of transformers. The
     loading information lists missing and unexpected tensors, and tensors of another shape."""
-    state = network.state_dict()
-    mapping = get_model_conversion_mapping(network)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    sources_by_target: dict[str, tuple[_Transform, list[_Source]]] = {}
-    info = LoadStateDictInfo(set(state), set(), set(), [], {}, set())
+    model_state = network.state_dict()
+    weight_conversions = get_model_conversion_mapping(network)
+    renamings = [conversion for conversion in weight_conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in weight_conversions if isinstance(conversion, WeightConverter)]
+    converter_by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    sources_by_target: dict[str, tuple[_WeightTransform, list[_SourceTensor]]] = {}
+    loading_info = LoadStateDictInfo(set(model_state), set(), set(), [], {}, set())
     for key in sorted(slices, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, network.base_model_prefix, state)
-        if name not in state and key in state:
-            name, pattern = rename_source_key(key, [], [], network.base_model_prefix, state)
-        if name not in state:
-            targets = by_pattern[pattern].target_patterns if pattern else [""]
-            info.unexpected_keys |= {name.replace(targets[0], other) for other in targets}
+        name, pattern = rename_source_key(key, renamings, converters, network.base_model_prefix, model_state)
+        if name not in model_state and key in model_state:
+            name, pattern = rename_source_key(key, [], [], network.base_model_prefix, model_state)
+        if name not in model_state:
+            target_patterns = converter_by_pattern[pattern].target_patterns if pattern else [""]
+            loading_info.unexpected_keys |= {
+                name.replace(target_patterns[0], target_pattern) for target_pattern in target_patterns
+            }
             continue
-        transform: _Transform = copy.deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(key, name)
+        transform: _WeightTransform = (
+            copy.deepcopy(converter_by_pattern[pattern]) if pattern else WeightRenaming(key, name)
+        )
         sources_by_target.setdefault(name, (transform, []))[1].append((key, pattern or key, slices[key]))
-    network.__dict__["_weight_conversions"] = [entry for entry in mapping if entry.was_used()]
+    network.__dict__["_weight_conversions"] = [conversion for conversion in weight_conversions if conversion.was_used()]
     groups = []
     for name, (transform, sources) in sources_by_target.items():
-        empty = [_empty(each) for _, _, each in sources]
+        meta_tensors = [_make_meta_tensor(file_slice) for _, _, file_slice in sources]
         try:
-            converted = _convert(name, transform, sources, empty, network, info)
+            converted_weights = _convert_tensors(name, transform, sources, meta_tensors, network, loading_info)
         except SkipParameters:
             raise merge_error(model) from None
-        groups.append(_TensorGroup(transform, sources, {key: tensor.shape for key, tensor in converted.items()}))
-        for key, tensor in converted.items():
-            info.missing_keys.discard(key)
-            if key not in state:
-                info.unexpected_keys.add(key)
-            elif tensor.shape != state[key].shape:
-                info.mismatched_keys.add((key, tuple(tensor.shape), tuple(state[key].shape)))  # type: ignore[arg-type]
-    return groups, info
+        groups.append(
+            _TensorGroup(transform, sources, {key: tensor.shape for key, tensor in converted_weights.items()})
+        )
+        for key, tensor in converted_weights.items():
+            loading_info.missing_keys.discard(key)
+            if key not in model_state:
+                loading_info.unexpected_keys.add(key)
+            elif tensor.shape != model_state[key].shape:
+                loading_info.mismatched_keys.add((key, tuple(tensor.shape), tuple(model_state[key].shape)))  # type: ignore[arg-type]
+    return groups, loading_info
 
 
-def _empty(source: Any) -> Tensor:
+def _make_meta_tensor(source: Any) -> Tensor:
     dtype = str_to_torch_dtype.get(source.get_dtype(), torch.float32)
     return torch.empty(source.get_shape(), dtype=dtype, device="meta")
 
 
-def _convert(
+def _convert_tensors(
     name: str,
-    transform: _Transform,
-    sources: Sequence[_Source],
+    transform: _WeightTransform,
+    sources: Sequence[_SourceTensor],
     tensors: Sequence[Any],
     model: PreTrainedModel,
     info: LoadStateDictInfo | None = None,
@@ -274,29 +284,29 @@ def _convert(
     transform = copy.deepcopy(transform)
     for (key, pattern, _), tensor in zip(sources, tensors, strict=True):
         transform.add_tensor(name, key, pattern, tensor)
-    converted = transform.convert(name, model=model, config=model.config, loading_info=info)
-    return {key: value[0] if isinstance(value, list) else value for key, value in converted.items()}
+    converted_weights = transform.convert(name, model=model, config=model.config, loading_info=info)
+    return {key: value[0] if isinstance(value, list) else value for key, value in converted_weights.items()}
 
 
-def _read_group(
+def _read_tensor_group(
     group: _TensorGroup, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, loaded_tensors: set[Tensor]
 ) -> None:
     """Fill this rank's shards of the weights of a group; `loaded_tensors` are the tensors that are filled already."""
     local_targets = {name: [t for t in targets.get(name, ()) if local_shard(t).numel()] for name in group.shapes}
     if not any(local_targets.values()):
         return
-    sources, first = group.sources, 0
+    sources, first_row = group.sources, 0
     if isinstance(group.transform, WeightRenaming):
-        converted: dict[str, Any] = dict.fromkeys(local_targets, sources[0][2])
+        converted_weights: dict[str, Any] = dict.fromkeys(local_targets, sources[0][2])
     else:
         if _is_expert_stack(group):
-            rows = shard_bounds(next(iter(local_targets.values()))[0])[0]
-            sources, first = _select_experts(sources, rows), rows.start
-        readers = [partial(source.__getitem__, ...) for _, _, source in sources]
-        converted = _convert(next(iter(local_targets)), group.transform, sources, readers, model)
+            expert_rows = shard_bounds(next(iter(local_targets.values()))[0])[0]
+            sources, first_row = _select_experts(sources, expert_rows), expert_rows.start
+        tensor_readers = [partial(source.__getitem__, ...) for _, _, source in sources]
+        converted_weights = _convert_tensors(next(iter(local_targets)), group.transform, sources, tensor_readers, model)
     for name, tensors in local_targets.items():
         for tensor in tensors:
-            _copy(name, tensor, converted[name], first, is_dry_run=tensor in loaded_tensors)
+            _copy_shard(name, tensor, converted_weights[name], first_row, is_dry_run=tensor in loaded_tensors)
             loaded_tensors.add(tensor)
 
 
@@ -306,31 +316,32 @@ def _is_expert_stack(group: _TensorGroup) -> bool:
     if len(group.shapes) > 1 or not isinstance(operations[0], MergeModulelist) or operations[0].dim != 0:
         return False
     (shape,) = group.shapes.values()
-    patterns = Counter(pattern for _, pattern, _ in group.sources)
-    return all(map(_preserves_rows, operations[1:])) and set(patterns.values()) == {shape[0]}
+    pattern_counts = Counter(pattern for _, pattern, _ in group.sources)
+    return all(map(_keeps_first_dim, operations[1:])) and set(pattern_counts.values()) == {shape[0]}
 
 
-def _preserves_rows(operation: Any) -> bool:
+def _keeps_first_dim(operation: Any) -> bool:
     if isinstance(operation, Concatenate):
         return operation.dim > 0
     return isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0
 
 
-def _select_experts(sources: Sequence[_Source], rows: slice) -> list[_Source]:
-    """Return the tensors of the experts in the slice `rows`; `sources` lists experts in order within each pattern."""
-    by_pattern: dict[str, list[_Source]] = {}
+def _select_experts(sources: Sequence[_SourceTensor], expert_rows: slice) -> list[_SourceTensor]:
+    """Return the tensors of the experts in the slice `expert_rows`; `sources` lists experts in order within each
+    pattern."""
+    sources_by_pattern: dict[str, list[_SourceTensor]] = {}
     for source in sources:
-        by_pattern.setdefault(source[1], []).append(source)
-    return [source for pattern_sources in by_pattern.values() for source in pattern_sources[rows]]
+        sources_by_pattern.setdefault(source[1], []).append(source)
+    return [source for pattern_sources in sources_by_pattern.values() for source in pattern_sources[expert_rows]]
 
 
-def _copy(name: str, tensor: Tensor, source: Any, first: int, is_dry_run: bool) -> None:
-    """Copy this rank's shard of `source`, a tensor or a slice of a file that begins with row `first` of the whole
+def _copy_shard(name: str, tensor: Tensor, source: Any, first_row: int, is_dry_run: bool) -> None:
+    """Copy this rank's shard of `source`, a tensor or a slice of a file that begins with row `first_row` of the whole
     weight, to `tensor`; with `is_dry_run`, compare them instead, because `tensor` is already filled."""
-    where = shard_bounds(tensor)
-    if first:
-        where = (slice(where[0].start - first, where[0].stop - first), *where[1:])
-    values, local_tensor = source[where or ...], local_shard(tensor).detach()
+    shard_slices = shard_bounds(tensor)
+    if first_row:
+        shard_slices = (slice(shard_slices[0].start - first_row, shard_slices[0].stop - first_row), *shard_slices[1:])
+    values, local_tensor = source[shard_slices or ...], local_shard(tensor).detach()
     if not is_dry_run:
         local_tensor.copy_(values)
         if problem := nonfinite_message(name, local_tensor):
@@ -342,37 +353,39 @@ def _copy(name: str, tensor: Tensor, source: Any, first: int, is_dry_run: bool) 
 
 
 @torch.no_grad()
-def _materialise(model: PreTrainedModel, device: torch.device) -> dict[str, list[Tensor]]:
+def _allocate_shards(model: PreTrainedModel, device: torch.device) -> dict[str, list[Tensor]]:
     """Allocate this rank's shard of every meta parameter; return parameters and buffers by their names in the files."""
-    allocated: dict[nn.Parameter, nn.Parameter] = {}
+    allocated_parameters: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and local_shard(parameter).is_meta:
-                if parameter not in allocated:
-                    allocated[parameter] = _allocate_parameter(parameter, device)
-                module._parameters[name] = allocated[parameter]
-    targets: dict[str, list[Tensor]] = {}
+                if parameter not in allocated_parameters:
+                    allocated_parameters[parameter] = _allocate_parameter(parameter, device)
+                module._parameters[name] = allocated_parameters[parameter]
+    tensors_by_name: dict[str, list[Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        targets.setdefault(_ADAPTER_COMPONENTS.sub("", name), []).append(tensor)
-    return targets
+        tensors_by_name.setdefault(_ADAPTER_COMPONENTS.sub("", name), []).append(tensor)
+    return tensors_by_name
 
 
 def _allocate_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    local = torch.empty_like(local_shard(parameter).detach(), device=device, memory_format=torch.contiguous_format)
+    local_tensor = torch.empty_like(
+        local_shard(parameter).detach(), device=device, memory_format=torch.contiguous_format
+    )
     if isinstance(parameter, DTensor):
-        local = DTensor.from_local(
-            local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        local_tensor = DTensor.from_local(
+            local_tensor, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
             stride=parameter.stride(),
         )  # fmt: skip
-    return nn.Parameter(local, requires_grad=parameter.requires_grad)
+    return nn.Parameter(local_tensor, requires_grad=parameter.requires_grad)
 
 
-def _keeps_float32(network: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], object]:
-    plan = network._get_dtype_plan(dtype)
-    return build_glob_alternation(list(plan))[0].search if plan else lambda name: None
+def _match_float32_names(network: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], object]:
+    dtype_plan = network._get_dtype_plan(dtype)
+    return build_glob_alternation(list(dtype_plan))[0].search if dtype_plan else lambda name: None
 
 
-def _make_buffers(network: PreTrainedModel, device: torch.device) -> None:
+def _initialise_buffers(network: PreTrainedModel, device: torch.device) -> None:
     """Move buffers to `device`, and initialise buffers that no file contains, as `from_pretrained` does."""
     for tensor in network.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]

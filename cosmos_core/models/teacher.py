@@ -36,14 +36,14 @@ def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapt
         ConfigError: rows of the recipe are longer than the teacher supports.
     """
     check_vocabulary(teacher, policy.tokenizer)
-    train = teacher_settings(teacher, recipe.train)
+    teacher_train = teacher_settings(teacher, recipe.train)
     with name_teacher_in_errors():
-        load = init_on_meta if policy.mesh else load_model
-        model = load(
+        load_function = init_on_meta if policy.mesh else load_model
+        model = load_function(
             teacher.model_name_or_path,
             revision=teacher.model_revision,
-            dtype=getattr(torch, train.master_dtype),
-            device=torch.device("cpu") if train.fsdp_offload else policy.device,
+            dtype=getattr(torch, teacher_train.master_dtype),
+            device=torch.device("cpu") if teacher_train.fsdp_offload else policy.device,
         )
         move_buffers(model, policy.device)
         model.requires_grad_(False)
@@ -52,7 +52,7 @@ def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapt
         input_processing = InputProcessing(
             int(tokenizer.pad_token_id), tokenizer=tokenizer, num_ids=count_ids(tokenizer)
         )
-        return CausalLM(model, train, input_processing, policy.mesh)
+        return CausalLM(model, teacher_train, input_processing, policy.mesh)
 
 
 def check_teacher(teacher: DistillationConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -79,13 +79,14 @@ def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizer
     with name_teacher_in_errors():
         teacher_ids = load_tokenizer(teacher.model_name_or_path, teacher.model_revision).get_vocab()
     policy_ids = tokenizer.get_vocab()
-    if differing_tokens := [token for token, number in policy_ids.items() if teacher_ids.get(token) != number]:
-        first = min(differing_tokens, key=lambda token: policy_ids[token])
-        mismatch = f"is {teacher_ids[first]}" if first in teacher_ids else "does not exist"
+    if differing_tokens := [token for token, token_id in policy_ids.items() if teacher_ids.get(token) != token_id]:
+        first_token = min(differing_tokens, key=lambda token: policy_ids[token])
+        mismatch_text = f"is {teacher_ids[first_token]}" if first_token in teacher_ids else "does not exist"
         raise ModelError(
             f"{TEACHER_KEY} = {teacher.model_name_or_path!r}: {len(differing_tokens)} of {len(policy_ids)} tokens of "
-            f"the policy have another id in its tokenizer or none: {first!r} is {policy_ids[first]} here and "
-            f"{mismatch} there; take a teacher of the policy's family"
+            f"the policy have another id in its tokenizer or none: {first_token!r} is {policy_ids[first_token]} here "
+            f"and "
+            f"{mismatch_text} there; take a teacher of the policy's family"
         )
 
 
@@ -114,5 +115,5 @@ def name_teacher_in_errors() -> Iterator[None]:
     try:
         yield
     except (ModelError, ConfigError) as error:
-        text = str(error).replace(MODEL_KEY, TEACHER_KEY)
-        raise type(error)(text if TEACHER_KEY in text else f"{TEACHER_KEY}: {text}") from error
+        message = str(error).replace(MODEL_KEY, TEACHER_KEY)
+        raise type(error)(message if TEACHER_KEY in message else f"{TEACHER_KEY}: {message}") from error

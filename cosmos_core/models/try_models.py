@@ -38,24 +38,28 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
     disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = load_tokenizer(model)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    loaded = load_model(model, dtype=dtype, device=device)
-    turns: list[dict[str, Any]] = []
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    loaded_model = load_model(model, dtype=dtype, device=device)
+    conversation: list[dict[str, Any]] = []
+    sampling_settings: dict[str, Any] = (
+        {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    )
 
     def respond(prompt: str, number: int) -> str:
-        turns.append({"role": "user", "content": prompt})
+        conversation.append({"role": "user", "content": prompt})
         if tokenizer.chat_template:
-            ids: Any = tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            tokenized_prompt: Any = tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=True, return_dict=True, return_tensors="pt"
             )
         else:
-            ids = tokenizer(prompt, return_tensors="pt")
+            tokenized_prompt = tokenizer(prompt, return_tensors="pt")
         torch.manual_seed(number)
-        inputs = {name: ids[name].to(device) for name in ("input_ids", "attention_mask")}
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        output = loaded.generate(**inputs, max_new_tokens=max_tokens, pad_token_id=pad, **sampling)  # type: ignore[operator]
+        inputs = {name: tokenized_prompt[name].to(device) for name in ("input_ids", "attention_mask")}
+        pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        output = loaded_model.generate(
+            **inputs, max_new_tokens=max_tokens, pad_token_id=pad_token_id, **sampling_settings
+        )  # type: ignore[operator]
         text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        turns.append({"role": "assistant", "content": text})
+        conversation.append({"role": "assistant", "content": text})
         return str(text)
 
     return respond
@@ -106,14 +110,14 @@ def main() -> int:
     console = Console(highlight=False)
     logging.disable(logging.WARNING)
     try:
-        opened_models = [
+        responders = [
             open_image_generator(model, f"{name}-{index}", device)
             if (Path(model) / "model_index.json").is_file()
             else open_chat(model, options["max_tokens"], options["temperature"], device)
             for index, (model, name) in enumerate(zip(models, options["names"], strict=True))
         ]
-        for number, prompt in zip(count(), _read_prompts(options["prompt"]), strict=False):
-            responses = [respond(prompt, number) for respond in opened_models]
+        for prompt_index, prompt in zip(count(), _read_prompts(options["prompt"]), strict=False):
+            responses = [respond(prompt, prompt_index) for respond in responders]
             if len(responses) == 1:
                 console.print(responses[0], markup=False)
                 continue

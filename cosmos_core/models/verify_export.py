@@ -45,18 +45,18 @@ from cosmos_core.models.lora import FOLDER, has_changed_base, is_adapted, merge_
 from cosmos_core.models.model_files import model_error, translate_load_errors
 from cosmos_core.models.new_interpreter import call_in_interpreter, pool_of_one_process
 
-_INDEX_FILE = "model.safetensors.index.json"
-_PROBE_SHAPE_BT = (2, 16)
+_WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
+_PROBE_INPUT_SHAPE = (2, 16)
 _PROBE_TEXT = "Is 12 + 7 = 19?\n  Déjà vu: ½ · 東京 🙂"
 _RELOAD_SECONDS = 3000
 # Maximum difference of logits as a fraction of the largest logit. Both processes compute in float32 with the same
 # weights, but on different devices the order of sums may differ.
-_TOLERANCE = 1e-4
+_RELATIVE_TOLERANCE = 1e-4
 # Maximum difference of logits for a merged adapter, by dtype of the weights; merging rounds the weights once more.
 _MERGE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.1}
-_MEMORY_SHARE = 0.8
+_MAX_MEMORY_FRACTION = 0.8
 """Fraction of the free memory that copies of the model may use; the page cache of the files needs the rest."""
-_COMPARISONS = {"reload": "reloaded model", "merge": "merged model", "adapter": "adapter on its base"}
+_COMPARED_MODEL_NAMES = {"reload": "reloaded model", "merge": "merged model", "adapter": "adapter on its base"}
 
 
 class Probe(NamedTuple):
@@ -93,16 +93,16 @@ def verify_export(
     """
     with pool_of_one_process() as pool:
         with merge_adapter(model):
-            expected = revert_weight_conversion(model, merged_state_dict(model))
-            checks = _check_files(expected, target, dtype)
-            free = psutil.virtual_memory().available if memory is None else memory
-            first = num_fitting_layers(model, dtype, int(free * _MEMORY_SHARE))
-            with keep_first_layers(model, first):
-                merged_logits_BTV, about_reload = _check_reload(model, target, dtype, tokenizer, first, pool)
-        checks += about_reload
+            expected_tensors = revert_weight_conversion(model, merged_state_dict(model))
+            checks = _check_files(expected_tensors, target, dtype)
+            available_memory = psutil.virtual_memory().available if memory is None else memory
+            first_layers = num_fitting_layers(model, dtype, int(available_memory * _MAX_MEMORY_FRACTION))
+            with keep_first_layers(model, first_layers):
+                merged_logits_BTV, reload_checks = _check_reload(model, target, dtype, tokenizer, first_layers, pool)
+        checks += reload_checks
         if is_adapted(model):
-            with keep_first_layers(model, first):
-                checks += _check_adapter(model, merged_logits_BTV, target, first, pool)
+            with keep_first_layers(model, first_layers):
+                checks += _check_adapter(model, merged_logits_BTV, target, first_layers, pool)
     return checks
 
 
@@ -119,33 +119,37 @@ def check_export_possible(config: PretrainedConfig, tokenizer: PreTrainedTokeniz
             raise model_error(model, "the tokenizer, saved by transformers, is another when it is loaded")
 
 
-def _check_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.dtype | None) -> list[str]:
-    """Check that the weight files and their index contain exactly the tensors `expected` of the model. Of tied weights
-    at least one key must exist. Each tensor on disk must equal the trainer's tensor in `dtype`, bit for bit."""
+def _check_files(
+    expected_tensors: dict[str, torch.Tensor], export_folder: Path, dtype: torch.dtype | None
+) -> list[str]:
+    """Check that the weight files and their index contain exactly the tensors `expected_tensors` of the model. Of tied
+    weights at least one key must exist. Each tensor on disk must equal the trainer's tensor in `dtype`, bit for bit."""
     file_by_key: dict[str, str] = {}
-    problems: list[str] = []
-    for file, key, tensor in tensors_of(target):
+    differing_keys: list[str] = []
+    for file, key, tensor in tensors_of(export_folder):
         file_by_key[key] = file.name
-        if key in expected and not are_bits_equal(tensor, _cast(expected[key], dtype)):
-            problems.append(key)
-    aliases: dict[tuple[int, torch.Size], set[str]] = {}
-    for key, tensor in expected.items():
-        aliases.setdefault((tensor.data_ptr(), tensor.shape), set()).add(key)
-    missing = sorted(min(keys) for keys in aliases.values() if not keys & file_by_key.keys())
-    unexpected = sorted(file_by_key.keys() - expected.keys())
-    if missing or unexpected:
+        if key in expected_tensors and not are_bits_equal(tensor, _cast_floating_point(expected_tensors[key], dtype)):
+            differing_keys.append(key)
+    keys_by_storage: dict[tuple[int, torch.Size], set[str]] = {}
+    for key, tensor in expected_tensors.items():
+        keys_by_storage.setdefault((tensor.data_ptr(), tensor.shape), set()).add(key)
+    missing_keys = sorted(min(keys) for keys in keys_by_storage.values() if not keys & file_by_key.keys())
+    unexpected_keys = sorted(file_by_key.keys() - expected_tensors.keys())
+    if missing_keys or unexpected_keys:
         raise ProgramError(
-            f"export {target} failed the check 'keys': missing {format_names(missing)}, unexpected "
-            f"{format_names(unexpected)}; it must not be used, run the stage again"
+            f"export {export_folder} failed the check 'keys': missing {format_names(missing_keys)}, unexpected "
+            f"{format_names(unexpected_keys)}; it must not be used, run the stage again"
         )
-    index = target / _INDEX_FILE
+    index = export_folder / _WEIGHTS_INDEX_FILE
     if index.exists() and json.loads(index.read_text(encoding="utf-8"))["weight_map"] != file_by_key:
         raise ProgramError(
-            f"export {target} failed the check 'keys': {_INDEX_FILE} does not match the files; run the stage again"
+            f"export {export_folder} failed the check 'keys': {_WEIGHTS_INDEX_FILE} does not match the files; run the "
+            f"stage again"
         )
-    if problems:
+    if differing_keys:
         raise ProgramError(
-            f"export {target} failed the check 'bytes': {format_names(sorted(problems))} on disk is not what was "
+            f"export {export_folder} failed the check 'bytes': {format_names(sorted(differing_keys))} on disk is not "
+            f"what was "
             "trained; it must not be used, check the disk and run the stage again"
         )
     return ["keys", "bytes"]
@@ -159,8 +163,8 @@ def tensors_of(target: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
     """
     for file in sorted(target.glob("*.safetensors")):
         try:
-            with safe_open(file, framework="pt") as reader:
-                yield from ((file, key, reader.get_tensor(key)) for key in reader.keys())  # noqa: SIM118
+            with safe_open(file, framework="pt") as tensor_file:
+                yield from ((file, key, tensor_file.get_tensor(key)) for key in tensor_file.keys())  # noqa: SIM118
         except SafetensorError as error:
             raise StageFailed(
                 f"export file {file} is damaged ({error}); check the disk and run the stage again"
@@ -169,21 +173,22 @@ def tensors_of(target: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
 
 def _check_reload(
     model: PreTrainedModel,
-    target: Path,
+    export_folder: Path,
     dtype: torch.dtype | None,
     tokenizer: PreTrainedTokenizerBase | None,
-    first: FirstLayers | None,
+    first_layers: FirstLayers | None,
     pool: ProcessPool,
 ) -> tuple[torch.Tensor, list[str]]:
     """Compare the logits BTV that transformers computes in a fresh, offline interpreter with the logits of this
     process; return the logits and the checks that passed."""
-    logits_BTV = _trainer_logits(model, dtype)
-    reloaded_BTV, reloaded_tokenizer = _reload(model, target, first, pool)
-    checks = [_compare_logits("reload", logits_BTV, reloaded_BTV, target, first)]
+    logits_BTV = _compute_trainer_logits(model, dtype)
+    reloaded_logits_BTV, reloaded_tokenizer = _compute_reloaded_logits(model, export_folder, first_layers, pool)
+    checks = [_compare_logits("reload", logits_BTV, reloaded_logits_BTV, export_folder, first_layers)]
     if tokenizer is not None:
         if reloaded_tokenizer != _describe_tokenizer(tokenizer):
             raise ProgramError(
-                f"export {target} failed the check 'tokenizer': the reloaded one encodes {_PROBE_TEXT!r} otherwise "
+                f"export {export_folder} failed the check 'tokenizer': the reloaded one encodes {_PROBE_TEXT!r} "
+                f"otherwise "
                 "or has another chat template; save the tokenizer again from the base model"
             )
         checks.append("tokenizer")
@@ -195,30 +200,30 @@ def _check_adapter(
 ) -> list[str]:
     """Check that merging the adapter changes the logits only by rounding, and that PEFT computes the same logits from
     the base model and the exported adapter."""
-    rounding = _MERGE_TOLERANCE[model.dtype]
-    logits_BTV = _trainer_logits(model, None)
-    folder, tolerance = target / FOLDER, rounding if has_changed_base(model) else _TOLERANCE
-    reloaded_BTV, _ = _reload(model, folder, first, pool)
+    merge_tolerance = _MERGE_TOLERANCE[model.dtype]
+    logits_BTV = _compute_trainer_logits(model, None)
+    adapter_folder, tolerance = target / FOLDER, merge_tolerance if has_changed_base(model) else _RELATIVE_TOLERANCE
+    reloaded_logits_BTV, _ = _compute_reloaded_logits(model, adapter_folder, first, pool)
     return [
-        _compare_logits("merge", logits_BTV, merged_logits_BTV, target, first, rounding),
-        _compare_logits("adapter", logits_BTV, reloaded_BTV, folder, first, tolerance),
+        _compare_logits("merge", logits_BTV, merged_logits_BTV, target, first, merge_tolerance),
+        _compare_logits("adapter", logits_BTV, reloaded_logits_BTV, adapter_folder, first, tolerance),
     ]
 
 
-def _reload(
-    model: PreTrainedModel, folder: Path, first: FirstLayers | None, pool: ProcessPool
+def _compute_reloaded_logits(
+    model: PreTrainedModel, folder: Path, first_layers: FirstLayers | None, pool: ProcessPool
 ) -> tuple[torch.Tensor, list[object]]:
     """Return the logits BTV that a fresh interpreter computes from an export, and a description of its tokenizer."""
-    attention = model.config._attn_implementation or "sdpa"
+    attention_name = model.config._attn_implementation or "sdpa"
     probe_inputs = Probe(
-        _probe_ids(model).numpy(),
+        _make_probe_ids(model).numpy(),
         model.dtype,
-        attention.removeprefix("packed_"),  # padded rows use the attention function without this prefix
+        attention_name.removeprefix("packed_"),  # padded rows use the attention function without this prefix
         torch.get_num_threads(),
-        first,
+        first_layers,
         {
-            n: buffer.dtype
-            for n, buffer in model.named_buffers()
+            buffer_name: buffer.dtype
+            for buffer_name, buffer in model.named_buffers()
             if buffer.is_floating_point() and buffer.dtype != torch.float32
         },
     )
@@ -226,46 +231,49 @@ def _reload(
     return torch.from_numpy(logits_BTV), tokenizer
 
 
-def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
+def _make_probe_ids(model: PreTrainedModel) -> torch.Tensor:
     """Return random token ids BT, the same in each call."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.get_text_config().vocab_size, _PROBE_SHAPE_BT, generator=generator)
+    return torch.randint(model.config.get_text_config().vocab_size, _PROBE_INPUT_SHAPE, generator=generator)
 
 
 def _compare_logits(
-    check: str,
+    check_name: str,
     trainer_logits_BTV: torch.Tensor,
-    reloaded_BTV: torch.Tensor,
-    target: Path,
-    first: FirstLayers | None,
-    fraction: float = _TOLERANCE,
+    reloaded_logits_BTV: torch.Tensor,
+    export_folder: Path,
+    first_layers: FirstLayers | None,
+    relative_tolerance: float = _RELATIVE_TOLERANCE,
 ) -> str:
-    """Return a text about a check that passed; raise an error if the logits differ by more than `fraction` times the
-    largest logit."""
-    suffix = f" (first {first.num_first_layers} of {first.num_layers} layers)" if first else ""
-    if are_bits_equal(trainer_logits_BTV, reloaded_BTV):
-        return f"{check}{suffix}: bit-identical"
-    tolerance = fraction * float(trainer_logits_BTV.abs().max())
+    """Return a text about a check that passed; raise an error if the logits differ by more than `relative_tolerance`
+    times the largest logit."""
+    layers_suffix = (
+        f" (first {first_layers.num_first_layers} of {first_layers.num_layers} layers)" if first_layers else ""
+    )
+    if are_bits_equal(trainer_logits_BTV, reloaded_logits_BTV):
+        return f"{check_name}{layers_suffix}: bit-identical"
+    tolerance = relative_tolerance * float(trainer_logits_BTV.abs().max())
     difference = float("inf")
-    if trainer_logits_BTV.shape == reloaded_BTV.shape:
-        difference = float((trainer_logits_BTV - reloaded_BTV).abs().max())
+    if trainer_logits_BTV.shape == reloaded_logits_BTV.shape:
+        difference = float((trainer_logits_BTV - reloaded_logits_BTV).abs().max())
     if not difference <= tolerance:  # `not <=` instead of `>`, so that NaN fails too
         raise ProgramError(
-            f"export {target} failed the check {check!r}: logits of the {_COMPARISONS[check]} differ by "
+            f"export {export_folder} failed the check {check_name!r}: logits of the "
+            f"{_COMPARED_MODEL_NAMES[check_name]} differ by "
             f"{difference:.2g} from the trainer's, more than {tolerance:.2g}; compare its config.json with that of "
             f"the base model"
         )
-    return f"{check}{suffix}: max difference {difference:.1g} <= {tolerance:.1g}"
+    return f"{check_name}{layers_suffix}: max difference {difference:.1g} <= {tolerance:.1g}"
 
 
 @torch.no_grad()
-def _trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.Tensor:
+def _compute_trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.Tensor:
     """Return the logits BTV that the model computes in float32 with weights rounded to `dtype`, as in the export."""
     weights = {name: (p if dtype is None else p.to(dtype)).float() for name, p in model.named_parameters()}
     was_training = model.training
     model.eval()
     try:
-        arguments = {"input_ids": _probe_ids(model).to(model.device), "use_cache": False}
+        arguments = {"input_ids": _make_probe_ids(model).to(model.device), "use_cache": False}
         output = torch.func.functional_call(model, weights, kwargs=arguments)
     finally:
         model.train(was_training)
@@ -287,29 +295,30 @@ def compute_logits(folder: Path, probe_inputs: Probe) -> tuple[np.ndarray, list[
 
 def _load_exported_model(folder: Path, probe_inputs: Probe) -> Any:
     config = truncate_config(AutoConfig.from_pretrained(folder), probe_inputs.first)
-    loaded: Any = auto_class(config).from_pretrained(
+    load_result: Any = auto_class(config).from_pretrained(
         folder, config=config, dtype=torch.float32, attn_implementation=probe_inputs.attention, output_loading_info=True
     )
-    model, loading = loaded
-    loading["unexpected_keys"] = {
-        key for key in loading["unexpected_keys"] if not is_removed(str(key), probe_inputs.first)
+    model, loading_info = load_result
+    loading_info["unexpected_keys"] = {
+        key for key in loading_info["unexpected_keys"] if not is_removed(str(key), probe_inputs.first)
     }
-    if problems := {name: sorted(map(str, keys)) for name, keys in loading.items() if keys}:
+    if problems := {name: sorted(map(str, keys)) for name, keys in loading_info.items() if keys}:
         raise StageFailed(f"transformers found {problems}")
     return model
 
 
 def _load_with_adapter(folder: Path, probe_inputs: Probe) -> Any:
     """Return the base model that an exported adapter names, in the dtype of training, with the adapter."""
-    adapter = PeftConfig.from_pretrained(str(folder))
-    source, revision = str(adapter.base_model_name_or_path), adapter.revision
-    config = truncate_config(AutoConfig.from_pretrained(source, revision=revision), probe_inputs.first)
-    cls: Any = auto_class(config)
-    base = cls.from_pretrained(
-        source, config=config, revision=revision, dtype=probe_inputs.dtype, attn_implementation=probe_inputs.attention,
+    adapter_config = PeftConfig.from_pretrained(str(folder))
+    base_model_name, revision = str(adapter_config.base_model_name_or_path), adapter_config.revision
+    config = truncate_config(AutoConfig.from_pretrained(base_model_name, revision=revision), probe_inputs.first)
+    model_class: Any = auto_class(config)
+    base_model = model_class.from_pretrained(
+        base_model_name, config=config, revision=revision, dtype=probe_inputs.dtype,
+        attn_implementation=probe_inputs.attention,
         generation_config=GenerationConfig(),  # transformers may refuse the generation config of the base model
     )  # fmt: skip
-    return PeftModel.from_pretrained(base, str(folder)).float()
+    return PeftModel.from_pretrained(base_model, str(folder)).float()
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -326,7 +335,7 @@ def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[object]:
     return [tokenizer.encode(_PROBE_TEXT), tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.pad_token_id]
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def _cast_floating_point(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
 
 

@@ -24,7 +24,7 @@ from cosmos_core.models.new_interpreter import call_in_interpreter, pool_of_one_
 from cosmos_core.models.pipeline_folder import PipelineFolder
 from cosmos_core.models.verify_export import are_bits_equal, format_names, tensors_of
 
-_PROMPT = "7 red apples on a table, 東京"
+_PROBE_PROMPT = "7 red apples on a table, 東京"
 _TIMEOUT_SECONDS = 3000
 
 
@@ -71,19 +71,22 @@ def verify_pipeline(
         model.train(was_training).to(device)
 
 
-def _check_denoiser_tensors(expected: dict[str, Tensor], target: Path, name: str) -> str:
-    """Check that the weight files of the denoiser contain exactly the tensors `expected`, bit for bit."""
-    keys: set[str] = set()
-    changed: list[str] = []
-    for _, key, tensor in tensors_of(target / name):
-        keys.add(key)
-        if key in expected and not are_bits_equal(tensor, expected[key]):
-            changed.append(key)
-    missing, unexpected = sorted(expected.keys() - keys), sorted(keys - expected.keys())
-    if missing or unexpected or changed:
+def _check_denoiser_tensors(expected_tensors: dict[str, Tensor], export_folder: Path, denoiser_name: str) -> str:
+    """Check that the weight files of the denoiser contain exactly the tensors `expected_tensors`, bit for bit."""
+    exported_keys: set[str] = set()
+    changed_keys: list[str] = []
+    for _, key, tensor in tensors_of(export_folder / denoiser_name):
+        exported_keys.add(key)
+        if key in expected_tensors and not are_bits_equal(tensor, expected_tensors[key]):
+            changed_keys.append(key)
+    missing_keys, unexpected_keys = (
+        sorted(expected_tensors.keys() - exported_keys),
+        sorted(exported_keys - expected_tensors.keys()),
+    )
+    if missing_keys or unexpected_keys or changed_keys:
         raise StageFailed(
-            f"export {target} failed the check 'tensors': missing {format_names(missing)}, unexpected "
-            f"{format_names(unexpected)}, changed {format_names(sorted(changed))}; it must not be used, "
+            f"export {export_folder} failed the check 'tensors': missing {format_names(missing_keys)}, unexpected "
+            f"{format_names(unexpected_keys)}, changed {format_names(sorted(changed_keys))}; it must not be used, "
             f"run the stage again"
         )
     return "tensors"
@@ -106,29 +109,31 @@ def _check_images(
     family: DiffusionModel, model: Any, target: Path, dtype: torch.dtype | None, model_class: str | None
 ) -> list[str]:
     """Check that the exported pipeline, and the adapter on its base, generate the same image as the policy."""
-    export_dtype, settings, num_threads = dtype or model.dtype, family.probe(), torch.get_num_threads()
+    export_dtype, probe_settings, num_threads = dtype or model.dtype, family.probe(), torch.get_num_threads()
     with merge_adapter(model):
         policy_images = {"images": _generate_rounded(family, model, export_dtype)}
-    probes = {"images": Probe(target, None, settings, export_dtype, model_class, num_threads)}
+    probes = {"images": Probe(target, None, probe_settings, export_dtype, model_class, num_threads)}
     if is_adapted(model):
         policy_images["adapter"] = _generate_rounded(family, model, model.dtype)
-        base = family.folder.path
-        probes["adapter"] = Probe(base, target / FOLDER, settings, model.dtype, model_class, num_threads)
+        base_folder = family.folder.path
+        probes["adapter"] = Probe(base_folder, target / FOLDER, probe_settings, model.dtype, model_class, num_threads)
     images = _generate_in_interpreter(list(probes.values()))
-    return [_compare_images(name, policy_images[name], each, target) for name, each in zip(probes, images, strict=True)]
+    return [
+        _check_equal_images(name, policy_images[name], each, target) for name, each in zip(probes, images, strict=True)
+    ]
 
 
 @torch.no_grad()
 def _generate_rounded(family: DiffusionModel, model: Any, dtype: torch.dtype) -> Tensor:
     """Return the image that the policy in memory generates in `dtype`, with weights rounded as in the export."""
     family = type(family)(family.folder, family.config.derive(dtype=str(dtype).removeprefix("torch.")))
-    text = family.text_embedding([_PROMPT])
+    text_inputs = family.text_embedding([_PROBE_PROMPT])
     family.drop_encoders()
-    names = set(family.folder.components) & {"scheduler", "vae"}
-    components = {name: family.folder.load(name, dtype) for name in names}
+    component_names = set(family.folder.components) & {"scheduler", "vae"}
+    components = {name: family.folder.load(name, dtype) for name in component_names}
     pipeline = family.make_pipeline({**components, family.denoiser_name: model})
     with _round_weights(model, dtype):
-        return _generate(pipeline, settings=family.probe(), **text)
+        return _generate_images(pipeline, settings=family.probe(), **text_inputs)
 
 
 @contextmanager
@@ -136,23 +141,23 @@ def _round_weights(model: Any, dtype: torch.dtype) -> Iterator[None]:
     """Round the tensors of a model during the block, as diffusers does when it loads an export in `dtype`. diffusers
     converts some modules back to float32, and does not change tensors that are in no file."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    originals = {tensor: tensor.data for _, tensor in tensors}
+    original_data = {tensor: tensor.data for _, tensor in tensors}
     float32_modules = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     is_half_precision = dtype in {torch.float16, torch.bfloat16}
-    in_files = set(model.state_dict())
+    saved_names = set(model.state_dict())
     try:
         for name, tensor in tensors:
-            if not tensor.is_floating_point() or name not in in_files:
+            if not tensor.is_floating_point() or name not in saved_names:
                 continue
-            stays_float32 = is_half_precision and bool(float32_modules & set(name.split(".")))
-            tensor.data = tensor.data.to(dtype).to(torch.float32 if stays_float32 else dtype)
+            is_kept_float32 = is_half_precision and bool(float32_modules & set(name.split(".")))
+            tensor.data = tensor.data.to(dtype).to(torch.float32 if is_kept_float32 else dtype)
         yield
     finally:
-        for tensor, data in originals.items():
+        for tensor, data in original_data.items():
             tensor.data = data
 
 
-def _generate(pipeline: Any, settings: dict[str, Any], **inputs: Any) -> Tensor:
+def _generate_images(pipeline: Any, settings: dict[str, Any], **inputs: Any) -> Tensor:
     """Return the image or clip that one call of a pipeline generates, with values from 0 to 1."""
     generator = torch.Generator().manual_seed(0)
     images = pipeline(**inputs, **settings, generator=generator, output_type="pt", return_dict=False)[0]
@@ -166,14 +171,17 @@ def _generate_in_interpreter(probes: Sequence[Probe]) -> list[Tensor]:
     return [torch.from_numpy(image) for image in images]
 
 
-def _compare_images(check: str, expected: Tensor, exported_image: Tensor, target: Path) -> str:
-    if are_bits_equal(expected, exported_image):
-        return f"{check}: bit-identical"
+def _check_equal_images(check_name: str, expected_image: Tensor, exported_image: Tensor, export_folder: Path) -> str:
+    if are_bits_equal(expected_image, exported_image):
+        return f"{check_name}: bit-identical"
     difference = (
-        float((expected - exported_image).abs().max()) if expected.shape == exported_image.shape else float("inf")
+        float((expected_image - exported_image).abs().max())
+        if expected_image.shape == exported_image.shape
+        else float("inf")
     )
     raise StageFailed(
-        f"export {target} failed the check {check!r}: what a fresh interpreter draws differs by {difference:.2g} from "
+        f"export {export_folder} failed the check {check_name!r}: what a fresh interpreter draws differs by "
+        f"{difference:.2g} from "
         f"what the policy draws; it must not be used, run the stage again"
     )
 
@@ -193,4 +201,4 @@ def generate_image(probe: Probe) -> np.ndarray:
         pipeline.load_lora_weights(str(probe.adapter))
         if not pipeline.get_active_adapters():
             raise StageFailed("load_lora_weights attached nothing")
-    return _generate(pipeline, probe.settings, prompt=[_PROMPT]).numpy()
+    return _generate_images(pipeline, probe.settings, prompt=[_PROBE_PROMPT]).numpy()

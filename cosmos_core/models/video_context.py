@@ -44,11 +44,11 @@ class ClipSharding:
     def local_tokens(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's tokens of a tensor that has all tokens, padded with zeros."""
         start = min(self.rank * self.length, self.count)
-        return self._pad(tensor.narrow(dim, start, min(self.length, self.count - start)), dim, self.length)
+        return self._pad_tokens(tensor.narrow(dim, start, min(self.length, self.count - start)), dim, self.length)
 
     def gather_tokens(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the tokens of all ranks. In the backward pass, each rank gets the gradient of its tokens."""
-        all_tokens: Tensor = _Gather.apply(tensor, dim, self.group)
+        all_tokens: Tensor = _GatherFromRanks.apply(tensor, dim, self.group)
         return all_tokens.narrow(dim, 0, self.count)
 
     def token_mask(self, like_tensor: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class ClipSharding:
 
     def to_tokens(self, states_BKND: Tensor) -> Tensor:
         """Exchange all tokens of this rank's heads for this rank's tokens of all heads, by an all-to-all."""
-        return exchange(self._pad(states_BKND, 2, self.length * self.size), 2, 1, self.group)
+        return exchange(self._pad_tokens(states_BKND, 2, self.length * self.size), 2, 1, self.group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks; gradients are summed too, because a rank uses the sum for its own tokens."""
@@ -83,9 +83,11 @@ class ClipSharding:
         return torch.cat([previous_frame[:, :, None], frames_BCFS, next_frame[:, :, None]], dim=2)
 
     @staticmethod
-    def _pad(tensor: Tensor, dim: int, length: int) -> Tensor:
-        missing = length - tensor.shape[dim]
-        return functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else tensor
+    def _pad_tokens(tensor: Tensor, dim: int, length: int) -> Tensor:
+        padding_length = length - tensor.shape[dim]
+        return (
+            functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, padding_length)) if padding_length else tensor
+        )
 
 
 def shard_blocks(
@@ -110,19 +112,19 @@ def shard_blocks(
         for name, dim in dims.items():
             value = arguments.get(name)
             if isinstance(value, tuple):
-                arguments[name] = tuple(shards.local_tokens(each, dim) for each in value)
+                arguments[name] = tuple(shards.local_tokens(component, dim) for component in value)
             elif isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == shards.count:
                 arguments[name] = shards.local_tokens(value, dim)
 
-    for i, block in enumerate(denoiser.transformer_blocks):
+    for block_index, block in enumerate(denoiser.transformer_blocks):
 
-        def enter(arguments: dict[str, Any], is_first: bool = i == 0) -> None:
+        def enter(arguments: dict[str, Any], is_first: bool = block_index == 0) -> None:
             adapt(arguments)
             shard_arguments(arguments, {**dims, **({"hidden_states": 1} if is_first else {})})
 
-        _change_arguments(block, enter)
+        _register_argument_hook(block, enter)
     for name, block_size in block_sizes.items():
-        _change_arguments(denoiser.get_submodule(name), partial(shard_arguments, dims=block_size))
+        _register_argument_hook(denoiser.get_submodule(name), partial(shard_arguments, dims=block_size))
     denoiser.proj_out.register_forward_hook(lambda module, args, output: shards.gather_tokens(output, 1))
 
 
@@ -143,8 +145,8 @@ class UlyssesAttention:
         """Return the attention output for the tokens of this rank."""
         assert encoder_hidden_states is None and attention_mask is None, "blocks attend to their own tokens so"
 
-        def split_heads(project: nn.Module) -> Tensor:
-            return project(hidden_states).unflatten(2, (attn.heads, -1)).transpose(1, 2)
+        def split_heads(projection: nn.Module) -> Tensor:
+            return projection(hidden_states).unflatten(2, (attn.heads, -1)).transpose(1, 2)
 
         query, key = attn.norm_q(split_heads(attn.to_q)), attn.norm_k(split_heads(attn.to_k))
         value = split_heads(attn.to_v)
@@ -182,11 +184,13 @@ class SummedLinearAttention:
         key = key if attn.norm_k is None else attn.norm_k(key)
         query, key = functional.relu(split_heads(query)), functional.relu(split_heads(key))
         key = key * self._shards.token_mask(key)[None, :, None, None]
-        query_turned, key_turned = (_rotate(each, *rotary_emb).float() for each in (query, key))
+        rotated_query, rotated_key = (
+            _apply_rotary_embedding(query_or_key, *rotary_emb).float() for query_or_key in (query, key)
+        )
         key_sum_BKD = self._shards.all_reduce(key.sum(1))
-        sums_BKDD = self._shards.all_reduce(torch.einsum("bnkc,bnkd->bkcd", value.float(), key_turned))
+        value_key_sum_BKDD = self._shards.all_reduce(torch.einsum("bnkc,bnkd->bkcd", value.float(), rotated_key))
         scale_BNK = 1 / (torch.einsum("bkd,bnkd->bnk", key_sum_BKD, query) + 1e-15)
-        attended_BNKD = torch.einsum("bkcd,bnkd->bnkc", sums_BKDD, query_turned) * scale_BNK[..., None]
+        attended_BNKD = torch.einsum("bkcd,bnkd->bnkc", value_key_sum_BKDD, rotated_query) * scale_BNK[..., None]
         return _project_output(attn, attended_BNKD.flatten(2).to(hidden_states.dtype))
 
 
@@ -196,19 +200,19 @@ def exchange_borders(convolution: nn.Module, shards: ClipSharding, tokens_per_fr
 
     def add_neighbour_frames(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         (frames_BCFS,) = args
-        is_real_F = shards.token_mask(frames_BCFS)[:: tokens_per_frame()]
-        return (shards.add_borders(frames_BCFS * is_real_F[:, None]),)
+        frame_mask_F = shards.token_mask(frames_BCFS)[:: tokens_per_frame()]
+        return (shards.add_borders(frames_BCFS * frame_mask_F[:, None]),)
 
     convolution.register_forward_pre_hook(add_neighbour_frames)
     convolution.register_forward_hook(lambda module, args, output: output[:, :, 1:-1])
 
 
-def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _apply_rotary_embedding(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding to queries or keys, in pairs of neighbouring elements."""
-    even_elements, other = states.unflatten(-1, (-1, 2)).unbind(-1)
+    even_elements, odd_elements = states.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     return (
-        torch.stack([even_elements * cos - other * sin, even_elements * sin + other * cos], -1)
+        torch.stack([even_elements * cos - odd_elements * sin, even_elements * sin + odd_elements * cos], -1)
         .flatten(-2)
         .type_as(states)
     )
@@ -218,27 +222,28 @@ def _project_output(attn: Any, states: Tensor) -> Tensor:
     return attn.to_out[1](attn.to_out[0](states))
 
 
-def _change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """Call `change` before each call of a module with the arguments by name, which `change` may modify."""
+def _register_argument_hook(module: nn.Module, change_arguments: Callable[[dict[str, Any]], None]) -> None:
+    """Call `change_arguments` before each call of a module with the arguments by name, which `change_arguments` may
+    modify."""
     signature = inspect.signature(module.forward)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         bound_arguments = signature.bind(*args, **kwargs)
-        change(bound_arguments.arguments)
+        change_arguments(bound_arguments.arguments)
         return bound_arguments.args, bound_arguments.kwargs
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherFromRanks(torch.autograd.Function):
     """Differentiable concatenation over ranks. All ranks use the result equally, so gradients are not summed."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group, ctx.length = dim, group, tensor.shape[dim]
-        shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(shards, tensor.contiguous(), group=group)
-        return torch.cat(shards, dim)
+        rank_tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(rank_tensors, tensor.contiguous(), group=group)
+        return torch.cat(rank_tensors, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -260,6 +265,6 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+    summed_tensor = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(summed_tensor, group=group)
+    return summed_tensor

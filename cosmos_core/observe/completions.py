@@ -10,7 +10,7 @@ from cosmos_core.run.progress import has_step
 from cosmos_core.run.tail import FileTail
 
 FOLDER = "completions"
-_SCORE_SIGNS = {"best": -1.0, "worst": 1.0}
+_SIGN_BY_SORT_ORDER = {"best": -1.0, "worst": 1.0}
 
 
 def iter_completions(run: Path, stage: str, step: int | None, order: str, max_count: int) -> Iterator[str]:
@@ -26,11 +26,11 @@ def iter_completions(run: Path, stage: str, step: int | None, order: str, max_co
     Raises:
         ConfigError: the stage or the step does not exist.
     """
-    path = _stage(run, stage)
-    lines = _lines(path, step)
+    path = _find_stage_path(run, stage)
+    lines = _read_completions(path, step)
     if order:
-        valid = [line for line in lines if isinstance(line.get("reward"), int | float)]
-        lines = sorted(valid, key=lambda line: _SCORE_SIGNS[order] * line["reward"])
+        scored_completions = [line for line in lines if isinstance(line.get("reward"), int | float)]
+        lines = sorted(scored_completions, key=lambda line: _SIGN_BY_SORT_ORDER[order] * line["reward"])
     if not lines:
         raise ConfigError(f"stage {path.name!r} has no completions{'' if step is None else f' of step {step}'} on disk")
     prompt = None
@@ -38,21 +38,25 @@ def iter_completions(run: Path, stage: str, step: int | None, order: str, max_co
         if line.get("prompt") != prompt:
             prompt = line.get("prompt")
             yield f"--- {path.name}, step {line['step']}, prompt (reference {line.get('reference', '')!r}):\n{prompt}"
-        yield f"--- {_scores(line)}:\n{completion_text(line, path)}"
+        yield f"--- {_format_scores(line)}:\n{completion_text(line, path)}"
 
 
 def newest_completions(stage: Path, max_count: int) -> list[dict[str, Any]]:
     """Return the first `max_count` completions with text from a stage's newest logged step; empty if none exist."""
-    return [line for line in _lines(stage, None) if not line.get("media") and completion_text(line, stage)][:max_count]
+    return [line for line in _read_completions(stage, None) if not line.get("media") and completion_text(line, stage)][
+        :max_count
+    ]
 
 
-def _scores(line: dict[str, Any]) -> str:
+def _format_scores(line: dict[str, Any]) -> str:
     reward = line.get("reward")
-    parts = [f"reward {reward:.4g}" if isinstance(reward, int | float) else f"no reward ({line.get('error', '')})"]
-    parts += [f"{name} {value:.4g}" for name, value in (line.get("metrics") or {}).items()]
+    score_texts = [
+        f"reward {reward:.4g}" if isinstance(reward, int | float) else f"no reward ({line.get('error', '')})"
+    ]
+    score_texts += [f"{name} {value:.4g}" for name, value in (line.get("metrics") or {}).items()]
     if line.get("tokens"):
-        parts.append(f"{line['tokens']} tokens" + ", cut off" * (line.get("finish_reason") == "length"))
-    return ", ".join(parts)
+        score_texts.append(f"{line['tokens']} tokens" + ", cut off" * (line.get("finish_reason") == "length"))
+    return ", ".join(score_texts)
 
 
 def completion_text(line: dict[str, Any], stage: Path) -> str:
@@ -63,27 +67,29 @@ def completion_text(line: dict[str, Any], stage: Path) -> str:
     return "\n".join(f"[{turn['role']}] {turn['text']}" for turn in turns) if turns else str(line.get("completion", ""))
 
 
-def _stage(run: Path, name: str) -> Path:
-    stages = sorted((each for each in run.glob("stages/*") if _files(each)), key=lambda each: each.stat().st_mtime)
+def _find_stage_path(run: Path, name: str) -> Path:
+    stages = sorted(
+        (each for each in run.glob("stages/*") if _list_completion_files(each)), key=lambda each: each.stat().st_mtime
+    )
     names = ", ".join(each.name for each in stages) or (
         f"none, since only RL and validations of it log completions; complete prompts with cosmos try {run.name}"
     )
-    chosen = [each for each in stages if not name or each.name == name]
-    if not chosen:
-        where = f" of a stage {name!r}" if name else ""
-        raise ConfigError(f"{run.name}: no completions{where}; stages with some: {names}")
-    return next((each for each in reversed(chosen) if (each / FOLDER).is_dir()), chosen[-1])
+    matching_stages = [each for each in stages if not name or each.name == name]
+    if not matching_stages:
+        stage_suffix = f" of a stage {name!r}" if name else ""
+        raise ConfigError(f"{run.name}: no completions{stage_suffix}; stages with some: {names}")
+    return next((each for each in reversed(matching_stages) if (each / FOLDER).is_dir()), matching_stages[-1])
 
 
-def _files(stage: Path) -> list[Path]:
+def _list_completion_files(stage: Path) -> list[Path]:
     """Return the files with completions of training, ordered by step; if none exist, the file of validation."""
     return sorted((stage / FOLDER).glob("step_*.jsonl")) or list(stage.glob("samples.jsonl"))
 
 
-def _lines(stage: Path, step: int | None) -> list[dict[str, Any]]:
-    files = _files(stage)
+def _read_completions(stage: Path, step: int | None) -> list[dict[str, Any]]:
+    files = _list_completion_files(stage)
     if step is not None and len(files) > 1:
         files = [file for file in files if file.stem == f"step_{step:06d}"]
     lines = [line for line in json_objects(FileTail(files[-1]).lines()) if has_step(line)] if files else []
-    selected = max((line["step"] for line in lines), default=0) if step is None else step
-    return [line for line in lines if line["step"] == selected]
+    selected_step = max((line["step"] for line in lines), default=0) if step is None else step
+    return [line for line in lines if line["step"] == selected_step]

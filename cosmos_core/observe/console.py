@@ -36,20 +36,20 @@ STATE_STYLES = {
     "waiting": "dim", "running": "cyan", "retrying": "yellow", "reused": "blue", "done": "green",
     "failed": "bold red", "refused": "bold red", "stopped": "yellow", "died": "bold red",
 }  # fmt: skip
-_STATE_MARKS = {
+_STATE_SYMBOLS = {
     "waiting": "·", "running": "▶", "retrying": "↻", "reused": "≡", "done": "✓", "failed": "✗", "refused": "✗",
     "stopped": "■", "died": "✗",
 }  # fmt: skip
 _SPARKLINE_LEVELS = "▁▂▃▄▅▆▇█"
 _MEMORY_METRICS = {"GPU": "memory/gpu_gib", "memory": "memory/host_gib"}
-_SPARKS = 12  # number of characters of a sparkline
+_SPARKLINE_WIDTH = 12  # number of characters of a sparkline
 # Phases that are shown only before the first step, because a step number implies them.
 _PHASES_OF_STEP = frozenset({"step", "generate", "score"})
-_PLAIN_WIDTH = 160
+_PLAIN_TEXT_WIDTH = 160
 
 
 @dataclass
-class _StageLine:
+class _StageDisplayState:
     """Display state of one stage of a run."""
 
     state: str = "waiting"
@@ -92,8 +92,8 @@ class Display:
         self._is_terminal = self._stream.isatty() if terminal is None else terminal
         self._clock = clock
         self._lock = threading.RLock()
-        self._lines = {name: _StageLine() for name in stages}
-        self._width = max((len(name) for name in stages), default=0)
+        self._stage_states = {name: _StageDisplayState() for name in stages}
+        self._name_width = max((len(name) for name in stages), default=0)
         self._console = Console(file=self._stream, force_terminal=self._is_terminal or None, highlight=False)
         self._live_display: Live | None = None
 
@@ -111,8 +111,8 @@ class Display:
     def update(self, stage: str, state: str, progress: Position | None = None) -> None:
         """Update the state of a stage; `progress` is the content of its `progress.json`, None keeps the last one."""
         with self._lock:
-            line = self._lines.setdefault(stage, _StageLine())
-            self._width = max(self._width, len(stage))
+            line = self._stage_states.setdefault(stage, _StageDisplayState())
+            self._name_width = max(self._name_width, len(stage))
             has_changed = state != line.state
             if has_changed:
                 self._update_times(line, state)
@@ -124,15 +124,16 @@ class Display:
                 if (metric := formatting.headline(progress.metrics)) and math.isfinite(metric[1]):
                     line.history[progress.step] = metric[1]
                 _update_eta_anchor(line, progress)
-            is_due = now - line.printed_at >= MIN_LINE_INTERVAL_SECONDS and _subject(line) != line.last_subject
+            is_due = now - line.printed_at >= MIN_LINE_INTERVAL_SECONDS and _get_progress_key(line) != line.last_subject
             if self._live_display is None and (has_changed or (state in ACTIVE and is_due)):
                 line.printed_at = now
-                self._write(f"{stage:<{self._width}}  {'  '.join(self._words(line, has_changed=has_changed))}".rstrip())
-                line.last_subject = () if has_changed else _subject(line)
+                text = "  ".join(self._format_line_parts(line, has_changed=has_changed))
+                self._write_line(f"{stage:<{self._name_width}}  {text}".rstrip())
+                line.last_subject = () if has_changed else _get_progress_key(line)
             new_warnings = [] if progress is None else [e for e in progress.warnings if e not in line.printed_warnings]
             line.printed_warnings.update(new_warnings)
         for warning in new_warnings:
-            self.message(f"{stage:<{self._width}}  warning: {warning}")
+            self.message(f"{stage:<{self._name_width}}  warning: {warning}")
 
     def message(self, text: str) -> None:
         """Print one line of text, above the live table if it is shown."""
@@ -140,47 +141,53 @@ class Display:
             self._console.print(Text(text))
             return
         with self._lock:
-            self._write(text)
+            self._write_line(text)
 
-    def _update_times(self, line: _StageLine, state: str) -> None:
+    def _update_times(self, line: _StageDisplayState, state: str) -> None:
         line.state = state
         if state in ACTIVE:
             line.start_time, line.end_time = line.start_time if line.start_time is not None else self._clock(), None
         elif line.start_time is not None and line.end_time is None:
             line.end_time = self._clock()
 
-    def _write(self, text: str) -> None:
+    def _write_line(self, text: str) -> None:
         self._stream.write(text + "\n")
         self._stream.flush()
 
-    def _words(self, line: _StageLine, *, has_changed: bool) -> list[str]:
-        words = [line.state] if has_changed else []
+    def _format_line_parts(self, line: _StageDisplayState, *, has_changed: bool) -> list[str]:
+        line_parts = [line.state] if has_changed else []
         if line.state in {"waiting", "reused"} or (has_changed and line.state in ACTIVE):
-            return words
-        words += [part for part in (_phase(line), *self._line_texts(line)) if part]
+            return line_parts
+        line_parts += [
+            progress_text for progress_text in (_phase(line), *self._format_step_texts(line)) if progress_text
+        ]
         if line.state in ACTIVE:
-            eta = _eta_seconds(line)
-            return [*words, f"eta {formatting.duration(eta)}"] if eta is not None else words
-        return [*words, formatting.duration(self._elapsed(line))] if line.start_time is not None else words
+            eta = _estimate_eta_seconds(line)
+            return [*line_parts, f"eta {formatting.duration(eta)}"] if eta is not None else line_parts
+        return (
+            [*line_parts, formatting.duration(self._get_elapsed_seconds(line))]
+            if line.start_time is not None
+            else line_parts
+        )
 
-    def _line_texts(self, line: _StageLine) -> list[str]:
+    def _format_step_texts(self, line: _StageDisplayState) -> list[str]:
         """Return the texts of a printed line: the step with its metrics, unless the last line of the running stage
         reported the same step, and the compilation time if it has increased."""
-        progress, compiled = line.progress, ""
+        progress, compile_text = line.progress, ""
         if progress is None:
             return []
         if progress.phase != "compile" and progress.compile_seconds > line.reported_compile_seconds:
             line.reported_compile_seconds = progress.compile_seconds
-            compiled = f"compiled in {formatting.duration(progress.compile_seconds)}"
+            compile_text = f"compiled in {formatting.duration(progress.compile_seconds)}"
         is_step_printed = line.state in ACTIVE and line.last_subject[2:] == (progress.step,)
-        return [compiled] if is_step_printed else [_steps(line), *_numbers(line), compiled]
+        return [compile_text] if is_step_printed else [_format_step(line), *_numbers(line), compile_text]
 
-    def _elapsed(self, line: _StageLine) -> float | None:
+    def _get_elapsed_seconds(self, line: _StageDisplayState) -> float | None:
         if line.start_time is None:
             return None
         return (self._clock() if line.end_time is None else line.end_time) - line.start_time
 
-    def _describe_phase(self, line: _StageLine) -> str:
+    def _describe_phase(self, line: _StageDisplayState) -> str:
         phase = _phase(line) if line.state == "running" else ""
         elapsed_text = f" {formatting.duration(self._clock() - line.phase_began)}" if phase == "compile" else ""
         return f"{phase}{elapsed_text}" if phase else line.state
@@ -191,19 +198,20 @@ class Display:
         for column in range(7):
             table.add_column(justify="right" if column == 3 else "left", no_wrap=True)
         with self._lock:
-            for name, line in self._lines.items():
+            for name, line in self._stage_states.items():
                 style = STATE_STYLES.get(line.state, "")
-                bar = _progress_bar(line, 24 if is_wide else 10, self._clock())
-                elapsed, eta = self._elapsed(line), _eta_seconds(line) if line.state in ACTIVE else None
-                clock = f"eta {formatting.duration(eta)}" if eta is not None else formatting.duration(elapsed)
+                progress_bar = _progress_bar(line, 24 if is_wide else 10, self._clock())
+                elapsed_seconds = self._get_elapsed_seconds(line)
+                eta = _estimate_eta_seconds(line) if line.state in ACTIVE else None
+                time_text = formatting.duration(elapsed_seconds) if eta is None else f"eta {formatting.duration(eta)}"
                 table.add_row(
-                    Text(f"{_STATE_MARKS.get(line.state, ' ')} {name}", style=style),
+                    Text(f"{_STATE_SYMBOLS.get(line.state, ' ')} {name}", style=style),
                     Text(self._describe_phase(line), style=style),
-                    bar if line.state != "waiting" else "",
-                    _steps(line).removeprefix("step "),
+                    progress_bar if line.state != "waiting" else "",
+                    _format_step(line).removeprefix("step "),
                     Text("  ".join([*_numbers(line), *_seconds(line), *_memory(line)] if is_wide else _numbers(line))),
                     Text(sparkline(list(line.history.values())) if is_wide else "", style=style),
-                    Text(clock if elapsed is not None else "", style="dim"),
+                    Text(time_text if elapsed_seconds is not None else "", style="dim"),
                 )
         return table
 
@@ -212,8 +220,8 @@ def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
     """Print the status of every stage of a run."""
     run = read_run(run_path)
     title = f"{run.name}  {run.path.name}  {run.outcome}"
-    console = _console(stream)
-    console.print(Group(_table(run, _STATUS, title), *_list_notices(run)))
+    console = _make_console(stream)
+    console.print(Group(_build_table(run, _STATUS_COLUMNS, title), *_list_notices(run)))
     if text := pause_or_death(run):
         # soft_wrap: the text contains a command to copy, which must not be broken into lines
         console.print(Text(text, style="yellow"), soft_wrap=True)
@@ -223,33 +231,35 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     """Print the outcome of a run: its stages, the time spent inside and outside of them, and how to load its model."""
     run = read_run(run_path)
     seconds = time_overhead(run) or dict.fromkeys(("wall", "inside", "overhead"), 0.0)
-    facts = {
+    summary_fields = {
         "time inside stage workers": formatting.duration(seconds["inside"]),
         "orchestration overhead": formatting.duration(seconds["overhead"]),
     }
-    facts |= cost_card(run)
+    summary_fields |= cost_card(run)
     if (run.path / "report.html").is_file():
-        facts["report"] = report_url(run.path) or str(run.path / "report.html")
+        summary_fields["report"] = report_url(run.path) or str(run.path / "report.html")
     if run.outcome in {"failed", "refused", "stopped"}:  # the model of an incomplete run may be its base model
-        facts |= {f"model of stage {each.name!r}": str(each.path / each.info["model"]) for each in run.trained_models}
+        summary_fields |= {
+            f"model of stage {each.name!r}": str(each.path / each.info["model"]) for each in run.trained_models
+        }
     elif run.model is not None:
-        facts |= {"model": str(run.model), "load it with": model_loading_code(run.model)}
+        summary_fields |= {"model": str(run.model), "load it with": model_loading_code(run.model)}
     if run.published_locations:
-        facts["published"] = ", ".join(run.published_locations)
+        summary_fields["published"] = ", ".join(run.published_locations)
     title = f"{run.name}  {run.path.name}  {run.outcome} after {formatting.duration(seconds['wall'])}"
-    width = max(len(key) for key in facts)
-    console = _console(stream)
+    key_width = max(len(key) for key in summary_fields)
+    console = _make_console(stream)
     # The title is not passed to the table, which would wrap it at the width of the table.
     console.print(Text(title, style="bold"), soft_wrap=True)
-    console.print(Group(_table(run, _SUMMARY_COLUMNS), *_list_notices(run)))
-    for key, value in facts.items():
+    console.print(Group(_build_table(run, _SUMMARY_COLUMNS), *_list_notices(run)))
+    for key, value in summary_fields.items():
         # soft_wrap: values contain paths and Python code to copy, which must not be broken into lines
-        console.print(Text.assemble((f"{key:<{width}}  ", "dim"), value), soft_wrap=True)
+        console.print(Text.assemble((f"{key:<{key_width}}  ", "dim"), value), soft_wrap=True)
 
 
-def _console(stream: TextIO | None) -> Console:
+def _make_console(stream: TextIO | None) -> Console:
     console = Console(file=stream or sys.stdout, highlight=False)
-    return console if console.is_terminal else Console(file=console.file, highlight=False, width=_PLAIN_WIDTH)
+    return console if console.is_terminal else Console(file=console.file, highlight=False, width=_PLAIN_TEXT_WIDTH)
 
 
 def _list_notices(run: RunRecord) -> list[Text]:
@@ -262,56 +272,58 @@ def _list_notices(run: RunRecord) -> list[Text]:
         if stage.reason_for_rerun:
             lines.append(Text(f"{stage.name}: remade: {stage.reason_for_rerun}", style="yellow"))
         notices = stage.info.get("notices")
-        texts = [*(notices if isinstance(notices, list) else []), *(f"warning: {text}" for text in stage.warnings)]
+        texts = notices if isinstance(notices, list) else []
+        texts = [*texts, *(f"warning: {text}" for text in stage.warnings if text not in texts)]
         lines += [Text(f"{stage.name}: {text}", style="yellow") for text in texts]
     return lines
 
 
-def _table(run: RunRecord, columns: dict[str, Callable[[StageRecord], str | Text]], title: str = "") -> Table:
+def _build_table(run: RunRecord, columns: dict[str, Callable[[StageRecord], str | Text]], title: str = "") -> Table:
     table = Table(title=title or None, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     for name in columns:
         is_number = name in {"attempt", "step", "time"}
         table.add_column(name, justify="right" if is_number else "left", header_style="dim", no_wrap=name != "metrics")
     for stage in run.stages:
-        table.add_row(*(cell(stage) for cell in columns.values()))
+        table.add_row(*(format_cell(stage) for format_cell in columns.values()))
     return table
 
 
-def _state(stage: StageRecord) -> Text:
-    return Text(f"{_STATE_MARKS.get(stage.status, ' ')} {stage.status}", style=STATE_STYLES.get(stage.status, ""))
+def _format_state(stage: StageRecord) -> Text:
+    return Text(f"{_STATE_SYMBOLS.get(stage.status, ' ')} {stage.status}", style=STATE_STYLES.get(stage.status, ""))
 
 
-def _metrics(stage: StageRecord) -> Text:
+def _format_stage_metrics(stage: StageRecord) -> Text:
     words = [f"{key} {formatting.number(value)}" for key, value in formatting.table_metrics(stage.metrics).items()]
-    if best := stage.best_step:
-        words.append(f"best {formatting.short_name(best.metric)} {formatting.number(best.value)} at step {best.step}")
+    if best_step := stage.best_step:
+        best_value = f"{formatting.short_name(best_step.metric)} {formatting.number(best_step.value)}"
+        words.append(f"best {best_value} at step {best_step.step}")
     return Text("  ".join(words))
 
 
 _SUMMARY_COLUMNS: dict[str, Callable[[StageRecord], str | Text]] = {
     "stage": lambda stage: Text(stage.name),
-    "state": _state,
+    "state": _format_state,
     "time": lambda stage: "" if stage.seconds is None else formatting.duration(stage.seconds),
-    "metrics": _metrics,
+    "metrics": _format_stage_metrics,
 }
-_STATUS: dict[str, Callable[[StageRecord], str | Text]] = {
+_STATUS_COLUMNS: dict[str, Callable[[StageRecord], str | Text]] = {
     "stage": _SUMMARY_COLUMNS["stage"],
     "kind": lambda stage: stage.kind.name,
-    "state": _state,
+    "state": _format_state,
     "attempt": lambda stage: str(stage.state.attempt or ""),
-    "step": lambda stage: _ratio(*stage.position),
+    "step": lambda stage: _format_ratio(*stage.position),
     "time": _SUMMARY_COLUMNS["time"],
-    "metrics": _metrics,
+    "metrics": _format_stage_metrics,
 }
 
 
-def _ratio(step: Any, total: Any) -> str:
+def _format_ratio(step: Any, total: Any) -> str:
     if step is None or (step == 0 and not total):
         return ""
     return f"{step}/{total}" if total else str(step)
 
 
-def _phase(line: _StageLine) -> str:
+def _phase(line: _StageDisplayState) -> str:
     if line.progress is None or line.state not in ACTIVE:
         return ""
     progress = line.progress
@@ -319,63 +331,66 @@ def _phase(line: _StageLine) -> str:
     return "" if progress.phase in _PHASES_OF_STEP and progress.step and not extent else f"{progress.phase}{extent}"
 
 
-def _subject(line: _StageLine) -> tuple[Any, ...]:
+def _get_progress_key(line: _StageDisplayState) -> tuple[Any, ...]:
     """Return the phase, number of processed items and step that a printed line of a stage reports."""
     progress = line.progress
     return ("", 0, 0) if progress is None else (progress.phase if _phase(line) else "", progress.done, progress.step)
 
 
-def _steps(line: _StageLine) -> str:
-    ratio = _ratio(line.progress.step, line.progress.total) if line.progress else ""
+def _format_step(line: _StageDisplayState) -> str:
+    ratio = _format_ratio(line.progress.step, line.progress.total) if line.progress else ""
     return f"step {ratio}" if ratio else ""
 
 
-def _numbers(line: _StageLine) -> list[str]:
+def _numbers(line: _StageDisplayState) -> list[str]:
     metrics = line.progress.metrics if line.progress else {}
-    headline, speed = formatting.headline(metrics), formatting.tokens_per_second(metrics)
-    numbers = [f"{headline[0]} {formatting.number(headline[1])}"] if headline else []
+    headline_metric, speed = formatting.headline(metrics), formatting.tokens_per_second(metrics)
+    numbers = [f"{headline_metric[0]} {formatting.number(headline_metric[1])}"] if headline_metric else []
     return [*numbers, f"{formatting.count(speed)} tok/s"] if speed is not None and line.state in ACTIVE else numbers
 
 
-def _seconds(line: _StageLine) -> list[str]:
+def _seconds(line: _StageDisplayState) -> list[str]:
     """Return the seconds of generation, scoring and training in the newest step; empty if only one is reported."""
     metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
     times = [(name, metrics[f"time/{name}"]) for name in ("generate", "score", "train") if f"time/{name}" in metrics]
     return [" ".join(f"{name} {formatting.duration(seconds)}" for name, seconds in times)] if len(times) > 1 else []
 
 
-def _memory(line: _StageLine) -> list[str]:
+def _memory(line: _StageDisplayState) -> list[str]:
     """Return the text with the memory that training uses: GPU memory if it is measured, otherwise host memory."""
     metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
-    used = [f"{name} {metrics[key]:.1f} GiB" for name, key in _MEMORY_METRICS.items() if key in metrics]
-    return used[:1]
+    memory_texts = [f"{name} {metrics[key]:.1f} GiB" for name, key in _MEMORY_METRICS.items() if key in metrics]
+    return memory_texts[:1]
 
 
 def sparkline(values: Sequence[float]) -> str:
     """Return a sparkline of values: small bars, scaled to the range of values; empty for fewer than two values."""
     if len(values) < 2:
         return ""
-    count = min(_SPARKS, len(values))
-    shown = [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
-    low, high = min(shown), max(shown)
-    return "".join(_SPARKLINE_LEVELS[round((value - low) / (high - low) * 7) if high > low else 0] for value in shown)
+    num_bars = min(_SPARKLINE_WIDTH, len(values))
+    sampled_values = [values[round(i * (len(values) - 1) / (num_bars - 1))] for i in range(num_bars)]
+    low, max_value = min(sampled_values), max(sampled_values)
+    return "".join(
+        _SPARKLINE_LEVELS[round((value - low) / (max_value - low) * 7) if max_value > low else 0]
+        for value in sampled_values
+    )
 
 
-def _progress_bar(line: _StageLine, width: int, now: float) -> ProgressBar:
-    step, total = (line.progress.step, line.progress.total) if line.progress else (0, None)
+def _progress_bar(line: _StageDisplayState, width: int, now: float) -> ProgressBar:
+    step, num_steps = (line.progress.step, line.progress.total) if line.progress else (0, None)
     if line.state in {"done", "reused"}:
         return ProgressBar(total=1, completed=1, width=width)
-    is_pulsing, num_done = not total and line.state == "running", step if total else 0
-    return ProgressBar(total=total or 1, completed=num_done, width=width, pulse=is_pulsing, animation_time=now)
+    is_pulsing, num_done = not num_steps and line.state == "running", step if num_steps else 0
+    return ProgressBar(total=num_steps or 1, completed=num_done, width=width, pulse=is_pulsing, animation_time=now)
 
 
-def _update_eta_anchor(line: _StageLine, position: Position) -> None:
+def _update_eta_anchor(line: _StageDisplayState, position: Position) -> None:
     is_stale = line.anchor is not None and (line.anchor.pid != position.pid or line.anchor.step > position.step)
     if (line.anchor is None or is_stale) and position.step:
         line.anchor = position
 
 
-def _eta_seconds(line: _StageLine) -> float | None:
+def _estimate_eta_seconds(line: _StageDisplayState) -> float | None:
     """Return the estimated number of seconds until the last step of a stage, from the time per step since its first
     observed step; None if it is unknown."""
     position, first = line.progress, line.anchor

@@ -49,22 +49,22 @@ class RunCost:
 
     def __str__(self) -> str:
         hours, cost = f"{formatting.number(self.hours)} GPU hours", self.cost(self.hours)
-        estimated = self.cost(self.estimated_hours)
-        if not estimated and self.estimated_hours is not None:
-            estimated = f"{formatting.number(self.estimated_hours)} GPU hours"
-        notes = [f"estimated {estimated}"] if estimated else []
-        notes += [f"budget {formatting.number(self.budget)}"] if self.budget is not None else []
-        return ", ".join([f"{cost} for {hours}" if cost else hours, *notes])
+        estimated_cost = self.cost(self.estimated_hours)
+        if not estimated_cost and self.estimated_hours is not None:
+            estimated_cost = f"{formatting.number(self.estimated_hours)} GPU hours"
+        budget_notes = [f"estimated {estimated_cost}"] if estimated_cost else []
+        budget_notes += [f"budget {formatting.number(self.budget)}"] if self.budget is not None else []
+        return ", ".join([f"{cost} for {hours}" if cost else hours, *budget_notes])
 
 
 def cost_of(run_path: Path) -> RunCost:
     """Return the GPU hours and the cost of a run so far."""
-    pipeline, facts = read_pipeline(run_path), read_facts(run_path)
+    pipeline, run_facts = read_pipeline(run_path), read_facts(run_path)
     price, budget = (
         float(value) if isinstance(value := pipeline.get(key), int | float) else None
         for key in ("price_per_gpu_hour", "budget")
     )
-    estimates = list(facts.estimate.values()) if facts else []
+    estimates = list(run_facts.estimate.values()) if run_facts else []
     has_estimates = bool(estimates) and None not in estimates
     hours = sum(value or 0.0 for value in estimates) / _SECONDS_PER_HOUR if has_estimates else None
     return RunCost(intervals_of_run(run_path), price, budget, hours)
@@ -85,15 +85,17 @@ def table_of_costs(output_dir: Path, max_runs: int) -> Table:
     table = Table("run", "pipeline", "outcome")
     for column in ("GPU hours", "cost", "estimate", "budget"):
         table.add_column(column, justify="right")
-    hours, total, is_complete = 0.0, 0.0, True
-    for facts in runs_in(output_dir)[-max_runs:]:
-        run, cost = read_run(output_dir / facts.run_id), cost_of(output_dir / facts.run_id)
+    total_hours, total_cost, is_complete = 0.0, 0.0, True
+    for run_facts in runs_in(output_dir)[-max_runs:]:
+        run, cost = read_run(output_dir / run_facts.run_id), cost_of(output_dir / run_facts.run_id)
         budget = formatting.number(cost.budget) if cost.budget is not None else ""
-        amounts = [formatting.number(cost.hours), cost.cost(cost.hours), cost.cost(cost.estimated_hours), budget]
-        table.add_row(facts.run_id, run.name, run.outcome, *amounts)
-        hours, total = hours + cost.hours, total + cost.hours * (cost.price or 0.0)
+        cost_cells = [formatting.number(cost.hours), cost.cost(cost.hours), cost.cost(cost.estimated_hours), budget]
+        table.add_row(run_facts.run_id, run.name, run.outcome, *cost_cells)
+        total_hours, total_cost = total_hours + cost.hours, total_cost + cost.hours * (cost.price or 0.0)
         is_complete = is_complete and (cost.price is not None or not cost.hours)
     table.add_section()
-    bound_prefix = "" if is_complete else "> "
-    table.add_row("all", "", "", formatting.number(hours), f"{bound_prefix}{formatting.number(total)}", "", "")
+    lower_bound_prefix = "" if is_complete else "> "
+    table.add_row(
+        "all", "", "", formatting.number(total_hours), f"{lower_bound_prefix}{formatting.number(total_cost)}", "", ""
+    )
     return table

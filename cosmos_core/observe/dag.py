@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from cosmos_core.observe.record import RunRecord, StageRecord
 
 _BOX_WIDTH, _BOX_HEIGHT = 138, 62
-_GAP_X, _GAP_Y = 34, 16
-_LANE_HEIGHT = 10
+_HORIZONTAL_GAP, _VERTICAL_GAP = 34, 16
+_EDGE_SLOT_HEIGHT = 10
 _MARGIN = 4
 
 
@@ -41,62 +41,66 @@ class _LayoutNode:
 
     @property
     def height(self) -> int:
-        return _BOX_HEIGHT if self.stage else _LANE_HEIGHT
+        return _BOX_HEIGHT if self.stage else _EDGE_SLOT_HEIGHT
 
     @property
     def left_edge(self) -> float:
-        return _MARGIN + self.column * (_BOX_WIDTH + _GAP_X)
+        return _MARGIN + self.column * (_BOX_WIDTH + _HORIZONTAL_GAP)
 
 
 def layout(run: RunRecord) -> Graph | None:
     """Return the layout of the stages of a run; None if the run has no stages."""
-    nodes = _nodes(run.stages)
-    if not nodes:
+    layout_nodes = _build_layout_nodes(run.stages)
+    if not layout_nodes:
         return None
-    columns: list[list[_LayoutNode]] = [[] for _ in range(1 + max(node.column for node in nodes))]
-    for node in nodes:
+    columns: list[list[_LayoutNode]] = [[] for _ in range(1 + max(node.column for node in layout_nodes))]
+    for node in layout_nodes:
         columns[node.column].append(node)
-    height = max(sum(node.height + _GAP_Y for node in column) - _GAP_Y for column in columns)
+    height = max(sum(node.height + _VERTICAL_GAP for node in column) - _VERTICAL_GAP for column in columns)
     for column in columns:
         _arrange_column(column, height)
     return Graph(
-        width=2 * _MARGIN + len(columns) * (_BOX_WIDTH + _GAP_X) - _GAP_X,
+        width=2 * _MARGIN + len(columns) * (_BOX_WIDTH + _HORIZONTAL_GAP) - _HORIZONTAL_GAP,
         height=height + 2 * _MARGIN,
-        boxes=[(node.left_edge, node.y, node.stage) for node in nodes if node.stage],
-        edges=[(_path(other, node), node.stage is not None) for node in nodes for other in node.predecessors],
+        boxes=[(node.left_edge, node.y, node.stage) for node in layout_nodes if node.stage],
+        edges=[
+            (_make_edge_svg_path(other, node), node.stage is not None)
+            for node in layout_nodes
+            for other in node.predecessors
+        ],
     )
 
 
-def _nodes(stages: tuple[StageRecord, ...]) -> list[_LayoutNode]:
-    by_name = {stage.name: _LayoutNode(stage.depth, stage) for stage in stages}
-    lanes: list[_LayoutNode] = []
+def _build_layout_nodes(stages: tuple[StageRecord, ...]) -> list[_LayoutNode]:
+    nodes_by_name = {stage.name: _LayoutNode(stage.depth, stage) for stage in stages}
+    edge_slots: list[_LayoutNode] = []
     for stage in stages:
-        for name in (name for name in stage.after if name in by_name):
-            end = by_name[name]
-            for column in range(end.column + 1, stage.depth):
-                end = _LayoutNode(column, None, [end])
-                lanes.append(end)
-            by_name[stage.name].predecessors.append(end)
-    return [*by_name.values(), *lanes]
+        for name in (name for name in stage.after if name in nodes_by_name):
+            edge_end = nodes_by_name[name]
+            for column in range(edge_end.column + 1, stage.depth):
+                edge_end = _LayoutNode(column, None, [edge_end])
+                edge_slots.append(edge_end)
+            nodes_by_name[stage.name].predecessors.append(edge_end)
+    return [*nodes_by_name.values(), *edge_slots]
 
 
 def _arrange_column(column: list[_LayoutNode], height: float) -> None:
     """Sort the nodes of a column by the mean height of their predecessors, and centre the column."""
 
     def preferred_height(node: _LayoutNode) -> float:
-        middles = [other.y + other.height / 2 for other in node.predecessors]
-        return sum(middles) / len(middles) if middles else height / 2
+        predecessor_centers = [predecessor.y + predecessor.height / 2 for predecessor in node.predecessors]
+        return sum(predecessor_centers) / len(predecessor_centers) if predecessor_centers else height / 2
 
     column.sort(key=preferred_height)
-    y = _MARGIN + (height - sum(node.height + _GAP_Y for node in column) + _GAP_Y) / 2
+    y = _MARGIN + (height - sum(node.height + _VERTICAL_GAP for node in column) + _VERTICAL_GAP) / 2
     for node in column:
         node.y = y
-        y += node.height + _GAP_Y
+        y += node.height + _VERTICAL_GAP
 
 
-def _path(source: _LayoutNode, target: _LayoutNode) -> str:
+def _make_edge_svg_path(source: _LayoutNode, target: _LayoutNode) -> str:
     x1, y1 = source.left_edge + _BOX_WIDTH, source.y + source.height / 2
     x2, y2 = target.left_edge, target.y + target.height / 2
-    start = f"M{source.left_edge:g} {y1:g} H{x1:g}" if source.stage is None else f"M{x1:g} {y1:g}"
+    path_start = f"M{source.left_edge:g} {y1:g} H{x1:g}" if source.stage is None else f"M{x1:g} {y1:g}"
     middle_x = (x1 + x2) / 2
-    return f"{start} C{middle_x:g} {y1:g} {middle_x:g} {y2:g} {x2:g} {y2:g}"
+    return f"{path_start} C{middle_x:g} {y1:g} {middle_x:g} {y2:g} {x2:g} {y2:g}"

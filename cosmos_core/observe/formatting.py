@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from cosmos_core.config.conditions import LOWER_IS_BETTER, STDERR
 
-_SUFFIXES = ("/mean", "_mean", "/avg", "_avg")
+_METRIC_SUFFIXES = ("/mean", "_mean", "/avg", "_avg")
 RESOURCE_PREFIXES = ("time/", "throughput/", "memory/")
 _HEADLINE_METRICS = ("reward", "loss", "accuracy")
-_TABLE_METRICS = {
+_TABLE_METRIC_NAMES = {
     "accuracy": "accuracy", "reward": "reward", "loss": "loss", "logprob_difference_p95": "log-prob difference p95",
 }  # fmt: skip
 _SHARED_METRICS = frozenset({"reward", "loss"})
@@ -52,24 +52,24 @@ def duration(seconds: float | None) -> str:
 
 def machines(ranks: Iterable[Rank]) -> str:
     """Return the machines of a stage's ranks as text such as `node-3 (8 ranks, NVIDIA H100, 16 threads)`."""
-    count = Counter((rank.host, ", ".join(dict.fromkeys(rank.gpus)) or "cpu", rank.threads) for rank in ranks)
+    rank_counts = Counter((rank.host, ", ".join(dict.fromkeys(rank.gpus)) or "cpu", rank.threads) for rank in ranks)
     return "; ".join(
         f"{host} ({num_ranks} rank{'' if num_ranks == 1 else 's'}, {device}, {threads} threads)"
-        for (host, device, threads), num_ranks in count.items()
+        for (host, device, threads), num_ranks in rank_counts.items()
     )
 
 
-def clock(unix: float | None) -> str:
+def clock(unix_time: float | None) -> str:
     """Return a unix time as local date and time; empty if the time is None or 0."""
-    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix)) if unix else ""
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix_time)) if unix_time else ""
 
 
-def format_time(unix: float | None) -> str:
+def format_time(unix_time: float | None) -> str:
     """Return a unix time as local time such as `20:14`, with the date if it is not today; a dash for None."""
-    if unix is None:
+    if unix_time is None:
         return "–"
-    then, now = time.localtime(unix), time.localtime()
-    return time.strftime("%H:%M" if then[:3] == now[:3] else "%Y-%m-%d %H:%M", then)
+    local_time, current_time = time.localtime(unix_time), time.localtime()
+    return time.strftime("%H:%M" if local_time[:3] == current_time[:3] else "%Y-%m-%d %H:%M", local_time)
 
 
 def size(num_bytes: int) -> str:
@@ -103,15 +103,15 @@ def number(value: Any) -> str:
 
 def count(value: float) -> str:
     """Return a count as text such as `850`, `3.2k`, `1.4M`."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.1f}{letter}"
+    for unit_size, unit_letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= unit_size:
+            return f"{value / unit_size:.1f}{unit_letter}"
     return f"{value:.0f}"
 
 
 def family(key: str) -> str:
     """Return the name of a metric without prefix and suffix: `loss` for `train/loss`, `reward` for `reward/mean`."""
-    for suffix in _SUFFIXES:
+    for suffix in _METRIC_SUFFIXES:
         key = key.removesuffix(suffix)
     return key.rpartition("/")[2]
 
@@ -157,18 +157,20 @@ def key_metrics(metrics: Mapping[str, Any], max_count: int = 4) -> dict[str, flo
 
 def short_name(key: str) -> str:
     """Return the short name of a metric for tables: `loss` for training, `held-out loss` for validation."""
-    name = _TABLE_METRICS.get(family(key), family(key))
+    name = _TABLE_METRIC_NAMES.get(family(key), family(key))
     return f"held-out {name}" if key.startswith("validation/") and name in _SHARED_METRICS else name
 
 
 def table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return accuracy, reward, loss and log-prob difference by short name, or the first three metrics
     if none of these exists."""
-    ranked = key_metrics(metrics, max_count=len(metrics))
+    ranked_metrics = key_metrics(metrics, max_count=len(metrics))
     shown_metrics: dict[str, float] = {}
-    for name in _TABLE_METRICS:
-        for key, value in ranked.items():
+    for name in _TABLE_METRIC_NAMES:
+        for key, value in ranked_metrics.items():
             if family(key) == name:
                 shown_metrics.setdefault(short_name(key), value)
-    others = [key for key in ranked if not key.endswith(STDERR)]
-    return shown_metrics or {(key.partition("/")[2] or key).replace("_", " "): ranked[key] for key in others[:3]}
+    other_keys = [key for key in ranked_metrics if not key.endswith(STDERR)]
+    return shown_metrics or {
+        (key.partition("/")[2] or key).replace("_", " "): ranked_metrics[key] for key in other_keys[:3]
+    }

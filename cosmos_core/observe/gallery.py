@@ -24,7 +24,7 @@ GRID_FILE = "grid.png"
 VIDEO = ".mp4"
 FRAMES_PER_SECOND = 8
 MAX_PROMPTS, _MAX_SAMPLES_PER_PROMPT = 12, 8
-_CELL = 96  # minimum width of a cell of the grid, in pixels
+_MIN_CELL_SIZE = 96  # minimum width of a cell of the grid, in pixels
 _MAX_CELL_SIZE = 256
 _LINE_HEIGHT, _MARGIN, _TEXT_COLOR, _BACKGROUND_COLOR = 12, 4, (40, 40, 48), (255, 255, 255)
 _LETTER_WIDTH = 6  # approximate width in pixels of a letter in captions
@@ -69,15 +69,17 @@ def step_folder(stage: Path, step: int) -> Path:
 def save(stage: Path, step: int, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
     """Write the samples of at most `MAX_PROMPTS` prompts, 8 per prompt, and their grid to the folder of a step; return
     the paths of each row, relative to the stage."""
-    target = step_folder(stage, step)
-    names = save_rows(target, [row[:_MAX_SAMPLES_PER_PROMPT] for row in rows[:MAX_PROMPTS]])
-    return [[str((target / name).relative_to(stage)) for name in row] for row in names]
+    step_path = step_folder(stage, step)
+    names = save_rows(step_path, [row[:_MAX_SAMPLES_PER_PROMPT] for row in rows[:MAX_PROMPTS]])
+    return [[str((step_path / name).relative_to(stage)) for name in row] for row in names]
 
 
 def save_rows(target: Path, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
     """Write the samples of each prompt and their grid to a new folder `target`; return the file names by prompt."""
     with replaced_folder(target) as folder:
-        names = [[_write(folder, f"{p}-{k}", sample) for k, sample in enumerate(row)] for p, row in enumerate(rows)]
+        names = [
+            [_write_sample(folder, f"{p}-{k}", sample) for k, sample in enumerate(row)] for p, row in enumerate(rows)
+        ]
         _to_image(grid(rows)).save(folder / GRID_FILE)
     return names
 
@@ -89,13 +91,13 @@ def samples_of_group(
     of the group are rewards to show."""
     samples = [(scored_group.group.completions[k].diffusion_sample, scored_group.scores[k].value) for k in indices]
     text = scored_group.group.prompt.text
-    return [GeneratedSample(text, each.pixels.numpy(), value, is_scored) for each, value in samples if each is not None]
+    return [GeneratedSample(text, each.pixels.numpy(), score, is_scored) for each, score in samples if each is not None]
 
 
 def newest_grid_file(stage: Path) -> Path | None:
     """Return the path of the grid image of the newest step; None if no grid was written."""
-    grids = {step_of(path.parent.name): path for path in (stage / FOLDER).glob(f"step_*/{GRID_FILE}")}
-    return grids[max(grids)] if grids else None
+    grid_paths_by_step = {step_of(path.parent.name): path for path in (stage / FOLDER).glob(f"step_*/{GRID_FILE}")}
+    return grid_paths_by_step[max(grid_paths_by_step)] if grid_paths_by_step else None
 
 
 def grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
@@ -110,13 +112,13 @@ def grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
         _BACKGROUND_COLOR,
     )
     draw = ImageDraw.Draw(canvas)
-    for p, row in enumerate(rows):
-        top = _MARGIN + p * (height + 2 * _LINE_HEIGHT + 2 * _MARGIN)
-        draw.text((_MARGIN, top), _truncate(row[0].prompt, canvas.width), fill=_TEXT_COLOR)
-        for k, sample in enumerate(row):
-            x_offset = _MARGIN + k * (width + _MARGIN)
-            canvas.paste(_fit_pixels(sample.middle_frame, height, width), (x_offset, top + _LINE_HEIGHT))
-            draw.text((x_offset, top + _LINE_HEIGHT + height), _truncate(sample.caption, width), fill=_TEXT_COLOR)
+    for prompt_index, row in enumerate(rows):
+        row_top = _MARGIN + prompt_index * (height + 2 * _LINE_HEIGHT + 2 * _MARGIN)
+        draw.text((_MARGIN, row_top), _truncate(row[0].prompt, canvas.width), fill=_TEXT_COLOR)
+        for sample_index, sample in enumerate(row):
+            x_offset = _MARGIN + sample_index * (width + _MARGIN)
+            canvas.paste(_resize_pixels(sample.middle_frame, height, width), (x_offset, row_top + _LINE_HEIGHT))
+            draw.text((x_offset, row_top + _LINE_HEIGHT + height), _truncate(sample.caption, width), fill=_TEXT_COLOR)
     return np.asarray(canvas)
 
 
@@ -127,21 +129,21 @@ def data_uri(path: Path) -> str:
     try:
         if path.suffix == VIDEO:
             content = path.read_bytes()
-            return "" if len(content) > _MAX_EMBEDDED_BYTES else _uri("video/mp4", content)
+            return "" if len(content) > _MAX_EMBEDDED_BYTES else _make_data_uri("video/mp4", content)
         with Image.open(path) as image:
             buffer = io.BytesIO()
-            _fit_pixels(np.asarray(image.convert("RGB")), *_cell_size([image.size[::-1]])).save(buffer, "PNG")
-            return _uri("image/png", buffer.getvalue())
+            _resize_pixels(np.asarray(image.convert("RGB")), *_cell_size([image.size[::-1]])).save(buffer, "PNG")
+            return _make_data_uri("image/png", buffer.getvalue())
     except OSError:
         return ""
 
 
 def png_uri(path: Path) -> str:
     """Return a PNG file as a data: URI, in its original size."""
-    return _uri("image/png", path.read_bytes())
+    return _make_data_uri("image/png", path.read_bytes())
 
 
-def _write(folder: Path, name: str, sample: GeneratedSample) -> str:
+def _write_sample(folder: Path, name: str, sample: GeneratedSample) -> str:
     if not sample.is_video:
         _to_image(sample.pixels).save(folder / f"{name}.png")
         return f"{name}.png"
@@ -167,11 +169,13 @@ def _cell_size(shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Return height and width in pixels of the cells of a grid: small images are enlarged by a whole factor, large
     images reduced."""
     height, width = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
-    scale = max(1, -(-_CELL // width)) if width < _CELL else min(1.0, _MAX_CELL_SIZE / max(height, width))
+    scale = (
+        max(1, -(-_MIN_CELL_SIZE // width)) if width < _MIN_CELL_SIZE else min(1.0, _MAX_CELL_SIZE / max(height, width))
+    )
     return round(height * scale), round(width * scale)
 
 
-def _fit_pixels(pixels: np.ndarray, height: int, width: int) -> Any:
+def _resize_pixels(pixels: np.ndarray, height: int, width: int) -> Any:
     from PIL import Image
 
     resampling = Image.Resampling.LANCZOS if pixels.shape[0] > height else Image.Resampling.NEAREST
@@ -184,8 +188,8 @@ def _to_image(pixels: np.ndarray) -> Any:
     return Image.fromarray(pixels)
 
 
-def _uri(kind: str, content: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+def _make_data_uri(mime_type: str, content: bytes) -> str:
+    return f"data:{mime_type};base64,{base64.b64encode(content).decode()}"
 
 
 def _truncate(text: str, width: int) -> str:

@@ -49,7 +49,7 @@ _ERROR_ONLY_LOGGERS = frozenset({"torchao", "vllm"})
 """Names of top-level loggers whose records are shown only from level ERROR: vLLM logs a dozen warnings at each start
 and weight sync, and torchao one for each kernel that it cannot load."""
 
-_STEP_SECONDS = 1.0
+_MIN_LOG_INTERVAL_SECONDS = 1.0
 
 _LEVEL_NAMES = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 
@@ -66,10 +66,10 @@ def configure(level: str | int = "INFO", stream: TextIO | None = None) -> None:
     handler = LineHandler(stream)
     handler.setFormatter(_LineFormatter("%(asctime)s %(levelname)-5s %(name)s  %(message)s", datefmt="%H:%M:%S"))
     # A filter silences libraries, because Prefect and vLLM reset the levels of loggers when they are imported.
-    handler.addFilter(_is_shown)
+    handler.addFilter(_should_log_record)
     root = logging.getLogger()
-    for previous in [each for each in root.handlers if isinstance(each, LineHandler)]:
-        root.removeHandler(previous)
+    for previous_handler in [each for each in root.handlers if isinstance(each, LineHandler)]:
+        root.removeHandler(previous_handler)
     root.addHandler(handler)
     root.setLevel(level)
 
@@ -90,7 +90,7 @@ class StepLog:
     def log_metrics_line(self, line: dict[str, Any]) -> None:
         """Log one line of `metrics.jsonl`, or keep it for `flush` if another line was logged within the last second."""
         self._pending_line = line
-        if time.monotonic() - self._last_log_time >= _STEP_SECONDS:
+        if time.monotonic() - self._last_log_time >= _MIN_LOG_INTERVAL_SECONDS:
             self.flush()
 
     def flush(self) -> None:
@@ -99,11 +99,11 @@ class StepLog:
             return
         line, self._pending_line, self._last_log_time = self._pending_line, {}, time.monotonic()
         metrics = {key: value for key, value in line.items() if key not in {"step", "time"}}
-        words = [f"{key} {formatting.number(value)}" for key, value in formatting.key_metrics(metrics).items()]
-        if speed := formatting.tokens_per_second(metrics):
-            words.append(f"{formatting.count(speed)} tok/s")
+        metric_texts = [f"{key} {formatting.number(value)}" for key, value in formatting.key_metrics(metrics).items()]
+        if token_rate := formatting.tokens_per_second(metrics):
+            metric_texts.append(f"{formatting.count(token_rate)} tok/s")
         total = self._progress.total
-        logger.info("step %s%s  %s", line["step"], f"/{total}" if total else "", "  ".join(words))
+        logger.info("step %s%s  %s", line["step"], f"/{total}" if total else "", "  ".join(metric_texts))
 
 
 class LineHandler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -131,7 +131,7 @@ class _LineFormatter(logging.Formatter):
         return self._style._fmt % {**record.__dict__, "levelname": level}
 
 
-def _is_shown(record: logging.LogRecord) -> bool:
+def _should_log_record(record: logging.LogRecord) -> bool:
     library = record.name.partition(".")[0]
     if library in _ERROR_ONLY_LOGGERS:
         return record.levelno >= logging.ERROR

@@ -16,7 +16,7 @@ from cosmos_core.observe.previous_run import format_setting, resolved
 from cosmos_core.observe.record import RunRecord, read_run
 from cosmos_core.observe.report import environment
 
-_PAGE = "compare.html"
+_PAGE_TEMPLATE = "compare.html"
 
 
 def build(paths: Sequence[Path]) -> str:
@@ -30,38 +30,40 @@ def build(paths: Sequence[Path]) -> str:
         raise ConfigError(f"cosmos compare --html takes 2 to {MAX_LINES} different runs; these are {', '.join(names)}")
     runs = [read_run(path) for path in paths]
     stages = list(dict.fromkeys(stage.name for run in runs for stage in run.stages))
-    curves = [(name, svg) for name in stages if (svg := _curves(runs, name))]
-    page = environment().get_template(_PAGE)
-    return page.render(runs=runs, settings=_settings(runs), metrics=_metrics(runs, stages), curves=curves)
+    curves = [(name, svg) for name in stages if (svg := _draw_stage_curves(runs, name))]
+    page_template = environment().get_template(_PAGE_TEMPLATE)
+    return page_template.render(
+        runs=runs, settings=_list_changed_settings(runs), metrics=_compare_metrics(runs, stages), curves=curves
+    )
 
 
-def _settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
+def _list_changed_settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
     """Return the settings that differ between runs, each as its key and one value per run. A setting that differs in
     the same way in all stages is one row."""
     settings = [resolved(run.path) for run in runs]
-    changes: dict[str, list[tuple[str, ...]]] = {}
-    for name in dict.fromkeys(name for each in settings for name in each):
-        stages = [each.get(name, {}) for each in settings]
-        keys = dict.fromkeys(key for stage in stages for key in stage)
-        rows = [(key, *(format_setting(stage.get(key)) for stage in stages)) for key in keys]
-        changes[name] = [row for row in rows if len(set(row[1:])) > 1]
-    return [(f"{name}.{row[0]}" if name else row[0], *row[1:]) for name, row in group_by_stage(changes)]
+    changes_by_stage: dict[str, list[tuple[str, ...]]] = {}
+    for name in dict.fromkeys(name for run_settings in settings for name in run_settings):
+        stage_settings = [run_settings.get(name, {}) for run_settings in settings]
+        keys = dict.fromkeys(key for stage in stage_settings for key in stage)
+        rows = [(key, *(format_setting(stage.get(key)) for stage in stage_settings)) for key in keys]
+        changes_by_stage[name] = [row for row in rows if len(set(row[1:])) > 1]
+    return [(f"{name}.{row[0]}" if name else row[0], *row[1:]) for name, row in group_by_stage(changes_by_stage)]
 
 
-def _metrics(runs: Sequence[RunRecord], stages: Sequence[str]) -> list[dict[str, Any]]:
+def _compare_metrics(runs: Sequence[RunRecord], stages: Sequence[str]) -> list[dict[str, Any]]:
     """Return the most important metrics of each stage with one value per run, and whether the change from the first to
     the last run is better or worse."""
     rows = []
     for name in stages:
         metrics = [next((stage.metrics for stage in run.stages if stage.name == name), {}) for run in runs]
-        for key in dict.fromkeys(key for each in metrics for key in formatting.key_metrics(each)):
-            values = [each.get(key) for each in metrics]
+        for key in dict.fromkeys(key for run_metrics in metrics for key in formatting.key_metrics(run_metrics)):
+            values = [run_metrics.get(key) for run_metrics in metrics]
             numbers = [value for value in (values[0], values[-1]) if isinstance(value, int | float)]
             verdict = formatting.judge_change(key, numbers[1] - numbers[0]) if len(numbers) == 2 else ""
             rows.append({"stage": name, "key": key, "values": values, "verdict": verdict})
     return rows
 
 
-def _curves(runs: Sequence[RunRecord], name: str) -> str:
+def _draw_stage_curves(runs: Sequence[RunRecord], name: str) -> str:
     curves = {run.path.name: stage.curves for run in runs for stage in run.stages if stage.name == name}
     return overlay_svg(curves, REPORT_PANELS)

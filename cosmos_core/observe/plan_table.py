@@ -19,8 +19,10 @@ def plan_table(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Table:
     for stage in pipeline.stages:
         decision = decisions[stage.name]
         table.add_row(stage.name, stage.kind, ", ".join(stage.after), _ACTION_TEXTS[decision.action], decision.reason)
-    choices = [(stage.name, stage.sweep) for stage in pipeline.stages if stage.sweep is not None]
-    lines = [f"{name}: {sweep.mode} {sweep.metric} of {len(sweep.branches)} branches" for name, sweep in choices]
-    lines += [*placements(pipeline), *smallest_effects(pipeline)]
-    table.caption = "\n".join(lines) or None
+    sweeps_by_stage = [(stage.name, stage.sweep) for stage in pipeline.stages if stage.sweep is not None]
+    caption_lines = [
+        f"{name}: {sweep.mode} {sweep.metric} of {len(sweep.branches)} branches" for name, sweep in sweeps_by_stage
+    ]
+    caption_lines += [*placements(pipeline), *smallest_effects(pipeline)]
+    table.caption = "\n".join(caption_lines) or None
     return table

@@ -25,19 +25,19 @@ PANELS = ("loss", "reward", "accuracy", "kl", "grad_norm")
 """Families of metrics that are plotted by default, each in one panel."""
 REPORT_PANELS = (*PANELS, "reward/", "entropy", "length", "lr", "time/", "memory/")
 """Families of metrics in the report; `PREFIX/` stands for all metrics with this prefix that have no other panel."""
-_TITLES = {"reward/": "parts of the reward"}
-_METRICS_WITHOUT_PARTS = {f"reward/{name}" for name in ("std", "group_std", "invalid", "constant_groups")}
+_PANEL_TITLES = {"reward/": "parts of the reward"}
+_REWARD_STATISTICS = {f"reward/{name}" for name in ("std", "group_std", "invalid", "constant_groups")}
 
-_TEXT_COLOR, _GRID = "#6b7280", "#d4d4d8"
+_TEXT_COLOR, _GRID_COLOR = "#6b7280", "#d4d4d8"
 _LINE_COLORS = ("#4f6bed", "#e0802f", "#2f9e6e", "#b0569e")
 MAX_LINES = 2 * len(_LINE_COLORS)
 """Maximum number of lines in a panel; lines beyond the number of colours are dashed."""
-_VARIABLES = {_TEXT_COLOR: "var(--ink-soft, #6b7280)", _GRID: "var(--grid, #d4d4d8)"} | {
+_CSS_VARIABLES = {_TEXT_COLOR: "var(--ink-soft, #6b7280)", _GRID_COLOR: "var(--grid, #d4d4d8)"} | {
     colour: f"var(--line-{index}, {colour})" for index, colour in enumerate(_LINE_COLORS)
 }
-_MAX_PLOTTED = 1e300  # largest plotted value: beyond it, matplotlib's margins overflow to infinity
-_SIZE = (3.5, 2.1)  # width and height of one panel in inches
-_STYLE: Any = {
+_MAX_PLOTTED_VALUE = 1e300  # largest plotted value: beyond it, matplotlib's margins overflow to infinity
+_PANEL_SIZE_INCHES = (3.5, 2.1)  # width and height of one panel in inches
+_MATPLOTLIB_STYLE: Any = {
     "svg.fonttype": "none",  # text elements are smaller than outlines and use the font of the page
     "svg.hashsalt": "cosmos",  # a fixed salt, so that the same curves give the same ids and bytes
     "font.family": ["sans-serif"],
@@ -56,15 +56,17 @@ def curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> byt
     import matplotlib
     from matplotlib.figure import Figure
 
-    panels = _panels(lines, keys)
-    width = max(1, min(3, len(panels)))
-    height = max(1, math.ceil(len(panels) / width))
-    with _plot_lock, matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(_SIZE[0] * width, _SIZE[1] * height), layout="constrained")
+    panels = _collect_panels(lines, keys)
+    num_columns = max(1, min(3, len(panels)))
+    num_rows = max(1, math.ceil(len(panels) / num_columns))
+    with _plot_lock, matplotlib.rc_context(_MATPLOTLIB_STYLE):
+        figure = Figure(
+            figsize=(_PANEL_SIZE_INCHES[0] * num_columns, _PANEL_SIZE_INCHES[1] * num_rows), layout="constrained"
+        )
         if not panels:
             figure.text(0.5, 0.5, "no metrics yet", ha="center", va="center", color=_TEXT_COLOR)
         for index, (name, series) in enumerate(panels.items()):
-            _draw_series(figure.add_subplot(height, width, index + 1), name, series)
+            _draw_series(figure.add_subplot(num_rows, num_columns, index + 1), name, series)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()
@@ -76,7 +78,7 @@ def curves_svg(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) ->
     Colours are CSS variables, `--ink-soft`, `--grid`, `--line-0` to `--line-3`, with defaults, so that the plots follow
     the light or dark mode of the page.
     """
-    return _pictures(_panels(lines, keys))
+    return _draw_svg_panels(_collect_panels(lines, keys))
 
 
 def overlay_svg(curves: Mapping[str, Sequence[dict[str, Any]]], keys: Sequence[str] = PANELS) -> str:
@@ -84,78 +86,78 @@ def overlay_svg(curves: Mapping[str, Sequence[dict[str, Any]]], keys: Sequence[s
     parsed lines of `metrics.jsonl` by name of the run."""
     metrics: dict[str, Series] = {}
     for run, lines in curves.items():
-        for panel in _panels(lines, keys).values():
+        for panel in _collect_panels(lines, keys).values():
             for key, points in panel.items():
                 metrics.setdefault(key, {})[run] = points
-    return _pictures(metrics)
+    return _draw_svg_panels(metrics)
 
 
-def _pictures(panels: Mapping[str, Series]) -> str:
+def _draw_svg_panels(panels: Mapping[str, Series]) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    pictures = []
-    with _plot_lock, matplotlib.rc_context(_STYLE):
+    svg_panels = []
+    with _plot_lock, matplotlib.rc_context(_MATPLOTLIB_STYLE):
         for name, series in panels.items():
-            figure = Figure(figsize=_SIZE, layout="constrained")
+            figure = Figure(figsize=_PANEL_SIZE_INCHES, layout="constrained")
             _draw_series(figure.add_subplot(), name, series)
-            pictures.append(_figure_to_svg(figure, f"{_title(name)} by step"))
-    return "\n".join(pictures)
+            svg_panels.append(_figure_to_svg(figure, f"{_get_panel_title(name)} by step"))
+    return "\n".join(svg_panels)
 
 
-def _panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, Series]:
+def _collect_panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, Series]:
     panels: dict[str, Series] = {key: {} for key in keys}
     for line in lines:
         step = line.get("step")
-        if not isinstance(step, int | float) or math.isnan(_plot_value(step)):
+        if not isinstance(step, int | float) or math.isnan(_to_plot_value(step)):
             continue
         for key, value in line.items():
-            prefix, slash, _ = key.partition("/")
-            panel = name if (name := family(key)) in panels else prefix + slash  # the key `time` is no metric
+            prefix, separator, _ = key.partition("/")
+            panel = name if (name := family(key)) in panels else prefix + separator  # the key `time` is no metric
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if panel in panels and key not in _METRICS_WITHOUT_PARTS and is_number:
+            if panel in panels and key not in _REWARD_STATISTICS and is_number:
                 steps, values = panels[panel].setdefault(key, ([], []))
                 steps.append(float(step))
-                values.append(_plot_value(value))
+                values.append(_to_plot_value(value))
     finite_panels = {
         name: {key: points for key, points in series.items() if any(map(math.isfinite, points[1]))}
         for name, series in panels.items()
     }
-    return {name: series for name, series in finite_panels.items() if len(series) > (name in _TITLES)}
+    return {name: series for name, series in finite_panels.items() if len(series) > (name in _PANEL_TITLES)}
 
 
-def _title(name: str) -> str:
-    return _TITLES.get(name, name.removesuffix("/"))
+def _get_panel_title(name: str) -> str:
+    return _PANEL_TITLES.get(name, name.removesuffix("/"))
 
 
-def _plot_value(value: float) -> float:
+def _to_plot_value(value: float) -> float:
     """Return a value to plot, or NaN, which leaves a gap in the curve, if the value exceeds the range of an axis."""
     number = as_float(value)
-    return number if abs(number) <= _MAX_PLOTTED else math.nan
+    return number if abs(number) <= _MAX_PLOTTED_VALUE else math.nan
 
 
 def _draw_series(axes: Axes, name: str, series: Series) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    plotted = dict(list(series.items())[:MAX_LINES])
-    for index, (key, (steps, values)) in enumerate(plotted.items()):
+    plotted_series = dict(list(series.items())[:MAX_LINES])
+    for index, (key, (steps, values)) in enumerate(plotted_series.items()):
         colour, style = _LINE_COLORS[index % len(_LINE_COLORS)], "-" if index < len(_LINE_COLORS) else "--"
         marker = "o" if len(steps) <= 12 else ""
         axes.plot(steps, values, style, color=colour, linewidth=1.4, marker=marker, markersize=2.8, label=key)
     plotted_steps = {
-        x for steps, values in plotted.values() for x, y in zip(steps, values, strict=True) if math.isfinite(y)
+        x for steps, values in plotted_series.values() for x, y in zip(steps, values, strict=True) if math.isfinite(y)
     }
     if len(plotted_steps) == 1:
         axes.set_xlim(min(plotted_steps) - 1, max(plotted_steps) + 1)
-    axes.set_title(_title(name), loc="left", fontsize=9, color=_TEXT_COLOR)
+    axes.set_title(_get_panel_title(name), loc="left", fontsize=9, color=_TEXT_COLOR)
     axes.tick_params(colors=_TEXT_COLOR, labelsize=7, length=0)
-    axes.grid(axis="y", color=_GRID, linewidth=0.6)
+    axes.grid(axis="y", color=_GRID_COLOR, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(_GRID)
-    if len(plotted) > 1:
+    axes.spines["bottom"].set_color(_GRID_COLOR)
+    if len(plotted_series) > 1:
         axes.legend(frameon=False, fontsize=7, labelcolor=_TEXT_COLOR, handlelength=1.2)
 
 
@@ -164,18 +166,19 @@ def _figure_to_svg(figure: Figure, label: str) -> str:
     empty_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(buffer, format="svg", transparent=True, metadata=empty_metadata)
     svg = buffer.getvalue()
-    paths = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
+    svg_content = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
     # Style sheets and ids of an SVG that is embedded in HTML apply to the whole page.
-    paths = re.sub(r"<(style|metadata)\b.*?</\1>", "", paths, flags=re.DOTALL)
-    paths = re.sub(r'<g id="[^"]*"/>', "", paths)
-    paths = re.sub(r'<g id="[^"]*">', "<g>", paths)
-    paths = re.sub(r" font-family: [^;\"]*;", "", paths)
-    digest = hashlib.sha256(paths.encode()).hexdigest()[:8]
-    paths = re.sub(r'(id="|href="#|url\(#)([mp][0-9a-f]+)', rf"\g<1>c{digest}-\2", paths)
-    paths = re.sub(r"\s*\n\s*", " ", paths).replace("xlink:href", "href")
-    for colour, variable in _VARIABLES.items():
-        paths = paths.replace(colour, variable)
-    width, height = (72 * size_in_inches for size_in_inches in _SIZE)
+    svg_content = re.sub(r"<(style|metadata)\b.*?</\1>", "", svg_content, flags=re.DOTALL)
+    svg_content = re.sub(r'<g id="[^"]*"/>', "", svg_content)
+    svg_content = re.sub(r'<g id="[^"]*">', "<g>", svg_content)
+    svg_content = re.sub(r" font-family: [^;\"]*;", "", svg_content)
+    digest = hashlib.sha256(svg_content.encode()).hexdigest()[:8]
+    svg_content = re.sub(r'(id="|href="#|url\(#)([mp][0-9a-f]+)', rf"\g<1>c{digest}-\2", svg_content)
+    svg_content = re.sub(r"\s*\n\s*", " ", svg_content).replace("xlink:href", "href")
+    for colour, css_variable in _CSS_VARIABLES.items():
+        svg_content = svg_content.replace(colour, css_variable)
+    width, height = (72 * size_in_inches for size_in_inches in _PANEL_SIZE_INCHES)
     return (
-        f'<svg class="curve" role="img" aria-label="{escape(label)}" viewBox="0 0 {width:g} {height:g}">{paths}</svg>'
+        f'<svg class="curve" role="img" aria-label="{escape(label)}" viewBox="0 0 {width:g} '
+        f'{height:g}">{svg_content}</svg>'
     )

@@ -29,13 +29,14 @@ class PreviousRun:
 
 def compare_with_previous(run: RunRecord) -> PreviousRun | None:
     """Return the differences between a run and the previous run of its pipeline; None if it is the first run."""
-    ids = [facts.run_id for facts in runs_in(run.path.parent) if facts.pipeline == run.facts.pipeline]
-    if run.path.name not in ids or ids.index(run.path.name) == 0:
+    run_ids = [run_facts.run_id for run_facts in runs_in(run.path.parent) if run_facts.pipeline == run.facts.pipeline]
+    if run.path.name not in run_ids or run_ids.index(run.path.name) == 0:
         return None
-    previous = read_run(run.path.parent / ids[ids.index(run.path.name) - 1])
-    settings = tuple(_settings(resolved(previous.path), resolved(run.path)))
+    previous_run = read_run(run.path.parent / run_ids[run_ids.index(run.path.name) - 1])
+    settings = tuple(_list_changed_settings(resolved(previous_run.path), resolved(run.path)))
     return PreviousRun(
-        previous, settings[:_MAX_SETTINGS], max(0, len(settings) - _MAX_SETTINGS), tuple(_metrics(previous, run))
+        previous_run, settings[:_MAX_SETTINGS], max(0, len(settings) - _MAX_SETTINGS),
+        tuple(_compare_metrics(previous_run, run))
     )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def resolved(path: Path) -> dict[str, dict[str, Any]]:
     return settings
 
 
-def _settings(
+def _list_changed_settings(
     old_settings: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]
 ) -> Iterator[tuple[str, str, str]]:
     changes = {}
@@ -69,12 +70,12 @@ def format_setting(value: Any) -> str:
     return text if len(text) <= _MAX_VALUE_LETTERS else f"{text[: _MAX_VALUE_LETTERS - 1]}…"
 
 
-def _metrics(old_run: RunRecord, new: RunRecord) -> Iterator[tuple[str, str, str, str, str]]:
+def _compare_metrics(old_run: RunRecord, new_run: RunRecord) -> Iterator[tuple[str, str, str, str, str]]:
     old_stages = {stage.name: stage for stage in old_run.stages}
-    for stage in new.stages:
-        was = old_stages[stage.name].metrics if stage.name in old_stages else {}
+    for stage in new_run.stages:
+        old_metrics = old_stages[stage.name].metrics if stage.name in old_stages else {}
         for key, value in formatting.key_metrics(stage.metrics).items():
-            if not isinstance(was.get(key), int | float):
+            if not isinstance(old_metrics.get(key), int | float):
                 continue
-            verdict = formatting.judge_change(key, value - was[key])
-            yield stage.name, key, formatting.number(was[key]), formatting.number(value), verdict
+            verdict = formatting.judge_change(key, value - old_metrics[key])
+            yield stage.name, key, formatting.number(old_metrics[key]), formatting.number(value), verdict

@@ -143,7 +143,7 @@ class StageRecord:
             return None
         begin_times = [begin for begin, _ in self.state.spans]
         signs = (self.state.heartbeat, self.state.renewed, self.progress and self.progress.heartbeat, *begin_times)
-        return max((sign for sign in signs if sign), default=0.0)
+        return max((liveness_time for liveness_time in signs if liveness_time), default=0.0)
 
     @property
     def resumable_step(self) -> int:
@@ -154,8 +154,8 @@ class StageRecord:
     @property
     def seconds(self) -> float | None:
         """Return the total run time of all attempts in seconds; None if it waits, was reused or has no attempt."""
-        ran_here = self.state.spans and self.status not in {"waiting", "reused"}
-        return self.state.seconds(time.time()) if ran_here else None
+        has_run_here = self.state.spans and self.status not in {"waiting", "reused"}
+        return self.state.seconds(time.time()) if has_run_here else None
 
     @property
     def warnings(self) -> list[str]:
@@ -171,8 +171,8 @@ class StageRecord:
     @property
     def position(self) -> tuple[int | None, int | None]:
         """Return the current step and the total number of steps of the stage; None for an unknown number."""
-        where = self.progress or self.state
-        return where.step, where.total
+        latest_progress = self.progress or self.state
+        return latest_progress.step, latest_progress.total
 
     @property
     def info(self) -> dict[str, Any]:
@@ -278,21 +278,25 @@ class RunRecord:
     def refused_stages(self) -> set[str]:
         """Return the names of all direct and indirect predecessors of the gates that refused."""
         predecessors = {stage.name: stage.after for stage in self.stages}
-        names: set[str] = set()
-        waiting = [name for stage in self.stages if stage.has_refused for name in stage.after]
-        while waiting:
-            names.add(name := waiting.pop())
-            waiting += [other for other in predecessors.get(name, ()) if other not in names]
-        return names
+        refused_names: set[str] = set()
+        pending_names = [name for stage in self.stages if stage.has_refused for name in stage.after]
+        while pending_names:
+            refused_names.add(name := pending_names.pop())
+            pending_names += [
+                predecessor for predecessor in predecessors.get(name, ()) if predecessor not in refused_names
+            ]
+        return refused_names
 
     @property
     def model(self) -> Path | None:
         """Return the folder of the run's final model: the last export, or else the last model of any stage. Return None
         if there is no model, if a gate refused the model, or if the model exists only in an artifact store."""
         names = self.refused_stages
-        makers = [stage for stage in self.stages if stage.kind.makes != "publication" and stage.name not in names]
-        makers = [stage for stage in makers if "://" not in str(stage.info.get("model") or "://")]
-        exports = [stage for stage in makers if stage.kind.makes == "model" and not stage.kind.trains_model] or makers
+        model_stages = [stage for stage in self.stages if stage.kind.makes != "publication" and stage.name not in names]
+        model_stages = [stage for stage in model_stages if "://" not in str(stage.info.get("model") or "://")]
+        exports = [
+            stage for stage in model_stages if stage.kind.makes == "model" and not stage.kind.trains_model
+        ] or model_stages
         model = exports[-1].path / exports[-1].info["model"] if exports else None
         is_remote = model is not None and not model.exists() and exports[-1].result and STORE_KEY in exports[-1].result
         return None if is_remote else model
@@ -300,16 +304,16 @@ class RunRecord:
     @property
     def trained_models(self) -> list[StageRecord]:
         """Return the stages whose model is on this machine, except stages whose model a gate refused."""
-        names = self.refused_stages
-        makers = [stage for stage in self.stages if stage.kind.makes == "model" and stage.info.get("model")]
-        makers = [stage for stage in makers if stage.name not in names]
-        return [stage for stage in makers if (stage.path / str(stage.info["model"])).exists()]
+        refused_names = self.refused_stages
+        model_stages = [stage for stage in self.stages if stage.kind.makes == "model" and stage.info.get("model")]
+        model_stages = [stage for stage in model_stages if stage.name not in refused_names]
+        return [stage for stage in model_stages if (stage.path / str(stage.info["model"])).exists()]
 
     @property
     def published_locations(self) -> list[str]:
         """Return the folders and URLs at which the run has published models."""
-        addresses = [stage.info.get("published") for stage in self.stages if stage.kind.makes == "publication"]
-        return [where for where in dict.fromkeys(addresses) if isinstance(where, str)]
+        locations = [stage.info.get("published") for stage in self.stages if stage.kind.makes == "publication"]
+        return [location for location in dict.fromkeys(locations) if isinstance(location, str)]
 
 
 def read_run(path: Path) -> RunRecord:
@@ -322,10 +326,10 @@ def read_run(path: Path) -> RunRecord:
     for entry in entries:
         names = entry.get("after", ())
         predecessors[entry["name"]] = (names,) if isinstance(names, str) else tuple(names)
-    facts = read_facts(path) or RunFacts()
-    stages = [_read_stage(path / "stages" / entry["name"], entry, predecessors, facts) for entry in entries]
-    name = str(pipeline.get("name") or facts.pipeline or "pipeline")
-    return RunRecord(path, name, facts, tuple(sorted(stages, key=lambda stage: stage.depth)))
+    run_facts = read_facts(path) or RunFacts()
+    stages = [_read_stage(path / "stages" / entry["name"], entry, predecessors, run_facts) for entry in entries]
+    name = str(pipeline.get("name") or run_facts.pipeline or "pipeline")
+    return RunRecord(path, name, run_facts, tuple(sorted(stages, key=lambda stage: stage.depth)))
 
 
 def read_pipeline(path: Path) -> dict[str, Any]:
@@ -351,41 +355,44 @@ def time_overhead(run: RunRecord) -> dict[str, float]:
 def busy_seconds(run: RunRecord, start_time: float) -> float:
     """Return the number of seconds since the unix time `start_time` in which at least one worker ran."""
     now = time.time()
-    total, covered_until = 0.0, start_time
-    workers = [stage.state for stage in run.stages if stage.kind.in_worker]
-    for begin, end in sorted(span for state in workers for span in state.closed_attempts(now)):
-        total += max(0.0, end - max(begin, covered_until))
+    total_seconds, covered_until = 0.0, start_time
+    worker_states = [stage.state for stage in run.stages if stage.kind.in_worker]
+    for begin, end in sorted(span for state in worker_states for span in state.closed_attempts(now)):
+        total_seconds += max(0.0, end - max(begin, covered_until))
         covered_until = max(covered_until, end)
-    return total
+    return total_seconds
 
 
 def model_loading_code(model: Path) -> str:
     """Return the line of Python code that loads a model with transformers or diffusers."""
     if (model / "model_index.json").is_file():
-        index = read_object(model / "model_index.json")
-        call = f"DiffusionPipeline.from_pretrained({str(model)!r}{pipeline_arguments(index)})"
-        return f"from diffusers import DiffusionPipeline; pipe = {call}{pipeline_needs(index)}"
-    loader = "AutoModelForImageTextToText" if any(model.glob("*processor_config.json")) else "AutoModelForCausalLM"
-    return f"from transformers import {loader}; model = {loader}.from_pretrained({str(model)!r})"
+        pipeline_index = read_object(model / "model_index.json")
+        loading_call = f"DiffusionPipeline.from_pretrained({str(model)!r}{pipeline_arguments(pipeline_index)})"
+        return f"from diffusers import DiffusionPipeline; pipe = {loading_call}{pipeline_needs(pipeline_index)}"
+    auto_class = "AutoModelForImageTextToText" if any(model.glob("*processor_config.json")) else "AutoModelForCausalLM"
+    return f"from transformers import {auto_class}; model = {auto_class}.from_pretrained({str(model)!r})"
 
 
-def _read_stage(path: Path, entry: dict[str, Any], parents: dict[str, tuple[str, ...]], facts: RunFacts) -> StageRecord:
+def _read_stage(
+    path: Path, entry: dict[str, Any], parents: dict[str, tuple[str, ...]], run_facts: RunFacts
+) -> StageRecord:
     name, result = entry["name"], read_result(path)
     kind = str(entry.get("kind") or (result["kind"] if result else ""))
     return StageRecord(
-        path=path, name=name, kind=_kind(kind, facts.kinds), after=parents[name], depth=_depth(name, parents),
+        path=path, name=name, kind=_read_recorded_kind(kind, run_facts.kinds), after=parents[name],
+        depth=_compute_depth(name, parents),
         state=read_state(path), progress=read_progress(path), result=result,
         sweep=next(iter(parsed([entry["sweep"]], BranchChoice)), None) if entry.get("sweep") else None,
     )  # fmt: skip
 
 
-def _kind(name: str, recorded_kinds: dict[str, dict[str, Any]]) -> StageKind:
+def _read_recorded_kind(name: str, recorded_kinds: dict[str, dict[str, Any]]) -> StageKind:
     try:
         return read_kind(recorded_kinds[name])
     except (KeyError, TypeError):  # a damaged entry, or an entry of a version with other fields
         return StageKind(name=name, entry="", result_version=0)
 
 
-def _depth(name: str, parents: dict[str, tuple[str, ...]], visited: tuple[str, ...] = ()) -> int:
+def _compute_depth(name: str, parents: dict[str, tuple[str, ...]], visited: tuple[str, ...] = ()) -> int:
     predecessors = [other for other in parents[name] if other in parents and other not in visited]
-    return max((1 + _depth(other, parents, (*visited, name)) for other in predecessors), default=0)
+    return max((1 + _compute_depth(other, parents, (*visited, name)) for other in predecessors), default=0)

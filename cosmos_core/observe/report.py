@@ -38,22 +38,25 @@ def run(stage: Stage) -> Outcome:
 
 def build(run_path: Path, folder: Path | None = None) -> str:
     """Return the report of a run as HTML, with links to logs relative to `folder` (None: the folder of the run)."""
-    record = read_run(run_path)
-    page = environment().get_template(REPORT_FILE)
-    return page.render(
+    run_record = read_run(run_path)
+    page_template = environment().get_template(REPORT_FILE)
+    return page_template.render(
         root="" if folder in {None, run_path} else f"{os.path.relpath(run_path, folder)}/",
-        run=record, graph=layout(record), cards=sections.summary_cards(record), trained=training_properties(record),
-        sample_rows=sample_rows(record), comparison=sections.comparison(record), sweeps=sweep_tables(record),
-        before=compare_with_previous(record), cost=cost_of(run_path), resources=usage.resources(record),
-        gates=sections.gate_conditions(record), samples=sections.samples(record), lineage=sections.lineage(record),
-        loading=model_loading_code(record.model) if record.model else "", setting=sections.setting(record),
+        run=run_record, graph=layout(run_record), cards=sections.summary_cards(run_record),
+        trained=training_properties(run_record),
+        sample_rows=sample_rows(run_record), comparison=sections.comparison(run_record),
+        sweeps=sweep_tables(run_record),
+        before=compare_with_previous(run_record), cost=cost_of(run_path), resources=usage.resources(run_record),
+        gates=sections.gate_conditions(run_record), samples=sections.samples(run_record),
+        lineage=sections.lineage(run_record),
+        loading=model_loading_code(run_record.model) if run_record.model else "", setting=sections.setting(run_record),
     )  # fmt: skip
 
 
 @cache
 def environment() -> Environment:
     """Return the Jinja environment with the filters and templates of the report; it compiles each template once."""
-    templates = Environment(
+    jinja_environment = Environment(
         loader=PackageLoader("cosmos_core.observe"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     filters: dict[str, Any] = {
@@ -66,5 +69,5 @@ def environment() -> Environment:
         "drawings": sections.completion_media, "services": sections.services, "logs": sections.logs,
         "outcome_of": sections.outcome_of
     }  # fmt: skip
-    templates.filters |= filters
-    return templates
+    jinja_environment.filters |= filters
+    return jinja_environment

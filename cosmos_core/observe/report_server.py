@@ -20,9 +20,11 @@ URL = "COSMOS_REPORTS_URL"
 TOKEN = "COSMOS_REPORTS_TOKEN"
 _MIN_TOKEN_LENGTH = 16
 _MAX_LOG_BYTES = 16 * 2**20
-_NAME = r"[A-Za-z0-9][\w.-]*"
-_PATH = re.compile(rf"/({_NAME})/({re.escape(REPORT_FILE)}|stages/{_NAME}/logs/{_NAME}\.log)", re.ASCII)
-_HEADERS = {
+_NAME_PATTERN = r"[A-Za-z0-9][\w.-]*"
+_URL_PATH_PATTERN = re.compile(
+    rf"/({_NAME_PATTERN})/({re.escape(REPORT_FILE)}|stages/{_NAME_PATTERN}/logs/{_NAME_PATTERN}\.log)", re.ASCII
+)
+_RESPONSE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
@@ -31,8 +33,8 @@ _HEADERS = {
 
 def report_url(run_path: Path) -> str:
     """Return the URL of a run's report on the server COSMOS_REPORTS_URL; empty if it is unset or the run is private."""
-    base = os.environ.get(URL, "").rstrip("/")
-    return f"{base}/{run_path.name}/{REPORT_FILE}" if base and not _is_private(run_path) else ""
+    base_url = os.environ.get(URL, "").rstrip("/")
+    return f"{base_url}/{run_path.name}/{REPORT_FILE}" if base_url and not _is_private(run_path) else ""
 
 
 class ReportServer(ThreadingHTTPServer):
@@ -46,22 +48,22 @@ class ReportServer(ThreadingHTTPServer):
         if len(token) < _MIN_TOKEN_LENGTH:
             raise ConfigError(f"{TOKEN} has {len(token)} characters; at least {_MIN_TOKEN_LENGTH} are needed")
         self.output_dir, self.token = output_dir.resolve(), token
-        super().__init__(address, _Handler)
+        super().__init__(address, _ReportRequestHandler)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _ReportRequestHandler(BaseHTTPRequestHandler):
     server: ReportServer
     timeout = 30.0  # timeout of a read in seconds, so that a silent client does not occupy a thread
     server_version, sys_version = "cosmos", ""
 
     def do_GET(self) -> None:
-        status, content, headers = 404, b"there is no such report", dict(_HEADERS)
-        if not _is_allowed(self.headers.get("Authorization", ""), self.server.token):
+        status, content, headers = 404, b"there is no such report", dict(_RESPONSE_HEADERS)
+        if not _is_authorized(self.headers.get("Authorization", ""), self.server.token):
             status, content, headers["WWW-Authenticate"] = 401, b"a token is needed", 'Basic realm="reports"'
-        elif (served := self._read()) is not None:
-            status, content = 200, served
-        kind = "html" if status == 200 and self.path.endswith(REPORT_FILE) else "plain"
-        headers["Content-Type"] = f"text/{kind}; charset=utf-8"
+        elif (file_content := self._read()) is not None:
+            status, content = 200, file_content
+        content_subtype = "html" if status == 200 and self.path.endswith(REPORT_FILE) else "plain"
+        headers["Content-Type"] = f"text/{content_subtype}; charset=utf-8"
         self.send_response(status)
         for name, value in (headers | {"Content-Length": str(len(content))}).items():
             self.send_header(name, value)
@@ -73,17 +75,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _read(self) -> bytes | None:
         """Return the content of the requested file; None if it does not exist or must not be served."""
-        if (match := _PATH.fullmatch(self.path)) is None:
+        if (match := _URL_PATH_PATTERN.fullmatch(self.path)) is None:
             return None
         run_path = self.server.output_dir / match[1]
         file = run_path / match[2]
         try:  # symbolic links are not followed, because they may lead to any file of the server's user
-            return _read_end(file) if file.resolve() == file and not _is_private(run_path) else None
+            return _read_page_or_log_tail(file) if file.resolve() == file and not _is_private(run_path) else None
         except OSError:
             return None
 
 
-def _read_end(file: Path) -> bytes:
+def _read_page_or_log_tail(file: Path) -> bytes:
     """Return the content of a file; for a log, only the last 16 MiB."""
     with file.open("rb") as stream:
         if file.suffix == ".log":
@@ -95,7 +97,7 @@ def _is_private(run_path: Path) -> bool:
     return not run_path.stat().st_mode & 0o077
 
 
-def _is_allowed(header: str, token: str) -> bool:
+def _is_authorized(header: str, token: str) -> bool:
     scheme, _, value = header.partition(" ")
     try:
         password = base64.b64decode(value, validate=True).partition(b":")[2]

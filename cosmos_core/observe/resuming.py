@@ -17,33 +17,39 @@ def pause_or_death(run: RunRecord) -> str:
         return "a person has declined: the model is not published"
     if run.outcome == "waiting" and (approval := read_approval(run.path)):
         return f"waits for approval in the UI of Prefect until {formatting.format_time(approval.until)}"
-    return {"died": _describe_death, "running": _remaining_stages}.get(run.outcome, lambda _: "")(run)
+    return {"died": _describe_death, "running": _describe_running_stages}.get(run.outcome, lambda _: "")(run)
 
 
-def _remaining_stages(run: RunRecord) -> str:
+def _describe_running_stages(run: RunRecord) -> str:
     """Return a message about stages that still run although the flow of the run has ended; empty if no stage runs."""
-    running = [stage for stage in run.stages if stage.status in ACTIVE]
-    ending = [stage for stage in running if has_lost_launcher(stage.state)]
-    if not ending and (not running or start_of_dead_holder(run.path) is None):
+    running_stages = [stage for stage in run.stages if stage.status in ACTIVE]
+    ending_stages = [stage for stage in running_stages if has_lost_launcher(stage.state)]
+    if not ending_stages and (not running_stages or start_of_dead_holder(run.path) is None):
         return ""
-    others = [stage.name for stage in running if stage not in ending]
-    messages = [f"{stage.name} saves a checkpoint and ends" for stage in ending]
-    messages += [f"{', '.join(others)} continues with a flow run of its own"] if others else []
-    remedy = f"resume with: {resume_command(run.path)}{_describe_steps(ending)}"
-    return f"the flow has ended; {'; '.join(messages)}; {remedy}"
+    other_names = [stage.name for stage in running_stages if stage not in ending_stages]
+    messages = [f"{stage.name} saves a checkpoint and ends" for stage in ending_stages]
+    messages += [f"{', '.join(other_names)} continues with a flow run of its own"] if other_names else []
+    resume_hint = f"resume with: {resume_command(run.path)}{_describe_steps(ending_stages)}"
+    return f"the flow has ended; {'; '.join(messages)}; {resume_hint}"
 
 
 def _describe_death(run: RunRecord) -> str:
-    how = f"resume with: {resume_command(run.path)}"
-    dead = [stage for stage in run.stages if stage.died_at is not None]
-    if not dead:  # the run died between two stages or before the first stage
+    resume_hint = f"resume with: {resume_command(run.path)}"
+    dead_stages = [stage for stage in run.stages if stage.died_at is not None]
+    if not dead_stages:  # the run died between two stages or before the first stage
         end_times = [stage.state.ended for stage in run.stages if stage.state.ended]
-        return f"died after {formatting.format_time(max(end_times, default=start_of_dead_holder(run.path)))}, {how}"
-    last = max(dead, key=lambda stage: stage.died_at or 0.0)
-    host, step = last.state.launcher_host, _last_step(last)
-    on_host = f" on {host}" if host and not ran_on_this_machine(last.state.launcher_machine, host) else ""
-    where = f" after step {step}" if step else f" in {last.name}"
-    return f"died at {formatting.format_time(last.died_at)}{on_host}{where}, {how}{_describe_steps([last])}"
+        return (
+            f"died after {formatting.format_time(max(end_times, default=start_of_dead_holder(run.path)))}, "
+            f"{resume_hint}"
+        )
+    last_dead_stage = max(dead_stages, key=lambda stage: stage.died_at or 0.0)
+    host, step = last_dead_stage.state.launcher_host, _get_last_step(last_dead_stage)
+    host_text = f" on {host}" if host and not ran_on_this_machine(last_dead_stage.state.launcher_machine, host) else ""
+    progress_text = f" after step {step}" if step else f" in {last_dead_stage.name}"
+    return (
+        f"died at {formatting.format_time(last_dead_stage.died_at)}{host_text}{progress_text}, "
+        f"{resume_hint}{_describe_steps([last_dead_stage])}"
+    )
 
 
 def resume_command(run_path: Path) -> str:
@@ -54,19 +60,19 @@ def resume_command(run_path: Path) -> str:
 
 def resume_instructions(run: RunRecord) -> str:
     """Return the command that continues a run, followed by the step at which each interrupted training continues."""
-    interrupted = [stage for stage in run.stages if stage.status in {"stopped", "died", "failed"}]
-    return resume_command(run.path) + _describe_steps(interrupted)
+    interrupted_stages = [stage for stage in run.stages if stage.status in {"stopped", "died", "failed"}]
+    return resume_command(run.path) + _describe_steps(interrupted_stages)
 
 
 def _describe_steps(stages: list[StageRecord]) -> str:
     """Return a text with the step at which each training continues; empty if no training has completed a step."""
     messages = []
     for stage in stages:
-        if stage.kind.trains_model and _last_step(stage):
+        if stage.kind.trains_model and _get_last_step(stage):
             lost_note = "" if stage.resumable_step else ": nothing was saved"
             messages.append(f"{stage.name} begins again at step {stage.resumable_step + 1}{lost_note}")
     return f" ({'; '.join(messages)})" if messages else ""
 
 
-def _last_step(stage: StageRecord) -> int:
+def _get_last_step(stage: StageRecord) -> int:
     return stage.position[0] or stage.resumable_step

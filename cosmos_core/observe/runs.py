@@ -18,57 +18,57 @@ from cosmos_core.run.state import ACTIVE, FINISHED
 def table_of_runs(output_dir: Path, max_runs: int) -> Table:
     """Return a table of the `max_runs` newest runs of a folder, newest last, each with its outcome and last metrics."""
     table = Table("run", "pipeline", "began", "took", "stages", "outcome", "metrics", caption_justify="left")
-    deaths: list[str] = []
-    for facts in runs_in(output_dir)[-max_runs:]:
-        run = read_run(output_dir / facts.run_id)
+    interruption_messages: list[str] = []
+    for run_facts in runs_in(output_dir)[-max_runs:]:
+        run = read_run(output_dir / run_facts.run_id)
         num_done = sum(stage.status in FINISHED for stage in run.stages)
         total_seconds = sum(stage.seconds or 0.0 for stage in run.stages)
         table.add_row(
-            facts.run_id, run.name, formatting.clock(facts.started), formatting.duration(total_seconds),
-            f"{num_done}/{len(run.stages)}", run.outcome, _last_metrics(run)
+            run_facts.run_id, run.name, formatting.clock(run_facts.started), formatting.duration(total_seconds),
+            f"{num_done}/{len(run.stages)}", run.outcome, _format_last_metrics(run)
         )  # fmt: skip
-        deaths += [f"{facts.run_id}: {message}"] if (message := pause_or_death(run)) else []
-    table.caption = "\n".join(deaths) or None
+        interruption_messages += [f"{run_facts.run_id}: {message}"] if (message := pause_or_death(run)) else []
+    table.caption = "\n".join(interruption_messages) or None
     return table
 
 
-def _last_metrics(run: RunRecord) -> str:
+def _format_last_metrics(run: RunRecord) -> str:
     for stage in reversed(run.stages):
         if last_metrics := formatting.table_metrics(stage.metrics):
             return ", ".join(f"{name} {value:.4g}" for name, value in last_metrics.items())
     return ""
 
 
-def run_differences(first: Path, other: Path, kinds: StageKinds) -> Iterator[str | Table]:
+def run_differences(first_path: Path, second_path: Path, kinds: StageKinds) -> Iterator[str | Table]:
     """Yield the differences between two runs: settings as lines of text, then a table of the metrics of shared stages.
 
     Raises:
         ConfigError: the pipeline of a run cannot be read.
     """
-    pipelines = [load_pipeline(path / PIPELINE, (), kinds) for path in (first, other)]
+    pipelines = [load_pipeline(path / PIPELINE, (), kinds) for path in (first_path, second_path)]
     lines = list(pipeline_differences(*pipelines))
     yield from lines or ["the settings are the same"]
-    runs = [read_run(path) for path in (first, other)]
+    runs = [read_run(path) for path in (first_path, second_path)]
     stages = {stage.name: stage for stage in runs[1].stages}
-    table = Table("stage", "metric", first.name, other.name, "change")
+    table = Table("stage", "metric", first_path.name, second_path.name, "change")
     for stage in runs[0].stages:
         if stage.name in stages:
-            for row in _rows(stage, stages[stage.name]):
+            for row in _compare_stage_metrics(stage, stages[stage.name]):
                 table.add_row(stage.name, *row)
     yield table
 
 
-def _rows(old_stage: StageRecord, new: StageRecord) -> Iterator[tuple[str, str, str, str]]:
-    times = [stage.seconds for stage in (old_stage, new)]
-    if any(times):
-        yield "time", formatting.duration(times[0]), formatting.duration(times[1]), ""
-    keys = [key for key in old_stage.metrics | new.metrics if not key.startswith(formatting.RESOURCE_PREFIXES)]
+def _compare_stage_metrics(old_stage: StageRecord, new_stage: StageRecord) -> Iterator[tuple[str, str, str, str]]:
+    stage_seconds = [stage.seconds for stage in (old_stage, new_stage)]
+    if any(stage_seconds):
+        yield "time", formatting.duration(stage_seconds[0]), formatting.duration(stage_seconds[1]), ""
+    keys = [key for key in old_stage.metrics | new_stage.metrics if not key.startswith(formatting.RESOURCE_PREFIXES)]
     for key in sorted(keys):
-        values = [stage.metrics.get(key) for stage in (old_stage, new)]
-        numbers = [float(value) for value in values if isinstance(value, int | float)]
-        change = numbers[1] - numbers[0] if len(numbers) == 2 else 0.0
-        text = f"{change:+.4g} {formatting.judge_change(key, change)}".rstrip() if change else ""
-        yield key, _format_value(values[0]), _format_value(values[1]), text
+        values = [stage.metrics.get(key) for stage in (old_stage, new_stage)]
+        numeric_values = [float(value) for value in values if isinstance(value, int | float)]
+        change = numeric_values[1] - numeric_values[0] if len(numeric_values) == 2 else 0.0
+        change_text = f"{change:+.4g} {formatting.judge_change(key, change)}".rstrip() if change else ""
+        yield key, _format_value(values[0]), _format_value(values[1]), change_text
 
 
 def _format_value(value: object) -> str:
@@ -78,12 +78,12 @@ def _format_value(value: object) -> str:
 def is_inactive(run: RunRecord) -> bool:
     """Return True if no stage of a run is active or about to start."""
     states = {stage.name: stage.status for stage in run.stages}
-    active = any(state in ACTIVE for state in states.values())
-    waiting = [stage for stage in run.stages if stage.status == "waiting"]
-    ready = any(all(states.get(name) in FINISHED for name in stage.after) for stage in waiting)
-    newest = max((stage.state.ended or 0.0 for stage in run.stages), default=0.0)
-    return not active and not (ready and time.time() - newest < _MAX_GAP_SECONDS)
+    has_active_stage = any(state in ACTIVE for state in states.values())
+    waiting_stages = [stage for stage in run.stages if stage.status == "waiting"]
+    has_ready_stage = any(all(states.get(name) in FINISHED for name in stage.after) for stage in waiting_stages)
+    newest_end_time = max((stage.state.ended or 0.0 for stage in run.stages), default=0.0)
+    return not has_active_stage and not (has_ready_stage and time.time() - newest_end_time < _MAX_START_DELAY_SECONDS)
 
 
-_MAX_GAP_SECONDS = 60.0
+_MAX_START_DELAY_SECONDS = 60.0
 """Number of seconds after which a stage with complete inputs is no longer expected to start."""

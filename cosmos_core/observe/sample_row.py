@@ -22,7 +22,7 @@ def sample_row(data: Path, models: Iterable[str | Path]) -> list[tuple[str, bool
     The result is empty if no folder has a tokenizer, or if the row cannot be read or has no text.
     """
     tokenizer = next((file for name in models if (file := Path(name) / "tokenizer.json").is_file()), None)
-    if tokenizer is None or not (row := _first_row(data / "train.arrow")):
+    if tokenizer is None or not (row := _read_first_row(data / "train.arrow")):
         return []
     from tokenizers import Tokenizer
 
@@ -30,19 +30,21 @@ def sample_row(data: Path, models: Iterable[str | Path]) -> list[tuple[str, bool
         decode = Tokenizer.from_file(str(tokenizer)).decode
     except Exception:  # noqa: BLE001 - for a damaged file, tokenizers raises the class Exception itself
         return []
-    runs: list[tuple[str, bool]] = []
+    text_segments: list[tuple[str, bool]] = []
     for name in [name for name in row if name.endswith("_ids") and row[name]]:
         column = name.removesuffix("_ids")
         mask = row.get("loss_mask" if column == "input" else f"{column}_mask") or [0] * len(row[name])
-        runs += [(f"\n{column}: " if runs else f"{column}: ", False)] if column != "input" else []
-        tokens = list(zip(mask, row[name], strict=False))[:_MAX_SHOWN_TOKENS]
-        for is_learned, run in groupby(tokens, key=itemgetter(0)):
-            runs.append((decode([token for _, token in run], skip_special_tokens=False), bool(is_learned)))
-        runs += [("…", False)] if len(row[name]) > _MAX_SHOWN_TOKENS else []
-    return runs
+        text_segments += [(f"\n{column}: " if text_segments else f"{column}: ", False)] if column != "input" else []
+        masked_tokens = list(zip(mask, row[name], strict=False))[:_MAX_SHOWN_TOKENS]
+        for is_learned, token_group in groupby(masked_tokens, key=itemgetter(0)):
+            text_segments.append(
+                (decode([token for _, token in token_group], skip_special_tokens=False), bool(is_learned))
+            )
+        text_segments += [("…", False)] if len(row[name]) > _MAX_SHOWN_TOKENS else []
+    return text_segments
 
 
-def _first_row(file: Path) -> dict[str, Any]:
+def _read_first_row(file: Path) -> dict[str, Any]:
     """Return token ids and masks in the first row of an Arrow file by column name; empty if it cannot be read."""
     import pyarrow as pa
 

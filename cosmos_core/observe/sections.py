@@ -33,9 +33,9 @@ def measured_stages(run: RunRecord) -> list[StageRecord]:
     """Return the stages whose validation metrics are compared: stages that only measure or choose or, if there are
     none, all stages with validation metrics. Stages in branches of a sweep are left out, because the sweep has its own
     table."""
-    branches = stages_in_branches(run)
-    others = [stage for stage in run.stages if stage.name not in branches]
-    candidates = [stage for stage in others if any(map(_is_validation, stage.metrics))]
+    branch_stages = stages_in_branches(run)
+    other_stages = [stage for stage in run.stages if stage.name not in branch_stages]
+    candidates = [stage for stage in other_stages if any(map(_is_validation, stage.metrics))]
     return [stage for stage in candidates if stage.kind.makes == "metrics" or stage.kind.selects_branch] or candidates
 
 
@@ -43,34 +43,42 @@ def summary_cards(run: RunRecord) -> list[tuple[str, str]]:
     """Return the summary cards as name and text: metrics of the first and last measured stage, times, stages done."""
     shown_cards = []
     metrics = [formatting.table_metrics(stage.metrics) for stage in measured_stages(run)]
-    differences = [stage.metrics[_LOGPROB_DIFFERENCE] for stage in run.stages if _LOGPROB_DIFFERENCE in stage.metrics]
+    logprob_differences = [
+        stage.metrics[_LOGPROB_DIFFERENCE] for stage in run.stages if _LOGPROB_DIFFERENCE in stage.metrics
+    ]
     for name in metrics[-1] if metrics else ():
-        if differences and name == formatting.short_name(_LOGPROB_DIFFERENCE):
+        if logprob_differences and name == formatting.short_name(_LOGPROB_DIFFERENCE):
             continue  # a separate card shows the maximum of this metric over all stages
-        values = [formatting.number(each[name]) for each in metrics if name in each]
+        values = [formatting.number(stage_metrics[name]) for stage_metrics in metrics if name in stage_metrics]
         shown_cards.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
-    shown_cards += [("log-prob difference, p95", f"≤ {max(differences):.1e}")] if differences else []
+    shown_cards += [("log-prob difference, p95", f"≤ {max(logprob_differences):.1e}")] if logprob_differences else []
     times = {"wall time": "wall", "inside stage workers": "inside", "overhead": "overhead"}
     if seconds := time_overhead(run):
         shown_cards += [(name, formatting.duration(seconds[key])) for name, key in times.items()]
     shown_cards += cost_card(run).items()
-    finished = sum(label(stage) in {"done", "reused", _REPORT_LABEL} for stage in run.stages)
-    return [*shown_cards, ("stages finished", f"{finished} of {len(run.stages)}")]
+    num_finished = sum(label(stage) in {"done", "reused", _REPORT_LABEL} for stage in run.stages)
+    return [*shown_cards, ("stages finished", f"{num_finished} of {len(run.stages)}")]
 
 
 def comparison(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the table of validation metrics: the names of its columns, and one row per metric with its values and the
     change from the first to the last column. If training validated before its first step, the first column shows that
     validation."""
-    first = next((stage for stage in run.stages if stage.kind.trains_model), None)
-    start = next((line for line in first.curves if line.get("step") == 0), {}) if first else {}
-    columns = [(f"before {first.name}", start)] if first and any(map(_is_validation, start)) else []
+    first_training = next((stage for stage in run.stages if stage.kind.trains_model), None)
+    initial_metrics = (
+        next((line for line in first_training.curves if line.get("step") == 0), {}) if first_training else {}
+    )
+    columns = (
+        [(f"before {first_training.name}", initial_metrics)]
+        if first_training and any(map(_is_validation, initial_metrics))
+        else []
+    )
     columns += [(stage.name, stage.metrics) for stage in measured_stages(run)]
     rows = []
     for key in dict.fromkeys(key for _, metrics in columns[-1:] + columns for key in metrics if _is_validation(key)):
         values = [metrics.get(key) for _, metrics in columns]
-        numbers = [formatting.as_float(value) for value in values if isinstance(value, int | float)]
-        change = numbers[-1] - numbers[0] if len(numbers) > 1 else None
+        numeric_values = [formatting.as_float(value) for value in values if isinstance(value, int | float)]
+        change = numeric_values[-1] - numeric_values[0] if len(numeric_values) > 1 else None
         texts = {"change": "" if change is None else f"{change:+.3f}", "verdict": formatting.judge_change(key, change)}
         rows.append({"name": key.removeprefix("validation/"), "values": values, **texts})
     return [name for name, _ in columns], rows
@@ -83,7 +91,7 @@ def _is_validation(key: str) -> bool:
 def samples(run: RunRecord) -> dict[str, Any]:
     """Return completions of the same prompts from each stage that logs them, to show in adjacent columns."""
     stages = [stage for stage in run.stages if stage.samples and stage.kind.feed != "rollouts"]
-    completions = [_newest_by_prompt(stage) for stage in stages]
+    completions = [_map_newest_samples(stage) for stage in stages]
     all_prompts = list(dict.fromkeys(prompt for each in completions for prompt in each))
     prompts = [prompt for prompt in all_prompts if all(prompt in each for each in completions)] or all_prompts
     rows = []
@@ -115,15 +123,15 @@ def lineage(run: RunRecord) -> list[dict[str, Any]]:
 
 def setting(run: RunRecord) -> list[tuple[str, Any, bool]]:
     """Return facts about the start of a run, such as command, host and seeds, as (name, value, whether it is code)."""
-    facts = run.facts
+    run_facts = run.facts
     return [
-        ("command", " ".join(facts.command), True),
+        ("command", " ".join(run_facts.command), True),
         ("run directory", run.path, True),
-        ("host", facts.host, False),
-        ("git commit", facts.git_commit, True),
-        ("python", facts.python, False),
-        ("seeds", "  ".join(f"{stage} {seed}" for stage, seed in facts.seeds.items()), False),
-        ("versions", "  ".join(f"{name} {version}" for name, version in facts.versions.items()), False),
+        ("host", run_facts.host, False),
+        ("git commit", run_facts.git_commit, True),
+        ("python", run_facts.python, False),
+        ("seeds", "  ".join(f"{stage} {seed}" for stage, seed in run_facts.seeds.items()), False),
+        ("versions", "  ".join(f"{name} {version}" for name, version in run_facts.versions.items()), False),
     ]
 
 
@@ -141,7 +149,7 @@ def headline(stage: StageRecord) -> str:
 def times(stage: StageRecord) -> list[tuple[str, str]]:
     """Return times, number of attempts and machines of a stage as pairs of name and value, without unknown values."""
     state = stage.state
-    pairs = [
+    name_value_pairs = [
         ("started", formatting.clock(state.spans[0][0] if state.spans else None)),
         ("ended", formatting.clock(state.ended)),
         ("time", formatting.duration(stage.seconds)),
@@ -149,7 +157,7 @@ def times(stage: StageRecord) -> list[tuple[str, str]]:
         ("after", ", ".join(stage.after)),
         ("on", formatting.machines(stage.ranks)),
     ]
-    return [(name, value) for name, value in pairs if value not in {"", "–"}]
+    return [(name, value) for name, value in name_value_pairs if value not in {"", "–"}]
 
 
 def metrics(stage: StageRecord) -> list[tuple[str, str]]:
@@ -169,9 +177,9 @@ def services(stage: StageRecord) -> list[list[Any]]:
     for service in stage.services:
         refused_counts = ", ".join(f"{status}: {count:g}" for status, count in sorted(service.refused.items()))
         rewards = service.rewards or {"": {}}
-        for name, each in rewards.items():
-            numbers = [f"{each[key]:g}" if key in each else "" for key in _REWARD_COLUMNS]
-            rows.append([service.url, service.status, name, *numbers, refused_counts])
+        for name, reward_metrics in rewards.items():
+            metric_texts = [f"{reward_metrics[key]:g}" if key in reward_metrics else "" for key in _REWARD_COLUMNS]
+            rows.append([service.url, service.status, name, *metric_texts, refused_counts])
     return rows
 
 
@@ -189,7 +197,7 @@ def outcome_of(lines: Sequence[Sample | None]) -> str:
     """Return the CSS classes by which the page filters the completions of a prompt: `good` or `bad` by the last reward,
     and `changed` if the first and the last reward differ."""
     scores = [[line.reward, *line.rewards] for line in lines if line is not None]
-    rewards = [max(valid) for each in scores if (valid := [value for value in each if value is not None])]
+    rewards = [max(valid_scores) for each in scores if (valid_scores := [value for value in each if value is not None])]
     if not rewards:
         return ""
     verdict = "good" if rewards[-1] > 0 else "bad"
@@ -201,8 +209,10 @@ def rollouts(stage: StageRecord) -> list[Sample]:
     if stage.kind.feed != "rollouts":
         return []
     steps = sorted({line.step for line in stage.samples})
-    chosen = [steps[0], steps[-1]] if len(steps) > 1 else steps
-    return [line for step in chosen for line in [line for line in stage.samples if line.step == step][:_NUM_ROLLOUTS]]
+    shown_steps = [steps[0], steps[-1]] if len(steps) > 1 else steps
+    return [
+        line for step in shown_steps for line in [line for line in stage.samples if line.step == step][:_NUM_ROLLOUTS]
+    ]
 
 
 class ProfiledOperator(Document):
@@ -235,9 +245,9 @@ def completion_media(line: Sample) -> list[dict[str, Any]]:
     return shown_media
 
 
-def _newest_by_prompt(stage: StageRecord) -> dict[str, Sample]:
-    newest: dict[str, Sample] = {}
+def _map_newest_samples(stage: StageRecord) -> dict[str, Sample]:
+    newest_samples: dict[str, Sample] = {}
     for line in stage.samples:
-        if line.prompt not in newest or line.step > newest[line.prompt].step:
-            newest[line.prompt] = line
-    return newest
+        if line.prompt not in newest_samples or line.step > newest_samples[line.prompt].step:
+            newest_samples[line.prompt] = line
+    return newest_samples

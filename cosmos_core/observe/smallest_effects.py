@@ -33,16 +33,23 @@ def smallest_effects(pipeline: Pipeline) -> Iterator[str]:
         for condition in conditions if record else ():
             for metric in record["metrics"]:
                 if any(map(condition.matches_metric, (metric, *(f"{each}.{metric}" for each in stage.after)))):
-                    yield from _lines(stage, condition, metric, record)
+                    yield from _describe_effects(stage, condition, metric, record)
 
 
-def _lines(stage: StageConfig, condition: MetricCondition, metric: str, record: dict[str, Any]) -> Iterator[str]:
-    folder = next(published_item_folders(record, metric), None)
-    if condition.comparison == "==" or folder is None:
+def _describe_effects(
+    stage: StageConfig, condition: MetricCondition, metric: str, record: dict[str, Any]
+) -> Iterator[str]:
+    items_folder = next(published_item_folders(record, metric), None)
+    if condition.comparison == "==" or items_folder is None:
         return
-    if (count_and_effect := smallest_effect(metric, record["metrics"][metric], folder, stage.confidence)) is None:
+    if (count_and_effect := smallest_effect(metric, record["metrics"][metric], items_folder, stage.confidence)) is None:
         return
-    items, effect = count_and_effect
+    num_items, detectable_effect = count_and_effect
     margin = abs(condition.offset)
-    more = f"; {margin:g} needs {num_required_items(items, effect, margin):,}" if margin else ""
-    yield f"{stage.name}: {items:,} items of {metric} show a difference of {effect:.2g} in 80 of 100 cases{more}"
+    required_items_text = (
+        f"; {margin:g} needs {num_required_items(num_items, detectable_effect, margin):,}" if margin else ""
+    )
+    yield (
+        f"{stage.name}: {num_items:,} items of {metric} show a difference of {detectable_effect:.2g} in 80 of 100 "
+        f"cases{required_items_text}"
+    )

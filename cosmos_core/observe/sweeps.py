@@ -44,23 +44,26 @@ def sweep_tables(run: RunRecord) -> list[SweepTable]:
         keys = tuple(dict.fromkeys(key for sweep_branch in stage.sweep.branches for key in sweep_branch.settings))
         rows = []
         for sweep_branch in stage.sweep.branches:
-            members = [stages[name] for name in sweep_branch.stages if name in stages]
-            metrics = {key: value for member in members for key, value in member.metrics.items()}
-            value, times = metrics.get(stage.sweep.metric), [each.seconds for each in members if each.seconds]
-            states = sorted((each.status for each in members), key=_STATUS_ORDER.index)
+            branch_stages = [stages[name] for name in sweep_branch.stages if name in stages]
+            metrics = {key: value for branch_stage in branch_stages for key, value in branch_stage.metrics.items()}
+            value, stage_seconds = (
+                metrics.get(stage.sweep.metric),
+                [each.seconds for each in branch_stages if each.seconds],
+            )
+            states = sorted((each.status for each in branch_stages), key=_STATUS_ORDER.index)
             rows.append(Row(
                 name=sweep_branch.stages[0], settings=tuple(sweep_branch.settings.get(key) for key in keys),
-                state=states[0] if states else "waiting", seconds=sum(times) if times else None,
+                state=states[0] if states else "waiting", seconds=sum(stage_seconds) if stage_seconds else None,
                 value=float(value) if isinstance(value, int | float) else None,
                 is_chosen=stage.info.get("chosen") in sweep_branch.stages,
             ))  # fmt: skip
-        sign = -1.0 if stage.sweep.mode == "max" else 1.0
-        rows.sort(key=lambda row: (row.value is None or row.value != row.value, sign * (row.value or 0.0)))
+        sort_sign = -1.0 if stage.sweep.mode == "max" else 1.0
+        rows.sort(key=lambda row: (row.value is None or row.value != row.value, sort_sign * (row.value or 0.0)))
         tables.append(SweepTable(stage, stage.sweep.metric, stage.sweep.mode, keys, tuple(rows)))
     return tables
 
 
 def stages_in_branches(run: RunRecord) -> set[str]:
     """Return the names of all stages of a run that belong to a branch of a sweep."""
-    choices = [stage.sweep for stage in run.stages if stage.sweep is not None]
-    return {name for choice in choices for sweep_branch in choice.branches for name in sweep_branch.stages}
+    sweeps = [stage.sweep for stage in run.stages if stage.sweep is not None]
+    return {name for sweep in sweeps for sweep_branch in sweep.branches for name in sweep_branch.stages}

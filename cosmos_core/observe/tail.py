@@ -16,7 +16,7 @@ def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
     Raises:
         ConfigError: the stage has no log yet.
     """
-    log = _newest_log(run_path, stage)
+    log = _find_newest_log(run_path, stage)
     log_tail = FileTail(log)
     is_last = False
     while not is_last:
@@ -32,7 +32,7 @@ def _is_running(stage_path: Path) -> bool:
     return state.state == "running" and not is_dead(state, time.time())
 
 
-def _newest_log(run_path: Path, stage: str) -> Path:
+def _find_newest_log(run_path: Path, stage: str) -> Path:
     logs = sorted(run_path.glob(f"stages/{stage or '*'}/logs/attempt_*.log"), key=lambda path: path.stat().st_mtime)
     if not logs:
         raise ConfigError(f"{run_path}: {f'stage {stage!r} has' if stage else 'no stage has'} logged anything yet")

@@ -9,7 +9,7 @@ from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord
 from cosmos_core.run.gpu_time import closed_intervals, gpu_seconds
 
-_BINS = 10
+_NUM_BINS = 10
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ def resources(run: RunRecord) -> list[ResourceUse]:
     """Return the resources of each stage that ran a worker process in this run."""
     return [
         ResourceUse(
-            stage=stage, machines=formatting.machines(stage.ranks), gpu_hours=_gpu_hours(stage),
-            tokens_per_second=_tokens_per_second(stage),
+            stage=stage, machines=formatting.machines(stage.ranks), gpu_hours=_compute_gpu_hours(stage),
+            tokens_per_second=_median_tokens_per_second(stage),
             size=sum(file["size"] for file in stage.result["outputs"]) if stage.result else 0,
         )
         for stage in run.stages
@@ -37,7 +37,7 @@ def resources(run: RunRecord) -> list[ResourceUse]:
     ]  # fmt: skip
 
 
-def _gpu_hours(stage: StageRecord) -> float:
+def _compute_gpu_hours(stage: StageRecord) -> float:
     """Return the GPU hours that a stage held. Earlier versions recorded no GPU intervals: for their runs, estimate the
     hours from run time and number of GPUs."""
     if stage.state.holds:
@@ -45,7 +45,7 @@ def _gpu_hours(stage: StageRecord) -> float:
     return (stage.seconds or 0.0) * sum(bool(rank.gpus) for rank in stage.ranks) / 3600
 
 
-def _tokens_per_second(stage: StageRecord) -> float | None:
+def _median_tokens_per_second(stage: StageRecord) -> float | None:
     """Return the median tokens per second over the steps, which slow first steps do not affect; None: not measured."""
     speeds = sorted(value for line in stage.curves if (value := formatting.tokens_per_second(line)) is not None)
     return speeds[len(speeds) // 2] if speeds else None
@@ -68,25 +68,31 @@ class HistogramBin:
 def reward_bins(stage: StageRecord) -> list[HistogramBin]:
     """Return the bins of two histograms of the logged rewards of a training, one for each half of its logged steps;
     empty if fewer than two steps or two different rewards were logged."""
-    logged = [(line.step, value) for line in stage.samples for value in (line.rewards or [line.reward])]
-    rewards = [(step, value) for step, value in logged if value is not None and math.isfinite(value)]
+    logged_rewards = [(line.step, value) for line in stage.samples for value in (line.rewards or [line.reward])]
+    rewards = [(step, value) for step, value in logged_rewards if value is not None and math.isfinite(value)]
     steps = sorted({step for step, _ in rewards})
     values = [value for _, value in rewards]
     if stage.kind.feed != "rollouts" or len(steps) < 2 or min(values) == max(values):
         return []
-    middle, low = steps[len(steps) // 2], min(values)
-    width = (max(values) - low) / _BINS
-    halves = [[value for step, value in rewards if (step >= middle) == is_second] for is_second in (False, True)]
-    counts = [[0] * _BINS for _ in halves]
+    middle_step, min_reward = steps[len(steps) // 2], min(values)
+    bin_width = (max(values) - min_reward) / _NUM_BINS
+    halves = [
+        [value for step, value in rewards if (step >= middle_step) == is_second_half]
+        for is_second_half in (False, True)
+    ]
+    counts = [[0] * _NUM_BINS for _ in halves]
     for half, bin_counts in zip(halves, counts, strict=True):
         for value in half:
-            bin_counts[min(_BINS - 1, int((value - low) / width))] += 1
-    shares = [[count / len(half) for count in bin_counts] for half, bin_counts in zip(halves, counts, strict=True)]
-    top = max(map(max, shares))
+            bin_counts[min(_NUM_BINS - 1, int((value - min_reward) / bin_width))] += 1
+    fractions_by_half = [
+        [count / len(half) for count in bin_counts] for half, bin_counts in zip(halves, counts, strict=True)
+    ]
+    max_fraction = max(map(max, fractions_by_half))
     return [
         HistogramBin(
-            low + i * width, low + (i + 1) * width, 100 * shares[0][i] / top, 100 * shares[1][i] / top,
+            min_reward + i * bin_width, min_reward + (i + 1) * bin_width, 100 * fractions_by_half[0][i] / max_fraction,
+            100 * fractions_by_half[1][i] / max_fraction,
             counts[0][i], counts[1][i],
         )
-        for i in range(_BINS)
+        for i in range(_NUM_BINS)
     ]  # fmt: skip

@@ -32,36 +32,37 @@ class RowShard(NamedTuple):
     """Mask over the scored tokens of the whole packed rows: True for tokens in the shard of this rank."""
 
 
-def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
+def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed_attention: str) -> None:
     """Make the attention of a model exchange tokens and heads over the ranks of `mesh`.
 
-    `packed` is the name under which transformers has registered the attention function for packed rows.
+    `packed_attention` is the name under which transformers has registered the attention function for packed rows.
 
     Raises:
-        ModelError: the model does not use the attention `packed`, or its number of heads is not divisible by the number
+        ModelError: the model does not use the attention `packed_attention`, or its number of heads is not divisible by
+            the number
             of ranks.
     """
     check_heads(model, "cp_size", mesh.size())
-    if model.config.get_text_config()._attn_implementation != packed:
+    if model.config.get_text_config()._attn_implementation != packed_attention:
         raise ModelError(
             f"policy.parallelism.cp_size = {mesh.size()}: {type(model).__name__} computes attention in its own way, "
             f"which this version cannot shard over ranks; set it to 1"
         )
-    attend, group = AttentionInterface()[packed], mesh.get_group()
+    attention_fn, group = AttentionInterface()[packed_attention], mesh.get_group()
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        size = dist.get_world_size(group)
-        if key.shape[1] % size:
-            repeats = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        states = (exchange(state, 1, 2, group) for state in (query, key, value))
-        attended_BPKD = attend(module, *states, attention_mask, **kwargs)[0]
+        num_ranks = dist.get_world_size(group)
+        if key.shape[1] % num_ranks:
+            num_repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(num_repeats, 1), value.repeat_interleave(num_repeats, 1)
+        exchanged_states = (exchange(state, 1, 2, group) for state in (query, key, value))
+        attended_BPKD = attention_fn(module, *exchanged_states, attention_mask, **kwargs)[0]
         return exchange(attended_BPKD, 1, 2, group), None
 
     AttentionInterface.register(ULYSSES_ATTENTION, attention)
-    AttentionMaskInterface.register(ULYSSES_ATTENTION, AttentionMaskInterface()[packed])
+    AttentionMaskInterface.register(ULYSSES_ATTENTION, AttentionMaskInterface()[packed_attention])
     model.set_attn_implementation(ULYSSES_ATTENTION)
 
 
@@ -71,13 +72,13 @@ def shard_rows(inputs: dict[str, Any], scored_N: Tensor, mesh: DeviceMesh) -> Ro
     `inputs` are the model inputs of the packed rows, `scored_N` the indices of the tokens whose outputs the loss needs.
     """
     ids_1P = inputs["input_ids"]
-    length, remainder = divmod(ids_1P.shape[1], mesh.size())
+    shard_length, remainder = divmod(ids_1P.shape[1], mesh.size())
     assert not remainder, "packed rows are as long as `rows_of` was told to fill them"
-    start = mesh.get_local_rank() * length
-    is_local_N = (scored_N >= start) & (scored_N < start + length)
+    shard_start = mesh.get_local_rank() * shard_length
+    is_local_N = (scored_N >= shard_start) & (scored_N < shard_start + shard_length)
     tensors = {"input_ids": ids_1P, "position_ids": inputs["position_ids"], "shift_labels": ids_1P.roll(-1, dims=1)}
-    shards = {name: tensor_1P[:, start : start + length] for name, tensor_1P in tensors.items()}
-    return RowShard({**inputs, **shards}, scored_N[is_local_N] - start, is_local_N)
+    shards = {name: tensor_1P[:, shard_start : shard_start + shard_length] for name, tensor_1P in tensors.items()}
+    return RowShard({**inputs, **shards}, scored_N[is_local_N] - shard_start, is_local_N)
 
 
 def gather_scored(values: Tensor, is_local_N: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -111,9 +112,9 @@ class _Exchange(torch.autograd.Function):
 
 def _all_to_all(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
     chunks = torch.stack(tensor.chunk(dist.get_world_size(group), dim=chunk_dim)).contiguous()
-    received = torch.empty_like(chunks)
-    dist.all_to_all_single(received, chunks, group=group)
-    return torch.cat(received.unbind(), dim=cat_dim)
+    received_chunks = torch.empty_like(chunks)
+    dist.all_to_all_single(received_chunks, chunks, group=group)
+    return torch.cat(received_chunks.unbind(), dim=cat_dim)
 
 
 class _GatherScored(torch.autograd.Function):

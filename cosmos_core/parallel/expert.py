@@ -24,10 +24,10 @@ from cosmos_core.parallel.fsdp import expert_sharding, fsdp_arguments
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.plan import matches_pattern
 
-_DISPATCHED = "ep_dispatch_experts"
+_DISPATCH_STYLE = "ep_dispatch_experts"
 
 
-def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
+def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> None:
     """Keep this rank's experts of every layer, sharded over `mesh.expert_fsdp`, and dispatch tokens to experts of other
     ranks.
 
@@ -40,34 +40,44 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
     from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel  # transformers 5.17 lacks this class
 
     assert mesh.expert is not None
-    plan = [pattern for pattern, style in model.ep_plan.items() if style == _DISPATCHED]
-    layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
-    where = f"policy.parallelism.ep_size = {mesh.expert.size()}: {type(model).__name__}"
-    if not plan or not (layers or mesh.pipeline):  # with a pipeline, all layers of this rank may be dense
-        raise ModelError(f"{where} has no plan that sends tokens to experts; set it to 1 and raise dp_shard_size")
-    for name, experts in layers.items():
-        if not any(matches_pattern(pattern, name) for pattern in plan):
+    expert_patterns = [pattern for pattern, style in model.ep_plan.items() if style == _DISPATCH_STYLE]
+    expert_layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
+    error_prefix = f"policy.parallelism.ep_size = {mesh.expert.size()}: {type(model).__name__}"
+    if not expert_patterns or not (
+        expert_layers or mesh.pipeline
+    ):  # with a pipeline, all layers of this rank may be dense
+        raise ModelError(
+            f"{error_prefix} has no plan that sends tokens to experts; set it to 1 and raise dp_shard_size"
+        )
+    for name, experts in expert_layers.items():
+        if not any(matches_pattern(pattern, name) for pattern in expert_patterns):
             remedy = "leave them out of policy.lora, or set it to 1"
-            raise ModelError(f"{where} has experts at {name}, where its plan has none; {remedy}")
-        keep_local_experts(experts, mesh.expert, where)
+            raise ModelError(f"{error_prefix} has experts at {name}, where its plan has none; {remedy}")
+        keep_local_experts(experts, mesh.expert, error_prefix)
         EpDispatchExpertsParallel().install_forward(experts, mesh.expert)
         experts.forward = torch.compiler.disable(experts.forward)  # torch would recompile for each number of tokens
         if mesh.expert_fsdp is not None:
-            placement = partial(expert_sharding, mesh.expert_fsdp.shape[-1])
-            fully_shard(experts, mesh=mesh.expert_fsdp, shard_placement_fn=placement, **fsdp_arguments(train))
+            get_shard_placement = partial(expert_sharding, mesh.expert_fsdp.shape[-1])
+            fully_shard(
+                experts, mesh=mesh.expert_fsdp, shard_placement_fn=get_shard_placement, **fsdp_arguments(train_config)
+            )
 
 
-def keep_local_experts(experts: Any, group: DeviceMesh, where: str) -> None:
+def keep_local_experts(experts: Any, expert_mesh: DeviceMesh, error_prefix: str) -> None:
     """Keep this rank's experts of a layer, and remove the experts of other ranks from the module.
 
     Raises:
-        ModelError: the number of experts is not divisible by the number of ranks; the message begins with `where`.
+        ModelError: the number of experts is not divisible by the number of ranks; the message begins with
+            `error_prefix`.
     """
-    if experts.num_experts % group.size():
-        nearest = gcd(experts.num_experts, group.size())
-        raise ModelError(f"{where} has {experts.num_experts} experts, which do not divide by it; set it to {nearest}")
+    if experts.num_experts % expert_mesh.size():
+        largest_valid_size = gcd(experts.num_experts, expert_mesh.size())
+        raise ModelError(
+            f"{error_prefix} has {experts.num_experts} experts, which do not divide by it; set it to "
+            f"{largest_valid_size}"
+        )
     for name, parameter in experts.named_parameters():
-        local_weights = parameter.detach().chunk(group.size())[group.get_local_rank()].clone()
-        sharded = DTensor.from_local(local_weights, group, [Shard(0)], run_check=False)
-        experts.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-    experts.num_experts //= group.size()
+        local_weights = parameter.detach().chunk(expert_mesh.size())[expert_mesh.get_local_rank()].clone()
+        sharded_weights = DTensor.from_local(local_weights, expert_mesh, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(sharded_weights, requires_grad=parameter.requires_grad))
+    experts.num_experts //= expert_mesh.size()

@@ -33,12 +33,12 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def fsdp_arguments(train: TrainConfig, *, casts: bool = True) -> dict[str, Any]:
+def fsdp_arguments(train: TrainConfig, *, should_cast: bool = True) -> dict[str, Any]:
     """Return the arguments of torch's `fully_shard` for the settings in the recipe table `train`.
 
-    `casts`: whether weights are gathered in `param_dtype`, the dtype in which autocast multiplies them.
+    `should_cast`: whether weights are gathered in `param_dtype`, the dtype in which autocast multiplies them.
     """
-    param_dtype = getattr(torch, train.param_dtype) if casts and gathers_in_param_dtype(train) else None
+    param_dtype = getattr(torch, train.param_dtype) if should_cast and gathers_in_param_dtype(train) else None
     policy = MixedPrecisionPolicy(param_dtype, getattr(torch, train.fsdp_reduce_dtype), cast_forward_inputs=False)
     arguments: dict[str, Any] = {"mp_policy": policy}
     if train.fsdp_offload:
@@ -46,9 +46,9 @@ def fsdp_arguments(train: TrainConfig, *, casts: bool = True) -> dict[str, Any]:
     return arguments
 
 
-def gathers_in_param_dtype(train: TrainConfig) -> bool:
+def gathers_in_param_dtype(train_config: TrainConfig) -> bool:
     """Return True if FSDP gathers weights of blocks in `param_dtype`, which differs from their own dtype."""
-    return train.param_dtype != train.master_dtype
+    return train_config.param_dtype != train_config.master_dtype
 
 
 def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig) -> None:
@@ -60,21 +60,27 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
     """
     if mesh.fsdp is None:
         return
-    shards = mesh.fsdp.shape[-1]
+    num_shards = mesh.fsdp.shape[-1]
     # Weights of experts that expert parallelism (`apply_ep`) has already sharded.
-    local_experts = {p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert}
+    ep_expert_weights = {p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert}
     # Weights of experts that tensor parallelism has distributed over ranks, each expert whole on one rank.
     expert_layers = [module for module in model.modules() if getattr(module, "_is_expert_parallel", False)]
-    tensor_parallel = {p for layer in expert_layers for p in layer.parameters()} - local_experts
+    tp_expert_weights = {p for layer in expert_layers for p in layer.parameters()} - ep_expert_weights
 
     def placement(parameter: nn.Parameter) -> Shard | None:
-        return expert_sharding(shards, parameter) if parameter in tensor_parallel else None
+        return expert_sharding(num_shards, parameter) if parameter in tp_expert_weights else None
 
-    options: dict[str, Any] = {"mesh": mesh.fsdp, "ignored_params": local_experts, "shard_placement_fn": placement}
-    reshards = {"always": True, "never": False, "default": mesh.pipeline is None}[train.fsdp_reshard_after_forward]
+    fsdp_options: dict[str, Any] = {
+        "mesh": mesh.fsdp,
+        "ignored_params": ep_expert_weights,
+        "shard_placement_fn": placement,
+    }
+    should_reshard = {"always": True, "never": False, "default": mesh.pipeline is None}[
+        train.fsdp_reshard_after_forward
+    ]
     for block in blocks_of(model):
-        fully_shard(block, reshard_after_forward=reshards, **options, **fsdp_arguments(train))
-    fully_shard(root, reshard_after_forward=False, **options, **fsdp_arguments(train, casts=False))
+        fully_shard(block, reshard_after_forward=should_reshard, **fsdp_options, **fsdp_arguments(train))
+    fully_shard(root, reshard_after_forward=False, **fsdp_options, **fsdp_arguments(train, should_cast=False))
     register_fsdp_forward_method(root, "probe")
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -87,13 +93,13 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
     Blocks inside another block are left out, because some model families list a block and also a module within it.
     """
-    names = set(getattr(model, "_no_split_modules", None) or ())
+    block_class_names = set(getattr(model, "_no_split_modules", None) or ())
     blocks: list[nn.Module] = []
-    within: set[nn.Module] = set()
+    nested_modules: set[nn.Module] = set()
     for module in model.modules():
-        if type(module).__name__ in names and module not in within:
+        if type(module).__name__ in block_class_names and module not in nested_modules:
             blocks.append(module)
-            within.update(module.modules())
+            nested_modules.update(module.modules())
     return blocks
 
 
@@ -133,19 +139,21 @@ def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
     """
     local_tensors = tensors.state_dict(keep_vars=True) if isinstance(tensors, nn.Module) else tensors
     shape_and_dtype: dict[str, tuple[torch.Size, torch.dtype]] = {}
-    holders: dict[str, list[int]] = {}
+    holder_ranks: dict[str, list[int]] = {}
     for rank, metadata in enumerate(all_gather_object({name: (t.shape, t.dtype) for name, t in local_tensors.items()})):
         shape_and_dtype |= metadata
         for name in metadata:
-            holders.setdefault(name, []).append(rank)
+            holder_ranks.setdefault(name, []).append(rank)
     device = next((local_shard(tensor).device for tensor in local_tensors.values()), torch.device("cpu"))
     for name, (shape, dtype) in shape_and_dtype.items():
         tensor = local_tensors.get(name)
-        full = torch.empty(shape, dtype=dtype, device=device) if tensor is None else _full_tensor(tensor.detach())
-        if len(holders[name]) < num_ranks():
-            full = full.contiguous()
-            dist.broadcast(full, src=holders[name][0])
-        yield name, full
+        full_tensor = (
+            torch.empty(shape, dtype=dtype, device=device) if tensor is None else _full_tensor(tensor.detach())
+        )
+        if len(holder_ranks[name]) < num_ranks():
+            full_tensor = full_tensor.contiguous()
+            dist.broadcast(full_tensor, src=holder_ranks[name][0])
+        yield name, full_tensor
 
 
 def _full_tensor(tensor: Tensor) -> Tensor:
@@ -163,8 +171,8 @@ def copy_without_weights(model: ModuleT) -> ModuleT:
     return copy.deepcopy(model, memo)
 
 
-def gather_into(skeleton: ModuleT, model: nn.Module) -> ModuleT | None:
-    """Fill `skeleton`, a copy of `model` without weights, with the weights of the sharded `model`; return it on the
+def gather_into(meta_model: ModuleT, model: nn.Module) -> ModuleT | None:
+    """Fill `meta_model`, a copy of `model` without weights, with the weights of the sharded `model`; return it on the
     CPU.
 
     The function is collective; ranks other than the first return None.
@@ -172,13 +180,13 @@ def gather_into(skeleton: ModuleT, model: nn.Module) -> ModuleT | None:
     tensors = {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model) if is_first()}
     if not is_first():
         return None
-    names = names_of_tied_weights(skeleton)
-    skeleton.load_state_dict(tensors, assign=True)
-    for first, *tied_names in names:  # tie_weights() does not support a head that an adapter wraps
+    tied_name_groups = names_of_tied_weights(meta_model)
+    meta_model.load_state_dict(tensors, assign=True)
+    for first_name, *tied_names in tied_name_groups:  # tie_weights() does not support a head that an adapter wraps
         for name in tied_names:
-            module, _, attribute = name.rpartition(".")
-            skeleton.get_submodule(module)._parameters[attribute] = skeleton.get_parameter(first)
-    return nn.Module.to(skeleton, "cpu")
+            module_name, _, attribute_name = name.rpartition(".")
+            meta_model.get_submodule(module_name)._parameters[attribute_name] = meta_model.get_parameter(first_name)
+    return nn.Module.to(meta_model, "cpu")
 
 
 def names_of_tied_weights(model: nn.Module) -> list[list[str]]:
@@ -200,7 +208,7 @@ def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Return the 2-norm over all elements of gradients. Sharded gradients are reduced over their meshes, so that each
     element counts once."""
-    norms = [_full_tensor(torch.nn.utils.get_total_norm(same_mesh)) for same_mesh in group_by_mesh(gradients)]
+    norms = [_full_tensor(torch.nn.utils.get_total_norm(mesh_gradients)) for mesh_gradients in group_by_mesh(gradients)]
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
 
@@ -210,8 +218,8 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: 
     Gradients stay unchanged if `max_norm` is 0, or if their norm is smaller than `max_norm` or not finite.
     """
     if max_norm > 0 and torch.isfinite(norm):
-        for same_mesh in group_by_mesh(parameters):
-            torch.nn.utils.clip_grads_with_norm_(same_mesh, max_norm, norm)
+        for mesh_parameters in group_by_mesh(parameters):
+            torch.nn.utils.clip_grads_with_norm_(mesh_parameters, max_norm, norm)
 
 
 def shard_bounds(tensor: Tensor) -> tuple[slice, ...]:
@@ -219,7 +227,7 @@ def shard_bounds(tensor: Tensor) -> tuple[slice, ...]:
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(o, o + size) for o, size in zip(offsets, local_shard(tensor).shape, strict=True))
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, local_shard(tensor).shape, strict=True))
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -50,40 +50,42 @@ class Gatherer:
         `max_bytes` is the maximum total size of the full tensors in one call of `full`.
         """
         self.tensors, self._max_bytes = tensors, max_bytes
-        self._holders: dict[str, list[int]] = {}
+        self._holder_ranks: dict[str, list[int]] = {}
         for rank, names in enumerate(all_gather_object(list(tensors))):
             for name in names:
-                self._holders.setdefault(name, []).append(rank)
+                self._holder_ranks.setdefault(name, []).append(rank)
         is_on_cpu = all(local_shard(tensor).device.type == "cpu" for tensor in tensors.values())
         self._is_shared = not any_rank(not is_on_cpu) and _is_one_machine()
         # Two buffers: a loop over tensors may still refer to a tensor of the previous call during the next call.
         self._memories: list[_SharedMemory | None] = [None, None]
 
-    def gather_full(self, requested: Mapping[str, FullTensor]) -> dict[str, Tensor]:
+    def gather_full(self, tensor_specs: Mapping[str, FullTensor]) -> dict[str, Tensor]:
         """Return the requested full tensors by name; their memory is reused when all references to them are gone."""
-        if self._is_shared and (memory := self._reusable_memory(requested)) is not None:
-            return self._gather_through(memory, requested)
-        tensors = dict(full_tensors({name: self.tensors[name] for name in requested if name in self.tensors}))
-        return {name: tensors[name] for name in requested}
+        if self._is_shared and (shared_memory := self._reusable_memory(tensor_specs)) is not None:
+            return self._gather_by_shared_memory(shared_memory, tensor_specs)
+        tensors = dict(full_tensors({name: self.tensors[name] for name in tensor_specs if name in self.tensors}))
+        return {name: tensors[name] for name in tensor_specs}
 
-    def _reusable_memory(self, requested: Mapping[str, FullTensor]) -> _SharedMemory | None:
+    def _reusable_memory(self, tensor_specs: Mapping[str, FullTensor]) -> _SharedMemory | None:
         """Return unreferenced shared memory that fits the requested tensors; None if a rank cannot map it."""
-        num_bytes = sum(_round_up_to_alignment(full.num_bytes) for full in requested.values())
-        memory = self._memories.pop(0)
+        num_bytes = sum(_round_up_to_alignment(tensor_spec.num_bytes) for tensor_spec in tensor_specs.values())
+        shared_memory = self._memories.pop(0)
         # The collective is also a barrier: a fast rank must not overwrite data that a slow rank still reads.
-        if any_rank(memory is None or memory.size < num_bytes or memory.is_in_use):
-            memory = None  # free the old memory before allocating
-            memory = _open_memory(max(num_bytes, self._max_bytes))
-            self._is_shared = memory is not None
-        self._memories.append(memory)
-        return memory
+        if any_rank(shared_memory is None or shared_memory.size < num_bytes or shared_memory.is_in_use):
+            shared_memory = None  # free the old memory before allocating
+            shared_memory = _open_memory(max(num_bytes, self._max_bytes))
+            self._is_shared = shared_memory is not None
+        self._memories.append(shared_memory)
+        return shared_memory
 
-    def _gather_through(self, memory: _SharedMemory, requested: Mapping[str, FullTensor]) -> dict[str, Tensor]:
+    def _gather_by_shared_memory(
+        self, shared_memory: _SharedMemory, tensor_specs: Mapping[str, FullTensor]
+    ) -> dict[str, Tensor]:
         """Return the requested full tensors as views of shared memory that all ranks have filled with their shards."""
-        tensors, start = {}, 0
-        for name, full in requested.items():
-            tensors[name] = memory.tensor(start, full)
-            start += _round_up_to_alignment(full.num_bytes)
+        tensors, byte_offset = {}, 0
+        for name, tensor_spec in tensor_specs.items():
+            tensors[name] = shared_memory.tensor(byte_offset, tensor_spec)
+            byte_offset += _round_up_to_alignment(tensor_spec.num_bytes)
             if self._is_writer(name):
                 tensor = self.tensors[name].detach()
                 tensors[name][shard_bounds(tensor)].copy_(local_shard(tensor))
@@ -96,7 +98,7 @@ class Gatherer:
         if isinstance(tensor, DTensor):
             coordinate = tensor.device_mesh.get_coordinate() or ()
             return all(index == 0 for index, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())
-        return self._holders[name][0] == rank_number()
+        return self._holder_ranks[name][0] == rank_number()
 
 
 class _SharedMemory:
@@ -104,41 +106,47 @@ class _SharedMemory:
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
-        self._view = memoryview(mmap(descriptor, size))
-        self._num_references = sys.getrefcount(self._view)
+        self._memory_view = memoryview(mmap(descriptor, size))
+        self._num_references = sys.getrefcount(self._memory_view)
 
     @property
     def is_in_use(self) -> bool:
         """Return True if a tensor on this rank still refers to this memory."""
-        return sys.getrefcount(self._view) > self._num_references  # the storage of each tensor references the view
+        return (
+            sys.getrefcount(self._memory_view) > self._num_references
+        )  # the storage of each tensor references the view
 
-    def tensor(self, start: int, full: FullTensor) -> Tensor:
-        """Return the memory from byte offset `start` as a tensor with the shape and dtype of `full`, without a copy."""
-        numel = full.shape.numel()
+    def tensor(self, byte_offset: int, tensor_spec: FullTensor) -> Tensor:
+        """Return the memory from byte offset `byte_offset` as a tensor with the shape and dtype of `tensor_spec`,
+        without a copy."""
+        numel = tensor_spec.shape.numel()
         if not numel:
-            return torch.empty(full.shape, dtype=full.dtype, device="cpu")
-        return torch.frombuffer(self._view, dtype=full.dtype, count=numel, offset=start).view(full.shape)
+            return torch.empty(tensor_spec.shape, dtype=tensor_spec.dtype, device="cpu")
+        return torch.frombuffer(self._memory_view, dtype=tensor_spec.dtype, count=numel, offset=byte_offset).view(
+            tensor_spec.shape
+        )
 
 
-def _open_memory(size: int) -> _SharedMemory | None:
-    """Allocate `size` bytes of memory that all ranks map; return None if memory is short or a rank cannot open it."""
+def _open_memory(num_bytes: int) -> _SharedMemory | None:
+    """Allocate `num_bytes` bytes of memory that all ranks map; return None if memory is short or a rank cannot open
+    it."""
     descriptor = -1
     if rank_number() == 0:
         descriptor = os.memfd_create("cosmos-weights")
         try:
-            os.posix_fallocate(descriptor, 0, size)  # allocate now, because a later lack of memory raises SIGBUS
+            os.posix_fallocate(descriptor, 0, num_bytes)  # allocate now, because a later lack of memory raises SIGBUS
         except OSError:
             os.close(descriptor)
             descriptor = -1
-    pid, number = broadcast_object((os.getpid(), descriptor))
+    pid, first_rank_descriptor = broadcast_object((os.getpid(), descriptor))
     with suppress(OSError):
-        if number >= 0 and rank_number() != 0:
-            descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-    memory = None if any_rank(descriptor < 0) else _SharedMemory(descriptor, size)
+        if first_rank_descriptor >= 0 and rank_number() != 0:
+            descriptor = os.open(f"/proc/{pid}/fd/{first_rank_descriptor}", os.O_RDWR)
+    shared_memory = None if any_rank(descriptor < 0) else _SharedMemory(descriptor, num_bytes)
     dist.barrier()  # the first rank must not close its descriptor until all ranks have opened it
     if descriptor >= 0:
         os.close(descriptor)
-    return memory
+    return shared_memory
 
 
 def _is_one_machine() -> bool:

@@ -61,7 +61,7 @@ def open_mesh(sizes: ParallelismConfig, device_type: str) -> Mesh | None:
     if is_single_rank():
         return None
     num_shards, num_stages = abs(sizes.dp_shard_size) * sizes.cp_size, sizes.pp_size
-    num_samples = sizes.dp_replicate_size * abs(sizes.dp_shard_size)
+    dp_size = sizes.dp_replicate_size * abs(sizes.dp_shard_size)
 
     def axes(**lengths: int) -> DeviceMesh:
         return init_device_mesh(device_type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))
@@ -71,23 +71,23 @@ def open_mesh(sizes: ParallelismConfig, device_type: str) -> Mesh | None:
             return mesh["dp_replicate", "dp_shard"]
         return mesh["dp_shard"] if mesh["dp_shard"].size() > 1 else None
 
-    weights = axes(pp=num_stages, dp_replicate=sizes.dp_replicate_size, dp_shard=num_shards, tp=sizes.tp_size)
-    rows = axes(pp=num_stages, dp=num_samples, cp=sizes.cp_size, tp=sizes.tp_size)
-    experts = weights
+    weight_mesh = axes(pp=num_stages, dp_replicate=sizes.dp_replicate_size, dp_shard=num_shards, tp=sizes.tp_size)
+    batch_mesh = axes(pp=num_stages, dp=dp_size, cp=sizes.cp_size, tp=sizes.tp_size)
+    expert_mesh = weight_mesh
     if sizes.ep_size > 1:
-        experts = axes(
+        expert_mesh = axes(
             pp=num_stages, dp_replicate=sizes.dp_replicate_size, dp_shard=num_shards // sizes.ep_size,
             ep=sizes.ep_size, tp=sizes.tp_size,
         )  # fmt: skip
     return Mesh(
         sizes=sizes,
-        data=rows["dp"],
-        fsdp=fsdp_mesh(weights),
-        context=rows["cp"] if sizes.cp_size > 1 else None,
-        tensor=weights["tp"] if sizes.tp_size > 1 else None,
-        pipeline=weights["pp"] if num_stages > 1 else None,
-        expert=experts["ep"] if sizes.ep_size > 1 else None,
-        expert_fsdp=fsdp_mesh(experts),
+        data=batch_mesh["dp"],
+        fsdp=fsdp_mesh(weight_mesh),
+        context=batch_mesh["cp"] if sizes.cp_size > 1 else None,
+        tensor=weight_mesh["tp"] if sizes.tp_size > 1 else None,
+        pipeline=weight_mesh["pp"] if num_stages > 1 else None,
+        expert=expert_mesh["ep"] if sizes.ep_size > 1 else None,
+        expert_fsdp=fsdp_mesh(expert_mesh),
     )
 
 
@@ -125,11 +125,11 @@ def any_rank(flag: bool) -> bool:
     """Return True on all ranks if `flag` is true on any rank."""
     if is_single_rank():
         return flag
-    maximum = torch.tensor(int(flag))
-    dist.all_reduce(maximum, dist.ReduceOp.MAX)
-    return bool(maximum)
+    max_flag = torch.tensor(int(flag))
+    dist.all_reduce(max_flag, dist.ReduceOp.MAX)
+    return bool(max_flag)
 
 
 def first_error_of_ranks(problem: str | None) -> str | None:
     """Return on all ranks the `problem` of the lowest rank with a nonempty error message; None: no rank has one."""
-    return next((each for each in all_gather_object(problem) if each), None)
+    return next((rank_problem for rank_problem in all_gather_object(problem) if rank_problem), None)

@@ -24,7 +24,7 @@ from cosmos_core.parallel.fsdp import local_shard, scale_gradients, total_norm
 
 M = TypeVar("M", bound=nn.Module)
 
-_LAYERS = "layers"
+_LAYERS_NAME = "layers"
 _PROBE_TOKENS = 3
 
 
@@ -54,8 +54,8 @@ class _EmbeddingPlaceholder(StagePlaceholder):
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         ids_BT, weight = hidden_BTH, self.weight
-        waves_BTH = (ids_BT.unsqueeze(-1) * torch.arange(1, weight.shape[1] + 1, device=ids_BT.device)).sin()
-        return waves_BTH.to(weight.dtype)
+        sine_hidden_BTH = (ids_BT.unsqueeze(-1) * torch.arange(1, weight.shape[1] + 1, device=ids_BT.device)).sin()
+        return sine_hidden_BTH.to(weight.dtype)
 
 
 class _RecordingPlaceholder(StagePlaceholder):
@@ -72,33 +72,34 @@ class _RecordingPlaceholder(StagePlaceholder):
 
 def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
     """Return the layer indices of a pipeline stage; if layers are not divisible, first stages have one more."""
-    size, remainder = divmod(num_layers, num_stages)
-    start = stage * size + min(stage, remainder)
-    return range(start, start + size + (stage < remainder))
+    layers_per_stage, remainder = divmod(num_layers, num_stages)
+    first_layer = stage * layers_per_stage + min(stage, remainder)
+    return range(first_layer, first_layer + layers_per_stage + (stage < remainder))
 
 
-def num_stages(model: PreTrainedModel, sizes: ParallelismConfig) -> int:
+def num_stages(model: PreTrainedModel, parallelism: ParallelismConfig) -> int:
     """Return the total number of pipeline stages. With the schedule `Interleaved1F1B`, a rank has several stages.
 
     Raises:
         ModelError: the settings require more stages than the model has layers.
     """
-    layers = int(model.config.num_hidden_layers)
-    count = sizes.num_stages(layers)
-    if count > layers:
+    num_layers = int(model.config.num_hidden_layers)
+    stage_count = parallelism.num_stages(num_layers)
+    if stage_count > num_layers:
         raise ModelError(
-            f"policy.parallelism.pp_size = {sizes.pp_size} makes {count} stages of {layers} layers; lower it, or raise "
+            f"policy.parallelism.pp_size = {parallelism.pp_size} makes {stage_count} stages of {num_layers} layers; "
+            f"lower it, or raise "
             f"pp_layers_per_stage"
         )
-    return count
+    return stage_count
 
 
-def stages_of_rank(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> range:
+def stages_of_rank(model: PreTrainedModel, parallelism: ParallelismConfig, rank: int) -> range:
     """Return the indices of the pipeline stages that one pipeline rank holds."""
-    return range(rank, num_stages(model, sizes), sizes.pp_size)
+    return range(rank, num_stages(model, parallelism), parallelism.pp_size)
 
 
-def apply_pp(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> None:
+def apply_pp(model: PreTrainedModel, parallelism: ParallelismConfig, rank: int) -> None:
     """Keep the pipeline stages of one rank in the model, and free the weights of all other stages.
 
     Weights may be on the meta device. If embedding and head are tied, the first and the last rank keep both.
@@ -106,16 +107,16 @@ def apply_pp(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> Non
     Raises:
         ModelError: the model has no pipeline plan, or computes something outside its plan.
     """
-    _check_pipeline_support(model, f"policy.parallelism.pp_size = {sizes.pp_size}: {type(model).__name__}")
-    stages, total = stages_of_rank(model, sizes, rank), num_stages(model, sizes)
-    _replace_other_stages(model, model.base_model, stages, total, lambda module: module.to("meta"))
+    _check_pipeline_support(model, f"policy.parallelism.pp_size = {parallelism.pp_size}: {type(model).__name__}")
+    stage_indices, total_stages = stages_of_rank(model, parallelism, rank), num_stages(model, parallelism)
+    _replace_other_stages(model, model.base_model, stage_indices, total_stages, lambda module: module.to("meta"))
 
 
-def stage_of(model: PreTrainedModel, stage: int, sizes: ParallelismConfig) -> PreTrainedModel:
+def stage_of(model: PreTrainedModel, stage: int, parallelism: ParallelismConfig) -> PreTrainedModel:
     """Return one pipeline stage of a model after `apply_pp`; it shares modules and weights with the model."""
     stage_model, base_model = _shallow_copy(model), _shallow_copy(model.base_model)
     stage_model._modules[model.base_model_prefix] = base_model
-    _replace_other_stages(stage_model, base_model, [stage], num_stages(model, sizes), lambda module: module)
+    _replace_other_stages(stage_model, base_model, [stage], num_stages(model, parallelism), lambda module: module)
     return stage_model
 
 
@@ -126,32 +127,35 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 def sum_tied_gradients(model: PreTrainedModel, pipeline: DeviceMesh) -> None:
     """Sum the gradients of a tied embedding and head over the first and last pipeline rank, which have copies."""
-    group, rank, last = pipeline.get_group(), pipeline.get_local_rank(), pipeline.size() - 1
+    group, rank, last_rank = pipeline.get_group(), pipeline.get_local_rank(), pipeline.size() - 1
     weight = model.get_output_embeddings().weight
-    if not is_tied(model) or rank not in {0, last} or weight.grad is None:
+    if not is_tied(model) or rank not in {0, last_rank} or weight.grad is None:
         return
     local_gradient = local_shard(weight.grad)
-    peer_gradient, peer = torch.empty_like(local_gradient), dist.get_global_rank(group, last - rank)
-    works = dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, local_gradient, peer, group), dist.P2POp(dist.irecv, peer_gradient, peer, group),
+    peer_gradient, peer_rank = torch.empty_like(local_gradient), dist.get_global_rank(group, last_rank - rank)
+    pending_transfers = dist.batch_isend_irecv([
+        dist.P2POp(dist.isend, local_gradient, peer_rank, group),
+        dist.P2POp(dist.irecv, peer_gradient, peer_rank, group),
     ])  # fmt: skip
-    for work in works:
-        work.wait()
+    for pending_transfer in pending_transfers:
+        pending_transfer.wait()
     local_gradient.add_(peer_gradient)
 
 
 def clip_over_stages(model: PreTrainedModel, pipeline: DeviceMesh, max_norm: float) -> float:
     """Clip the gradients of all pipeline stages to the total norm `max_norm`, and return the norm before clipping."""
-    trained = [p for p in model.parameters() if p.grad is not None]
-    counted = trained
+    trained_parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    counted_parameters = trained_parameters
     if is_tied(model) and pipeline.get_local_rank() > 0:  # the norm counts only the first rank's copy of a tied weight
-        counted = [p for p in trained if p is not model.get_output_embeddings().weight]
-    gradients = [p.grad for p in counted if p.grad is not None]
+        counted_parameters = [
+            parameter for parameter in trained_parameters if parameter is not model.get_output_embeddings().weight
+        ]
+    gradients = [parameter.grad for parameter in counted_parameters if parameter.grad is not None]
     norm = total_norm(gradients) if gradients else torch.zeros((), device=model.device)
-    square = norm.to(torch.float64).square()
-    dist.all_reduce(square, group=pipeline.get_group())
-    norm = square.sqrt()
-    scale_gradients(trained, norm, max_norm)
+    squared_norm = norm.to(torch.float64).square()
+    dist.all_reduce(squared_norm, group=pipeline.get_group())
+    norm = squared_norm.sqrt()
+    scale_gradients(trained_parameters, norm, max_norm)
     return float(norm)
 
 
@@ -165,110 +169,119 @@ def _shallow_copy(module: M) -> M:
 def _modules_around_layers(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the names of the modules before the layers, and of the modules after the layers, in the pipeline plan."""
     names = list(model.config.base_model_pp_plan or ())
-    return names[: names.index(_LAYERS)], names[names.index(_LAYERS) + 1 :]
+    return names[: names.index(_LAYERS_NAME)], names[names.index(_LAYERS_NAME) + 1 :]
 
 
 def _replace_other_stages(
     model: PreTrainedModel,
     base_model: nn.Module,
-    stages: Sequence[int],
-    total: int,
-    drop: Callable[[nn.Module], nn.Module],
+    stage_indices: Sequence[int],
+    total_stages: int,
+    discard_module: Callable[[nn.Module], nn.Module],
 ) -> None:
-    """Replace modules that do not belong to the stages `stages`, of `total` pipeline stages, by placeholders.
+    """Replace modules that do not belong to the stages `stage_indices`, of `total_stages` pipeline stages, by
+    placeholders.
 
-    The head of `model` and the embedding, layers and norm of `base_model` may be replaced. `drop` is called with each
-    replaced module, may free its weights, and returns the module from which the placeholder takes its attributes.
-    """
-    first_names, last_names = _modules_around_layers(model)
-    is_first, is_last_stage, has_tied_head = 0 in stages, total - 1 in stages, is_tied(model)
-    layers = _layers(base_model)
-    kept_layers = {layer for stage in stages for layer in layers_of(stage, total, len(layers))}
+    The head of `model` and the embedding, layers and norm of `base_model` may be replaced. `discard_module` is called
+    with each replaced module, may free its weights, and returns the module from which the placeholder takes its
+    attributes."""
+    names_before_layers, names_after_layers = _modules_around_layers(model)
+    is_first_stage, is_last_stage, has_tied_head = 0 in stage_indices, total_stages - 1 in stage_indices, is_tied(model)
+    layers = _get_layers(base_model)
+    kept_layer_indices = {layer for stage in stage_indices for layer in layers_of(stage, total_stages, len(layers))}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    keeps_both = has_tied_head and (is_first or is_last_stage)
-    around = [(base_model, name, is_first) for name in first_names]
-    around += [(base_model, name, is_last_stage) for name in last_names]
-    around += [(model, name, is_last_stage) for name in _head_names(model)]
-    for holder, name, is_on_stage in around:
-        module = holder._modules[name]
+    should_keep_both = has_tied_head and (is_first_stage or is_last_stage)
+    replaceable_modules = [(base_model, name, is_first_stage) for name in names_before_layers]
+    replaceable_modules += [(base_model, name, is_last_stage) for name in names_after_layers]
+    replaceable_modules += [(model, name, is_last_stage) for name in _head_names(model)]
+    for parent_module, name, is_on_stage in replaceable_modules:
+        module = parent_module._modules[name]
         assert module is not None
-        if not is_on_stage and not (keeps_both and module in {head, embedding}):
+        if not is_on_stage and not (should_keep_both and module in {head, embedding}):
             placeholder_class = _EmbeddingPlaceholder if module is embedding else StagePlaceholder
-            holder._modules[name] = placeholder_class(drop(module))
-    new_layers = (layer if i in kept_layers else StagePlaceholder(drop(layer)) for i, layer in enumerate(layers))
-    base_model._modules[_LAYERS] = nn.ModuleList(new_layers)
+            parent_module._modules[name] = placeholder_class(discard_module(module))
+    new_layers = (
+        layer if i in kept_layer_indices else StagePlaceholder(discard_module(layer)) for i, layer in enumerate(layers)
+    )
+    base_model._modules[_LAYERS_NAME] = nn.ModuleList(new_layers)
 
 
-def _layers(base_model: nn.Module) -> list[nn.Module]:
-    return list(base_model.get_submodule(_LAYERS).children())
+def _get_layers(base_model: nn.Module) -> list[nn.Module]:
+    return list(base_model.get_submodule(_LAYERS_NAME).children())
 
 
 def _head_names(model: PreTrainedModel) -> list[str]:
     return [name for name, module in model._modules.items() if module is model.get_output_embeddings()]
 
 
-def _check_pipeline_support(model: PreTrainedModel, where: str) -> None:
-    """Raise a `ModelError`, whose message begins with `where`, for a model that cannot run as a pipeline.
+def _check_pipeline_support(model: PreTrainedModel, error_prefix: str) -> None:
+    """Raise a `ModelError`, whose message begins with `error_prefix`, for a model that cannot run as a pipeline.
 
     Such a model computes something outside the modules of its plan, or passes values derived from token ids to its
     layers, which later pipeline stages do not have.
     """
-    plan, config = getattr(model.config, "base_model_pp_plan", None), model.config
+    pipeline_plan, config = getattr(model.config, "base_model_pp_plan", None), model.config
     base_model = model._modules.get(model.base_model_prefix)
-    is_planned = plan and _LAYERS in plan and config.get_text_config() is config
+    is_planned = pipeline_plan and _LAYERS_NAME in pipeline_plan and config.get_text_config() is config
     if not is_planned or base_model is None or not _head_names(model):
-        raise ModelError(f"{where} has no plan for a pipeline; set it to 1 and raise dp_shard_size")
-    first_names, last_names = _modules_around_layers(model)
-    planned_names = {*first_names, _LAYERS, *last_names}
+        raise ModelError(f"{error_prefix} has no plan for a pipeline; set it to 1 and raise dp_shard_size")
+    names_before_layers, names_after_layers = _modules_around_layers(model)
+    planned_names = {*names_before_layers, _LAYERS_NAME, *names_after_layers}
     modules = [*map(base_model._modules.get, planned_names), *(model._modules[name] for name in _head_names(model))]
-    planned = {p for module in modules if module is not None for p in module.parameters()}
-    if unplanned_names := [name for name, p in model.named_parameters() if p not in planned]:
-        raise ModelError(f"{where}: its plan does not know {unplanned_names[0]}; set it to 1 and raise dp_shard_size")
+    planned_parameters = {parameter for module in modules if module is not None for parameter in module.parameters()}
+    if unplanned_names := [name for name, parameter in model.named_parameters() if parameter not in planned_parameters]:
+        raise ModelError(
+            f"{error_prefix}: its plan does not know {unplanned_names[0]}; set it to 1 and raise dp_shard_size"
+        )
     try:
-        reason = _computation_outside_plan(model, base_model, first_names, last_names)
+        reason = _find_unplanned_compute(model, base_model, names_before_layers, names_after_layers)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
     if reason:
-        raise ModelError(f"{where} cannot be cut into stages ({reason}); set it to 1 and raise dp_shard_size")
+        raise ModelError(f"{error_prefix} cannot be cut into stages ({reason}); set it to 1 and raise dp_shard_size")
 
 
 @torch.no_grad()
-def _computation_outside_plan(
-    model: PreTrainedModel, base_model: nn.Module, first_names: Sequence[str], last_names: Sequence[str]
+def _find_unplanned_compute(
+    model: PreTrainedModel, base_model: nn.Module, names_before_layers: Sequence[str], names_after_layers: Sequence[str]
 ) -> str:
     """Return a description of what `base_model` computes outside the modules of its plan; empty if it computes nothing
     there.
 
-    `first_names` and `last_names` are the names of the modules before and after the layers. The body runs with
-    placeholders instead of its modules, because weights may be on the meta device.
-    """
+    `names_before_layers` and `names_after_layers` are the names of the modules before and after the layers. The body
+    runs with placeholders instead of its modules, because weights may be on the meta device."""
     device = next((buffer.device for buffer in base_model.buffers()), torch.device("cpu"))
     embedding = _EmbeddingPlaceholder(model.get_input_embeddings())
     ids_BT = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0)
     hidden_BTH = embedding(ids_BT)
     inputs = {"position_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "use_cache": False}
-    arguments: list[list[dict[str, Any]]] = []
-    for start in ({"input_ids": ids_BT}, {"inputs_embeds": hidden_BTH}):
-        bare, layer_arguments = _shallow_copy(base_model), list[dict[str, Any]]()
-        for name in (*first_names, *last_names):
+    arguments_by_input: list[list[dict[str, Any]]] = []
+    for probe_input in ({"input_ids": ids_BT}, {"inputs_embeds": hidden_BTH}):
+        probe_model, layer_arguments = _shallow_copy(base_model), list[dict[str, Any]]()
+        for name in (*names_before_layers, *names_after_layers):
             module: Any = base_model._modules[name]
-            bare._modules[name] = embedding if module is embedding.original else StagePlaceholder(module)
-        recorders = (_RecordingPlaceholder(layer, layer_arguments) for layer in _layers(base_model))
-        bare._modules[_LAYERS] = nn.ModuleList(recorders)
-        bare.eval()
-        output = bare(**inputs, **start)
-        if "inputs_embeds" in start and output.last_hidden_state is not hidden_BTH:
+            probe_model._modules[name] = embedding if module is embedding.original else StagePlaceholder(module)
+        recorders = (_RecordingPlaceholder(layer, layer_arguments) for layer in _get_layers(base_model))
+        probe_model._modules[_LAYERS_NAME] = nn.ModuleList(recorders)
+        probe_model.eval()
+        output = probe_model(**inputs, **probe_input)
+        if "inputs_embeds" in probe_input and output.last_hidden_state is not hidden_BTH:
             return "hidden states change outside its layers"
-        arguments.append(layer_arguments)
-    pairs = zip(*arguments, strict=True)  # layer arguments for token ids, and for hidden states
-    names = [name for a, b in pairs for name in a if not _are_equal(a[name], b.get(name))]
-    return f"its layers are given {names[0]!r}, which is made of tokens" if names else ""
+        arguments_by_input.append(layer_arguments)
+    argument_pairs = zip(*arguments_by_input, strict=True)  # layer arguments for token ids, and for hidden states
+    differing_names = [
+        name
+        for a, hidden_arguments in argument_pairs
+        for name in a
+        if not _are_arguments_equal(a[name], hidden_arguments.get(name))
+    ]
+    return f"its layers are given {differing_names[0]!r}, which is made of tokens" if differing_names else ""
 
 
-def _are_equal(value: Any, other: Any) -> bool:
+def _are_arguments_equal(value: Any, other_value: Any) -> bool:
     """Return True if two arguments of a layer are equal, including tensors and tuples or lists of tensors."""
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return torch.equal(value, other)
-    if isinstance(value, (tuple, list)) and isinstance(other, (tuple, list)):
-        return len(value) == len(other) and all(map(_are_equal, value, other))
-    return type(value) is type(other) and bool(value == other)
+    if isinstance(value, Tensor) and isinstance(other_value, Tensor):
+        return torch.equal(value, other_value)
+    if isinstance(value, (tuple, list)) and isinstance(other_value, (tuple, list)):
+        return len(value) == len(other_value) and all(map(_are_arguments_equal, value, other_value))
+    return type(value) is type(other_value) and bool(value == other_value)

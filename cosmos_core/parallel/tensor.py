@@ -24,7 +24,7 @@ from cosmos_core.parallel.expert import keep_local_experts
 from cosmos_core.parallel.fsdp import local_shard
 from cosmos_core.parallel.plan import check_features, check_heads, matches_pattern
 
-_EXPERTS = "moe_tp_experts"
+_EXPERT_STYLE = "moe_tp_experts"
 _PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-2
 """Tolerance of gradient differences between ranks in `check_split`, as a fraction of the largest gradient.
@@ -38,11 +38,11 @@ class _PartialGradient(ParallelStyle):
     of its weights are summed over ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        forward, group = module.forward, device_mesh.get_group()
+        original_forward, group = module.forward, device_mesh.get_group()
 
         def forward_with_summed_gradients(*args: Any, **kwargs: Any) -> Any:
-            with _changed_weights(module, lambda weight: _SummedBackward.apply(weight, group)):
-                return forward(*args, **kwargs)
+            with _replace_weights(module, lambda weight: _SummedBackward.apply(weight, group)):
+                return original_forward(*args, **kwargs)
 
         module.forward = forward_with_summed_gradients  # type: ignore[method-assign]
         return module
@@ -56,18 +56,18 @@ class _ExpertSharding(ParallelStyle):
     """
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        forward, group = module.forward, device_mesh.get_group()
-        count = module.num_experts
-        first = count * device_mesh.get_local_rank()
+        original_forward, group = module.forward, device_mesh.get_group()
+        num_local_experts = module.num_experts
+        first_expert = num_local_experts * device_mesh.get_local_rank()
         module._is_expert_parallel = True  # for transformers: index `num_experts` is an expert of another rank
 
         def forward_local_experts(hidden_NH: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
-            is_on_other_rank = (chosen_NK < first) | (chosen_NK >= first + count)
+            is_on_other_rank = (chosen_NK < first_expert) | (chosen_NK >= first_expert + num_local_experts)
             hidden_NH, weights_NK = (_SummedBackward.apply(each, group) for each in (hidden_NH, weights_NK))
-            with _changed_weights(module, local_shard):  # expert kernels do not support DTensor
-                outputs_NH = forward(
+            with _replace_weights(module, local_shard):  # expert kernels do not support DTensor
+                outputs_NH = original_forward(
                     hidden_NH,
-                    (chosen_NK - first).masked_fill(is_on_other_rank, count),
+                    (chosen_NK - first_expert).masked_fill(is_on_other_rank, num_local_experts),
                     weights_NK.masked_fill(is_on_other_rank, 0),
                 )
             partial_NH = DTensor.from_local(outputs_NH, device_mesh, [Partial()], run_check=False)
@@ -78,14 +78,14 @@ class _ExpertSharding(ParallelStyle):
         return result
 
 
-_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+_PARALLEL_STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "replicated_with_grad_allreduce": _PartialGradient,
-    _EXPERTS: _ExpertSharding,
+    _EXPERT_STYLE: _ExpertSharding,
 }
 
 
@@ -99,35 +99,37 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) ->
         ModelError: the model has no plan, the plan has an unsupported style, or a size is not divisible by the number
             of ranks.
     """
-    plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if with_experts or style != _EXPERTS}
-    where = f"policy.parallelism.tp_size = {mesh.size()}: {type(model).__name__}"
-    if not plan:
-        raise ModelError(f"{where} has no plan; set it to 1")
+    tp_plan = {
+        pattern: style for pattern, style in (model.tp_plan or {}).items() if with_experts or style != _EXPERT_STYLE
+    }
+    error_prefix = f"policy.parallelism.tp_size = {mesh.size()}: {type(model).__name__}"
+    if not tp_plan:
+        raise ModelError(f"{error_prefix} has no plan; set it to 1")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     check_heads(model, "tp_size", mesh.size())
     tied_modules = {head, embedding} if head is not None and head.weight is embedding.weight else set()
     for name, module in list(model.named_modules()):
-        style = next((plan[pattern] for pattern in plan if matches_pattern(pattern, name)), None)
+        style = next((tp_plan[pattern] for pattern in tp_plan if matches_pattern(pattern, name)), None)
         # A module without parameters is a placeholder for a module of another pipeline stage.
         if style is None or module in tied_modules or next(module.parameters(), None) is None:
             continue
-        if style not in _STYLES or (style == _EXPERTS and not hasattr(module, "_is_expert_parallel")):
+        if style not in _PARALLEL_STYLES or (style == _EXPERT_STYLE and not hasattr(module, "_is_expert_parallel")):
             raise ModelError(
                 f"policy.parallelism.tp_size = {mesh.size()}: {name} of {type(model).__name__} is split by "
                 f"{style!r}, which this version cannot; set it to 1 and raise dp_shard_size"
             )
-        if style == _EXPERTS:
-            keep_local_experts(module, mesh, where)
-        for submodule in _split_modules(module, style):
+        if style == _EXPERT_STYLE:
+            keep_local_experts(module, mesh, error_prefix)
+        for submodule in _find_split_modules(module, style):
             check_features(model, name, submodule, style, mesh.size())
-            parallelize_module(submodule, mesh, _STYLES[style]())
+            parallelize_module(submodule, mesh, _PARALLEL_STYLES[style]())
 
 
-def check_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) -> None:
+def check_split(model: PreTrainedModel, root_modules: Sequence[Any], mesh: DeviceMesh) -> None:
     """Run a few tokens forward and backward to check that the model computes nothing outside its plan.
 
     All ranks must have the same gradient for a weight that the plan does not split. Gradients differ if a weight was
-    applied only to the heads or features of this rank. `roots` are the modules whose `probe` is called.
+    applied only to the heads or features of this rank. `root_modules` are the modules whose `probe` is called.
 
     Raises:
         ModelError: gradients differ between ranks, or the model raises an error.
@@ -135,25 +137,25 @@ def check_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) 
     device = torch.device(mesh.device_type)
     ids = torch.arange(1, _PROBE_TOKENS + 1, device=device).unsqueeze(0)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids - 1}
-    where = f"policy.parallelism.tp_size = {mesh.size()}: {type(model).__name__} does more than its plan says"
+    error_prefix = f"policy.parallelism.tp_size = {mesh.size()}: {type(model).__name__} does more than its plan says"
     was_training = model.training
     model.eval()
     try:
-        for root in roots:
-            hidden_BTH = root.probe(inputs)
+        for root_module in root_modules:
+            hidden_BTH = root_module.probe(inputs)
             if hidden_BTH.requires_grad:
-                waves_BTH = torch.arange(hidden_BTH.numel(), device=device).view_as(hidden_BTH).sin()
-                (hidden_BTH * waves_BTH).sum().backward()
+                loss_weights_BTH = torch.arange(hidden_BTH.numel(), device=device).view_as(hidden_BTH).sin()
+                (hidden_BTH * loss_weights_BTH).sum().backward()
     except (torch.OutOfMemoryError, dist.DistError):
         raise  # lack of memory or a broken connection says nothing about the model
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-        raise ModelError(f"{where} ({' '.join(str(error).split())[:200]}); set it to 1") from error
+        raise ModelError(f"{error_prefix} ({' '.join(str(error).split())[:200]}); set it to 1") from error
     finally:
         model.train(was_training)
     differing_names = [name for name, weight in model.named_parameters() if _has_different_gradients(weight, mesh)]
     model.zero_grad(set_to_none=True)
     if differing_names:
-        problem = f"{where}: ranks disagree about the gradient of {differing_names[0]}"
+        problem = f"{error_prefix}: ranks disagree about the gradient of {differing_names[0]}"
         raise ModelError(f"{problem}; set it to 1 and raise dp_shard_size")
 
 
@@ -162,32 +164,32 @@ def _has_different_gradients(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     gradient = parameter.grad
     if gradient is None:
         return False
-    axes = set(gradient.device_mesh.mesh_dim_names or ()) if isinstance(gradient, DTensor) else set()
-    if axes & set(mesh.mesh_dim_names or ()):
+    sharded_axes = set(gradient.device_mesh.mesh_dim_names or ()) if isinstance(gradient, DTensor) else set()
+    if sharded_axes & set(mesh.mesh_dim_names or ()):
         return False
     gradient = local_shard(gradient)
     if not gradient.numel():
         return False
-    extremes = torch.stack([gradient.amax(), -gradient.amin()])
-    low, high = gradient.clone(), gradient.clone()
-    dist.all_reduce(low, dist.ReduceOp.MIN, mesh.get_group())
-    dist.all_reduce(high, dist.ReduceOp.MAX, mesh.get_group())
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, mesh.get_group())
-    return bool((high - low).amax() > _PROBE_TOLERANCE * extremes.abs().amax())
+    gradient_extremes = torch.stack([gradient.amax(), -gradient.amin()])
+    min_gradient, max_gradient = gradient.clone(), gradient.clone()
+    dist.all_reduce(min_gradient, dist.ReduceOp.MIN, mesh.get_group())
+    dist.all_reduce(max_gradient, dist.ReduceOp.MAX, mesh.get_group())
+    dist.all_reduce(gradient_extremes, dist.ReduceOp.MAX, mesh.get_group())
+    return bool((max_gradient - min_gradient).amax() > _PROBE_TOLERANCE * gradient_extremes.abs().amax())
 
 
 @contextmanager
-def _changed_weights(module: Any, change: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
-    """Replace the weights of a module by the results of `change` during the block."""
+def _replace_weights(module: Any, transform_weight: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
+    """Replace the weights of a module by the results of `transform_weight` during the block."""
     parameters = dict(module.named_parameters(recurse=False))
     try:
-        module._parameters.update({name: change(parameter) for name, parameter in parameters.items()})
+        module._parameters.update({name: transform_weight(parameter) for name, parameter in parameters.items()})
         yield
     finally:
         module._parameters.update(parameters)
 
 
-def _split_modules(module: nn.Module, style: str) -> list[nn.Module]:
+def _find_split_modules(module: nn.Module, style: str) -> list[nn.Module]:
     """Return the modules to split for a module in the plan, which an adapter may wrap.
 
     For a LoRA layer these are the base layer and the LoRA factor that has the split dimension.
@@ -209,6 +211,6 @@ class _SummedBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        total = gradients[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        summed_gradient = gradients[0].contiguous().clone()
+        dist.all_reduce(summed_gradient, group=ctx.group)
+        return summed_gradient, None

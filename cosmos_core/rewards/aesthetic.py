@@ -9,29 +9,29 @@ from cosmos_core.rewards.clip_model import ClipModel
 from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import Columns, Item, Settings, score_one
 
-_MODEL = "openai/clip-vit-large-patch14"
+_DEFAULT_MODEL = "openai/clip-vit-large-patch14"
 
 
 class AestheticReward:
     """Reward with the key `aesthetic`, from about 1 to 10; `options` has `predictor`, the file of the linear layers."""
 
     def __init__(self, settings: Settings) -> None:
-        file = Path(settings.options.get("predictor", ""))
-        if not file.is_file():
+        predictor_file = Path(settings.options.get("predictor", ""))
+        if not predictor_file.is_file():
             raise RewardError(
                 "the reward 'aesthetic' needs options.predictor: the file of LAION's layers over CLIP, such as "
                 "sac+logos+ava1-l14-linearMSE.pth, or the same as safetensors"
             )
-        self._clip = ClipModel("aesthetic", settings, _MODEL)
-        self._layers = _layers(file, self._clip.device)
+        self._clip = ClipModel("aesthetic", settings, _DEFAULT_MODEL)
+        self._linear_layers = _load_linear_layers(predictor_file, self._clip.device)
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the score of each image, or of the middle frame of each video."""
-        values = self._clip.images([middle_image(item.media) for item in items]).float()
+        activations = self._clip.images([middle_image(item.media) for item in items]).float()
         # The predictor has only dropout between its linear layers, and no activations.
-        for weight, bias in self._layers:
-            values = values @ weight.T + bias
-        return {"aesthetic": values[:, 0].tolist()}
+        for weight, bias in self._linear_layers:
+            activations = activations @ weight.T + bias
+        return {"aesthetic": activations[:, 0].tolist()}
 
 
 def aesthetic(to_be_evaluated: str, reference: str, *, media: Any, custom: Any) -> tuple[float, dict[str, float]]:
@@ -40,12 +40,15 @@ def aesthetic(to_be_evaluated: str, reference: str, *, media: Any, custom: Any) 
     return score_one("aesthetic", Item("", media), custom)
 
 
-def _layers(file: Path, device: Any) -> list[tuple[Any, ...]]:
+def _load_linear_layers(file: Path, device: Any) -> list[tuple[Any, ...]]:
     """Return the weight and the bias of each linear layer in the predictor's file, in order."""
     import torch
     from safetensors.torch import load_file
 
     weights = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    layers = [name.removesuffix("weight") for name in weights if name.endswith("weight")]
-    layers.sort(key=lambda name: next((int(part) for part in name.split(".") if part.isdigit()), 0))
-    return [tuple(weights[layer + part].to(device).float() for part in ("weight", "bias")) for layer in layers]
+    layer_prefixes = [name.removesuffix("weight") for name in weights if name.endswith("weight")]
+    layer_prefixes.sort(key=lambda name: next((int(part) for part in name.split(".") if part.isdigit()), 0))
+    return [
+        tuple(weights[layer_prefix + part].to(device).float() for part in ("weight", "bias"))
+        for layer_prefix in layer_prefixes
+    ]

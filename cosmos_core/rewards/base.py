@@ -36,8 +36,8 @@ Rewards: TypeAlias = "dict[str, float] | RemoteRewardConfig"
 
 Scored = tuple[float, dict[str, float]]
 
-_FOLDER = "cosmos_core.rewards"
-_KEY = "train.train_policy.reward_function"
+_REWARDS_PACKAGE = "cosmos_core.rewards"
+_CONFIG_KEY = "train.train_policy.reward_function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +81,15 @@ class Reward:
         group_results: list[Scored | ValueError | None] = []
         for result in results:
             try:
-                is_kept = isinstance(result, ValueError) or (result is None and self.binding.takes_group)
-                group_results.append(result if is_kept else _parse_score(result))
+                is_final_result = isinstance(result, ValueError) or (result is None and self.binding.takes_group)
+                group_results.append(result if is_final_result else _parse_score(result))
             except ValueError as error:
                 group_results.append(error)
         return group_results
 
     def _call(self, arguments: tuple[list[Any], dict[str, Any]]) -> Any:
-        positional, keywords = arguments
-        result = self.function(*positional, **keywords)
+        positional_arguments, keyword_arguments = arguments
+        result = self.function(*positional_arguments, **keyword_arguments)
         # `asyncio.run` requires a coroutine; `wait_for` wraps any awaitable in one.
         return asyncio.run(asyncio.wait_for(result, None)) if inspect.isawaitable(result) else result
 
@@ -117,21 +117,25 @@ def load_reward(name: str) -> Reward:
     Raises:
         RewardError: the function is missing, cannot be imported, takes no completion, or has an unsupported parameter.
     """
-    function = _function(name)
+    function = _load_function(name)
     try:
         return Reward(name, function, bind(name, function))
     except RewardError as error:
-        raise RewardError(f"{_KEY}: {error}") from None
+        raise RewardError(f"{_CONFIG_KEY}: {error}") from None
 
 
 def metric_names(rewards: Iterable[str]) -> dict[str, str]:
     """Return a unique metric name for each reward: its function name, with file and folders if rewards share it."""
-    full = {reward: _parts(reward) for reward in rewards}
+    parts_by_reward = {reward: _parts(reward) for reward in rewards}
     names = {}
-    for reward, parts in full.items():
-        lengths = range(1, len(parts))
-        unique = (n for n in lengths if sum(other[-n:] == parts[-n:] for other in full.values()) == 1)
-        names[reward] = ".".join(parts[-next(unique, len(parts)) :])
+    for reward, parts in parts_by_reward.items():
+        suffix_lengths = range(1, len(parts))
+        unique_lengths = (
+            n
+            for n in suffix_lengths
+            if sum(other_parts[-n:] == parts[-n:] for other_parts in parts_by_reward.values()) == 1
+        )
+        names[reward] = ".".join(parts[-next(unique_lengths, len(parts)) :])
     return names
 
 
@@ -156,18 +160,18 @@ def require_reference(reference: str) -> str:
     return reference.strip()
 
 
-def _function(name: str) -> Callable[..., Any]:
-    if not is_import_path(name) and name not in (names := offered_names(_FOLDER)):
+def _load_function(name: str) -> Callable[..., Any]:
+    if not is_import_path(name) and name not in (reward_names := offered_names(_REWARDS_PACKAGE)):
         raise RewardError(
-            f"{_KEY}: there is no reward {name!r}; one of your own is module:function or path/file.py:function"
-            f"{suggestion(name, names)}"
+            f"{_CONFIG_KEY}: there is no reward {name!r}; one of your own is module:function or path/file.py:function"
+            f"{suggestion(name, reward_names)}"
         )
     try:
-        function = import_user_code(name if is_import_path(name) else f"{_FOLDER}.{name}:{name}")
+        function = import_user_code(name if is_import_path(name) else f"{_REWARDS_PACKAGE}.{name}:{name}")
     except ConfigError as error:
-        raise RewardError(f"{_KEY}: {error}") from error
+        raise RewardError(f"{_CONFIG_KEY}: {error}") from error
     if not callable(function):
-        raise RewardError(f"{_KEY}: {name!r} is a {type(function).__name__}, not a function")
+        raise RewardError(f"{_CONFIG_KEY}: {name!r} is a {type(function).__name__}, not a function")
     return function
 
 
@@ -176,9 +180,9 @@ def to_json_value(value: Any) -> Any:
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict):
-        return {key: to_json_value(each) for key, each in value.items()}
+        return {key: to_json_value(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
-        return [to_json_value(each) for each in value]
+        return [to_json_value(element) for element in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -190,9 +194,9 @@ def error_on_one_line(error: BaseException, location: str = "") -> str:
 
 def all_invalid(description: str, scores: Iterable[Score]) -> CosmosError:
     """Return the error for invalid scores: a permanent `RewardError` if a function failed, else `StageFailed`."""
-    first = next((score for score in scores if score.value is None), None)
-    message = f"{description}; the first: {first.error if first else 'none is learned from'}"
-    return RewardError(message) if first is not None and first.is_raised else StageFailed(message)
+    first_invalid = next((score for score in scores if score.value is None), None)
+    message = f"{description}; the first: {first_invalid.error if first_invalid else 'none is learned from'}"
+    return RewardError(message) if first_invalid is not None and first_invalid.is_raised else StageFailed(message)
 
 
 def _parse_score(result: Any) -> Scored:
@@ -200,12 +204,12 @@ def _parse_score(result: Any) -> Scored:
         metrics = {k: v for k, v in result.items() if k != "score" and isinstance(v, int | float)}
         result = (result["score"], metrics)
     value, metrics = result if isinstance(result, tuple) else (result, {})
-    return _finite(value, "returned"), {
-        str(key): _finite(metric, f"returned metric {key!r} =") for key, metric in metrics.items()
+    return _to_finite_float(value, "returned"), {
+        str(key): _to_finite_float(metric, f"returned metric {key!r} =") for key, metric in metrics.items()
     }
 
 
-def _finite(value: Any, description: str) -> float:
+def _to_finite_float(value: Any, description: str) -> float:
     if hasattr(value, "item"):  # a scalar of numpy or torch
         value = value.item()
     if value is None:

@@ -64,18 +64,20 @@ class ParameterBinding:
     @property
     def takes_group(self) -> bool:
         """Return True if a parameter name implies that the function takes all completions of a prompt at once."""
-        names = {each.name for each in self.parameters if each.kind is not each.VAR_KEYWORD}
-        return bool(names & _GROUP_PARAMETERS) and not names & {*_COMPLETION}
+        parameter_names = {
+            parameter.name for parameter in self.parameters if parameter.kind is not parameter.VAR_KEYWORD
+        }
+        return bool(parameter_names & _GROUP_PARAMETERS) and not parameter_names & {*_COMPLETION}
 
     @property
     def keywords(self) -> tuple[str, ...]:
         """Return the names of `KEYWORDS` that the function receives."""
-        names = {each.name for each in self.parameters}
-        return tuple(name for name in KEYWORDS if self._takes_any_keyword or name in names)
+        parameter_names = {parameter.name for parameter in self.parameters}
+        return tuple(name for name in KEYWORDS if self._takes_any_keyword or name in parameter_names)
 
     @property
     def _takes_any_keyword(self) -> bool:
-        return any(each.kind is each.VAR_KEYWORD for each in self.parameters)
+        return any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters)
 
     def arguments(self, fields: Fields) -> tuple[list[Any], dict[str, Any]]:
         """Return the positional and keyword arguments for one completion.
@@ -83,40 +85,43 @@ class ParameterBinding:
         Raises:
             TypeError: a parameter is neither a known name nor a column of the row.
         """
-        return self._bind_values(lambda name: _value(name, fields), [fields])
+        return self._bind_values(lambda name: _argument_value(name, fields), [fields])
 
     def list_arguments(self, group: Sequence[Fields]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments for all completions of a prompt, with a list for each parameter of a completion or row;
         see `arguments` for errors."""
-        return self._bind_values(lambda name: _values(name, group), group)
+        return self._bind_values(lambda name: _group_argument(name, group), group)
 
-    def _bind_values(self, value_of: Callable[[str], Any], group: Sequence[Fields]) -> tuple[list[Any], dict[str, Any]]:
-        positional, keywords = [], {}
-        for each in self.parameters:
-            if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
+    def _bind_values(
+        self, get_value: Callable[[str], Any], group: Sequence[Fields]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        positional_arguments, keyword_arguments = [], {}
+        for parameter in self.parameters:
+            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 continue
             try:
-                value = value_of(each.name)
+                value = get_value(parameter.name)
             except KeyError:
-                if each.default is _NO_DEFAULT:
-                    columns = ", ".join(_columns(group[0])) or "none"
+                if parameter.default is _NO_DEFAULT:
+                    column_names = ", ".join(_row_columns(group[0])) or "none"
                     raise TypeError(
-                        f"nothing is called {each.name!r} (columns of the row: {columns}); arguments are bound by "
+                        f"nothing is called {parameter.name!r} (columns of the row: {column_names}); arguments are "
+                        f"bound by "
                         f"name, so write {SIGNATURE}"
                     ) from None
-                if each.kind is not each.POSITIONAL_ONLY:
+                if parameter.kind is not parameter.POSITIONAL_ONLY:
                     continue
-                value = each.default
-            if each.kind is each.POSITIONAL_ONLY:
-                positional.append(value)
+                value = parameter.default
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                positional_arguments.append(value)
             else:
-                keywords[each.name] = value
+                keyword_arguments[parameter.name] = value
         if self._takes_any_keyword:
-            parameter_names = {each.name for each in self.parameters}
-            texts = ("prompts", "completions") if self.takes_group else ("to_be_evaluated", "reference")
-            other_names = [*texts, *KEYWORDS, *_columns(group[0])]
-            keywords |= {name: value_of(name) for name in other_names if name not in parameter_names}
-        return positional, keywords
+            parameter_names = {parameter.name for parameter in self.parameters}
+            text_parameters = ("prompts", "completions") if self.takes_group else ("to_be_evaluated", "reference")
+            other_names = [*text_parameters, *KEYWORDS, *_row_columns(group[0])]
+            keyword_arguments |= {name: get_value(name) for name in other_names if name not in parameter_names}
+        return positional_arguments, keyword_arguments
 
 
 def bind(name: str, function: Callable[..., Any]) -> ParameterBinding:
@@ -133,22 +138,24 @@ def bind(name: str, function: Callable[..., Any]) -> ParameterBinding:
         if each.default is _NO_DEFAULT and each.name in _UNAVAILABLE_PARAMETERS and each.kind is not each.VAR_KEYWORD:
             reason = _UNAVAILABLE_PARAMETERS[each.name]
             raise RewardError(f"{name!r} wants {each.name!r}, which is not offered: {reason}")
-    named = [each for each in binding.parameters if each.kind is not each.VAR_POSITIONAL]
-    accepted = {_PLURAL_PARAMETERS.get(each.name, each.name) for each in named}
-    optional = [each.name for each in named if each.kind is each.VAR_KEYWORD or each.default is not _NO_DEFAULT]
+    named_parameters = [each for each in binding.parameters if each.kind is not each.VAR_POSITIONAL]
+    accepted_names = {_PLURAL_PARAMETERS.get(each.name, each.name) for each in named_parameters}
+    optional_names = [
+        each.name for each in named_parameters if each.kind is each.VAR_KEYWORD or each.default is not _NO_DEFAULT
+    ]
     # A required parameter with an unknown name, such as `answer`, may be meant as the completion.
-    are_all_known = accepted <= {*KEYWORDS, *_PLURAL_PARAMETERS.values(), *optional}
-    if not accepted & {*_PER_COMPLETION_PARAMETERS} and not (binding._takes_any_keyword and are_all_known):
-        names = ", ".join(each.name for each in binding.parameters) or "nothing"
-        raise RewardError(f"{name!r} takes {names}: no parameter is the completion; arguments are bound by name, "
-                          f"so write {SIGNATURE}")  # fmt: skip
+    are_all_known = accepted_names <= {*KEYWORDS, *_PLURAL_PARAMETERS.values(), *optional_names}
+    if not accepted_names & {*_PER_COMPLETION_PARAMETERS} and not (binding._takes_any_keyword and are_all_known):
+        parameter_names = ", ".join(each.name for each in binding.parameters) or "nothing"
+        raise RewardError(f"{name!r} takes {parameter_names}: no parameter is the completion; arguments are bound by "
+                          f"name, so write {SIGNATURE}")  # fmt: skip
     return binding
 
 
-def _value(name: str, fields: Fields) -> Any:
+def _argument_value(name: str, fields: Fields) -> Any:
     """Return the argument for a parameter name and one completion; known names take precedence over columns, and any
     other name raises KeyError."""
-    columns = _columns(fields)
+    columns = _row_columns(fields)
     if name in _COMPLETION:
         return fields["to_be_evaluated"]
     if name == "reference":
@@ -163,11 +170,11 @@ def _value(name: str, fields: Fields) -> Any:
     return {"extra_info": {}, "data_source": ""}[name]
 
 
-def _values(name: str, group: Sequence[Fields]) -> Any:
+def _group_argument(name: str, group: Sequence[Fields]) -> Any:
     """Return the argument for a parameter name and all completions of a prompt."""
-    columns = _columns(group[0])
+    columns = _row_columns(group[0])
     if name in _SINGLE_VALUE_PARAMETERS:
-        return _value(name, group[0])
+        return _argument_value(name, group[0])
     if name in _PLURAL_PARAMETERS and name not in columns:
         if name == "completions":  # as in TRL, a completion is a list of messages if the prompt is a list
             return [fields["turns"] if isinstance(columns.get("prompt"), list) else fields["to_be_evaluated"]
@@ -175,8 +182,8 @@ def _values(name: str, group: Sequence[Fields]) -> Any:
         if name == "prompts":
             return [columns.get("prompt", fields.get("prompt")) for fields in group]
         name = _PLURAL_PARAMETERS[name]
-    return [_value(name, fields) for fields in group]
+    return [_argument_value(name, fields) for fields in group]
 
 
-def _columns(fields: Fields) -> Mapping[str, Any]:
+def _row_columns(fields: Fields) -> Mapping[str, Any]:
     return fields.get("metadata") or {}

@@ -16,7 +16,7 @@ _NO_TIMEOUT = None
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _INTEGER = r"\s*(-?\d{1,300}|-?\d{1,3}(?:,\d{3}){1,99})\s*"
-_BOX = re.compile(r"\\(?:boxed|fbox)\b(?:\s*(?=\{))?")
+_BOX_COMMAND = re.compile(r"\\(?:boxed|fbox)\b(?:\s*(?=\{))?")
 _SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!;: ]|~|\{,\}|\\thinspace\s)\s*(?=\d{3}(?!\d))")
 _NUMBER_WITH_EXPONENT = re.compile(
     r"(?<![\w.\\])(\d+(?:\.\d+)?)(?:[eE]([-+]?\d{1,3})(?!\w)|\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{([-+]?\d{1,3})\}|(\d)))"
@@ -38,48 +38,50 @@ def boxed_math(to_be_evaluated: str, reference: str) -> float:
     if (completion_match := _BOXED_INTEGER.fullmatch(end)) and (reference_match := re.fullmatch(_INTEGER, reference)):
         # Compare boxed integers, with which most completions end, without the slow parser.
         return float(int(completion_match[1].replace(",", "")) == int(reference_match[1].replace(",", "")))
-    return _grade(end, reference)
+    return _grade_completion(end, reference)
 
 
 def _keep_last_box(text: str) -> str:
     """Return the text from its last `\\boxed` on, because math-verify would combine several boxes to one result. The
     box and the numbers are normalised for its parser."""
-    boxes = list(_BOX.finditer(text))
-    text = "\\boxed" + text[boxes[-1].end() :] if boxes else text
+    box_matches = list(_BOX_COMMAND.finditer(text))
+    text = "\\boxed" + text[box_matches[-1].end() :] if box_matches else text
     text = _SPACE_IN_NUMBER.sub("", text)
     text = _NUMBER_WITH_EXPONENT.sub(lambda n: format(Decimal(f"{n[1]}e{n[2] or n[3] or n[4]}"), "f"), text)
-    text = _REPEATING_DECIMAL.sub(_fraction, text)
-    if not boxes:
+    text = _REPEATING_DECIMAL.sub(_convert_to_fraction, text)
+    if not box_matches:
         return text
     content, depth = text[len("\\boxed") :], 0
-    for end, character in enumerate(content):
+    for index, character in enumerate(content):
         depth += (character == "{") - (character == "}")
         if depth == 0:
-            return "\\boxed" + content[:1] + _TRAILING_PUNCTUATION.sub(r"\1", content[1:end]) + content[end:]
+            return "\\boxed" + content[:1] + _TRAILING_PUNCTUATION.sub(r"\1", content[1:index]) + content[index:]
     return text
 
 
-def _fraction(match: re.Match[str]) -> str:
+def _convert_to_fraction(match: re.Match[str]) -> str:
     """Return a repeating decimal as a fraction: 0.1666... becomes (16 - 1) / 90."""
-    integer_part, fixed_part, repeated = match[1] or "0", match[2], match[3] or match[4]
-    numerator = int(integer_part + fixed_part + repeated) - int(integer_part + fixed_part)
-    return f"\\frac{{{numerator}}}{{{(10 ** len(repeated) - 1) * 10 ** len(fixed_part)}}}"
+    integer_part, fixed_part, repeating_part = match[1] or "0", match[2], match[3] or match[4]
+    numerator = int(integer_part + fixed_part + repeating_part) - int(integer_part + fixed_part)
+    return f"\\frac{{{numerator}}}{{{(10 ** len(repeating_part) - 1) * 10 ** len(fixed_part)}}}"
 
 
 @lru_cache(maxsize=1024)  # many completions of a prompt give the same answer
-def _grade(end: str, reference: str) -> float:
-    expected = _parse_reference(reference)
-    if not expected:
+def _grade_completion(completion_end: str, reference: str) -> float:
+    reference_expressions = _parse_reference(reference)
+    if not reference_expressions:
         raise ValueError(f"the reference {reference[-80:]!r} is not a mathematical expression")
-    answer = _parse(end, ExprExtractionConfig(), LatexExtractionConfig())
-    return float(verify(expected, answer, timeout_seconds=_NO_TIMEOUT))
+    completion_expressions = _parse_expressions(completion_end, ExprExtractionConfig(), LatexExtractionConfig())
+    return float(verify(reference_expressions, completion_expressions, timeout_seconds=_NO_TIMEOUT))
 
 
 @lru_cache(maxsize=1024)
 def _parse_reference(reference: str) -> list[Any]:
     text = reference if reference.startswith("\\boxed") else _TRAILING_PUNCTUATION.sub(r"\1", reference)
-    return _parse(text, LatexExtractionConfig()) or _parse(f"\\boxed{{{text}}}", LatexExtractionConfig())
+    return _parse_expressions(text, LatexExtractionConfig()) or _parse_expressions(
+        f"\\boxed{{{text}}}", LatexExtractionConfig()
+    )
 
 
-def _parse(text: str, *targets: Any) -> list[Any]:
-    return parse(text, extraction_config=list(targets), parsing_timeout=_NO_TIMEOUT)  # type: ignore[arg-type]
+def _parse_expressions(text: str, *extraction_configs: Any) -> list[Any]:
+    return parse(text, extraction_config=list(extraction_configs), parsing_timeout=_NO_TIMEOUT)  # type: ignore[arg-type]

@@ -29,10 +29,12 @@ class ClipModel:
         self.device = torch.device(device_of(settings))
         self.dtype = torch.float32 if self.device.type == "cpu" else getattr(torch, settings.dtype)
         path = settings.model_path or model_path
-        processor = settings.options.get("processor_path") or (path if settings.model_path else processor_path) or path
+        processor_name = (
+            settings.options.get("processor_path") or (path if settings.model_path else processor_path) or path
+        )
         with translate_loading_errors(name, path):
             self.model = AutoModel.from_pretrained(path, dtype=self.dtype).to(self.device).eval().requires_grad_(False)
-            self._processor = AutoProcessor.from_pretrained(processor)
+            self._processor = AutoProcessor.from_pretrained(processor_name)
         self.scale = float(self.model.logit_scale.detach().exp())
 
     def images(self, images: Sequence[Image.Image]) -> Any:
@@ -40,7 +42,7 @@ class ClipModel:
         inputs = self._processor(images=list(images), return_tensors="pt").to(self.device)
         inputs["pixel_values"] = inputs["pixel_values"].to(self.dtype)
         with self._torch.inference_mode():
-            return _unit(self.model.get_image_features(**inputs))
+            return _to_unit_vectors(self.model.get_image_features(**inputs))
 
     def texts(self, texts: Sequence[str]) -> Any:
         """Return the embeddings of texts, one unit vector each; texts are truncated to the context length of CLIP."""
@@ -48,7 +50,7 @@ class ClipModel:
             text=list(texts), padding=True, truncation=True, max_length=_MAX_TEXT_TOKENS, return_tensors="pt"
         ).to(self.device)
         with self._torch.inference_mode():
-            return _unit(self.model.get_text_features(**inputs))
+            return _to_unit_vectors(self.model.get_text_features(**inputs))
 
     def similarities(self, texts: Sequence[str], images: Sequence[Image.Image]) -> list[float]:
         """Return the cosine similarity of each text and its image."""
@@ -74,6 +76,6 @@ def translate_loading_errors(name: str, path: str) -> Iterator[None]:
         ) from error
 
 
-def _unit(features: Any) -> Any:
+def _to_unit_vectors(features: Any) -> Any:
     features = getattr(features, "pooler_output", features)
     return features / features.norm(dim=-1, keepdim=True).clamp_min(1e-12)

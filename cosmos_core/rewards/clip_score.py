@@ -7,20 +7,20 @@ from cosmos_core.rewards.clip_model import ClipModel
 from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import Columns, Item, Settings, score_one
 
-_MODEL = "openai/clip-vit-large-patch14"
-_WEIGHT = 2.5
+_DEFAULT_MODEL = "openai/clip-vit-large-patch14"
+_CLIP_SCORE_WEIGHT = 2.5
 
 
 class ClipScoreReward:
     """Reward with the key `clip_score`."""
 
     def __init__(self, settings: Settings) -> None:
-        self._clip = ClipModel("clip_score", settings, _MODEL)
+        self._clip = ClipModel("clip_score", settings, _DEFAULT_MODEL)
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the score of each image, or of the middle frame of each video."""
         cosines = self._clip.similarities([item.prompt for item in items], [middle_image(item.media) for item in items])
-        return {"clip_score": [_WEIGHT * max(cosine, 0.0) for cosine in cosines]}
+        return {"clip_score": [_CLIP_SCORE_WEIGHT * max(cosine, 0.0) for cosine in cosines]}
 
 
 def clip_score(

@@ -19,17 +19,17 @@ from cosmos_core.rewards.clip_model import device_of, translate_loading_errors
 from cosmos_core.rewards.images import to_frames
 from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
 
-_MODEL = "nvidia/Cosmos-Reason1-7B-Reward"
-_SYSTEM = (
+_DEFAULT_MODEL = "nvidia/Cosmos-Reason1-7B-Reward"
+_DEFAULT_SYSTEM_PROMPT = (
     "You analyse videos for things that cannot be: gravity, collisions, fluids, cause and effect, objects that appear, "
     "vanish or change, bodies that move as no body can. Style, sound, light and blur do not count. Begin with a single "
     'word: "Yes" or "No".'
 )
 _JUDGE_QUESTION = "Does the video contain any anomalies or artifacts?"
 _MAX_FRAMES = 160
-_TOKENS = 9216
-_FPS = 16.0
-_PAD = "<|video_pad|>"
+_MAX_VIDEO_TOKENS = 9216
+_DEFAULT_FPS = 16.0
+_VIDEO_PAD_TOKEN = "<|video_pad|>"
 _VIDEO_TOKEN_TYPE = 2
 """Value of `mm_token_type_ids` for tokens that are placeholders of video patches."""
 log = logging.getLogger(__name__)
@@ -44,24 +44,25 @@ class CosmosReason1Reward:
         import torch
         from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
-        path = settings.model_path or _MODEL
+        path = settings.model_path or _DEFAULT_MODEL
         device = torch.device(device_of(settings))
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         with translate_loading_errors("cosmos_reason1", path):
             model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype)
             self._model = model.to(device).eval()
             self._tokenizer = AutoTokenizer.from_pretrained(path)
-            images: Any = AutoImageProcessor.from_pretrained(path)
-        self._mean, self._std = (
-            np.array(each, np.float32)[:, None, None] for each in (images.image_mean, images.image_std)
+            image_processor: Any = AutoImageProcessor.from_pretrained(path)
+        self._pixel_mean, self._pixel_std = (
+            np.array(statistic, np.float32)[:, None, None]
+            for statistic in (image_processor.image_mean, image_processor.image_std)
         )
         if system_prompt := settings.options.get("system_prompt", ""):
-            self._system = _text(system_prompt)
+            self._system_prompt = _read_system_prompt(system_prompt)
         else:
-            self._system = _SYSTEM
+            self._system_prompt = _DEFAULT_SYSTEM_PROMPT
             log.warning("options.system_prompt is empty: the model is asked in other words than those of its card")
         self._question = settings.options.get("question", _JUDGE_QUESTION)
-        self._tokens = int(settings.options.get("tokens", _TOKENS))
+        self._max_video_tokens = int(settings.options.get("tokens", _MAX_VIDEO_TOKENS))
         self._yes_token, self._no_token = (
             self._tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No")
         )
@@ -70,41 +71,45 @@ class CosmosReason1Reward:
         """Return the scores of each video; an image counts as a video of one frame."""
         columns: Columns = {"prediction": [], "no_score": [], "yes_logit": [], "no_logit": []}
         for item in items:
-            yes, no_logit = self._logits(to_frames(item.media), float(item.info.get("video_fps") or _FPS))
-            columns["prediction"].append("Bad" if yes > no_logit else "Good")
-            columns["no_score"].append(1 / (1 + math.exp(min(yes - no_logit, 700.0))))
-            columns["yes_logit"].append(yes)
+            yes_logit, no_logit = self._compute_logits(
+                to_frames(item.media), float(item.info.get("video_fps") or _DEFAULT_FPS)
+            )
+            columns["prediction"].append("Bad" if yes_logit > no_logit else "Good")
+            columns["no_score"].append(1 / (1 + math.exp(min(yes_logit - no_logit, 700.0))))
+            columns["yes_logit"].append(yes_logit)
             columns["no_logit"].append(no_logit)
         return columns
 
-    def _logits(self, frames: Sequence[Image.Image], fps: float) -> tuple[float, float]:
+    def _compute_logits(self, frames: Sequence[Image.Image], fps: float) -> tuple[float, float]:
         import torch
 
-        interval = max(1, (len(frames) - 1) // _MAX_FRAMES + 1)
-        chosen = frames[::interval]
-        vision = self._model.config.vision_config
-        patches, grid = self.patches(chosen)
-        count = math.prod(grid) // vision.spatial_merge_size**2
-        ids = self._tokenizer(self._prompt().replace(_PAD, _PAD * count), return_tensors="pt")["input_ids"]
-        pad = self._tokenizer.convert_tokens_to_ids(_PAD)
+        frame_interval = max(1, (len(frames) - 1) // _MAX_FRAMES + 1)
+        sampled_frames = frames[::frame_interval]
+        vision_config = self._model.config.vision_config
+        patches, patch_grid = self.patches(sampled_frames)
+        num_video_tokens = math.prod(patch_grid) // vision_config.spatial_merge_size**2
+        input_ids = self._tokenizer(
+            self._render_prompt().replace(_VIDEO_PAD_TOKEN, _VIDEO_PAD_TOKEN * num_video_tokens), return_tensors="pt"
+        )["input_ids"]
+        pad_token_id = self._tokenizer.convert_tokens_to_ids(_VIDEO_PAD_TOKEN)
         inputs: dict[str, Any] = {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
+            "input_ids": input_ids,
+            "attention_mask": torch.ones_like(input_ids),
             "pixel_values_videos": torch.from_numpy(patches).to(self._model.dtype),
-            "video_grid_thw": torch.tensor([grid]),
-            "second_per_grid_ts": torch.tensor([vision.temporal_patch_size * interval / fps]),
-            "mm_token_type_ids": (ids == pad).int() * _VIDEO_TOKEN_TYPE,
+            "video_grid_thw": torch.tensor([patch_grid]),
+            "second_per_grid_ts": torch.tensor([vision_config.temporal_patch_size * frame_interval / fps]),
+            "mm_token_type_ids": (input_ids == pad_token_id).int() * _VIDEO_TOKEN_TYPE,
         }
-        parameters = inspect.signature(self._model.forward).parameters
-        inputs = {name: value.to(self._model.device) for name, value in inputs.items() if name in parameters}
+        forward_parameters = inspect.signature(self._model.forward).parameters
+        inputs = {name: value.to(self._model.device) for name, value in inputs.items() if name in forward_parameters}
         with torch.inference_mode():
             logits = self._model(**inputs).logits[0, -1].float()
         return float(logits[self._yes_token]), float(logits[self._no_token])
 
-    def _prompt(self) -> str:
-        placeholder = f"<|vision_start|>{_PAD}<|vision_end|>"
+    def _render_prompt(self) -> str:
+        placeholder = f"<|vision_start|>{_VIDEO_PAD_TOKEN}<|vision_end|>"
         messages = [
-            {"role": "system", "content": self._system},
+            {"role": "system", "content": self._system_prompt},
             {"role": "user", "content": f"{placeholder}{self._question}"},
         ]
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
@@ -112,20 +117,34 @@ class CosmosReason1Reward:
     def patches(self, frames: Sequence[Image.Image]) -> tuple[np.ndarray, tuple[int, int, int]]:
         """Return the patches of a video in the layout of Qwen2.5-VL, and their number along time, height and width."""
         vision = self._model.config.vision_config
-        size, merge, depth = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
-        frames = list(frames[: len(frames) // depth * depth] or [frames[0]] * depth)
-        max_pixels = self._tokens * (size * merge) ** 2 * depth // len(frames)
-        height, width = fit_size(frames[0].size[::-1], size * merge, max_pixels)
+        patch_size, merge_size, temporal_patch_size = (
+            vision.patch_size,
+            vision.spatial_merge_size,
+            vision.temporal_patch_size,
+        )
+        frames = list(
+            frames[: len(frames) // temporal_patch_size * temporal_patch_size] or [frames[0]] * temporal_patch_size
+        )
+        max_pixels = self._max_video_tokens * (patch_size * merge_size) ** 2 * temporal_patch_size // len(frames)
+        height, width = fit_size(frames[0].size[::-1], patch_size * merge_size, max_pixels)
         pixels = np.stack([
             np.asarray(frame.resize((width, height), Image.Resampling.BICUBIC), np.float32).transpose(2, 0, 1) / 255
             for frame in frames
         ])  # fmt: skip
-        pixels = (pixels - self._mean) / self._std
-        grid = (len(frames) // depth, height // size, width // size)
+        pixels = (pixels - self._pixel_mean) / self._pixel_std
+        patch_grid = (len(frames) // temporal_patch_size, height // patch_size, width // patch_size)
         patches = pixels.reshape(
-            grid[0], depth, 3, grid[1] // merge, merge, size, grid[2] // merge, merge, size
+            patch_grid[0],
+            temporal_patch_size,
+            3,
+            patch_grid[1] // merge_size,
+            merge_size,
+            patch_size,
+            patch_grid[2] // merge_size,
+            merge_size,
+            patch_size,
         ).transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
-        return patches.reshape(math.prod(grid), 3 * depth * size * size), grid
+        return patches.reshape(math.prod(patch_grid), 3 * temporal_patch_size * patch_size * patch_size), patch_grid
 
 
 def fit_size(size: tuple[int, int], factor: int, max_pixels: int) -> tuple[int, int]:
@@ -133,11 +152,11 @@ def fit_size(size: tuple[int, int], factor: int, max_pixels: int) -> tuple[int, 
     pixels."""
     height, width = (max(factor, round(length / factor) * factor) for length in size)
     if height * width > max_pixels:
-        shrink = math.sqrt(size[0] * size[1] / max_pixels)
-        height, width = (max(factor, math.floor(length / shrink / factor) * factor) for length in size)
+        scale_factor = math.sqrt(size[0] * size[1] / max_pixels)
+        height, width = (max(factor, math.floor(length / scale_factor / factor) * factor) for length in size)
     return height, width
 
 
-def _text(explicit_prompt: str) -> str:
-    is_file = len(explicit_prompt) < 1000 and "\n" not in explicit_prompt and Path(explicit_prompt).is_file()
-    return Path(explicit_prompt).read_text(encoding="utf-8").strip() if is_file else explicit_prompt
+def _read_system_prompt(prompt_or_path: str) -> str:
+    is_file = len(prompt_or_path) < 1000 and "\n" not in prompt_or_path and Path(prompt_or_path).is_file()
+    return Path(prompt_or_path).read_text(encoding="utf-8").strip() if is_file else prompt_or_path

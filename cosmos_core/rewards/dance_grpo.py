@@ -21,8 +21,8 @@ from cosmos_core.rewards.images import to_frames
 from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
 
 _INSTALL_HINT = "install av and DanceGRPO's fastvideo in their own environment and name that in venv_python"
-_KEYS = {"VQ": "vq_reward", "MQ": "mq_reward", "TA": "ta_reward", "Overall": "overall_reward"}
-_FPS = 16.0
+_SCORE_KEYS = {"VQ": "vq_reward", "MQ": "mq_reward", "TA": "ta_reward", "Overall": "overall_reward"}
+_DEFAULT_FPS = 16.0
 
 
 class DanceGrpoReward:
@@ -38,20 +38,22 @@ class DanceGrpoReward:
                 f"the reward 'dance_grpo' cannot load {settings.model_path!r}: no such folder; download "
                 f"KwaiVGI/VideoReward and set model_path to its folder"
             )
-        module: Any = importlib.import_module("fastvideo.models.videoalign.inference")
+        videoalign_module: Any = importlib.import_module("fastvideo.models.videoalign.inference")
         path, device, dtype = os.path.abspath(settings.model_path), device_of(settings), getattr(torch, settings.dtype)
         with contextlib.chdir(settings.download_path or "."):
-            self._inferencer = module.VideoVLMRewardInference(load_from_pretrained=path, device=device, dtype=dtype)
+            self._inferencer = videoalign_module.VideoVLMRewardInference(
+                load_from_pretrained=path, device=device, dtype=dtype
+            )
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the four scores of each video, by key."""
-        columns: Columns = {key: [] for key in _KEYS.values()}
+        columns: Columns = {key: [] for key in _SCORE_KEYS.values()}
         with tempfile.TemporaryDirectory() as folder:
             for i, item in enumerate(items):
-                file = Path(folder, f"{i}.mp4")
-                write_video(file, item.media, float(item.info.get("video_fps") or _FPS))
-                [rewards] = self._inferencer.reward([str(file)], [item.prompt], use_norm=True)
-                for name, key in _KEYS.items():
+                video_file = Path(folder, f"{i}.mp4")
+                write_video(video_file, item.media, float(item.info.get("video_fps") or _DEFAULT_FPS))
+                [rewards] = self._inferencer.reward([str(video_file)], [item.prompt], use_norm=True)
+                for name, key in _SCORE_KEYS.items():
                     columns[key].append(float(rewards[name]))
         return columns
 

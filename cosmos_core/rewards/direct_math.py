@@ -6,7 +6,7 @@ from cosmos_core.rewards.base import require_reference
 
 _ANSWER_PATTERN = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
-_ARTICLE = re.compile(r"\b(an|a) (?=[a-z]{2})(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|mod|max|min|pi)\b)")
+_ARTICLE_PATTERN = re.compile(r"\b(an|a) (?=[a-z]{2})(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|mod|max|min|pi)\b)")
 """Pattern of a lower-case article before a word: `A B` are two choices, and `a b` is a product."""
 
 _DOLLAR_SIGN = re.compile(r"(?<!\\)\$")
@@ -16,7 +16,7 @@ _REPLACEMENTS = (
     ("\\$", ""), ("\\ ", ""), (" ", ""), (".$", "$"), ("mbox", "text"),
     (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
 )  # fmt: skip
-_DELETED = (
+_DELETED_STRINGS = (
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points",
     "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
     "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}",
@@ -39,28 +39,30 @@ def direct_math(to_be_evaluated: str, reference: str) -> float:
 
     A reference that is empty after normalisation (`ways`) is invalid.
     """
-    expected = _normalise(require_reference(reference))
-    if not expected:
+    normalised_reference = _normalise_answer(require_reference(reference))
+    if not normalised_reference:
         raise ValueError(f"the reference {reference[-80:]!r} is empty after normalisation")
     answers = _ANSWER_PATTERN.findall(to_be_evaluated)
-    return 1.0 if answers and _normalise(answers[-1]) == expected else -1.0
+    return 1.0 if answers and _normalise_answer(answers[-1]) == normalised_reference else -1.0
 
 
 def _remove_articles(answer: str) -> str:
     """Return the answer without articles; between dollar signs `a` is a variable, as in `$a sin x$`."""
     parts = _DOLLAR_SIGN.split(answer)
-    was_in_formula = len(parts) % 2 == 0  # removing the text before `=` may have removed a dollar sign
-    return "$".join(part if i % 2 != was_in_formula else _ARTICLE.sub("", part) for i, part in enumerate(parts))
+    starts_in_formula = len(parts) % 2 == 0  # removing the text before `=` may have removed a dollar sign
+    return "$".join(
+        part if i % 2 != starts_in_formula else _ARTICLE_PATTERN.sub("", part) for i, part in enumerate(parts)
+    )
 
 
-def _normalise(answer: str) -> str:
+def _normalise_answer(answer: str) -> str:
     answer = _remove_articles(answer.rpartition("=")[2].strip())
-    for old_text, new in _REPLACEMENTS:
-        answer = answer.replace(old_text, new)
-    for deleted_text in _DELETED:
+    for old_text, new_text in _REPLACEMENTS:
+        answer = answer.replace(old_text, new_text)
+    for deleted_text in _DELETED_STRINGS:
         answer = answer.replace(deleted_text, "")
-    for pattern, rewritten in _PATTERN_REPLACEMENTS:
-        answer = pattern.sub(rewritten, answer)
+    for pattern, replacement in _PATTERN_REPLACEMENTS:
+        answer = pattern.sub(replacement, answer)
     answer = answer.replace("$", "")
     if answer.replace(",", "").isdigit():
         answer = answer.replace(",", "")

@@ -26,14 +26,14 @@ FETCH_URL = "REMOTE_REWARD_FETCH_URL"
 TOKEN = "REMOTE_REWARD_TOKEN"
 NO_PINNING = "COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA"
 
-_MIN_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 1.0
 _MAX_FAILED_FETCHES = 5
 """Maximum number of consecutive fetches without a response, after which a request moves to another replica."""
-_MIN_SECONDS, _SECONDS_PER_MIB, _BOUNDS = 30.0, 3.0, (60.0, 600.0)
+_ENQUEUE_BASE_SECONDS, _ENQUEUE_SECONDS_PER_MIB, _BOUNDS = 30.0, 3.0, (60.0, 600.0)
 _FETCH_SECONDS = 30.0
-_ENQUEUE_REFUSALS = {400, 401, 403, 404, 405, 411, 413, 415, 422}
+_ENQUEUE_REFUSAL_CODES = {400, 401, 403, 404, 405, 411, 413, 415, 422}
 """HTTP status codes with which a service refuses an enqueue permanently, so that a retry cannot help."""
-_FETCH_REFUSALS = _ENQUEUE_REFUSALS - {400}
+_FETCH_REFUSAL_CODES = _ENQUEUE_REFUSAL_CODES - {400}
 """HTTP status codes with which a service refuses a fetch permanently; 400 means that scores are not ready yet."""
 _AVOID_SECONDS = 5.0
 """Seconds for which a failed replica is avoided, unless its response has a `Retry-After` header."""
@@ -61,22 +61,22 @@ def service_of(environment: Mapping[str, str] = os.environ) -> Service:
     Raises:
         RewardError: a variable is missing or invalid.
     """
-    enqueue, fetch = (
-        [url for each in environment.get(name, "").split(",") if (url := each.strip())]
+    enqueue_urls, fetch_urls = (
+        [url for url_text in environment.get(name, "").split(",") if (url := url_text.strip())]
         for name in (ENQUEUE_URL, FETCH_URL)
     )
-    if not enqueue or not fetch:
+    if not enqueue_urls or not fetch_urls:
         raise RewardError(
             f"train.train_policy.use_remote_reward = true: set {ENQUEUE_URL} and {FETCH_URL} in the environment, and "
             f"{TOKEN} where the service asks for one"
         )
-    if len(enqueue) != len(fetch):
+    if len(enqueue_urls) != len(fetch_urls):
         raise RewardError(
-            f"{ENQUEUE_URL} has {len(enqueue)} URLs and {FETCH_URL} {len(fetch)}; give one of each a replica"
+            f"{ENQUEUE_URL} has {len(enqueue_urls)} URLs and {FETCH_URL} {len(fetch_urls)}; give one of each a replica"
         )
     replicas = tuple(
         (_check_url(ENQUEUE_URL, enqueue_url), _check_url(FETCH_URL, fetch_url))
-        for enqueue_url, fetch_url in zip(enqueue, fetch, strict=True)
+        for enqueue_url, fetch_url in zip(enqueue_urls, fetch_urls, strict=True)
     )
     return Service(replicas, environment.get(TOKEN, ""), environment.get(NO_PINNING, "0") != "1")
 
@@ -84,15 +84,15 @@ def service_of(environment: Mapping[str, str] = os.environ) -> Service:
 def _check_url(name: str, url: str) -> str:
     """Return a URL without trailing slashes, which would change its path; RewardError: it has no host or path."""
     try:
-        parts = urlsplit(url)
-        is_url = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        url_parts = urlsplit(url)
+        is_valid_url = url_parts.scheme in {"http", "https"} and bool(url_parts.hostname) and url_parts.port != 0
     except ValueError:
-        is_url = False
-    if not is_url:
+        is_valid_url = False
+    if not is_valid_url:
         raise RewardError(f"{url!r} is no URL of a reward service; it begins with http:// or https:// and a host")
-    if not (path := parts.path.rstrip("/")):
+    if not (path := url_parts.path.rstrip("/")):
         raise RewardError(f"{name} = {url!r} has no path; the rule is http://HOST:PORT/api/reward/...")
-    return urlunsplit(parts._replace(path=path, fragment=""))
+    return urlunsplit(url_parts._replace(path=path, fragment=""))
 
 
 def ping(service: Service, names: Sequence[str]) -> None:
@@ -101,13 +101,15 @@ def ping(service: Service, names: Sequence[str]) -> None:
     Raises:
         RewardError: a replica does not respond, or refuses the token.
     """
-    form, last = {"info_data": json.dumps({"reward_fn": dict.fromkeys(names, 1.0)})}, PING.rpartition("/")[2]
-    verify = tls_trust()
-    for enqueue, _ in service.replicas:
-        parts = urlsplit(enqueue)
-        url = urlunsplit(parts._replace(path=f"{parts.path.rpartition('/')[0]}/{last}"))
+    form_data, route_name = {"info_data": json.dumps({"reward_fn": dict.fromkeys(names, 1.0)})}, PING.rpartition("/")[2]
+    tls_context = tls_trust()
+    for enqueue_url, _ in service.replicas:
+        url_parts = urlsplit(enqueue_url)
+        url = urlunsplit(url_parts._replace(path=f"{url_parts.path.rpartition('/')[0]}/{route_name}"))
         try:
-            response = httpx.post(url, data=form, timeout=_FETCH_SECONDS, headers=service.headers, verify=verify)
+            response = httpx.post(
+                url, data=form_data, timeout=_FETCH_SECONDS, headers=service.headers, verify=tls_context
+            )
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise RewardError(f"the reward service at {url} is not there: {type(error).__name__}: {error}") from error
         if response.status_code != 200:
@@ -142,12 +144,19 @@ class ServiceRequest:
     """Request to a reward service. The request is enqueued at a replica, and enqueued again if the service loses it,
     until its scores are fetched."""
 
-    def __init__(self, service: Service, client: httpx.AsyncClient, seconds: float, state: ReplicaState) -> None:
-        self._service, self._client, self._replica_state, self._seconds = service, client, state, seconds
-        self._deadline = time.monotonic() + seconds
+    def __init__(
+        self, service: Service, client: httpx.AsyncClient, timeout_seconds: float, state: ReplicaState
+    ) -> None:
+        self._service, self._client, self._replica_state, self._timeout_seconds = (
+            service,
+            client,
+            state,
+            timeout_seconds,
+        )
+        self._deadline = time.monotonic() + timeout_seconds
         self._replica = -1
-        self._pin = ""
-        self._pause = _MIN_PAUSE
+        self._replica_pin = ""
+        self._pause_seconds = _MIN_PAUSE_SECONDS
 
     async def results(self, request_body: bytes, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return the response of the service for each reward function in `names`.
@@ -156,99 +165,103 @@ class ServiceRequest:
             MissingScores: the deadline passed without scores.
             RewardError: the service refuses the request.
         """
-        key, results = str(uuid.uuid4()), dict[str, dict[str, Any]]()
-        pause = _MIN_PAUSE
+        idempotency_key, results = str(uuid.uuid4()), dict[str, dict[str, Any]]()
+        enqueue_pause = _MIN_PAUSE_SECONDS
         try:
             while True:
-                request_id = await self._enqueue(request_body, key)
+                request_id = await self._enqueue(request_body, idempotency_key)
                 for name in (name for name in names if name not in results):
                     if (response := await self._fetch(request_id, name)) is None:
                         break  # the service lost the request: enqueue it again
                     results[name] = response
                 if len(results) == len(names):
                     return results
-                self._pause, pause = pause, 2 * pause
-                await self._wait(None, "the reward service forgets each request that it takes")
+                self._pause_seconds, enqueue_pause = enqueue_pause, 2 * enqueue_pause
+                await self._pause_before_retry(None, "the reward service forgets each request that it takes")
         finally:
             self._release_replica()
 
-    async def _enqueue(self, request_body: bytes, key: str) -> str:
-        seconds = min(max(_MIN_SECONDS + _SECONDS_PER_MIB * len(request_body) / 2**20, _BOUNDS[0]), _BOUNDS[1])
-        headers = {"Content-Type": "application/octet-stream", IDEMPOTENCY_KEY: key}
+    async def _enqueue(self, request_body: bytes, idempotency_key: str) -> str:
+        timeout_seconds = min(
+            max(_ENQUEUE_BASE_SECONDS + _ENQUEUE_SECONDS_PER_MIB * len(request_body) / 2**20, _BOUNDS[0]), _BOUNDS[1]
+        )
+        headers = {"Content-Type": "application/octet-stream", IDEMPOTENCY_KEY: idempotency_key}
         while True:
-            url = self._choose()
-            response = await self._post(url, seconds, content=request_body, headers=headers)
+            url = self._choose_replica()
+            response = await self._post(url, timeout_seconds, content=request_body, headers=headers)
             if response is None:
                 continue
             if response.status_code == 200:
-                content = _json_object(response)
-                pin = str(content.get("replica_id") or "")
-                self._pin = pin if pin.isascii() and pin.isprintable() else ""
-                if isinstance(content.get("uuid"), str):
-                    return str(content["uuid"])
-            if response.status_code in _ENQUEUE_REFUSALS or response.is_redirect:
+                response_content = _parse_json_object(response)
+                replica_id = str(response_content.get("replica_id") or "")
+                self._replica_pin = replica_id if replica_id.isascii() and replica_id.isprintable() else ""
+                if isinstance(response_content.get("uuid"), str):
+                    return str(response_content["uuid"])
+            if response.status_code in _ENQUEUE_REFUSAL_CODES or response.is_redirect:
                 raise RewardError(f"the reward service at {url} refuses a request: {_reason(response)}")
             if response.status_code == 429:
                 self._replica_state.counts["throttled"] += 1
-            self._mark_failed(_seconds_to_wait(response))
+            self._mark_replica_failed(_retry_after_seconds(response))
             if not self._replica_state.has_available_replica():
                 reason = f"the reward service at {url} does not take the request: {_reason(response)}"
-                await self._wait(response, reason)
+                await self._pause_before_retry(response, reason)
 
     async def _fetch(self, request_id: str, name: str) -> dict[str, Any] | None:
         """Return the response of the service for one reward function; None if the service has lost the request."""
-        headers = {PIN: self._pin} if self._pin and self._service.pins else {}
+        headers = {PIN: self._replica_pin} if self._replica_pin and self._service.pins else {}
         url = self._service.replicas[self._replica][1]
-        self._pause, misses = _MIN_PAUSE, 0
+        self._pause_seconds, num_failed_fetches = _MIN_PAUSE_SECONDS, 0
         while True:
             response = await self._post(url, _FETCH_SECONDS, data={"uuid": request_id, "type": name}, headers=headers)
             if response is None:
-                misses += 1
-                if misses >= _MAX_FAILED_FETCHES and len(self._service.replicas) > 1:
-                    self._mark_failed()
+                num_failed_fetches += 1
+                if num_failed_fetches >= _MAX_FAILED_FETCHES and len(self._service.replicas) > 1:
+                    self._mark_replica_failed()
                     return None
                 continue
             if response.status_code == 200:
                 self._replica_state.avoided_until.pop(self._replica, None)
-                return _json_object(response)
+                return _parse_json_object(response)
             if response.status_code in {401, 403}:
                 raise RewardError(f"the reward service at {url} refuses us: {_reason(response)}; set {TOKEN}")
-            if response.status_code in _FETCH_REFUSALS or response.is_redirect:
+            if response.status_code in _FETCH_REFUSAL_CODES or response.is_redirect:
                 raise RewardError(f"{url} is no URL to fetch scores from: {_reason(response)}; set {FETCH_URL}")
             if response.headers.get(STATE_HEADER) == "unknown":
                 self._release_replica()
                 return None
-            last = "" if response.status_code == 400 else f"; the last response: {_reason(response)}"
-            await self._wait(response, f"no score of {name!r} after {self._seconds:g} s{last}")
+            last_response = "" if response.status_code == 400 else f"; the last response: {_reason(response)}"
+            await self._pause_before_retry(
+                response, f"no score of {name!r} after {self._timeout_seconds:g} s{last_response}"
+            )
 
-    async def _post(self, url: str, seconds: float, **content: Any) -> httpx.Response | None:
+    async def _post(self, url: str, timeout_seconds: float, **content: Any) -> httpx.Response | None:
         """Post a request and return the response; if the service does not respond, pause and return None."""
-        remaining = max(0.1, self._deadline - time.monotonic())
+        remaining_seconds = max(0.1, self._deadline - time.monotonic())
         try:
             # The timeout of httpx restarts with each received byte, so asyncio limits the whole exchange.
-            async with asyncio.timeout(remaining):
-                return await self._client.post(url, timeout=min(seconds, remaining), **content)
+            async with asyncio.timeout(remaining_seconds):
+                return await self._client.post(url, timeout=min(timeout_seconds, remaining_seconds), **content)
         except (httpx.RequestError, httpx.InvalidURL) as error:
             reason = f"the reward service at {url} is not there: {type(error).__name__}: {error}".rstrip(": ")
         except TimeoutError:
-            reason = f"the reward service at {url} gives no whole response within {remaining:.3g} s"
+            reason = f"the reward service at {url} gives no whole response within {remaining_seconds:.3g} s"
         if "content" in content:
-            self._mark_failed()
-        await self._wait(None, reason)
+            self._mark_replica_failed()
+        await self._pause_before_retry(None, reason)
         return None
 
-    def _choose(self) -> str:
+    def _choose_replica(self) -> str:
         """Return the enqueue URL of the request's replica. If it has none, choose at random among the
         replicas with the fewest pending requests that did not fail recently."""
         state = self._replica_state
         if self._replica < 0:
-            ranks = [(state.seconds_avoided(i), n, random.random(), i) for i, n in enumerate(state.num_pending)]
-            self._replica = min(ranks)[-1]
+            replica_ranks = [(state.seconds_avoided(i), n, random.random(), i) for i, n in enumerate(state.num_pending)]
+            self._replica = min(replica_ranks)[-1]
             state.num_pending[self._replica] += 1
         return self._service.replicas[self._replica][0]
 
-    def _mark_failed(self, seconds: float = 0.0) -> None:
-        self._replica_state.avoided_until[self._replica] = time.monotonic() + (seconds or _AVOID_SECONDS)
+    def _mark_replica_failed(self, avoid_seconds: float = 0.0) -> None:
+        self._replica_state.avoided_until[self._replica] = time.monotonic() + (avoid_seconds or _AVOID_SECONDS)
         self._release_replica()
 
     def _release_replica(self) -> None:
@@ -257,37 +270,37 @@ class ServiceRequest:
             self._replica_state.num_pending[self._replica] -= 1
             self._replica = -1
 
-    async def _wait(self, response: httpx.Response | None, reason: str) -> None:
+    async def _pause_before_retry(self, response: httpx.Response | None, reason: str) -> None:
         """Pause with exponential backoff and jitter, at least for the `Retry-After` of the response.
 
         Raises:
             MissingScores: the deadline would pass; its message is `reason`.
         """
-        pause = self._pause * random.uniform(0.5, 1.5)
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        pause_seconds = self._pause_seconds * random.uniform(0.5, 1.5)
+        self._pause_seconds = min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS)
         if response is not None:
-            pause = max(pause, _seconds_to_wait(response) * random.uniform(1.0, 1.25))
-        if self._deadline - time.monotonic() <= pause:
+            pause_seconds = max(pause_seconds, _retry_after_seconds(response) * random.uniform(1.0, 1.25))
+        if self._deadline - time.monotonic() <= pause_seconds:
             raise MissingScores(reason)
-        await asyncio.sleep(pause)
+        await asyncio.sleep(pause_seconds)
 
 
-def _seconds_to_wait(response: httpx.Response) -> float:
+def _retry_after_seconds(response: httpx.Response) -> float:
     """Return the seconds in the `Retry-After` header of a response, at most 30; 0 without the header."""
     retry_after = response.headers.get("Retry-After", "")
     return min(float(retry_after), 30.0) if retry_after.isascii() and retry_after.isdigit() else 0.0
 
 
-def _json_object(response: httpx.Response) -> dict[str, Any]:
+def _parse_json_object(response: httpx.Response) -> dict[str, Any]:
     try:
-        content = response.json()
+        json_value = response.json()
     except (ValueError, RecursionError):
         return {}
-    return content if isinstance(content, dict) else {}
+    return json_value if isinstance(json_value, dict) else {}
 
 
 def _reason(response: httpx.Response) -> str:
-    content = _json_object(response)
+    content = _parse_json_object(response)
     text = str(content.get("message") or content.get("detail") or response.text)
     if response.is_redirect:
         text = f"it redirects to {response.headers.get('Location', 'nowhere')}, where no token is sent"

@@ -2,7 +2,7 @@
 
 import re
 
-_SHAPE = re.compile(r"<think>(?:(?!</?think>).)*</think>\n\n<answer>.*?</answer>$", re.DOTALL)
+_FORMAT_PATTERN = re.compile(r"<think>(?:(?!</?think>).)*</think>\n\n<answer>.*?</answer>$", re.DOTALL)
 
 
 def format(to_be_evaluated: str, reference: str) -> float:
@@ -10,4 +10,4 @@ def format(to_be_evaluated: str, reference: str) -> float:
 
     The text in `<think>` contains no think tags, one newline may follow the end, and the reference is ignored.
     """
-    return float(_SHAPE.match(to_be_evaluated) is not None)
+    return float(_FORMAT_PATTERN.match(to_be_evaluated) is not None)

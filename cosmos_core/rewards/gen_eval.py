@@ -16,14 +16,14 @@ from cosmos_core.rewards.clip_model import ClipModel, device_of, translate_loadi
 from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
 
-_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
-_CLIP = "openai/clip-vit-large-patch14"
+_DEFAULT_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
+_DEFAULT_CLIP_MODEL = "openai/clip-vit-large-patch14"
 _TASK_TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 _COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 _TEMPLATES = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
 _COCO_CLASS_NAMES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
 """Class names of GenEval that differ from COCO's, with the names in COCO."""
-_THRESHOLD, _COUNTING_THRESHOLD, _MAX_OBJECTS = 0.3, 0.9, 16
+_CONFIDENCE_THRESHOLD, _COUNTING_THRESHOLD, _MAX_OBJECTS = 0.3, 0.9, 16
 _POSITION_THRESHOLD = 0.1
 _OTHER_TAG_SCORE = -10.0
 """Score in `gen_eval_group` for each tag that is not the tag of the item, as in Cosmos-RL."""
@@ -49,38 +49,38 @@ class GenEvalReward:
         import torch
         from transformers import AutoImageProcessor, AutoModelForUniversalSegmentation
 
-        path = settings.model_path or _DETECTOR
+        path = settings.model_path or _DEFAULT_DETECTOR
         self._device = torch.device(device_of(settings))
         with translate_loading_errors("gen_eval", path):
             self._detector = AutoModelForUniversalSegmentation.from_pretrained(path).to(self._device).eval()
             self._processor = AutoImageProcessor.from_pretrained(path)
-        clip = settings.options.get("clip", _CLIP)
-        self._clip = ClipModel("gen_eval", Settings(clip, dtype=settings.dtype, device=settings.device), clip)
+        clip_name = settings.options.get("clip", _DEFAULT_CLIP_MODEL)
+        self._clip = ClipModel("gen_eval", Settings(clip_name, dtype=settings.dtype, device=settings.device), clip_name)
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the scores of each image; an item whose row lacks `tag` or `include` has no scores."""
         self.errors = [""] * len(items)
         columns: Columns = {f"gen_eval_{name}": [] for name in ("score", "reward", "strict")}
-        groups: dict[str, list[float]] = {tag: [] for tag in _TASK_TAGS}
+        scores_by_tag: dict[str, list[float]] = {tag: [] for tag in _TASK_TAGS}
         for i, item in enumerate(items):
             try:
-                scores: Sequence[float | None] = self._judge(middle_image(item.media), item.info)
+                scores: Sequence[float | None] = self._score_image(middle_image(item.media), item.info)
             except (KeyError, TypeError, ValueError) as error:
                 scores = (None, None, None)
                 self.errors[i] = f"the row of the prompt needs tag and include, as GenEval has them: {error!r}"
             for column, value in zip(columns.values(), scores, strict=True):
                 column.append(value)
-            for tag, values in groups.items():
+            for tag, tag_scores in scores_by_tag.items():
                 has_tag = tag == item.info.get("tag") and scores[1] is not None
-                values.append(float(scores[1] or 0.0) if has_tag else _OTHER_TAG_SCORE)
-        return {**columns, "gen_eval_group": groups}
+                tag_scores.append(float(scores[1] or 0.0) if has_tag else _OTHER_TAG_SCORE)
+        return {**columns, "gen_eval_group": scores_by_tag}
 
-    def _judge(self, image: Image.Image, row: Mapping[str, Any]) -> tuple[float, float, float]:
+    def _score_image(self, image: Image.Image, row: Mapping[str, Any]) -> tuple[float, float, float]:
         include, excluded = row["include"], row.get("exclude") or []
-        threshold = _COUNTING_THRESHOLD if row["tag"] == "counting" else _THRESHOLD
-        names = {entry["class"] for entry in (*include, *excluded)}
-        objects = self.detect(image, names, threshold)
-        colors = {name: [self.color(image, each, name) for each in objects[name]] for name in names}
+        threshold = _COUNTING_THRESHOLD if row["tag"] == "counting" else _CONFIDENCE_THRESHOLD
+        class_names = {entry["class"] for entry in (*include, *excluded)}
+        objects = self.detect(image, class_names, threshold)
+        colors = {name: [self.color(image, detection, name) for detection in objects[name]] for name in class_names}
         is_correct = has_requested_objects(include, excluded, objects, colors) and not row.get("geneval_only_strict")
         score, is_strict = strict_score(include, objects, colors)
         return score, float(is_correct), float(is_strict)
@@ -95,7 +95,7 @@ class GenEvalReward:
         [result] = self._processor.post_process_instance_segmentation(
             outputs, threshold=threshold, target_sizes=[image.size[::-1]], return_binary_maps=True
         )
-        objects: dict[str, list[Detection]] = {name: [] for name in names}
+        objects_by_class: dict[str, list[Detection]] = {name: [] for name in names}
         labels = self._detector.config.id2label
         masks = result["segmentation"]
         for i, segment in enumerate(result["segments_info"]):
@@ -105,18 +105,20 @@ class GenEvalReward:
                 if label in {name, _COCO_CLASS_NAMES.get(name)} and mask.any():
                     ys, xs = np.nonzero(mask)
                     box = (float(xs.min()), float(ys.min()), float(xs.max() + 1), float(ys.max() + 1))
-                    objects[name].append(Detection(box, mask, segment["score"]))
-        return {name: sorted(each, key=lambda f: -f.confidence)[:_MAX_OBJECTS] for name, each in objects.items()}
+                    objects_by_class[name].append(Detection(box, mask, segment["score"]))
+        return {
+            name: sorted(each, key=lambda f: -f.confidence)[:_MAX_OBJECTS] for name, each in objects_by_class.items()
+        }
 
     def color(self, image: Image.Image, detection: Detection, name: str) -> str:
         """Return the colour whose mean CLIP embedding of three prompt templates is most similar to the object, cropped
         and on a grey background."""
-        grey = Image.new("RGB", image.size, "#999")
-        crop = Image.composite(image, grey, Image.fromarray(detection.mask)).crop(detection.box)  # type: ignore[arg-type]
+        grey_background = Image.new("RGB", image.size, "#999")
+        object_crop = Image.composite(image, grey_background, Image.fromarray(detection.mask)).crop(detection.box)  # type: ignore[arg-type]
         texts = [template.format(color=color, name=name) for color in _COLORS for template in _TEMPLATES]
         text_embeddings = self._clip.texts(texts).reshape(len(_COLORS), len(_TEMPLATES), -1).mean(1)
         text_embeddings = text_embeddings / text_embeddings.norm(dim=-1, keepdim=True)
-        return _COLORS[int((text_embeddings @ self._clip.images([crop])[0]).argmax())]
+        return _COLORS[int((text_embeddings @ self._clip.images([object_crop])[0]).argmax())]
 
 
 Objects = Mapping[str, Sequence[Detection]]
@@ -127,29 +129,29 @@ def has_requested_objects(
     include: Sequence[Mapping[str, Any]], excluded: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors
 ) -> bool:
     """Return True if all requested objects are present, and fewer excluded objects than the request forbids."""
-    groups: list[Sequence[Detection] | None] = []
+    matched_groups: list[Sequence[Detection] | None] = []
     for request in include:
         name, count = request["class"], request["count"]
-        matches = objects[name][:count]
-        is_satisfied = len(matches) >= count
+        matched_objects = objects[name][:count]
+        is_satisfied = len(matched_objects) >= count
         if is_satisfied and "color" in request:
             is_satisfied = list(colors[name][:count]).count(request["color"]) >= count
         if is_satisfied and "position" in request:
-            is_satisfied = _has_relations(matches, request["position"], groups)
-        groups.append(matches if is_satisfied else None)
-    return None not in groups and all(len(objects[each["class"]]) < each["count"] for each in excluded)
+            is_satisfied = _has_relations(matched_objects, request["position"], matched_groups)
+        matched_groups.append(matched_objects if is_satisfied else None)
+    return None not in matched_groups and all(len(objects[each["class"]]) < each["count"] for each in excluded)
 
 
 def strict_score(include: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors) -> tuple[float, bool]:
     """Return the fraction of the requested objects that the image shows, with partial credit for wrong counts, and
     whether all requests are met with exact counts."""
-    groups: list[Sequence[Detection] | None] = []
+    matched_groups: list[Sequence[Detection] | None] = []
     scores: list[float] = []
     for request in include:
         name, count = request["class"], request["count"]
-        matches = objects[name]
-        has_exact_count = len(matches) == count
-        scores.append(1 - abs(count - len(matches)) / count)
+        matched_objects = objects[name]
+        has_exact_count = len(matched_objects) == count
+        scores.append(1 - abs(count - len(matched_objects)) / count)
         if not has_exact_count and ("color" in request or "position" in request):
             scores.append(0.0)
         if has_exact_count and "color" in request:
@@ -157,29 +159,31 @@ def strict_score(include: Sequence[Mapping[str, Any]], objects: Objects, colors:
             scores.append(1 - abs(count - num_colored) / count)
             has_exact_count = num_colored == count
         if has_exact_count and "position" in request:
-            has_exact_count = _has_relations(matches, request["position"], groups)
+            has_exact_count = _has_relations(matched_objects, request["position"], matched_groups)
             scores.append(float(has_exact_count))
-        groups.append(matches if has_exact_count else None)
-    return sum(scores) / len(scores) if scores else 0.0, None not in groups
+        matched_groups.append(matched_objects if has_exact_count else None)
+    return sum(scores) / len(scores) if scores else 0.0, None not in matched_groups
 
 
 def _has_relations(
-    objects: Sequence[Detection], position: Sequence[Any], groups: Sequence[Sequence[Detection] | None]
+    objects: Sequence[Detection], position: Sequence[Any], matched_groups: Sequence[Sequence[Detection] | None]
 ) -> bool:
     """Return True if each object has the requested relation to each object of an earlier group."""
-    relation, target = position
-    group = groups[target]
-    return group is not None and all(relation in relations(first, other) for first in objects for other in group)
+    relation, target_index = position
+    target_objects = matched_groups[target_index]
+    return target_objects is not None and all(
+        relation in relations(first, other) for first in objects for other in target_objects
+    )
 
 
 def relations(first: Detection, other: Detection) -> set[str]:
     """Return the relations of one object to another (left of, right of, above, below); empty if both overlap a lot."""
-    a, b = (np.array(each.box).reshape(2, 2) for each in (first, other))
-    offset = a.mean(0) - b.mean(0)
-    margin = _POSITION_THRESHOLD * (np.ptp(a, axis=0) + np.ptp(b, axis=0))
-    offset_beyond_margin = np.maximum(np.abs(offset) - margin, 0) * np.sign(offset)
+    first_corners, other_corners = (np.array(detection.box).reshape(2, 2) for detection in (first, other))
+    center_offset = first_corners.mean(0) - other_corners.mean(0)
+    margin = _POSITION_THRESHOLD * (np.ptp(first_corners, axis=0) + np.ptp(other_corners, axis=0))
+    offset_beyond_margin = np.maximum(np.abs(center_offset) - margin, 0) * np.sign(center_offset)
     if np.all(np.abs(offset_beyond_margin) < 1e-3):
         return set()
-    x, y = offset_beyond_margin / np.linalg.norm(offset)
-    holds_by_name = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
-    return {name for name, does_hold in holds_by_name.items() if does_hold}
+    x, y = offset_beyond_margin / np.linalg.norm(center_offset)
+    relation_flags = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
+    return {name for name, is_true in relation_flags.items() if is_true}

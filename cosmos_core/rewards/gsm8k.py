@@ -3,7 +3,7 @@
 import re
 from decimal import Decimal
 
-_NUMBER = re.compile(r"####[\s*\\$]*([-+]?)[\\$]*(\d[\d,]*(?:\.\d+)?|\.\d+)")
+_NUMBER_PATTERN = re.compile(r"####[\s*\\$]*([-+]?)[\\$]*(\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
 def gsm8k(to_be_evaluated: str, reference: str) -> float:
@@ -11,12 +11,12 @@ def gsm8k(to_be_evaluated: str, reference: str) -> float:
 
     A reference without `#### number` is invalid; in Cosmos-RL, a completion without a number then counts as right.
     """
-    expected = _number(reference)
-    if expected is None:
+    reference_number = _extract_number(reference)
+    if reference_number is None:
         raise ValueError(f"the reference {reference[-80:]!r} has no '#### number'")
-    return float(_number(to_be_evaluated) == expected)
+    return float(_extract_number(to_be_evaluated) == reference_number)
 
 
-def _number(text: str) -> Decimal | None:
-    numbers = _NUMBER.findall(text)
+def _extract_number(text: str) -> Decimal | None:
+    numbers = _NUMBER_PATTERN.findall(text)
     return Decimal("".join(numbers[-1]).replace(",", "")) if numbers else None

@@ -12,7 +12,7 @@ from cosmos_core.rewards.clip_model import ClipModel, device_of
 from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
 
-_CHECKPOINT = "hpsv2/ckpts/HPS_v2.1_compressed.pt"
+_CHECKPOINT_FILE = "hpsv2/ckpts/HPS_v2.1_compressed.pt"
 _INSTALL_HINT = "install hpsv2 in its own environment (venv_python), or set model_path to a CLIP folder of transformers"
 
 
@@ -20,26 +20,28 @@ class Hpsv2Reward:
     """Reward with the key `hpsv2`; `model_path` is a CLIP folder, or empty for the checkpoint in `download_path`."""
 
     def __init__(self, settings: Settings) -> None:
-        is_folder = (Path(settings.model_path) / "config.json").is_file() if settings.model_path else False
-        self._cosines = ClipModel("hpsv2", settings, "").similarities if is_folder else _open_clip(settings)
+        is_transformers_folder = (Path(settings.model_path) / "config.json").is_file() if settings.model_path else False
+        self._cosines = (
+            ClipModel("hpsv2", settings, "").similarities if is_transformers_folder else _load_checkpoint(settings)
+        )
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the score of each image, or of the middle frame of each video."""
         return {"hpsv2": self._cosines([item.prompt for item in items], [middle_image(item.media) for item in items])}
 
 
-def _open_clip(settings: Settings) -> Any:
+def _load_checkpoint(settings: Settings) -> Any:
     require_packages("hpsv2", _INSTALL_HINT, "torch", "hpsv2")
     import torch
     from hpsv2.src.open_clip import create_model_and_transforms, get_tokenizer
 
-    file = Path(settings.model_path or Path(settings.download_path) / _CHECKPOINT)
-    if not file.is_file():
+    checkpoint_file = Path(settings.model_path or Path(settings.download_path) / _CHECKPOINT_FILE)
+    if not checkpoint_file.is_file():
         remedy = "download it, or set download_path to its folder"
-        raise RewardError(f"the reward 'hpsv2' needs its checkpoint, {file}; {remedy}")
+        raise RewardError(f"the reward 'hpsv2' needs its checkpoint, {checkpoint_file}; {remedy}")
     device = torch.device(device_of(settings))
     model, _, preprocess = create_model_and_transforms("ViT-H-14", device=device, output_dict=True)
-    model.load_state_dict(torch.load(file, "cpu", weights_only=True)["state_dict"])
+    model.load_state_dict(torch.load(checkpoint_file, "cpu", weights_only=True)["state_dict"])
     model.eval().requires_grad_(False)
     tokenize = get_tokenizer("ViT-H-14")
 

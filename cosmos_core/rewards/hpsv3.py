@@ -20,11 +20,13 @@ class Hpsv3Reward:
         require_packages("hpsv3", _INSTALL_HINT, "torch", "hpsv3")
         from hpsv3 import HPSv3RewardInferencer
 
-        weights = Path(settings.model_path or Path(settings.download_path) / _WEIGHTS)
-        arguments: dict[str, Any] = {"checkpoint_path": str(weights)} if weights.is_file() else {}
+        checkpoint_file = Path(settings.model_path or Path(settings.download_path) / _WEIGHTS)
+        inferencer_arguments: dict[str, Any] = (
+            {"checkpoint_path": str(checkpoint_file)} if checkpoint_file.is_file() else {}
+        )
         if config := settings.options.get("config_path"):
-            arguments["config_path"] = config
-        self._inferencer = HPSv3RewardInferencer(device=device_of(settings), **arguments)
+            inferencer_arguments["config_path"] = config
+        self._inferencer = HPSv3RewardInferencer(device=device_of(settings), **inferencer_arguments)
         self._has_sigma = bool(settings.options.get("sigma", False))
 
     def score(self, items: Sequence[Item]) -> Columns:

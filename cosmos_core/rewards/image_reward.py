@@ -18,15 +18,15 @@ from cosmos_core.rewards.clip_model import device_of, translate_loading_errors
 from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
 
-_REPOSITORY, _FILE = "THUDM/ImageReward", "ImageReward.pt"
+_HUB_REPOSITORY, _FILE = "THUDM/ImageReward", "ImageReward.pt"
 _TOKENIZER = "bert-base-uncased"
-_MEAN, _STD = 0.16717362830052426, 1.0333394966054072
+_REWARD_MEAN, _REWARD_STD = 0.16717362830052426, 1.0333394966054072
 _PIXEL_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 _PIXEL_STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
 _MAX_TEXT_TOKENS = 35
 _HEAD_DIM = 64
 """Dimension of each attention head, in BERT and in the ViT."""
-_VISION_NAMES = {
+_VISION_PARAMETER_NAMES = {
     "cls_token": "embeddings.class_embedding", "pos_embed": "embeddings.position_embedding",
     "patch_embed.proj": "embeddings.patch_embedding", "blocks": "encoder.layers", "norm1": "layer_norm1",
     "norm2": "layer_norm2", "attn.qkv": "self_attn.qkv", "attn.proj": "self_attn.projection",
@@ -45,103 +45,107 @@ class ImageRewardReward:
 
         device = torch.device(device_of(settings))
         tokenizer = settings.options.get("tokenizer", _TOKENIZER)
-        with translate_loading_errors("image_reward", settings.model_path or f"{_REPOSITORY}/{_FILE}"):
-            state = torch.load(_file(settings), "cpu", weights_only=True)
+        with translate_loading_errors("image_reward", settings.model_path or f"{_HUB_REPOSITORY}/{_FILE}"):
+            state_dict = torch.load(_find_checkpoint(settings), "cpu", weights_only=True)
             self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         try:
-            self._vision, self._text, self._layers = _modules(state)
+            self._vision_encoder, self._text_encoder, self._linear_layers = _build_modules(state_dict)
         except (KeyError, RuntimeError, ValueError) as error:
             raise RewardError(f"{settings.model_path!r} is no checkpoint of ImageReward: {error!s:.300}") from error
-        for module in (self._vision, self._text, self._layers):
+        for module in (self._vision_encoder, self._text_encoder, self._linear_layers):
             module.to(device).eval()
-        self._device, self._size = device, int(self._vision.config.image_size)
+        self._device, self._image_size = device, int(self._vision_encoder.config.image_size)
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the score of each image, or of the middle frame of each video."""
         import torch
 
-        pixels = np.stack([_pixels(middle_image(item.media), self._size) for item in items])
+        pixels = np.stack([_preprocess_image(middle_image(item.media), self._image_size) for item in items])
         texts = self._tokenizer(
             [item.prompt for item in items], padding="max_length", truncation=True, max_length=_MAX_TEXT_TOKENS,
             return_tensors="pt",
         ).to(self._device)  # fmt: skip
         with torch.inference_mode():
-            features = self._vision(torch.from_numpy(pixels).to(self._device)).last_hidden_state
-            text_states = self._text(
+            features = self._vision_encoder(torch.from_numpy(pixels).to(self._device)).last_hidden_state
+            text_states = self._text_encoder(
                 input_ids=texts["input_ids"], attention_mask=texts["attention_mask"], encoder_hidden_states=features,
                 encoder_attention_mask=torch.ones(features.shape[:2], dtype=torch.long, device=self._device),
             ).last_hidden_state  # fmt: skip
-            scores = (self._layers(text_states[:, 0]).squeeze(-1) - _MEAN) / _STD
+            scores = (self._linear_layers(text_states[:, 0]).squeeze(-1) - _REWARD_MEAN) / _REWARD_STD
         return {"image_reward": scores.float().tolist()}
 
 
-def _file(settings: Settings) -> Path:
+def _find_checkpoint(settings: Settings) -> Path:
     """Return the path of the checkpoint: the file in the settings, in the download folder, or on the Hub."""
     path = Path(settings.model_path or Path(settings.download_path) / _FILE)
     if settings.model_path or path.is_file():
         return path
     from huggingface_hub import hf_hub_download
 
-    return Path(hf_hub_download(_REPOSITORY, _FILE))
+    return Path(hf_hub_download(_HUB_REPOSITORY, _FILE))
 
 
-def _modules(state: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+def _build_modules(state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """Return the image encoder, the text encoder and the linear layers of a checkpoint, with sizes from the shapes of
     its tensors."""
     import torch
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
-    vision, text, linear = (
-        {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    vision_state, text, linear_state = (
+        {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         for prefix in ("blip.visual_encoder.", "blip.text_encoder.", "mlp.")
     )
-    patch = vision["patch_embed.proj.weight"]
-    num_side_patches = round((vision["pos_embed"].shape[1] - 1) ** 0.5)
-    width = patch.shape[0]
+    patch_weight = vision_state["patch_embed.proj.weight"]
+    num_side_patches = round((vision_state["pos_embed"].shape[1] - 1) ** 0.5)
+    vision_width = patch_weight.shape[0]
     image_encoder = BlipVisionModel(
         BlipVisionConfig(
-            hidden_size=width, intermediate_size=len(vision["blocks.0.mlp.fc1.weight"]),
-            num_hidden_layers=_count(vision, r"blocks\.(\d+)"), num_attention_heads=width // _HEAD_DIM,
-            image_size=num_side_patches * patch.shape[-1], patch_size=patch.shape[-1], layer_norm_eps=1e-6
+            hidden_size=vision_width, intermediate_size=len(vision_state["blocks.0.mlp.fc1.weight"]),
+            num_hidden_layers=_count_layers(vision_state, r"blocks\.(\d+)"),
+            num_attention_heads=vision_width // _HEAD_DIM,
+            image_size=num_side_patches * patch_weight.shape[-1], patch_size=patch_weight.shape[-1], layer_norm_eps=1e-6
         )
     )  # fmt: skip
-    image_encoder.load_state_dict({_rename_key(name): value for name, value in vision.items()})
-    words, hidden = text["embeddings.word_embeddings.weight"].shape
+    image_encoder.load_state_dict({_rename_key(name): value for name, value in vision_state.items()})
+    vocab_size, hidden_size = text["embeddings.word_embeddings.weight"].shape
     text_encoder = BlipTextModel(
         BlipTextConfig(
-            vocab_size=words, hidden_size=hidden, encoder_hidden_size=width,
+            vocab_size=vocab_size, hidden_size=hidden_size, encoder_hidden_size=vision_width,
             intermediate_size=len(text["encoder.layer.0.intermediate.dense.weight"]),
-            num_hidden_layers=_count(text, r"encoder\.layer\.(\d+)"), num_attention_heads=hidden // _HEAD_DIM,
+            num_hidden_layers=_count_layers(text, r"encoder\.layer\.(\d+)"),
+            num_attention_heads=hidden_size // _HEAD_DIM,
             max_position_embeddings=len(text["embeddings.position_embeddings.weight"]),
         ),
         add_pooling_layer=False,
     )  # fmt: skip
     text_encoder.load_state_dict({name: value for name, value in text.items() if not name.endswith("position_ids")})
-    layers = []
-    for number in sorted({int(name.split(".")[1]) for name in linear}):
-        weight = linear[f"layers.{number}.weight"]
+    linear_layers = []
+    for layer_number in sorted({int(name.split(".")[1]) for name in linear_state}):
+        weight = linear_state[f"layers.{layer_number}.weight"]
         layer = torch.nn.Linear(weight.shape[1], weight.shape[0])
-        layer.load_state_dict({"weight": weight, "bias": linear[f"layers.{number}.bias"]})
-        layers.append(layer)
-    return image_encoder, text_encoder, torch.nn.Sequential(*layers)
+        layer.load_state_dict({"weight": weight, "bias": linear_state[f"layers.{layer_number}.bias"]})
+        linear_layers.append(layer)
+    return image_encoder, text_encoder, torch.nn.Sequential(*linear_layers)
 
 
-def _count(state: Mapping[str, Any], pattern: str) -> int:
-    return 1 + max(int(match[1]) for name in state if (match := re.match(pattern, name)))
+def _count_layers(state_dict: Mapping[str, Any], pattern: str) -> int:
+    return 1 + max(int(match[1]) for name in state_dict if (match := re.match(pattern, name)))
 
 
 def _rename_key(name: str) -> str:
     name = re.sub(r"^norm\.", "post_layernorm.", name)
-    for old_name, new in _VISION_NAMES.items():
-        name = re.sub(rf"(^|\.){re.escape(old_name)}(?=\.|$)", rf"\g<1>{new}", name)
+    for old_name, new_name in _VISION_PARAMETER_NAMES.items():
+        name = re.sub(rf"(^|\.){re.escape(old_name)}(?=\.|$)", rf"\g<1>{new_name}", name)
     return name
 
 
-def _pixels(image: Image.Image, size: int) -> np.ndarray:
+def _preprocess_image(image: Image.Image, size: int) -> np.ndarray:
     """Return an image as encoder input of shape C, H, W: the shorter side resized, the centre cropped, normalised."""
     scale = size / min(image.size)
-    width, height = (max(size, int(length * scale)) for length in image.size)
-    x_offset, top = round((width - size) / 2), round((height - size) / 2)
-    resized = image.resize((width, height), Image.Resampling.BICUBIC).crop((x_offset, top, x_offset + size, top + size))
+    width, height = (max(size, int(side_length * scale)) for side_length in image.size)
+    x_offset, y_offset = round((width - size) / 2), round((height - size) / 2)
+    resized = image.resize((width, height), Image.Resampling.BICUBIC).crop(
+        (x_offset, y_offset, x_offset + size, y_offset + size)
+    )
     pixels = np.asarray(resized, np.float32) / 255
     return ((pixels - _PIXEL_MEAN) / _PIXEL_STD).transpose(2, 0, 1)

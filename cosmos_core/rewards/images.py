@@ -15,9 +15,9 @@ def to_frames(media: Any, max_frames: int = 0) -> list[Image.Image]:
     if isinstance(media, Image.Image):
         return [media.convert("RGB")]
     if isinstance(media, np.ndarray) and media.ndim == 4 and media.shape[-1] == 3 and len(media):
-        count = min(max_frames, len(media)) if max_frames else len(media)
-        chosen = np.linspace(0, len(media) - 1, count).round().astype(int)
-        return [Image.fromarray(np.ascontiguousarray(media[i], dtype=np.uint8)) for i in chosen]
+        num_frames = min(max_frames, len(media)) if max_frames else len(media)
+        frame_indices = np.linspace(0, len(media) - 1, num_frames).round().astype(int)
+        return [Image.fromarray(np.ascontiguousarray(media[i], dtype=np.uint8)) for i in frame_indices]
     raise ValueError("it scores images (PIL.Image) and videos (uint8 array of frames, height, width and 3)")
 
 

@@ -24,44 +24,44 @@ async def judge(
     Raises:
         openai.OpenAIError: the server refuses the request, or cannot be reached after several attempts.
     """
-    key = os.environ.get(judge_config["key_env"]) or "none"
-    async with AsyncOpenAI(base_url=judge_config["endpoint"], api_key=key, max_retries=_MAX_RETRIES) as client:
-        texts = [
-            {"prompt": _text(prompt), "completion": _text(completion), "reference": reference}
+    api_key = os.environ.get(judge_config["key_env"]) or "none"
+    async with AsyncOpenAI(base_url=judge_config["endpoint"], api_key=api_key, max_retries=_MAX_RETRIES) as client:
+        text_fields = [
+            {"prompt": _to_text(prompt), "completion": _to_text(completion), "reference": reference}
             for prompt, completion, reference in zip(prompts, completions, references, strict=True)
         ]
-        return list(await asyncio.gather(*(_request_score(client, judge_config, each) for each in texts)))
+        return list(await asyncio.gather(*(_request_score(client, judge_config, fields) for fields in text_fields)))
 
 
 async def _request_score(
-    client: AsyncOpenAI, config: Mapping[str, Any], texts: Mapping[str, str]
+    client: AsyncOpenAI, config: Mapping[str, Any], text_fields: Mapping[str, str]
 ) -> tuple[float, dict[str, float]] | ValueError:
-    request = _request(config, texts)
-    content = json.dumps([config["endpoint"], request], sort_keys=True)
-    file = user_cache() / "judge" / f"{hashlib.sha256(content.encode()).hexdigest()}.json"
-    reply = read_object(file) if config["cache"] else {}
-    tokens = {"prompt_tokens": 0.0, "completion_tokens": 0.0}
+    request = _build_request(config, text_fields)
+    cache_key = json.dumps([config["endpoint"], request], sort_keys=True)
+    cache_file = user_cache() / "judge" / f"{hashlib.sha256(cache_key.encode()).hexdigest()}.json"
+    reply = read_object(cache_file) if config["cache"] else {}
+    token_counts = {"prompt_tokens": 0.0, "completion_tokens": 0.0}
     if "text" not in reply:
         response = await client.chat.completions.create(**request)
         reply = {"text": response.choices[0].message.content or ""}
         if response.usage is not None:
-            tokens = {name: float(getattr(response.usage, name)) for name in tokens}
-    value = _score(reply["text"], config["highest_score"])
-    if isinstance(value, ValueError):
-        return value
+            token_counts = {name: float(getattr(response.usage, name)) for name in token_counts}
+    judge_score = _score(reply["text"], config["highest_score"])
+    if isinstance(judge_score, ValueError):
+        return judge_score
     if config["cache"]:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps(reply), durable=False)
-    return value / config["highest_score"], tokens
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(cache_file, json.dumps(reply), durable=False)
+    return judge_score / config["highest_score"], token_counts
 
 
-def _request(config: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+def _build_request(config: Mapping[str, Any], text_fields: Mapping[str, str]) -> dict[str, Any]:
     message = config["template"]
     # Replace the placeholder of the completion last, because its text may contain other placeholders.
     for name in ("prompt", "reference", "completion"):
-        message = message.replace("{" + name + "}", texts[name])
-    score = {"type": "integer", "minimum": 0, "maximum": config["highest_score"]}
-    properties = {"reason": {"type": "string"}, "score": score}
+        message = message.replace("{" + name + "}", text_fields[name])
+    score_schema = {"type": "integer", "minimum": 0, "maximum": config["highest_score"]}
+    properties = {"reason": {"type": "string"}, "score": score_schema}
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     return {
         "model": config["model"],
@@ -75,18 +75,18 @@ def _request(config: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, A
     }
 
 
-def _score(text: str, highest: int) -> float | ValueError:
+def _score(text: str, highest_score: int) -> float | ValueError:
     """Return the score in a judge's reply, whose JSON may be in a code block; a `ValueError` if it has no score."""
     try:
         score = json.loads(text[text.find("{") : text.rfind("}") + 1])["score"]
     except (ValueError, KeyError, TypeError):
         return ValueError(f"the judge replied {text[:80]!r}, which is no JSON with a score")
-    if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= highest:
-        return ValueError(f"the judge gave the score {score!r}; the rule is a number from 0 to {highest}")
+    if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= highest_score:
+        return ValueError(f"the judge gave the score {score!r}; the rule is a number from 0 to {highest_score}")
     return float(score)
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     """Return a prompt or completion as text: a string unchanged, one turn as its content, more turns with roles."""
     if isinstance(value, str):
         return value

@@ -14,7 +14,7 @@ from cosmos_core.rewards.images import to_frames, to_rgb_array
 from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
 
 _QUOTED_TEXT = re.compile(r'"([^"]+)"|“([^”]+)”')
-_SINGLE_QUOTED = re.compile(r"(?<!\w)'(.+?)'(?!\w)")
+_SINGLE_QUOTED_TEXT = re.compile(r"(?<!\w)'(.+?)'(?!\w)")
 _MAX_FRAMES = 4
 
 
@@ -22,7 +22,7 @@ class OcrReward:
     """Reward with the key `ocr_reward`; the reward of a video is the mean over four frames."""
 
     def __init__(self, settings: Settings) -> None:
-        _engine()
+        _load_ocr_engine()
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the score of each item; an item without an expected text has no score."""
@@ -30,7 +30,7 @@ class OcrReward:
         scores: list[float | None] = []
         for i, item in enumerate(items):
             try:
-                scores.append(_score(item))
+                scores.append(_score_item(item))
             except ValueError as error:
                 self.errors[i] = str(error)
                 scores.append(None)
@@ -39,33 +39,33 @@ class OcrReward:
 
 def ocr(to_be_evaluated: str, reference: str, *, prompt: str, media: Any) -> float:
     """Return the fraction of the expected text that the image shows: the reference, or the prompt's text in quotes."""
-    _engine()
-    return _score(Item(prompt, media, reference=reference))
+    _load_ocr_engine()
+    return _score_item(Item(prompt, media, reference=reference))
 
 
 def similarity(recognised_text: str, expected: str) -> float:
     """Return 1 - edits / length of the expected text, which may be anywhere in the recognised text; never below 0."""
     recognised, expected_text = _normalise_text(recognised_text), _normalise_text(expected)
-    edits = 0 if expected_text in recognised else min(_edit_distance(recognised, expected_text), len(expected_text))
-    return 1.0 - edits / max(1, len(expected))
+    num_edits = 0 if expected_text in recognised else min(_edit_distance(recognised, expected_text), len(expected_text))
+    return 1.0 - num_edits / max(1, len(expected))
 
 
-def _score(item: Item) -> float:
-    quoted = _QUOTED_TEXT.search(item.prompt) or _SINGLE_QUOTED.search(item.prompt)
-    expected = item.reference or next(filter(None, quoted.groups() if quoted else ()), "")
-    if not expected:
+def _score_item(item: Item) -> float:
+    quote_match = _QUOTED_TEXT.search(item.prompt) or _SINGLE_QUOTED_TEXT.search(item.prompt)
+    expected_text = item.reference or next(filter(None, quote_match.groups() if quote_match else ()), "")
+    if not expected_text:
         raise ValueError("the prompt has no text in quotes, and there is no reference: nothing to look for")
-    scores = [similarity(_recognise_text(image), expected) for image in to_frames(item.media, _MAX_FRAMES)]
+    scores = [similarity(_recognise_text(image), expected_text) for image in to_frames(item.media, _MAX_FRAMES)]
     return sum(scores) / len(scores)
 
 
 def _recognise_text(image: Any) -> str:
-    lines, _ = _engine()(to_rgb_array(image)[..., ::-1])  # the engine takes BGR, like OpenCV
+    lines, _ = _load_ocr_engine()(to_rgb_array(image)[..., ::-1])  # the engine takes BGR, like OpenCV
     return "".join(text for _, text, confidence in lines or [] if float(confidence) > 0)
 
 
 @lru_cache(maxsize=1)
-def _engine() -> Any:
+def _load_ocr_engine() -> Any:
     require_packages("ocr", "pip install 'cosmos-posttrain[ocr]' (see pyproject.toml)", "rapidocr_onnxruntime")
     from rapidocr_onnxruntime import RapidOCR
 
@@ -76,11 +76,11 @@ def _normalise_text(text: str) -> str:
     return "".join(text.split()).lower()
 
 
-def _edit_distance(text: str, other: str) -> int:
+def _edit_distance(text: str, other_text: str) -> int:
     """Return the Levenshtein distance of two texts."""
-    row = list(range(len(other) + 1))
+    distances = list(range(len(other_text) + 1))
     for i, a in enumerate(text, 1):
-        last, row[0] = row[0], i
-        for j, b in enumerate(other, 1):
-            last, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, last + (a != b))
-    return row[-1]
+        diagonal, distances[0] = distances[0], i
+        for j, b in enumerate(other_text, 1):
+            diagonal, distances[j] = distances[j], min(distances[j] + 1, distances[j - 1] + 1, diagonal + (a != b))
+    return distances[-1]

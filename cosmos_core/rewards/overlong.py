@@ -11,6 +11,6 @@ def overlong(
 
     Cosmos-RL has no lower bound: there, a completion beyond `max_tokens` has a larger penalty.
     """
-    buffer = min(overlong["buffer_length"], max_tokens)
-    excess = num_tokens - (max_tokens - buffer)
-    return -overlong["penalty_factor"] * min(1.0, max(0.0, excess / buffer))
+    buffer_length = min(overlong["buffer_length"], max_tokens)
+    num_excess_tokens = num_tokens - (max_tokens - buffer_length)
+    return -overlong["penalty_factor"] * min(1.0, max(0.0, num_excess_tokens / buffer_length))

@@ -7,21 +7,21 @@ from cosmos_core.rewards.clip_model import ClipModel
 from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import Columns, Item, Settings, score_one
 
-_MODEL = "yuvalkirstain/PickScore_v1"
-_PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-_SCALE = 26.0
+_DEFAULT_MODEL = "yuvalkirstain/PickScore_v1"
+_DEFAULT_PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+_LOGIT_DIVISOR = 26.0
 
 
 class PickscoreReward:
     """Reward with the key `pickscore`: the logit of text and image, divided by 26 to be about 1."""
 
     def __init__(self, settings: Settings) -> None:
-        self._clip = ClipModel("pickscore", settings, _MODEL, _PROCESSOR)
+        self._clip = ClipModel("pickscore", settings, _DEFAULT_MODEL, _DEFAULT_PROCESSOR)
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the score of each image, or of the middle frame of each video."""
         cosines = self._clip.similarities([item.prompt for item in items], [middle_image(item.media) for item in items])
-        return {"pickscore": [self._clip.scale * cosine / _SCALE for cosine in cosines]}
+        return {"pickscore": [self._clip.scale * cosine / _LOGIT_DIVISOR for cosine in cosines]}
 
 
 def pickscore(

@@ -23,7 +23,7 @@ from cosmos_core.parent import kill_with_parent
 
 START_SECONDS = 120.0
 """Timeout in seconds for the start of a process, including imports; a user module may import a large package."""
-_BEAT_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 1.0
 
 _EXIT_PAUSE_SECONDS = 0.1
 """Pause in seconds after a process has ended, so that pebble can read which request the process had taken; otherwise
@@ -114,29 +114,29 @@ class _Popen(popen_spawn_posix.Popen):
     """
 
     def _launch(self, process_obj: _Process) -> None:
-        content = BytesIO()
-        tracker = resource_tracker.getfd()  # type: ignore[attr-defined]
+        process_data = BytesIO()
+        tracker_fd = resource_tracker.getfd()  # type: ignore[attr-defined]
         set_spawning_popen(self)
         try:
-            reduction.dump(spawn.get_preparation_data(process_obj.name), content)
-            reduction.dump(process_obj, content)
+            reduction.dump(spawn.get_preparation_data(process_obj.name), process_data)
+            reduction.dump(process_obj, process_data)
         finally:
             set_spawning_popen(None)
-        self.sentinel, child_end = os.pipe()
-        child_input, parent_end = os.pipe()
-        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, parent_end))  # type: ignore[attr-defined]
+        self.sentinel, child_sentinel = os.pipe()
+        child_input, parent_output = os.pipe()
+        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, parent_output))  # type: ignore[attr-defined]
         try:
-            command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_input)
-            descriptors = (*self._fds, tracker, child_input, child_end)  # type: ignore[attr-defined]
-            inherited = [(os.POSIX_SPAWN_DUP2, each, each) for each in descriptors]
+            command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_input)
+            child_descriptors = (*self._fds, tracker_fd, child_input, child_sentinel)  # type: ignore[attr-defined]
+            file_actions = [(os.POSIX_SPAWN_DUP2, descriptor, descriptor) for descriptor in child_descriptors]
             self.pid = os.posix_spawn(
-                spawn.get_executable(), command, environment_for_user_code(process_obj.names), file_actions=inherited
+                spawn.get_executable(), command, environment_for_user_code(process_obj.names), file_actions=file_actions
             )
         finally:
             os.close(child_input)
-            os.close(child_end)
-        with open(parent_end, "wb", closefd=False) as file:
-            file.write(content.getbuffer())
+            os.close(child_sentinel)
+        with open(parent_output, "wb", closefd=False) as file:
+            file.write(process_data.getbuffer())
 
 
 def begin(env: Sequence[str], parent_pid: int) -> None:
@@ -151,9 +151,9 @@ def begin(env: Sequence[str], parent_pid: int) -> None:
 
 def _lower_oom_priority() -> None:
     """Limit this process to the memory of the machine, and let the OOM killer choose it first."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
-    soft_limit = memory if hard_limit == resource.RLIM_INFINITY else min(memory, hard_limit)
+    soft_limit = memory_bytes if hard_limit == resource.RLIM_INFINITY else min(memory_bytes, hard_limit)
     resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, hard_limit))
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # some sandboxes have no /proc
         file.write("1000")
@@ -161,12 +161,12 @@ def _lower_oom_priority() -> None:
 
 def wait_for_futures(futures: Iterable[Future[Any]], patience: float, beat: Callable[[], None]) -> bool:
     """Wait for the futures while sending heartbeats; return False if none finishes within `patience` seconds."""
-    waiting, last = set(futures), time.monotonic()
-    while waiting:
-        done_futures, waiting = wait(waiting, _BEAT_SECONDS)
+    pending_futures, last_progress_time = set(futures), time.monotonic()
+    while pending_futures:
+        done_futures, pending_futures = wait(pending_futures, _HEARTBEAT_SECONDS)
         beat()
-        last = time.monotonic() if done_futures else last
-        if time.monotonic() - last > patience:
+        last_progress_time = time.monotonic() if done_futures else last_progress_time
+        if time.monotonic() - last_progress_time > patience:
             return False
     return True
 

@@ -29,10 +29,10 @@ STATE_HEADER = "X-Reward-State"
 """HTTP header of the response to a pull without scores: `pending`, or `unknown` if the service lacks the request."""
 
 MAX_JSON_BYTES = 16 * 2**20
-_MAX_NPY_HEADER = 4096
+_MAX_NPY_HEADER_BYTES = 4096
 _MAX_AXES = 5
-_MAX_DEPTH = 32
-_DTYPES = {"|u1", "<f2", "<f4", "<f8"}
+_MAX_JSON_DEPTH = 32
+_SUPPORTED_DTYPES = {"|u1", "<f2", "<f4", "<f8"}
 
 
 class ProtocolError(ValueError):
@@ -53,13 +53,13 @@ def decode_request(request_body: bytes | bytearray | memoryview) -> tuple[dict[s
     Raises:
         ProtocolError: the body does not have the format of the protocol.
     """
-    view = memoryview(request_body)
-    head = bytes(view[: MAX_JSON_BYTES + 1])
-    end = head.find(b"\n")
-    if end < 0:
+    body_view = memoryview(request_body)
+    first_bytes = bytes(body_view[: MAX_JSON_BYTES + 1])
+    newline_index = first_bytes.find(b"\n")
+    if newline_index < 0:
         raise ProtocolError(f"no newline within {MAX_JSON_BYTES} bytes; the body is one line of JSON, then an array")
-    fields, content = _fields(head[:end]), view[end + 1 :]
-    return fields, _parse_torch_file(content) if bytes(content[:4]) == SIGNATURE else decode_array(content)
+    fields, array_bytes = _parse_json_fields(first_bytes[:newline_index]), body_view[newline_index + 1 :]
+    return fields, _parse_torch_file(array_bytes) if bytes(array_bytes[:4]) == SIGNATURE else decode_array(array_bytes)
 
 
 def decode_array(content: memoryview) -> np.ndarray:
@@ -68,24 +68,24 @@ def decode_array(content: memoryview) -> np.ndarray:
     Raises:
         ProtocolError: the content is no array of numbers, or its length differs from its header.
     """
-    stream = io.BytesIO(bytes(content[: _MAX_NPY_HEADER + 16]))
+    stream = io.BytesIO(bytes(content[: _MAX_NPY_HEADER_BYTES + 16]))
     header_error = "no array in numpy's format follows the JSON: "
     with convert_errors(lambda error: ProtocolError(header_error + type(error).__name__), ProtocolError):
         version = np.lib.format.read_magic(stream)
         if version not in {(1, 0), (2, 0)}:
             raise ProtocolError(f"the array has format version {version}; 1.0 and 2.0 are read")
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read(stream, max_header_size=_MAX_NPY_HEADER)  # type: ignore[call-arg]
-    if dtype.str not in _DTYPES:
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read_header(stream, max_header_size=_MAX_NPY_HEADER_BYTES)  # type: ignore[call-arg]
+    if dtype.str not in _SUPPORTED_DTYPES:
         raise ProtocolError(f"the array is of {dtype.str!r}; uint8, float16, float32 and float64 are read")
-    if not 1 <= len(shape) <= _MAX_AXES or any(type(n) is not int or n < 0 for n in shape):
+    if not 1 <= len(shape) <= _MAX_AXES or any(type(axis_size) is not int or axis_size < 0 for axis_size in shape):
         raise ProtocolError(f"the array has the shape {str(shape)[:100]}; from one to {_MAX_AXES} axes are read")
-    start, size = stream.tell(), math.prod(shape) * dtype.itemsize
-    if len(content) - start != size:
-        raise ProtocolError(f"the array has {len(content) - start} bytes; its shape and dtype make {size}")
-    flat = np.frombuffer(content, dtype, offset=start)
+    data_offset, num_bytes = stream.tell(), math.prod(shape) * dtype.itemsize
+    if len(content) - data_offset != num_bytes:
+        raise ProtocolError(f"the array has {len(content) - data_offset} bytes; its shape and dtype make {num_bytes}")
+    flat_array = np.frombuffer(content, dtype, offset=data_offset)
     try:
-        return flat.reshape(shape, order="F" if is_fortran else "C")
+        return flat_array.reshape(shape, order="F" if is_fortran else "C")
     except ValueError as error:  # the axes of an empty array exceed the limits of numpy
         raise ProtocolError(f"the array has the shape {str(shape)[:100]}, which none can have") from error
 
@@ -100,11 +100,11 @@ def _parse_torch_file(content: memoryview) -> np.ndarray:
     return array
 
 
-def _fields(line: bytes) -> dict[str, Any]:
-    if _depth(line) > _MAX_DEPTH:
-        raise ProtocolError(f"the JSON is nested more than {_MAX_DEPTH} deep")
+def _parse_json_fields(line: bytes) -> dict[str, Any]:
+    if _json_depth(line) > _MAX_JSON_DEPTH:
+        raise ProtocolError(f"the JSON is nested more than {_MAX_JSON_DEPTH} deep")
     try:
-        fields = json.loads(line, parse_constant=_refuse_constant, parse_float=_finite)
+        fields = json.loads(line, parse_constant=_refuse_constant, parse_float=_parse_finite_float)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the first line is no JSON: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(fields, dict):
@@ -112,18 +112,18 @@ def _fields(line: bytes) -> dict[str, Any]:
     return fields
 
 
-def _depth(line: bytes) -> int:
+def _json_depth(line: bytes) -> int:
     """Return an upper bound of the nesting depth of JSON text: the number of brackets if there are few."""
     num_opened = line.count(b"[") + line.count(b"{")
-    if num_opened <= _MAX_DEPTH:
+    if num_opened <= _MAX_JSON_DEPTH:
         return num_opened
     max_depth = depth = 0
-    is_text = is_escaped = False
+    is_in_string = is_escaped = False
     for byte in line:
-        if is_text:
-            is_text, is_escaped = is_escaped or byte != 0x22, not is_escaped and byte == 0x5C
+        if is_in_string:
+            is_in_string, is_escaped = is_escaped or byte != 0x22, not is_escaped and byte == 0x5C
         elif byte == 0x22:
-            is_text = True
+            is_in_string = True
         elif byte in b"[{":
             depth += 1
             max_depth = max(max_depth, depth)
@@ -132,7 +132,7 @@ def _depth(line: bytes) -> int:
     return max_depth
 
 
-def _finite(text: str) -> float:
+def _parse_finite_float(text: str) -> float:
     number = float(text)
     return number if math.isfinite(number) else _refuse_constant(text[:40])
 

@@ -32,7 +32,7 @@ from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.wan_latents import WanLatents
 from cosmos_core.types import Group, Score, ScoredGroup
 
-_FPS = 16.0
+_DEFAULT_FPS = 16.0
 log = logging.getLogger(__name__)
 
 
@@ -46,10 +46,10 @@ class _Scores:
     is_told: bool = False
     """Whether the service reported that the completion cannot be scored, rather than not responding."""
 
-    def record_missing(self, function: RewardFunctionConfig, reason: str, *, is_told: bool) -> None:
+    def record_missing(self, function: RewardFunctionConfig, reason: str, *, is_service_error: bool) -> None:
         """Record that a function returned no score; ignore functions of weight 0, which are only logged."""
         if function.weight:
-            self.error, self.is_told = self.error or f"{function.name}: {reason}", is_told
+            self.error, self.is_told = self.error or f"{function.name}: {reason}", is_service_error
 
 
 class RemoteRewards:
@@ -62,7 +62,7 @@ class RemoteRewards:
     def __init__(
         self, config: RemoteRewardConfig, service: Service, *, beat: Callable[[], None] = lambda: None
     ) -> None:
-        self._config, self._service, self._beat = config, service, beat
+        self._config, self._service, self._heartbeat = config, service, beat
         self.counts = dict.fromkeys(("requests", "resent", "throttled", "missing"), 0)
         self._replica_state = ReplicaState([0] * len(service.replicas), self.counts)
         self._vae: WanLatents | None = None
@@ -73,7 +73,9 @@ class RemoteRewards:
         requests = [request_of(group, k) for group in groups for k in range(len(group.completions))]
         scores = iter(self.score(requests))
         by_group = [tuple(itertools.islice(scores, len(group.completions))) for group in groups]
-        return [ScoredGroup(group, _invalidate_incomplete(each)) for group, each in zip(groups, by_group, strict=True)]
+        return [
+            ScoredGroup(group, _invalidate_partial_group(each)) for group, each in zip(groups, by_group, strict=True)
+        ]
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Return one score per request, in order; a request has `prompt` and `media`, or `to_be_evaluated`.
@@ -82,76 +84,78 @@ class RemoteRewards:
             RewardError: the service refuses requests, or lacks a configured score.
             StageFailed: a score is missing and `missing_score` is "fail".
         """
-        config, outcomes = self._config, [_Scores() for _ in requests]
-        waiting, attempts = list(range(len(requests))), 1
-        while waiting and attempts <= 1 + (config.retries if config.missing_score == "retry" else 0):
-            if attempts > 1:
-                self.counts["resent"] += len(waiting)
+        config, scores_by_request = self._config, [_Scores() for _ in requests]
+        unscored_indices, attempt = list(range(len(requests))), 1
+        while unscored_indices and attempt <= 1 + (config.retries if config.missing_score == "retry" else 0):
+            if attempt > 1:
+                self.counts["resent"] += len(unscored_indices)
                 message = "%d completions have no score (%s); they are sent again"
-                log.warning(message, len(waiting), outcomes[waiting[0]].error)
-            for i in waiting:
-                outcomes[i] = _Scores()
-            self._run(self._score_all([(requests[i], outcomes[i]) for i in waiting]))
-            waiting = [i for i in waiting if outcomes[i].error]
-            attempts += 1
-        self.counts["missing"] += len(waiting)
-        if waiting and config.missing_score == "fail":
-            raise StageFailed(f"{len(waiting)} completions have no score: {outcomes[waiting[0]].error}")
-        return [self._total(each) for each in outcomes]
+                log.warning(message, len(unscored_indices), scores_by_request[unscored_indices[0]].error)
+            for i in unscored_indices:
+                scores_by_request[i] = _Scores()
+            self._run_in_thread(self._score_batches([(requests[i], scores_by_request[i]) for i in unscored_indices]))
+            unscored_indices = [i for i in unscored_indices if scores_by_request[i].error]
+            attempt += 1
+        self.counts["missing"] += len(unscored_indices)
+        if unscored_indices and config.missing_score == "fail":
+            raise StageFailed(
+                f"{len(unscored_indices)} completions have no score: {scores_by_request[unscored_indices[0]].error}"
+            )
+        return [self._total_score(request_scores) for request_scores in scores_by_request]
 
-    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _run_in_thread(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in a separate thread and call `beat` while it runs."""
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="remote rewards", daemon=True)
         thread.start()
         future = asyncio.run_coroutine_threadsafe(coroutine, loop)
         try:
-            wait_for_futures([future], math.inf, self._beat)
+            wait_for_futures([future], math.inf, self._heartbeat)
             future.result()
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from group
+        except BaseExceptionGroup as error_group:
+            raise error_group.exceptions[0] from error_group
         finally:
             asyncio.run_coroutine_threadsafe(_cancel_tasks(), loop).result()
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
 
-    def _total(self, scores: _Scores) -> Score:
+    def _total_score(self, scores: _Scores) -> Score:
         if scores.error:
             return Score(None, scores.metrics, scores.error, scores.is_told)
-        total = sum(each.weight * score for each, score in scores.scores.items())
+        total = sum(function.weight * score for function, score in scores.scores.items())
         total = min(max(total, self._config.reward_clip_min), self._config.reward_clip_max)
         return Score(self._config.scale * total, scores.metrics)
 
-    async def _score_all(self, items: Sequence[tuple[Mapping[str, Any], _Scores]]) -> None:
-        slots = asyncio.Semaphore(self._config.max_in_flight)
+    async def _score_batches(self, items: Sequence[tuple[Mapping[str, Any], _Scores]]) -> None:
+        request_slots = asyncio.Semaphore(self._config.max_in_flight)
         limits = httpx.Limits(max_connections=self._config.max_in_flight)
         async with (
             httpx.AsyncClient(headers=self._service.headers, limits=limits, verify=tls_trust()) as client,
-            asyncio.TaskGroup() as tasks,
+            asyncio.TaskGroup() as task_group,
         ):
-            for batch in _batches(items, self._config.batch_size):
-                tasks.create_task(self._score_batch(client, slots, batch))
+            for batch in _split_into_batches(items, self._config.batch_size):
+                task_group.create_task(self._score_batch(client, request_slots, batch))
 
     async def _score_batch(
         self, client: httpx.AsyncClient, slots: asyncio.Semaphore, batch: Sequence[tuple[Mapping[str, Any], _Scores]]
     ) -> None:
         async with slots:
             self.counts["requests"] += 1
-            call = ServiceRequest(self._service, client, self._config.timeout_seconds, self._replica_state)
-            scores = [scores for _, scores in batch]
+            service_request = ServiceRequest(self._service, client, self._config.timeout_seconds, self._replica_state)
+            batch_scores = [batch_scores for _, batch_scores in batch]
             try:
                 request_body = await asyncio.to_thread(self._encode_body, [request for request, _ in batch])
-                names = dict.fromkeys(each.name for each in self._config.reward_fns)
-                results = await call.results(request_body, list(names))
+                function_names = dict.fromkeys(item.name for item in self._config.reward_fns)
+                results = await service_request.results(request_body, list(function_names))
             except MissingScores as error:
-                for each in scores:
-                    each.error = str(error)
+                for item in batch_scores:
+                    item.error = str(error)
                 return
             for function in self._config.reward_fns:
-                _note_metrics(function, results[function.name], scores)
+                _record_metrics(function, results[function.name], batch_scores)
             for function, metric in self._config.metric_names.items():
-                _record_scores(function, metric, results[function.name], scores)
+                _record_scores(function, metric, results[function.name], batch_scores)
 
     def _encode_body(self, requests: Sequence[Mapping[str, Any]]) -> bytes:
         latents, videos = None, [request.get("media") for request in requests]
@@ -170,7 +174,7 @@ async def _cancel_tasks() -> None:
     await asyncio.gather(*other_tasks, return_exceptions=True)
 
 
-def _batches(items: Sequence[Any], size: int) -> list[list[Any]]:
+def _split_into_batches(items: Sequence[Any], batch_size: int) -> list[list[Any]]:
     """Return the items in batches of limited size, each with media of one shape."""
     batches_by_shape: dict[Any, list[Any]] = {}
     for item in items:
@@ -178,7 +182,7 @@ def _batches(items: Sequence[Any], size: int) -> list[list[Any]]:
         is_video = isinstance(media, np.ndarray)
         shape = None if media is None else ("video", media.shape) if is_video else ("image", media.size)
         batches_by_shape.setdefault(shape, []).append(item)
-    return [each[i : i + size] for each in batches_by_shape.values() for i in range(0, len(each), size)]
+    return [each[i : i + batch_size] for each in batches_by_shape.values() for i in range(0, len(each), batch_size)]
 
 
 def _encode_batch(
@@ -186,31 +190,31 @@ def _encode_batch(
 ) -> bytes:
     """Return the HTTP body that enqueues one batch: images as uint8 of B, H, W, C; videos or their latents as B, C, T,
     H, W; texts within the JSON."""
-    media = [request.get("media") for request in requests]
+    media_list = [request.get("media") for request in requests]
     # Send positive weights, because the service skips functions whose weight is not above 0.
-    weights = {each.name: each.weight if each.weight > 0 else 1.0 for each in functions}
+    weights = {item.name: item.weight if item.weight > 0 else 1.0 for item in functions}
     fields: dict[str, Any] = {"prompts": [request.get("prompt") or "" for request in requests], "reward_fn": weights}
-    if media[0] is None:
-        array = np.zeros((len(media), 0), np.uint8)
+    if media_list[0] is None:
+        array = np.zeros((len(media_list), 0), np.uint8)
         fields |= {"media_type": "text", "completions": [request["to_be_evaluated"] for request in requests]}
         for name in ("num_tokens", "finish_reason", "turns"):
             if any(name in request for request in requests):
                 fields[name] = [request.get(name) for request in requests]
-    elif isinstance(media[0], np.ndarray):
+    elif isinstance(media_list[0], np.ndarray):
         has_pixels = latents is None
-        array = np.stack([np.moveaxis(each, -1, 0) for each in media]) if has_pixels else latents  # type: ignore
-        rates = [(request.get("metadata") or {}).get("video_fps", _FPS) for request in requests]
+        array = np.stack([np.moveaxis(item, -1, 0) for item in media_list]) if has_pixels else latents  # type: ignore
+        rates = [(request.get("metadata") or {}).get("video_fps", _DEFAULT_FPS) for request in requests]
         fields["media_type"] = "video" if has_pixels else "latent"
         fields["video_infos"] = [{"video_fps": rate} for rate in rates]
     else:
-        array = np.stack([np.asarray(each.convert("RGB")) for each in media])  # type: ignore[union-attr]
+        array = np.stack([np.asarray(item.convert("RGB")) for item in media_list])  # type: ignore[union-attr]
         fields["media_type"] = "image"
     if any(request.get("reference") for request in requests):
         fields["references"] = [request.get("reference") or "" for request in requests]
-    return encode_request(to_json_value(fields | _geneval(requests)), array)
+    return encode_request(to_json_value(fields | _geneval_fields(requests)), array)
 
 
-def _geneval(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _geneval_fields(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the object specifications in rows of GenEval, in the format that the reward `gen_eval` expects."""
     rows = [{k: v for k, v in (request.get("metadata") or {}).items() if k != "video_fps"} for request in requests]
     if not all("include" in row and "tag" in row for row in rows):
@@ -221,14 +225,16 @@ def _geneval(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _note_metrics(function: RewardFunctionConfig, response: Mapping[str, Any], group_scores: Sequence[_Scores]) -> None:
+def _record_metrics(
+    function: RewardFunctionConfig, response: Mapping[str, Any], group_scores: Sequence[_Scores]
+) -> None:
     """Record all numbers in a response as metrics, without clipping."""
     scores = response.get("scores")
     for name, column in scores.items() if isinstance(scores, dict) else ():
-        for i, each in enumerate(group_scores):
-            value = _number(column, i, len(group_scores))
+        for i, completion_scores in enumerate(group_scores):
+            value = _finite_number_at(column, i, len(group_scores))
             if value is not None and name != function.name:
-                each.metrics[f"{function.name}/{name}"] = value
+                completion_scores.metrics[f"{function.name}/{name}"] = value
 
 
 def _record_scores(
@@ -239,21 +245,25 @@ def _record_scores(
     if not isinstance(scores, dict) or not scores:
         error = response.get("error")
         for each in group_scores:  # the death of a process is transient, an exception of a reward function is not
-            is_told = bool(error) and not response.get("is_lost")
-            each.record_missing(function, error or "the response has no scores", is_told=is_told)
+            is_service_error = bool(error) and not response.get("is_lost")
+            each.record_missing(function, error or "the response has no scores", is_service_error=is_service_error)
         return
-    key = function.score_key or function.name
-    keys = [key] if key in scores else [part.strip() for part in key.split("+") if part.strip()]
-    if not keys or (unknown := [part for part in keys if part not in scores]):
+    score_key = function.score_key or function.name
+    keys = [score_key] if score_key in scores else [part.strip() for part in score_key.split("+") if part.strip()]
+    if not keys or (unknown_keys := [part for part in keys if part not in scores]):
         raise RewardError(
-            f"remote_reward.reward_fns: {function.name!r} returns no {', '.join(map(repr, unknown or [key]))}; set "
+            f"remote_reward.reward_fns: {function.name!r} returns no "
+            f"{', '.join(map(repr, unknown_keys or [score_key]))}; set "
             f"score_key to one of {', '.join(sorted(scores))}, or to several with +"
         )
     for i, each in enumerate(group_scores):
-        values = [None if _has_failed(scores, i) else _number(scores[part], i, len(group_scores)) for part in keys]
+        values = [
+            None if _is_failed_item(scores, i) else _finite_number_at(scores[part], i, len(group_scores))
+            for part in keys
+        ]
         if None in values:
             reason = errors[i] if isinstance(errors, list) and len(errors) == len(group_scores) and errors[i] else ""
-            each.record_missing(function, reason or "the response has no number for it", is_told=True)
+            each.record_missing(function, reason or "the response has no number for it", is_service_error=True)
             continue
         score = math.fsum(v for v in values if v is not None)
         each.scores[function] = function.clipped(score)
@@ -261,17 +271,17 @@ def _record_scores(
         each.metrics[metric] = each.scores[function] if function.weight else score
 
 
-def _has_failed(scores: Mapping[str, Any], i: int) -> bool:
+def _is_failed_item(scores: Mapping[str, Any], i: int) -> bool:
     """Return True if the numbers of an item mean an error in the format of Cosmos-RL's service: a prediction `Error`,
     or -1 for each score of a video."""
     column = scores.get("prediction")
     if isinstance(column, list) and i < len(column) and column[i] == "Error":
         return True
-    columns = [scores.get(f"{name}_reward") for name in ("vq", "mq", "ta", "overall")]
-    return all(isinstance(column, list) and i < len(column) and column[i] == -1.0 for column in columns)
+    score_columns = [scores.get(f"{name}_reward") for name in ("vq", "mq", "ta", "overall")]
+    return all(isinstance(column, list) and i < len(column) and column[i] == -1.0 for column in score_columns)
 
 
-def _number(column: Any, i: int, count: int) -> float | None:
+def _finite_number_at(column: Any, i: int, count: int) -> float | None:
     """Return entry `i` of a list of `count` values as a finite float; None for other lists and values."""
     value = column[i] if isinstance(column, list) and len(column) == count else None
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -283,9 +293,9 @@ def _number(column: Any, i: int, count: int) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _invalidate_incomplete(scores: tuple[Score, ...]) -> tuple[Score, ...]:
+def _invalidate_partial_group(scores: tuple[Score, ...]) -> tuple[Score, ...]:
     """Return the scores of a group, all marked invalid if one is invalid, because only whole groups are compared."""
-    if (first := next((score for score in scores if score.value is None), None)) is None:
+    if (first_invalid := next((score for score in scores if score.value is None), None)) is None:
         return scores
-    error = f"its group is dropped: {first.error}"
+    error = f"its group is dropped: {first_invalid.error}"
     return tuple(score if score.value is None else replace(score, value=None, error=error) for score in scores)

@@ -67,7 +67,9 @@ class FunctionReward:
 
     def __init__(self, name: str, reward: Reward, settings: Settings) -> None:
         self._name, self._reward, self._custom = name, reward, dict(settings.options)
-        self._options = {keyword: self._custom[keyword] for keyword in _OPTION_PARAMETERS if keyword in self._custom}
+        self._option_values = {
+            keyword: self._custom[keyword] for keyword in _OPTION_PARAMETERS if keyword in self._custom
+        }
         self.errors: list[str] = []
 
     def score(self, items: Sequence[Item]) -> Columns:
@@ -76,7 +78,8 @@ class FunctionReward:
         self.errors = [""] * len(items)
         for i, item in enumerate(items):
             fields = {
-                **item.info, **self._options, "to_be_evaluated": item.to_be_evaluated, "reference": item.reference,
+                **item.info, **self._option_values, "to_be_evaluated": item.to_be_evaluated,
+                "reference": item.reference,
                 "prompt": item.prompt, "media": item.media, "metadata": item.info, "custom": self._custom,
             }  # fmt: skip
             try:
@@ -96,25 +99,25 @@ def load_served(name: str, entry: str, settings: Settings) -> Scorer:
     Raises:
         RewardError: the reward is missing or cannot be loaded; the message names the packages to install.
     """
-    classes = offered_names(FOLDER, "Reward")
+    reward_classes = offered_names(FOLDER, "Reward")
     if entry:
         user_object = import_user_code(entry)
         if inspect.isclass(user_object):
             return cast(Callable[[Settings], Scorer], user_object)(settings)
         return FunctionReward(name, load_reward(entry), settings)
-    if name in classes:
+    if name in reward_classes:
         return cast(Callable[[Settings], Scorer], load_named(name, FOLDER, "Reward"))(settings)
-    names = sorted({*classes, *offered_names(FOLDER)})
-    if name not in names:
+    reward_names = sorted({*reward_classes, *offered_names(FOLDER)})
+    if name not in reward_names:
         raise RewardError(
             f"reward_type = {name!r}: there is no such reward; one of your own is named by entry = "
-            f'"path/file.py:thing"{suggestion(name, names)}'
+            f'"path/file.py:thing"{suggestion(name, reward_names)}'
         )
     reward = load_reward(name)
-    needed = [each for each in _OPTION_PARAMETERS if each in reward.binding.keywords]
-    if missing := [f"options.{each}" for each in needed if each not in settings.options]:
+    required_options = [option for option in _OPTION_PARAMETERS if option in reward.binding.keywords]
+    if missing_options := [f"options.{option}" for option in required_options if option not in settings.options]:
         raise RewardError(
-            f"the reward {name!r} needs {' and '.join(missing)}, which no request has; for example options = "
+            f"the reward {name!r} needs {' and '.join(missing_options)}, which no request has; for example options = "
             "{ max_tokens = 1024, overlong = { buffer_length = 256, penalty_factor = 1.0 } }"
         )
     return FunctionReward(name, reward, settings)
@@ -127,16 +130,19 @@ def replace_nonfinite(columns: Columns, count: int) -> tuple[Columns, list[str]]
         ValueError: the length of a column is not the number of items.
     """
     errors = [""] * count
-    return {key: _column(key, column, count, errors) for key, column in columns.items()}, errors
+    return {key: _clean_column(key, column, count, errors) for key, column in columns.items()}, errors
 
 
-def _column(key: str, column: Any, count: int, errors: list[str]) -> Any:
+def _clean_column(key: str, column: Any, num_items: int, errors: list[str]) -> Any:
     if isinstance(column, dict):
-        return {name: _column(f"{key}.{name}", values, count, [""] * count) for name, values in column.items()}
+        return {
+            name: _clean_column(f"{key}.{name}", subcolumn, num_items, [""] * num_items)
+            for name, subcolumn in column.items()
+        }
     if hasattr(column, "tolist"):
         column = column.tolist()
-    if not isinstance(column, list) or len(column) != count:
-        raise ValueError(f"returned no list of {count} values as {key!r}")
+    if not isinstance(column, list) or len(column) != num_items:
+        raise ValueError(f"returned no list of {num_items} values as {key!r}")
     json_numbers: list[Any] = []
     for i, value in enumerate(column):
         number = value.item() if hasattr(value, "item") else value
@@ -153,8 +159,8 @@ def require_packages(name: str, extra: str, *modules: str) -> None:
     Raises:
         RewardError: a package is missing; the message says what to install.
     """
-    if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
-        raise RewardError(f"the reward {name!r} needs {', '.join(missing)}, not installed here; {extra}")
+    if missing_modules := [module for module in modules if importlib.util.find_spec(module) is None]:
+        raise RewardError(f"the reward {name!r} needs {', '.join(missing_modules)}, not installed here; {extra}")
 
 
 def has_model(name: str) -> bool:
@@ -169,12 +175,14 @@ def open_model(name: str, custom: Mapping[str, Any] | None) -> Scorer:
         RewardError: the model cannot be loaded.
     """
     settings = dict((custom or {}).get(name) or {})
-    key = (name, repr(sorted(settings.items())))
-    if key not in _loaded:
-        fields = {k: settings.pop(k) for k in list(settings) if k in Settings.__dataclass_fields__}
-        reward: Callable[[Settings], Scorer] = load_named(name, FOLDER, "Reward")
-        _loaded[key] = reward(Settings(**fields, options=settings | dict(fields.pop("options", {}))))
-    return _loaded[key]
+    cache_key = (name, repr(sorted(settings.items())))
+    if cache_key not in _loaded_models:
+        settings_fields = {k: settings.pop(k) for k in list(settings) if k in Settings.__dataclass_fields__}
+        reward_class: Callable[[Settings], Scorer] = load_named(name, FOLDER, "Reward")
+        _loaded_models[cache_key] = reward_class(
+            Settings(**settings_fields, options=settings | dict(settings_fields.pop("options", {})))
+        )
+    return _loaded_models[cache_key]
 
 
 def score_one(name: str, item: Item, custom: Mapping[str, Any] | None) -> tuple[float, dict[str, float]]:
@@ -185,11 +193,11 @@ def score_one(name: str, item: Item, custom: Mapping[str, Any] | None) -> tuple[
         ValueError: the item has no score.
     """
     columns, errors = replace_nonfinite(open_model(name, custom).score([item]), 1)
-    numbers = {k: v[0] for k, v in columns.items() if isinstance(v, list) and isinstance(v[0], int | float)}
-    value = numbers.pop(next(iter(columns)), None)
+    metric_values = {k: v[0] for k, v in columns.items() if isinstance(v, list) and isinstance(v[0], int | float)}
+    value = metric_values.pop(next(iter(columns)), None)
     if value is None:
         raise ValueError(errors[0] or "it has no score")
-    return float(value), {k: float(v) for k, v in numbers.items()}
+    return float(value), {k: float(v) for k, v in metric_values.items()}
 
 
-_loaded: dict[tuple[str, str], Scorer] = {}
+_loaded_models: dict[tuple[str, str], Scorer] = {}

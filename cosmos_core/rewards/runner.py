@@ -42,7 +42,7 @@ _MAX_BROKEN_POOLS = 3  # maximum number of process pools that may break per call
 _MAX_TIMEOUTS = 4  # number of calls of a reward per process that may time out before its other calls are cancelled
 
 
-class _Result(NamedTuple):
+class _RewardResult(NamedTuple):
     """Result of one reward for one completion; if both value and error are missing, it does not apply to the row."""
 
     value: float | None = None
@@ -52,7 +52,7 @@ class _Result(NamedTuple):
     """Whether the reward function raised an error that is not transient, unlike errors of networks and memory."""
 
 
-class _Call(NamedTuple):
+class _RewardCall(NamedTuple):
     """Arguments of one call of a reward function in a worker process."""
 
     reward: str
@@ -81,7 +81,7 @@ class _TimeoutMonitor:
             done_futures = [future for future in futures if future.done()]
             if len(done_futures) < self._max_timeouts:
                 continue
-            if all(isinstance(each.exception(), TimeoutError) for each in done_futures):
+            if all(isinstance(done_future.exception(), TimeoutError) for done_future in done_futures):
                 self.cancelled.add(reward)
                 for future in futures:
                     future.cancel()
@@ -147,15 +147,20 @@ class RewardRunner(WorkerPool):
         weights_of_groups = [weights_of(self._weights, source) for source in sources or [""] * len(groups)]
         for group, weights in zip(groups, weights_of_groups, strict=True):
             for name in weights:
-                units = [group] if name in self._group_functions else [[request] for request in group]
-                calls += [_Call(name, unit, name in self._group_functions) for unit in units if unit]
+                request_batches = [group] if name in self._group_functions else [[request] for request in group]
+                calls += [_RewardCall(name, unit, name in self._group_functions) for unit in request_batches if unit]
         with cleanup_on_error(self.close), self._lock:  # kill busy processes, which would delay the next requests
             results_of_calls = iter(self._results(calls))
-        results = (result for batch in results_of_calls for result in batch)
+        results = (result for call_results in results_of_calls for result in call_results)
         scores = []
         for group, weights in zip(groups, weights_of_groups, strict=True):
-            columns = [[next(results) for _ in group] for _ in weights]
-            scores.append(tuple(self._total(row, weights) for row in zip(*columns, strict=True)))
+            results_by_reward = [[next(results) for _ in group] for _ in weights]
+            scores.append(
+                tuple(
+                    self._total(completion_results, weights)
+                    for completion_results in zip(*results_by_reward, strict=True)
+                )
+            )
         return scores
 
     def _open(self) -> ProcessPool:
@@ -166,13 +171,13 @@ class RewardRunner(WorkerPool):
             StageFailed: loading timed out, had succeeded before, or its process was killed; a retry may help.
         """
         names = list(self._weights)
-        pool = self._replace_pool(_start, names, self._constants, env=self._env, count=self._num_workers)
+        pool = self._replace_pool(_start_worker, names, self._constants, env=self._env, count=self._num_workers)
         try:
             with cleanup_on_error(self.close):
-                loaded = pool.schedule(_load, args=(names,))
-                if not wait_for_futures([loaded], START_SECONDS, self._beat):
+                load_future = pool.schedule(_load_rewards, args=(names,))
+                if not wait_for_futures([load_future], START_SECONDS, self._beat):
                     raise StageFailed(f"loading the rewards {', '.join(names)} failed: not done in {START_SECONDS:g} s")
-                self._group_functions |= loaded.result()
+                self._group_functions |= load_future.result()
         except (BrokenProcessPool, ProcessExpired) as error:
             is_transient = self._has_loaded or getattr(error, "exitcode", 0) < 0
             raise (StageFailed if is_transient else RewardError)(
@@ -181,23 +186,24 @@ class RewardRunner(WorkerPool):
         self._has_loaded = True
         return pool
 
-    def _results(self, calls: Sequence[_Call]) -> list[list[_Result]]:
+    def _results(self, calls: Sequence[_RewardCall]) -> list[list[_RewardResult]]:
         """Return the results of each call of a reward function. Calls that ended their worker process are retried when
         all other calls are done, unless the remaining calls of that reward function were cancelled."""
-        results: list[list[_Result]] = [[]] * len(calls)
-        waiting = list(range(len(calls)))
+        results: list[list[_RewardResult]] = [[]] * len(calls)
+        pending_indices = list(range(len(calls)))
         attempt, num_broken_pools = 1, 0
-        while waiting and attempt <= self._retries + 1 and num_broken_pools <= _MAX_BROKEN_POOLS:
+        while pending_indices and attempt <= self._retries + 1 and num_broken_pools <= _MAX_BROKEN_POOLS:
             pool = self._working_pool()
             futures = {
-                i: pool.schedule(_score, args=calls[i], timeout=self._timeout_of(calls[i].reward)) for i in waiting
+                i: pool.schedule(_score_completions, args=calls[i], timeout=self._timeout_of(calls[i].reward))
+                for i in pending_indices
             }
             named_futures = [(calls[i].reward, future) for i, future in futures.items()]
             timeout_monitor = _TimeoutMonitor(named_futures, self._max_timeouts, self._beat)
-            longest = max(self._timeout_of(calls[i].reward) for i in waiting)
-            if not wait_for_futures(futures.values(), longest + START_SECONDS, timeout_monitor.check):
+            max_timeout = max(self._timeout_of(calls[i].reward) for i in pending_indices)
+            if not wait_for_futures(futures.values(), max_timeout + START_SECONDS, timeout_monitor.check):
                 self.close()  # the pool is unusable: a request was lost with its process, or no process started
-            waiting, is_broken = [], False
+            pending_indices, is_broken = [], False
             for i, future in futures.items():
                 reward = calls[i].reward
                 try:
@@ -205,9 +211,9 @@ class RewardRunner(WorkerPool):
                 except (BrokenProcessPool, ProcessExpired, TimeoutError, CancelledError) as error:
                     is_broken |= isinstance(error, BrokenProcessPool)
                     reason = self._reason(error, reward)
-                    results[i] = [_Result(error=reason)] * len(calls[i].requests)
+                    results[i] = [_RewardResult(error=reason)] * len(calls[i].requests)
                     if reward not in timeout_monitor.cancelled:
-                        waiting.append(i)
+                        pending_indices.append(i)
                         log.warning("reward %s: %s (attempt %d of %d)", reward, reason, attempt, self._retries + 1)
             for reward in timeout_monitor.cancelled:
                 log.warning("reward %s: its first %d calls were not done in %g s; the rest is given up",
@@ -219,14 +225,14 @@ class RewardRunner(WorkerPool):
         return self._timeouts.get(reward, self._timeout)
 
     def _reason(self, error: Exception, reward: str) -> str:
-        seconds = self._timeout_of(reward)
+        timeout_seconds = self._timeout_of(reward)
         if isinstance(error, CancelledError):
-            return f"given up, because the {self._max_timeouts} calls before were not done in {seconds:g} s"
+            return f"given up, because the {self._max_timeouts} calls before were not done in {timeout_seconds:g} s"
         if isinstance(error, BrokenProcessPool | ProcessExpired):
             return describe_exit(error)
-        return f"not done in {seconds:g} s"
+        return f"not done in {timeout_seconds:g} s"
 
-    def _total(self, results: Sequence[_Result], weights: Mapping[str, float]) -> Score:
+    def _total(self, results: Sequence[_RewardResult], weights: Mapping[str, float]) -> Score:
         total, metrics, errors, is_raised = 0.0, {}, [], False
         weighted_results = [result for result, weight in zip(results, weights.values(), strict=True) if weight]
         if weighted_results and not any(result.value is not None or result.error for result in weighted_results):
@@ -248,47 +254,49 @@ class RewardRunner(WorkerPool):
 
 # The code below runs in the worker processes.
 
-_constants: dict[str, Any] = {}
+_constant_fields: dict[str, Any] = {}
 _logged_errors: set[tuple[str, type]] = set()
 """Reward and error class pairs that were already logged, so that the log shows one traceback for each."""
 
 
-def _start(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
+def _start_worker(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process and load the rewards; a later load reports errors in the user's modules."""
     begin(env, parent_pid)
-    _constants.update(constants)
+    _constant_fields.update(constants)
     with suppress(RewardError):
-        _load(names)
+        _load_rewards(names)
 
 
-def _load(names: Sequence[str]) -> set[str]:
+def _load_rewards(names: Sequence[str]) -> set[str]:
     """Load the rewards with their models, and return the names of rewards whose parameters require lists."""
-    group_functions = {name for name in names if _reward(name).binding.takes_group}
+    group_functions = {name for name in names if _load_cached_reward(name).binding.takes_group}
     for name in filter(has_model, names):
-        open_model(name, _constants["custom"])
+        open_model(name, _constant_fields["custom"])
     return group_functions
 
 
-_reward = cache(load_reward)
+_load_cached_reward = cache(load_reward)
 
 
-def _score(name: str, requests: Sequence[Mapping[str, Any]], takes_lists: bool) -> list[_Result]:
-    reward = _reward(name)
-    fields = [{**request, **_constants} for request in requests]
+def _score_completions(name: str, requests: Sequence[Mapping[str, Any]], takes_lists: bool) -> list[_RewardResult]:
+    reward = _load_cached_reward(name)
+    fields = [{**request, **_constant_fields} for request in requests]
     try:
-        results = reward.score_group(fields) if takes_lists else [reward(each) for each in fields]
+        results = reward.score_group(fields) if takes_lists else [reward(item) for item in fields]
         return [
-            _error_score(reward, each, was_logged=True) if isinstance(each, ValueError) else _Result(*(each or ()))
-            for each in results
+            _error_result(reward, item, was_logged=True)
+            if isinstance(item, ValueError)
+            else _RewardResult(*(item or ()))
+            for item in results
         ]
     except BaseException as error:  # noqa: BLE001 - user code may raise any error, and the parent needs a result
         was_logged = (name, type(error)) in _logged_errors
         _logged_errors.add((name, type(error)))
-        return [_error_score(reward, error, was_logged=was_logged)] * len(requests)
+        return [_error_result(reward, error, was_logged=was_logged)] * len(requests)
 
 
-def _error_score(reward: Reward, error: BaseException, *, was_logged: bool) -> _Result:
+def _error_result(reward: Reward, error: BaseException, *, was_logged: bool) -> _RewardResult:
     if not was_logged:
         print_exception(error)
     is_permanent = not is_transient(error)
-    return _Result(error=masked(error_on_one_line(error, reward.location_of(error))), is_raised=is_permanent)
+    return _RewardResult(error=masked(error_on_one_line(error, reward.location_of(error))), is_raised=is_permanent)

@@ -24,8 +24,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "FloatStorage": np.dtype("<f4"), "DoubleStorage": np.dtype("<f8"),
 }  # fmt: skip
 _REBUILD_TENSOR = ("torch._utils", "_rebuild_tensor_v2")
-_NO_HOOKS = ("collections", "OrderedDict")
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_EMPTY_HOOKS_TYPE = ("collections", "OrderedDict")
+_CONSTANT_OPCODES = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _PICKLE_MARK = object()
 
 
@@ -46,7 +46,7 @@ class _StorageReference:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _PickledCall:
     function: _GlobalName
     arguments: tuple[Any, ...]
 
@@ -57,25 +57,29 @@ def read_tensor(content: memoryview) -> np.ndarray:
     Raises:
         NotATensorError: the file is not one tensor of numbers.
     """
-    members = _read_zip_files(content)
-    [root] = {name.partition("/")[0] for name in members}
-    if (script := members.get(f"{root}/data.pkl")) is None or len(script) > _MAX_PICKLE_BYTES:
+    archive_files = _read_zip_files(content)
+    [archive_root] = {name.partition("/")[0] for name in archive_files}
+    if (pickle_bytes := archive_files.get(f"{archive_root}/data.pkl")) is None or len(pickle_bytes) > _MAX_PICKLE_BYTES:
         raise NotATensorError("it has no description of a tensor")
-    if bytes(members.get(f"{root}/byteorder", b"little")) != b"little":
+    if bytes(archive_files.get(f"{archive_root}/byteorder", b"little")) != b"little":
         raise NotATensorError("its numbers are not little-endian")
-    problem = "its description is none of a tensor: "
-    with convert_errors(lambda error: NotATensorError(problem + type(error).__name__), NotATensorError):
-        storage, offset, shape, strides = _tensor(bytes(script))
+    error_prefix = "its description is none of a tensor: "
+    with convert_errors(lambda error: NotATensorError(error_prefix + type(error).__name__), NotATensorError):
+        storage, offset, shape, strides = _parse_tensor(bytes(pickle_bytes))
     dtype = _DTYPES[storage.type_name]
-    data = members.get(f"{root}/data/{storage.key}")
-    if data is None or len(data) != storage.count * dtype.itemsize:
+    tensor_bytes = archive_files.get(f"{archive_root}/data/{storage.key}")
+    if tensor_bytes is None or len(tensor_bytes) != storage.count * dtype.itemsize:
         raise NotATensorError("its numbers are not there, or not as many as it says")
-    steps = [step if n > 1 else 0 for n, step in zip(shape, strides, strict=True)]
-    last = offset + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
-    if not 0 < math.prod(shape) <= storage.count or last >= storage.count:
+    steps = [axis_stride if axis_size > 1 else 0 for axis_size, axis_stride in zip(shape, strides, strict=True)]
+    last_index = offset + sum(
+        (axis_size - 1) * axis_stride for axis_size, axis_stride in zip(shape, steps, strict=True)
+    )
+    if not 0 < math.prod(shape) <= storage.count or last_index >= storage.count:
         raise NotATensorError("it is empty, or its shape goes beyond its numbers")
-    flat = np.frombuffer(data, dtype)[offset:]
-    array = np.lib.stride_tricks.as_strided(flat, shape, [step * dtype.itemsize for step in steps], writeable=False)
+    flat_array = np.frombuffer(tensor_bytes, dtype)[offset:]
+    array = np.lib.stride_tricks.as_strided(
+        flat_array, shape, [axis_stride * dtype.itemsize for axis_stride in steps], writeable=False
+    )
     return np.ascontiguousarray(array).view(np.uint8) if storage.type_name == "BFloat16Storage" else array
 
 
@@ -85,100 +89,104 @@ def _read_zip_files(content: memoryview) -> dict[str, memoryview]:
     directory_offset = archive_end.rfind(b"PK\x05\x06")
     if directory_offset < 0 or len(archive_end) - directory_offset < 22:
         raise NotATensorError("it has no directory")
-    count, size, start = struct.unpack_from("<H2L", archive_end, directory_offset + 10)
-    zip64_at = archive_end.rfind(b"PK\x06\x06", 0, directory_offset)
-    if 0xFFFF in (count,) or 0xFFFFFFFF in (size, start):
-        if zip64_at < 0 or directory_offset - zip64_at < 56:
+    num_entries, directory_size, directory_start = struct.unpack_from("<H2L", archive_end, directory_offset + 10)
+    zip64_offset = archive_end.rfind(b"PK\x06\x06", 0, directory_offset)
+    if 0xFFFF in (num_entries,) or 0xFFFFFFFF in (directory_size, directory_start):
+        if zip64_offset < 0 or directory_offset - zip64_offset < 56:
             raise NotATensorError("it has no directory")
-        count, size, start = struct.unpack_from("<3Q", archive_end, zip64_at + 32)
-    if start + size > len(content) or start < len(content) - len(archive_end):
+        num_entries, directory_size, directory_start = struct.unpack_from("<3Q", archive_end, zip64_offset + 32)
+    if directory_start + directory_size > len(content) or directory_start < len(content) - len(archive_end):
         raise NotATensorError("its directory is too long")
-    members: dict[str, memoryview] = {}
-    directory, position = bytes(content[start : start + size]), 0
-    for _ in range(count):
-        if directory[position : position + 4] != b"PK\x01\x02" or len(directory) - position < 46:
+    archive_files: dict[str, memoryview] = {}
+    directory, entry_offset = bytes(content[directory_start : directory_start + directory_size]), 0
+    for _ in range(num_entries):
+        if directory[entry_offset : entry_offset + 4] != b"PK\x01\x02" or len(directory) - entry_offset < 46:
             raise NotATensorError("its directory is damaged")
-        method, packed, length, name_bytes, extra, comment = struct.unpack_from("<10x1H8x2L3H", directory, position)
-        [header] = struct.unpack_from("<L", directory, position + 42)
-        name = directory[position + 46 : position + 46 + name_bytes].decode("utf-8", "replace")
-        position += 46 + name_bytes + extra + comment
-        if method or packed != length:
+        compression_method, compressed_size, file_size, name_length, extra_length, comment_length = struct.unpack_from(
+            "<10x1H8x2L3H", directory, entry_offset
+        )
+        [header_offset] = struct.unpack_from("<L", directory, entry_offset + 42)
+        name = directory[entry_offset + 46 : entry_offset + 46 + name_length].decode("utf-8", "replace")
+        entry_offset += 46 + name_length + extra_length + comment_length
+        if compression_method or compressed_size != file_size:
             raise NotATensorError("it is packed")
-        members[name] = _member(content, header, length)
-    if len({name.partition("/")[0] for name in members}) != 1:
+        archive_files[name] = _read_zip_member(content, header_offset, file_size)
+    if len({name.partition("/")[0] for name in archive_files}) != 1:
         raise NotATensorError("it is an archive of something else")
-    return members
+    return archive_files
 
 
-def _member(content: memoryview, header: int, size: int) -> memoryview:
-    if bytes(content[header : header + 4]) != SIGNATURE or header + 30 > len(content):
+def _read_zip_member(content: memoryview, header_offset: int, file_size: int) -> memoryview:
+    if bytes(content[header_offset : header_offset + 4]) != SIGNATURE or header_offset + 30 > len(content):
         raise NotATensorError("its directory is wrong")
-    name_bytes, extra = struct.unpack_from("<2H", content, header + 26)
-    start = header + 30 + name_bytes + extra
-    if start + size > len(content):
+    name_length, extra_length = struct.unpack_from("<2H", content, header_offset + 26)
+    data_offset = header_offset + 30 + name_length + extra_length
+    if data_offset + file_size > len(content):
         raise NotATensorError("it is cut off")
-    return content[start : start + size]
+    return content[data_offset : data_offset + file_size]
 
 
-def _tensor(script: bytes) -> tuple[_StorageReference, int, tuple[int, ...], tuple[int, ...]]:
+def _parse_tensor(pickle_bytes: bytes) -> tuple[_StorageReference, int, tuple[int, ...], tuple[int, ...]]:
     """Return storage, offset, shape and strides in the pickled description of a tensor."""
-    result = _run(script)
-    if not isinstance(result, _Call) or result.function.name != _REBUILD_TENSOR:
+    result = _interpret_pickle(pickle_bytes)
+    if not isinstance(result, _PickledCall) or result.function.name != _REBUILD_TENSOR:
         raise NotATensorError("it holds something else than one tensor")
     storage, offset, shape, strides, _, hooks = result.arguments[:6]
-    if not isinstance(hooks, _Call) or hooks.function.name != _NO_HOOKS or hooks.arguments:
+    if not isinstance(hooks, _PickledCall) or hooks.function.name != _EMPTY_HOOKS_TYPE or hooks.arguments:
         raise NotATensorError("its tensor has hooks")
     if storage.type_name not in _DTYPES:
         raise NotATensorError(f"its tensor is of {storage.type_name!r}; uint8 and floating-point numbers are read")
-    numbers = (offset, storage.count, *shape, *strides)
-    if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in numbers):
+    dimensions = (offset, storage.count, *shape, *strides)
+    if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in dimensions):
         raise NotATensorError("its shape is none")
     return storage, offset, tuple(shape), tuple(strides)
 
 
-def _run(script: bytes) -> Any:
+def _interpret_pickle(pickle_bytes: bytes) -> Any:
     """Return the result of pickle opcodes, with names and calls represented as data."""
     stack: list[Any] = []
     memo: dict[Any, Any] = {}
-    for opcode, argument, _ in pickletools.genops(script):
-        name = opcode.name
-        if name in {"PROTO", "FRAME"}:
+    for opcode, argument, _ in pickletools.genops(pickle_bytes):
+        opcode_name = opcode.name
+        if opcode_name in {"PROTO", "FRAME"}:
             continue
-        if name == "STOP":
+        if opcode_name == "STOP":
             [result] = stack
             return result
-        if name in {"BINPUT", "LONG_BINPUT"}:
+        if opcode_name in {"BINPUT", "LONG_BINPUT"}:
             memo[argument] = stack[-1]
-        elif name in {"BINGET", "LONG_BINGET"}:
+        elif opcode_name in {"BINGET", "LONG_BINGET"}:
             stack.append(memo[argument])
-        elif name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name in {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE"}:
+        elif opcode_name in _CONSTANT_OPCODES:
+            stack.append(_CONSTANT_OPCODES[opcode_name])
+        elif opcode_name in {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE"}:
             stack.append(argument)
         else:
-            _apply(name, argument, stack)
+            _apply_opcode(opcode_name, argument, stack)
     raise NotATensorError("its description has no end")
 
 
-def _apply(name: str, argument: Any, stack: list[Any]) -> None:
+def _apply_opcode(opcode_name: str, argument: Any, stack: list[Any]) -> None:
     """Execute an opcode that takes values from the stack or pushes something other than a constant."""
-    if name == "GLOBAL":
+    if opcode_name == "GLOBAL":
         stack.append(_GlobalName(tuple(argument.split(" "))))
-    elif name == "MARK":
+    elif opcode_name == "MARK":
         stack.append(_PICKLE_MARK)
-    elif name == "TUPLE":
-        start = len(stack) - 1 - next(i for i, each in enumerate(reversed(stack)) if each is _PICKLE_MARK)
-        stack[start:] = [tuple(stack[start + 1 :])]
-    elif name in {"TUPLE1", "TUPLE2", "TUPLE3"}:
-        count = int(name[-1])
-        stack[-count:] = [tuple(stack[-count:])]
-    elif name == "BINPERSID":
-        tag, storage, key, _, count = stack.pop()
-        if tag != "storage" or storage.name[0] != "torch":
+    elif opcode_name == "TUPLE":
+        mark_index = (
+            len(stack) - 1 - next(i for i, stack_value in enumerate(reversed(stack)) if stack_value is _PICKLE_MARK)
+        )
+        stack[mark_index:] = [tuple(stack[mark_index + 1 :])]
+    elif opcode_name in {"TUPLE1", "TUPLE2", "TUPLE3"}:
+        tuple_size = int(opcode_name[-1])
+        stack[-tuple_size:] = [tuple(stack[-tuple_size:])]
+    elif opcode_name == "BINPERSID":
+        id_type, storage, key, _, tuple_size = stack.pop()
+        if id_type != "storage" or storage.name[0] != "torch":
             raise NotATensorError("its numbers are kept elsewhere")
-        stack.append(_StorageReference(storage.name[1], key, count))
-    elif name == "REDUCE":
+        stack.append(_StorageReference(storage.name[1], key, tuple_size))
+    elif opcode_name == "REDUCE":
         arguments = stack.pop()
-        stack[-1] = _Call(stack[-1], arguments)
+        stack[-1] = _PickledCall(stack[-1], arguments)
     else:
-        raise NotATensorError(f"its description does more than to describe a tensor ({name})")
+        raise NotATensorError(f"its description does more than to describe a tensor ({opcode_name})")

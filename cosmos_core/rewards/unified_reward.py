@@ -18,13 +18,13 @@ from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import Columns, Item, Settings
 
-_MODEL = "UnifiedReward-7b-v1.5"
+_DEFAULT_MODEL = "UnifiedReward-7b-v1.5"
 _JUDGE_QUESTION = (
     "You see an image that was generated for a caption. Judge how well it shows what the caption says (its objects, "
     "their attributes and relations), and its visual quality (clear, detailed, true in colour, pleasing). Give one "
     "score from 1 to 5 after 'Final Score:'.\nText Caption: [{prompt}]"
 )
-_SCORE = re.compile(r"Final Score:\**\s*([1-5](?:\.\d+)?)")
+_SCORE_PATTERN = re.compile(r"Final Score:\**\s*([1-5](?:\.\d+)?)")
 _SECONDS = 120.0
 
 
@@ -37,15 +37,15 @@ class UnifiedRewardReward:
                 "the reward 'unified_reward' needs endpoint_url: a server with OpenAI's interface that has the model, "
                 "such as vllm serve CodeGoat24/UnifiedReward-7b-v1.5"
             )
-        self._model = settings.options.get("model") or settings.model_path or _MODEL
+        self._model = settings.options.get("model") or settings.model_path or _DEFAULT_MODEL
         self._question = settings.options.get("question", _JUDGE_QUESTION)
-        self._concurrent = int(settings.options.get("concurrent", 8))
+        self._max_concurrency = int(settings.options.get("concurrent", 8))
         headers = {"Authorization": f"Bearer {settings.endpoint_api_key}"} if settings.endpoint_api_key else {}
         self._client = httpx.Client(base_url=settings.endpoint_url, headers=headers, timeout=_SECONDS)
 
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the score of each image; an image for which the judge returns no number has no score."""
-        with ThreadPoolExecutor(self._concurrent) as executor:
+        with ThreadPoolExecutor(self._max_concurrency) as executor:
             results = list(executor.map(self._request_score, items))
         self.errors = [error for _, error in results]
         return {"unified_reward": [score for score, _ in results]}
@@ -61,8 +61,8 @@ class UnifiedRewardReward:
         request = {"model": self._model, "messages": [{"role": "user", "content": content}], "temperature": 0}
         try:
             response = self._client.post("chat/completions", json=request).raise_for_status()
-            text = response.json()["choices"][0]["message"]["content"]
+            reply_text = response.json()["choices"][0]["message"]["content"]
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             return None, error_on_one_line(error)
-        match = _SCORE.search(text or "")
-        return (float(match[1]) / 5, "") if match else (None, f"the judge gives no score: {text[-100:]!r}")
+        match = _SCORE_PATTERN.search(reply_text or "")
+        return (float(match[1]) / 5, "") if match else (None, f"the judge gives no score: {reply_text[-100:]!r}")

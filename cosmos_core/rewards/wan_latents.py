@@ -14,7 +14,7 @@ import numpy as np
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.reward_model import require_packages
 
-_FILE_IN_REPOSITORY = re.compile(r"(?:https://huggingface\.co/)?([\w.-]+/[\w.-]+)/(?:resolve/[\w.-]+/)?([\w.-]+\.pth)")
+_HUB_FILE_PATTERN = re.compile(r"(?:https://huggingface\.co/)?([\w.-]+/[\w.-]+)/(?:resolve/[\w.-]+/)?([\w.-]+\.pth)")
 
 
 class WanLatents:
@@ -34,7 +34,7 @@ class WanLatents:
         self._dtype = torch.float32 if self._device.type == "cpu" else getattr(torch, dtype)
         try:
             if path.endswith(".pth"):
-                vae: Any = _published_vae(path).to(self._dtype)
+                vae: Any = _load_published_vae(path).to(self._dtype)
             else:
                 vae = AutoencoderKLWan.from_pretrained(path, torch_dtype=self._dtype)
         except (OSError, ValueError, RuntimeError, LookupError) as error:
@@ -43,7 +43,7 @@ class WanLatents:
                 f"{key} = {path!r}: {reason}; give a Wan VAE in diffusers' format, or Wan2.1_VAE.pth, or none"
             ) from error
         self._vae = vae.to(self._device).eval().requires_grad_(False)
-        self._mean, self._std = (
+        self._latents_mean, self._latents_std = (
             torch.tensor(values, device=self._device, dtype=self._dtype).view(1, -1, 1, 1, 1)
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
@@ -61,8 +61,8 @@ class WanLatents:
         with torch.inference_mode():
             for video in videos:
                 pixels = torch.from_numpy(np.ascontiguousarray(np.moveaxis(video, -1, 0)))[None].to(self._device)
-                mean = self._vae.encode((pixels / 127.5 - 1).to(self._dtype)).latent_dist.mode()
-                latents.append(((mean - self._mean) / self._std).to(torch.float16).cpu())
+                latent = self._vae.encode((pixels / 127.5 - 1).to(self._dtype)).latent_dist.mode()
+                latents.append(((latent - self._latents_mean) / self._latents_std).to(torch.float16).cpu())
         return torch.cat(latents).numpy()
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
@@ -73,8 +73,8 @@ class WanLatents:
         tensor = tensor.view(torch.bfloat16) if latents.dtype == np.uint8 else tensor.to(torch.bfloat16)
         videos = []
         with torch.inference_mode():
-            for each in tensor.to(self._device, self._dtype).split(1):
-                video = self._vae.decode(each * self._std + self._mean, return_dict=False)[0]
+            for latent in tensor.to(self._device, self._dtype).split(1):
+                video = self._vae.decode(latent * self._latents_std + self._latents_mean, return_dict=False)[0]
                 videos.append((((1 + video.clamp(-1, 1)) / 2).float() * 255).to(torch.uint8).cpu())
         return torch.cat(videos).numpy()
 
@@ -88,7 +88,7 @@ def inspect_vae(key: str, path: str) -> str:
     from diffusers import AutoencoderKLWan
 
     if path.endswith(".pth"):
-        if not Path(path).is_file() and not _FILE_IN_REPOSITORY.fullmatch(path):
+        if not Path(path).is_file() and not _HUB_FILE_PATTERN.fullmatch(path):
             raise RewardError(f"{key} = {path!r}: no such file")
         return f"{key}: {path}"
     try:
@@ -101,18 +101,18 @@ def inspect_vae(key: str, path: str) -> str:
     return f"{key}: {class_name}"
 
 
-def _published_vae(path: str) -> Any:
+def _load_published_vae(path: str) -> Any:
     """Return the VAE in a file in Wan's published format, on this machine or in a repository of the Hub."""
     import torch
     from diffusers import AutoencoderKLWan
     from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 
-    file = Path(path)
-    if not file.is_file() and (location := _FILE_IN_REPOSITORY.fullmatch(path)):
+    vae_file = Path(path)
+    if not vae_file.is_file() and (hub_match := _HUB_FILE_PATTERN.fullmatch(path)):
         from huggingface_hub import hf_hub_download
 
-        file = Path(hf_hub_download(*location.groups()))
-    state = torch.load(file, "cpu", weights_only=True)
-    vae: Any = AutoencoderKLWan(base_dim=len(state["encoder.conv1.weight"]), z_dim=len(state["conv2.weight"]))
-    vae.load_state_dict(convert_wan_vae_to_diffusers(state))
+        vae_file = Path(hf_hub_download(*hub_match.groups()))
+    state_dict = torch.load(vae_file, "cpu", weights_only=True)
+    vae: Any = AutoencoderKLWan(base_dim=len(state_dict["encoder.conv1.weight"]), z_dim=len(state_dict["conv2.weight"]))
+    vae.load_state_dict(convert_wan_vae_to_diffusers(state_dict))
     return vae

@@ -89,7 +89,7 @@ class AsyncGroupSource:
 
     def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Wait until the groups of train step `step` are generated and scored; return the groups and their metrics."""
-        start = time.perf_counter()
+        start_time = time.perf_counter()
         with self._ready:
             self._step = step
             self._num_groups_needed = num_groups
@@ -100,7 +100,7 @@ class AsyncGroupSource:
         self.fleet.wake()
         self._is_training_waiting = True
         while True:
-            status, kept_groups, sampled = broadcast_object(self._poll_step(step) if is_first() else None)  # type: ignore[misc]
+            status, kept_groups, sampled_groups = broadcast_object(self._poll_step(step) if is_first() else None)  # type: ignore[misc]
             if status == "whole":
                 break
             if status == "stale":
@@ -111,19 +111,19 @@ class AsyncGroupSource:
             self._is_training_waiting = False
         self.fleet.sleep()
         with self._ready:
-            for position in range(self._position, self._position + len(sampled)):
+            for position in range(self._position, self._position + len(sampled_groups)):
                 self._scored.pop(position, None)
-            self._position, self._step = self._position + len(sampled), step + 1
-        self.sampled = sampled
-        if not sampled:
+            self._position, self._step = self._position + len(sampled_groups), step + 1
+        self.sampled = sampled_groups
+        if not sampled_groups:
             return [], {}
-        self._sampled_per_kept = (self._sampled_per_kept + len(sampled) / max(1, len(kept_groups))) / 2
+        self._sampled_per_kept = (self._sampled_per_kept + len(sampled_groups) / max(1, len(kept_groups))) / 2
         previous_counts, self._reported_counts = self._reported_counts, (self._num_outdated, self.fleet.num_restarts)
         return kept_groups, {
-            **group_metrics(sampled),
-            **(filtered_metrics(self.filter, sampled) if self.filter else {}),
-            "time/wait": time.perf_counter() - start,
-            **lag_metrics(kept_groups or sampled, step),
+            **group_metrics(sampled_groups),
+            **(filtered_metrics(self.filter, sampled_groups) if self.filter else {}),
+            "time/wait": time.perf_counter() - start_time,
+            **lag_metrics(kept_groups or sampled_groups, step),
             "rollout/outdated": float(self._reported_counts[0] - previous_counts[0]),
             "rollout/restarts": float(self._reported_counts[1] - previous_counts[1]),
         }
@@ -145,7 +145,7 @@ class AsyncGroupSource:
     def _start(self) -> None:
         if self._thread is None and is_first():
             self._next = self._position
-            self._thread = threading.Thread(target=self._run, daemon=True, name="rollouts")
+            self._thread = threading.Thread(target=self._run_rollouts, daemon=True, name="rollouts")
             self._thread.start()
 
     def _poll_step(self, step: int) -> tuple[Status, list[ScoredGroup], list[ScoredGroup]]:
@@ -165,23 +165,23 @@ class AsyncGroupSource:
     def _groups_of(self, step: int) -> tuple[list[ScoredGroup], list[ScoredGroup]] | None:
         """Return the kept and the sampled groups of train step `step`; None if groups are missing."""
         kept_groups: list[ScoredGroup] = []
-        sampled: list[ScoredGroup] = []
+        sampled_groups: list[ScoredGroup] = []
         num_required = self.steps.count(step) if self._num_groups_needed is None else self._num_groups_needed
         max_groups = self.filter.max_sampled_groups(num_required) if self.filter else num_required
-        while len(kept_groups) < num_required and len(sampled) < max_groups:
-            position = self._position + len(sampled)
+        while len(kept_groups) < num_required and len(sampled_groups) < max_groups:
+            position = self._position + len(sampled_groups)
             scored_group = self._scored.get(position)
             if scored_group is None:
-                return None if position in self._pending or self.take(position, 1) else (kept_groups, sampled)
+                return None if position in self._pending or self.take(position, 1) else (kept_groups, sampled_groups)
             if step - scored_group.group.version > self.max_lag:
                 self._request_outdated_groups(step, range(position, position + num_required - len(kept_groups)))
                 return None
-            sampled.append(scored_group)
+            sampled_groups.append(scored_group)
             if self.filter is None or self.filter.has_learning_signal(scored_group):
                 kept_groups.append(scored_group)
-            if self.filter is not None and len(sampled) == num_required:
-                check_scores(step, sampled, self.filter.metrics)
-        return kept_groups, sampled
+            if self.filter is not None and len(sampled_groups) == num_required:
+                check_scores(step, sampled_groups, self.filter.metrics)
+        return kept_groups, sampled_groups
 
     def _request_outdated_groups(self, step: int, positions: Sequence[int]) -> None:
         """Request the groups at `positions` again if their weights are too old for train step `step`.
@@ -205,11 +205,13 @@ class AsyncGroupSource:
         sample a prompt twice, with different seeds.
         """
         step = self.steps.step_of(position)
-        first = self.steps.first(step)
-        times = sum(each.id == prompt.id for each in self.take(first, position - first))
-        return self.fleet.request(prompt, reseed(self.sampling, times), step, is_urgent=is_urgent)
+        first_position = self.steps.first(step)
+        num_repeats = sum(
+            earlier_prompt.id == prompt.id for earlier_prompt in self.take(first_position, position - first_position)
+        )
+        return self.fleet.request(prompt, reseed(self.sampling, num_repeats), step, is_urgent=is_urgent)
 
-    def _run(self) -> None:
+    def _run_rollouts(self) -> None:
         try:
             while not self._is_closed:
                 self._send_prompts()
@@ -224,25 +226,27 @@ class AsyncGroupSource:
         with self._ready:
             if self.sleeps_in_training and not self._is_training_waiting:
                 return
-            end = self._position + self._max_prompts_ahead()
-            for prompt in self.take(self._next, max(0, end - self._next)):
+            end_position = self._position + self._max_prompts_ahead()
+            for prompt in self.take(self._next, max(0, end_position - self._next)):
                 self._pending[self._next] = self._request_group(self._next, prompt)
                 self._next += 1
 
     def _max_prompts_ahead(self) -> int:
         """Return how many prompts, counted from `_position`, may have been sent to the engines."""
         newest_step = self.fleet.version + self.max_lag  # the last step that may train on groups of the current weights
-        num_reserved = self._num_groups(newest_step - self._step + 1)
-        max_ahead = math.inf if self.max_steps_ahead is None else self._num_groups(self.max_steps_ahead)
+        num_allowed_groups = self._num_groups(newest_step - self._step + 1)
+        max_groups_ahead = math.inf if self.max_steps_ahead is None else self._num_groups(self.max_steps_ahead)
         if self.filter is None:
-            return int(min(num_reserved + self.num_extra_prompts, max_ahead))
-        if num_reserved <= 0:
+            return int(min(num_allowed_groups + self.num_extra_prompts, max_groups_ahead))
+        if num_allowed_groups <= 0:
             return 0
         # Engines may sample another prompt for each dropped group; otherwise the train step would never be complete.
         num_dropped = sum(not self.filter.has_learning_signal(scored_group) for scored_group in self._scored.values())
-        num_expected = min(self.num_extra_prompts, num_reserved * (self._sampled_per_kept - 1))
-        max_sampled = self.filter.max_sampled_groups(int(max_ahead)) if self.max_steps_ahead else math.inf
-        return int(min(min(num_reserved, max_ahead) + max(num_dropped, num_expected), max_sampled))
+        num_expected_drops = min(self.num_extra_prompts, num_allowed_groups * (self._sampled_per_kept - 1))
+        max_sampled_groups = self.filter.max_sampled_groups(int(max_groups_ahead)) if self.max_steps_ahead else math.inf
+        return int(
+            min(min(num_allowed_groups, max_groups_ahead) + max(num_dropped, num_expected_drops), max_sampled_groups)
+        )
 
     def _num_groups(self, num_steps: int) -> int:
         """Return the number of groups that the next `num_steps` steps need."""
@@ -251,31 +255,39 @@ class AsyncGroupSource:
     def _score_finished(self) -> None:
         """Wait briefly for engines to finish groups, and score finished groups."""
         with self._ready:
-            pending = dict(self._pending)
-        if not pending:
+            pending_groups = dict(self._pending)
+        if not pending_groups:
             time.sleep(0.02)
             return
-        wait(pending.values(), timeout=0.05, return_when=FIRST_COMPLETED)
-        generated = {position: reply.result() for position, reply in pending.items() if reply.done()}
-        if not generated:
+        wait(pending_groups.values(), timeout=0.05, return_when=FIRST_COMPLETED)
+        generated_groups = {
+            position: group_future.result() for position, group_future in pending_groups.items() if group_future.done()
+        }
+        if not generated_groups:
             return
-        scored_groups = self.score(list(generated.values()))
+        scored_groups = self.score(list(generated_groups.values()))
         with self._ready:
-            for position, group in zip(generated, scored_groups, strict=True):
+            for position, scored_group in zip(generated_groups, scored_groups, strict=True):
                 del self._pending[position]
-                self._scored[position] = group
+                self._scored[position] = scored_group
             self._ready.notify_all()
 
 
-def steps_of(order: Callable[[int], Sequence[Any]], num_groups: int, num_steps: int) -> Callable[[int, int], list[Any]]:
-    """Return a function `(position, count)` that returns prompts in the order of the data, from `order`, which returns
-    the prompts of a train step."""
+def steps_of(
+    get_step_prompts: Callable[[int], Sequence[Any]], num_groups: int, num_steps: int
+) -> Callable[[int, int], list[Any]]:
+    """Return a function `(position, count)` that returns prompts in the order of the data, from `get_step_prompts`,
+    which returns the prompts of a train step."""
 
-    def take_prompts(start: int, count: int) -> list[Any]:
-        end = min(start + count, num_steps * num_groups)
-        steps = range(start // num_groups, -(-end // num_groups)) if end > start else range(0)
-        prompts = [prompt for step in steps for prompt in order(step)]
-        first = start // num_groups * num_groups
-        return prompts[start - first : end - first]
+    def take_prompts(start_position: int, count: int) -> list[Any]:
+        end_position = min(start_position + count, num_steps * num_groups)
+        steps = (
+            range(start_position // num_groups, -(-end_position // num_groups))
+            if end_position > start_position
+            else range(0)
+        )
+        prompts = [prompt for step in steps for prompt in get_step_prompts(step)]
+        first_position = start_position // num_groups * num_groups
+        return prompts[start_position - first_position : end_position - first_position]
 
     return take_prompts

@@ -193,19 +193,20 @@ def request_seed(seed: int, step: int, prompt_id: int, k: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1  # 63 bits, since vLLM and torch take seeds as int64
 
 
-def reseed(sampling: Sampling, times: int) -> Sampling:
-    """Return sampling settings with another seed for a prompt that the train step has already sampled `times` times.
+def reseed(sampling: Sampling, num_repeats: int) -> Sampling:
+    """Return sampling settings with another seed for a prompt that the train step has already sampled `num_repeats`
+    times.
 
     The seed of a completion depends only on settings, step and prompt, so otherwise the completions would be equal.
     """
-    return replace(sampling, seed=request_seed(sampling.seed, -times, 0, 0)) if times else sampling
+    return replace(sampling, seed=request_seed(sampling.seed, -num_repeats, 0, 0)) if num_repeats else sampling
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end a completion, from the generation config and the tokenizer."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    configured_ids = configured if isinstance(configured, (list, tuple)) else [configured]
-    return sorted({token for token in [*configured_ids, tokenizer.eos_token_id] if token is not None})
+    eos_config = getattr(model.generation_config, "eos_token_id", None)
+    configured_ids = eos_config if isinstance(eos_config, (list, tuple)) else [eos_config]
+    return sorted({token_id for token_id in [*configured_ids, tokenizer.eos_token_id] if token_id is not None})
 
 
 def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:
@@ -237,8 +238,8 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
     `earlier` has, for each earlier version of the weights, the number of tokens sampled up to its replacement, and the
     version. With `vision`, the completion is truncated before the first image placeholder token.
     """
-    if vision is not None and (count := vision.num_tokens_before_images(token_ids)) < len(token_ids):
-        token_ids, logprobs, ends_with_stop = token_ids[:count], logprobs[:count], False
+    if vision is not None and (num_text_tokens := vision.num_tokens_before_images(token_ids)) < len(token_ids):
+        token_ids, logprobs, ends_with_stop = token_ids[:num_text_tokens], logprobs[:num_text_tokens], False
     segments, start = [], 0
     for end, segment_version in (*earlier, (len(token_ids), version)):
         end = min(end, len(token_ids))
@@ -284,7 +285,7 @@ class Receiver:
 
     def __init__(self) -> None:
         self._expected_names: frozenset[str] = frozenset()
-        self._names: set[str] = set()
+        self._received_names: set[str] = set()
 
     def tensors(self, buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of all buckets; a bucket is requested when the previous bucket's tensors were consumed."""
@@ -293,9 +294,9 @@ class Receiver:
 
     def buckets(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
         """Yield the buckets of a weight load, and record the names of the tensors in the buckets."""
-        self._names = set()
+        self._received_names = set()
         for bucket in buckets:
-            self._names.update(name for name, _ in bucket)
+            self._received_names.update(name for name, _ in bucket)
             yield bucket
 
     def receipt(self, version: int) -> LoadReceipt:
@@ -304,9 +305,11 @@ class Receiver:
         Raises:
             StageFailed: the tensor names differ from those of the first load.
         """
-        self._expected_names = self._expected_names or frozenset(self._names)
-        if missing := self._expected_names - self._names:
-            raise StageFailed(f"weight sync: {len(missing)} tensors did not come, such as {min(missing)}")
-        if unknown := self._names - self._expected_names:
-            raise StageFailed(f"weight sync: {len(unknown)} tensors came for the first time, such as {min(unknown)}")
-        return LoadReceipt(version, len(self._names))
+        self._expected_names = self._expected_names or frozenset(self._received_names)
+        if missing_names := self._expected_names - self._received_names:
+            raise StageFailed(f"weight sync: {len(missing_names)} tensors did not come, such as {min(missing_names)}")
+        if unknown_names := self._received_names - self._expected_names:
+            raise StageFailed(
+                f"weight sync: {len(unknown_names)} tensors came for the first time, such as {min(unknown_names)}"
+            )
+        return LoadReceipt(version, len(self._received_names))

@@ -102,25 +102,25 @@ class EnginePool:
     """Pool of the engines of a fleet.
 
     `max_groups`: maximum number of groups in flight in one engine. An engine is killed if it makes no forward pass for
-    `timeout_seconds`. `beat` is called during waits to report that the stage is alive.
+    `timeout_seconds`. `send_heartbeat` is called during waits to report that the stage is alive.
     """
 
     def __init__(
         self,
-        handles: Callable[[], Sequence[EngineHandle]],
+        get_handles: Callable[[], Sequence[EngineHandle]],
         max_groups: int,
         timeout_seconds: float,
-        beat: Callable[[], None],
+        send_heartbeat: Callable[[], None],
     ) -> None:
-        self._handles, self._max_groups, self._beat = handles, max_groups, beat
+        self._get_handles, self._max_groups, self._beat = get_handles, max_groups, send_heartbeat
         self.timeout_seconds = timeout_seconds
-        self._session = uuid.uuid4().hex
-        self._waiting: deque[_Request] = deque()
-        self._versioned: deque[_Request] = deque()
+        self._session_id = uuid.uuid4().hex
+        self._waiting_requests: deque[_Request] = deque()
+        self._versioned_requests: deque[_Request] = deque()
         """Queue of requests for one version of the weights, which are sent after all other requests."""
         self._failed_submissions = queue.SimpleQueue[tuple[PooledEngine, Description | None, ConnectionError]]()
         """Queue of engines that did not receive a submission, each with its description at that time and the error."""
-        self._problem: Exception | None = None
+        self._thread_error: Exception | None = None
         self.lock = threading.RLock()
         self.engines: dict[EngineHandle, PooledEngine] = {}
         self.is_loading = False
@@ -131,12 +131,12 @@ class EnginePool:
 
     def start(self) -> None:
         """Start the thread that communicates with the engines."""
-        threading.Thread(target=self._run, daemon=True, name="fleet").start()
+        threading.Thread(target=self._run_communication, daemon=True, name="fleet").start()
 
     def check(self) -> None:
         """Raise the error that ended the communication thread, if any."""
-        if self._problem is not None:
-            raise self._problem
+        if self._thread_error is not None:
+            raise self._thread_error
 
     def request(
         self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool, version: int | None = None
@@ -148,183 +148,189 @@ class EnginePool:
         """
         new_request = _Request(prompt, sampling, step, Future(), version)
         with self.lock:
-            if self._problem is not None:
-                new_request.group.set_exception(self._problem)
+            if self._thread_error is not None:
+                new_request.group.set_exception(self._thread_error)
             elif version is not None:
-                self._versioned.append(new_request)
+                self._versioned_requests.append(new_request)
             else:
-                (self._waiting.appendleft if is_urgent else self._waiting.append)(new_request)
+                (self._waiting_requests.appendleft if is_urgent else self._waiting_requests.append)(new_request)
         return new_request.group
 
     def open_engines(self) -> list[PooledEngine]:
         """Return the engines that are open and not known to be dead."""
         with self.lock:
-            return [member for member in self.engines.values() if member.description and not member.error]
+            return [engine for engine in self.engines.values() if engine.description and not engine.error]
 
     def loaded_engines(self) -> list[PooledEngine]:
         """Return the engines that have weights and are not known to be dead."""
         with self.lock:
-            return [member for member in self.engines.values() if member.version is not None and not member.error]
+            return [engine for engine in self.engines.values() if engine.version is not None and not engine.error]
 
-    def mark_dead(self, member: PooledEngine, description: Description | None, error: ConnectionError) -> None:
-        """Stop using the engine `member`, because a call in another thread showed by `error` that its process is dead.
+    def mark_dead(self, engine: PooledEngine, description: Description | None, error: ConnectionError) -> None:
+        """Stop using the engine `engine`, because a call in another thread showed by `error` that its process is dead.
 
         `description` identifies the process that was called, because a new process may have replaced it.
         """
         with self.lock:
-            if member.description is description and description is not None:
-                member.error = error
+            if engine.description is description and description is not None:
+                engine.error = error
 
     def await_all(self, replies: Sequence[tuple[PooledEngine, Future[Any]]]) -> None:
         """Wait until each engine has replied or failed, and report during the wait that the stage is alive.
 
         An engine that neither replies nor makes a forward pass for `timeout_seconds` is killed.
         """
-        progress = {id(member): (time.monotonic(), member.num_passes) for member, _ in replies}
-        while waiting := [(member, reply) for member, reply in replies if not reply.done()]:
+        progress_by_engine = {id(engine): (time.monotonic(), engine.num_passes) for engine, _ in replies}
+        while pending_replies := [(engine, reply) for engine, reply in replies if not reply.done()]:
             self.check()
-            wait([reply for _, reply in waiting], timeout=POLL_SECONDS)
+            wait([reply for _, reply in pending_replies], timeout=POLL_SECONDS)
             self._beat()
-            now = time.monotonic()
-            for member, reply in waiting:
-                last_change, num_passes = progress[id(member)]
-                if member.num_passes != num_passes:
-                    progress[id(member)] = now, member.num_passes
-                elif now - last_change > self.timeout_seconds and not reply.done():
+            current_time = time.monotonic()
+            for engine, reply in pending_replies:
+                last_change_time, num_passes = progress_by_engine[id(engine)]
+                if engine.num_passes != num_passes:
+                    progress_by_engine[id(engine)] = current_time, engine.num_passes
+                elif current_time - last_change_time > self.timeout_seconds and not reply.done():
                     logger.warning(
                         "an engine did not reply for %.0f s; it is ended and started again", self.timeout_seconds
                     )
-                    member.handle.kill()
-                    progress[id(member)] = now, num_passes
+                    engine.handle.kill()
+                    progress_by_engine[id(engine)] = current_time, num_passes
 
-    def _run(self) -> None:
+    def _run_communication(self) -> None:
         try:
             while not self.is_closed:
                 with self.lock:
                     while not self._failed_submissions.empty():
                         self.mark_dead(*self._failed_submissions.get())
-                    self._update_members()
-                    for member in list(self.engines.values()):
-                        self._listen(member)
+                    self._update_engines()
+                    for engine in list(self.engines.values()):
+                        self._poll_engine(engine)
                     self._send_requests()
                 time.sleep(0.005)
         except Exception as error:
             logger.exception("the thread that talks to the engines has ended")
             with self.lock:
-                self._problem = error
-                in_flight = (request for member in self.engines.values() for request in member.in_flight.values())
-                for request in (*self._waiting, *self._versioned, *in_flight):
+                self._thread_error = error
+                requests_in_flight = (
+                    request for engine in self.engines.values() for request in engine.in_flight.values()
+                )
+                for request in (*self._waiting_requests, *self._versioned_requests, *requests_in_flight):
                     if not request.group.done():
                         request.group.set_exception(error)
 
-    def _update_members(self) -> None:
+    def _update_engines(self) -> None:
         """Add engines with new handles to the pool, and remove engines whose handles were removed."""
-        current_handles = list(self._handles())
+        current_handles = list(self._get_handles())
         for handle in current_handles:
             if handle not in self.engines:
                 self.engines[handle] = PooledEngine(handle)
-                self._open(self.engines[handle])
+                self._open_engine(self.engines[handle])
         for handle in [handle for handle in self.engines if handle not in current_handles]:
-            self._requeue(self.engines.pop(handle))
+            self._requeue_requests(self.engines.pop(handle))
 
-    def _open(self, member: PooledEngine) -> None:
+    def _open_engine(self, member: PooledEngine) -> None:
         member.description, member.version, member.num_passes, member.error = None, None, 0, None
         member.last_progress = time.monotonic()
-        member.reply = member.handle.call("begin", self._session)
+        member.reply = member.handle.call("begin", self._session_id)
 
-    def _requeue(self, member: PooledEngine) -> None:
+    def _requeue_requests(self, engine: PooledEngine) -> None:
         """Move the requests in flight of an engine back to the front of their queues."""
-        requests = list(reversed(member.in_flight.values()))
-        self._waiting.extendleft(each for each in requests if each.version is None)
-        self._versioned.extendleft(each for each in requests if each.version is not None)
-        member.in_flight = {}
+        requests = list(reversed(engine.in_flight.values()))
+        self._waiting_requests.extendleft(request for request in requests if request.version is None)
+        self._versioned_requests.extendleft(request for request in requests if request.version is not None)
+        engine.in_flight = {}
 
-    def _listen(self, member: PooledEngine) -> None:
-        now = time.monotonic()
-        if member.reply is None:
-            if now - member.last_progress > _RETRY_SECONDS:
-                self._open(member)
+    def _poll_engine(self, engine: PooledEngine) -> None:
+        current_time = time.monotonic()
+        if engine.reply is None:
+            if current_time - engine.last_progress > _RETRY_SECONDS:
+                self._open_engine(engine)
             return
-        if not member.reply.done():
-            seconds = math.inf  # no limit for an engine that does not generate
-            if member.description is None:
-                seconds = _OPEN_SECONDS
-            elif member.in_flight and not self.is_loading:
-                seconds = self.timeout_seconds
-            if now - member.last_progress > seconds:
-                logger.warning("an engine did nothing for %.0f s; it is ended and started again", seconds)
-                member.handle.kill()
-                member.last_progress = now
+        if not engine.reply.done():
+            timeout = math.inf  # no limit for an engine that does not generate
+            if engine.description is None:
+                timeout = _OPEN_SECONDS
+            elif engine.in_flight and not self.is_loading:
+                timeout = self.timeout_seconds
+            if current_time - engine.last_progress > timeout:
+                logger.warning("an engine did nothing for %.0f s; it is ended and started again", timeout)
+                engine.handle.kill()
+                engine.last_progress = current_time
             return
         try:
-            result = member.reply.result()
+            result = engine.reply.result()
         except ConnectionError as error:
-            is_starting = isinstance(error, ConnectionRefusedError) and member.description is None
-            if is_starting and (now - member.last_death < _OPEN_SECONDS or self.open_engines()):
-                member.reply, member.last_progress = None, now
+            is_starting = isinstance(error, ConnectionRefusedError) and engine.description is None
+            if is_starting and (current_time - engine.last_death < _OPEN_SECONDS or self.open_engines()):
+                engine.reply, engine.last_progress = None, current_time
                 return
-            self._replace(member, error)
+            self._reopen_dead_engine(engine, error)
             return
-        if member.description is None:
-            member.description, member.last_progress = result, now
+        if engine.description is None:
+            engine.description, engine.last_progress = result, current_time
             logger.info("rollout engine %s, process %d, is open", result.name, result.pid)
         else:
             groups, num_passes = result
-            if num_passes != member.num_passes or groups or not member.in_flight:
-                member.num_passes, member.last_progress = num_passes, now
-            elif not self.is_loading and now - member.last_progress > self.timeout_seconds:
-                member.handle.kill()
+            if num_passes != engine.num_passes or groups or not engine.in_flight:
+                engine.num_passes, engine.last_progress = num_passes, current_time
+            elif not self.is_loading and current_time - engine.last_progress > self.timeout_seconds:
+                engine.handle.kill()
             for group in groups:
-                key = (group.step, group.prompt.id, len(group.completions))
-                if (request := member.in_flight.pop(key, None)) is not None:
-                    member.num_deaths = 0
+                request_key = (group.step, group.prompt.id, len(group.completions))
+                if (request := engine.in_flight.pop(request_key, None)) is not None:
+                    engine.num_deaths = 0
                     request.group.set_result(group)
-            if member.error is not None:
-                self._replace(member, member.error)
+            if engine.error is not None:
+                self._reopen_dead_engine(engine, engine.error)
                 return
-        member.reply = member.handle.call("completed", self._session, POLL_SECONDS)
+        engine.reply = engine.handle.call("completed", self._session_id, POLL_SECONDS)
 
-    def _replace(self, member: PooledEngine, error: ConnectionError) -> None:
+    def _reopen_dead_engine(self, engine: PooledEngine, error: ConnectionError) -> None:
         """Open an engine again after its process died; the process manager starts the new process."""
-        member.last_death = time.monotonic()
-        self.num_restarts, member.num_deaths = self.num_restarts + 1, member.num_deaths + 1
-        if member.num_deaths > _MAX_DEATHS:
-            message = f"an engine died {member.num_deaths} times and gave nothing: {first_line(error)}"
+        engine.last_death = time.monotonic()
+        self.num_restarts, engine.num_deaths = self.num_restarts + 1, engine.num_deaths + 1
+        if engine.num_deaths > _MAX_DEATHS:
+            message = f"an engine died {engine.num_deaths} times and gave nothing: {first_line(error)}"
             raise StageFailed(message) from error
-        logger.warning("an engine died (%s); its %d groups go to others", first_line(error), len(member.in_flight))
-        self._requeue(member)
-        self._open(member)
+        logger.warning("an engine died (%s); its %d groups go to others", first_line(error), len(engine.in_flight))
+        self._requeue_requests(engine)
+        self._open_engine(engine)
 
     def _send_requests(self) -> None:
         """Send waiting requests to the least loaded engines."""
-        ready = self.loaded_engines()
-        self._send_to_engines(ready, self._waiting)
-        if not self._versioned or self.is_loading:
+        ready_engines = self.loaded_engines()
+        self._send_to_engines(ready_engines, self._waiting_requests)
+        if not self._versioned_requests or self.is_loading:
             return
-        matching = [member for member in ready if member.version == self._versioned[0].version]
-        self._send_to_engines(matching, self._versioned)
+        matching_engines = [engine for engine in ready_engines if engine.version == self._versioned_requests[0].version]
+        self._send_to_engines(matching_engines, self._versioned_requests)
         # Without an engine with newer weights the requests wait, because the next engine loads the requested version.
-        if not matching and any((member.version or 0) > (self._versioned[0].version or 0) for member in ready):
-            while self._versioned:
-                lost = self._versioned.popleft()
-                error = WeightsUnavailable(f"the engines with the weights of step {lost.version} have died")
-                lost.group.set_exception(error)
+        if not matching_engines and any(
+            (engine.version or 0) > (self._versioned_requests[0].version or 0) for engine in ready_engines
+        ):
+            while self._versioned_requests:
+                unservable_request = self._versioned_requests.popleft()
+                error = WeightsUnavailable(
+                    f"the engines with the weights of step {unservable_request.version} have died"
+                )
+                unservable_request.group.set_exception(error)
 
-    def _send_to_engines(self, ready: Sequence[PooledEngine], queue: deque[_Request]) -> None:
-        while queue and ready:
-            candidates = [member for member in ready if queue[0].key not in member.in_flight]
-            member = min(candidates, key=lambda member: len(member.in_flight), default=None)
+    def _send_to_engines(self, ready_engines: Sequence[PooledEngine], request_queue: deque[_Request]) -> None:
+        while request_queue and ready_engines:
+            candidate_engines = [member for member in ready_engines if request_queue[0].key not in member.in_flight]
+            member = min(candidate_engines, key=lambda member: len(member.in_flight), default=None)
             if member is None or len(member.in_flight) >= self._max_groups:
                 return
-            max_groups = min(self._max_groups - len(member.in_flight), -(-len(queue) // len(ready)))
+            max_groups = min(self._max_groups - len(member.in_flight), -(-len(request_queue) // len(ready_engines)))
             if not member.in_flight:
                 member.last_progress = time.monotonic()
-            batch = _take_batch(queue, max_groups, member.in_flight)
+            batch = _take_batch(request_queue, max_groups, member.in_flight)
             prompts, sampling, step = [request.prompt for request in batch], batch[0].sampling, batch[0].step
-            submission = member.handle.call("submit", self._session, prompts, sampling, step)
-            submission.add_done_callback(partial(self._refuse, member, member.description, batch))
+            submission_future = member.handle.call("submit", self._session_id, prompts, sampling, step)
+            submission_future.add_done_callback(partial(self._handle_submission, member, member.description, batch))
 
-    def _refuse(
+    def _handle_submission(
         self, member: PooledEngine, description: Description | None, batch: Sequence[_Request], reply: Future[Any]
     ) -> None:
         """Set the error of a failed submission on the futures of its requests.
@@ -341,18 +347,18 @@ class EnginePool:
 
 
 def _take_batch(
-    queue: deque[_Request], max_groups: int, in_flight: dict[tuple[int, int, int], _Request]
+    request_queue: deque[_Request], max_groups: int, in_flight: dict[tuple[int, int, int], _Request]
 ) -> list[_Request]:
     """Move requests that can be submitted together from the queue into `in_flight`, and return them.
 
     All moved requests have the same step and sampling, because some engines generate a submission as one batch.
     """
-    first = queue[0]
+    first_request = request_queue[0]
     batch: list[_Request] = []
-    while queue and len(batch) < max_groups and queue[0].key not in in_flight:
-        if (queue[0].step, queue[0].sampling) != (first.step, first.sampling):
+    while request_queue and len(batch) < max_groups and request_queue[0].key not in in_flight:
+        if (request_queue[0].step, request_queue[0].sampling) != (first_request.step, first_request.sampling):
             break
-        request = queue.popleft()
+        request = request_queue.popleft()
         batch.append(request)
         in_flight[request.key] = request
     return batch

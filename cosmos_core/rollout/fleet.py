@@ -58,7 +58,7 @@ class Fleet:
         Raises:
             CosmosError: an engine cannot be opened.
         """
-        self._swap, self._sleeps_in_training, self._native, self._beat = swap, sleeps_in_training, native, beat
+        self._swap_mode, self._sleeps_in_training, self._native, self._beat = swap, sleeps_in_training, native, beat
         self._pool = EnginePool(handles, max_groups, timeout_seconds, beat)
         self._submissions: list[tuple[Prompt, Future[Group]]] = []
         self._loads_only_new = False
@@ -72,8 +72,8 @@ class Fleet:
         """Function that sends the last published weights to engines without weights; all ranks call it together."""
         if is_first():
             self._pool.start()
-        name, self.weight_format, failed = broadcast_object(self._first_description() if is_first() else None)  # type: ignore[misc]
-        self._raise(failed)
+        name, self.weight_format, error_record = broadcast_object(self._wait_for_first_engine() if is_first() else None)  # type: ignore[misc]
+        self._raise_on_all_ranks(error_record)
         self.name = f"{name}, in processes of their own"
 
     def request(
@@ -88,7 +88,7 @@ class Fleet:
     @property
     def needs_weights(self) -> bool:
         """Return whether an engine has no weights yet and so cannot be sent prompts."""
-        return any(member.version is None for member in self._pool.open_engines())
+        return any(engine.version is None for engine in self._pool.open_engines())
 
     @property
     def num_restarts(self) -> int:
@@ -119,8 +119,8 @@ class Fleet:
         An engine that is restarted during the wait gets the weights again.
         """
         while True:  # each poll broadcasts, so that no rank exceeds a collective's timeout
-            groups, failed, is_stale = broadcast_object(self._poll_submissions() if is_first() else None)  # type: ignore[misc]
-            self._raise(failed)
+            groups, error_record, is_stale = broadcast_object(self._poll_submissions() if is_first() else None)  # type: ignore[misc]
+            self._raise_on_all_ranks(error_record)
             if groups is not None:
                 return groups
             if is_stale:
@@ -129,24 +129,26 @@ class Fleet:
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights into every open engine, see `Engine.load_weights`; engines that die in the load are skipped."""
         self._release_cached_memory()
-        num_sent, load = 0, WeightLoad(self._pool, self._processes_to_load() if is_first() else [])
-        link: WeightLink = self._native.link(load) if self._native and not self._loads_only_new else HostLink(load)
+        num_sent, weight_load = 0, WeightLoad(self._pool, self._find_processes_to_load() if is_first() else [])
+        weight_link: WeightLink = (
+            self._native.link(weight_load) if self._native and not self._loads_only_new else HostLink(weight_load)
+        )
         if is_first():
             self._pool.is_loading = True
-            keywords = {"background": self._swap != "disabled", "timeout_seconds": self._pool.timeout_seconds}
-            replies = self._call_each(load.processes, "begin_load", version, **keywords)
-            load.processes = [reply.process for reply in replies]
-        has_new_engine = any(process.member.version is None for process in load.processes)
+            load_options = {"background": self._swap_mode != "disabled", "timeout_seconds": self._pool.timeout_seconds}
+            load_replies = self._call_processes(weight_load.processes, "begin_load", version, **load_options)
+            weight_load.processes = [load_reply.process for load_reply in load_replies]
+        has_new_engine = any(process.member.version is None for process in weight_load.processes)
         try:
             for bucket in buckets:
                 num_sent += len(bucket)
-                link.send(bucket)
+                weight_link.send(bucket)
         finally:
-            link.end()
+            weight_link.end()
         if is_first():
-            self._end_load(version, load.processes, num_sent)
-        versions = [member.version for member in self._pool.loaded_engines() if member.version is not None]
-        self.version, self.has_new_engine = broadcast_object((min(versions, default=version), has_new_engine))
+            self._end_load(version, weight_load.processes, num_sent)
+        engine_versions = [engine.version for engine in self._pool.loaded_engines() if engine.version is not None]
+        self.version, self.has_new_engine = broadcast_object((min(engine_versions, default=version), has_new_engine))
         self.sleep_level = 0
         return LoadReceipt(version, num_sent)
 
@@ -158,9 +160,9 @@ class Fleet:
         """Return the log-probabilities of each engine with weights of `version`; None: weights of any version."""
         logprobs: list[list[float]] = []
         if is_first():
-            members = [member for member in self._pool.loaded_engines() if version in {None, member.version}]
-            replies = [member.handle.call("logprobs", member.version, token_ids) for member in members]
-            self._pool.await_all(list(zip(members, replies, strict=True)))
+            engines = [engine for engine in self._pool.loaded_engines() if version in {None, engine.version}]
+            replies = [engine.handle.call("logprobs", engine.version, token_ids) for engine in engines]
+            self._pool.await_all(list(zip(engines, replies, strict=True)))
             for reply in replies:
                 with suppress(ConnectionError):  # the communication thread handles a dead engine
                     logprobs.append(reply.result())
@@ -169,11 +171,11 @@ class Fleet:
     def sleep(self, level: Literal[1, 2] = 1) -> None:
         """Let engines that share the trainer's GPUs sleep, see `Engine.sleep`; other engines stay awake."""
         self.sleep_level = max(self.sleep_level, int(self._sleeps_in_training))
-        self._call_all("sleep")
+        self._call_sharing_engines("sleep")
 
     def wake(self) -> None:
         self._release_cached_memory()
-        self._call_all("wake")
+        self._call_sharing_engines("wake")
 
     def _release_cached_memory(self) -> None:
         """Release torch's cached memory on GPUs that the trainer shares with engines."""
@@ -184,22 +186,22 @@ class Fleet:
         """End the communication with the engines, whose processes the process manager ends; see `Engine.close`."""
         self._pool.is_closed = True
 
-    def _raise(self, failed: tuple[str, str] | None) -> None:
+    def _raise_on_all_ranks(self, error_record: tuple[str, str] | None) -> None:
         """Raise an error of the first rank on all ranks; the first rank raises the original error if possible."""
-        if failed is not None:
+        if error_record is not None:
             self.check()
-            name, message = failed
-            raise BY_NAME[name](message)
+            error_name, message = error_record
+            raise BY_NAME[error_name](message)
 
     # Only the first rank runs the methods below, because it alone communicates with the engines.
 
     def _poll_submissions(self) -> tuple[list[Group] | None, tuple[str, str] | None, bool]:
         """Return the submitted groups (None: not all exist), an error or None, and whether an engine needs weights."""
         try:
-            wait([reply for _, reply in self._submissions], POLL_SECONDS, FIRST_EXCEPTION)
+            wait([group_future for _, group_future in self._submissions], POLL_SECONDS, FIRST_EXCEPTION)
             self._pool.check()
             self._beat()
-            groups = [reply.result() for _, reply in self._submissions if reply.done()]
+            groups = [group_future.result() for _, group_future in self._submissions if group_future.done()]
             if len(groups) < len(self._submissions):
                 return None, None, self.needs_weights
         except Exception as error:
@@ -210,49 +212,49 @@ class Fleet:
         self._submissions = []
         return groups, None, False
 
-    def _call_all(self, method: str) -> None:
+    def _call_sharing_engines(self, method: str) -> None:
         if self._sleeps_in_training and is_first():
-            members = self._pool.loaded_engines()
-            self._call_each([EngineProcess(member, member.description) for member in members], method)
+            engines = self._pool.loaded_engines()
+            self._call_processes([EngineProcess(engine, engine.description) for engine in engines], method)
 
-    def _first_description(self) -> tuple[str, WeightFormat, tuple[str, str] | None]:
+    def _wait_for_first_engine(self) -> tuple[str, WeightFormat, tuple[str, str] | None]:
         """Return the name and weight format of the first open engine, and an error or None."""
         try:
-            while not (members := self._pool.open_engines()):
+            while not (engines := self._pool.open_engines()):
                 self._beat()
                 self.check()
                 time.sleep(0.05)
         except Exception as error:  # noqa: BLE001 - the error is raised on all ranks
             return "", "checkpoint", serialise_error(error)
-        assert members[0].description is not None
-        return members[0].description.name, members[0].description.weight_format, None
+        assert engines[0].description is not None
+        return engines[0].description.name, engines[0].description.weight_format, None
 
-    def _call_each(
+    def _call_processes(
         self, processes: Sequence[EngineProcess], method: str, *arguments: Any, **keywords: Any
     ) -> list[_Reply]:
         """Call a method of each engine process and return the replies; processes that died are marked as lost."""
         futures = [(process, process.member.handle.call(method, *arguments, **keywords)) for process in processes]
-        self._pool.await_all([(process.member, reply) for process, reply in futures])
+        self._pool.await_all([(process.member, reply_future) for process, reply_future in futures])
         replies = []
-        for process, reply in futures:
+        for process, reply_future in futures:
             try:
-                replies.append(_Reply(process, reply.result()))
+                replies.append(_Reply(process, reply_future.result()))
             except ConnectionError as error:
                 self._pool.mark_dead(*process, error)
         return replies
 
-    def _processes_to_load(self) -> list[EngineProcess]:
-        members = self._pool.open_engines()
-        return [EngineProcess(m, m.description) for m in members if m.version is None or not self._loads_only_new]
+    def _find_processes_to_load(self) -> list[EngineProcess]:
+        engines = self._pool.open_engines()
+        return [EngineProcess(m, m.description) for m in engines if m.version is None or not self._loads_only_new]
 
     def _end_load(self, version: int, processes: Sequence[EngineProcess], num_sent: int) -> None:
-        keywords = {"background": self._swap != "disabled", "waits": self._swap == "generation"}
+        load_options = {"background": self._swap_mode != "disabled", "waits": self._swap_mode == "generation"}
         try:
-            for process, loaded in self._call_each(processes, "end_load", version, **keywords):
-                if loaded != LoadReceipt(version, num_sent):
+            for process, receipt in self._call_processes(processes, "end_load", version, **load_options):
+                if receipt != LoadReceipt(version, num_sent):
                     raise StageFailed(
-                        f"weight sync: an engine acknowledges {loaded.num_tensors} tensors of version "
-                        f"{loaded.version}, not {num_sent} of version {version}"
+                        f"weight sync: an engine acknowledges {receipt.num_tensors} tensors of version "
+                        f"{receipt.version}, not {num_sent} of version {version}"
                     )
                 with self._pool.lock:
                     if process.is_alive:
@@ -260,5 +262,5 @@ class Fleet:
         finally:
             with self._pool.lock:
                 self._pool.is_loading = False
-                for member in self._pool.engines.values():
-                    member.last_progress = time.monotonic()
+                for engine in self._pool.engines.values():
+                    engine.last_progress = time.monotonic()

@@ -28,7 +28,7 @@ Velocity = Callable[[Tensor, Tensor], Tensor]
 
 SHARED_NOISE = -1
 """Value that replaces the completion number in the seed of the initial noise that all completions of a group share."""
-_WINDOWS, _CONDITIONING_SEED = 0x77696E, 0x676976
+_WINDOW_SEED, _CONDITIONING_SEED = 0x77696E, 0x676976
 """Seed offsets of the random numbers that choose step windows and numbers of conditioning frames."""
 
 
@@ -49,44 +49,55 @@ class Path:
     num_conditioning_B: Tensor | None = None
     """Number of conditioning frames of each sample, shape B; None: no conditioning frames."""
 
-    def to_sample(self, b: int, pixels: Tensor, sigmas_N: Tensor, version: int) -> DiffusionSample:
-        """Return sample `b` of the batch as the `DiffusionSample` of a completion."""
+    def to_sample(self, sample_index: int, pixels: Tensor, sigmas_N: Tensor, version: int) -> DiffusionSample:
+        """Return sample `sample_index` of the batch as the `DiffusionSample` of a completion."""
 
         def stack_steps(tensors: Sequence[Tensor]) -> Tensor | None:
-            return torch.stack([each[b] for each in tensors]) if tensors else None
+            return torch.stack([step_tensor[sample_index] for step_tensor in tensors]) if tensors else None
 
-        before, after, means = map(stack_steps, (self.latents_before, self.latents_after, self.transition_means))
-        sigmas, log_probs = tuple(sigmas_N.tolist()), tuple(each[b].item() for each in self.log_probs)
-        num_frames = 0 if self.num_conditioning_B is None else int(self.num_conditioning_B[b])
-        latents = self.latents[b].clone()
+        latents_before, latents_after, transition_means = map(
+            stack_steps, (self.latents_before, self.latents_after, self.transition_means)
+        )
+        noise_levels, log_probs = tuple(sigmas_N.tolist()), tuple(each[sample_index].item() for each in self.log_probs)
+        num_frames = 0 if self.num_conditioning_B is None else int(self.num_conditioning_B[sample_index])
+        latents = self.latents[sample_index].clone()
         return DiffusionSample(
-            pixels, latents, sigmas, version, self.steps, before, after, means, log_probs, num_frames
+            pixels,
+            latents,
+            noise_levels,
+            version,
+            self.steps,
+            latents_before,
+            latents_after,
+            transition_means,
+            log_probs,
+            num_frames,
         )
 
 
-def table_of(model: DiffusionModel, settings: FlowSampling) -> Tensor:
+def table_of(model: DiffusionModel, sampling: FlowSampling) -> Tensor:
     """Return the noise levels of a sampler: from the pipeline's scheduler, or from a named schedule with the model's
     shift."""
-    if not settings.schedule:
-        return model.set_scheduler_timestep(settings.num_steps)
-    return flow.SCHEDULES[settings.schedule](settings.num_steps, model.timestep_shift)
+    if not sampling.schedule:
+        return model.set_scheduler_timestep(sampling.num_steps)
+    return flow.SCHEDULES[sampling.schedule](sampling.num_steps, model.timestep_shift)
 
 
 def stochastic_steps(sampling: FlowSampling, seed: int, step: int) -> range:
     """Return the stochastic sampling steps of train step `step`, without the last sampling step, whose noise would
     remain in the sample."""
-    last, window = sampling.num_steps - 1, sampling.window
+    last_step, window = sampling.num_steps - 1, sampling.window
     if not sampling.kernel:
         return range(0)
     if window is None:
-        return range(last)
-    count = max(1, window.end - window.first - window.size + 1)
+        return range(last_step)
+    num_windows = max(1, window.end - window.first - window.size + 1)
     if window.steps_per_move:
-        offset = step // window.steps_per_move % count
+        window_offset = step // window.steps_per_move % num_windows
     else:
-        offset = int(shuffled(count, seed, step, _WINDOWS)[0])
-    first = window.first + offset
-    return range(first, min(first + window.size, last))
+        window_offset = int(shuffled(num_windows, seed, step, _WINDOW_SEED)[0])
+    first_step = window.first + window_offset
+    return range(first_step, min(first_step + window.size, last_step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +117,10 @@ class ConditioningFrames:
         return (frames_F[None] >= self.num_B.to(x.device)[:, None])[:, None, :, None, None]
 
 
-def num_conditioning_frames(bounds: tuple[int, int], max_frames: int, seed: int, step: int, prompt_id: int) -> int:
+def num_conditioning_frames(frame_range: tuple[int, int], max_frames: int, seed: int, step: int, prompt_id: int) -> int:
     """Return the number of conditioning frames for rollouts of a prompt in a train step, at most `max_frames`."""
-    low, high = (min(frame_bound, max_frames) for frame_bound in bounds)
-    return low + int(shuffled(high - low + 1, seed, step, prompt_id, _CONDITIONING_SEED)[0])
+    min_count, max_count = (min(frame_bound, max_frames) for frame_bound in frame_range)
+    return min_count + int(shuffled(max_count - min_count + 1, seed, step, prompt_id, _CONDITIONING_SEED)[0])
 
 
 def denoise(  # noqa: PLR0913 - a sampler has this many parameters
@@ -118,7 +129,7 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
     sigmas_N: Tensor,
     sampling: FlowSampling,
     generators: Sequence[torch.Generator] = (),
-    stochastic: range = range(0),
+    stochastic_step_range: range = range(0),
     conditioning: ConditioningFrames | None = None,
 ) -> Path:
     """Return the sampling path from noise to clean latents.
@@ -129,36 +140,40 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
         sigmas_N: table of N + 1 noise levels.
         sampling: sampling settings: solver, kernel, and the steps to record.
         generators: one generator per sample, for the noise of stochastic steps.
-        stochastic: numbers of the stochastic steps.
+        stochastic_step_range: numbers of the stochastic steps.
         conditioning: clean first frames that are inserted at each step; None: no conditioning frames.
     """
-    insert_conditioning = conditioning.insert_frames if conditioning else lambda x: x
+    insert_conditioning = conditioning.insert_frames if conditioning else lambda latents: latents
     x, solver = insert_conditioning(noise.float()), DpmSolver2M(sigmas_N)
-    path = Path(x, tuple(i for i in stochastic if i in sampling.trained_on), [], [], [], [])
+    path = Path(x, tuple(i for i in stochastic_step_range if i in sampling.trained_on), [], [], [], [])
     for i in range(len(sigmas_N) - 1):
         v = velocity(x, sigmas_N[i].expand(len(x))).float()
-        if i not in stochastic:
+        if i not in stochastic_step_range:
             x = solver.step(x, v, i) if sampling.solver == "dpm2" else euler_step(x, v, sigmas_N[i], sigmas_N[i + 1])
             continue
         solver.restart()
-        levels = NoiseLevels(sigmas_N[i], sigmas_N[i + 1], sigmas_N[1])
-        step = compute_transition(sampling.kernel, x, v, levels, sampling.eta)
+        noise_levels = NoiseLevels(sigmas_N[i], sigmas_N[i + 1], sigmas_N[1])
+        transition = compute_transition(sampling.kernel, x, v, noise_levels, sampling.eta)
         step_noise = torch.stack([torch.randn(x.shape[1:], generator=generator) for generator in generators])
-        next_x = insert_conditioning(step.mean + step.std.to(x) * step_noise.to(x))
+        next_latents = insert_conditioning(transition.mean + transition.std.to(x) * step_noise.to(x))
         if i in path.steps:
             path.latents_before.append(x.cpu())
-            path.latents_after.append(next_x.cpu())
-            mask = conditioning.trained_frames_mask(x) if conditioning else None
-            path.log_probs.append(log_prob(step, next_x, mask).cpu())
+            path.latents_after.append(next_latents.cpu())
+            trained_frames_mask = conditioning.trained_frames_mask(x) if conditioning else None
+            path.log_probs.append(log_prob(transition, next_latents, trained_frames_mask).cpu())
             if sampling.keeps_means:
-                path.transition_means.append(step.mean.cpu())
-        x = next_x
-    kept_steps = (path.latents_before, path.latents_after, path.transition_means, path.log_probs)
-    return Path(insert_conditioning(x).cpu(), path.steps, *kept_steps, conditioning.num_B if conditioning else None)
+                path.transition_means.append(transition.mean.cpu())
+        x = next_latents
+    recorded_tensors = (path.latents_before, path.latents_after, path.transition_means, path.log_probs)
+    return Path(
+        insert_conditioning(x).cpu(), path.steps, *recorded_tensors, conditioning.num_B if conditioning else None
+    )
 
 
-def apply_guidance(velocity: Velocity, unconditional: Velocity, rule: Callable[..., Any], scale: float) -> Velocity:
+def apply_guidance(
+    velocity: Velocity, unconditional_velocity: Velocity, guidance_fn: Callable[..., Any], guidance_scale: float
+) -> Velocity:
     """Return the velocity of classifier-free guidance; for a scale of at most 1, the velocity of the prompt alone."""
-    if scale <= 1:
+    if guidance_scale <= 1:
         return velocity
-    return lambda x, sigma_B: rule(velocity(x, sigma_B), unconditional(x, sigma_B), scale)
+    return lambda x, sigma_B: guidance_fn(velocity(x, sigma_B), unconditional_velocity(x, sigma_B), guidance_scale)

@@ -98,39 +98,38 @@ class SyncGroupSource:
 
     def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Generate and score the groups of train step `step`, or only the first `num_groups` groups."""
-        start = time.perf_counter()
+        start_time = time.perf_counter()
         self.engine.wake()
         groups = self.generate_repeated(self.prompts(step)[:num_groups], step, Counter())
         self.sleep_until_next_step(step)
-        seconds = time.perf_counter() - start
+        generation_seconds = time.perf_counter() - start_time
         self.sampled = scored_groups = self.score_groups(groups)
-        times = _times(scored_groups, seconds, time.perf_counter() - start)
-        return scored_groups, group_metrics(scored_groups) | times | lag_metrics(scored_groups, step)
+        throughput_metrics = _throughput_metrics(scored_groups, generation_seconds, time.perf_counter() - start_time)
+        return scored_groups, group_metrics(scored_groups) | throughput_metrics | lag_metrics(scored_groups, step)
 
     def generate_groups(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> list[Group]:
         """Generate the groups of `prompts`, and return the groups in the order of the prompts."""
-        num_prompts = self.batch_size * num_ranks()
+        prompts_per_batch = self.batch_size * num_ranks()
         self.progress.phase("generate")
         groups: list[Group] = []
-        for start in range(0, len(prompts), num_prompts):
-            groups += generate(self.engine, prompts[start : start + num_prompts], sampling, step)
+        for batch_start in range(0, len(prompts), prompts_per_batch):
+            groups += generate(self.engine, prompts[batch_start : batch_start + prompts_per_batch], sampling, step)
             self.progress.beat()
             self.on_wait(step)
         return groups
 
-    def generate_repeated(self, prompts: Sequence[Prompt], step: int, times: Counter[int]) -> list[Group]:
+    def generate_repeated(self, prompts: Sequence[Prompt], step: int, num_samplings: Counter[int]) -> list[Group]:
         """Generate the groups of `prompts`, and return the groups in the order of the prompts.
 
-        `times` counts how often the step has sampled each prompt, which may repeat at a boundary of epochs and in a
-        mixture of data sets; a repeated prompt gets other seeds.
-        """
+        `num_samplings` counts how often the step has sampled each prompt, which may repeat at a boundary of epochs and
+        in a mixture of data sets; a repeated prompt gets other seeds."""
         batches: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
-            batches.setdefault(times[prompt.id], []).append(i)
-            times[prompt.id] += 1
+            batches.setdefault(num_samplings[prompt.id], []).append(i)
+            num_samplings[prompt.id] += 1
         groups_by_index: dict[int, Group] = {}
-        for number, indices in batches.items():
-            groups = self.generate_groups([prompts[i] for i in indices], step, reseed(self.sampling, number))
+        for num_repeats, indices in batches.items():
+            groups = self.generate_groups([prompts[i] for i in indices], step, reseed(self.sampling, num_repeats))
             groups_by_index |= zip(indices, groups, strict=True)
         return [groups_by_index[i] for i in range(len(prompts))]
 
@@ -162,8 +161,8 @@ class Filter:
 
     def has_learning_signal(self, group: ScoredGroup) -> bool:
         """Return True if valid completions of a group differ in `metrics`, or in their reward if `metrics` is empty."""
-        valid = [s for s in group.scores if s.value is not None and s.metrics.keys() >= set(self.metrics)]
-        return len({tuple(score.metrics[name] for name in self.metrics) or score.value for score in valid}) > 1
+        valid_scores = [s for s in group.scores if s.value is not None and s.metrics.keys() >= set(self.metrics)]
+        return len({tuple(score.metrics[name] for name in self.metrics) or score.value for score in valid_scores}) > 1
 
     def max_sampled_groups(self, num_groups: int) -> float:
         """Return the maximum number of groups that a train step may sample to keep `num_groups` groups."""
@@ -202,34 +201,34 @@ class FilteredGroupSource:
         max_rounds = self.filter.max_retries if self.filter else 0
         kept_groups: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
-        times = Counter[int]()
-        num_rounds, seconds, start = 0, 0.0, time.perf_counter()
+        num_samplings = Counter[int]()
+        num_rounds, generation_seconds, start_time = 0, 0.0, time.perf_counter()
         # `_num_taken` is set at the end of the step, so that a run that stops earlier resumes with the same prompts.
-        num_taken = self._num_taken
+        num_taken_prompts = self._num_taken
         self.sync.engine.wake()
         while len(kept_groups) < num_requested and not 0 < max_rounds < num_rounds:
-            prompts = self.take(num_taken, num_requested - len(kept_groups))
+            prompts = self.take(num_taken_prompts, num_requested - len(kept_groups))
             if not prompts:
                 break
-            num_taken += len(prompts)
-            round_start = time.perf_counter()
-            groups = self.sync.generate_repeated(prompts, step, times)
-            seconds += time.perf_counter() - round_start
+            num_taken_prompts += len(prompts)
+            round_start_time = time.perf_counter()
+            groups = self.sync.generate_repeated(prompts, step, num_samplings)
+            generation_seconds += time.perf_counter() - round_start_time
             scored_groups = self.sync.score_groups(groups)
             sampled += scored_groups
             check_scores(step, sampled, self.filter.metrics if self.filter else ())
             kept_groups += [each for each in scored_groups if not self.filter or self.filter.has_learning_signal(each)]
             num_rounds += 1
-        if self.filter and len(kept_groups) < num_requested and not self.take(num_taken, 1):
-            warning = "step %d: the prompts of all epochs have ended with %d of %d groups of use"
-            logger.warning(warning, step + 1, len(kept_groups), num_requested)
-        self._num_taken, self.sampled = num_taken, sampled
+        if self.filter and len(kept_groups) < num_requested and not self.take(num_taken_prompts, 1):
+            warning_format = "step %d: the prompts of all epochs have ended with %d of %d groups of use"
+            logger.warning(warning_format, step + 1, len(kept_groups), num_requested)
+        self._num_taken, self.sampled = num_taken_prompts, sampled
         self.sync.sleep_until_next_step(step)
         if not sampled:
             return [], {}
         return kept_groups, {
             **group_metrics(sampled),
-            **_times(sampled, seconds, time.perf_counter() - start),
+            **_throughput_metrics(sampled, generation_seconds, time.perf_counter() - start_time),
             **lag_metrics(kept_groups or sampled, step),
             **(filtered_metrics(self.filter, sampled) | {"rollout/rounds": float(num_rounds)} if self.filter else {}),
         }
@@ -253,11 +252,12 @@ def check_scores(step: int, groups: Sequence[ScoredGroup], metrics: Sequence[str
     scores = [score for group in groups for score in group.scores]
     if all(score.value is None for score in scores):
         raise all_invalid(f"step {step + 1}: all {len(scores)} rewards are invalid", scores)
-    names = sorted({name for score in scores for name in score.metrics})
-    if unknown := [name for name in metrics if name not in names]:
+    metric_names = sorted({name for score in scores for name in score.metrics})
+    if unknown_metrics := [name for name in metrics if name not in metric_names]:
         raise RewardError(
-            f"train.train_policy.filter_reward_metric: no reward reports {', '.join(map(repr, unknown))}; take of "
-            f"{', '.join(map(repr, names)) or 'none'}"
+            f"train.train_policy.filter_reward_metric: no reward reports {', '.join(map(repr, unknown_metrics))}; "
+            f"take of "
+            f"{', '.join(map(repr, metric_names)) or 'none'}"
         )
 
 
@@ -267,24 +267,24 @@ def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     turns = [turn for completion in completions for turn in completion.turns]
     if not turns:
         return {}
-    calls = [turn for turn in turns if turn.role == "tool"]
+    tool_turns = [turn for turn in turns if turn.role == "tool"]
     return {
-        "completion/turns": (len(turns) - len(calls)) / len(completions),
-        "completion/tool_calls": len(calls) / len(completions),
-        "completion/tool_errors": sum(turn.is_error for turn in calls) / max(1, len(calls)),
+        "completion/turns": (len(turns) - len(tool_turns)) / len(completions),
+        "completion/tool_calls": len(tool_turns) / len(completions),
+        "completion/tool_errors": sum(turn.is_error for turn in tool_turns) / max(1, len(tool_turns)),
     }
 
 
-def filtered_metrics(filter: Filter, sampled: Sequence[ScoredGroup]) -> dict[str, float]:
+def filtered_metrics(filter: Filter, sampled_groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the number of sampled groups, and the fractions of groups that the filter dropped with equal rewards above
     0 and with equal rewards of at most 0."""
-    dropped = [group for group in sampled if not filter.has_learning_signal(group)]
-    rewards = ([score.value for score in group.scores if score.value is not None] for group in dropped)
-    equal = [max(valid) for valid in rewards if valid]
+    dropped_groups = [group for group in sampled_groups if not filter.has_learning_signal(group)]
+    rewards_by_group = ([score.value for score in group.scores if score.value is not None] for group in dropped_groups)
+    dropped_rewards = [max(valid_rewards) for valid_rewards in rewards_by_group if valid_rewards]
     return {
-        "rollout/sampled_groups": float(len(sampled)),
-        "rollout/filtered_positive": sum(reward > 0 for reward in equal) / len(sampled),
-        "rollout/filtered_negative": sum(reward <= 0 for reward in equal) / len(sampled),
+        "rollout/sampled_groups": float(len(sampled_groups)),
+        "rollout/filtered_positive": sum(reward > 0 for reward in dropped_rewards) / len(sampled_groups),
+        "rollout/filtered_negative": sum(reward <= 0 for reward in dropped_rewards) / len(sampled_groups),
     }
 
 
@@ -299,32 +299,36 @@ def lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
     }
 
 
-def _times(groups: Sequence[ScoredGroup], generating: float, all_seconds: float) -> dict[str, float]:
+def _throughput_metrics(
+    groups: Sequence[ScoredGroup], generation_seconds: float, total_seconds: float
+) -> dict[str, float]:
     completions = [completion for scored_group in groups for completion in scored_group.group.completions]
-    has_images = completions[0].diffusion_sample is not None
-    name, count = ("samples", len(completions)) if has_images else ("tokens", sum(c.num_sampled for c in completions))
+    has_diffusion_samples = completions[0].diffusion_sample is not None
+    name, count = (
+        ("samples", len(completions)) if has_diffusion_samples else ("tokens", sum(c.num_sampled for c in completions))
+    )
     return {
-        "time/generate": generating,
-        "time/score": all_seconds - generating,
-        f"throughput/generated_{name}_per_second": count / max(1e-9, generating),
+        "time/generate": generation_seconds,
+        "time/score": total_seconds - generation_seconds,
+        f"throughput/generated_{name}_per_second": count / max(1e-9, generation_seconds),
     }
 
 
 def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return mean reward and its standard deviation, the number of invalid rewards, and lengths in sampled tokens."""
     scores = [score for group in groups for score in group.scores]
-    values = np.array([score.value for score in scores if score.value is not None], dtype=np.float64)
+    reward_values = np.array([score.value for score in scores if score.value is not None], dtype=np.float64)
     completions = [completion for group in groups for completion in group.group.completions]
-    lengths = [completion.num_sampled for completion in completions if completion.diffusion_sample is None]
-    metrics = {"reward/invalid": float(len(scores) - len(values))}
-    if lengths:
+    completion_lengths = [completion.num_sampled for completion in completions if completion.diffusion_sample is None]
+    metrics = {"reward/invalid": float(len(scores) - len(reward_values))}
+    if completion_lengths:
         metrics |= {
-            "completion/length_mean": float(np.mean(lengths)),
-            "completion/length_max": float(np.max(lengths)),
+            "completion/length_mean": float(np.mean(completion_lengths)),
+            "completion/length_max": float(np.max(completion_lengths)),
             "completion/truncated": float(np.mean([each.finish_reason == "length" for each in completions])),
         }
-    if len(values):
-        metrics |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
+    if len(reward_values):
+        metrics |= {"reward/mean": float(reward_values.mean()), "reward/std": float(reward_values.std())}
     metrics |= turn_metrics(completions)
     # `metrics` comes last, so that a reward function named `mean` cannot overwrite the mean of all rewards.
     metrics |= {f"reward/{source}/mean": mean for source, mean in source_means(groups).items()}
@@ -343,5 +347,5 @@ def source_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 def reward_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the mean of each reward function and of each further metric that a reward function reports."""
     scores = [score for group in groups for score in group.scores]
-    names = sorted({name for score in scores for name in score.metrics})
-    return {n: float(np.mean([score.metrics[n] for score in scores if n in score.metrics])) for n in names}
+    metric_names = sorted({name for score in scores for name in score.metrics})
+    return {n: float(np.mean([score.metrics[n] for score in scores if n in score.metrics])) for n in metric_names}

@@ -55,7 +55,7 @@ class HfEngine:
         uses_trainer_model = is_single_rank() and not settings.is_separate
         is_adapter = trains_only_linear_factors(settings.model)
         self.weight_format: WeightFormat = "shared" if uses_trainer_model else "adapter" if is_adapter else "module"
-        self._model = settings.model if uses_trainer_model else _replica(settings)
+        self._model = settings.model if uses_trainer_model else _load_replica(settings)
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
         self._dtype = settings.dtype
@@ -85,26 +85,34 @@ class HfEngine:
 
     def _generate_batch(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
         """Generate the groups of `prompts` in one batch, or in several with a few completions of each group."""
-        count, chunk_size = sampling.num_completions, self._max_samples_per_pass or sampling.num_completions
-        chunks = [
-            self._rows(prompts, sampling, step, range(k, min(k + chunk_size, count)))
-            for k in range(0, count, chunk_size)
+        num_completions, chunk_size = sampling.num_completions, self._max_samples_per_pass or sampling.num_completions
+        completion_chunks = [
+            self._rows(
+                prompts, sampling, step, range(first_completion, min(first_completion + chunk_size, num_completions))
+            )
+            for first_completion in range(0, num_completions, chunk_size)
         ]
-        return [Group(p, tuple(row for chunk in chunks for row in chunk[i]), step) for i, p in enumerate(prompts)]
+        return [
+            Group(p, tuple(row for chunk in completion_chunks for row in chunk[i]), step) for i, p in enumerate(prompts)
+        ]
 
-    def _rows(self, prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> list[list[Completion]]:
-        """Return for each prompt the completions whose numbers, counted from 0, are in `ks`."""
-        with self._inference():
-            tokens_RT, logprobs_RT, lengths_R = self._sample(prompts, sampling, step, ks)
-        rows = []
+    def _rows(
+        self, prompts: Sequence[Prompt], sampling: Sampling, step: int, completion_indices: range
+    ) -> list[list[Completion]]:
+        """Return for each prompt the completions whose numbers, counted from 0, are in `completion_indices`."""
+        with self._inference_mode():
+            tokens_RT, logprobs_RT, lengths_R = self._sample(prompts, sampling, step, completion_indices)
+        completions = []
         for tokens, logprobs, length in zip(tokens_RT.tolist(), logprobs_RT.tolist(), lengths_R.tolist(), strict=True):
             ends_with_stop = tokens[length - 1] in self._stop_ids
-            row = completion(
+            completion_result = completion(
                 self._tokenizer, tokens[:length], logprobs[:length], version=self._version,
                 ends_with_stop=ends_with_stop, vision=self._vision,
             )  # fmt: skip
-            rows.append(row)
-        return [rows[i : i + len(ks)] for i in range(0, len(rows), len(ks))]
+            completions.append(completion_result)
+        return [
+            completions[i : i + len(completion_indices)] for i in range(0, len(completions), len(completion_indices))
+        ]
 
     def abort(self) -> None:
         """Discard all queued prompts."""
@@ -116,18 +124,18 @@ class HfEngine:
         self._version = version
         if self.weight_format == "shared":
             return LoadReceipt(version, 0)
-        state = self._model.state_dict()
+        state_dict = self._model.state_dict()
         with torch.no_grad():
             for name, tensor in self._receiver.tensors(buckets):
-                if name not in state or state[name].shape != tensor.shape:
+                if name not in state_dict or state_dict[name].shape != tensor.shape:
                     raise StageFailed(f"weight sync: {name} of shape {tuple(tensor.shape)} is not in the replica")
-                state[name].copy_(tensor)
+                state_dict[name].copy_(tensor)
         return self._receiver.receipt(version)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         input_ids = torch.tensor([list(token_ids)], device=self._model.device)
         inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        with self._inference():
+        with self._inference_mode():
             logprobs: list[float] = Scorer(self._model)(inputs, torch.arange(len(token_ids) - 1))["logprobs"].tolist()
         return logprobs
 
@@ -141,7 +149,7 @@ class HfEngine:
         """Do nothing, because memory is freed with the last reference to the module; see `Engine.close`."""
 
     @contextmanager
-    def _inference(self) -> Iterator[None]:
+    def _inference_mode(self) -> Iterator[None]:
         """Return a context manager without dropout and gradients, in which the model may use a key-value cache."""
         model, was_training = self._model, self._model.training
         model.eval()
@@ -157,8 +165,8 @@ class HfEngine:
         """Return tokens RT, log-probabilities RT and lengths R; entries beyond the length of a row are undefined."""
         device, k = self._model.device, len(ks)
         input_ids_PT, mask_PT = self._pad_left(prompts)
-        budget_B = (self._max_model_len - mask_PT.sum(-1)).clamp(max=sampling.max_tokens).repeat_interleave(k)
-        uniforms_RT = _uniforms(prompts, sampling, step, ks).to(device)
+        max_new_tokens_B = (self._max_model_len - mask_PT.sum(-1)).clamp(max=sampling.max_tokens).repeat_interleave(k)
+        uniforms_RT = _draw_uniform_numbers(prompts, sampling, step, ks).to(device)
         positions_PT = (mask_PT.cumsum(-1) - 1).clamp(min=0)
         image_inputs = self._image_inputs(prompts, input_ids_PT)
         cache = _preallocate_layers(DynamicCache(config=self._model.config))
@@ -167,59 +175,69 @@ class HfEngine:
         cache.batch_repeat_interleave(k)  # the completions of a group share one pass over the prompt
         logits_BV, mask_BT = logits_PV.repeat_interleave(k, 0), mask_PT.repeat_interleave(k, 0)
         positions_B = positions_PT[:, -1].repeat_interleave(k)
-        seen_BV = _token_mask(input_ids_PT, mask_PT, logits_PV.shape[-1]).repeat_interleave(k, 0)
+        is_used_token_BV = _token_mask(input_ids_PT, mask_PT, logits_PV.shape[-1]).repeat_interleave(k, 0)
         stop_ids = torch.tensor(self._stop_ids, dtype=torch.long, device=device)
 
-        rows_B = torch.arange(len(budget_B), device=device)
-        tokens_RT = torch.zeros(len(rows_B), int(budget_B.max()), dtype=torch.long, device=device)
-        logprobs_RT, lengths_R = torch.zeros_like(tokens_RT, dtype=torch.float32), budget_B.clone()
-        alive_B = torch.ones_like(budget_B, dtype=torch.bool)
+        rows_B = torch.arange(len(max_new_tokens_B), device=device)
+        tokens_RT = torch.zeros(len(rows_B), int(max_new_tokens_B.max()), dtype=torch.long, device=device)
+        logprobs_RT, lengths_R = torch.zeros_like(tokens_RT, dtype=torch.float32), max_new_tokens_B.clone()
+        is_active_B = torch.ones_like(max_new_tokens_B, dtype=torch.bool)
         # Finished rows stay in a batch with images, because the model keeps image positions for each row.
         can_drop_rows = not image_inputs and all(type(layer) is _PreallocatedLayer for layer in cache.layers)
         for t in range(tokens_RT.shape[1]):
-            logprobs_BV = process_logits(logits_BV, seen_BV, sampling)
+            logprobs_BV = process_logits(logits_BV, is_used_token_BV, sampling)
             is_greedy = sampling.temperature == 0
             tokens_B = logprobs_BV.argmax(-1) if is_greedy else sample_tokens(logprobs_BV, uniforms_RT[rows_B, t])
             tokens_RT[rows_B, t] = tokens_B
             logprobs_RT[rows_B, t] = logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
-            ended_B = alive_B & (torch.isin(tokens_B, stop_ids) | (t + 1 >= budget_B))
-            lengths_R[rows_B[ended_B]] = t + 1
-            alive_B = alive_B & ~ended_B
-            if not alive_B.any():
+            has_ended_B = is_active_B & (torch.isin(tokens_B, stop_ids) | (t + 1 >= max_new_tokens_B))
+            lengths_R[rows_B[has_ended_B]] = t + 1
+            is_active_B = is_active_B & ~has_ended_B
+            if not is_active_B.any():
                 break
-            seen_BV.scatter_(-1, tokens_B.unsqueeze(-1), True)
+            is_used_token_BV.scatter_(-1, tokens_B.unsqueeze(-1), True)
             mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(mask_BT), 1)], dim=-1)
             # The position of a finished row no longer grows, because it must not exceed the model's position table.
-            positions_B = positions_B + alive_B
-            if can_drop_rows and 2 * alive_B.sum() <= len(alive_B):
-                kept_B = alive_B.nonzero().squeeze(-1)
-                cache.batch_select_indices(kept_B)
-                tokens_B, seen_BV, mask_BT = tokens_B[kept_B], seen_BV[kept_B], mask_BT[kept_B]
-                positions_B, rows_B = positions_B[kept_B], rows_B[kept_B]
-                budget_B, alive_B = budget_B[kept_B], alive_B[kept_B]
+            positions_B = positions_B + is_active_B
+            if can_drop_rows and 2 * is_active_B.sum() <= len(is_active_B):
+                kept_rows_B = is_active_B.nonzero().squeeze(-1)
+                cache.batch_select_indices(kept_rows_B)
+                tokens_B, is_used_token_BV, mask_BT = (
+                    tokens_B[kept_rows_B],
+                    is_used_token_BV[kept_rows_B],
+                    mask_BT[kept_rows_B],
+                )
+                positions_B, rows_B = positions_B[kept_rows_B], rows_B[kept_rows_B]
+                max_new_tokens_B, is_active_B = max_new_tokens_B[kept_rows_B], is_active_B[kept_rows_B]
             # A model with images computes the positions of new tokens itself; batches with images have no padding.
             inputs = {} if image_inputs else {"attention_mask": mask_BT, "position_ids": positions_B.unsqueeze(-1)}
             logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, inputs)
         return tokens_RT, logprobs_RT, lengths_R
 
     def _pad_left(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
-        width = max(len(prompt.token_ids) for prompt in prompts)
-        pad = self._tokenizer.pad_token_id or 0
-        rows = [[pad] * (width - len(p.token_ids)) + list(p.token_ids) for p in prompts]
-        mask = [[0] * (width - len(p.token_ids)) + [1] * len(p.token_ids) for p in prompts]
+        padded_length = max(len(prompt.token_ids) for prompt in prompts)
+        pad_token_id = self._tokenizer.pad_token_id or 0
+        padded_rows = [
+            [pad_token_id] * (padded_length - len(row_prompt.token_ids)) + list(row_prompt.token_ids)
+            for row_prompt in prompts
+        ]
+        mask = [
+            [0] * (padded_length - len(row_prompt.token_ids)) + [1] * len(row_prompt.token_ids)
+            for row_prompt in prompts
+        ]
         device = self._model.device
-        return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
+        return torch.tensor(padded_rows, device=device), torch.tensor(mask, device=device)
 
     def _image_inputs(self, prompts: Sequence[Prompt], input_ids_PT: Tensor) -> dict[str, Tensor]:
         """Return the images of prompts as model inputs; the model computes the positions of rows with images itself."""
         if not prompts[0].images:
             return {}
         assert self._vision is not None, "opened without a processor"
-        rows = [
+        samples = [
             Sample(np.array(p.token_ids, dtype=np.int64), np.zeros(len(p.token_ids), dtype=np.uint8), images=p.images)
             for p in prompts
         ]
-        inputs, dtype = self._vision.inputs(rows, input_ids_PT.cpu()), self._model.dtype
+        inputs, dtype = self._vision.inputs(samples, input_ids_PT.cpu()), self._model.dtype
         return {
             name: tensor.to(self._model.device, dtype if tensor.is_floating_point() else tensor.dtype)
             for name, tensor in inputs.items()
@@ -237,14 +255,14 @@ class _PreallocatedLayer(DynamicLayer):
     _buffers: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        length, num_new = self.get_seq_length(), key_states.shape[-2]
+        num_cached_tokens, num_new_tokens = self.get_seq_length(), key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self._buffers is None or self._buffers[0].shape[-2] < length + num_new:
-            size = length + num_new + max(_MIN_CACHE_GROWTH, length // 4)
-            self._buffers = _allocate(self.keys, key_states, size), _allocate(self.values, value_states, size)
-        keys, values = (buffer[..., : length + num_new, :] for buffer in self._buffers)
-        keys[..., length:, :], values[..., length:, :] = key_states, value_states
+        if self._buffers is None or self._buffers[0].shape[-2] < num_cached_tokens + num_new_tokens:
+            capacity = num_cached_tokens + num_new_tokens + max(_MIN_CACHE_GROWTH, num_cached_tokens // 4)
+            self._buffers = _allocate(self.keys, key_states, capacity), _allocate(self.values, value_states, capacity)
+        keys, values = (buffer[..., : num_cached_tokens + num_new_tokens, :] for buffer in self._buffers)
+        keys[..., num_cached_tokens:, :], values[..., num_cached_tokens:, :] = key_states, value_states
         self.keys, self.values = keys, values
         return keys, values
 
@@ -257,12 +275,12 @@ class _PreallocatedLayer(DynamicLayer):
         self._buffers = None
 
 
-def _allocate(old_states: Tensor | None, states: Tensor, size: int) -> Tensor:
-    """Return a cache tensor with memory for `size` tokens, which begins with a copy of `old_states`, if any."""
-    buffer = states.new_empty(*states.shape[:-2], size, states.shape[-1])
+def _allocate(old_states: Tensor | None, states: Tensor, capacity: int) -> Tensor:
+    """Return a cache tensor with memory for `capacity` tokens, which begins with a copy of `old_states`, if any."""
+    cache_buffer = states.new_empty(*states.shape[:-2], capacity, states.shape[-1])
     if old_states is not None and old_states.numel():
-        buffer[..., : old_states.shape[-2], :] = old_states
-    return buffer
+        cache_buffer[..., : old_states.shape[-2], :] = old_states
+    return cache_buffer
 
 
 def _preallocate_layers(cache: DynamicCache) -> DynamicCache:
@@ -280,48 +298,51 @@ def _group_batchable(prompts: Sequence[Prompt]) -> list[list[int]]:
     return list(batches.values())
 
 
-def _replica(settings: EngineSettings) -> PreTrainedModel:
+def _load_replica(settings: EngineSettings) -> PreTrainedModel:
     """Load a complete model as a replica of the trainer's sharded model.
 
     If only an adapter is trained, the replica has an adapter. Otherwise it receives weights with merged adapters.
     """
-    trained = settings.model
-    replica = load_model(settings.folder, revision=getattr(trained.config, "_commit_hash", None), dtype=trained.dtype)
-    if trains_only_linear_factors(trained):
-        add_adapter_like(replica, trained)
+    trained_model = settings.model
+    replica = load_model(
+        settings.folder, revision=getattr(trained_model.config, "_commit_hash", None), dtype=trained_model.dtype
+    )
+    if trains_only_linear_factors(trained_model):
+        add_adapter_like(replica, trained_model)
     nn.Module.to(replica, "cuda" if torch.cuda.is_available() else "cpu")
     return replica.requires_grad_(False)
 
 
-def process_logits(logits_BV: Tensor, seen_BV: Tensor, sampling: Sampling) -> Tensor:
+def process_logits(logits_BV: Tensor, is_used_token_BV: Tensor, sampling: Sampling) -> Tensor:
     """Return log-probabilities after repetition penalty, temperature, top-k and top-p, in vLLM's order: BV, float32.
 
-    `seen_BV` marks the tokens of the prompt and the completion so far. Their positive logits are divided by the
-    penalty, and their negative logits are multiplied by it (CTRL, arXiv 1909.05858). At temperature 0 only the penalty
-    applies.
-    """
+    `is_used_token_BV` marks the tokens of the prompt and the completion so far. Their positive logits are divided by
+    the penalty, and their negative logits are multiplied by it (CTRL, arXiv 1909.05858). At temperature 0 only the
+    penalty applies."""
     logits_BV = logits_BV.float()
     if sampling.repetition_penalty != 1.0:
         penalty = sampling.repetition_penalty
         penalised_BV = torch.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty)
-        logits_BV = torch.where(seen_BV, penalised_BV, logits_BV)
+        logits_BV = torch.where(is_used_token_BV, penalised_BV, logits_BV)
     if sampling.temperature == 0:
         return logits_BV.log_softmax(-1)
     logits_BV = logits_BV / sampling.temperature
     if 0 < sampling.top_k < logits_BV.shape[-1]:
-        weakest_kept_B1 = logits_BV.topk(sampling.top_k).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < weakest_kept_B1, -torch.inf)
+        top_k_threshold_B1 = logits_BV.topk(sampling.top_k).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < top_k_threshold_B1, -torch.inf)
     if sampling.top_p < 1.0:
-        ascending_BV, order_BV = logits_BV.sort(-1)
-        dropped_BV = ascending_BV.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        dropped_BV[:, -1] = False  # top-p keeps at least the most likely token
-        logits_BV = logits_BV.masked_fill(dropped_BV.scatter(-1, order_BV, dropped_BV), -torch.inf)
+        sorted_logits_BV, sort_indices_BV = logits_BV.sort(-1)
+        is_dropped_BV = sorted_logits_BV.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        is_dropped_BV[:, -1] = False  # top-p keeps at least the most likely token
+        logits_BV = logits_BV.masked_fill(is_dropped_BV.scatter(-1, sort_indices_BV, is_dropped_BV), -torch.inf)
     return logits_BV.log_softmax(-1)
 
 
-def _uniforms(prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> Tensor:
+def _draw_uniform_numbers(
+    prompts: Sequence[Prompt], sampling: Sampling, step: int, completion_indices: range
+) -> Tensor:
     """Return one uniform number per token, from a generator for each completion: RT, float64."""
-    seeds = [request_seed(sampling.seed, step, prompt.id, k) for prompt in prompts for k in ks]
+    seeds = [request_seed(sampling.seed, step, prompt.id, k) for prompt in prompts for k in completion_indices]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     return torch.stack([torch.rand(sampling.max_tokens, generator=each, dtype=torch.float64) for each in generators])
 

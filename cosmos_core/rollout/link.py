@@ -40,39 +40,47 @@ class BucketHeader(NamedTuple):
 
     def bucket(self, tensors: Mapping[str, Tensor]) -> Bucket:
         """Return the bucket of the received `tensors`, in the sender's shapes and under all names."""
-        own = {name: tensors[name].reshape(shape) for name, shape in zip(self.names, self.shapes, strict=True)}
-        return [*own.items(), *((alias, own[name]) for alias, name in self.aliases.items())]
+        tensors_by_name = {
+            name: tensors[name].reshape(shape) for name, shape in zip(self.names, self.shapes, strict=True)
+        }
+        return [*tensors_by_name.items(), *((alias, tensors_by_name[name]) for alias, name in self.aliases.items())]
 
     def placeholder(self) -> Bucket:
         """Return the bucket with tensors on the meta device, for an engine whose ranks hold the data already."""
         each = zip(self.names, self.dtype_names, self.shapes, strict=True)
-        meta = {name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, dtype, shape in each}
-        return self.bucket(meta)
+        meta_tensors = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, dtype, shape in each
+        }
+        return self.bucket(meta_tensors)
 
 
 def split_bucket(bucket: Bucket) -> tuple[BucketHeader, list[Tensor]]:
     """Return the header of a bucket, and the tensors whose data are sent, in the order of the header."""
-    firsts: dict[Any, str] = {}
+    first_names: dict[Any, str] = {}
     for name, tensor in bucket:
-        firsts.setdefault(storage_of(tensor), name)
-    aliases = {name: firsts[storage_of(tensor)] for name, tensor in bucket if firsts[storage_of(tensor)] != name}
-    sent = sorted((each for each in bucket if each[0] not in aliases), key=lambda each: -each[1].element_size())
-    dtype_names = [str(tensor.dtype).removeprefix("torch.") for _, tensor in sent]
-    header = BucketHeader([name for name, _ in sent], dtype_names, [list(t.shape) for _, t in sent], aliases, {})
-    return header, [tensor.detach() for _, tensor in sent]
+        first_names.setdefault(storage_of(tensor), name)
+    aliases = {
+        name: first_names[storage_of(tensor)] for name, tensor in bucket if first_names[storage_of(tensor)] != name
+    }
+    sent_tensors = sorted((each for each in bucket if each[0] not in aliases), key=lambda each: -each[1].element_size())
+    dtype_names = [str(tensor.dtype).removeprefix("torch.") for _, tensor in sent_tensors]
+    header = BucketHeader(
+        [name for name, _ in sent_tensors], dtype_names, [list(t.shape) for _, t in sent_tensors], aliases, {}
+    )
+    return header, [tensor.detach() for _, tensor in sent_tensors]
 
 
 def fill_bucket(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy tensors into a buffer of bytes, one after the other."""
-    start = 0
+    start_offset = 0
     for tensor in tensors:
-        end = start + tensor.nbytes
-        buffer[start:end].view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
-        start = end
+        end_offset = start_offset + tensor.nbytes
+        buffer[start_offset:end_offset].view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
+        start_offset = end_offset
 
 
 def call_within(
-    seconds: float,
+    timeout_seconds: float,
     call: Callable[[], T],
     *,
     abort: Callable[[], object] = lambda: None,
@@ -84,19 +92,20 @@ def call_within(
     ignored, because an aborted collective leaves arbitrary bytes in its buffers without an error.
 
     Raises:
-        TransferFailed: the call took longer than `seconds`, or `has_failed` returned True; `abort` has been called.
+        TransferFailed: the call took longer than `timeout_seconds`, or `has_failed` returned True; `abort` has been
+            called.
     """
-    done: Future[T] = Future()
+    result_future: Future[T] = Future()
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def run() -> None:
         with nullcontext() if device is None else torch.accelerator.device_index(device):
-            set_future(done, call)
+            set_future(result_future, call)
 
     threading.Thread(target=run, daemon=True, name="weight transfer").start()
-    end = time.monotonic() + seconds
-    while not wait([done], min(_POLL_SECONDS, seconds)).done:
-        if (is_late := time.monotonic() > end) or has_failed():
+    deadline = time.monotonic() + timeout_seconds
+    while not wait([result_future], min(_POLL_SECONDS, timeout_seconds)).done:
+        if (is_late := time.monotonic() > deadline) or has_failed():
             abort()
-            raise TransferFailed(f"it took longer than {seconds:g} s" if is_late else "an engine has failed")
-    return done.result()
+            raise TransferFailed(f"it took longer than {timeout_seconds:g} s" if is_late else "an engine has failed")
+    return result_future.result()

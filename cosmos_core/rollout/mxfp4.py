@@ -13,11 +13,11 @@ from transformers import PretrainedConfig
 from cosmos_core.rollout.base import Bucket
 
 QUANTIZATION_FORMAT = "mxfp4"
-_BLOCK = 32
-_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+_BLOCK_SIZE = 32
+_EXPERT_WEIGHT_SUFFIXES = ("experts.gate_up_proj", "experts.down_proj")
 _LARGEST_EXPONENT = 2
 """Exponent of the largest 4-bit (E2M1) values, 4 and 6."""
-_BIAS = 127
+_EXPONENT_BIAS = 127
 _ROUNDING_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Midpoints between the 4-bit values 0, 0.5, 1, 1.5, 2, 3, 4 and 6; a midpoint is rounded to the even neighbour."""
 
@@ -25,15 +25,17 @@ _ROUNDING_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 def has_mxfp4(config: PretrainedConfig) -> bool:
     """Return whether a checkpoint with this config.json stores its experts in MXFP4."""
     quantization = getattr(config, "quantization_config", None) or {}
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-    return str(getattr(method, "value", method)) == QUANTIZATION_FORMAT
+    quantization_method = (
+        quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    )
+    return str(getattr(quantization_method, "value", quantization_method)) == QUANTIZATION_FORMAT
 
 
 def quantize_bucket(bucket: Bucket) -> Bucket:
     """Return a bucket whose experts are stored as in an MXFP4 checkpoint: `NAME_blocks`, `NAME_scales`."""
     quantized_bucket: Bucket = []
     for name, tensor in bucket:
-        if name.endswith(_EXPERTS):
+        if name.endswith(_EXPERT_WEIGHT_SUFFIXES):
             blocks, scales = quantize(tensor.transpose(-1, -2))
             quantized_bucket += [(f"{name}_blocks", blocks), (f"{name}_scales", scales)]
         else:
@@ -48,19 +50,23 @@ def quantize(weight_EOI: Tensor) -> tuple[Tensor, Tensor]:
     N, the exponents plus 127.
     """
     # Experts are quantized one at a time, because intermediate values need as much memory as the float weights.
-    experts = [_quantize_expert(weight_OI) for weight_OI in weight_EOI]
-    return torch.stack([blocks for blocks, _ in experts]), torch.stack([scales for _, scales in experts])
+    quantized_experts = [_quantize_expert(weight_OI) for weight_OI in weight_EOI]
+    return torch.stack([blocks for blocks, _ in quantized_experts]), torch.stack(
+        [scales for _, scales in quantized_experts]
+    )
 
 
 def _quantize_expert(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    values = weight_OI.float().unflatten(-1, (-1, _BLOCK))
-    largest_ON = values.abs().amax(-1)
-    exponents_ON = torch.frexp(largest_ON).exponent - 1 - _LARGEST_EXPONENT
-    exponents_ON = torch.where(largest_ON > 0, exponents_ON, -_BIAS).clamp(-_BIAS, _BIAS)
-    scaled = torch.ldexp(values, -exponents_ON.unsqueeze(-1))
-    middles = torch.tensor(_ROUNDING_MIDPOINTS, device=scaled.device)
+    blocked_weights = weight_OI.float().unflatten(-1, (-1, _BLOCK_SIZE))
+    max_abs_ON = blocked_weights.abs().amax(-1)
+    exponents_ON = torch.frexp(max_abs_ON).exponent - 1 - _LARGEST_EXPONENT
+    exponents_ON = torch.where(max_abs_ON > 0, exponents_ON, -_EXPONENT_BIAS).clamp(-_EXPONENT_BIAS, _EXPONENT_BIAS)
+    scaled_weights = torch.ldexp(blocked_weights, -exponents_ON.unsqueeze(-1))
+    rounding_midpoints = torch.tensor(_ROUNDING_MIDPOINTS, device=scaled_weights.device)
     # A midpoint is rounded to the neighbour with the even code, the upper neighbour for every second midpoint.
-    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))
-    codes = torch.bucketize(scaled.abs().contiguous(), middles, out_int32=True) + 8 * torch.signbit(scaled)
-    codes = codes.to(torch.uint8)
-    return codes[..., 0::2] | (codes[..., 1::2] << 4), (exponents_ON + _BIAS).to(torch.uint8)
+    rounding_midpoints[1::2] = torch.nextafter(rounding_midpoints[1::2], torch.zeros_like(rounding_midpoints[1::2]))
+    fp4_codes = torch.bucketize(
+        scaled_weights.abs().contiguous(), rounding_midpoints, out_int32=True
+    ) + 8 * torch.signbit(scaled_weights)
+    fp4_codes = fp4_codes.to(torch.uint8)
+    return fp4_codes[..., 0::2] | (fp4_codes[..., 1::2] << 4), (exponents_ON + _EXPONENT_BIAS).to(torch.uint8)

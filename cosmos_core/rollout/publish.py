@@ -29,7 +29,7 @@ BUCKET_BYTES = 256 << 20
 
 A module whose weights are larger, such as an embedding, is a separate bucket.
 """
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
+_LOGPROB_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 """Mean absolute difference of log-probabilities that rounding can cause, by the dtype of the engine.
 
 Tensors that are loaded under wrong names cause differences of whole nats.
@@ -71,31 +71,31 @@ class WeightPublisher:
         Raises:
             StageFailed: the engine did not load all tensors, or its log-probabilities differ from the trainer's.
         """
-        start = time.perf_counter()
-        num_sent = num_bytes = 0
+        start_time = time.perf_counter()
+        num_sent_tensors = num_bytes = 0
 
         def count_buckets() -> Iterator[Bucket]:
-            nonlocal num_sent, num_bytes
+            nonlocal num_sent_tensors, num_bytes
             assert self._weights is not None
             for bucket in self._weights.buckets():
                 # Tied weights are cast once.
-                cast_tensors = {storage_of(tensor): self._cast(tensor) for _, tensor in bucket}
-                num_sent += len(bucket)
+                cast_tensors = {storage_of(tensor): self._cast_for_transfer(tensor) for _, tensor in bucket}
+                num_sent_tensors += len(bucket)
                 num_bytes += sum(tensor.nbytes for tensor in cast_tensors.values())
                 yield [(name, cast_tensors[storage_of(tensor)]) for name, tensor in bucket]
 
         if self.engine.weight_format == "shared":
             self.engine.load_weights(version, ())
-            seconds = time.perf_counter() - start
-            return {"sync/version": float(version), "sync/bytes": 0.0, "time/sync": seconds}
+            sync_seconds = time.perf_counter() - start_time
+            return {"sync/version": float(version), "sync/bytes": 0.0, "time/sync": sync_seconds}
         if self._weights is None:
             self._weights = _Weights(self.model, self.meta_copy, self.engine.weight_format, self.bucket_bytes)
         sleep_level = getattr(self.engine, "sleep_level", 0)
-        loaded = self.engine.load_weights(version, count_buckets())
-        if (loaded.version, loaded.num_tensors) != (version, num_sent):
+        receipt = self.engine.load_weights(version, count_buckets())
+        if (receipt.version, receipt.num_tensors) != (version, num_sent_tensors):
             raise StageFailed(
-                f"weight sync: the engine acknowledges {loaded.num_tensors} tensors of version {loaded.version}, not "
-                f"{num_sent} of version {version}"
+                f"weight sync: the engine acknowledges {receipt.num_tensors} tensors of version {receipt.version}, not "
+                f"{num_sent_tensors} of version {version}"
             )
         has_new_engine = isinstance(self.engine, Fleet) and self.engine.has_new_engine
         # The version number determines the probes, not a counter, so that a resumed run probes the same versions.
@@ -103,35 +103,38 @@ class WeightPublisher:
         if sleep_level not in self._probed_levels or has_new_engine or is_probe_due:
             self._probe(version)
         self._probed_levels.add(sleep_level)
-        seconds = time.perf_counter() - start
-        return {"sync/version": float(version), "sync/bytes": float(num_bytes), "time/sync": seconds}
+        sync_seconds = time.perf_counter() - start_time
+        return {"sync/version": float(version), "sync/bytes": float(num_bytes), "time/sync": sync_seconds}
 
-    def _cast(self, tensor: Tensor) -> Tensor:
+    def _cast_for_transfer(self, tensor: Tensor) -> Tensor:
         dtype = self.transfer_dtype
         return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
     def _probe(self, version: int) -> None:
         """Compare the trainer's log-probabilities with those of each engine that has weights of `version`."""
         token_ids = probe_tokens(self.model.config.get_text_config().vocab_size)
-        expected = self.probe_logprobs(token_ids).detach().cpu().float()
+        expected_logprobs = self.probe_logprobs(token_ids).detach().cpu().float()
         tolerance = logprob_tolerance(self.dtype, self.transfer_dtype)
         if isinstance(self.engine, Fleet):
             logprobs_per_engine = self.engine.logprobs_per_engine(token_ids, version)
         else:
             logprobs_per_engine = [self.engine.logprobs(token_ids)]
         for logprobs in logprobs_per_engine:
-            difference = (expected - torch.tensor(logprobs)).abs().mean().item()
-            if not difference <= tolerance:  # `not <=` also rejects a difference of NaN
+            mean_difference = (expected_logprobs - torch.tensor(logprobs)).abs().mean().item()
+            if not mean_difference <= tolerance:  # `not <=` also rejects a difference of NaN
                 raise StageFailed(
-                    f"weight sync: engine and trainer differ by {difference:.3g} nats per token, more than {tolerance} "
+                    f"weight sync: engine and trainer differ by {mean_difference:.3g} nats per token, more than "
+                    f"{tolerance} "
                     f"in {str(self.dtype).removeprefix('torch.')}; the engine did not take all weights"
                 )
-            logger.info("weights of version %d: engine and trainer differ by %.3g nats per token", version, difference)
+            logger.info(
+                "weights of version %d: engine and trainer differ by %.3g nats per token", version, mean_difference
+            )
 
 
 def logprob_tolerance(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> float:
     """Return the mean absolute difference of log-probabilities that rounding can cause."""
-    return max(_TOLERANCE[each] for each in (dtype, transfer_dtype) if each is not None)
+    return max(_LOGPROB_TOLERANCES[any_dtype] for any_dtype in (dtype, transfer_dtype) if any_dtype is not None)
 
 
 def probe_tokens(vocab_size: int) -> list[int]:
@@ -156,20 +159,22 @@ class _WeightUnit:
 
     @property
     def num_bytes(self) -> int:
-        return sum(full.num_bytes for full in self.tensors.values())
+        return sum(tensor_spec.num_bytes for tensor_spec in self.tensors.values())
 
 
 class _Weights:
     """Weights of a model, divided into buckets, under the names that engines use."""
 
     def __init__(
-        self, model: PreTrainedModel, full_model: PreTrainedModel | None, form: WeightFormat, bucket_bytes: int
+        self, model: PreTrainedModel, full_model: PreTrainedModel | None, weight_format: WeightFormat, bucket_bytes: int
     ) -> None:
-        self._model, self._form = model, form
-        units = _factor_units(full_model or model) if form == "adapter" else _units(full_model or model)
+        self._model, self._weight_format = model, weight_format
+        weight_units = (
+            _make_factor_units(full_model or model) if weight_format == "adapter" else _units(full_model or model)
+        )
         # On a mesh a bucket has half the size, because one bucket is read while the next is gathered.
-        self._bucket_units = _pack_buckets(units, bucket_bytes if full_model is None else bucket_bytes // 2)
-        max_bytes = max(sum(unit.num_bytes for unit in units) for units in self._bucket_units)
+        self._bucket_units = _pack_buckets(weight_units, bucket_bytes if full_model is None else bucket_bytes // 2)
+        max_bytes = max(sum(unit.num_bytes for unit in weight_units) for weight_units in self._bucket_units)
         self._gatherer = Gatherer(model.state_dict(keep_vars=True), max_bytes) if full_model is not None else None
 
     def buckets(self) -> Iterator[Bucket]:
@@ -177,76 +182,80 @@ class _Weights:
 
         A bucket is created when it is requested, and its memory is reused after that.
         """
-        state = self._model.state_dict(keep_vars=True)
+        state_dict = self._model.state_dict(keep_vars=True)
         if self._gatherer is not None:
-            self._gatherer.tensors = state
-        for units in self._bucket_units:
-            yield self._bucket(units, state)
+            self._gatherer.tensors = state_dict
+        for weight_units in self._bucket_units:
+            yield self._gather_bucket(weight_units, state_dict)
 
     @torch.no_grad()
-    def _bucket(self, units: Sequence[_WeightUnit], state: dict[str, Tensor]) -> Bucket:
-        tensors = {key: full for unit in units for key, full in unit.tensors.items()}
+    def _gather_bucket(self, weight_units: Sequence[_WeightUnit], state: dict[str, Tensor]) -> Bucket:
+        tensors = {key: full for weight_unit in weight_units for key, full in weight_unit.tensors.items()}
         full = self._gatherer.gather_full(tensors) if self._gatherer else {key: state[key].detach() for key in tensors}
         weights: dict[str, Tensor] = {}
-        for unit in units:
-            for name, layer in unit.adapted.items():
+        for weight_unit in weight_units:
+            for name, layer in weight_unit.adapted.items():
                 full |= _merge_layer(name, layer, full if self._gatherer else None)
-            weights |= {name: full[key] for name, key in unit.plain_names.items()}
-        return list((revert_weight_conversion(self._model, weights) if self._form == "checkpoint" else weights).items())
+            weights |= {name: full[key] for name, key in weight_unit.plain_names.items()}
+        return list(
+            (revert_weight_conversion(self._model, weights) if self._weight_format == "checkpoint" else weights).items()
+        )
 
 
 def _units(full_model: PreTrainedModel) -> list[_WeightUnit]:
-    state, layers = full_model.state_dict(keep_vars=True), adapted_layers(full_model)
-    units: dict[str, _WeightUnit] = {}
+    state_dict, adapter_layers = full_model.state_dict(keep_vars=True), adapted_layers(full_model)
+    unit_by_module: dict[str, _WeightUnit] = {}
     first_keys: dict[Tensor, str] = {}
     unit_by_name: dict[str, _WeightUnit] = {}
     names = names_without_adapter(full_model)
-    for key in state:
-        name = names.get(key, "")
-        layer = next((layer for layer in layers if key.startswith(f"{layer}.")), "")
-        first = first_keys.setdefault(state[key], key)
-        if first != key:  # a tied weight belongs to the unit of its first name
-            unit = unit_by_name[first]
+    for key in state_dict:
+        plain_name = names.get(key, "")
+        adapted_layer = next(
+            (adapted_layer for adapted_layer in adapter_layers if key.startswith(f"{adapted_layer}.")), ""
+        )
+        first_key = first_keys.setdefault(state_dict[key], key)
+        if first_key != key:  # a tied weight belongs to the unit of its first name
+            weight_unit = unit_by_name[first_key]
         else:
             # A layer with an adapter belongs to the unit of its parent, a weight to that of its module's parent.
-            parent = (layer or (name or key).rpartition(".")[0]).rpartition(".")[0]
-            unit = units.setdefault(parent, _WeightUnit())
-            unit.tensors[key] = FullTensor(state[key].shape, state[key].dtype)
-        unit_by_name[key] = unit
-        if layer:
-            unit.adapted[layer] = layers[layer]
-        if name:
-            unit.plain_names[name] = first
-    return list(units.values())
+            parent_name = (adapted_layer or (plain_name or key).rpartition(".")[0]).rpartition(".")[0]
+            weight_unit = unit_by_module.setdefault(parent_name, _WeightUnit())
+            weight_unit.tensors[key] = FullTensor(state_dict[key].shape, state_dict[key].dtype)
+        unit_by_name[key] = weight_unit
+        if adapted_layer:
+            weight_unit.adapted[adapted_layer] = adapter_layers[adapted_layer]
+        if plain_name:
+            weight_unit.plain_names[plain_name] = first_key
+    return list(unit_by_module.values())
 
 
-def _factor_units(full_model: PreTrainedModel) -> list[_WeightUnit]:
+def _make_factor_units(full_model: PreTrainedModel) -> list[_WeightUnit]:
     """Return a unit for each factor of the LoRA adapter, which has the name of its key in the state dict."""
     state, names = full_model.state_dict(keep_vars=True), names_without_adapter(full_model)
     factor_keys = [key for key, name in names.items() if not name]
     return [_WeightUnit({key: FullTensor(state[key].shape, state[key].dtype)}, {key: key}) for key in factor_keys]
 
 
-def _pack_buckets(units: Sequence[_WeightUnit], bucket_bytes: int) -> list[list[_WeightUnit]]:
+def _pack_buckets(weight_units: Sequence[_WeightUnit], bucket_bytes: int) -> list[list[_WeightUnit]]:
     """Group units into buckets of at most `bucket_bytes`, in their order."""
     buckets: list[list[_WeightUnit]] = []
-    free_bytes = 0
-    for unit in units:
-        if not buckets or unit.num_bytes > free_bytes:
+    remaining_bytes = 0
+    for weight_unit in weight_units:
+        if not buckets or weight_unit.num_bytes > remaining_bytes:
             buckets.append([])
-            free_bytes = bucket_bytes
-        buckets[-1].append(unit)
-        free_bytes -= unit.num_bytes
+            remaining_bytes = bucket_bytes
+        buckets[-1].append(weight_unit)
+        remaining_bytes -= weight_unit.num_bytes
     return buckets
 
 
-def _merge_layer(name: str, layer: Any, full: dict[str, Tensor] | None) -> dict[str, Tensor]:
+def _merge_layer(name: str, layer: Any, gathered_tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
     """Return the weights of a layer with its adapter merged.
 
-    `full` holds the gathered tensors if the layer is on the meta device; None: the layer has its tensors.
+    `gathered_tensors` holds the gathered tensors if the layer is on the meta device; None: the layer has its tensors.
     """
-    if full is not None:
+    if gathered_tensors is not None:
         layer = copy.deepcopy(layer)
-        layer.load_state_dict({key: full[f"{name}.{key}"] for key in layer.state_dict()}, assign=True)
+        layer.load_state_dict({key: gathered_tensors[f"{name}.{key}"] for key in layer.state_dict()}, assign=True)
     with merge_adapter(layer):
         return {f"{name}.base_layer.{key}": p.data for key, p in layer.get_base_layer().named_parameters()}

@@ -13,7 +13,7 @@ from cosmos_core.rollout.base import Engine, EngineSettings, EngineWrapper
 from cosmos_core.rollout.turns import Turns
 from cosmos_core.types import Group, Prompt, Sampling
 
-_FALLBACK = "hf"
+_FALLBACK_ENGINE = "hf"
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +30,12 @@ def make_engine(settings: EngineSettings) -> Engine:
     if settings.flow is not None:  # a diffusion engine distributes samples over ranks itself
         return _make_engine(settings.rollout.backend, settings)
     text_config = settings.model.config.get_text_config()
-    positions = getattr(text_config, "max_position_embeddings", None) or settings.max_model_len
-    if positions < settings.max_model_len:
+    max_positions = getattr(text_config, "max_position_embeddings", None) or settings.max_model_len
+    if max_positions < settings.max_model_len:
         logger.warning(
-            "rollout: sequences end at the model's %d positions, not at %d", positions, settings.max_model_len
+            "rollout: sequences end at the model's %d positions, not at %d", max_positions, settings.max_model_len
         )
-        settings = replace(settings, max_model_len=positions)
+        settings = replace(settings, max_model_len=max_positions)
     engine = _make_local_engine(settings)
     if settings.rollout.multi_turn_config.enable:
         engine = Turns(engine, settings)
@@ -47,16 +47,18 @@ def _make_local_engine(settings: EngineSettings) -> Engine:
     try:
         return _make_engine(name, settings)
     except ImportError as error:
-        if name == _FALLBACK or is_import_path(name):
+        if name == _FALLBACK_ENGINE or is_import_path(name):
             raise
         reason = " ".join(str(error).split())
-        logger.warning("rollout.backend = %r cannot be imported (%s); using %r in its place", name, reason, _FALLBACK)
-    return _make_engine(_FALLBACK, settings)
+        logger.warning(
+            "rollout.backend = %r cannot be imported (%s); using %r in its place", name, reason, _FALLBACK_ENGINE
+        )
+    return _make_engine(_FALLBACK_ENGINE, settings)
 
 
 def _make_engine(name: str, settings: EngineSettings) -> Engine:
-    path = name if is_import_path(name) else f"cosmos_core.rollout.{name}:{class_name(name)}Engine"
-    engine: Engine = import_object(path)(settings)
+    import_path = name if is_import_path(name) else f"cosmos_core.rollout.{name}:{class_name(name)}Engine"
+    engine: Engine = import_object(import_path)(settings)
     return engine
 
 

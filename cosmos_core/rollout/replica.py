@@ -50,13 +50,13 @@ class PackedBucket(NamedTuple):
     """Name, dtype, shape, first byte and end byte of each tensor in the array."""
 
 
-_LOAD_ABANDONED = PackedBucket(np.empty(0, np.uint8), [])
+_ABANDONED_LOAD_MARKER = PackedBucket(np.empty(0, np.uint8), [])
 """Placeholder that ends the queue of buckets of an abandoned weight load."""
 _ALIGNMENT = 16  # bytes of alignment of each tensor, since a view as a wider dtype needs an aligned offset
 
 
 @dataclass
-class _Incoming:
+class _NativeBucket:
     """Bucket that the engine's thread receives through a native link."""
 
     header: BucketHeader
@@ -69,7 +69,7 @@ class _Incoming:
 class _WeightLoad:
     """A weight load in progress."""
 
-    buckets: queue.Queue[PackedBucket | _Incoming | None]
+    buckets: queue.Queue[PackedBucket | _NativeBucket | None]
     """Queue of the buckets to load; an entry of None marks the end of the load."""
     result: Future[LoadReceipt]
     seconds: float
@@ -83,15 +83,15 @@ class Replica:
 
     def __init__(self, open_engine: Callable[[], Engine]) -> None:
         self._commands: queue.Queue[Callable[[Engine], None]] = queue.Queue()
-        self._has_ended = threading.Condition()
-        self._groups: list[Group] = []
-        self._session = ""
+        self._group_condition = threading.Condition()
+        self._finished_groups: list[Group] = []
+        self._session_id = ""
         self._num_passes = 0
         self._in_flight = 0
         self._load: _WeightLoad | None = None
         self._version: int | None = None
-        self._description: Future[Description] = Future()
-        threading.Thread(target=self._run, args=(open_engine,), daemon=True).start()
+        self._description_future: Future[Description] = Future()
+        threading.Thread(target=self._run_engine, args=(open_engine,), daemon=True).start()
 
     def begin(self, session: str) -> Description:
         """Wait until the engine is open, and start a session; requests of earlier sessions are discarded.
@@ -99,7 +99,7 @@ class Replica:
         Raises:
             CosmosError: the engine cannot be opened.
         """
-        description = self._description.result()
+        description = self._description_future.result()
 
         def reset_session(engine: Engine) -> None:
             if hasattr(engine, "abort"):
@@ -107,12 +107,12 @@ class Replica:
                 self._in_flight = 0
             while self._in_flight:
                 self._generate(engine)
-            with self._has_ended:
-                self._session, self._groups = session, []
+            with self._group_condition:
+                self._session_id, self._finished_groups = session, []
 
         if self._load is not None and not self._load.result.done():  # the trainer died during the weight load
             if self._load.is_scheduled:
-                self._load.buckets.put(_LOAD_ABANDONED, timeout=self._load.seconds)
+                self._load.buckets.put(_ABANDONED_LOAD_MARKER, timeout=self._load.seconds)
             self._load = None
         self._run_on_engine_thread(reset_session)
         return description
@@ -139,14 +139,14 @@ class Replica:
         Raises:
             ConnectionError: the session is over, or it began in an earlier process that has died.
         """
-        with self._has_ended:
-            self._has_ended.wait_for(lambda: self._groups or session != self._session, seconds)
+        with self._group_condition:
+            self._group_condition.wait_for(lambda: self._finished_groups or session != self._session_id, seconds)
             self._check_session(session)
-            groups, self._groups = self._groups, []
+            groups, self._finished_groups = self._finished_groups, []
         return groups, self._num_passes
 
-    def _check_session(self, session: str) -> None:
-        if session != self._session:
+    def _check_session(self, session_id: str) -> None:
+        if session_id != self._session_id:
             raise ConnectionError("the process in which the session began has died")
 
     def begin_load(self, version: int, *, background: bool, timeout_seconds: float) -> None:
@@ -156,16 +156,18 @@ class Replica:
         `timeout_seconds` is the number of seconds after which the trainer kills an engine that does not reply.
         """
         assert self._load is None or self._load.result.done(), "one load at a time"
-        seconds = max(_LOAD_SECONDS, _TIMEOUT_FACTOR * timeout_seconds)
+        bucket_timeout = max(_LOAD_SECONDS, _TIMEOUT_FACTOR * timeout_seconds)
         max_buckets = 0 if background else 1
-        self._load = load = _WeightLoad(queue.Queue(max_buckets), Future(), seconds, is_scheduled=not background)
+        self._load = weight_load = _WeightLoad(
+            queue.Queue(max_buckets), Future(), bucket_timeout, is_scheduled=not background
+        )
         if not background:
-            self._commands.put(lambda engine: self._load_buckets(engine, load, version))
+            self._commands.put(lambda engine: self._load_buckets(engine, weight_load, version))
 
     def bucket(self, packed: PackedBucket) -> None:
         """Receive the next bucket of the weight load in progress."""
-        load = self._current_load()
-        load.buckets.put(packed, timeout=load.seconds)
+        weight_load = self._get_current_load()
+        weight_load.buckets.put(packed, timeout=weight_load.seconds)
 
     def join_link(self, backend: str, init_info: dict[str, Any], seconds: float) -> None:
         """Connect the engine with the trainer between two passes, for native transfer of weights; see `VllmLink.join`.
@@ -173,7 +175,7 @@ class Replica:
         Raises:
             TransferFailed: the engine has no link, or there is no connection after `seconds`.
         """
-        self._run_on_engine_thread(lambda engine: _link_of(engine).join(backend, init_info, seconds))
+        self._run_on_engine_thread(lambda engine: _get_native_link(engine).join(backend, init_info, seconds))
 
     def receive(self, header: BucketHeader, seconds: float) -> None:
         """Receive the next bucket of the weight load in progress through the native link; return before it is loaded.
@@ -181,14 +183,14 @@ class Replica:
         Raises:
             TransferFailed: the bucket did not arrive, and can be sent again by `bucket`.
         """
-        load = self._current_load()
-        incoming = _Incoming(header, seconds, Future())
-        load.buckets.put(incoming, timeout=load.seconds)
-        either: list[Future[Any]] = [incoming.received, load.result]
-        wait(either, return_when=FIRST_COMPLETED)
-        if not incoming.received.done():
+        weight_load = self._get_current_load()
+        native_bucket = _NativeBucket(header, seconds, Future())
+        weight_load.buckets.put(native_bucket, timeout=weight_load.seconds)
+        awaited_futures: list[Future[Any]] = [native_bucket.received, weight_load.result]
+        wait(awaited_futures, return_when=FIRST_COMPLETED)
+        if not native_bucket.received.done():
             raise TransferFailed("the engine's weight load has ended")
-        incoming.received.result()
+        native_bucket.received.result()
 
     def end_load(self, version: int, *, background: bool, waits: bool) -> LoadReceipt:
         """End the load after the last bucket, and wait until all weights are loaded.
@@ -198,14 +200,16 @@ class Replica:
         Raises:
             StageFailed: a tensor is missing, or the model has no such tensor.
         """
-        load = self._current_load()
-        load.buckets.put(None, timeout=load.seconds)
+        weight_load = self._get_current_load()
+        weight_load.buckets.put(None, timeout=weight_load.seconds)
         if background:
-            load.is_scheduled = True
-            self._commands.put(lambda engine: self._load_buckets(engine, load, version, is_queue_drained=waits))
-        return load.result.result()
+            weight_load.is_scheduled = True
+            self._commands.put(
+                lambda engine: self._load_buckets(engine, weight_load, version, should_drain_requests=waits)
+            )
+        return weight_load.result.result()
 
-    def _current_load(self) -> _WeightLoad:
+    def _get_current_load(self) -> _WeightLoad:
         """Return the weight load in progress; raise a `ConnectionError` if it began in a process that has died."""
         if self._load is None:
             raise ConnectionError("the process in which the load began has died")
@@ -229,20 +233,20 @@ class Replica:
         """Reallocate the engine's memory between two passes; see `Engine.wake`."""
         self._run_on_engine_thread(lambda engine: engine.wake())
 
-    def _run_on_engine_thread(self, call: Callable[[Engine], Any]) -> Any:
+    def _run_on_engine_thread(self, engine_call: Callable[[Engine], Any]) -> Any:
         """Call a function with the engine between two of its passes, and return the result."""
-        result: Future[Any] = Future()
-        self._commands.put(lambda engine: set_future(result, lambda: call(engine)))
-        return result.result()
+        result_future: Future[Any] = Future()
+        self._commands.put(lambda engine: set_future(result_future, lambda: engine_call(engine)))
+        return result_future.result()
 
-    def _run(self, open_engine: Callable[[], Engine]) -> None:
+    def _run_engine(self, open_engine: Callable[[], Engine]) -> None:
         try:
             engine = open_engine()
         except Exception as error:  # noqa: BLE001 - raised again in `begin`
-            self._description.set_exception(error)
+            self._description_future.set_exception(error)
             return
         has_link = getattr(engine, "link", None) is not None
-        self._description.set_result(Description(engine.name, engine.weight_format, os.getpid(), has_link))
+        self._description_future.set_result(Description(engine.name, engine.weight_format, os.getpid(), has_link))
         while True:
             while self._in_flight == 0 or not self._commands.empty():
                 self._commands.get()(engine)
@@ -259,37 +263,40 @@ class Replica:
         self._num_passes += 1
         self._in_flight -= len(groups)
         if groups:
-            with self._has_ended:
-                self._groups += groups
-                self._has_ended.notify_all()
+            with self._group_condition:
+                self._finished_groups += groups
+                self._group_condition.notify_all()
 
-    def _load_buckets(self, engine: Engine, load: _WeightLoad, version: int, *, is_queue_drained: bool = False) -> None:
-        """Load the buckets of `load`; with `is_queue_drained`, first generate until no request is in flight."""
+    def _load_buckets(
+        self, engine: Engine, weight_load: _WeightLoad, version: int, *, should_drain_requests: bool = False
+    ) -> None:
+        """Load the buckets of `weight_load`; with `should_drain_requests`, first generate until no request is in
+        flight."""
         # each forward pass is progress, so the trainer does not kill the engine
-        while is_queue_drained and self._in_flight:
+        while should_drain_requests and self._in_flight:
             self._generate(engine)
 
         def run() -> Any:
-            loaded = engine.load_weights(version, _buckets(load, engine))
+            receipt = engine.load_weights(version, _iterate_buckets(weight_load, engine))
             self._version = version
-            return loaded
+            return receipt
 
-        set_future(load.result, run)
+        set_future(weight_load.result, run)
 
 
 def pack(bucket: Bucket) -> PackedBucket:
     """Return a bucket as one array in host memory; tied weights are stored once."""
-    index, size = [], 0
-    starts: dict[Hashable, int] = {}
+    layout, num_bytes = [], 0
+    offset_by_storage: dict[Hashable, int] = {}
     for name, tensor in bucket:
-        start = starts.setdefault(storage_of(tensor), size)
-        end = start + tensor.numel() * tensor.element_size()
-        index.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, end))
-        size = max(size, -(-end // _ALIGNMENT) * _ALIGNMENT)
-    bucket_array = PackedBucket(np.empty(size, np.uint8), index)
-    for (_, tensor), (_, view) in zip(bucket, unpack(bucket_array), strict=True):
-        if starts.pop(storage_of(tensor), None) is not None:
-            view.copy_(tensor.detach())
+        start_offset = offset_by_storage.setdefault(storage_of(tensor), num_bytes)
+        end_offset = start_offset + tensor.numel() * tensor.element_size()
+        layout.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start_offset, end_offset))
+        num_bytes = max(num_bytes, -(-end_offset // _ALIGNMENT) * _ALIGNMENT)
+    bucket_array = PackedBucket(np.empty(num_bytes, np.uint8), layout)
+    for (_, tensor), (_, array_view) in zip(bucket, unpack(bucket_array), strict=True):
+        if offset_by_storage.pop(storage_of(tensor), None) is not None:
+            array_view.copy_(tensor.detach())
     return bucket_array
 
 
@@ -297,31 +304,31 @@ def unpack(bucket: PackedBucket) -> Bucket:
     """Return the tensors of a bucket as views of its memory, which must not be written to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        flat = torch.from_numpy(bucket.data)
+        flat_bytes = torch.from_numpy(bucket.data)
     return [
-        (name, flat[start:end].view(getattr(torch, dtype)).reshape(shape))
-        for name, dtype, shape, start, end in bucket.layout
+        (name, flat_bytes[start_offset:end_offset].view(getattr(torch, dtype)).reshape(shape))
+        for name, dtype, shape, start_offset, end_offset in bucket.layout
     ]
 
 
-def _link_of(engine: Engine) -> Any:
+def _get_native_link(engine: Engine) -> Any:
     link = getattr(engine, "link", None)
     if link is None:
         raise TransferFailed(f"engine {engine.name!r} has no native link")
     return link
 
 
-def _buckets(load: _WeightLoad, engine: Engine) -> Iterator[Bucket]:
-    while (bucket := load.buckets.get(timeout=load.seconds)) is not None:
-        if isinstance(bucket, _Incoming):
+def _iterate_buckets(weight_load: _WeightLoad, engine: Engine) -> Iterator[Bucket]:
+    while (bucket := weight_load.buckets.get(timeout=weight_load.seconds)) is not None:
+        if isinstance(bucket, _NativeBucket):
             try:
-                _link_of(engine).receive(bucket.header, bucket.seconds)
+                _get_native_link(engine).receive(bucket.header, bucket.seconds)
             except Exception as error:  # noqa: BLE001 - the trainer sends the bucket again
                 bucket.received.set_exception(TransferFailed(first_line(error)))
                 continue
             bucket.received.set_result(None)  # the trainer gathers the next bucket while this one is loaded
             yield bucket.header.placeholder()
             continue
-        if bucket.data is _LOAD_ABANDONED.data:
+        if bucket.data is _ABANDONED_LOAD_MARKER.data:
             raise StageFailed("weight sync: the trainer has gone")
         yield unpack(bucket)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _BUCKET_SECONDS = 60.0
 """Time limit in seconds for the transfer of one bucket."""
-_JOIN_SECONDS = 120.0
+_CONNECT_TIMEOUT_SECONDS = 120.0
 """Time limit in seconds for connecting trainer and engines."""
 _MAX_FAILURES = 2
 """Number of failures in succession after which native transfer is not tried again with the same engines."""
@@ -50,33 +50,36 @@ class WeightLoad:
 
     def __init__(self, pool: EnginePool, processes: Sequence[EngineProcess]) -> None:
         self._pool, self.processes = pool, list(processes)
-        self._called: dict[Future[Any], EngineProcess] = {}
+        self._process_by_reply: dict[Future[Any], EngineProcess] = {}
 
     def start(
         self, method: str, arguments: Sequence[tuple[Any, ...]], shared: Any = None, only: Sequence[int] = ()
     ) -> list[Future[Any]]:
         """Call a method of each engine, or of the engines at the positions `only`, with its entry of `arguments`."""
-        called = [self.processes[i] for i in only] if only else self.processes
-        each = zip(called, arguments, strict=True)
-        replies = [process.member.handle.call(method, *own, shared=shared) for process, own in each]
-        self._called.update(zip(replies, called, strict=True))
+        called_processes = [self.processes[i] for i in only] if only else self.processes
+        process_arguments = zip(called_processes, arguments, strict=True)
+        replies = [
+            process.member.handle.call(method, *own_arguments, shared=shared)
+            for process, own_arguments in process_arguments
+        ]
+        self._process_by_reply.update(zip(replies, called_processes, strict=True))
         return replies
 
     def finish(self, replies: Sequence[Future[Any]]) -> list[int]:
         """Wait for replies, and return the positions of the engines that raised `TransferFailed`."""
-        called = [(self._called.pop(reply), reply) for reply in replies]
-        self._pool.await_all([(process.member, reply) for process, reply in called])
-        dead, failed = set(), set()
-        for process, reply in called:
+        process_replies = [(self._process_by_reply.pop(reply), reply) for reply in replies]
+        self._pool.await_all([(process.member, reply) for process, reply in process_replies])
+        dead_ids, failed_ids = set(), set()
+        for process, reply in process_replies:
             try:
                 reply.result()
             except ConnectionError as error:
                 self._pool.mark_dead(*process, error)
-                dead.add(id(process))
+                dead_ids.add(id(process))
             except TransferFailed:
-                failed.add(id(process))
-        self.processes = [process for process in self.processes if id(process) not in dead]
-        return [i for i, process in enumerate(self.processes) if id(process) in failed]
+                failed_ids.add(id(process))
+        self.processes = [process for process in self.processes if id(process) not in dead_ids]
+        return [i for i, process in enumerate(self.processes) if id(process) in failed_ids]
 
 
 class WeightLink(Protocol):
@@ -94,13 +97,13 @@ class WeightLink(Protocol):
 class HostLink:
     """Link through host memory: the first rank packs a bucket into an array, which all engines read."""
 
-    def __init__(self, load: WeightLoad) -> None:
-        self._load = load
+    def __init__(self, weight_load: WeightLoad) -> None:
+        self._load = weight_load
 
     def send(self, bucket: Bucket, only: Sequence[int] = ()) -> None:
         if processes := self._load.processes:
-            shared = processes[0].member.handle.put(pack(bucket))
-            self._load.finish(self._load.start("bucket", [()] * len(only or processes), shared, only))
+            packed_reference = processes[0].member.handle.put(pack(bucket))
+            self._load.finish(self._load.start("bucket", [()] * len(only or processes), packed_reference, only))
 
     def end(self) -> None: ...
 
@@ -116,17 +119,19 @@ class Connection:
 
     def is_for(self, members: Sequence[Any]) -> bool:
         """Return whether exactly these engine processes are connected, in this order."""
-        return self.is_open and self._are(members)
+        return self.is_open and self._has_same_members(members)
 
     def may_open(self, members: Sequence[Any]) -> bool:
         """Return whether to connect with these engine processes; new processes get new attempts."""
-        if not self._are(members):
+        if not self._has_same_members(members):
             self.members, self.num_failures, self.is_open = list(members), 0, False
         return bool(members) and self.num_failures < _MAX_FAILURES
 
-    def _are(self, members: Sequence[Any]) -> bool:
+    def _has_same_members(self, descriptions: Sequence[Any]) -> bool:
         # Descriptions are compared by identity: another process may have equal values, such as a reused pid.
-        return len(members) == len(self.members) and all(a is b for a, b in zip(members, self.members, strict=True))
+        return len(descriptions) == len(self.members) and all(
+            a is b for a, b in zip(descriptions, self.members, strict=True)
+        )
 
 
 class NativeTransfer:
@@ -147,80 +152,84 @@ class NativeTransfer:
         self.connection.is_open = False
         self.connection.num_failures += 1
         if is_first():
-            is_last = self.connection.num_failures >= _MAX_FAILURES
-            later = ", as all later ones until an engine is replaced" if is_last else ""
-            logger.warning("native weight transfer: %s; these weights travel through host memory%s", reason, later)
+            is_final_failure = self.connection.num_failures >= _MAX_FAILURES
+            retry_notice = ", as all later ones until an engine is replaced" if is_final_failure else ""
+            logger.warning(
+                "native weight transfer: %s; these weights travel through host memory%s", reason, retry_notice
+            )
 
-    def _connect(self, load: WeightLoad) -> bool:
-        members = [process.description for process in load.processes]
-        if self.connection.is_for(members) or not self.connection.may_open(members):
+    def _connect(self, weight_load: WeightLoad) -> bool:
+        descriptions = [process.description for process in weight_load.processes]
+        if self.connection.is_for(descriptions) or not self.connection.may_open(descriptions):
             return self.connection.is_open
         # After an error the host link is used, which needs neither NCCL nor CUDA IPC.
         with log_errors(lambda error: self.fail(first_line(error))):
-            self._join(load)
+            self._connect_engines(weight_load)
             self.connection.is_open = True
         return self.connection.is_open
 
-    def _join(self, load: WeightLoad) -> None:
-        count = len(load.processes)
-        if not all(process.description and process.description.has_link for process in load.processes):
+    def _connect_engines(self, weight_load: WeightLoad) -> None:
+        num_processes = len(weight_load.processes)
+        if not all(process.description and process.description.has_link for process in weight_load.processes):
             self.connection.num_failures = _MAX_FAILURES  # disable native transfer for these engines
             raise TransferFailed("an engine has no native link")
-        infos = self.transport.prepare(count, self._ranks_per_engine)
-        replies = load.start("join_link", [(self.transport.backend, info, _JOIN_SECONDS) for info in infos])
+        init_infos = self.transport.prepare(num_processes, self._ranks_per_engine)
+        replies = weight_load.start(
+            "join_link", [(self.transport.backend, info, _CONNECT_TIMEOUT_SECONDS) for info in init_infos]
+        )
         try:
-            call_within(_JOIN_SECONDS, self.transport.connect, has_failed=_any_failed(replies))
+            call_within(_CONNECT_TIMEOUT_SECONDS, self.transport.connect, has_failed=_any_failed(replies))
         finally:
-            failed = load.finish(replies)
-        if failed or len(load.processes) < count:
+            failed_indices = weight_load.finish(replies)
+        if failed_indices or len(weight_load.processes) < num_processes:
             raise TransferFailed("an engine did not connect")
 
 
 class NativeLink:
     """Link by a transport of vLLM; once a bucket fails, the host link sends this and all later buckets."""
 
-    def __init__(self, transfer: NativeTransfer, load: WeightLoad) -> None:
-        self._transfer, self._load, self._host = transfer, load, HostLink(load)
+    def __init__(self, native_transfer: NativeTransfer, weight_load: WeightLoad) -> None:
+        self._transfer, self._load, self._host_link = native_transfer, weight_load, HostLink(weight_load)
         self._has_failed = False
 
     def send(self, bucket: Bucket) -> None:
         if self._has_failed:
-            self._host.send(bucket)
+            self._host_link.send(bucket)
             return
-        without: Sequence[int] = range(len(self._load.processes))
+        missing_engines: Sequence[int] = range(len(self._load.processes))
         try:
             header = self._transfer.transport.stage(bucket)
         except TransferFailed as error:
-            reason = str(error)
+            failure_reason = str(error)
         else:
-            reason, without = self._deliver(header) if is_first() else ("", ())
-            reason = self._transfer.transport.agree(reason)
-        if reason:
+            failure_reason, missing_engines = self._transfer_bucket(header) if is_first() else ("", ())
+            failure_reason = self._transfer.transport.agree(failure_reason)
+        if failure_reason:
             self._has_failed = True
-            self._transfer.fail(reason)
-            if without:
-                self._host.send(bucket, without)
+            self._transfer.fail(failure_reason)
+            if missing_engines:
+                self._host_link.send(bucket, missing_engines)
 
     def end(self) -> None:
         self._transfer.transport.end_load()
         if not self._has_failed:
             self._transfer.connection.num_failures = 0
 
-    def _deliver(self, header: BucketHeader) -> tuple[str, Sequence[int]]:
+    def _transfer_bucket(self, header: BucketHeader) -> tuple[str, Sequence[int]]:
         """Send a staged bucket; return the reason of a failure, and the positions of engines without the bucket."""
-        transport, count, reason = self._transfer.transport, len(self._load.processes), ""
+        transport, num_processes, failure_reason = self._transfer.transport, len(self._load.processes), ""
         if not self._transfer.connection.is_for([process.description for process in self._load.processes]):
-            return "an engine died", range(count)
-        replies = self._load.start("receive", [(header, _BUCKET_SECONDS)] * count)
+            return "an engine died", range(num_processes)
+        replies = self._load.start("receive", [(header, _BUCKET_SECONDS)] * num_processes)
         try:
             call_within(_BUCKET_SECONDS, transport.transmit, abort=transport.abort, has_failed=_any_failed(replies))
         except Exception as error:  # noqa: BLE001 - the engines get the bucket by the host link
-            reason = first_line(error)
+            failure_reason = first_line(error)
             transport.abort()
-        without = self._load.finish(replies)
-        if without or len(self._load.processes) < count:
-            reason = reason or "an engine did not receive a bucket"
-        return reason, without
+        missing_engines = self._load.finish(replies)
+        if missing_engines or len(self._load.processes) < num_processes:
+            failure_reason = failure_reason or "an engine did not receive a bucket"
+        return failure_reason, missing_engines
 
 
 def _any_failed(replies: Sequence[Future[Any]]) -> Callable[[], bool]:

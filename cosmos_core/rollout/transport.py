@@ -15,7 +15,7 @@ from cosmos_core.parallel.mesh import all_gather_object, broadcast_object, is_fi
 from cosmos_core.rollout.base import Bucket
 from cosmos_core.rollout.link import BucketHeader, TransferFailed, fill_bucket, split_bucket
 
-_ONE_CHUNK = (1 << 63) - 1
+_MAX_BUFFER_BYTES = (1 << 63) - 1
 """Size in bytes of vLLM's receive buffers; its maximum makes vLLM receive each bucket by one broadcast."""
 
 
@@ -86,7 +86,7 @@ class NcclTransport(Transport):
     def __init__(self) -> None:
         super().__init__()
         self._communicator: Any = None
-        self._sent: Tensor | None = None
+        self._staged_bytes: Tensor | None = None
         self._unique_id, self._num_ranks = b"", 0
 
     def prepare(self, num_engines: int, ranks_per_engine: int) -> list[dict[str, Any]]:
@@ -96,11 +96,14 @@ class NcclTransport(Transport):
 
         self._unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
         self._num_ranks = 1 + num_engines * ranks_per_engine
-        common = {
+        common_init_info = {
             "nccl_unique_id_b64": base64.b64encode(self._unique_id).decode(), "world_size": self._num_ranks,
-            "packed": True, "packed_buffer_size_bytes": _ONE_CHUNK,
+            "packed": True, "packed_buffer_size_bytes": _MAX_BUFFER_BYTES,
         }  # fmt: skip
-        return [{**common, "rank_offset": offset} for offset in rank_offsets(num_engines, ranks_per_engine)]
+        return [
+            {**common_init_info, "rank_offset": rank_offset}
+            for rank_offset in rank_offsets(num_engines, ranks_per_engine)
+        ]
 
     def connect(self) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -114,14 +117,14 @@ class NcclTransport(Transport):
         header, tensors = split_bucket(bucket)
         if is_first():
             try:
-                self._sent = self.fill_buffer(tensors)
+                self._staged_bytes = self.fill_buffer(tensors)
             except RuntimeError as error:
                 raise TransferFailed(first_line(error)) from error
         return header
 
     def transmit(self) -> None:
         stream = self.stream()
-        self._communicator.broadcast(self._sent, src=0, stream=stream)
+        self._communicator.broadcast(self._staged_bytes, src=0, stream=stream)
         stream.synchronize()
 
     def abort(self) -> None:
@@ -137,24 +140,28 @@ class IpcTransport(Transport):
 
     def __init__(self) -> None:
         super().__init__()
-        self._handle: dict[str, tuple[Any, ...]] = {}
+        self._ipc_handle_by_gpu: dict[str, tuple[Any, ...]] = {}
 
     def stage(self, bucket: Bucket) -> BucketHeader:
         header, tensors = split_bucket(bucket)
-        problem = ""
+        error_message = ""
         try:
-            previous = self.staged
+            previous_buffer = self.staged
             self.fill_buffer(tensors)
-            if self.staged is not previous:  # a buffer is exported once, because vLLM maps it once
-                self._handle = self.export()
+            if self.staged is not previous_buffer:  # a buffer is exported once, because vLLM maps it once
+                self._ipc_handle_by_gpu = self.export()
         except RuntimeError as error:
-            problem = first_line(error)
+            error_message = first_line(error)
         # The collective is also a barrier: no engine reads before the rank on its GPU has staged the bucket.
-        ranks = all_gather_object((problem, self._handle))
-        if problems := [each for each, _ in ranks if each]:
-            raise TransferFailed(problems[0])
-        handles = {gpu: handle for _, each in ranks for gpu, handle in each.items()}
-        return header._replace(extra={"ipc_handles": handles, "tensor_sizes": [tensor.nbytes for tensor in tensors]})
+        rank_results = all_gather_object((error_message, self._ipc_handle_by_gpu))
+        if error_messages := [rank_value for rank_value, _ in rank_results if rank_value]:
+            raise TransferFailed(error_messages[0])
+        ipc_handles = {
+            gpu_uuid: ipc_handle for _, rank_value in rank_results for gpu_uuid, ipc_handle in rank_value.items()
+        }
+        return header._replace(
+            extra={"ipc_handles": ipc_handles, "tensor_sizes": [tensor.nbytes for tensor in tensors]}
+        )
 
     def export(self) -> dict[str, tuple[Any, ...]]:
         """Return the handle by which other processes map the buffer, by the UUID of its GPU."""
@@ -168,7 +175,7 @@ class IpcTransport(Transport):
 
     def end_load(self) -> None:
         super().end_load()
-        self._handle = {}
+        self._ipc_handle_by_gpu = {}
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
 

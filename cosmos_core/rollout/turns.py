@@ -58,22 +58,22 @@ class Turns(EngineWrapper):
     Conversations continue with new weights after each weight load, also within a turn.
     """
 
-    def __init__(self, inner: Any, settings: EngineSettings) -> None:
-        super().__init__(inner)
+    def __init__(self, inner_engine: Any, settings: EngineSettings) -> None:
+        super().__init__(inner_engine)
         config = settings.rollout.multi_turn_config
         self._tokenizer, self._max_model_len = settings.tokenizer, settings.max_model_len
         self._max_turns, self._has_tools = config.max_assistant_turns, config.enable_tools
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
         self._first: dict[tuple[int, int], list[Sampling]] = defaultdict(list)
         self._conversations: dict[int, _Conversation] = {}
-        if hasattr(inner, "step"):
-            self.step: Callable[[], list[Group]] = lambda: self._continue_groups(inner.step())
-        if hasattr(inner, "abort"):
+        if hasattr(inner_engine, "step"):
+            self.step: Callable[[], list[Group]] = lambda: self._continue_groups(inner_engine.step())
+        if hasattr(inner_engine, "abort"):
             self.abort = self._abort
-        self._runner = open_tools(config, num_workers=max(1, len(os.sched_getaffinity(0)) // num_ranks()))
+        self._tool_runner = open_tools(config, num_workers=max(1, len(os.sched_getaffinity(0)) // num_ranks()))
         if self._has_tools:
-            chat = prompt_rendering(config, self._runner.schemas())
-            self._text = ToolText(settings.tokenizer, chat, self._stop_ids)
+            chat_rendering = prompt_rendering(config, self._tool_runner.schemas())
+            self._text = ToolText(settings.tokenizer, chat_rendering, self._stop_ids)
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         """Submit prompts, see `Engine.submit`; the first turns of a group are requested together."""
@@ -88,15 +88,23 @@ class Turns(EngineWrapper):
         return []
 
     def close(self) -> None:
-        self._runner.close()
+        self._tool_runner.close()
         super().close()
 
     def _continue_groups(self, groups: Sequence[Group]) -> list[Group]:
         """Continue the conversations whose turns have ended; return the groups that are done."""
-        updated = [pair for group in groups for pair in self._add_turns(group)]
-        unfinished = {id(conversation.group): conversation.group for conversation, _ in updated}
-        self._submit_next_turns([conversation for conversation, is_finished in updated if not is_finished])
-        return [complete for group in unfinished.values() if (complete := group.complete_group()) is not None]
+        updated_conversations = [
+            conversation_update for group in groups for conversation_update in self._add_turns(group)
+        ]
+        unfinished_groups = {id(conversation.group): conversation.group for conversation, _ in updated_conversations}
+        self._submit_next_turns(
+            [conversation for conversation, is_finished in updated_conversations if not is_finished]
+        )
+        return [
+            complete_group
+            for group in unfinished_groups.values()
+            if (complete_group := group.complete_group()) is not None
+        ]
 
     def _abort(self) -> None:
         """Discard all requests in flight."""
@@ -110,11 +118,11 @@ class Turns(EngineWrapper):
         conversation = self._conversations.pop(group.prompt.id, None)
         if conversation is not None:
             return [(conversation, self._add_turn(conversation, group.completions[0]))]
-        samplings = self._first[group.prompt.id, group.step]
-        unfinished = UnfinishedGroup(group.prompt, samplings.pop(0), group.step)
-        if not samplings:
+        pending_samplings = self._first[group.prompt.id, group.step]
+        unfinished_group = UnfinishedGroup(group.prompt, pending_samplings.pop(0), group.step)
+        if not pending_samplings:
             del self._first[group.prompt.id, group.step]
-        conversations = [_Conversation(unfinished, k) for k in range(len(group.completions))]
+        conversations = [_Conversation(unfinished_group, k) for k in range(len(group.completions))]
         return [(each, self._add_turn(each, turn)) for each, turn in zip(conversations, group.completions, strict=True)]
 
     def _add_turn(self, conversation: _Conversation, turn: Completion) -> bool:
@@ -124,29 +132,33 @@ class Turns(EngineWrapper):
         is_truncated = turn.finish_reason == "length" or is_too_long
         segments = _first_tokens(turn.segments, num_tokens_left)
         if is_too_long:  # all prompts of a submission have the same token limit, the largest one
-            ids = [token for segment in segments for token in segment.token_ids]
-            text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+            token_ids = [token for segment in segments for token in segment.token_ids]
+            text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
         conversation.segments += segments
         conversation.turns.append(Turn("assistant", text))
         conversation.num_turns += 1
-        conversation.calls = self._calls(segments) if self._has_tools and not is_truncated else []
+        conversation.calls = self._parse_tool_calls(segments) if self._has_tools and not is_truncated else []
         if conversation.calls and conversation.num_turns < self._max_turns:
             return False
         conversation.end("length" if is_truncated or conversation.calls else "stop")
         return True
 
-    def _calls(self, turn: Sequence[Segment]) -> list[ToolCall]:
+    def _parse_tool_calls(self, turn: Sequence[Segment]) -> list[ToolCall]:
         """Return the tool calls in a turn, decoded with special tokens, which some chat templates use to mark calls."""
-        ids = [token for segment in turn for token in segment.token_ids]
-        return parse_calls(str(self._tokenizer.decode(ids, skip_special_tokens=False)))
+        token_ids = [token for segment in turn for token in segment.token_ids]
+        return parse_calls(str(self._tokenizer.decode(token_ids, skip_special_tokens=False)))
 
     def _submit_next_turns(self, conversations: Sequence[_Conversation]) -> None:
         """Call the tools that `conversations` request, and submit the next turns of the conversations."""
-        results = iter(self._runner.results([call for each in conversations for call in each.calls]))
+        tool_results = iter(
+            self._tool_runner.results(
+                [tool_call for turn_sampling in conversations for tool_call in turn_sampling.calls]
+            )
+        )
         prompts_by_settings: dict[tuple[Sampling, int], list[tuple[Prompt, int]]] = defaultdict(list)
         for conversation in conversations:
-            named_results = [(call.name or "unknown", next(results)) for call in conversation.calls]
-            if (prompt := self._next_prompt(conversation, named_results)) is None:
+            named_tool_results = [(tool_call.name or "unknown", next(tool_results)) for tool_call in conversation.calls]
+            if (prompt := self._next_prompt(conversation, named_tool_results)) is None:
                 conversation.end("length")
                 continue
             self._conversations[prompt.id] = conversation
@@ -154,23 +166,25 @@ class Turns(EngineWrapper):
             prompts_by_settings[settings].append((prompt, conversation.num_tokens_left))
         for (sampling, step), prompts in prompts_by_settings.items():
             # All prompts of a submission get the largest of their token limits; longer turns are truncated afterwards.
-            longest = max(num_tokens for _, num_tokens in prompts)
-            each = replace(sampling, num_completions=1, max_tokens=longest)
-            self._inner.submit([prompt for prompt, _ in prompts], each, step)
+            max_turn_tokens = max(num_tokens for _, num_tokens in prompts)
+            turn_sampling = replace(sampling, num_completions=1, max_tokens=max_turn_tokens)
+            self._inner.submit([prompt for prompt, _ in prompts], turn_sampling, step)
 
-    def _next_prompt(self, conversation: _Conversation, results: Sequence[tuple[str, ToolResult]]) -> Prompt | None:
+    def _next_prompt(
+        self, conversation: _Conversation, tool_results: Sequence[tuple[str, ToolResult]]
+    ) -> Prompt | None:
         """Add tool results to a conversation, and return the prompt of its next turn; None: no tokens are left."""
-        conversation.turns += [Turn("tool", result.text, result.is_error) for _, result in results]
-        ids = self._text.ids(results)
+        conversation.turns += [Turn("tool", result.text, result.is_error) for _, result in tool_results]
+        result_token_ids = self._text.ids(tool_results)
         group = conversation.group
-        all_ids = (*group.prompt.token_ids, *conversation.token_ids, *ids)
-        if len(ids) >= conversation.num_tokens_left or len(all_ids) >= self._max_model_len:
+        prompt_token_ids = (*group.prompt.token_ids, *conversation.token_ids, *result_token_ids)
+        if len(result_token_ids) >= conversation.num_tokens_left or len(prompt_token_ids) >= self._max_model_len:
             return None
-        conversation.segments.append(Segment(ids, False, (), conversation.segments[-1].version))
-        turn = (group.prompt.id, group.step, conversation.k, conversation.num_turns)
-        request_ids = (turn_request_id(*turn, attempt) for attempt in count())
-        request_id = next(each for each in request_ids if each not in self._conversations)
-        return replace(group.prompt, id=request_id, token_ids=all_ids)
+        conversation.segments.append(Segment(result_token_ids, False, (), conversation.segments[-1].version))
+        turn_key = (group.prompt.id, group.step, conversation.k, conversation.num_turns)
+        request_ids = (turn_request_id(*turn_key, attempt) for attempt in count())
+        request_id = next(candidate_id for candidate_id in request_ids if candidate_id not in self._conversations)
+        return replace(group.prompt, id=request_id, token_ids=prompt_token_ids)
 
 
 def turn_request_id(prompt_id: int, step: int, k: int, turn: int, attempt: int = 0) -> int:
@@ -183,12 +197,13 @@ def turn_request_id(prompt_id: int, step: int, k: int, turn: int, attempt: int =
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _first_tokens(segments: Sequence[Segment], count: int) -> list[Segment]:
-    """Return the first `count` tokens of sampled segments; without tokens, one empty segment with a weight version."""
-    shortened = []
+def _first_tokens(segments: Sequence[Segment], num_tokens: int) -> list[Segment]:
+    """Return the first `num_tokens` tokens of sampled segments; without tokens, one empty segment with a weight
+    version."""
+    truncated_segments = []
     for segment in segments:
-        ids = segment.token_ids[: max(0, count)]
-        count -= len(ids)
-        if ids:
-            shortened.append(Segment(ids, True, segment.logprobs[: len(ids)], segment.version))
-    return shortened or [Segment((), True, (), segments[0].version)]
+        token_ids = segment.token_ids[: max(0, num_tokens)]
+        num_tokens -= len(token_ids)
+        if token_ids:
+            truncated_segments.append(Segment(token_ids, True, segment.logprobs[: len(token_ids)], segment.version))
+    return truncated_segments or [Segment((), True, (), segments[0].version)]

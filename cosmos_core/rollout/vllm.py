@@ -63,7 +63,7 @@ _CPU_ENVIRONMENT = {
 _OWN_GPU_ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 """Environment of ranks that see one GPU each: it disables vLLM features that need to see the GPUs of other ranks."""
 _WEIGHTS, _KV_CACHE = "weights", "kv_cache"
-_CPU_PASS_TOKENS = 4096
+_CPU_MAX_BATCHED_TOKENS = 4096
 """Maximum number of tokens in one forward pass on CPU."""
 
 
@@ -88,7 +88,7 @@ class VllmEngine:
         is_mxfp4 = _holds_mxfp4(settings)
         self._convert_bucket: Callable[[Bucket], Bucket] = quantize_bucket if is_mxfp4 else list
         self._in_flight: dict[str, tuple[UnfinishedGroup, int]] = {}
-        self._finished_elsewhere: list[Group] = []
+        self._finished_in_probe: list[Group] = []
         self._owns_process_group = not torch.distributed.is_initialized()
         set_environment()
         with restore_process_state():
@@ -118,37 +118,41 @@ class VllmEngine:
         check_prompts(prompts, self._max_model_len)
         groups = [UnfinishedGroup(prompt, sampling, step) for prompt in prompts]
         requests = [(group, k) for group in groups for k in range(sampling.num_completions)]
-        inputs = {id(prompt): self._tokens_prompt(prompt) for prompt in prompts}
-        tokens = [inputs[id(group.prompt)] for group, _ in requests]
+        prompt_inputs = {id(prompt): self._make_tokens_prompt(prompt) for prompt in prompts}
+        token_prompts = [prompt_inputs[id(group.prompt)] for group, _ in requests]
         seeds = [request_seed(sampling.seed, step, group.prompt.id, k) for group, k in requests]
-        parameters = [self._parameters(sampling, seed) for seed in seeds]
+        sampling_params = [self._parameters(sampling, seed) for seed in seeds]
         with restore_process_state():
             if not self._in_flight:
                 self._llm.reset_prefix_cache()  # with cached prefixes, rounding would depend on earlier requests
-            ids = self._llm.enqueue(tokens, parameters, lora_request=self._request, use_tqdm=False)
+            request_ids = self._llm.enqueue(token_prompts, sampling_params, lora_request=self._request, use_tqdm=False)
         # Outputs carry the request's number without the random suffix that vLLM appends to ids internally.
-        self._in_flight |= {id_.partition("-")[0]: request for id_, request in zip(ids, requests, strict=True)}
+        self._in_flight |= {
+            request_id.partition("-")[0]: request for request_id, request in zip(request_ids, requests, strict=True)
+        }
 
     def completed(self) -> list[Group]:
-        finished = self.step()
-        while self._in_flight and not finished:
-            finished = self.step()
-        return finished
+        finished_groups = self.step()
+        while self._in_flight and not finished_groups:
+            finished_groups = self.step()
+        return finished_groups
 
     def step(self) -> list[Group]:
         """Run one forward pass if a request is in flight, and return the groups that are complete."""
-        finished, self._finished_elsewhere = self._finished_elsewhere, []
-        if self._in_flight and not finished:
+        finished_groups, self._finished_in_probe = self._finished_in_probe, []
+        if self._in_flight and not finished_groups:
             # A separate process has no trainer state to restore, and restoring costs time for every token.
             with nullcontext() if self._is_separate else restore_process_state():
-                finished = [group for output in self._llm.llm_engine.step() for group in self._add_completion(output)]
-        return finished
+                finished_groups = [
+                    group for output in self._llm.llm_engine.step() for group in self._add_completion(output)
+                ]
+        return finished_groups
 
     def abort(self) -> None:
         """Discard all requests in flight."""
         with restore_process_state():
             self._llm.llm_engine.abort_request(list(self._in_flight))
-        self._in_flight, self._finished_elsewhere = {}, []
+        self._in_flight, self._finished_in_probe = {}, []
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights, see `Engine.load_weights`; tied weights must be sent under both names.
@@ -156,49 +160,53 @@ class VllmEngine:
         vLLM keeps the tensors of a layer until all have arrived. Keys and values of requests in flight are computed
         again, so that each token is sampled from the distribution of one version.
         """
-        self._wake(_WEIGHTS)
+        self._wake_allocation(_WEIGHTS)
         with restore_process_state():
             if self._adapter is None:
                 self._reload(buckets)
             else:
                 self._adapter.load(self._llm, self._receiver.tensors(buckets))
         # The KV cache is reallocated after the load, because a load needs more memory than the weights alone.
-        self._wake(_KV_CACHE)
+        self._wake_allocation(_KV_CACHE)
         with restore_process_state():
             self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight))
-            for state in self._llm.llm_engine.output_processor.request_states.values():
-                group, k = self._in_flight[state.external_req_id]
-                group.earlier.setdefault(k, []).append((state.detokenizer.num_output_tokens(), self._version))
+            for request_state in self._llm.llm_engine.output_processor.request_states.values():
+                group, k = self._in_flight[request_state.external_req_id]
+                group.earlier.setdefault(k, []).append((request_state.detokenizer.num_output_tokens(), self._version))
         self._version, self.sleep_level = version, 0
         return self._receiver.receipt(version)
 
     def _reload(self, buckets: Iterable[Bucket]) -> None:
         """Replace all weights, and discard a failed load, which vLLM would continue with the next load's tensors."""
         try:
-            received = map(self._convert_bucket, self._receiver.buckets(buckets))
+            received_buckets = map(self._convert_bucket, self._receiver.buckets(buckets))
             if self._has_ranks or self.link is not None:
-                load_on_ranks(self._llm, received)
+                load_on_ranks(self._llm, received_buckets)
             else:
-                weights = {"weights_iterator": (each for bucket in received for each in bucket)}
-                self._llm.collective_rpc("reload_weights", kwargs=weights)
+                reload_arguments = {
+                    "weights_iterator": (named_tensor for bucket in received_buckets for named_tensor in bucket)
+                }
+                self._llm.collective_rpc("reload_weights", kwargs=reload_arguments)
         except Exception:
             self._llm.collective_rpc(discard_load)
             raise
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probabilities of tokens while requests in flight continue; see `Engine.logprobs`."""
-        parameters = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        sampling_params = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(token_ids))
         with restore_process_state():
-            [probe] = self._llm.enqueue([prompt], parameters, lora_request=self._request, use_tqdm=False)
-            request: Any = None
-            while request is None:
+            [probe_request_id] = self._llm.enqueue(
+                [prompt], sampling_params, lora_request=self._request, use_tqdm=False
+            )
+            probe_output: Any = None
+            while probe_output is None:
                 for output in self._llm.llm_engine.step():
-                    if output.request_id == probe.partition("-")[0]:
-                        request = output
+                    if output.request_id == probe_request_id.partition("-")[0]:
+                        probe_output = output
                     else:
-                        self._finished_elsewhere += self._add_completion(output)
-        token_logprobs = zip(token_ids[1:], request.prompt_logprobs[1:], strict=True)
+                        self._finished_in_probe += self._add_completion(output)
+        token_logprobs = zip(token_ids[1:], probe_output.prompt_logprobs[1:], strict=True)
         return [logprobs[token].logprob for token, logprobs in token_logprobs]
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
@@ -214,15 +222,16 @@ class VllmEngine:
             self.sleep_level = max(self.sleep_level, level)
 
     def wake(self) -> None:
-        self._wake(_WEIGHTS)
-        self._wake(_KV_CACHE)
+        self._wake_allocation(_WEIGHTS)
+        self._wake_allocation(_KV_CACHE)
 
-    def _wake(self, name: str) -> None:
-        """Reallocate vLLM's allocation `name` after emptying torch's cache, because vLLM allocates from the device."""
-        if name in self._asleep_tags:
+    def _wake_allocation(self, allocation_tag: str) -> None:
+        """Reallocate vLLM's allocation `allocation_tag` after emptying torch's cache, because vLLM allocates from the
+        device."""
+        if allocation_tag in self._asleep_tags:
             torch.cuda.empty_cache()
-            self._llm.wake_up(tags=[name])
-            self._asleep_tags.remove(name)
+            self._llm.wake_up(tags=[allocation_tag])
+            self._asleep_tags.remove(allocation_tag)
 
     def close(self) -> None:
         with nullcontext() if self._owns_process_group else keep_process_group():
@@ -234,38 +243,40 @@ class VllmEngine:
         """Return the LoRA request that each generation request carries; None: the engine has no adapter."""
         return self._adapter.request if self._adapter else None
 
-    def _add_completion(self, request: Any) -> Iterator[Group]:
+    def _add_completion(self, request_output: Any) -> Iterator[Group]:
         """Add the completion of a finished request to its group, and yield the group if it is complete."""
-        if not request.finished:
+        if not request_output.finished:
             return
-        group, k = self._in_flight.pop(request.request_id)
-        if group.prompt.images and tuple(request.prompt_token_ids) != group.prompt.token_ids:
+        group, completion_index = self._in_flight.pop(request_output.request_id)
+        if group.prompt.images and tuple(request_output.prompt_token_ids) != group.prompt.token_ids:
             raise StageFailed(
                 f"vLLM makes other tokens of the images of prompt {group.prompt.id} than the model's processor; set "
                 f"rollout.backend = 'hf'"
             )
-        [output] = request.outputs
-        group.completions[k] = completion(
+        [output] = request_output.outputs
+        group.completions[completion_index] = completion(
             self._tokenizer, output.token_ids, output.logprobs.logprobs,
-            version=self._version, ends_with_stop=output.finish_reason == "stop", earlier=group.earlier.get(k, ()),
+            version=self._version, ends_with_stop=output.finish_reason == "stop",
+            earlier=group.earlier.get(completion_index, ()),
             vision=self._vision,
         )  # fmt: skip
-        if (complete := group.complete_group()) is not None:
-            yield complete
+        if (complete_group := group.complete_group()) is not None:
+            yield complete_group
 
-    def _tokens_prompt(self, prompt: Prompt) -> Any:
+    def _make_tokens_prompt(self, prompt: Prompt) -> Any:
         """Return a prompt in vLLM's format, with the token ids before image expansion, which vLLM does itself."""
         if not prompt.images:
             return self._vllm.TokensPrompt(prompt_token_ids=list(prompt.token_ids))
-        ids = self._tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
-        images = [open_image(ref) for ref in prompt.images]
-        return self._vllm.TokensPrompt(prompt_token_ids=ids, multi_modal_data={"image": images})
+        token_ids = self._tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+        images = [open_image(image_reference) for image_reference in prompt.images]
+        return self._vllm.TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": images})
 
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
-        low, high = VLLM_TEMPERATURES
-        if sampling.temperature != 0 and not low <= sampling.temperature <= high:
+        min_temperature, max_temperature = VLLM_TEMPERATURES
+        if sampling.temperature != 0 and not min_temperature <= sampling.temperature <= max_temperature:
             raise ConfigError(
-                f"temperature = {sampling.temperature}: vLLM samples between {low} and {high} and takes 0 for greedy; "
+                f"temperature = {sampling.temperature}: vLLM samples between {min_temperature} and {max_temperature} "
+                f"and takes 0 for greedy; "
                 "or set rollout.backend = 'hf'"
             )
         return self._vllm.SamplingParams(
@@ -302,11 +313,11 @@ def _check_head_size(model: PreTrainedModel, folder: str) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     config = model.config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    supported = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in supported:
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    supported_head_sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if head_size not in supported_head_sizes:
         raise ConfigError(
-            f"vLLM on CPU has no attention for head_dim = {size} of {folder!r}, only for {supported}; "
+            f"vLLM on CPU has no attention for head_dim = {head_size} of {folder!r}, only for {supported_head_sizes}; "
             "set rollout.backend = 'hf'"
         )
 
@@ -317,14 +328,14 @@ def _holds_mxfp4(settings: EngineSettings) -> bool:
 
 
 def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    rollout, has_gpu = settings.rollout, torch.cuda.is_available()
+    rollout_config, has_gpu = settings.rollout, torch.cuda.is_available()
     arguments: dict[str, Any] = {
         "model": settings.folder,
         "revision": getattr(settings.model.config, "_commit_hash", None),
         "dtype": str(settings.dtype).removeprefix("torch."),
         "max_model_len": settings.max_model_len,
-        "tensor_parallel_size": rollout.parallelism.tp_size,
-        "enforce_eager": rollout.enforce_eager or not has_gpu,  # CUDA graphs need a GPU
+        "tensor_parallel_size": rollout_config.parallelism.tp_size,
+        "enforce_eager": rollout_config.enforce_eager or not has_gpu,  # CUDA graphs need a GPU
         # With "external_launcher", the engines use the trainer's ranks, but create separate process groups.
         "distributed_executor_backend": "uni" if is_single_rank() else "external_launcher",
         "logprobs_mode": "processed_logprobs",  # log-probabilities after temperature, top-k and top-p
@@ -336,28 +347,28 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     }
     if has_ranks(settings):
         arguments |= engine_rank_arguments(is_cpu=not has_gpu)
-    if rollout.n_generation_mini_batch:
-        arguments["max_num_seqs"] = rollout.batch_size * rollout.n_generation_mini_batch
-    if rollout.quantization != "none" and not has_gpu:
+    if rollout_config.n_generation_mini_batch:
+        arguments["max_num_seqs"] = rollout_config.batch_size * rollout_config.n_generation_mini_batch
+    if rollout_config.quantization != "none" and not has_gpu:
         logger.warning(
             "rollout.quantization = %r needs a GPU: engines compute with the trainer's weights here",
-            rollout.quantization,
+            rollout_config.quantization,
         )
-    elif rollout.quantization == QUANTIZATION_FORMAT and not _holds_mxfp4(settings):
+    elif rollout_config.quantization == QUANTIZATION_FORMAT and not _holds_mxfp4(settings):
         raise ConfigError(
             f"rollout.quantization = {QUANTIZATION_FORMAT!r} is a format of checkpoints, which {settings.folder!r} "
             f"has not; set it to 'fp8' or 'none'"
         )
-    elif rollout.quantization == "fp8":
-        arguments["quantization"] = rollout.quantization
+    elif rollout_config.quantization == "fp8":
+        arguments["quantization"] = rollout_config.quantization
     if has_gpu and arguments["distributed_executor_backend"] == "external_launcher":
         arguments["disable_custom_all_reduce"] = True
         for name, value in _OWN_GPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     if has_gpu:
-        arguments |= {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
+        arguments |= {"gpu_memory_utilization": rollout_config.gpu_memory_utilization, "enable_sleep_mode": True}
     else:
         # Avoid chunked prefill, after which vLLM rewinds the request's generator; CPU generators do not support that.
-        num_tokens = max(_CPU_PASS_TOKENS, settings.max_model_len)
+        num_tokens = max(_CPU_MAX_BATCHED_TOKENS, settings.max_model_len)
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": num_tokens}
     return arguments

@@ -17,8 +17,8 @@ from torch import Tensor
 from cosmos_core.models.lora import factor_of, scales_of, trains_only_linear_factors
 from cosmos_core.rollout.base import EngineSettings
 
-_NAME, _ID = "policy", 1
-_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+_ADAPTER_NAME, _ADAPTER_ID = "policy", 1
+_SUPPORTED_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 """Suffixes of layer names to which vLLM applies adapters in every family of decoders."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of the maximum LoRA rank that vLLM supports; one value is chosen when the engine starts."""
@@ -28,8 +28,8 @@ class VllmAdapter:
     """LoRA adapter of one vLLM engine."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._scales = scales_of(settings.model)
-        self._rank = _rank(settings)
+        self._scale_by_layer = scales_of(settings.model)
+        self._max_rank = _find_max_rank(settings)
         self.request: Any = None
         """Object by which vLLM requests name the adapter; None until a version is loaded, while the policy equals the
         base weights."""
@@ -37,7 +37,7 @@ class VllmAdapter:
     @property
     def arguments(self) -> dict[str, Any]:
         """Return the adapter arguments of the vLLM engine."""
-        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(r for r in _RANKS if r >= self._rank)}
+        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(r for r in _RANKS if r >= self._max_rank)}
 
     def load(self, llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the LoRA factors by those of a new version, which vLLM reads from a temporary file."""
@@ -46,15 +46,15 @@ class VllmAdapter:
         weights = {}
         for key, tensor in tensors:
             layer, factor = factor_of(key)
-            scaled = tensor.detach().cpu().float() * (self._scales[layer] if factor == "B" else 1.0)
-            weights[f"base_model.model.{layer}.lora_{factor}.weight"] = scaled.contiguous()
-        modules = sorted({layer.rpartition(".")[2] for layer in self._scales})
-        config = {"r": self._rank, "lora_alpha": self._rank, "target_modules": modules, "bias": "none"}
+            scaled_factor = tensor.detach().cpu().float() * (self._scale_by_layer[layer] if factor == "B" else 1.0)
+            weights[f"base_model.model.{layer}.lora_{factor}.weight"] = scaled_factor.contiguous()
+        target_modules = sorted({layer.rpartition(".")[2] for layer in self._scale_by_layer})
+        config = {"r": self._max_rank, "lora_alpha": self._max_rank, "target_modules": target_modules, "bias": "none"}
         with tempfile.TemporaryDirectory(prefix="cosmos-adapter-") as folder:
             save_file(weights, Path(folder) / "adapter_model.safetensors")
             (Path(folder) / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-            llm.llm_engine.add_lora(LoRARequest(_NAME, _ID, folder, load_inplace=True))
-        self.request = LoRARequest(_NAME, _ID, folder)
+            llm.llm_engine.add_lora(LoRARequest(_ADAPTER_NAME, _ADAPTER_ID, folder, load_inplace=True))
+        self.request = LoRARequest(_ADAPTER_NAME, _ADAPTER_ID, folder)
 
 
 def adapter_of(settings: EngineSettings) -> VllmAdapter | None:
@@ -63,20 +63,20 @@ def adapter_of(settings: EngineSettings) -> VllmAdapter | None:
         return None
     if settings.rollout.parallelism.tp_size > 1 or settings.rollout.quantization != "none":
         return None
-    if any(layer.rpartition(".")[2] not in _LAYERS for layer in scales_of(settings.model)):
+    if any(layer.rpartition(".")[2] not in _SUPPORTED_LAYERS for layer in scales_of(settings.model)):
         return None
-    return VllmAdapter(settings) if _rank(settings) <= _RANKS[-1] and _is_served(settings) else None
+    return VllmAdapter(settings) if _find_max_rank(settings) <= _RANKS[-1] and _is_lora_supported(settings) else None
 
 
-def _rank(settings: EngineSettings) -> int:
-    state = settings.model.state_dict()
-    return max(len(state[f"{layer}.lora_A.default.weight"]) for layer in scales_of(settings.model))
+def _find_max_rank(settings: EngineSettings) -> int:
+    state_dict = settings.model.state_dict()
+    return max(len(state_dict[f"{layer}.lora_A.default.weight"]) for layer in scales_of(settings.model))
 
 
-def _is_served(settings: EngineSettings) -> bool:
+def _is_lora_supported(settings: EngineSettings) -> bool:
     """Return whether vLLM's class of the model supports adapters."""
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
-    names = settings.model.config.architectures or [type(settings.model).__name__]
-    registered = ModelRegistry.models.get(names[0])
-    return registered is not None and supports_lora(registered.load_model_cls())
+    architectures = settings.model.config.architectures or [type(settings.model).__name__]
+    registered_model = ModelRegistry.models.get(architectures[0])
+    return registered_model is not None and supports_lora(registered_model.load_model_cls())

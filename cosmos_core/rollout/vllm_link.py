@@ -24,7 +24,7 @@ class VllmLink:
 
     def join(self, backend: str, init_info: dict[str, Any], seconds: float) -> None:
         """Connect each rank with the trainer through vLLM's transfer engine `backend`, in place of an earlier link."""
-        self._call(_join, backend, init_info, seconds)
+        self._call_all_ranks(_connect_rank, backend, init_info, seconds)
 
     def receive(self, header: BucketHeader, seconds: float) -> None:
         """Receive a bucket in each rank; the load of weights in progress then loads it.
@@ -32,15 +32,17 @@ class VllmLink:
         Raises:
             TransferFailed: a rank did not receive the whole bucket within `seconds`.
         """
-        self._call(_receive, header, seconds)
+        self._call_all_ranks(_receive_on_rank, header, seconds)
 
-    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+    def _call_all_ranks(self, function: Callable[..., None], *arguments: Any) -> None:
         # An error would leave the replies of the other ranks in vLLM's queues, so ranks return error messages.
-        if errors := [error for error in self._llm.collective_rpc(_report, args=(function, *arguments)) if error]:
+        if errors := [
+            error for error in self._llm.collective_rpc(_call_and_get_error, args=(function, *arguments)) if error
+        ]:
             raise TransferFailed(errors[0])
 
 
-class _Collector(list[tuple[str, Tensor]]):
+class _TensorCollector(list[tuple[str, Tensor]]):
     """Collector of the tensors that vLLM's transfer engine receives; the model loads them later."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -54,51 +56,55 @@ class RankLink:
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-        self._bucket: Bucket | None = None
+        self._received_bucket: Bucket | None = None
         model, config = worker.model_runner.get_model(), WeightTransferConfig(backend=backend)
-        create: Any = WeightTransferEngineFactory.create_engine  # Any: vLLM's types demand a module, not a collector
-        self._engine = create(config, worker.vllm_config, worker.device, model)
-        self._engine.init_transfer_engine(self._engine.parse_init_info(init_info))
-        if getattr(self._group, "disabled", False):  # a disabled communicator transfers nothing, without an error
+        create_engine: Any = (
+            WeightTransferEngineFactory.create_engine
+        )  # Any: vLLM's types demand a module, not a collector
+        self._transfer_engine = create_engine(config, worker.vllm_config, worker.device, model)
+        self._transfer_engine.init_transfer_engine(self._transfer_engine.parse_init_info(init_info))
+        if getattr(
+            self._communicator_group, "disabled", False
+        ):  # a disabled communicator transfers nothing, without an error
             raise TransferFailed("vLLM cannot use NCCL")
 
     def receive(self, header: BucketHeader, seconds: float) -> None:
         """Receive a bucket, or raise `TransferFailed` if it has not arrived after `seconds`."""
         if torch.cuda.is_available():  # vLLM receives on another stream, into memory that loads may still read
             torch.cuda.current_stream().synchronize()
-        self._bucket, collector = None, _Collector()
-        self._engine.set_weight_update_target(collector, self._engine.model_config)
-        call_within(seconds, lambda: self._engine.update_weights(header.update_info()), abort=self._abort)
-        self._bucket = header.bucket(dict(collector))
+        self._received_bucket, collector = None, _TensorCollector()
+        self._transfer_engine.set_weight_update_target(collector, self._transfer_engine.model_config)
+        call_within(seconds, lambda: self._transfer_engine.update_weights(header.update_info()), abort=self._abort)
+        self._received_bucket = header.bucket(dict(collector))
 
     def take(self) -> Bucket:
         """Return the last received bucket, and drop the reference."""
-        assert self._bucket is not None, "a bucket is loaded after it has arrived"
-        bucket, self._bucket = self._bucket, None
+        assert self._received_bucket is not None, "a bucket is loaded after it has arrived"
+        bucket, self._received_bucket = self._received_bucket, None
         return bucket
 
     def end_load(self) -> None:
         """Release a bucket that was not loaded, and the memory of the trainer that this rank has mapped."""
-        self._bucket = None
-        if importer := getattr(self._engine, "_packed_importer", None):
-            importer.close()
+        self._received_bucket = None
+        if ipc_importer := getattr(self._transfer_engine, "_packed_importer", None):
+            ipc_importer.close()
 
     def close(self) -> None:
         """Free the communicator and the memory of the link."""
         self.end_load()
         self._abort()
-        self._engine.shutdown()
+        self._transfer_engine.shutdown()
 
     @property
-    def _group(self) -> Any:
-        return getattr(self._engine, "model_update_group", None)
+    def _communicator_group(self) -> Any:
+        return getattr(self._transfer_engine, "model_update_group", None)
 
     def _abort(self) -> None:
-        if self._group is not None:
-            self._group.destroy()
+        if self._communicator_group is not None:
+            self._communicator_group.destroy()
 
 
-def _report(worker: Any, function: Callable[..., None], *arguments: Any) -> str:
+def _call_and_get_error(worker: Any, function: Callable[..., None], *arguments: Any) -> str:
     """Call a function in a rank, and return its error in one line, or an empty string."""
     try:
         function(worker, *arguments)
@@ -107,12 +113,12 @@ def _report(worker: Any, function: Callable[..., None], *arguments: Any) -> str:
         return first_line(error)
 
 
-def _join(worker: Any, backend: str, init_info: dict[str, Any], seconds: float) -> None:
+def _connect_rank(worker: Any, backend: str, init_info: dict[str, Any], timeout_seconds: float) -> None:
     if link := getattr(worker, "weight_link", None):
         link.close()
     worker.weight_link = None
-    worker.weight_link = call_within(seconds, partial(RankLink, worker, backend, init_info))
+    worker.weight_link = call_within(timeout_seconds, partial(RankLink, worker, backend, init_info))
 
 
-def _receive(worker: Any, header: BucketHeader, seconds: float) -> None:
-    worker.weight_link.receive(header, seconds)
+def _receive_on_rank(worker: Any, header: BucketHeader, timeout_seconds: float) -> None:
+    worker.weight_link.receive(header, timeout_seconds)

@@ -24,7 +24,7 @@ _MIN_CAPABILITY = 75
 """Lowest compute capability, times ten, of vLLM's kernels for quantised weights on CUDA."""
 _MAX_LOGPROB_DIFFERENCE = 1e-3
 """Maximum difference between a log-probability that vLLM returns and that of the captured logits."""
-_UNEXPECTED = "vLLM computes log-probabilities of prompts in an unexpected way"
+_MISMATCH_MESSAGE = "vLLM computes log-probabilities of prompts in an unexpected way"
 
 
 def vllm_version() -> str:
@@ -40,8 +40,8 @@ def vllm_problem(name: str) -> str:
         return "vLLM is not installed"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        requirement = f"needs compute capability {_MIN_CAPABILITY / 10}, and this GPU has {major}.{minor}"
-        return "" if major * 10 + minor >= _MIN_CAPABILITY else f"vLLM's kernel of {name} {requirement}"
+        capability_requirement = f"needs compute capability {_MIN_CAPABILITY / 10}, and this GPU has {major}.{minor}"
+        return "" if major * 10 + minor >= _MIN_CAPABILITY else f"vLLM's kernel of {name} {capability_requirement}"
     if name == "w4a16" and not torch.cpu._is_avx512_supported():
         return "vLLM's kernel of w4a16 on CPU needs AVX-512, which this processor does not have"
     return ""
@@ -63,30 +63,34 @@ def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
         use_tqdm_on_load=False,
     )  # fmt: skip
     sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-    captured: list[Tensor] = []
-    llm.collective_rpc(_capture, args=(captured,))
-    for row in rows:
-        captured.clear()
-        [output] = llm.generate([vllm.TokensPrompt(prompt_token_ids=row)], sampling, use_tqdm=False)
-        returned = zip(output.prompt_logprobs[1:], row[1:], strict=True)
-        returned_T = torch.tensor([logprobs[token].logprob for logprobs, token in returned])
+    captured_logits: list[Tensor] = []
+    llm.collective_rpc(_capture_logits, args=(captured_logits,))
+    for token_row in rows:
+        captured_logits.clear()
+        [output] = llm.generate([vllm.TokensPrompt(prompt_token_ids=token_row)], sampling, use_tqdm=False)
+        returned_logprobs = zip(output.prompt_logprobs[1:], token_row[1:], strict=True)
+        returned_logprobs_T = torch.tensor([logprobs[token].logprob for logprobs, token in returned_logprobs])
         # vLLM computes logits first for the sampled token, and last for the tokens of the prompt.
-        logits_TV = captured[-1].float().cpu()
-        if len(logits_TV) != len(returned_T):
-            raise StageFailed(f"{_UNEXPECTED}: {len(logits_TV)} positions for a prompt of {len(row)} tokens")
-        captured_T = logits_TV.log_softmax(-1)[torch.arange(len(returned_T)), row[1:]]
-        if not (difference := (captured_T - returned_T).abs().max()) < _MAX_LOGPROB_DIFFERENCE:
-            raise StageFailed(f"{_UNEXPECTED}: those of its logits differ from what it returns by {difference:.2g}")
+        logits_TV = captured_logits[-1].float().cpu()
+        if len(logits_TV) != len(returned_logprobs_T):
+            raise StageFailed(
+                f"{_MISMATCH_MESSAGE}: {len(logits_TV)} positions for a prompt of {len(token_row)} tokens"
+            )
+        captured_logprobs_T = logits_TV.log_softmax(-1)[torch.arange(len(returned_logprobs_T)), token_row[1:]]
+        if not (difference := (captured_logprobs_T - returned_logprobs_T).abs().max()) < _MAX_LOGPROB_DIFFERENCE:
+            raise StageFailed(
+                f"{_MISMATCH_MESSAGE}: those of its logits differ from what it returns by {difference:.2g}"
+            )
         yield logits_TV
 
 
-def _capture(worker: Any, captured: list[Tensor]) -> None:
+def _capture_logits(worker: Any, captured_logits: list[Tensor]) -> None:
     """Append the logits that a vLLM worker in this process computes to a list."""
     model = worker.model_runner.model
     compute_logits = model.compute_logits
 
     def compute(*args: Any, **kwargs: Any) -> Any:
-        captured.append(logits := compute_logits(*args, **kwargs))
+        captured_logits.append(logits := compute_logits(*args, **kwargs))
         return logits
 
     model.compute_logits = compute

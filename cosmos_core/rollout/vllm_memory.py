@@ -19,18 +19,18 @@ def unique_names() -> Iterator[None]:
     """Return a context manager in which an engine that starts gives its ranks' shared memory a unique name."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    token = [secrets.token_hex(8)]
-    dist.broadcast_object_list(token)
-    original = _CPUSHMDistributed.make_group_name
+    name_prefix = [secrets.token_hex(8)]
+    dist.broadcast_object_list(name_prefix)
+    original_name_fn = _CPUSHMDistributed.make_group_name
 
     def unique_name(communicator: Any) -> str:
-        return f"{token[0]}-{original(communicator).lstrip('/')}"
+        return f"{name_prefix[0]}-{original_name_fn(communicator).lstrip('/')}"
 
     _CPUSHMDistributed.make_group_name = staticmethod(unique_name)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _CPUSHMDistributed.make_group_name = staticmethod(original)  # type: ignore[method-assign]
+        _CPUSHMDistributed.make_group_name = staticmethod(original_name_fn)  # type: ignore[method-assign]
 
 
 def unlink_shared_memory() -> None:
@@ -40,6 +40,6 @@ def unlink_shared_memory() -> None:
     """
     from vllm.distributed.parallel_state import get_tp_group
 
-    module = getattr(get_tp_group().device_communicator, "dist_module", None)
-    if name := getattr(module, "group_name", None):
-        Path("/dev/shm", f"{name}_{get_tp_group().rank_in_group}").unlink(missing_ok=True)
+    shared_memory_module = getattr(get_tp_group().device_communicator, "dist_module", None)
+    if shared_memory_name := getattr(shared_memory_module, "group_name", None):
+        Path("/dev/shm", f"{shared_memory_name}_{get_tp_group().rank_in_group}").unlink(missing_ok=True)

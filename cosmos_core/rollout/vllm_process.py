@@ -13,12 +13,12 @@ import torch
 @contextmanager
 def keep_process_group() -> Iterator[None]:
     """Keep the trainer's process group, which an engine would destroy together with its own when it shuts down."""
-    destroy = torch.distributed.destroy_process_group
-    torch.distributed.destroy_process_group = lambda group=None: group and destroy(group)
+    original_destroy = torch.distributed.destroy_process_group
+    torch.distributed.destroy_process_group = lambda group=None: group and original_destroy(group)
     try:
         yield
     finally:
-        torch.distributed.destroy_process_group = destroy
+        torch.distributed.destroy_process_group = original_destroy
 
 
 @contextmanager
@@ -31,7 +31,9 @@ def restore_process_state() -> Iterator[None]:
     """
     python_rng_state, numpy_rng_state = random.getstate(), np.random.get_state()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal_handlers = {
+        signal_number: signal.getsignal(signal_number) for signal_number in (signal.SIGTERM, signal.SIGINT)
+    }
     environment = dict(os.environ)
     try:
         with torch.random.fork_rng():
@@ -42,9 +44,9 @@ def restore_process_state() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
+        for signal_number, signal_handler in signal_handlers.items():
+            if signal.getsignal(signal_number) is not signal_handler:
+                signal.signal(signal_number, signal_handler)
         for name in set(os.environ) - set(environment):
             if not name.startswith("VLLM_"):
                 del os.environ[name]

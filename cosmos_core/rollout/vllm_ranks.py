@@ -15,11 +15,11 @@ from cosmos_core.rollout.base import Bucket, EngineSettings
 from cosmos_core.rollout.replica import PackedBucket, pack, unpack
 from cosmos_core.rollout.vllm_memory import unlink_shared_memory
 
-_ENVIRONMENT = {
+_RANK_ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked child may deadlock on a lock of another thread
     "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on one machine, so loopback suffices
 }
-_CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
+_CPU_RANK_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 """Environment that disables compilation in the child processes of ranks on CPU."""
 
 
@@ -30,7 +30,7 @@ def has_ranks(settings: EngineSettings) -> bool:
 
 def engine_rank_arguments(*, is_cpu: bool) -> dict[str, Any]:
     """Return vLLM's arguments for an engine with ranks, and set the environment that the ranks inherit."""
-    for name, value in (_ENVIRONMENT | _CPU_ENVIRONMENT if is_cpu else _ENVIRONMENT).items():
+    for name, value in (_RANK_ENVIRONMENT | _CPU_RANK_ENVIRONMENT if is_cpu else _RANK_ENVIRONMENT).items():
         os.environ.setdefault(name, value)
     return {"distributed_executor_backend": "mp"}
 

@@ -23,18 +23,18 @@ T = TypeVar("T")
 
 SCHEME = "s3://"
 CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or PROD_S3_CHECKPOINT_*"
-_PREFIX = "PROD_S3_CHECKPOINT_"
-_ENDPOINTS = (f"{_PREFIX}ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_VARIABLE_PREFIX = "PROD_S3_CHECKPOINT_"
+_ENDPOINT_VARIABLES = (f"{_VARIABLE_PREFIX}ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _ACCESS_ERRORS = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
 _MISSING_ERRORS = {"404", "NoSuchKey", "NotFound"}
 _BLOCK = 1 << 20
 _CONNECT_SECONDS = 10.0
-_ATTEMPTS = 6
+_MAX_ATTEMPTS = 6
 _MAX_TRANSFERS = 3  # maximum number of transfers of one object until its digest is right
-_SHA256, _MD5 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
+_SHA256_PATTERN, _MD5_PATTERN = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
 
 
-class _AlteredError(ConnectionError):
+class _DigestMismatchError(ConnectionError):
     """Error for an object whose received bytes do not match the digest that the store reports."""
 
 
@@ -53,9 +53,9 @@ def run_threads(function: Callable[..., T], calls: Iterable[tuple[Any, ...]], nu
     """Call a function in parallel threads, once per tuple of arguments; return the results in the order of `calls`. If
     a call raises an error, cancel the calls that have not started."""
     with ThreadPoolExecutor(num_threads, name) as pool:
-        running = [pool.submit(function, *arguments) for arguments in calls]
+        futures = [pool.submit(function, *arguments) for arguments in calls]
         try:
-            return [each.result() for each in running]
+            return [future.result() for future in futures]
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -66,10 +66,10 @@ def split_url(url: str) -> tuple[str, str]:
     Raises:
         ConfigError: the URL names no bucket.
     """
-    name, _, prefix = url.removeprefix(SCHEME).partition("/")
-    if len(name) < 3:
-        raise ConfigError(f"{SCHEME}{name} names no bucket; write {SCHEME}BUCKET/PREFIX")
-    return name, prefix.strip("/")
+    bucket_name, _, prefix = url.removeprefix(SCHEME).partition("/")
+    if len(bucket_name) < 3:
+        raise ConfigError(f"{SCHEME}{bucket_name} names no bucket; write {SCHEME}BUCKET/PREFIX")
+    return bucket_name, prefix.strip("/")
 
 
 def _new_client(endpoint: str | None, read_seconds: float, **session_settings: str | None) -> Any:
@@ -85,7 +85,7 @@ def _new_client(endpoint: str | None, read_seconds: float, **session_settings: s
     config = Config(
         connect_timeout=_CONNECT_SECONDS,
         read_timeout=read_seconds,
-        retries={"total_max_attempts": _ATTEMPTS, "mode": "standard"},
+        retries={"total_max_attempts": _MAX_ATTEMPTS, "mode": "standard"},
         max_pool_connections=32,
         s3={"addressing_style": "path" if endpoint else "auto"},
         # Not every compatible store supports these checksums; the digest of the received bytes is compared instead.
@@ -97,7 +97,7 @@ def _new_client(endpoint: str | None, read_seconds: float, **session_settings: s
     except BotoCoreError:  # some BotoCoreErrors are also ValueErrors
         raise
     except ValueError as error:
-        variable = next(name for name in _ENDPOINTS if os.environ.get(name) == endpoint)
+        variable = next(name for name in _ENDPOINT_VARIABLES if os.environ.get(name) == endpoint)
         raise ConfigError(f"{variable} = {endpoint!r} is no URL; write http://HOST:PORT or https://HOST") from error
 
 
@@ -123,18 +123,20 @@ class Bucket:
         Raises:
             ConfigError: there are no credentials, or the endpoint is no URL.
         """
-        key = _variable("ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID")
-        token = None if os.environ.get(f"{_PREFIX}ACCESS_KEY_ID") else os.environ.get("AWS_SESSION_TOKEN")
-        settings: dict[str, Any] = {
-            "endpoint": _variable("ENDPOINT_URL", *_ENDPOINTS[1:]),
+        access_key_id = _read_variable("ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID")
+        session_token = (
+            None if os.environ.get(f"{_VARIABLE_PREFIX}ACCESS_KEY_ID") else os.environ.get("AWS_SESSION_TOKEN")
+        )
+        client_settings: dict[str, Any] = {
+            "endpoint": _read_variable("ENDPOINT_URL", *_ENDPOINT_VARIABLES[1:]),
             "read_seconds": self._read_seconds,
-            "region_name": _variable("REGION_NAME", "AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1",
-            "aws_access_key_id": key,
-            "aws_secret_access_key": _variable("SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
-            "aws_session_token": token,
+            "region_name": _read_variable("REGION_NAME", "AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1",
+            "aws_access_key_id": access_key_id,
+            "aws_secret_access_key": _read_variable("SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
+            "aws_session_token": session_token,
         }
         # Credentials from files or roles may change while the process runs, so a client with them is not cached.
-        client = _shared_client(os.getpid(), **settings) if key else _new_client(**settings)
+        client = _shared_client(os.getpid(), **client_settings) if access_key_id else _new_client(**client_settings)
         if client is None:
             raise ConfigError(f"{SCHEME}{self.name}: no credentials; set {CREDENTIALS}")
         return client
@@ -172,7 +174,7 @@ class Bucket:
         try:
             response = self.client.head_object(Bucket=self.name, Key=key)
         except ClientError as error:
-            if _code(error) in _MISSING_ERRORS:
+            if _read_error_code(error) in _MISSING_ERRORS:
                 return None
             raise
         return {
@@ -200,7 +202,7 @@ class Bucket:
         try:
             return self._retry_read(read)
         except ClientError as error:
-            if _code(error) in _MISSING_ERRORS:
+            if _read_error_code(error) in _MISSING_ERRORS:
                 return None, ""
             raise
 
@@ -232,7 +234,7 @@ class Bucket:
 
         def read() -> str:
             digest = hashlib.sha256()
-            for block in self._blocks(key, self.client.get_object(Bucket=self.name, Key=key)):
+            for block in self._iterate_blocks(key, self.client.get_object(Bucket=self.name, Key=key)):
                 digest.update(block)
             return digest.hexdigest()
 
@@ -247,13 +249,13 @@ class Bucket:
             etag: the only version of the object to accept; empty: any version.
         """
         condition = {"IfMatch": f'"{etag}"'} if etag else {}
-        partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+        temporary_path = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
 
         def fetch() -> None:
             response = self.client.get_object(Bucket=self.name, Key=key, **condition)
             digest = _TransferDigest(response)
-            with open(partial, "wb") as file:
-                for block in self._blocks(key, response):
+            with open(temporary_path, "wb") as file:
+                for block in self._iterate_blocks(key, response):
                     file.write(block)
                     digest.update(block)
                 digest.check(key)
@@ -263,11 +265,11 @@ class Bucket:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._retry_read(fetch)
-            os.replace(partial, path)
+            os.replace(temporary_path, path)
         finally:
-            partial.unlink(missing_ok=True)
+            temporary_path.unlink(missing_ok=True)
 
-    def _blocks(self, key: str, object_info: dict[str, Any]) -> Iterator[bytes]:
+    def _iterate_blocks(self, key: str, object_info: dict[str, Any]) -> Iterator[bytes]:
         num_bytes_read = 0
         for block in object_info["Body"].iter_chunks(_BLOCK):
             num_bytes_read += len(block)
@@ -279,13 +281,13 @@ class Bucket:
         """Retry a read that was cut off or altered in transit: boto3 retries requests, not the reading of responses."""
         from botocore.exceptions import HTTPClientError, IncompleteReadError, ResponseStreamingError
 
-        num_altered = 0
-        for attempt in range(_ATTEMPTS):
+        num_mismatches = 0
+        for attempt in range(_MAX_ATTEMPTS):
             try:
                 return read()
             except (HTTPClientError, IncompleteReadError, ResponseStreamingError, ConnectionError) as error:
-                num_altered += isinstance(error, _AlteredError)
-                if attempt == _ATTEMPTS - 1 or num_altered == _MAX_TRANSFERS:
+                num_mismatches += isinstance(error, _DigestMismatchError)
+                if attempt == _MAX_ATTEMPTS - 1 or num_mismatches == _MAX_TRANSFERS:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
@@ -299,11 +301,11 @@ class _TransferDigest:
         etag = object_info["ETag"].strip('"')
         stored_sha256 = object_info.get("Metadata", {}).get("sha256", "")
         encryption = object_info.get("ServerSideEncryption", "AES256")
-        has_own_keys = encryption != "AES256" or "SSECustomerAlgorithm" in object_info
+        has_customer_key = encryption != "AES256" or "SSECustomerAlgorithm" in object_info
         self._digest: hashlib._Hash | None
-        if _SHA256.fullmatch(stored_sha256):
+        if _SHA256_PATTERN.fullmatch(stored_sha256):
             self._digest, self._expected_digest = hashlib.sha256(), stored_sha256
-        elif _MD5.fullmatch(etag) and not has_own_keys:
+        elif _MD5_PATTERN.fullmatch(etag) and not has_customer_key:
             self._digest, self._expected_digest = hashlib.md5(usedforsecurity=False), etag
         else:
             self._digest, self._expected_digest = None, ""
@@ -317,14 +319,14 @@ class _TransferDigest:
         """Compare the digest of the received bytes with the digest that the store reports.
 
         Raises:
-            _AlteredError: the digests differ.
+            _DigestMismatchError: the digests differ.
         """
         if self._digest is not None and self._digest.hexdigest() != self._expected_digest:
-            raise _AlteredError(f"{key} arrived altered {_MAX_TRANSFERS} times")
+            raise _DigestMismatchError(f"{key} arrived altered {_MAX_TRANSFERS} times")
 
 
 @contextmanager
-def translate_errors(where: str, error_class: type[CosmosError] = UploadError, note: str = "") -> Iterator[None]:
+def translate_errors(location: str, error_class: type[CosmosError] = UploadError, note: str = "") -> Iterator[None]:
     """Translate errors of boto3 into errors of this package with a message of one line: wrong credentials and names are
     permanent (`ConfigError`), all other errors may be transient.
 
@@ -338,32 +340,34 @@ def translate_errors(where: str, error_class: type[CosmosError] = UploadError, n
     try:
         yield
     except ClientError as error:
-        code = _code(error)
+        code = _read_error_code(error)
         if code in _ACCESS_ERRORS:
-            raise ConfigError(f"{where}: the store refuses the credentials ({code}); set {CREDENTIALS}{end}") from error
+            raise ConfigError(
+                f"{location}: the store refuses the credentials ({code}); set {CREDENTIALS}{end}"
+            ) from error
         if code in {"PreconditionFailed", "412"}:
-            raise error_class(f"{where}: what lies there was changed meanwhile{end}") from error
+            raise error_class(f"{location}: what lies there was changed meanwhile{end}") from error
         if code == "NoSuchKey":
-            raise error_class(f"{where}: an object of it is gone{end}") from error
+            raise error_class(f"{location}: an object of it is gone{end}") from error
         if code in {*_MISSING_ERRORS, "NoSuchBucket"}:
-            raise ConfigError(f"{where}: there is no such bucket; make it, or name another{end}") from error
-        raise error_class(f"{where}: the store responds with {code}{end}") from error
+            raise ConfigError(f"{location}: there is no such bucket; make it, or name another{end}") from error
+        raise error_class(f"{location}: the store responds with {code}{end}") from error
     except (BotoCoreError, ConnectionError) as error:
-        raise error_class(f"{where}: {' '.join(str(error).split())}{end}") from error
+        raise error_class(f"{location}: {' '.join(str(error).split())}{end}") from error
 
 
 def is_failed_precondition(error: Exception) -> bool:
     """Return True if a store refused a write because the condition of the write does not hold for the stored object."""
-    return _code(error) in {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey"}
+    return _read_error_code(error) in {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey"}
 
 
-def _code(error: Any) -> str:
+def _read_error_code(error: Any) -> str:
     return str(error.response.get("Error", {}).get("Code", "an error"))
 
 
-def _variable(name: str, *others: str) -> str | None:
-    """Return the value of the first environment variable in `others` that is set; if the access key of Cosmos-RL is
-    set, return the value of Cosmos-RL's variable `name` instead."""
-    if os.environ.get(f"{_PREFIX}ACCESS_KEY_ID"):
-        return os.environ.get(f"{_PREFIX}{name}") or None
-    return next((value for value in map(os.environ.get, others) if value), None)
+def _read_variable(cosmos_name: str, *aws_names: str) -> str | None:
+    """Return the value of the first environment variable in `aws_names` that is set; if the access key of Cosmos-RL is
+    set, return the value of Cosmos-RL's variable `cosmos_name` instead."""
+    if os.environ.get(f"{_VARIABLE_PREFIX}ACCESS_KEY_ID"):
+        return os.environ.get(f"{_VARIABLE_PREFIX}{cosmos_name}") or None
+    return next((value for value in map(os.environ.get, aws_names) if value), None)

@@ -25,7 +25,7 @@ def files_of(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
         ConfigError: symbolic links form a cycle.
     """
     files = []
-    for subfolder, names in _walk_visible(folder, ()):
+    for subfolder, names in _walk_visible_folders(folder, ()):
         for name in names:
             is_ignored = name.startswith(".") or name.lower().endswith(".md")
             if not is_ignored and matches_patterns(Path(name), patterns) and (subfolder / name).is_file():
@@ -42,12 +42,14 @@ def files_of_model(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]
         ModelError: an index names a file outside of its folder.
     """
     files = files_of(folder)
-    indexes = [file for file in files if file.name.endswith(_INDEX_SUFFIX)]
-    indexed_files = {file for index in indexes for file in _files_in_index(index)}
+    index_files = [file for file in files if file.name.endswith(_INDEX_SUFFIX)]
+    indexed_files = {file for index_file in index_files for file in _list_indexed_files(index_file)}
     # If a single file has all weights, transformers reads that file and ignores the index.
-    indexed_files |= {index.with_name(index.name.removesuffix(_INDEX_SUFFIX)) for index in indexes}
-    folders = {index.parent for index in indexes}
-    model_files = {file for file in files if not (file.parent in folders and is_weights(file)) or file in indexed_files}
+    indexed_files |= {index_file.with_name(index_file.name.removesuffix(_INDEX_SUFFIX)) for index_file in index_files}
+    indexed_folders = {index_file.parent for index_file in index_files}
+    model_files = {
+        file for file in files if not (file.parent in indexed_folders and is_weights(file)) or file in indexed_files
+    }
     model_files |= {file for file in indexed_files if file.is_file()}
     return sorted(file for file in model_files if matches_patterns(file.relative_to(folder), patterns))
 
@@ -56,25 +58,30 @@ def matches_patterns(file: Path, patterns: Sequence[str]) -> bool:
     """Return True if a file matches one of the patterns and none of the patterns that begin with `!`. Patterns are
     compared with the name of the file, also in lower case; `!` patterns with a slash are compared with its path
     relative to its folder. If all patterns begin with `!`, every other file matches."""
-    excluded = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
+    excluded_patterns = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
     positive_patterns = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
-    is_excluded = any(fnmatch(file.as_posix() if "/" in pattern else file.name, pattern) for pattern in excluded)
+    is_excluded = any(
+        fnmatch(file.as_posix() if "/" in pattern else file.name, pattern) for pattern in excluded_patterns
+    )
     return not is_excluded and any(
         fnmatch(name, pattern) for pattern in positive_patterns for name in (file.name, file.name.lower())
     )
 
 
-def _files_in_index(index: Path) -> list[Path]:
+def _list_indexed_files(index_file: Path) -> list[Path]:
     """Return the files that an index of weights names; none for a damaged index, which the worker reports later."""
-    content = read_json(index)
-    tensors = content.get("weight_map") if isinstance(content, dict) else None
-    names = {name for name in tensors.values() if isinstance(name, str)} if isinstance(tensors, dict) else set()
-    for name in sorted(names):
+    content = read_json(index_file)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    file_names = (
+        {name for name in weight_map.values() if isinstance(name, str)} if isinstance(weight_map, dict) else set()
+    )
+    for name in sorted(file_names):
         if is_outside_folder(name):
             raise ModelError(
-                f"{index} names {name!r}, which lies outside of its folder; a model is one folder: copy the file there"
+                f"{index_file} names {name!r}, which lies outside of its folder; a model is one folder: copy the file "
+                f"there"
             )
-    return [index.parent / name for name in names]
+    return [index_file.parent / name for name in file_names]
 
 
 def is_outside_folder(name: str) -> bool:
@@ -90,32 +97,32 @@ def is_weights(file: Path) -> bool:
 def link_weights_over_model(inputs: Sequence[Input], folder: Path) -> str:
     """Fill `folder` with links to the weights among the inputs and to all other files of their model; return `folder`,
     or an empty string if the model has its own weights."""
-    weights = [Path(each.location) for each in inputs if each.role == "weights"]
-    if not weights:
+    weight_files = [Path(stage_input.location) for stage_input in inputs if stage_input.role == "weights"]
+    if not weight_files:
         return ""
-    model = next(Path(each.location) for each in inputs if each.role == "model")
+    model_folder = next(Path(stage_input.location) for stage_input in inputs if stage_input.role == "model")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for file in files_of_model(model):
+    for file in files_of_model(model_folder):
         if is_weights(file) or file.name.endswith(WEIGHTS_SUFFIXES):
             continue
-        link = folder / file.relative_to(model)
+        link = folder / file.relative_to(model_folder)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(file.resolve())
-    for file in weights:
-        name = "model.safetensors" if len(weights) == 1 else file.name
+    for file in weight_files:
+        name = "model.safetensors" if len(weight_files) == 1 else file.name
         (folder / name).symlink_to(file.resolve())
     return str(folder)
 
 
-def _walk_visible(folder: Path, parent_ids: tuple[tuple[int, int], ...]) -> Iterator[tuple[Path, list[str]]]:
+def _walk_visible_folders(folder: Path, parent_ids: tuple[tuple[int, int], ...]) -> Iterator[tuple[Path, list[str]]]:
     """Yield each folder at or below `folder` that is not hidden, with the names of its entries that are not folders."""
-    status = folder.stat()
-    identity = (status.st_dev, status.st_ino)
-    if identity in parent_ids:
+    folder_stat = folder.stat()
+    folder_id = (folder_stat.st_dev, folder_stat.st_ino)
+    if folder_id in parent_ids:
         raise ConfigError(f"{folder}: links lead in a circle; remove the one that leads back")
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     yield folder, [entry.name for entry in entries if not entry.is_dir()]
     for entry in entries:
         if entry.is_dir() and not entry.name.startswith("."):
-            yield from _walk_visible(Path(entry.path), (*parent_ids, identity))
+            yield from _walk_visible_folders(Path(entry.path), (*parent_ids, folder_id))

@@ -27,7 +27,7 @@ class Digests:
     """
 
     def __init__(self, path: Path, *, ignores_cache: bool = False) -> None:
-        self._path = path
+        self._cache_path = path
         self._lock = threading.Lock()
         self._cached_digests: dict[str, tuple[Key, str]] = {} if ignores_cache else _read_cache(path)
 
@@ -38,24 +38,24 @@ class Digests:
             ConfigError: the file is a device, a pipe or another file that may have no end.
         """
         file = file.resolve()
-        status = file.stat()
-        if not S_ISREG(status.st_mode):
+        file_stat = file.stat()
+        if not S_ISREG(file_stat.st_mode):
             raise ConfigError(
                 f"{file} is no regular file, and a device or a pipe may be read without end; name another"
             )
         # A program can set the modification time back, but not the change time of the inode.
-        key = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        stat_key = [file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns, file_stat.st_ino]
         with self._lock:
-            cached = self._cached_digests.get(str(file))
-        if cached is not None and cached[0] == key:
-            return cached[1]
+            cached_entry = self._cached_digests.get(str(file))
+        if cached_entry is not None and cached_entry[0] == stat_key:
+            return cached_entry[1]
         digest = sha256(file)
-        if time.time_ns() - status.st_ctime_ns > _MIN_AGE_NS:
+        if time.time_ns() - file_stat.st_ctime_ns > _MIN_AGE_NS:
             with self._lock:
-                self._cached_digests[str(file)] = (key, digest)
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                with open(self._path, "a", encoding="utf-8") as cache:
-                    cache.write(_line(str(file), key, digest))
+                self._cached_digests[str(file)] = (stat_key, digest)
+                self._cache_path.parent.mkdir(parents=True, exist_ok=True)
+                with open(self._cache_path, "a", encoding="utf-8") as cache_file:
+                    cache_file.write(_format_cache_line(str(file), stat_key, digest))
         return digest
 
     def digest_files(self, folder: Path, files: Iterable[Path]) -> str:
@@ -78,14 +78,14 @@ def _read_cache(path: Path) -> dict[str, tuple[Key, str]]:
         return entries
     for line in lines:
         try:
-            file, key, digest = json.loads(line)
-            entries[str(file)] = (list(key), str(digest))
+            file, stat_key, digest = json.loads(line)
+            entries[str(file)] = (list(stat_key), str(digest))
         except (ValueError, TypeError, RecursionError):  # skip a truncated or damaged line of the cache
             continue
     if len(lines) > 2 * len(entries) + 1000:
-        write_text(path, "".join(_line(file, *entries[file]) for file in entries), durable=False)
+        write_text(path, "".join(_format_cache_line(file, *entries[file]) for file in entries), durable=False)
     return entries
 
 
-def _line(file: str, key: Key, digest: str) -> str:
-    return json.dumps([file, key, digest]) + "\n"
+def _format_cache_line(file: str, stat_key: Key, digest: str) -> str:
+    return json.dumps([file, stat_key, digest]) + "\n"

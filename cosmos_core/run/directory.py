@@ -44,9 +44,9 @@ from cosmos_core.run.remote import pin_urls
 
 PIPELINE = "pipeline.toml"
 RUNS = "runs.json"
-_ABANDONED_SECONDS = 3600.0
+_ABANDONED_AGE_SECONDS = 3600.0
 """Age in seconds at which the folder of a run whose creation was killed is removed."""
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class RunFacts(Document):
@@ -119,15 +119,15 @@ def create_run(
     check_inputs(pipeline)
     # Threads, privacy and revisions are resolved once per run, so that the run can be resumed on a machine with another
     # number of cores, and after its models and data sets on the Hub have changed.
-    original, private = pipeline, pipeline.config.private
-    if private is None and umask() & 0o077 == 0o077:  # umask: new files are readable only for their owner
-        private = True
-    resolved_settings = {"threads": threads(pipeline), "private": private}
+    original_pipeline, is_private = pipeline, pipeline.config.private
+    if is_private is None and umask() & 0o077 == 0o077:  # umask: new files are readable only for their owner
+        is_private = True
+    resolved_settings = {"threads": threads(pipeline), "private": is_private}
     pipeline = replace(pipeline, config=pipeline.config.model_copy(update=resolved_settings))
     pipeline = pin_urls(pin_hub_revisions(pipeline))
     versions = stage_facts(pipeline).versions
     output_dir = create_writable(pipeline.output_dir)
-    facts = RunFacts(
+    run_facts = RunFacts(
         pipeline=pipeline.config.name,
         started=time.time(),
         command=list(map(masked, sys.argv)),
@@ -137,16 +137,16 @@ def create_run(
         versions=versions,
         seeds={stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages},
         kinds={stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages},
-        fixed=_changed_values(original, pipeline.as_toml()),
+        fixed=_changed_values(original_pipeline, pipeline.as_toml()),
         entrypoint=entrypoint,
         parameters=parameters or {},
-        estimate=saved_estimate(original, output_dir),
+        estimate=saved_estimate(original_pipeline, output_dir),
     )
     timestamps = (recipe.train.timestamp for recipe in pipeline.recipes.values())
     run_id = run_id or next(filter(None, timestamps), time.strftime("%Y%m%d%H%M%S"))
-    path = _create_folder(output_dir, run_id, tomli_w.dumps(pipeline.as_toml()), facts)
+    run_path = _create_run_folder(output_dir, run_id, tomli_w.dumps(pipeline.as_toml()), run_facts)
     list_runs(output_dir)
-    return open_run(path, pipeline.kinds)
+    return open_run(run_path, pipeline.kinds)
 
 
 def extend_run(run: Run, pipeline: Pipeline) -> Run:
@@ -158,10 +158,10 @@ def extend_run(run: Run, pipeline: Pipeline) -> Run:
     check_capabilities(pipeline)
     check_inputs(pipeline)
     pipeline = pin_urls(pin_hub_revisions(pipeline))
-    facts = read_facts(run.path) or RunFacts(run_id=run.id)
-    facts.kinds |= {stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages}
-    facts.seeds |= {stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages}
-    write_json(run.path / "run.json", facts.model_dump())
+    run_facts = read_facts(run.path) or RunFacts(run_id=run.id)
+    run_facts.kinds |= {stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages}
+    run_facts.seeds |= {stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages}
+    write_json(run.path / "run.json", run_facts.model_dump())
     write_text(run.path / PIPELINE, tomli_w.dumps(pipeline.as_toml()))
     return open_run(run.path, pipeline.kinds)
 
@@ -172,16 +172,17 @@ def open_or_create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
     Raises:
         ConfigError: the existing run has other settings; also the errors of `create_run`.
     """
-    existing = pipeline.output_dir.expanduser().absolute() / run_id
-    if not run_id or not (existing / PIPELINE).is_file():
+    existing_path = pipeline.output_dir.expanduser().absolute() / run_id
+    if not run_id or not (existing_path / PIPELINE).is_file():
         return create_run(pipeline, run_id=run_id)
-    money = {f"pipeline.{key}" for key in BUDGET_KEYS}
-    if different := [key for key in differing_keys(existing, pipeline) if key not in money]:
+    budget_keys = {f"pipeline.{key}" for key in BUDGET_KEYS}
+    if changed_keys := [key for key in differing_keys(existing_path, pipeline) if key not in budget_keys]:
         raise ConfigError(
-            f"run {run_id} exists and was made with other settings ({', '.join(different[:3])}); leave the run id out, "
+            f"run {run_id} exists and was made with other settings ({', '.join(changed_keys[:3])}); leave the run id "
+            f"out, "
             f"or resume it as it is"
         )
-    return with_budget(open_run(existing, pipeline.kinds), pipeline.config)
+    return with_budget(open_run(existing_path, pipeline.kinds), pipeline.config)
 
 
 def with_budget(run: Run, config: PipelineConfig) -> Run:
@@ -190,11 +191,13 @@ def with_budget(run: Run, config: PipelineConfig) -> Run:
     Raises:
         ConfigError: a value is not positive, or there is a budget without a price.
     """
-    money, old_config = {key: getattr(config, key) for key in BUDGET_KEYS}, run.pipeline.config
-    if all(getattr(old_config, key) == value for key, value in money.items()):
+    budget_values, old_config = {key: getattr(config, key) for key in BUDGET_KEYS}, run.pipeline.config
+    if all(getattr(old_config, key) == value for key, value in budget_values.items()):
         return run
-    parse(PipelineConfig, without_none(money), source=str(run.path / PIPELINE), prefix="pipeline")
-    return replace(run, pipeline=replace(run.pipeline, config=old_config.model_copy(update=money)), has_new_money=True)
+    parse(PipelineConfig, without_none(budget_values), source=str(run.path / PIPELINE), prefix="pipeline")
+    return replace(
+        run, pipeline=replace(run.pipeline, config=old_config.model_copy(update=budget_values)), has_new_money=True
+    )
 
 
 def open_run(path: Path, kinds: StageKinds) -> Run:
@@ -217,12 +220,12 @@ def flow_run_notes(output_dir: Path) -> Path:
     return output_dir / SHARED_FOLDER / "flow_runs"
 
 
-def note_flow_run(run: Run, flow_run: str) -> None:
+def note_flow_run(run: Run, flow_run_id: str) -> None:
     """Save the id of the run that a flow run works on, so that a retry of the flow run continues this run; the newest
     file belongs to the newest flow run."""
-    notes = flow_run_notes(run.output_dir)
-    notes.mkdir(parents=True, exist_ok=True)
-    write_text(notes / flow_run, run.id)
+    notes_folder = flow_run_notes(run.output_dir)
+    notes_folder.mkdir(parents=True, exist_ok=True)
+    write_text(notes_folder / flow_run_id, run.id)
 
 
 def claim(run: Run, start_time: float | None = None) -> Lock:
@@ -239,8 +242,8 @@ def claim(run: Run, start_time: float | None = None) -> Lock:
         remove_leftovers(run.path)
         note_holder(run.path, time.time() if start_time is None else start_time)
         if run.has_new_money:  # another process may have added stages since the run was opened
-            saved = with_budget(open_run(run.path, run.pipeline.kinds), run.pipeline.config)
-            write_text(run.path / PIPELINE, tomli_w.dumps(saved.pipeline.as_toml()))
+            saved_run = with_budget(open_run(run.path, run.pipeline.kinds), run.pipeline.config)
+            write_text(run.path / PIPELINE, tomli_w.dumps(saved_run.pipeline.as_toml()))
         return lock
     lock.release()
     raise ConfigError(
@@ -257,14 +260,15 @@ def find_run(name: str, output_dir: Path) -> Path:
     # Unlike Path.is_file, os.path.isfile returns False for an invalid path.
     if name and os.path.isfile(Path(name) / PIPELINE):
         return Path(name).resolve()
-    runs = [facts.run_id for facts in runs_in(output_dir)]
-    if name in {"", "latest"} and runs:
-        return (output_dir / runs[-1]).resolve()
-    if name in runs:
+    run_ids = [run_facts.run_id for run_facts in runs_in(output_dir)]
+    if name in {"", "latest"} and run_ids:
+        return (output_dir / run_ids[-1]).resolve()
+    if name in run_ids:
         return (output_dir / name).resolve()
-    suffix = f"; newest there: {', '.join(runs[-3:])}" if runs else ""
+    newest_runs_hint = f"; newest there: {', '.join(run_ids[-3:])}" if run_ids else ""
     raise ConfigError(
-        f"no run {repr(name) if name else 'at all'} in {output_dir}{suffix}; give its path, or the folder of runs with "
+        f"no run {repr(name) if name else 'at all'} in {output_dir}{newest_runs_hint}; give its path, or the folder "
+        f"of runs with "
         "--output-dir"
     )
 
@@ -274,11 +278,11 @@ def supersede_stage(stage_path: Path) -> None:
     again."""
     if not stage_path.exists():
         return
-    folder = stage_path.parent.parent / "superseded"
-    folder.mkdir(exist_ok=True)
-    existing = [path.name.rpartition(".") for path in folder.iterdir()]
-    number = 1 + max((int(number) for name, _, number in existing if name == stage_path.name), default=0)
-    os.rename(stage_path, folder / f"{stage_path.name}.{number}")
+    superseded_folder = stage_path.parent.parent / "superseded"
+    superseded_folder.mkdir(exist_ok=True)
+    name_parts = [path.name.rpartition(".") for path in superseded_folder.iterdir()]
+    number = 1 + max((int(number) for name, _, number in name_parts if name == stage_path.name), default=0)
+    os.rename(stage_path, superseded_folder / f"{stage_path.name}.{number}")
 
 
 def create_writable(folder: Path) -> Path:
@@ -300,35 +304,35 @@ def create_writable(folder: Path) -> Path:
     return folder
 
 
-def _create_folder(output_dir: Path, run_id: str, pipeline: str, facts: RunFacts) -> Path:
+def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, run_facts: RunFacts) -> Path:
     """Create the folder of a run atomically; append a number to the name if a run of this name exists."""
-    if not _RUN_ID.fullmatch(run_id):
+    if not _RUN_ID_PATTERN.fullmatch(run_id):
         raise ConfigError(
             f"run_id = {run_id!r} must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
         )
     (output_dir / SHARED_FOLDER).mkdir(exist_ok=True)
-    for leftover in (output_dir / SHARED_FOLDER).glob("new-*"):
+    for leftover_folder in (output_dir / SHARED_FOLDER).glob("new-*"):
         with suppress(FileNotFoundError):  # another command may have removed the folder
-            if time.time() - leftover.stat().st_mtime > _ABANDONED_SECONDS:
-                shutil.rmtree(leftover, ignore_errors=True)
+            if time.time() - leftover_folder.stat().st_mtime > _ABANDONED_AGE_SECONDS:
+                shutil.rmtree(leftover_folder, ignore_errors=True)
     with tempfile.TemporaryDirectory(
         prefix="new-", dir=output_dir / SHARED_FOLDER, ignore_cleanup_errors=True
     ) as folder:
-        new = Path(folder) / "run"
-        (new / "stages").mkdir(parents=True)
-        write_text(new / PIPELINE, pipeline)
+        new_folder = Path(folder) / "run"
+        (new_folder / "stages").mkdir(parents=True)
+        write_text(new_folder / PIPELINE, pipeline)
         for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
-            path = output_dir / f"{run_id}{suffix}"
-            if path.exists():
+            run_path = output_dir / f"{run_id}{suffix}"
+            if run_path.exists():
                 continue
-            write_json(new / "run.json", facts.model_copy(update={"run_id": path.name}).model_dump())
+            write_json(new_folder / "run.json", run_facts.model_copy(update={"run_id": run_path.name}).model_dump())
             try:
-                new.rename(path)
+                new_folder.rename(run_path)
             except OSError as error:  # another command created a run of this name
                 if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
                     raise
             else:
-                return path
+                return run_path
     raise ConfigError(f"run_id = {run_id!r}: every suffix of it is taken in {output_dir}")
 
 
@@ -348,8 +352,8 @@ def list_runs(output_dir: Path) -> None:
     """Write `runs.json` for other programs; this package reads the run directories instead."""
     with Lock(output_dir / SHARED_FOLDER / "runs.lock") as lock:
         lock.acquire()
-        keys = {"run_id", "pipeline", "started"}
-        write_json(output_dir / RUNS, [facts.model_dump(include=keys) for facts in runs_in(output_dir)])
+        listed_keys = {"run_id", "pipeline", "started"}
+        write_json(output_dir / RUNS, [run_facts.model_dump(include=listed_keys) for run_facts in runs_in(output_dir)])
 
 
 def differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
@@ -359,18 +363,18 @@ def differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
     Raises:
         ConfigError: `run.json` is damaged, so the original settings are unknown.
     """
-    facts = read_facts(run_path)
-    if facts is None:
+    run_facts = read_facts(run_path)
+    if run_facts is None:
         raise ConfigError(f"{run_path / 'run.json'} is damaged; continue the run as it is: cosmos resume {run_path}")
     changes = _changed_values(pipeline, read_toml(run_path / PIPELINE))
-    return [key for key, value in changes.items() if key not in facts.fixed or facts.fixed[key] != value]
+    return [key for key, value in changes.items() if key not in run_facts.fixed or run_facts.fixed[key] != value]
 
 
-def _changed_values(pipeline: Pipeline, saved: dict[str, Any]) -> dict[str, Any]:
+def _changed_values(pipeline: Pipeline, saved_settings: dict[str, Any]) -> dict[str, Any]:
     """Return the keys whose values differ from the saved settings, each with its value in the pipeline."""
-    values, old_values = _flatten_value(pipeline.as_toml()), _flatten_value(saved)
-    keys = sorted({*values, *old_values})
-    return {key: values.get(key) for key in keys if values.get(key) != old_values.get(key)}
+    new_values, old_values = _flatten_value(pipeline.as_toml()), _flatten_value(saved_settings)
+    keys = sorted({*new_values, *old_values})
+    return {key: new_values.get(key) for key in keys if new_values.get(key) != old_values.get(key)}
 
 
 def _flatten_value(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -18,18 +18,20 @@ class Estimate(Document):
 
 def save_estimate(pipeline: Pipeline, output_dir: Path, gpu_seconds: Mapping[str, float | None]) -> None:
     """Save the estimated GPU seconds of each stage of a pipeline; this replaces an earlier estimate."""
-    file = _file(pipeline, output_dir)
+    file = _locate_estimate_file(pipeline, output_dir)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, Estimate(gpu_seconds=dict(gpu_seconds)).model_dump(), durable=False)
 
 
 def saved_estimate(pipeline: Pipeline, output_dir: Path) -> dict[str, float | None]:
     """Return the last estimate of a pipeline with the same settings; empty if there is none."""
-    return (read_document(_file(pipeline, output_dir), Estimate) or Estimate()).gpu_seconds
+    return (read_document(_locate_estimate_file(pipeline, output_dir), Estimate) or Estimate()).gpu_seconds
 
 
-def _file(pipeline: Pipeline, output_dir: Path) -> Path:
-    tables = pipeline.as_toml()
-    tables["pipeline"] = {key: value for key, value in tables["pipeline"].items() if key not in BUDGET_KEYS}
-    digest = hashlib.sha256(json.dumps(tables, sort_keys=True, default=str).encode()).hexdigest()
+def _locate_estimate_file(pipeline: Pipeline, output_dir: Path) -> Path:
+    config_tables = pipeline.as_toml()
+    config_tables["pipeline"] = {
+        key: value for key, value in config_tables["pipeline"].items() if key not in BUDGET_KEYS
+    }
+    digest = hashlib.sha256(json.dumps(config_tables, sort_keys=True, default=str).encode()).hexdigest()
     return output_dir / SHARED_FOLDER / "estimates" / f"{digest}.json"

@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 SHARED_FOLDER = ".cosmos"
 """Name of the folder in the output folder with the data that all runs share, such as digests."""
-_WRITER = re.compile(r"\.(\d+)(?:-\d+)?\.tmp$")
+_WRITER_PID_PATTERN = re.compile(r"\.(\d+)(?:-\d+)?\.tmp$")
 _DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def disk_full(error: BaseException | None, where: Path) -> DiskFull | None:
+def disk_full(error: BaseException | None, path: Path) -> DiskFull | None:
     """Return a `DiskFull` error with a message for the user if an error, or one of its causes, means that a disk is
     full or read-only; otherwise None."""
     while error is not None and not (isinstance(error, OSError) and error.errno in {*_DISK_FULL_ERRORS, errno.EROFS}):
@@ -36,17 +36,17 @@ def disk_full(error: BaseException | None, where: Path) -> DiskFull | None:
     if error is None:
         return None
     problem, remedy = ("read-only", "make it writable") if error.errno == errno.EROFS else ("disk full", "free space")
-    return DiskFull(f"{problem}: {error.strerror}: {error.filename or where}; {remedy} and resume")
+    return DiskFull(f"{problem}: {error.strerror}: {error.filename or path}; {remedy} and resume")
 
 
 @contextmanager
-def raise_disk_full(where: Path) -> Iterator[None]:
+def raise_disk_full(path: Path) -> Iterator[None]:
     """Raise `DiskFull` in place of an `OSError` of the block if it means that the disk is full or read-only."""
     try:
         yield
     except OSError as error:
-        if full := disk_full(error, where):
-            raise full from error
+        if disk_full_error := disk_full(error, path):
+            raise disk_full_error from error
         raise
 
 
@@ -72,7 +72,7 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     write_bytes(path, text.encode(), durable=durable)
 
 
-def _remove(file: Path) -> None:
+def _remove_quietly(file: Path) -> None:
     with suppress(OSError):  # report the first error, not a failed cleanup
         file.unlink(missing_ok=True)
 
@@ -80,14 +80,14 @@ def _remove(file: Path) -> None:
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Replace `path` atomically by `content`; with `durable`, wait until the file is on the disk."""
     # Threads of one process may replace the same file at once: parallel stages write the cache of digests.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    with cleanup_on_error(partial(_remove, temporary)):
-        with open(temporary, "wb") as file:
+    temporary_path = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    with cleanup_on_error(partial(_remove_quietly, temporary_path)):
+        with open(temporary_path, "wb") as file:
             file.write(content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary_path, path)
     if durable:
         sync_folder(path.parent)
 
@@ -111,10 +111,11 @@ Seconds = Annotated[float, Field(ge=0, le=1e11)]
 DocumentT = TypeVar("DocumentT", bound=Document)
 
 
-def read_document(path: Path, shape: type[DocumentT]) -> DocumentT | None:
-    """Return the content of a JSON file as an instance of the class `shape`; None if it is missing or invalid."""
+def read_document(path: Path, document_class: type[DocumentT]) -> DocumentT | None:
+    """Return the content of a JSON file as an instance of the class `document_class`; None if it is missing or
+    invalid."""
     try:
-        return shape.model_validate_json(path.read_bytes())
+        return document_class.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
 
@@ -125,12 +126,13 @@ def read_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def parsed(values: Iterable[Any], shape: type[DocumentT]) -> list[DocumentT]:
-    """Return the JSON values that match the document class `shape`, as instances of it; skip all other values."""
+def parsed(values: Iterable[Any], document_class: type[DocumentT]) -> list[DocumentT]:
+    """Return the JSON values that match the document class `document_class`, as instances of it; skip all other
+    values."""
     documents = []
     for value in values:
         with suppress(ValueError):
-            documents.append(shape.model_validate(value))
+            documents.append(document_class.model_validate(value))
     return documents
 
 
@@ -165,30 +167,30 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     new folder, but never a mixture of both.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    building = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    _remove_leftovers(target)
-    building.mkdir()
+    new_folder = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    _remove_stale_folders(target)
+    new_folder.mkdir()
     try:
-        yield building
-        for folder, _, names in os.walk(building):
-            for name in names:
+        yield new_folder
+        for folder, _, file_names in os.walk(new_folder):
+            for file_name in file_names:
                 # The file is opened for reading, because a copy of a read-only file is not writable.
-                with open(os.path.join(folder, name), "rb") as file:
+                with open(os.path.join(folder, file_name), "rb") as file:
                     os.fsync(file.fileno())
             sync_folder(Path(folder))
         old_folder = target.with_name(f".{target.name}.{os.getpid()}.old")
-        if is_replaced := target.exists():
+        if has_old_folder := target.exists():
             os.rename(target, old_folder)
         try:
-            os.rename(building, target)
+            os.rename(new_folder, target)
         except OSError:
-            if is_replaced:
+            if has_old_folder:
                 os.rename(old_folder, target)
             raise
         sync_folder(target.parent)
         shutil.rmtree(old_folder, ignore_errors=True)
     except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
+        shutil.rmtree(new_folder, ignore_errors=True)
         raise
 
 
@@ -205,34 +207,36 @@ def files_below(root: Path) -> list[Path]:
     if root.is_file():
         return [root]
     files = [path for path in root.rglob("*") if path.is_file()]
-    return sorted(path for path in files if not any(_is_temporary(part) for part in path.relative_to(root).parts))
+    return sorted(
+        path for path in files if not any(_is_temporary(path_part) for path_part in path.relative_to(root).parts)
+    )
 
 
 def step_of(name: str) -> int:
     """Return the step number of a folder name `step_N`; -1 for any other name."""
-    number = name.removeprefix("step_")
-    return int(number) if number.isdigit() else -1
+    step_text = name.removeprefix("step_")
+    return int(step_text) if step_text.isdigit() else -1
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files that killed writers on this machine left in a folder, at any depth."""
     for path in folder.rglob(".*.tmp"):
-        writer = _WRITER.search(path.name)
-        if writer and not Path(f"/proc/{writer[1]}").exists():
+        writer_match = _WRITER_PID_PATTERN.search(path.name)
+        if writer_match and not Path(f"/proc/{writer_match[1]}").exists():
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def copy_file(source: str | Path, target: str | Path) -> None:
     """Copy a file with its modification time; share the blocks if the file system supports copy-on-write."""
-    with open(source, "rb") as source_file, open(target, "wb") as new:
+    with open(source, "rb") as source_file, open(target, "wb") as target_file:
         try:
-            while os.copy_file_range(source_file.fileno(), new.fileno(), 1 << 30):
+            while os.copy_file_range(source_file.fileno(), target_file.fileno(), 1 << 30):
                 pass
         except OSError as error:
             if error.errno in _DISK_FULL_ERRORS:
                 raise
             # The kernel cannot copy between these file systems; copyfileobj continues at the current offsets.
-            shutil.copyfileobj(source_file, new)
+            shutil.copyfileobj(source_file, target_file)
     shutil.copystat(source, target)
 
 
@@ -255,12 +259,12 @@ def umask() -> int:
     return int(line.split()[1], 8)
 
 
-def _remove_leftovers(target: Path) -> None:
+def _remove_stale_folders(target: Path) -> None:
     """Remove the temporary folders for `target` that this process, or a killed process on this machine, created."""
     for folder in target.parent.iterdir():
         name, _, pid = folder.stem.rpartition(".")
-        is_own_leftover = pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{int(pid)}").exists())
-        if name == f".{target.name}" and _is_temporary(folder.name) and is_own_leftover:
+        is_stale = pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{int(pid)}").exists())
+        if name == f".{target.name}" and _is_temporary(folder.name) and is_stale:
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -31,9 +31,9 @@ from cosmos_core.types import StageKind, is_at_or_below
 CARRIED_FILES = "carried"
 """Name of the fingerprint ingredient for the files of a model that training does not read and that exports copy."""
 _PACKAGE_CUSTOM_TABLES = ("dataset", "vision")  # tables of `[custom]` that this package reads
-_INPUTS = frozenset(get_args(Role)) - {"end_tokens"}
-_END_TOKENS = "eos_token_id"
-_ENCODING = ("rollout.multi_turn_config.tools", "policy.model_class")
+_INPUT_ROLES = frozenset(get_args(Role)) - {"end_tokens"}
+_EOS_KEY = "eos_token_id"
+_ENCODING_KEYS = ("rollout.multi_turn_config.tools", "policy.model_class")
 """Keys of user code that prepared rows depend on: tools add their descriptions to prompts, families of diffusion models
 encode media."""
 Read = tuple[str, str, str, str]
@@ -57,29 +57,33 @@ class Fingerprint:
     def describe_difference(self, older: Fingerprint) -> list[str]:
         """Return what differs from an older fingerprint: settings as `key old -> new`, inputs as `NAME changed`."""
         has_inputs = bool(self.inputs and older.inputs)
-        old_values, new = flat_keys(older.ingredients), flat_keys(self.ingredients)
-        keys = [key for key in sorted({*old_values, *new}) if old_values.get(key) != new.get(key)]
-        lines = [
+        old_values, new_values = flat_keys(older.ingredients), flat_keys(self.ingredients)
+        keys = [key for key in sorted({*old_values, *new_values}) if old_values.get(key) != new_values.get(key)]
+        differences = [
             f"result of stage {key.removeprefix('inputs.')} changed"
             if key.startswith("inputs.")
-            else f"{key.removeprefix('config.')} {_shorten(old_values.get(key))} -> {_shorten(new.get(key))}"
+            else f"{key.removeprefix('config.')} {_shorten(old_values.get(key))} -> {_shorten(new_values.get(key))}"
             for key in keys
-            if not (has_inputs and key.partition(".")[0] in _INPUTS and not is_at_or_below(key, ("entry.arguments",)))
+            if not (
+                has_inputs and key.partition(".")[0] in _INPUT_ROLES and not is_at_or_below(key, ("entry.arguments",))
+            )
         ]
-        return list(dict.fromkeys([*lines, *(_changed_inputs(older.inputs, self.inputs) if has_inputs else ())]))
+        return list(
+            dict.fromkeys([*differences, *(_describe_input_changes(older.inputs, self.inputs) if has_inputs else ())])
+        )
 
 
-def _changed_inputs(old_inputs: Sequence[Read], new: Sequence[Read]) -> Iterator[str]:
-    for head in dict.fromkeys(input_entry[:2] for input_entry in (*old_inputs, *new)):
+def _describe_input_changes(old_inputs: Sequence[Read], new_inputs: Sequence[Read]) -> Iterator[str]:
+    for role_and_key in dict.fromkeys(input_entry[:2] for input_entry in (*old_inputs, *new_inputs)):
         old_digests, new_digests = (
-            {name: digest for *start, name, digest in input_entries if (*start,) == head}
-            for input_entries in (old_inputs, new)
+            {name: digest for *entry_prefix, name, digest in input_entries if (*entry_prefix,) == role_and_key}
+            for input_entries in (old_inputs, new_inputs)
         )
         if old_digests.keys() == new_digests.keys():
             yield from (f"{name} changed" for name in new_digests if old_digests[name] != new_digests[name])
         elif sorted(old_digests.values()) != sorted(new_digests.values()):
-            names = (", ".join(input_entries) or "nothing" for input_entries in (old_digests, new_digests))
-            yield f"{head[1]} {' -> '.join(names)}"
+            name_lists = (", ".join(input_entries) or "nothing" for input_entries in (old_digests, new_digests))
+            yield f"{role_and_key[1]} {' -> '.join(name_lists)}"
 
 
 def fingerprint(
@@ -93,40 +97,44 @@ def fingerprint(
     """
     recipe, inputs, is_read = pipeline.recipes[stage.name], pipeline.inputs(stage), read_key_predicate(pipeline, stage)
     check_located(inputs)
-    inputs_and_digests = [(each, _digest(each, digests)) for each in inputs if _counts(each, kind, is_read)]
-    labels = _labels(inputs, is_read)
-    values = result_values(recipe) if stage.entry else _without_paths(result_values(recipe))
+    inputs_and_digests = [
+        (each, _compute_input_digest(each, digests)) for each in inputs if _affects_result(each, kind, is_read)
+    ]
+    code_labels = _label_user_code(inputs, is_read)
+    recipe_values = result_values(recipe) if stage.entry else _remove_paths(result_values(recipe))
     for name in {"judge", *(other.table for other in pipeline.kinds.values() if other.table)} - {kind.table}:
         # Recipe tables of other kinds are left out if they have only default values, even if user code reads them.
-        if (table := getattr(recipe, name)) == type(table)():
-            values.pop(name)
+        if (recipe_table := getattr(recipe, name)) == type(recipe_table)():
+            recipe_values.pop(name)
     # User functions and classes receive the whole config, so each setting may change their result.
     includes_all_settings = any(each.role in {"entry", "data_code"} for each in inputs)
-    settings = values
+    settings = recipe_values
     if not includes_all_settings:
-        settings = {k: v for k, v in flat_keys(_replace_import_paths(values, labels)).items() if is_read(k)}
+        settings = {k: v for k, v in flat_keys(_replace_import_paths(recipe_values, code_labels)).items() if is_read(k)}
     world_size = recipe.policy.parallelism.world_size if kind.has_mesh else None
     libraries = (*kind.libraries, *(clean_packages(recipe) if kind.reads_data == "source" else ()))
     libraries += QUANTIZATION if is_read("export.formats") else ()
     libraries += recipe.policy.modality.evaluation_libraries if kind.keys_by_modality else ()
-    facts = stage_facts(pipeline, is_group=(world_size or 1) > 1)
+    machine_properties = stage_facts(pipeline, is_group=(world_size or 1) > 1)
     ingredients: dict[str, Any] = {
         "kind": kind.name,
         "result_version": kind.result_version,
         "config": settings,
         "inputs": dict(upstream),
         "threads": threads(pipeline) if kind.in_worker and kind.is_numeric else None,
-        "device": facts.device if kind.in_worker and kind.is_numeric else None,
+        "device": machine_properties.device if kind.in_worker and kind.is_numeric else None,
         "world_size": world_size,
-        "versions": {name: facts.versions[name] for name in libraries if name in facts.versions},
+        "versions": {
+            name: machine_properties.versions[name] for name in libraries if name in machine_properties.versions
+        },
         **({"code": {}} if kind.scores or kind.trains_model else {}),
-        **_digests_by_role(inputs_and_digests, labels),
-        **_keys_of(stage, kind),
+        **_digests_by_role(inputs_and_digests, code_labels),
+        **_collect_stage_keys(stage, kind),
     }
     if stage.entry:
         ingredients["entry"]["arguments"] = stage.arguments
-    calls = ("data", "reward") if kind.scores or kind.trains_model else ("data",)
-    if any(each.role in calls and _uses_reasoning_gym(each) for each in inputs):
+    code_roles = ("data", "reward") if kind.scores or kind.trains_model else ("data",)
+    if any(each.role in code_roles and _uses_reasoning_gym(each) for each in inputs):
         ingredients["generators"] = measure_workers((GENERATORS,), pipeline.config.python).versions
     if kind.trains_model and (packages := kernel_packages(recipe)):
         ingredients["kernels"] = measure_workers(tuple(packages), pipeline.config.python).versions
@@ -139,26 +147,26 @@ def _uses_reasoning_gym(each: Input) -> bool:
     return (each.role, each.form) == ("data", "literal") or (each.role, each.location) == ("reward", GENERATED_REWARD)
 
 
-def _counts(each: Input, kind: StageKind, is_read: Callable[[str], bool]) -> bool:
+def _affects_result(stage_input: Input, kind: StageKind, is_key_read: Callable[[str], bool]) -> bool:
     """Return True if an input can change the result of a stage."""
-    if each.role in {"code", "reward"}:
-        runs_code = _runs_rewards(each, kind) or each.key in _ENCODING
-        return each.form == "code" and runs_code and is_read(each.key)
-    if each.role in {"chat_template", "template"}:
-        return is_read(each.key)
-    if each.role == "end_tokens":
-        return _END_TOKENS in read_object(Path(each.location))
-    if each.role == "media":
-        return bool(files_of(Path(each.location), each.patterns))
-    return each.role != "hook" and not (each.role == "data" and each.form == "stage")
+    if stage_input.role in {"code", "reward"}:
+        runs_code = _runs_rewards(stage_input, kind) or stage_input.key in _ENCODING_KEYS
+        return stage_input.form == "code" and runs_code and is_key_read(stage_input.key)
+    if stage_input.role in {"chat_template", "template"}:
+        return is_key_read(stage_input.key)
+    if stage_input.role == "end_tokens":
+        return _EOS_KEY in read_object(Path(stage_input.location))
+    if stage_input.role == "media":
+        return bool(files_of(Path(stage_input.location), stage_input.patterns))
+    return stage_input.role != "hook" and not (stage_input.role == "data" and stage_input.form == "stage")
 
 
-def _runs_rewards(each: Input, kind: StageKind) -> bool:
+def _runs_rewards(stage_input: Input, kind: StageKind) -> bool:
     """Return True if a stage of this kind computes the rewards that an input names."""
-    return kind.scores or kind.trains_model or each.key == EVALUATION_REWARDS
+    return kind.scores or kind.trains_model or stage_input.key == EVALUATION_REWARDS
 
 
-def _digest(each: Input, digests: Digests) -> Any:
+def _compute_input_digest(each: Input, digests: Digests) -> Any:
     """Return the digest of the content of an input in any form; for `end_tokens`, the token ids themselves."""
     if each.form in {"stage", "literal"}:
         return each.location  # the digest of an upstream stage's result is in the ingredient `inputs`
@@ -170,19 +178,19 @@ def _digest(each: Input, digests: Digests) -> Any:
         return code_digest(each.location)
     path = Path(each.location)
     if each.role == "end_tokens":
-        return read_object(path)[_END_TOKENS]
+        return read_object(path)[_EOS_KEY]
     if each.key == EVALUATION_PROMPTS:  # the names of metrics contain the name of the prompt set
         return [path.stem, digests.digest_files(path, files_of(path)) if path.is_dir() else digests.digest_file(path)]
     if not path.is_dir():
         return digests.digest_file(path)
-    files = files_of_model if each.role in {"model", "teacher", "carried"} else files_of
-    digest = digests.digest_files(path, files(path, each.patterns))
+    list_files = files_of_model if each.role in {"model", "teacher", "carried"} else files_of
+    digest = digests.digest_files(path, list_files(path, each.patterns))
     return [each.location, digest] if each.role == "media" else digest  # prepared rows contain the paths of images
 
 
-def _read(each: Input, digest: Any) -> Read:
-    name = each.location if each.form in {"hub", "store", "stage"} else Path(each.location).name
-    return each.role, each.key, name, str(digest)
+def _read(stage_input: Input, digest: Any) -> Read:
+    name = stage_input.location if stage_input.form in {"hub", "store", "stage"} else Path(stage_input.location).name
+    return stage_input.role, stage_input.key, name, str(digest)
 
 
 def _digests_by_role(inputs_and_digests: Sequence[tuple[Input, Any]], labels: Mapping[str, str]) -> dict[str, Any]:
@@ -194,8 +202,8 @@ def _digests_by_role(inputs_and_digests: Sequence[tuple[Input, Any]], labels: Ma
         elif each.role in {"code", "reward"}:
             ingredients.setdefault("code", {})[labels[each.location]] = digest
         elif each.form == "code" or each.role in {"rewards", "weights"}:
-            parts = {"rewards": each.key, "weights": Path(each.location).name}
-            ingredients.setdefault(each.role, {})[parts.get(each.role, each.location.rpartition(":")[2])] = digest
+            subkeys = {"rewards": each.key, "weights": Path(each.location).name}
+            ingredients.setdefault(each.role, {})[subkeys.get(each.role, each.location.rpartition(":")[2])] = digest
         else:
             ingredients[each.role] = digest
     return ingredients
@@ -205,18 +213,18 @@ def _hash_ingredients(ingredients: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
 
 
-def _keys_of(stage: StageConfig, kind: StageKind) -> dict[str, Any]:
+def _collect_stage_keys(stage: StageConfig, kind: StageKind) -> dict[str, Any]:
     """Return the keys of the stage itself that are set and change its result."""
-    values: dict[str, Any] = {}
+    stage_values: dict[str, Any] = {}
     if "after" in kind.required_keys:  # merge weights refer to the upstream models by their order
-        values["after"] = list(stage.after)
+        stage_values["after"] = list(stage.after)
     for key in ("checkpoint", "format", "require", "confidence"):
         if value := getattr(stage, key):
-            values[key] = list(value) if isinstance(value, tuple) else value
+            stage_values[key] = list(value) if isinstance(value, tuple) else value
     if stage.sweep is not None:
         branches = [list(sweep_branch.stages) for sweep_branch in stage.sweep.branches]
-        values["sweep"] = {"metric": stage.sweep.metric, "mode": stage.sweep.mode, "branches": branches}
-    return values
+        stage_values["sweep"] = {"metric": stage.sweep.metric, "mode": stage.sweep.mode, "branches": branches}
+    return stage_values
 
 
 def read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
@@ -240,23 +248,25 @@ def read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str]
         return kind.reads_key(key) and not is_at_or_below(key, ignored_keys)
 
     inputs = pipeline.inputs(stage)
-    if is_key_read("custom") and not stage.entry and not _labels(inputs, is_key_read):
-        rewards = {each.location for each in inputs if each.role == "reward" and _runs_rewards(each, kind)}
-        ignored_keys += [f"custom.{name}" for name in recipe.custom if name not in {*_PACKAGE_CUSTOM_TABLES, *rewards}]
+    if is_key_read("custom") and not stage.entry and not _label_user_code(inputs, is_key_read):
+        reward_names = {each.location for each in inputs if each.role == "reward" and _runs_rewards(each, kind)}
+        ignored_keys += [
+            f"custom.{name}" for name in recipe.custom if name not in {*_PACKAGE_CUSTOM_TABLES, *reward_names}
+        ]
     return is_key_read
 
 
 def _completes_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
     """Return True if rows of the stage may be prompts for rollouts, by the recipe of the stage that prepares them."""
-    kind, source = pipeline.kind_of(stage), source_of(stage.data)
+    kind, data_stage_name = pipeline.kind_of(stage), source_of(stage.data)
     if kind.feed == "rollouts" or kind.has_engine:
         return True
     if kind.trains_model and not pipeline.recipes[stage.name].validation.enable:
         return False
     if kind.reads_data == "prepared":
-        if source is None or pipeline.kind_of(pipeline.stage(source)).makes != "data":
+        if data_stage_name is None or pipeline.kind_of(pipeline.stage(data_stage_name)).makes != "data":
             return True  # without a prepare stage, rows may be prompts
-        stage = pipeline.stage(source)
+        stage = pipeline.stage(data_stage_name)
     recipe = pipeline.recipes[stage.name]
     return recipe.train.train_policy.has_rollouts or bool(recipe.validation.reward_function)
 
@@ -276,22 +286,26 @@ def stage_facts(pipeline: Pipeline, *, is_group: bool = False) -> MachinePropert
     return measure_workers(LIBRARIES, pipeline.config.python, is_group=is_group)
 
 
-def _without_paths(values: dict[str, Any]) -> dict[str, Any]:
+def _remove_paths(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values without the paths in `custom.dataset`: the content of these files is hashed instead."""
-    custom = values.get("custom") or {}
-    if not isinstance(custom.get("dataset"), dict):
+    custom_table = values.get("custom") or {}
+    if not isinstance(custom_table.get("dataset"), dict):
         return values
-    dataset = {key: value for key, value in custom["dataset"].items() if key not in MEDIA_PATHS}
-    return values | {"custom": custom | {"dataset": dataset}}
+    dataset_values = {key: value for key, value in custom_table["dataset"].items() if key not in MEDIA_PATHS}
+    return values | {"custom": custom_table | {"dataset": dataset_values}}
 
 
-def _labels(inputs: Sequence[Input], is_read: Callable[[str], bool]) -> dict[str, str]:
+def _label_user_code(inputs: Sequence[Input], is_key_read: Callable[[str], bool]) -> dict[str, str]:
     """Return a label for each user reward, algorithm and engine that the stage reads: the name without the folder of
     its file, because the location does not change the result."""
-    code = [each for each in inputs if each.role in {"code", "reward"} and each.form == "code"]
-    names = sorted({each.location for each in code if is_read(each.key)})
-    labels = {name: name.rpartition("/")[2] for name in names}
-    return labels if len(set(labels.values())) == len(labels) else {name: name for name in names}
+    code_inputs = [each for each in inputs if each.role in {"code", "reward"} and each.form == "code"]
+    import_paths = sorted({each.location for each in code_inputs if is_key_read(each.key)})
+    labels = {import_path: import_path.rpartition("/")[2] for import_path in import_paths}
+    return (
+        labels
+        if len(set(labels.values())) == len(labels)
+        else {import_path: import_path for import_path in import_paths}
+    )
 
 
 def _replace_import_paths(values: Any, labels: Mapping[str, str]) -> Any:

@@ -22,21 +22,21 @@ def record_gpu_time(stage_path: Path, gpus: int) -> Iterator[None]:
     if not gpus:
         yield
         return
-    earlier = closed_intervals(stage_path)
-    hold = GpuInterval(attempt=read_state(stage_path).attempt + 1, gpus=gpus, begin=time.time())
-    update_state(stage_path, holds=[*earlier, hold])
+    earlier_intervals = closed_intervals(stage_path)
+    gpu_interval = GpuInterval(attempt=read_state(stage_path).attempt + 1, gpus=gpus, begin=time.time())
+    update_state(stage_path, holds=[*earlier_intervals, gpu_interval])
     try:
         yield
     finally:
         with warn_if_disk_full(f"the time for which {stage_path.name} held GPUs"):
-            update_state(stage_path, holds=[*earlier, hold.model_copy(update={"end": time.time()})])
+            update_state(stage_path, holds=[*earlier_intervals, gpu_interval.model_copy(update={"end": time.time()})])
 
 
 def closed_intervals(stage_path: Path) -> list[GpuInterval]:
     """Return the intervals in which a stage held GPUs; an interval without an end lasts until the last heartbeat."""
     state, progress = read_state(stage_path), read_progress(stage_path)
-    signs = (state.renewed, state.heartbeat, progress.heartbeat if progress else None)
-    last = min(max((sign for sign in signs if sign), default=0.0), time.time())
+    heartbeat_times = (state.renewed, state.heartbeat, progress.heartbeat if progress else None)
+    last = min(max((heartbeat_time for heartbeat_time in heartbeat_times if heartbeat_time), default=0.0), time.time())
     return [
         hold if hold.end is not None else hold.model_copy(update={"end": max(hold.begin, last)}) for hold in state.holds
     ]
@@ -66,7 +66,7 @@ def note_in_result(stage_path: Path) -> Result:
     """Add the GPU seconds of a finished stage to its `result.json`, in total as `gpu_seconds` and by attempt as
     `attempts`; return the manifest. The digest of the result does not cover these values, and a full disk may prevent
     the write."""
-    result, path = read_result(stage_path), stage_path / RESULT
+    result, result_path = read_result(stage_path), stage_path / RESULT
     assert result is not None
     intervals_by_attempt: dict[int, list[GpuInterval]] = {}
     for interval in closed_intervals(stage_path):
@@ -75,9 +75,9 @@ def note_in_result(stage_path: Path) -> Result:
         {"attempt": attempt, "gpus": max(each.gpus for each in intervals), "gpu_seconds": gpu_seconds(intervals)}
         for attempt, intervals in intervals_by_attempt.items()
     ]
-    result["gpu_seconds"] = sum(entry["gpu_seconds"] for entry in result["attempts"])
+    result["gpu_seconds"] = sum(attempt_entry["gpu_seconds"] for attempt_entry in result["attempts"])
     with warn_if_disk_full(f"the GPU seconds of {stage_path.name}"):
-        mode = path.stat().st_mode
-        write_json(path, result)
-        path.chmod(mode)  # the worker may have made the file private
+        file_mode = result_path.stat().st_mode
+        write_json(result_path, result)
+        result_path.chmod(file_mode)  # the worker may have made the file private
     return result

@@ -17,10 +17,10 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.error_handling import set_future
 from cosmos_core.errors import CosmosError, DataError, ModelError
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_NEWEST = "main"
-_REVISIONS = {"model": "policy.model_revision", "teacher": "distillation.model_revision"}
-_SECONDS = 8.0
+_COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
+_DEFAULT_BRANCH = "main"
+_REVISION_KEYS = {"model": "policy.model_revision", "teacher": "distillation.model_revision"}
+_HUB_TIMEOUT_SECONDS = 8.0
 _RETRY_HUB_SECONDS = 60.0
 _failed_requests: dict[str, tuple[float, str]] = {}
 """Time (monotonic) and reason of the last failed request to each Hub, so that the next repository does not wait for an
@@ -49,46 +49,50 @@ def _pin_recipe(pipeline: Pipeline, stage: StageConfig, commits: dict[Repository
     recipe = pipeline.recipes[stage.name]
     for each in pipeline.inputs(stage):
         if each.form == "hub":
-            key = _REVISIONS.get(each.role) or f"{each.key.removesuffix('.name')}.revision"
-            revision = each.revision or _NEWEST
+            revision_key = _REVISION_KEYS.get(each.role) or f"{each.key.removesuffix('.name')}.revision"
+            revision = each.revision or _DEFAULT_BRANCH
             repository: Repository = ("dataset" if each.role == "data" else "model", each.location, revision)
             commits[repository] = commits.get(repository) or commit_of(repository)
-            recipe = with_value(recipe, key, commits[repository])
+            recipe = with_value(recipe, revision_key, commits[repository])
     return recipe
 
 
-def commit_of(repository: Repository, seconds: float = _SECONDS) -> str:
+def commit_of(repository: Repository, seconds: float = _HUB_TIMEOUT_SECONDS) -> str:
     """Return the commit of a revision on the Hub, or the commit in the local cache if the Hub does not respond within
     `seconds`.
 
     Raises:
         ModelError, DataError: the Hub has no such repository, or neither the Hub nor its local cache is readable.
     """
-    repo_type, name, revision = repository
-    if _COMMIT.fullmatch(revision):
+    repo_type, repo_name, revision = repository
+    if _COMMIT_PATTERN.fullmatch(revision):
         return revision
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import HfApi, constants  # slow import, which pipelines without Hub names do not need
     from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-    hub = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-    failed_at, reason = _failed_requests.get(hub, (-_RETRY_HUB_SECONDS, ""))
+    hub_url = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+    last_failure_time, reason = _failed_requests.get(hub_url, (-_RETRY_HUB_SECONDS, ""))
     if constants.HF_HUB_OFFLINE:
         reason = "HF_HUB_OFFLINE is set"
-    elif time.monotonic() - failed_at >= _RETRY_HUB_SECONDS:
-        api = HfApi(endpoint=hub)
+    elif time.monotonic() - last_failure_time >= _RETRY_HUB_SECONDS:
+        api = HfApi(endpoint=hub_url)
         try:
-            info = call_with_timeout(seconds, partial(api.repo_info, name, revision=revision, repo_type=repo_type))
-            return str(info.sha)
+            repo_info = call_with_timeout(
+                seconds, partial(api.repo_info, repo_name, revision=revision, repo_type=repo_type)
+            )
+            return str(repo_info.sha)
         except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
             raise _unknown_commit_error(repository, str(error)) from error
         except (HTTPError, OSError) as error:
             reason = str(error)
-            _failed_requests[hub] = (time.monotonic(), reason)
-    folder = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{name.replace('/', '--')}"
-    if commit := _cached(folder, revision):
+            _failed_requests[hub_url] = (time.monotonic(), reason)
+    cache_folder = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{repo_name.replace('/', '--')}"
+    if commit := _read_cached_commit(cache_folder, revision):
         return commit
-    raise _unknown_commit_error(repository, f"the Hub {hub} cannot be asked ({reason}), and {folder} does not say")
+    raise _unknown_commit_error(
+        repository, f"the Hub {hub_url} cannot be asked ({reason}), and {cache_folder} does not say"
+    )
 
 
 def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
@@ -98,36 +102,39 @@ def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
     Raises:
         TimeoutError: there is no result after `seconds`; the thread continues.
     """
-    result: Future[Any] = Future()
-    threading.Thread(target=set_future, args=(result, call), name="within", daemon=True).start()
+    future: Future[Any] = Future()
+    threading.Thread(target=set_future, args=(future, call), name="within", daemon=True).start()
     try:
-        return result.result(seconds)
+        return future.result(seconds)
     except TimeoutError as error:
         raise TimeoutError(str(error) or f"no response within {seconds:g} s") from error
 
 
-def _cached(folder: Path, revision: str) -> str | None:
+def _read_cached_commit(cache_folder: Path, revision: str) -> str | None:
     """Return the commit of a revision in the cache of the Hub; `datasets` stores no branch names there, so for a data
     set return its only commit. Return None if there is no such commit."""
-    reference = folder / "refs" / revision
-    if os.path.isfile(reference):  # Path.is_file raises an error for a name that is too long
-        return reference.read_text(encoding="utf-8").strip()
-    commits = [path.name for path in (folder / "snapshots").glob("*")]
-    return commits[0] if len(commits) == 1 and revision == _NEWEST else None
+    reference_file = cache_folder / "refs" / revision
+    if os.path.isfile(reference_file):  # Path.is_file raises an error for a name that is too long
+        return reference_file.read_text(encoding="utf-8").strip()
+    commits = [path.name for path in (cache_folder / "snapshots").glob("*")]
+    return commits[0] if len(commits) == 1 and revision == _DEFAULT_BRANCH else None
 
 
 def _unknown_commit_error(repository: Repository, reason: str) -> CosmosError:
-    repo_type, name, revision = repository
-    error, noun = (ModelError, "model") if repo_type == "model" else (DataError, "data set")
-    return error(
-        f"the {noun} {name!r}: no folder here, and which commit {revision!r} is on the Hub cannot be found out: "
+    repo_type, repo_name, revision = repository
+    error_class, repo_noun = (ModelError, "model") if repo_type == "model" else (DataError, "data set")
+    return error_class(
+        f"the {repo_noun} {repo_name!r}: no folder here, and which commit {revision!r} is on the Hub cannot be found "
+        f"out: "
         f"{' '.join(reason.split())}; check the name, download it, or write the commit as its revision"
     )
 
 
 def with_value(table: Any, key: str, value: Any) -> Any:
     """Return a copy of a table with another value at a dotted key; a number is an index into a list of tables."""
-    name, _, key_rest = key.partition(".")
+    name, _, remaining_key = key.partition(".")
     if isinstance(table, tuple):
-        return tuple(with_value(each, key_rest, value) if i == int(name) else each for i, each in enumerate(table))
-    return table.model_copy(update={name: with_value(getattr(table, name), key_rest, value) if key_rest else value})
+        return tuple(with_value(each, remaining_key, value) if i == int(name) else each for i, each in enumerate(table))
+    return table.model_copy(
+        update={name: with_value(getattr(table, name), remaining_key, value) if remaining_key else value}
+    )

@@ -51,12 +51,12 @@ def lineage_of(path: Path) -> list[Link]:
     Raises:
         ConfigError: the path belongs to no run, or the stage has not finished.
     """
-    record = read_object(path.resolve() / RECORD_FILE)
-    if not isinstance(record.get("files"), dict):
+    publication_record = read_object(path.resolve() / RECORD_FILE)
+    if not isinstance(publication_record.get("files"), dict):
         return lineage(stage_of(path))
-    digest = hashlib.sha256(json.dumps(record["files"], sort_keys=True).encode()).hexdigest()
-    note = _find_changed_file(path, record["files"]) or "verified"
-    published_link = Link(0, path.resolve().name, "published", digest, str(path), note)
+    digest = hashlib.sha256(json.dumps(publication_record["files"], sort_keys=True).encode()).hexdigest()
+    content_status = _find_changed_file(path, publication_record["files"]) or "verified"
+    published_link = Link(0, path.resolve().name, "published", digest, str(path), content_status)
     return [published_link, *(replace(link, depth=link.depth + 1) for link in lineage(stage_of(path)))]
 
 
@@ -84,20 +84,20 @@ def lineage(stage_path: Path) -> list[Link]:
 
 def _walk_upstream(stage_path: Path, result: Result, depth: int, visited: set[Path]) -> Iterator[Link]:
     visited.add(stage_path)
-    run = f"run {stage_path.parent.parent.name}"
-    note = find_damage(stage_path, result) or "verified"
+    run_label = f"run {stage_path.parent.parent.name}"
+    content_status = find_damage(stage_path, result) or "verified"
     gpu_seconds = float(result.get("gpu_seconds", 0.0))
-    yield Link(depth, result["name"], result["kind"], result["digest"], run, note, gpu_seconds)
+    yield Link(depth, result["name"], result["kind"], result["digest"], run_label, content_status, gpu_seconds)
     for source in parsed(result.get("sources", ()), Source):
         yield Link(depth + 1, Path(source.name).name, source.kind, source.digest, source.name, _source_status(source))
     for name, recorded_input in result["inputs"].items():
-        upstream = stage_path.parent / name
-        upstream_result = read_result(upstream)
+        upstream_path = stage_path.parent / name
+        upstream_result = read_result(upstream_path)
         if upstream_result is None or upstream_result["digest"] != recorded_input["digest"]:
-            note = "gone" if upstream_result is None else "made again since: its content is another"
-            yield Link(depth + 1, name, "", recorded_input["digest"], run, note)
-        elif upstream not in visited:
-            yield from _walk_upstream(upstream, upstream_result, depth + 1, visited)
+            content_status = "gone" if upstream_result is None else "made again since: its content is another"
+            yield Link(depth + 1, name, "", recorded_input["digest"], run_label, content_status)
+        elif upstream_path not in visited:
+            yield from _walk_upstream(upstream_path, upstream_result, depth + 1, visited)
 
 
 def _source_status(source: Source) -> str:
@@ -115,31 +115,33 @@ def model_origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
     The keys are `base_model` and `revision` of the model, or `made_by`, the function whose stage created the model;
     `data` lists the names of the rows.
     """
-    data: dict[str, None] = {}
-    waiting, visited = [stage], set()
-    while waiting:
-        current = waiting.pop(0)
-        visited.add(current.name)
-        data |= dict.fromkeys(_dataset_names(pipeline, current))
-        upstream = [
+    dataset_names: dict[str, None] = {}
+    pending_stages, visited = [stage], set()
+    while pending_stages:
+        current_stage = pending_stages.pop(0)
+        visited.add(current_stage.name)
+        dataset_names |= dict.fromkeys(_dataset_names(pipeline, current_stage))
+        upstream_names = [
             name
-            for name in map(source_of, (pipeline.starts_from(current), current.data))
+            for name in map(source_of, (pipeline.starts_from(current_stage), current_stage.data))
             if name is not None and name not in visited
         ]
-        waiting += map(pipeline.stage, upstream)
+        pending_stages += map(pipeline.stage, upstream_names)
     while (name := source_of(pipeline.starts_from(stage))) is not None:
         stage = pipeline.stage(name)
-    model = next((each for each in pipeline.inputs(stage) if each.role == "model"), None)
-    if model is None:
-        return {"made_by": stage.entry, "data": list(data)}
-    base = {"base_model": model.location, "data": list(data)}
-    return base | ({"revision": model.revision} if model.revision and model.form != "folder" else {})
+    model_input = next((stage_input for stage_input in pipeline.inputs(stage) if stage_input.role == "model"), None)
+    if model_input is None:
+        return {"made_by": stage.entry, "data": list(dataset_names)}
+    origin = {"base_model": model_input.location, "data": list(dataset_names)}
+    return origin | (
+        {"revision": model_input.revision} if model_input.revision and model_input.form != "folder" else {}
+    )
 
 
 def public_name(name: str) -> str:
     """Return the name of a model or data set without local folders: a Hub id, or the last part of a path."""
-    if cached := re.search(r"models--(.+?)--([^/]+)/snapshots/", name):
-        return f"{cached[1]}/{cached[2]}"
+    if cache_match := re.search(r"models--(.+?)--([^/]+)/snapshots/", name):
+        return f"{cache_match[1]}/{cache_match[2]}"
     is_path = name.startswith(("/", "~", ".")) or os.path.exists(name)
     return Path(name).name if is_path else name
 
@@ -148,8 +150,8 @@ def base_of(stage: Stage) -> str:
     """Return a name of the model that a training started from, valid on any machine: a Hub id, a stage of the run, or
     the name and digest of a folder."""
     source_name = stage.config.model or stage.recipe.policy.model_name_or_path
-    if (upstream := source_of(source_name)) is not None:
-        return f"{stage.run_path.name}/{upstream}"
+    if (upstream_name := source_of(source_name)) is not None:
+        return f"{stage.run_path.name}/{upstream_name}"
     # Of several sources of one kind, the first one counts.
     digest = {source.kind: source.digest for source in reversed(stage.sources)}.get("model", "")
     name = public_name(source_name)
@@ -158,11 +160,11 @@ def base_of(stage: Stage) -> str:
 
 def _dataset_names(pipeline: Pipeline, stage: StageConfig) -> list[str]:
     """Return the names of a stage's data sets outside the run, or `made by FUNCTION` if user code makes its rows."""
-    outside_inputs = [each for each in pipeline.inputs(stage) if each.role == "data" and each.form != "stage"]
-    rows = [
-        each for each in outside_inputs if not (each.key.startswith(BENCHMARKS) or each.key.endswith(".pass_rates"))
+    external_inputs = [each for each in pipeline.inputs(stage) if each.role == "data" and each.form != "stage"]
+    row_inputs = [
+        each for each in external_inputs if not (each.key.startswith(BENCHMARKS) or each.key.endswith(".pass_rates"))
     ]
-    names = [f"{each.location}@{each.revision}" if each.revision else each.location for each in rows]
+    names = [f"{each.location}@{each.revision}" if each.revision else each.location for each in row_inputs]
     names = [os.path.relpath(name) if Path(name).is_relative_to(Path.cwd()) else name for name in names]
     return names or ([f"made by {stage.entry}"] if stage.entry else [])
 
@@ -175,21 +177,21 @@ def stage_of(path: Path) -> Path:
         ConfigError: the path belongs to no run.
     """
     path = path.resolve()
-    published = read_object(path / RECORD_FILE)
-    if "stage" in published:
-        return Path(published["stage"])
+    publication_record = read_object(path / RECORD_FILE)
+    if "stage" in publication_record:
+        return Path(publication_record["stage"])
     for folder in (path, *path.parents):
         if folder.parent.name == "stages" and (folder.parent.parent / "pipeline.toml").is_file():
             return folder
     if (path / "pipeline.toml").is_file():
-        return path / "stages" / _last_model_stage(path)
+        return path / "stages" / _find_last_model_stage(path)
     raise ConfigError(f"{path} belongs to no run; give a run, a stage, an exported or a published model")
 
 
-def _last_model_stage(run_path: Path) -> str:
-    stages: list[dict[str, Any]] = read_toml(run_path / "pipeline.toml")["pipeline"]["stages"]
-    for stage in reversed(stages):
-        result: Result | None = read_result(run_path / "stages" / stage["name"])
+def _find_last_model_stage(run_path: Path) -> str:
+    stage_tables: list[dict[str, Any]] = read_toml(run_path / "pipeline.toml")["pipeline"]["stages"]
+    for stage_table in reversed(stage_tables):
+        result: Result | None = read_result(run_path / "stages" / stage_table["name"])
         if result is not None and "model" in result["info"]:
-            return str(stage["name"])
+            return str(stage_table["name"])
     raise ConfigError(f"{run_path}: no stage of this run has made a model yet")

@@ -15,8 +15,8 @@ from cosmos_core.run.state import ACTIVE, State
 LEASE_SECONDS = 120.0
 """Seconds without a renewal after which a launcher on another machine counts as dead; longer than clock skew and delays
 of shared storage."""
-_HOLDER = "holder.json"
-_APPROVAL = "approval.json"
+_HOLDER_FILE = "holder.json"
+_APPROVAL_FILE = "approval.json"
 
 
 class Holder(Document):
@@ -41,28 +41,28 @@ class Approval(Document):
 def note_approval(run_path: Path, approval: Approval) -> None:
     """Save the approval request of a run, pending or declined; the next process that claims the run removes the
     file."""
-    write_json(run_path / "locks" / _APPROVAL, approval.model_dump(), durable=False)
+    write_json(run_path / "locks" / _APPROVAL_FILE, approval.model_dump(), durable=False)
 
 
 def read_approval(run_path: Path) -> Approval | None:
     """Return the request for approval of a run; None if there is none, or if it has expired."""
-    approval = read_document(run_path / "locks" / _APPROVAL, Approval)
+    approval = read_document(run_path / "locks" / _APPROVAL_FILE, Approval)
     return approval if approval and (approval.is_declined or time.time() < approval.until) else None
 
 
 def note_holder(run_path: Path, since: float) -> None:
     """Record that this process has claimed a run for a command that began at `since` (unix time); a repeated claim by
     the same process keeps the earliest time."""
-    previous, current_process = read_holder(run_path), identify_process()
-    if previous is not None and previous.model_dump(exclude={"since"}) == current_process:
-        since = min(since, previous.since)
-    write_json(run_path / "locks" / _HOLDER, {**current_process, "since": since}, durable=False)
-    (run_path / "locks" / _APPROVAL).unlink(missing_ok=True)
+    previous_holder, current_process = read_holder(run_path), identify_process()
+    if previous_holder is not None and previous_holder.model_dump(exclude={"since"}) == current_process:
+        since = min(since, previous_holder.since)
+    write_json(run_path / "locks" / _HOLDER_FILE, {**current_process, "since": since}, durable=False)
+    (run_path / "locks" / _APPROVAL_FILE).unlink(missing_ok=True)
 
 
 def read_holder(run_path: Path) -> Holder | None:
     """Return the process that last claimed a run; None if no process did, or if the file that names it is damaged."""
-    return read_document(run_path / "locks" / _HOLDER, Holder)
+    return read_document(run_path / "locks" / _HOLDER_FILE, Holder)
 
 
 def start_of_dead_holder(run_path: Path) -> float | None:

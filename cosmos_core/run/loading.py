@@ -6,14 +6,16 @@ Loading itself needs diffusers and is in `models/diffusion.py`.
 from collections.abc import Mapping
 from typing import Any
 
-_ENCODERS = ("text_encoder", "tokenizer")
+_ENCODER_PREFIXES = ("text_encoder", "tokenizer")
 
 
 def pipeline_arguments(index: Mapping[str, Any]) -> str:
     """Return the arguments after the folder in a call of `DiffusionPipeline.from_pretrained`, for a pipeline with the
     content `index` of model_index.json. An encoder that the pipeline lacks is set to None, since diffusers looks for
     its files otherwise."""
-    absent_encoders = [name for name, entry in index.items() if name.startswith(_ENCODERS) and entry == [None, None]]
+    absent_encoders = [
+        name for name, entry in index.items() if name.startswith(_ENCODER_PREFIXES) and entry == [None, None]
+    ]
     return "".join(f", {name}=None" for name in absent_encoders)
 
 

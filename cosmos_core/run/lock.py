@@ -49,13 +49,13 @@ class Lock:
         self.release()
 
 
-def stage_lock(run: Path, name: str) -> Lock:
+def stage_lock(run_path: Path, name: str) -> Lock:
     """Open the lock of a stage in a run directory.
 
     Raises:
         StageFailed: the lock file cannot be created.
     """
-    path = run / "locks" / f"{name}.lock"
+    path = run_path / "locks" / f"{name}.lock"
     try:
         return Lock(path)
     except OSError as error:

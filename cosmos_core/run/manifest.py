@@ -31,7 +31,7 @@ STORE_KEY = "stored"
 Result = dict[str, Any]
 
 
-class _File(Document):
+class _OutputFile(Document):
     path: str
     size: int
     sha256: str
@@ -39,7 +39,7 @@ class _File(Document):
     inode: int
 
 
-class _Input(Document):
+class _InputRecord(Document):
     fingerprint: str
     digest: str
 
@@ -62,8 +62,8 @@ class _ManifestSchema(Document):
     fingerprint: str
     metrics: dict[str, float]
     info: dict[str, JsonValue]
-    inputs: dict[str, _Input]
-    outputs: list[_File]
+    inputs: dict[str, _InputRecord]
+    outputs: list[_OutputFile]
     digest: str
     reused_from: str | None
     sources: list[Source] = []
@@ -90,7 +90,7 @@ def commit(
         path = stage_path / output
         if not path.exists():
             raise StageFailed(f"stage {stage_path.name!r} named the output {output!r} but did not write it")
-        files += [_describe(stage_path, file) for file in files_below(path)]
+        files += [_describe_file(stage_path, file) for file in files_below(path)]
     result = {
         "name": stage_path.name,
         "kind": kind,
@@ -112,11 +112,11 @@ def commit(
 
 def digest_of(result: Result) -> str:
     """Return one digest over everything that later stages may read: files, info, and metrics except time and memory."""
-    files = sorted(f"{file['path']}\0{file['sha256']}" for file in result["outputs"])
-    varying = ("time/", "throughput/", "memory/")
-    metrics = {key: value for key, value in result["metrics"].items() if not key.startswith(varying)}
-    text = json.dumps([files, metrics, result["info"]], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    file_lines = sorted(f"{file_record['path']}\0{file_record['sha256']}" for file_record in result["outputs"])
+    volatile_prefixes = ("time/", "throughput/", "memory/")
+    metrics = {key: value for key, value in result["metrics"].items() if not key.startswith(volatile_prefixes)}
+    canonical_json = json.dumps([file_lines, metrics, result["info"]], sort_keys=True)
+    return hashlib.sha256(canonical_json.encode()).hexdigest()
 
 
 def _check_outcome(outcome: Outcome, name: str) -> None:
@@ -142,23 +142,23 @@ def find_damage(stage_path: Path, result: Result, *, ignores_cache: bool = False
     the content is hashed again, and the record of a file with the same content is updated.
     """
     has_new_times = False
-    for record in result["outputs"]:
-        file = stage_path / record["path"]
+    for file_record in result["outputs"]:
+        file = stage_path / file_record["path"]
         try:
-            status = file.stat()
+            file_stat = file.stat()
         except (FileNotFoundError, NotADirectoryError):
             if result.get(STORE_KEY):
                 continue
-            return f"{record['path']} is gone"
-        if status.st_size != record["size"]:
-            return f"{record['path']} has {status.st_size} bytes instead of {record['size']}"
-        is_unmodified = status.st_mtime_ns == record["mtime_ns"] and status.st_ino == record["inode"]
+            return f"{file_record['path']} is gone"
+        if file_stat.st_size != file_record["size"]:
+            return f"{file_record['path']} has {file_stat.st_size} bytes instead of {file_record['size']}"
+        is_unmodified = file_stat.st_mtime_ns == file_record["mtime_ns"] and file_stat.st_ino == file_record["inode"]
         if is_unmodified and not ignores_cache:
             continue
-        if sha256(file) != record["sha256"]:
-            return f"{record['path']} was altered"
+        if sha256(file) != file_record["sha256"]:
+            return f"{file_record['path']} was altered"
         if not is_unmodified:
-            record.update(mtime_ns=status.st_mtime_ns, inode=status.st_ino)
+            file_record.update(mtime_ns=file_stat.st_mtime_ns, inode=file_stat.st_ino)
             has_new_times = True
     if digest_of(result) != result["digest"]:
         return "result.json itself was altered"
@@ -172,28 +172,28 @@ def adopt(source: Path, target: Path, result: Result) -> Result:
 
     The copies are independent: deleting or changing one leaves the other intact.
     """
-    for record in result["outputs"]:
-        file = target / record["path"]
-        if result.get(STORE_KEY) and not (source / record["path"]).is_file():
+    for file_record in result["outputs"]:
+        file = target / file_record["path"]
+        if result.get(STORE_KEY) and not (source / file_record["path"]).is_file():
             continue
         file.parent.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)
-        copy_file(source / record["path"], file)
-        status = file.stat()
-        record.update(mtime_ns=status.st_mtime_ns, inode=status.st_ino)
-    adopted = {**result, "reused_from": str(source)}
-    write_json(target / RESULT, adopted)
-    return adopted
+        copy_file(source / file_record["path"], file)
+        file_stat = file.stat()
+        file_record.update(mtime_ns=file_stat.st_mtime_ns, inode=file_stat.st_ino)
+    adopted_result = {**result, "reused_from": str(source)}
+    write_json(target / RESULT, adopted_result)
+    return adopted_result
 
 
-def _describe(stage_path: Path, file: Path) -> dict[str, Any]:
+def _describe_file(stage_path: Path, file: Path) -> dict[str, Any]:
     digest = sha256(file, durable=True)
     follow_umask(file)
-    status = file.stat()
+    file_stat = file.stat()
     return {
         "path": str(file.relative_to(stage_path)),
-        "size": status.st_size,
+        "size": file_stat.st_size,
         "sha256": digest,
-        "mtime_ns": status.st_mtime_ns,
-        "inode": status.st_ino,
+        "mtime_ns": file_stat.st_mtime_ns,
+        "inode": file_stat.st_ino,
     }

@@ -35,21 +35,21 @@ def keyed_run(client: Any, experiment: str, key: str, name: str, tags: Mapping[s
     """Return the MLflow run with a key in an experiment; create the run, and the experiment, if it does not exist."""
     from mlflow.exceptions import MlflowException
 
-    if (existing := client.get_experiment_by_name(experiment)) is None:
+    if (existing_experiment := client.get_experiment_by_name(experiment)) is None:
         try:
             client.create_experiment(experiment)
         except MlflowException:  # another process may have created the experiment
             if client.get_experiment_by_name(experiment) is None:
                 raise
-        existing = client.get_experiment_by_name(experiment)
-    search = (
-        ([existing.experiment_id], f"tags.`{RUN_KEY_TAG}` = '{key}'"),
+        existing_experiment = client.get_experiment_by_name(experiment)
+    search_arguments = (
+        ([existing_experiment.experiment_id], f"tags.`{RUN_KEY_TAG}` = '{key}'"),
         {"order_by": ["attributes.start_time ASC"]},
     )
-    if not client.search_runs(*search[0], **search[1]):
-        client.create_run(existing.experiment_id, tags={**tags, RUN_KEY_TAG: key}, run_name=name)
+    if not client.search_runs(*search_arguments[0], **search_arguments[1]):
+        client.create_run(existing_experiment.experiment_id, tags={**tags, RUN_KEY_TAG: key}, run_name=name)
     # The second search returns the first run if the client repeated a request whose response was lost.
-    return client.search_runs(*search[0], **search[1])[0]
+    return client.search_runs(*search_arguments[0], **search_arguments[1])[0]
 
 
 def metric_name(name: str) -> str:

@@ -46,44 +46,44 @@ class PairedDifferences:
         Raises:
             ConfigError: SciPy is not installed.
         """
-        stats = _scipy_stats()
+        stats = _import_scipy_stats()
         if self.is_binary and not margin:
             changed = [difference for difference in self.differences if difference]
-            better = sum(difference > 0 for difference in changed)
-            return float(stats.binomtest(better, len(changed), alternative="greater").pvalue) if changed else 1.0
-        return float(stats.ttest_1samp(self._padded, margin, alternative="greater").pvalue)
+            num_better = sum(difference > 0 for difference in changed)
+            return float(stats.binomtest(num_better, len(changed), alternative="greater").pvalue) if changed else 1.0
+        return float(stats.ttest_1samp(self._padded_differences, margin, alternative="greater").pvalue)
 
     def describe(self, confidence: float) -> dict[str, Any]:
         """Return the mean difference with its two-sided confidence interval, the numbers of items, of better and of
         worse items, and the smallest difference that this number of items detects in 80 of 100 cases."""
-        stats = _scipy_stats()
-        error = float(stats.sem(self._padded))
-        width = float(stats.t.ppf((1 + confidence) / 2, len(self.differences))) * error
+        stats = _import_scipy_stats()
+        standard_error = float(stats.sem(self._padded_differences))
+        half_width = float(stats.t.ppf((1 + confidence) / 2, len(self.differences))) * standard_error
         return {
             "difference": self.mean,
-            "low": self.mean - width,
-            "high": self.mean + width,
+            "low": self.mean - half_width,
+            "high": self.mean + half_width,
             "items": len(self.differences),
             "better": sum(difference > 0 for difference in self.differences),
             "worse": sum(difference < 0 for difference in self.differences),
-            "detectable": _quantiles(confidence) * error,
+            "detectable": _compute_detection_factor(confidence) * standard_error,
         }
 
     @property
-    def _padded(self) -> tuple[float, ...]:
+    def _padded_differences(self) -> tuple[float, ...]:
         """Return the differences and one positive and one negative extra value, so that the variance is never zero."""
-        size = 1.0 if self.is_binary else max(map(abs, self.differences)) or 1e-12
-        return (*self.differences, size, -size)
+        padding_value = 1.0 if self.is_binary else max(map(abs, self.differences)) or 1e-12
+        return (*self.differences, padding_value, -padding_value)
 
 
 def correct_p_values(p_values: Sequence[float]) -> list[float]:
     """Return the p-values of several tests after Holm's correction: if all tests with a corrected value of at most 0.05
     are rejected, the probability of any false rejection is at most 5 %."""
-    corrected, highest = [1.0] * len(p_values), 0.0
+    corrected_p_values, running_maximum = [1.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        corrected[index] = highest
-    return corrected
+        running_maximum = max(running_maximum, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected_p_values[index] = running_maximum
+    return corrected_p_values
 
 
 def num_required_items(items: int, detectable: float, distance: float) -> int | None:
@@ -105,45 +105,47 @@ def smallest_effect(metric: str, value: float, folder: Path, confidence: float) 
     """Return the number of items of the evaluation in `folder`, and the smallest difference to another model that these
     items detect in 80 of 100 cases. Both models count as independent; models that agree on most items show smaller
     differences. Return None if the evaluation kept no items, or if `value` of the metric is not their mean."""
-    values = list(_values(metric, folder / ITEMS).values())
+    values = list(_read_item_values(metric, folder / ITEMS).values())
     if len(values) < 2 or not abs(math.fsum(values) / len(values) - value) <= 1e-6:
         return None
-    deviation = pstdev([*values, min(values), max(values)]) if len({*values}) > 1 else 1.0 / math.sqrt(len(values))
-    return len(values), _quantiles(confidence) * deviation * math.sqrt(2 / len(values))
+    standard_deviation = (
+        pstdev([*values, min(values), max(values)]) if len({*values}) > 1 else 1.0 / math.sqrt(len(values))
+    )
+    return len(values), _compute_detection_factor(confidence) * standard_deviation * math.sqrt(2 / len(values))
 
 
-def compare_items(metric: str, new: Path, old_folder: Path) -> PairedDifferences | None:
+def compare_items(metric: str, new_folder: Path, old_folder: Path) -> PairedDifferences | None:
     """Return the differences per item of the metric `evaluation/TASK/METRIC` between the evaluations in two stage
     directories; None if an evaluation kept no items, or if the items differ."""
-    values = [_values(metric, folder / ITEMS) for folder in (new, old_folder)]
-    if len(values[0]) < 2 or values[0].keys() != values[1].keys():
+    values_per_model = [_read_item_values(metric, folder / ITEMS) for folder in (new_folder, old_folder)]
+    if len(values_per_model[0]) < 2 or values_per_model[0].keys() != values_per_model[1].keys():
         return None
-    differences = tuple(values[0][item] - values[1][item] for item in values[0])
-    return PairedDifferences(differences, {*values[0].values(), *values[1].values()} <= {0.0, 1.0})
+    differences = tuple(values_per_model[0][item] - values_per_model[1][item] for item in values_per_model[0])
+    return PairedDifferences(differences, {*values_per_model[0].values(), *values_per_model[1].values()} <= {0.0, 1.0})
 
 
-def _values(metric: str, file: Path) -> dict[tuple[int, str], float]:
+def _read_item_values(metric: str, items_file: Path) -> dict[tuple[int, str], float]:
     """Return the value of a metric for each item of a benchmark, by the item's position and the hash of its content."""
     _, _, item_metric = metric.partition("/")
     task, _, column = item_metric.rpartition("/")
-    if not task or not file.is_file():
+    if not task or not items_file.is_file():
         return {}
     import pyarrow.parquet as pq
 
-    if column not in pq.read_schema(file).names:
+    if column not in pq.read_schema(items_file).names:
         return {}
     rows: Sequence[dict[str, Any]] = pq.read_table(
-        file, columns=["doc_id", "doc_hash", column], filters=[("task", "=", task)]
+        items_file, columns=["doc_id", "doc_hash", column], filters=[("task", "=", task)]
     ).to_pylist()
     return {(row["doc_id"], row["doc_hash"]): row[column] for row in rows if row[column] is not None}
 
 
-def _quantiles(confidence: float) -> float:
+def _compute_detection_factor(confidence: float) -> float:
     """Return the number of standard errors that a difference must have to be detected in 80 of 100 cases."""
     return NormalDist().inv_cdf(confidence) + NormalDist().inv_cdf(_TEST_POWER)
 
 
-def _scipy_stats() -> Any:
+def _import_scipy_stats() -> Any:
     try:
         from scipy import stats
     except ImportError as error:

@@ -42,8 +42,10 @@ def register_result(output_dir: Path, stage_path: Path, value: str) -> None:
     """List a finished stage under its fingerprint so that other runs find it; losing an entry costs time only."""
     folder = fingerprint_folder(output_dir, value)
     folder.mkdir(parents=True, exist_ok=True)
-    relative = stage_path.relative_to(output_dir)
-    write_json(folder / f"{relative.parts[0]}.{stage_path.name}.json", {"stage": str(relative)}, durable=False)
+    relative_path = stage_path.relative_to(output_dir)
+    write_json(
+        folder / f"{relative_path.parts[0]}.{stage_path.name}.json", {"stage": str(relative_path)}, durable=False
+    )
 
 
 def decide_from_results(
@@ -60,13 +62,15 @@ def decide_from_results(
             damage = find_damage(stage_path, result, ignores_cache=ignores_cache) or ""
             if not damage:
                 return Decision("reuse", "done in this run", stage_path, result)
-    for other in _finished_stages(output_dir, expected.value):
-        result = read_result(other)
-        if other != stage_path and result is not None and result["fingerprint"] == expected.value:
-            other_damage = find_damage(other, result, ignores_cache=ignores_cache)
+    for other_stage_path in _list_finished_stages(output_dir, expected.value):
+        result = read_result(other_stage_path)
+        if other_stage_path != stage_path and result is not None and result["fingerprint"] == expected.value:
+            other_damage = find_damage(other_stage_path, result, ignores_cache=ignores_cache)
             if not other_damage:
-                return Decision("adopt", f"same fingerprint as {_run_of(other)}", other, result)
-            damage = damage or f"{_run_of(other)}: {other_damage}"
+                return Decision(
+                    "adopt", f"same fingerprint as {_describe_run(other_stage_path)}", other_stage_path, result
+                )
+            damage = damage or f"{_describe_run(other_stage_path)}: {other_damage}"
     return Decision("run", f"made before, but {damage}") if damage else None
 
 
@@ -88,25 +92,25 @@ def plan_stages(
     decisions: dict[str, Decision] = {}
     for stage in pipeline.stages:
         kind = kinds[stage.kind]
-        unknown = [name for name in stage.after if decisions[name].result is None]
-        if unknown:
+        unknown_stages = [name for name in stage.after if decisions[name].result is None]
+        if unknown_stages:
             action: Literal["run", "depends"] = "depends" if kind.is_reusable else "run"
-            decisions[stage.name] = Decision(action, f"after {', '.join(unknown)}")
+            decisions[stage.name] = Decision(action, f"after {', '.join(unknown_stages)}")
             continue
-        upstream = {name: result["digest"] for name in stage.after if (result := decisions[name].result)}
+        upstream_digests = {name: result["digest"] for name in stage.after if (result := decisions[name].result)}
         if not kind.is_reusable:
             decisions[stage.name] = Decision("run", "looks at the outside world, so it runs each time")
             continue
-        current = fingerprint(pipeline, stage, kind, upstream, digests)
+        current_fingerprint = fingerprint(pipeline, stage, kind, upstream_digests, digests)
         decision: Decision | None = None
-        in_pool = pool_fingerprints(output_dir, pipeline, stage, current) if stage.work_pool else []
-        for candidate in (*in_pool, current):
+        pool_candidates = pool_fingerprints(output_dir, pipeline, stage, current_fingerprint) if stage.work_pool else []
+        for candidate_fingerprint in (*pool_candidates, current_fingerprint):
             if decision is None or decision.action == "run":
-                decision = decide_from_results(output_dir, None, candidate, ignores_cache=ignores_cache)
-            if (decision is None or decision.action == "run") and (result := stored(candidate.value)):
+                decision = decide_from_results(output_dir, None, candidate_fingerprint, ignores_cache=ignores_cache)
+            if (decision is None or decision.action == "run") and (result := stored(candidate_fingerprint.value)):
                 decision = Decision("adopt", f"same fingerprint in {result[STORE_KEY]}", result=result)
         decisions[stage.name] = decision or Decision(
-            "run", _explain_new_fingerprint(output_dir, pipeline.config.name, stage.name, current)
+            "run", _explain_new_fingerprint(output_dir, pipeline.config.name, stage.name, current_fingerprint)
         )
     return decisions
 
@@ -119,26 +123,26 @@ def save_fingerprint(stage_path: Path, value: Fingerprint, work_pool: str = "") 
 
 def read_fingerprint(stage_path: Path) -> Fingerprint | None:
     """Return the fingerprint that was saved in the folder of a stage; None if there is none or it is damaged."""
-    return _parsed(read_json(stage_path / FINGERPRINT))
+    return _parse_fingerprint(read_json(stage_path / FINGERPRINT))
 
 
 def reason_to_rerun(run: Run, stage: StageConfig, current: Fingerprint) -> str:
     """Return why a stage runs again although it ran in this run or in an earlier run of its pipeline. Return an empty
     string if it never ran, if an attempt is retried, or if stages of its kind always run."""
-    path = run.stage_path(stage.name)
+    stage_path = run.stage_path(stage.name)
     if not run.pipeline.kind_of(stage).is_reusable:
         return ""
-    if saved := read_fingerprint(path):
+    if saved_fingerprint := read_fingerprint(stage_path):
         # An attempt with the same fingerprint and no result is a retry.
-        if saved.value != current.value or read_result(path) is None:
-            return "; ".join(current.describe_difference(saved))
-    elif read_state(path).forced:
+        if saved_fingerprint.value != current.value or read_result(stage_path) is None:
+            return "; ".join(current.describe_difference(saved_fingerprint))
+    elif read_state(stage_path).forced:
         return "requested by the user"
-    decision = decide_from_results(run.output_dir, path, current, ignores_cache=run.verify)
+    decision = decide_from_results(run.output_dir, stage_path, current, ignores_cache=run.verify)
     if decision is not None and decision.action == "run":
         return decision.reason
-    run_id, changes = _nearest(run.output_dir, run.pipeline.config.name, stage.name, current)
-    return f"{'; '.join(changes)} (since run {run_id})" if changes and saved is None else ""
+    run_id, changes = _find_nearest_run(run.output_dir, run.pipeline.config.name, stage.name, current)
+    return f"{'; '.join(changes)} (since run {run_id})" if changes and saved_fingerprint is None else ""
 
 
 def pool_fingerprints(
@@ -152,56 +156,63 @@ def pool_fingerprints(
 
     fingerprints = [
         fingerprint
-        for fingerprint, work_pool in _saved_fingerprints(output_dir, pipeline.config.name, stage.name).values()
+        for fingerprint, work_pool in _read_saved_fingerprints(output_dir, pipeline.config.name, stage.name).values()
         if work_pool == stage.work_pool
         and without_machine_properties(fingerprint.ingredients)
         == without_machine_properties(local_fingerprint.ingredients)
     ]
-    return list({each.value: each for each in fingerprints}.values())
+    return list({pool_fingerprint.value: pool_fingerprint for pool_fingerprint in fingerprints}.values())
 
 
-def _parsed(saved: Any) -> Fingerprint | None:
-    if not isinstance(saved, dict) or not isinstance(saved.get("ingredients"), dict):
+def _parse_fingerprint(document: Any) -> Fingerprint | None:
+    if not isinstance(document, dict) or not isinstance(document.get("ingredients"), dict):
         return None
-    inputs = saved.get("inputs")  # runs of earlier versions have no list of inputs
-    lines = [each for each in inputs if isinstance(each, list) and len(each) == 4] if isinstance(inputs, list) else []
-    read_inputs = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in lines)
-    return Fingerprint(str(saved.get("value")), saved["ingredients"], read_inputs)
+    inputs = document.get("inputs")  # runs of earlier versions have no list of inputs
+    input_lists = (
+        [each for each in inputs if isinstance(each, list) and len(each) == 4] if isinstance(inputs, list) else []
+    )
+    input_tuples = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in input_lists)
+    return Fingerprint(str(document.get("value")), document["ingredients"], input_tuples)
 
 
-def _saved_fingerprints(output_dir: Path, pipeline: str, stage: str) -> dict[str, tuple[Fingerprint, str]]:
+def _read_saved_fingerprints(output_dir: Path, pipeline: str, stage: str) -> dict[str, tuple[Fingerprint, str]]:
     """Return a stage's fingerprints in the newest runs of a pipeline with their work pools, by run id, newest first."""
     runs = read_json(output_dir / RUNS)
     fingerprints: dict[str, tuple[Fingerprint, str]] = {}
     for run in reversed(runs if isinstance(runs, list) else []):
         if not isinstance(run, dict) or run.get("pipeline") != pipeline or len(fingerprints) == _MAX_COMPARED_RUNS:
             continue
-        saved = read_object(output_dir / str(run.get("run_id")) / "stages" / stage / FINGERPRINT)
-        if fingerprint := _parsed(saved):
-            fingerprints[str(run["run_id"])] = fingerprint, str(saved.get("work_pool", ""))
+        document = read_object(output_dir / str(run.get("run_id")) / "stages" / stage / FINGERPRINT)
+        if fingerprint := _parse_fingerprint(document):
+            fingerprints[str(run["run_id"])] = fingerprint, str(document.get("work_pool", ""))
     return fingerprints
 
 
-def _finished_stages(output_dir: Path, value: str) -> list[Path]:
-    entries = map(read_object, sorted(fingerprint_folder(output_dir, value).glob("*.json"), reverse=True))
+def _list_finished_stages(output_dir: Path, fingerprint_value: str) -> list[Path]:
+    entries = map(read_object, sorted(fingerprint_folder(output_dir, fingerprint_value).glob("*.json"), reverse=True))
     return [output_dir / entry["stage"] for entry in entries if isinstance(entry.get("stage"), str)]
 
 
-def _run_of(stage_path: Path) -> str:
+def _describe_run(stage_path: Path) -> str:
     return f"run {stage_path.parent.parent.name}"
 
 
-def _explain_new_fingerprint(output_dir: Path, pipeline: str, stage: str, current: Fingerprint) -> str:
+def _explain_new_fingerprint(output_dir: Path, pipeline: str, stage: str, current_fingerprint: Fingerprint) -> str:
     """Return a text with the differences from the most similar earlier run of the stage, or that there is none."""
-    run_id, changes = _nearest(output_dir, pipeline, stage, current)
+    run_id, changes = _find_nearest_run(output_dir, pipeline, stage, current_fingerprint)
     if not changes:
         return f"unfinished in run {run_id}" if run_id else "never made before"
-    remainder = f" and {len(changes) - 2} more" if len(changes) > 2 else ""
-    return f"changed since run {run_id}: {'; '.join(changes[:2])}{remainder}"
+    remainder_note = f" and {len(changes) - 2} more" if len(changes) > 2 else ""
+    return f"changed since run {run_id}: {'; '.join(changes[:2])}{remainder_note}"
 
 
-def _nearest(output_dir: Path, pipeline: str, stage: str, current: Fingerprint) -> tuple[str, list[str]]:
+def _find_nearest_run(
+    output_dir: Path, pipeline: str, stage: str, current_fingerprint: Fingerprint
+) -> tuple[str, list[str]]:
     """Return the id of the earlier run whose stage is most similar (empty if there is none), and the differences."""
-    saved = _saved_fingerprints(output_dir, pipeline, stage)
-    changes = [(run_id, current.describe_difference(earlier)) for run_id, (earlier, _) in saved.items()]
+    saved_fingerprints = _read_saved_fingerprints(output_dir, pipeline, stage)
+    changes = [
+        (run_id, current_fingerprint.describe_difference(earlier_fingerprint))
+        for run_id, (earlier_fingerprint, _) in saved_fingerprints.items()
+    ]
     return min(changes, key=lambda item: len(item[1]), default=("", []))

@@ -36,10 +36,10 @@ def identify_process() -> dict[str, Any]:
 @cache
 def identify_machine() -> str:
     """Return an identifier of this machine since its last boot, which containers of the same host name do not share."""
-    boot_id_file, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    boot_id_file, pid_namespace_link = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     identifiers = (
         boot_id_file.read_text().strip() if boot_id_file.is_file() else "",
-        os.readlink(pids) if pids.is_symlink() else "",
+        os.readlink(pid_namespace_link) if pid_namespace_link.is_symlink() else "",
     )
     return "/".join((socket.gethostname(), *identifiers))
 

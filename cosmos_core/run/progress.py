@@ -60,9 +60,9 @@ class Progress:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._last_write = 0.0
-        self._step_time: float | None = None
-        self._compiling = ("start", 0.0)
+        self._last_write_time = 0.0
+        self._last_step_time: float | None = None
+        self._compile_start = ("start", 0.0)
         self._lock = threading.RLock()  # other threads call `warn` and `report_checkpoint`; a write may log a warning
         self._position = Position(pid=os.getpid(), started=time.time())
         self._write(force=True)
@@ -74,18 +74,18 @@ class Progress:
 
     def phase(self, name: str, deadline_seconds: float | None = None) -> None:
         """Enter a phase, which counts as hung after `deadline_seconds` without a heartbeat; None: its default."""
-        changed = name != self._position.phase
+        is_new_phase = name != self._position.phase
         self._position.phase, self._position.done, self._position.count = name, 0, 0
         self._position.deadline_seconds = deadline_seconds or PHASE_SECONDS.get(name, 600)
-        self._write(force=changed)
+        self._write(force=is_new_phase)
 
     def step(self, step: int, total: int | None = None, **metrics: float) -> None:
         """Report that step `step` of `total` steps is done; the progress line shows `metrics`."""
         now, position = time.monotonic(), self._position
-        if self._step_time is not None and step > position.step:
-            seconds = (now - self._step_time) / (step - position.step)
-            position.longest_step_seconds = max(position.longest_step_seconds, seconds)
-        self._step_time = now
+        if self._last_step_time is not None and step > position.step:
+            seconds_per_step = (now - self._last_step_time) / (step - position.step)
+            position.longest_step_seconds = max(position.longest_step_seconds, seconds_per_step)
+        self._last_step_time = now
         position.step, position.total, position.metrics = step, total, metrics
         self._write(force=step == total)
 
@@ -106,12 +106,12 @@ class Progress:
 
     def begin_compiling(self) -> None:
         """Enter the phase `compile`, which lasts until `end_compiling` is called."""
-        self._compiling = (self._position.phase, time.monotonic())
+        self._compile_start = (self._position.phase, time.monotonic())
         self.phase("compile")
 
     def end_compiling(self) -> None:
         """End the phase `compile`, and return to the phase before it."""
-        phase, start_time = self._compiling
+        phase, start_time = self._compile_start
         self._position.compile_seconds += time.monotonic() - start_time
         self.phase(phase)
 
@@ -132,8 +132,8 @@ class Progress:
         with self._lock:
             self._position.heartbeat = time.time()
             self._position.beats += 1
-            if force or now - self._last_write >= _MIN_HEARTBEAT_SECONDS:
-                self._last_write = now
+            if force or now - self._last_write_time >= _MIN_HEARTBEAT_SECONDS:
+                self._last_write_time = now
                 write_json(self._path, self._position.model_dump(warnings=False), durable=False)
 
 
@@ -193,10 +193,10 @@ class MetricsReader:
 
     def update(self) -> list[dict[str, Any]]:
         """Return all lines of metrics that were written so far; skip truncated lines and lines without a step."""
-        new = self._file_tail.lines()
+        new_lines = self._file_tail.lines()
         if self._file_tail.was_replaced:  # `remove_later_lines` replaces the file when training resumes
             self.lines = []
-        self.lines += [line for line in json_objects(new) if has_step(line)]
+        self.lines += [line for line in json_objects(new_lines) if has_step(line)]
         return self.lines
 
 

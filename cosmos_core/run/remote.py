@@ -40,25 +40,25 @@ def pin_urls(pipeline: Pipeline) -> Pipeline:
         DataError: there is no object at the URL, or the store is not reachable.
         ConfigError: the store refuses the credentials.
     """
-    urls: dict[str, str] = {}
+    pinned_urls: dict[str, str] = {}
 
-    def pin_url(where: NamedThing, text: str) -> str:
-        if where is not NamedThing.PATH or not is_remote(text) or "#" in text:
+    def pin_url(named_thing: NamedThing, text: str) -> str:
+        if named_thing is not NamedThing.PATH or not is_remote(text) or "#" in text:
             return text
-        if text not in urls:
-            urls[text] = pinned_url(text)
-        return urls[text]
+        if text not in pinned_urls:
+            pinned_urls[text] = pinned_url(text)
+        return pinned_urls[text]
 
     stages = [convert_named_things(stage, pin_url) for stage in pipeline.stages]
     recipes = {name: convert_named_things(recipe, pin_url) for name, recipe in pipeline.recipes.items()}
-    return pipeline.with_stages(stages, recipes) if urls else pipeline
+    return pipeline.with_stages(stages, recipes) if pinned_urls else pipeline
 
 
 def pinned_url(url: str) -> str:
     """Return the URL of an object or prefix in a store with a digest of its present content appended, `URL#DIGEST`."""
     with translate_errors(url, DataError):
-        url = _without_pointer(url)
-        return f"{url}#{_digest(url, _list_objects(url))}"
+        url = _resolve_latest_pointer(url)
+        return f"{url}#{_compute_content_digest(url, _list_objects(url))}"
 
 
 def download_inputs(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], None]) -> tuple[StageConfig, Recipe]:
@@ -72,13 +72,13 @@ def download_inputs(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], 
         ConfigError: the store refuses the credentials.
     """
     recipe = pipeline.recipes[stage.name]
-    urls = {each.location for each in pipeline.inputs(stage) if each.form == "store"}
+    urls = {stage_input.location for stage_input in pipeline.inputs(stage) if stage_input.form == "store"}
     if not urls:
         return stage, recipe
     folder = pipeline.output_dir.expanduser().absolute() / SHARED_FOLDER / FETCHED
     paths = {url: str(fetch(url, folder, pause)) for url in sorted(urls)}
 
-    def to_local_path(where: NamedThing, text: str) -> str:
+    def to_local_path(named_thing: NamedThing, text: str) -> str:
         return paths.get(text, text)
 
     return convert_named_things(stage, to_local_path), convert_named_things(recipe, to_local_path)
@@ -94,36 +94,36 @@ def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> P
     """
     plain_url, _, digest = url.partition("#")
     local_folder = folder / (digest or pinned_url(url).rpartition("#")[2])
-    name = split_url(plain_url)[1].rpartition("/")[2]
+    object_name = split_url(plain_url)[1].rpartition("/")[2]
     with Lock(folder / f"{local_folder.name}.lock") as lock:
         lock.acquire(poll=pause)
         if not local_folder.is_dir():
             with translate_errors(plain_url, DataError):
                 objects = _list_objects(plain_url)
-                if _digest(plain_url, objects) != local_folder.name:
+                if _compute_content_digest(plain_url, objects) != local_folder.name:
                     raise DataError(f"{plain_url} was changed since the run began; start a new run")
-                _download(plain_url, objects, local_folder.with_name(local_folder.name + PARTIAL_SUFFIX), pause)
+                _download_objects(plain_url, objects, local_folder.with_name(local_folder.name + PARTIAL_SUFFIX), pause)
             os.rename(local_folder.with_name(local_folder.name + PARTIAL_SUFFIX), local_folder)
-    file = local_folder / name
-    return file if [path.name for path in local_folder.iterdir()] == [name] and file.is_file() else local_folder
+    file = local_folder / object_name
+    return file if [path.name for path in local_folder.iterdir()] == [object_name] and file.is_file() else local_folder
 
 
-def _without_pointer(url: str) -> str:
+def _resolve_latest_pointer(url: str) -> str:
     """Return the URL of the version that a `latest` pointer names; return any other URL unchanged."""
-    parent, _, last = url.rstrip("/").rpartition("/")
-    if last != _LATEST_FOLDER:
+    parent_url, _, last_part = url.rstrip("/").rpartition("/")
+    if last_part != _LATEST_FOLDER:
         return url.rstrip("/")
-    name, prefix = split_url(parent)
-    data = Bucket(name).read(f"{prefix}/{_LATEST_FOLDER}.json".lstrip("/"))
-    if data is None:
+    bucket_name, prefix = split_url(parent_url)
+    pointer_bytes = Bucket(bucket_name).read(f"{prefix}/{_LATEST_FOLDER}.json".lstrip("/"))
+    if pointer_bytes is None:
         return url.rstrip("/")
     pointer: Any = None
     with suppress(ValueError):
-        pointer = json.loads(data)
+        pointer = json.loads(pointer_bytes)
     version = pointer.get("version") if isinstance(pointer, dict) else None
     if not version or not isinstance(version, str):
-        raise DataError(f"{parent}/{_LATEST_FOLDER}.json is damaged; publish again, or name a version")
-    return f"{parent}/{version}"
+        raise DataError(f"{parent_url}/{_LATEST_FOLDER}.json is damaged; publish again, or name a version")
+    return f"{parent_url}/{version}"
 
 
 def _list_objects(url: str) -> list[Object]:
@@ -139,29 +139,29 @@ def _list_objects(url: str) -> list[Object]:
     return objects
 
 
-def _digest(url: str, objects: list[Object]) -> str:
-    lines = sorted(f"{_relative(url, each)}\0{each.size}\0{each.etag}" for each in objects)
-    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+def _compute_content_digest(url: str, objects: list[Object]) -> str:
+    object_lines = sorted(f"{_get_relative_path(url, each)}\0{each.size}\0{each.etag}" for each in objects)
+    return hashlib.sha256(json.dumps(object_lines).encode()).hexdigest()
 
 
-def _relative(url: str, each: Object) -> str:
+def _get_relative_path(url: str, stored_object: Object) -> str:
     prefix = split_url(url)[1]
-    return each.key.removeprefix(prefix).lstrip("/") or prefix.rpartition("/")[2]
+    return stored_object.key.removeprefix(prefix).lstrip("/") or prefix.rpartition("/")[2]
 
 
-def _download(url: str, objects: list[Object], folder: Path, pause: Callable[[], None]) -> None:
-    if outside := next((each.key for each in objects if is_outside_folder(_relative(url, each))), None):
-        raise DataError(f"{url}: the object {outside!r} would lie outside of its folder; name it otherwise there")
+def _download_objects(url: str, objects: list[Object], folder: Path, pause: Callable[[], None]) -> None:
+    if outside_key := next((each.key for each in objects if is_outside_folder(_get_relative_path(url, each))), None):
+        raise DataError(f"{url}: the object {outside_key!r} would lie outside of its folder; name it otherwise there")
     bucket = Bucket(split_url(url)[0])
     folder.mkdir(parents=True, exist_ok=True)
-    missing = sum(each.size for each in objects)
-    if missing > shutil.disk_usage(folder).free:
-        raise DataError(f"{url} has {missing} bytes, more than are free in {folder.parent}; make room")
+    total_bytes = sum(each.size for each in objects)
+    if total_bytes > shutil.disk_usage(folder).free:
+        raise DataError(f"{url} has {total_bytes} bytes, more than are free in {folder.parent}; make room")
 
-    def get(each: Object) -> None:
+    def get(stored_object: Object) -> None:
         pause()
-        path = folder / _relative(url, each)
-        if not (path.is_file() and path.stat().st_size == each.size):
-            bucket.download(each.key, path, each.etag)
+        path = folder / _get_relative_path(url, stored_object)
+        if not (path.is_file() and path.stat().st_size == stored_object.size):
+            bucket.download(stored_object.key, path, stored_object.etag)
 
     run_threads(get, ((each,) for each in objects), _MAX_PARALLEL_FILES, "fetch")

@@ -14,20 +14,20 @@ def ask_profile(run: Run) -> list[str]:
         ConfigError: no training has the profiler enabled, or none has begun.
     """
     trainings = [stage.name for stage in run.pipeline.stages if run.pipeline.kind_of(stage).trains_model]
-    names = [name for name in trainings if run.pipeline.recipes[name].profiler.enable_profiler]
-    if not names:
+    stage_names = [name for name in trainings if run.pipeline.recipes[name].profiler.enable_profiler]
+    if not stage_names:
         raise ConfigError(f"run {run.id} has no training with profiler.enable_profiler = true")
-    return _request(run, names, PROFILE_REQUEST_FILE, True)
+    return _write_request_files(run, stage_names, PROFILE_REQUEST_FILE, True)
 
 
-def _request(run: Run, names: list[str], file: str, value: JsonValue) -> list[str]:
+def _write_request_files(run: Run, stage_names: list[str], request_file: str, request_value: JsonValue) -> list[str]:
     """Write a request file for the stages that have begun; return the names of these stages."""
-    begun_stages = [name for name in names if (run.stage_path(name) / "stage.toml").is_file()]
-    if not begun_stages:
-        raise ConfigError(f"run {run.id}: {', '.join(names)} has not begun; try again when it has")
-    for name in begun_stages:
-        write_json(run.stage_path(name) / file, value)
-    return begun_stages
+    started_stages = [name for name in stage_names if (run.stage_path(name) / "stage.toml").is_file()]
+    if not started_stages:
+        raise ConfigError(f"run {run.id}: {', '.join(stage_names)} has not begun; try again when it has")
+    for name in started_stages:
+        write_json(run.stage_path(name) / request_file, request_value)
+    return started_stages
 
 
 def scale_engines(run: Run, count: int) -> list[str]:
@@ -38,13 +38,13 @@ def scale_engines(run: Run, count: int) -> list[str]:
         ConfigError: no training has separate rollout engines, or none has begun.
     """
     recipes = run.pipeline.recipes
-    names = [
+    stage_names = [
         stage.name
         for stage in run.pipeline.stages
         if run.pipeline.kind_of(stage).feed == "rollouts" and recipes[stage.name].num_engines
     ]
-    if not names:
+    if not stage_names:
         raise ConfigError(
             f"run {run.id} has no training with rollout engines beside its ranks; set mode = 'disaggregated'"
         )
-    return _request(run, names, ENGINES, count)
+    return _write_request_files(run, stage_names, ENGINES, count)

@@ -37,16 +37,16 @@ def content_digest(pipeline: Pipeline) -> str:
     Raises:
         DataError, ConfigError: an input that the pipeline names is missing.
     """
-    digests = shared_digest_cache(pipeline.output_dir.expanduser().absolute())
-    content: dict[str, Any] = {}
+    digest_cache = shared_digest_cache(pipeline.output_dir.expanduser().absolute())
+    content_by_stage: dict[str, Any] = {}
     for stage in pipeline.stages:
         if not pipeline.kind_of(stage).is_reusable:  # the inputs of gates and uploads are outputs of other stages
-            content[stage.name] = stage.model_dump(mode="json", include=_PUBLICATION_KEYS)
+            content_by_stage[stage.name] = stage.model_dump(mode="json", include=_PUBLICATION_KEYS)
             continue
-        ingredients = fingerprint(pipeline, stage, pipeline.kind_of(stage), {}, digests).ingredients
+        ingredients = fingerprint(pipeline, stage, pipeline.kind_of(stage), {}, digest_cache).ingredients
         ingredients["config"].pop(_MODEL_REVISION_KEY, None)
-        content[stage.name] = {name: ingredients[name] for name in _CONTENT_KEYS if name in ingredients}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        content_by_stage[stage.name] = {name: ingredients[name] for name in _CONTENT_KEYS if name in ingredients}
+    return hashlib.sha256(json.dumps(content_by_stage, sort_keys=True).encode()).hexdigest()
 
 
 def note_of(pipeline: Pipeline, overrides: Sequence[str], start: str) -> Path:
@@ -56,12 +56,12 @@ def note_of(pipeline: Pipeline, overrides: Sequence[str], start: str) -> Path:
     The path of the config is used as the user wrote it: a deployment may unpack its files into a new folder per
     trigger.
     """
-    key = json.dumps([pipeline.config.name, str(pipeline.source), list(overrides), start])
-    name = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return pipeline.output_dir.expanduser().absolute() / SHARED_FOLDER / "retraining" / f"{name}.json"
+    identity_json = json.dumps([pipeline.config.name, str(pipeline.source), list(overrides), start])
+    file_stem = hashlib.sha256(identity_json.encode()).hexdigest()[:16]
+    return pipeline.output_dir.expanduser().absolute() / SHARED_FOLDER / "retraining" / f"{file_stem}.json"
 
 
-def write_seen(note: Path, state: RetrainState) -> None:
-    """Write the state of the newest retraining to the state file `note`."""
-    note.parent.mkdir(parents=True, exist_ok=True)
-    write_json(note, state.model_dump())
+def write_seen(state_file: Path, state: RetrainState) -> None:
+    """Write the state of the newest retraining to the state file `state_file`."""
+    state_file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(state_file, state.model_dump())

@@ -150,5 +150,5 @@ def read_kind(table: dict[str, Any]) -> StageKind:
 
 def _lists_to_tuples(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _lists_to_tuples(each) for key, each in value.items()}
+        return {key: _lists_to_tuples(element) for key, element in value.items()}
     return tuple(value) if isinstance(value, list) else value

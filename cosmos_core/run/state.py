@@ -13,7 +13,7 @@ from cosmos_core.run.files import Document, Seconds, read_document, warn_if_disk
 from cosmos_core.run.manifest import read_result
 
 FINISHED = frozenset({"done", "reused"})
-_RANK_OR_ADDRESS = re.compile(r"\brank \d+: |\b0x[0-9a-fA-F]+\b")
+_RANK_OR_ADDRESS_PATTERN = re.compile(r"\brank \d+: |\b0x[0-9a-fA-F]+\b")
 """Pattern of ranks and memory addresses, which may differ between two messages of the same error."""
 RERUN_EVENT = "remade"
 """Name of the event for a finished stage that runs again; the detail of the event is the reason."""
@@ -98,8 +98,8 @@ class State(Document):
 
     def closed_attempts(self, now: float) -> list[tuple[float, float]]:
         """Return start and end of all attempts; an attempt without an end lasts until its last heartbeat or renewal."""
-        last = min(max(self.heartbeat or 0.0, self.renewed or 0.0) or now, now)
-        return [(begin, max(begin, last) if end is None else end) for begin, end in self.spans]
+        last_activity_time = min(max(self.heartbeat or 0.0, self.renewed or 0.0) or now, now)
+        return [(begin, max(begin, last_activity_time) if end is None else end) for begin, end in self.spans]
 
 
 def read_state(stage_path: Path) -> State:
@@ -138,16 +138,16 @@ def record_failure(stage_path: Path, error: CosmosError) -> None:
     mask_error_message(error)
     state, is_preempted = read_state(stage_path), isinstance(error, Preempted)
     has_progressed = (state.checkpoint_step or 0) > (state.failed_at or 0)
-    failures = state.failures if is_preempted else 1 if has_progressed else state.failures + 1
-    message = _RANK_OR_ADDRESS.sub("", str(error))
-    failed_with = f"step {state.step}: {message}" if isinstance(error, ProgramError) else ""
-    is_repeated = bool(failed_with) and failed_with == state.failed_with
+    num_failures = state.failures if is_preempted else 1 if has_progressed else state.failures + 1
+    message = _RANK_OR_ADDRESS_PATTERN.sub("", str(error))
+    failure_message = f"step {state.step}: {message}" if isinstance(error, ProgramError) else ""
+    is_repeated = bool(failure_message) and failure_message == state.failed_with
     if is_repeated:
         logger.warning("stage %s: the same error at the same step twice; it is not tried again", stage_path.name)
     with warn_if_disk_full(f"the failure of stage {stage_path.name}"):
         update_state(
-            stage_path, state="stopped" if is_preempted else "failed", failures=failures,
-            failed_at=state.checkpoint_step, failed_with=failed_with, is_repeated=is_repeated, error=str(error),
+            stage_path, state="stopped" if is_preempted else "failed", failures=num_failures,
+            failed_at=state.checkpoint_step, failed_with=failure_message, is_repeated=is_repeated, error=str(error),
             error_type=type(error).__name__, exit_code=error.exit_code, ended=time.time(),
         )  # fmt: skip
         record_event(stage_path, "preempted" if is_preempted else "crashed", str(error))

@@ -15,23 +15,23 @@ class FileTail:
         self._inode: int | None = None
         self._offset = 0
         self._incomplete_line = ""
-        self._decoder = _decoder()
+        self._decoder = _create_decoder()
 
     def text(self, *, is_last: bool = False) -> str:
         """Return the new text; an incomplete character at its end is kept for the next call unless `is_last`."""
         try:
             with open(self.path, "rb") as file:
-                status = os.fstat(file.fileno())
-                self.was_replaced = self._inode not in {None, status.st_ino} or status.st_size < self._offset
+                file_stat = os.fstat(file.fileno())
+                self.was_replaced = self._inode not in {None, file_stat.st_ino} or file_stat.st_size < self._offset
                 if self.was_replaced:
-                    self._offset, self._incomplete_line, self._decoder = 0, "", _decoder()
-                self._inode = status.st_ino
+                    self._offset, self._incomplete_line, self._decoder = 0, "", _create_decoder()
+                self._inode = file_stat.st_ino
                 file.seek(self._offset)
-                data = file.read()
+                new_bytes = file.read()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return ""
-        self._offset += len(data)
-        return self._decoder.decode(data, final=is_last)
+        self._offset += len(new_bytes)
+        return self._decoder.decode(new_bytes, final=is_last)
 
     def lines(self, *, is_last: bool = False) -> list[str]:
         """Return the complete lines since the last call; with `is_last`, also a last line without a line break."""
@@ -43,5 +43,5 @@ class FileTail:
         return lines
 
 
-def _decoder() -> codecs.IncrementalDecoder:
+def _create_decoder() -> codecs.IncrementalDecoder:
     return codecs.getincrementaldecoder("utf-8")("replace")

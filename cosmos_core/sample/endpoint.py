@@ -25,15 +25,15 @@ class Endpoint:
     """Client of a server that completes prompts, which retries requests after transient errors."""
 
     def __init__(self, stage: Stage, sampling: Sampling) -> None:
-        self._config, self._sampling, self._beat = stage.recipe.sample, sampling, stage.progress.beat
+        self._config, self._sampling, self._heartbeat = stage.recipe.sample, sampling, stage.progress.beat
         mask_secrets((self._config.endpoint_key_env,))
-        key = os.environ.get(self._config.endpoint_key_env) or "none"
+        api_key = os.environ.get(self._config.endpoint_key_env) or "none"
         self._client = OpenAI(
-            base_url=self._config.endpoint, api_key=key, timeout=_TIMEOUT_SECONDS, max_retries=_MAX_RETRIES
+            base_url=self._config.endpoint, api_key=api_key, timeout=_TIMEOUT_SECONDS, max_retries=_MAX_RETRIES
         )
         policy = stage.recipe.policy
         self._tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
-        self._threads = ThreadPoolExecutor(self._config.endpoint_requests, "endpoint")
+        self._thread_pool = ThreadPoolExecutor(self._config.endpoint_requests, "endpoint")
 
     @property
     def url(self) -> str:
@@ -47,37 +47,39 @@ class Endpoint:
             ConfigError: the server refuses the requests.
             StageFailed: the server does not reply.
         """
-        count = self._sampling.num_completions
-        requests = [
-            self._threads.submit(self._request, turns, request_seed(self._sampling.seed, 0, prompt.id, k))
+        num_completions = self._sampling.num_completions
+        futures = [
+            self._thread_pool.submit(
+                self._request_completion, turns, request_seed(self._sampling.seed, 0, prompt.id, k)
+            )
             for prompt, turns in prompts
-            for k in range(count)
+            for k in range(num_completions)
         ]
         completions = []
         try:
-            for request in requests:
-                wait_for_futures([request], math.inf, self._beat)  # the HTTP client has its own time limit
-                completions.append(request.result())
+            for future in futures:
+                wait_for_futures([future], math.inf, self._heartbeat)  # the HTTP client has its own time limit
+                completions.append(future.result())
         except OpenAIError as error:
-            for request in requests:
-                request.cancel()
+            for future in futures:
+                future.cancel()
             message = f"sample.endpoint = {self.url!r}: {' '.join(str(error).split())[:300]}"
             raise (StageFailed if is_transient(error) else ConfigError)(message) from error
-        groups = [completions[start : start + count] for start in range(0, len(completions), count)]
+        groups = [completions[start : start + num_completions] for start in range(0, len(completions), num_completions)]
         return [Group(prompt, tuple(group), 0) for (prompt, _), group in zip(prompts, groups, strict=True)]
 
     def close(self) -> None:
         """Close the connections to the server."""
-        self._threads.shutdown(cancel_futures=True)
+        self._thread_pool.shutdown(cancel_futures=True)
         self._client.close()
 
-    def _request(self, turns: Sequence[Mapping[str, Any]], seed: int) -> Completion:
+    def _request_completion(self, turns: Sequence[Mapping[str, Any]], seed: int) -> Completion:
         sampling = self._sampling
         reply = self._client.chat.completions.create(
             model=self._config.endpoint_model,
             messages=list(turns),  # type: ignore[arg-type]
             temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens,
-            seed=seed % (1 << 31), extra_body=_extensions(sampling),
+            seed=seed % (1 << 31), extra_body=_vllm_sampling_settings(sampling),
         )  # fmt: skip
         if not getattr(reply, "choices", None):  # a reply that is not JSON is a string, without choices
             raise StageFailed(f"sample.endpoint = {self.url!r}: the reply has no choices: {str(reply)[:100]}")
@@ -89,7 +91,7 @@ class Endpoint:
         return Completion((segment,), "stop" if choice.finish_reason == "stop" else "length", text)
 
 
-def _extensions(sampling: Sampling) -> dict[str, float]:
+def _vllm_sampling_settings(sampling: Sampling) -> dict[str, float]:
     """Return the sampling settings that differ from their defaults and that vLLM's API has in addition to OpenAI's API;
     other servers may refuse them."""
     settings: dict[str, float] = {}

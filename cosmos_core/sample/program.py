@@ -35,7 +35,7 @@ from cosmos_core.types import Group, Outcome, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
 
-_ROWS = "rows"
+_ROWS_FOLDER = "rows"
 
 
 def run(stage: Stage) -> Outcome:
@@ -54,48 +54,48 @@ def run(stage: Stage) -> Outcome:
     completions_to_keep = [
         select_completions(record, config.keep, rate, stage.seed) for record, rate in zip(records, rates, strict=True)
     ]
-    origin, policy = _model_columns(stage), stage.recipe.train.train_policy
+    model_columns, policy = _model_columns(stage), stage.recipe.train.train_policy
     rows: list[dict[str, Any]] = []
-    for record, rate, candidates in zip(records, rates, completions_to_keep, strict=True):
+    for record, rate, kept_completions in zip(records, rates, completions_to_keep, strict=True):
         prompt = prompts[record.id]
-        columns = {"prompt_id": record.id, "pass_rate": rate, **tools_of(prompt), **origin}
+        columns = {"prompt_id": record.id, "pass_rate": rate, **tools_of(prompt), **model_columns}
         turns = messages_of(prompt, policy.system_prompt_of(prompt.source))
-        rows += rows_of(record, turns, config, candidates, columns)
+        rows += rows_of(record, turns, config, kept_completions, columns)
     metrics = metrics_of(records, completions_to_keep, rates, len(rows))
     if not rows:
         raise DataError(_nothing_kept_message(records, metrics))
     if is_first():
         with raise_disk_full(stage.path):
-            with replaced_folder(stage.path / _ROWS) as folder:
-                write_text(folder / "train.jsonl", _lines(rows))
+            with replaced_folder(stage.path / _ROWS_FOLDER) as folder:
+                write_text(folder / "train.jsonl", _to_json_lines(rows))
             rated_prompts = zip(records, rates, strict=True)
             lines = [{"prompt": prompts[each.id].text, "pass_rate": rate} for each, rate in rated_prompts]
-            write_text(stage.path / PASS_RATES, _lines(lines))
+            write_text(stage.path / PASS_RATES, _to_json_lines(lines))
     logger.info("%d rows of %d prompts", len(rows), len(prompts))
-    return Outcome(outputs=(_ROWS, PASS_RATES, FILE), metrics=metrics, info={"data": _ROWS})
+    return Outcome(outputs=(_ROWS_FOLDER, PASS_RATES, FILE), metrics=metrics, info={"data": _ROWS_FOLDER})
 
 
 def _complete_prompts(stage: Stage, prompts: Prompts, sampling: Sampling) -> list[SampledPrompt]:
     """Return the records of all prompts: records of an earlier attempt, then records of newly sampled prompts."""
-    if (with_images := next((each.id for each in prompts if each.images), None)) is not None:
-        raise DataError(f"prompt {with_images} has images, and kind sample writes rows of text only")
-    size = stage.recipe.rollout.batch_size * num_ranks()
-    records = broadcast_object(read_records(stage.path, size, len(prompts)) if is_first() else [])
+    if (image_prompt_id := next((item.id for item in prompts if item.images), None)) is not None:
+        raise DataError(f"prompt {image_prompt_id} has images, and kind sample writes rows of text only")
+    batch_size = stage.recipe.rollout.batch_size * num_ranks()
+    records = broadcast_object(read_records(stage.path, batch_size, len(prompts)) if is_first() else [])
     if len(records) == len(prompts):
         return records
     with ExitStack() as stack:
-        complete = _make_completer(stage, sampling, stack)
-        score = shared(stack.enter_context(open_rewards(stage, trained_rewards(stage.recipe))))
+        complete_prompts = _make_completer(stage, sampling, stack)
+        score_groups = shared(stack.enter_context(open_rewards(stage, trained_rewards(stage.recipe))))
         stage.progress.phase("generate")
-        for start in range(len(records), len(prompts), size):
-            scored_groups = score(complete(prompts[start : start + size]))
-            scores = [each for group in scored_groups for each in group.scores]
-            if not records and all(each.value is None and each.is_raised for each in scores):
+        for start in range(len(records), len(prompts), batch_size):
+            scored_groups = score_groups(complete_prompts(prompts[start : start + batch_size]))
+            scores = [item for group in scored_groups for item in group.scores]
+            if not records and all(item.value is None and item.is_raised for item in scores):
                 raise all_invalid(f"all {len(scores)} rewards of the first batch are invalid", scores)
-            batch = [record_prompt(group, sampling) for group in scored_groups]
+            new_records = [record_prompt(group, sampling) for group in scored_groups]
             if is_first():
-                append_records(stage.path, batch)
-            records += batch
+                append_records(stage.path, new_records)
+            records += new_records
             stage.progress.step(len(records), len(prompts))
             if len(records) < len(prompts):
                 _stop_if_requested(stage, len(records))
@@ -113,8 +113,8 @@ def _make_completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Calla
         def ask(prompts: Sequence[Prompt]) -> list[Group]:
             policy = stage.recipe.train.train_policy
             turns = [messages_of(prompt, policy.system_prompt_of(prompt.source)) for prompt in prompts]
-            conversations = list(zip(prompts, turns, strict=True))
-            return broadcast_object(endpoint.complete(conversations) if is_first() else [])
+            prompt_conversations = list(zip(prompts, turns, strict=True))
+            return broadcast_object(endpoint.complete(prompt_conversations) if is_first() else [])
 
         return ask
     stage.progress.phase("load")
@@ -148,23 +148,23 @@ def _model_columns(stage: Stage) -> dict[str, str]:
     """Return the columns of each row that name the model which generated the completions, and its digest."""
     if stage.recipe.sample.endpoint:
         return {"model": stage.recipe.sample.endpoint_model, "model_digest": ""}
-    if (name := source_of(stage.config.model)) is not None:
-        return {"model": stage.config.model, "model_digest": stage.inputs[name]["digest"]}
-    digests = {each.kind: each.digest for each in reversed(stage.sources)}
+    if (source_stage := source_of(stage.config.model)) is not None:
+        return {"model": stage.config.model, "model_digest": stage.inputs[source_stage]["digest"]}
+    digest_by_kind = {source.kind: source.digest for source in reversed(stage.sources)}
     model = stage.config.model or stage.recipe.policy.model_name_or_path
-    return {"model": model, "model_digest": digests.get("model", "")}
+    return {"model": model, "model_digest": digest_by_kind.get("model", "")}
 
 
 def _require_rewards(file: Path, records: Sequence[SampledPrompt]) -> None:
     """Check that at least one completion has a valid reward; otherwise remove the file of the records, so that a
     repeated stage generates and scores the completions again, and raise RewardError."""
-    candidates = [each for record in records for each in record.candidates]
-    invalid = [each for each in candidates if each.reward is None]
-    if len(invalid) < len(candidates):
-        if invalid:
+    candidates = [candidate for record in records for candidate in record.candidates]
+    invalid_candidates = [candidate for candidate in candidates if candidate.reward is None]
+    if len(invalid_candidates) < len(candidates):
+        if invalid_candidates:
             logger.warning(
                 "%d of %d rewards are invalid, and these completions are left out; the first: %s",
-                len(invalid), len(candidates), invalid[0].error,
+                len(invalid_candidates), len(candidates), invalid_candidates[0].error,
             )  # fmt: skip
         return
     if is_first():
@@ -173,13 +173,14 @@ def _require_rewards(file: Path, records: Sequence[SampledPrompt]) -> None:
 
 
 def _nothing_kept_message(records: Sequence[SampledPrompt], metrics: dict[str, float]) -> str:
-    best = max(each.reward for record in records for each in record.candidates if each.reward is not None)
+    highest_reward = max(each.reward for record in records for each in record.candidates if each.reward is not None)
     return (
         f"sample.keep leaves no row of {metrics['sample/completions']:.0f} completions: the highest reward is "
-        f"{best:g}, and {metrics.get('sample/truncated', 0):.0%} are truncated; lower sample.keep.min_reward, or raise "
+        f"{highest_reward:g}, and {metrics.get('sample/truncated', 0):.0%} are truncated; lower "
+        f"sample.keep.min_reward, or raise "
         f"rollout.n_generation or rollout.max_response_length"
     )
 
 
-def _lines(values: Sequence[dict[str, Any]]) -> str:
+def _to_json_lines(values: Sequence[dict[str, Any]]) -> str:
     return "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)

@@ -56,7 +56,7 @@ def record_prompt(scored_group: ScoredGroup, sampling: Sampling) -> SampledPromp
     return SampledPrompt(prompt.id, candidates)
 
 
-def read_records(folder: Path, batch: int, total: int) -> list[SampledPrompt]:
+def read_records(folder: Path, batch_size: int, num_prompts: int) -> list[SampledPrompt]:
     """Return the records of the complete batches in a folder, and remove the records of an incomplete batch.
 
     A resumed stage then generates the same batches as an uninterrupted stage. All batches have the same number of
@@ -66,7 +66,7 @@ def read_records(folder: Path, batch: int, total: int) -> list[SampledPrompt]:
     if not path.is_file():
         return []
     values = json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
-    values = values[: total if len(values) >= total else len(values) // batch * batch]
+    values = values[: num_prompts if len(values) >= num_prompts else len(values) // batch_size * batch_size]
     with raise_disk_full(folder):
         write_text(path, "".join(json.dumps(value) + "\n" for value in values))
     return [SampledPrompt(value["id"], [ScoredCompletion(**each) for each in value["candidates"]]) for value in values]

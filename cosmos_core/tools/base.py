@@ -24,17 +24,17 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.registry import import_user_code
 
 TOOLS_KEY = "rollout.multi_turn_config.tools"
-_TOOL_MARK = "is_tool_of_a_policy"
-_CALL_BEGIN, _CALL_END = "<tool_call>", "</tool_call>"
-_END_OF_THOUGHT = "</think>"
-_LONGEST_NAME = 60
+_TOOL_ATTRIBUTE = "is_tool_of_a_policy"
+_CALL_START_TAG, _CALL_END_TAG = "<tool_call>", "</tool_call>"
+_REASONING_END_TAG = "</think>"
+_MAX_NAME_LENGTH = 60
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def tool(function: FunctionT) -> FunctionT:
     """Mark a function, which may be `async def`, as a tool that a policy may call."""
-    setattr(function, _TOOL_MARK, True)
+    setattr(function, _TOOL_ATTRIBUTE, True)
     return function
 
 
@@ -67,7 +67,7 @@ def load_tool(path: str) -> Callable[..., Any]:
         function = import_user_code(path)
     except ConfigError as error:
         raise ConfigError(f"{TOOLS_KEY}: {error}") from error
-    if not callable(function) or not getattr(function, _TOOL_MARK, False):
+    if not callable(function) or not getattr(function, _TOOL_ATTRIBUTE, False):
         raise ConfigError(f"{TOOLS_KEY}: {path!r} is no tool; decorate it: from cosmos_core.tools.base import tool")
     return function  # type: ignore[no-any-return]
 
@@ -93,39 +93,39 @@ def parse_calls(text: str) -> list[ToolCall]:
     A call that cannot be parsed is in the list with its error, so that the policy receives the error as a result.
     """
     calls = []
-    position = max(0, text.rfind(_END_OF_THOUGHT))
-    while (begin := text.find(_CALL_BEGIN, position)) >= 0:
-        call, position = _read_call(text, begin + len(_CALL_BEGIN))
+    search_start = max(0, text.rfind(_REASONING_END_TAG))
+    while (call_start := text.find(_CALL_START_TAG, search_start)) >= 0:
+        call, search_start = _read_call(text, call_start + len(_CALL_START_TAG))
         calls.append(call)
     return calls
 
 
-def _read_call(text: str, begin: int) -> tuple[ToolCall, int]:
+def _read_call(text: str, call_start: int) -> tuple[ToolCall, int]:
     """Return the tool call that begins at a position of a text, and the position after the call.
 
     The JSON parser determines the end of the call, because a string in the JSON may contain the end mark.
     """
-    start = begin + len(text[begin:]) - len(text[begin:].lstrip())
+    json_start = call_start + len(text[call_start:]) - len(text[call_start:].lstrip())
     try:
-        value, end = _DECODER.raw_decode(text, start)
+        value, end = _JSON_DECODER.raw_decode(text, json_start)
         next_position = end + len(text[end:]) - len(text[end:].lstrip())
-        if not text.startswith(_CALL_END, next_position):
-            has_end = _CALL_END in text[next_position:]
-            raise ValueError("more than one JSON value" if has_end else f"no {_CALL_END} behind it")
-        return _call(value), next_position + len(_CALL_END)
+        if not text.startswith(_CALL_END_TAG, next_position):
+            has_end_tag = _CALL_END_TAG in text[next_position:]
+            raise ValueError("more than one JSON value" if has_end_tag else f"no {_CALL_END_TAG} behind it")
+        return _parse_call_object(value), next_position + len(_CALL_END_TAG)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        end = text.find(_CALL_END, begin)
-        position = len(text) if end < 0 else end + len(_CALL_END)
+        end = text.find(_CALL_END_TAG, call_start)
+        position = len(text) if end < 0 else end + len(_CALL_END_TAG)
         return ToolCall("", error=f"the tool call cannot be read: {reason}"), position
 
 
-def _call(value: Any) -> ToolCall:
+def _parse_call_object(value: Any) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall("", error='a tool call is {"name": "...", "arguments": {...}}')
-    name, arguments = value["name"][:_LONGEST_NAME], value.get("arguments")
+    name, arguments = value["name"][:_MAX_NAME_LENGTH], value.get("arguments")
     if isinstance(arguments, str):  # OpenAI's format has the arguments as JSON text
-        arguments = _DECODER.decode(arguments) if arguments.strip() else {}
+        arguments = _JSON_DECODER.decode(arguments) if arguments.strip() else {}
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
@@ -137,4 +137,4 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_JSON_DECODER = json.JSONDecoder(parse_constant=_refuse)

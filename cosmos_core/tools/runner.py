@@ -29,9 +29,9 @@ from cosmos_core.tools.base import TOOLS_KEY, ToolCall, ToolResult, load_tool, t
 
 log = logging.getLogger(__name__)
 
-_LONGEST_RESULT = 1 << 16
+_MAX_RESULT_LENGTH = 1 << 16
 """Maximum number of characters of a tool's result that the policy receives."""
-_LONGEST_SECRET = 4096  # characters after the maximum that are masked too, so that truncation cuts no secret in two
+_MAX_SECRET_LENGTH = 4096  # characters after the maximum that are masked too, so that truncation cuts no secret in two
 _MAX_PROCESSES = 16
 _MAX_BROKEN_POOLS = 3  # maximum number of process pools in one call of `results`; a pool breaks if an idle process dies
 
@@ -67,23 +67,23 @@ class ToolRunner(WorkerPool):
         Raises:
             ConfigError: a signature lacks types, or a docstring lacks descriptions.
         """
-        return self._call_in_pool(_schemas) if self._paths else []
+        return self._call_in_pool(_make_schemas) if self._paths else []
 
     def results(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Make tool calls concurrently, and return the results in the order of the calls."""
         results = [self._refusal(call) for call in calls]
-        waiting = [i for i, result in enumerate(results) if result is None]
-        for _ in range(_MAX_BROKEN_POOLS if waiting else 0):
+        pending_indices = [i for i, result in enumerate(results) if result is None]
+        for _ in range(_MAX_BROKEN_POOLS if pending_indices else 0):
             pool = self._working_pool()
             futures = [
-                pool.schedule(_result, args=(self._paths[calls[i].name], calls[i].arguments), timeout=self._timeout)
-                for i in waiting
+                pool.schedule(_call_tool, args=(self._paths[calls[i].name], calls[i].arguments), timeout=self._timeout)
+                for i in pending_indices
             ]
             if not wait_for_futures(futures, self._timeout + START_SECONDS, self._beat):
                 self.close()  # the pool is unusable: a call was lost with its process, or no process started
-            for i, future in zip(waiting, futures, strict=True):
+            for i, future in zip(pending_indices, futures, strict=True):
                 results[i] = self._finished_result(calls[i].name, future)
-            if not (waiting := [i for i in waiting if results[i] is None]):
+            if not (pending_indices := [i for i in pending_indices if results[i] is None]):
                 break
         return [result or _error("its process ended") for result in results]
 
@@ -109,8 +109,8 @@ class ToolRunner(WorkerPool):
             return _error(error_on_one_line(error))
 
     def _open(self) -> ProcessPool:
-        pool = self._replace_pool(_start, list(self._paths.values()), env=self._env, count=self._num_workers)
-        self._call_in_pool(_load)
+        pool = self._replace_pool(_start_worker, list(self._paths.values()), env=self._env, count=self._num_workers)
+        self._call_in_pool(_load_tools)
         return pool
 
     def _call_in_pool(self, function: Callable[[list[str]], Any]) -> Any:
@@ -132,22 +132,22 @@ def _error(text: str) -> ToolResult:
 # The code below runs in the worker processes.
 
 
-def _start(paths: Sequence[str], env: Sequence[str], parent_pid: int) -> None:
+def _start_worker(paths: Sequence[str], env: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process and load the tools; a later load reports errors in the user's modules."""
     begin(env, parent_pid)
     with suppress(ConfigError):
-        _load(paths)
+        _load_tools(paths)
 
 
-def _load(paths: Sequence[str]) -> None:
+def _load_tools(paths: Sequence[str]) -> None:
     for path in paths:
-        _tool(path)
+        _load_cached_tool(path)
 
 
-_tool = cache(load_tool)
+_load_cached_tool = cache(load_tool)
 
 
-def _schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
+def _make_schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
     # transformers is imported here, because the import takes half a second and only one worker process needs it.
     from transformers.utils import chat_template_utils
 
@@ -156,22 +156,22 @@ def _schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
     schemas = []
     for path in paths:
         try:
-            schemas.append(chat_template_utils.get_json_schema(_tool(path)))
+            schemas.append(chat_template_utils.get_json_schema(_load_cached_tool(path)))
         except Exception as error:  # transformers raises it for a missing type hint or description
             raise ConfigError(f"{TOOLS_KEY}: {path!r} cannot be described: {error_on_one_line(error)}") from error
     return schemas
 
 
-def _result(path: str, arguments: dict[str, Any]) -> ToolResult:
+def _call_tool(path: str, arguments: dict[str, Any]) -> ToolResult:
     try:
-        value = _tool(path)(**arguments)
+        value = _load_cached_tool(path)(**arguments)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         is_error = False
     except BaseException as error:  # noqa: BLE001 - the user's tool may raise any error; the policy receives its text
         text, is_error = f"Error: {error_on_one_line(error)}", True
-    is_truncated = len(text) > _LONGEST_RESULT
-    text = masked(text[: _LONGEST_RESULT + _LONGEST_SECRET]) if is_truncated else masked(text)
+    is_truncated = len(text) > _MAX_RESULT_LENGTH
+    text = masked(text[: _MAX_RESULT_LENGTH + _MAX_SECRET_LENGTH]) if is_truncated else masked(text)
     text = text.encode(errors="replace").decode()  # tokenizers refuse a lone surrogate, half of a UTF-16 pair
-    return ToolResult(text[:_LONGEST_RESULT] + "..." * is_truncated, is_error)
+    return ToolResult(text[:_MAX_RESULT_LENGTH] + "..." * is_truncated, is_error)

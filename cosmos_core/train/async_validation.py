@@ -44,23 +44,25 @@ class AsyncValidation:
         self._completions, self._fleet, self._resync, self._beat = completions, fleet, resync, beat
         self.step: int | None = None
         """Number of the step that is being validated; None: no validation is running."""
-        self.on_end: Callable[[FinishedValidation], None] = lambda ended: None
+        self.on_end: Callable[[FinishedValidation], None] = lambda result: None
         """Function called on every rank with the result when a validation has ended."""
-        self._done = threading.Event()
+        self._done_event = threading.Event()
         self._metrics: dict[str, float] = {}
-        self._problem: tuple[str, str] | None = None
+        self._error_info: tuple[str, str] | None = None
         """Class name and message of the error of a failed validation, in a form that can be broadcast."""
 
     def begin(self, step: int) -> None:
         """Start the validation of the weights after `step` train steps, which the engines already have."""
         assert self.step is None, "one validation at a time"
         self.step = step
-        self._done.clear()
-        self._problem = None
+        self._done_event.clear()
+        self._error_info = None
         if is_first():
             prompts, sampling, seed_step = self._completions.validation_requests
             futures = [self._fleet.request(each, sampling, seed_step, version=self._fleet.version) for each in prompts]
-            threading.Thread(target=self._run, args=(step, futures), daemon=True, name="validation").start()
+            threading.Thread(
+                target=self._score_completions, args=(step, futures), daemon=True, name="validation"
+            ).start()
 
     def check(self) -> None:
         """Call the function `on_end` with the result if the running validation has ended.
@@ -71,13 +73,13 @@ class AsyncValidation:
         """
         if self.step is None:
             return
-        local_state = (self._done.is_set(), self._metrics, self._problem) if is_first() else None
-        is_finished, metrics, problem = broadcast_object(local_state)  # type: ignore[misc]
+        local_state = (self._done_event.is_set(), self._metrics, self._error_info) if is_first() else None
+        is_finished, metrics, error_info = broadcast_object(local_state)  # type: ignore[misc]
         if not is_finished:
             return
         step, self.step = self.step, None
-        if problem is not None:
-            name, message = problem
+        if error_info is not None:
+            name, message = error_info
             if name == WeightsUnavailable.__name__:
                 raise RanksMustRestart(f"validation of step {step}: {message}")
             raise BY_NAME[name](message)
@@ -88,35 +90,35 @@ class AsyncValidation:
         the step of the current weights, which are sent to engines that were restarted."""
         while self.step is not None:
             if is_first():
-                self._done.wait(_POLL_SECONDS)
+                self._done_event.wait(_POLL_SECONDS)
             self._beat()
             self.check()
             on_wait()
             if self.step is not None and broadcast_object(self._fleet.needs_weights if is_first() else None):
                 self._resync(step)
 
-    def _run(self, step: int, asked: Sequence[Future[Group]]) -> None:
+    def _score_completions(self, step: int, asked: Sequence[Future[Group]]) -> None:
         """Score each requested group of held-out completions when it is complete, in a thread of the first rank."""
-        start = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             scored_groups: dict[Future[Group], ScoredGroup] = {}
-            waiting = set(asked)
-            while waiting:
-                done_futures, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                ordered_futures = [each for each in asked if each in done_futures]
-                groups = self._completions.score([each.result() for each in ordered_futures])
+            pending_futures = set(asked)
+            while pending_futures:
+                done_futures, pending_futures = wait(pending_futures, return_when=FIRST_COMPLETED)
+                ordered_futures = [future for future in asked if future in done_futures]
+                groups = self._completions.score([future.result() for future in ordered_futures])
                 scored_groups |= dict(zip(ordered_futures, groups, strict=True))
-            metrics = self._completions.log_metrics(step, [scored_groups[each] for each in asked])
-            self._metrics = {**metrics, "time/validate": time.perf_counter() - start}
+            metrics = self._completions.log_metrics(step, [scored_groups[future] for future in asked])
+            self._metrics = {**metrics, "time/validate": time.perf_counter() - start_time}
         except WeightsUnavailable as error:
-            self._problem = WeightsUnavailable.__name__, str(error)
+            self._error_info = WeightsUnavailable.__name__, str(error)
         except CosmosError as error:
-            self._problem = serialise_error(error)
+            self._error_info = serialise_error(error)
         except Exception as error:
             logger.exception("validation of step %d", step)
             name, message = serialise_error(error)
-            self._problem = name, f"validation of step {step}: {message}"
-        self._done.set()
+            self._error_info = name, f"validation of step {step}: {message}"
+        self._done_event.set()
 
 
 def supports_async_validation(recipe: Any) -> bool:

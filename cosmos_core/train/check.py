@@ -67,10 +67,10 @@ def run(stage: Stage) -> Outcome:
     info: dict[str, JsonValue] = {}
     if stage.kind.makes == "data":
         outcome = prepare.run(stage)
-        if problem := outcome.info.get("loses_text"):
-            raise DataError(str(problem))
+        if lost_text_message := outcome.info.get("loses_text"):
+            raise DataError(str(lost_text_message))
         statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
-        lines += [*_rows(stage, statistics), *cast(list[str], outcome.info.get("notices", []))]
+        lines += [*_describe_rows(stage, statistics), *cast(list[str], outcome.info.get("notices", []))]
         lines += filter(None, [check_rows(config, stage.path / "data", lambda: _empty_model(stage))])
         info |= _batches(stage, statistics["train"]["rows"], lines) | _warn_of_no_validation(statistics)
         info["prompts"] = first_prompts(stage.path / "data")
@@ -78,9 +78,11 @@ def run(stage: Stage) -> Outcome:
     else:
         lines += filter(None, [check_file_tensors(_empty_model(stage), stage.model, revision, stage.progress.beat)])
         lines += _check_model(stage)
-        invalid = find_refused_settings(stage.model, revision)
-        if invalid and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
-            raise ModelError(f"{stage.model}/{FILE}: vLLM refuses to load {', '.join(invalid)}; remove it there")
+        refused_settings = find_refused_settings(stage.model, revision)
+        if refused_settings and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
+            raise ModelError(
+                f"{stage.model}/{FILE}: vLLM refuses to load {', '.join(refused_settings)}; remove it there"
+            )
         if stage.kind.trains_model:
             check_export_possible(config, tokenizer, stage.model)
             lines += _precision_line(config, stage.recipe.train.param_dtype)
@@ -90,7 +92,7 @@ def run(stage: Stage) -> Outcome:
         rewards = check_rewards(stage)
         lines += rewards
         if rewards:
-            lines += _tools(stage, tokenizer)
+            lines += _check_tools(stage, tokenizer)
     return Outcome(info={**info, "found": "; ".join(lines)})
 
 
@@ -119,9 +121,9 @@ def _warn_of_no_validation(splits: Container[str]) -> dict[str, JsonValue]:
 def _check_model(stage: Stage) -> list[str]:
     """Build the model with its LoRA adapter but without weights, and return report lines about the adapter. With
     pipeline parallelism, also divide the model into pipeline stages."""
-    policy, sizes = stage.recipe.policy, stage.recipe.policy.parallelism
+    policy, parallelism = stage.recipe.policy, stage.recipe.policy.parallelism
     dtype = getattr(torch, stage.recipe.train.master_dtype)
-    is_pipelined = stage.kind.has_mesh and sizes.pp_size > 1
+    is_pipelined = stage.kind.has_mesh and parallelism.pp_size > 1
     with nullcontext() if is_pipelined else torch.device("meta"), meta_device_safe_creation_ops():
         if is_pipelined:
             cpu = torch.device("cpu")
@@ -131,28 +133,30 @@ def _check_model(stage: Stage) -> list[str]:
         if stage.kind.trains_model:
             mark_trained_weights(model, policy)
             load_balancing_settings(model, policy.aux_loss_coeff)
-    lines = _adapter(model, policy.lora)
+    lines = _adapter_lines(model, policy.lora)
     if is_pipelined:
-        apply_pp(model, sizes, 0)
+        apply_pp(model, parallelism, 0)
     return lines
 
 
 def _precision_line(config: PretrainedConfig, dtype: str) -> list[str]:
     """Return a report line if the `export` stage writes 16-bit weights although the base model has wider weights."""
-    base = str(getattr(config.get_text_config(), "dtype", None) or config.dtype or dtype).removeprefix("torch.")
-    if base not in {"float32", "float64"} or torch.finfo(getattr(torch, dtype)).bits > 16:
+    base_dtype = str(getattr(config.get_text_config(), "dtype", None) or config.dtype or dtype).removeprefix("torch.")
+    if base_dtype not in {"float32", "float64"} or torch.finfo(getattr(torch, dtype)).bits > 16:
         return []
-    return [f"exports will be in {dtype}, the base is in {base}: train.param_dtype = '{base}' would keep that"]
+    return [
+        f"exports will be in {dtype}, the base is in {base_dtype}: train.param_dtype = '{base_dtype}' would keep that"
+    ]
 
 
-def _adapter(model: nn.Module, lora: LoraConfig | None) -> list[str]:
+def _adapter_lines(model: nn.Module, lora: LoraConfig | None) -> list[str]:
     return [describe_adapter(model, lora.target_modules)] if lora and is_adapted(model) else []
 
 
 def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
     """Return the report on a diffusion model and its training rows, without reading the model's weights."""
-    policy, families = stage.recipe.policy, importlib.import_module("cosmos_core.models.families")
-    family = families.open_family(stage.model, policy)
+    policy, families_module = stage.recipe.policy, importlib.import_module("cosmos_core.models.families")
+    family = families_module.open_family(stage.model, policy)
     lines = [f"{family.folder.class_name}, {family.folder.component_class(family.denoiser_name).__name__}"]
     family.latent_shape(*policy.diffusers.inference_size, policy.diffusers.inference_frames if family.is_video else 1)
     for num_steps in {policy.diffusers.sample.num_steps, policy.diffusers.sample.eval_num_steps}:
@@ -160,7 +164,7 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
     if stage.kind.makes == "data":
         splits = importlib.import_module("cosmos_core.data.prepare_media").preview(stage)
         lines += [line for line, *_ in splits.values()]
-        prompts: JsonValue = {name: first for name, (*_, first) in splits.items()}
+        prompts: JsonValue = {name: split_prompts for name, (*_, split_prompts) in splits.items()}
         info = _batches(stage, splits["train"][1], lines) | _warn_of_no_validation(splits)
         return info | {"found": "; ".join(lines), "prompts": prompts}
     if stage.kind.has_mesh and policy.parallelism.cp_size > 1:
@@ -169,9 +173,9 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
         with torch.device("meta"):
             denoiser = family.folder.build(family.denoiser_name)
             mark_trained_weights(denoiser, policy, family.lora_targets)
-        lines += _adapter(denoiser, policy.lora)
-    frames = policy.diffusers.inference_frames if family.is_video else 1
-    return {"found": "; ".join(lines + check_rewards(stage, frames))}
+        lines += _adapter_lines(denoiser, policy.lora)
+    num_frames = policy.diffusers.inference_frames if family.is_video else 1
+    return {"found": "; ".join(lines + check_rewards(stage, num_frames))}
 
 
 def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
@@ -183,10 +187,10 @@ def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
         RewardError: a reward cannot be loaded, scores no completion, or is missing in the reward service.
     """
     lines = []
-    for weights, splits in _rewards(stage):
+    for weights, splits in _rewards_with_splits(stage):
         if isinstance(weights, RemoteRewardConfig):
-            names = [each.name for each in weights.reward_fns]
-            lines.append(_check_reward_service(stage, names))
+            reward_names = [reward_fn.name for reward_fn in weights.reward_fns]
+            lines.append(_check_reward_service(stage, reward_names))
             if weights.video_vae:
                 lines.append(inspect_vae("remote_reward.video_vae", weights.video_vae))
             continue
@@ -194,57 +198,58 @@ def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
     return lines
 
 
-def _check_reward_service(stage: Stage, names: list[str]) -> str:
-    """Check that the stage's reward service provides the rewards `names`. A running service is queried. For a service
-    that the run will start, only the configuration file is read."""
+def _check_reward_service(stage: Stage, reward_names: list[str]) -> str:
+    """Check that the stage's reward service provides the rewards `reward_names`. A running service is queried. For a
+    service that the run will start, only the configuration file is read."""
     service_file = stage.config.reward_service
     if not service_file or service_file.startswith(BLOCK):
-        ping(service_of(), names)
-        return f"rewards {', '.join(names)} of a service"
-    served = [reward.reward_type for reward in read_config(Path(service_file)).rewards]
-    if unknown := [name for name in names if name not in served]:
+        ping(service_of(), reward_names)
+        return f"rewards {', '.join(reward_names)} of a service"
+    served_rewards = [reward.reward_type for reward in read_config(Path(service_file)).rewards]
+    if unknown_rewards := [name for name in reward_names if name not in served_rewards]:
         raise RewardError(
-            f"reward_service = {service_file!r} does not serve {unknown[0]!r}{suggestion(unknown[0], served)}"
+            f"reward_service = {service_file!r} does not serve "
+            f"{unknown_rewards[0]!r}{suggestion(unknown_rewards[0], served_rewards)}"
         )
-    return f"rewards {', '.join(names)} of {service_file}"
+    return f"rewards {', '.join(reward_names)} of {service_file}"
 
 
-def _rewards(stage: Stage) -> list[tuple[Rewards, list[str]]]:
+def _rewards_with_splits(stage: Stage) -> list[tuple[Rewards, list[str]]]:
     """Return each local or remote reward of a stage with the splits whose completions it scores."""
-    is_measured = StageContext(stage.recipe, stage.kind).measures_held_out
-    uses = [(trained_rewards(stage.recipe), "train")] if stage.kind.completes_prompts else []
-    uses += [(reward_weights(stage.recipe), "validation")] if is_measured else []
+    is_validated = StageContext(stage.recipe, stage.kind).measures_held_out
+    reward_uses = [(trained_rewards(stage.recipe), "train")] if stage.kind.completes_prompts else []
+    reward_uses += [(reward_weights(stage.recipe), "validation")] if is_validated else []
     splits: dict[str, list[str]] = {}
-    for rewards, name in uses:
-        splits.setdefault(repr(rewards), []).append(name)
-    return [(rewards, splits.pop(repr(rewards))) for rewards, _ in uses if rewards and repr(rewards) in splits]
+    for rewards, split_name in reward_uses:
+        splits.setdefault(repr(rewards), []).append(split_name)
+    return [(rewards, splits.pop(repr(rewards))) for rewards, _ in reward_uses if rewards and repr(rewards) in splits]
 
 
-def _tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _check_tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Load the tools that the policy may call, and check that the chat template can render the results of tools."""
     config = stage.recipe.rollout.multi_turn_config
     if not config.enable or not config.enable_tools:
         return []
-    chat = prompt_rendering(config)
-    ToolText(tokenizer, chat, read_stop_tokens(stage.model, stage.recipe.policy.model_revision, tokenizer))
+    chat_rendering = prompt_rendering(config)
+    ToolText(tokenizer, chat_rendering, read_stop_tokens(stage.model, stage.recipe.policy.model_revision, tokenizer))
     return [f"tools {', '.join(tool_names(config.enabled_tools))}"]
 
 
-def _rows(stage: Stage, statistics: dict[str, Any]) -> list[str]:
+def _describe_rows(stage: Stage, statistics: dict[str, Any]) -> list[str]:
     lines = []
-    for split_name, numbers in statistics.items():
-        text = f"{split_name}: {numbers['rows']:,} rows, {numbers['tokens']:,} tokens"
-        if numbers["label_tokens"]:
-            text += f", {numbers['label_tokens'] / max(1, numbers['tokens']):.0%} of them learned"
-        if numbers.get("images"):
-            text += f", {numbers['images']:,} images of {numbers['image_tokens']:,} tokens"
-        if numbers.get("truncated_rows"):
-            text += f", {numbers['truncated_rows']:,} rows cut at {stage.recipe.policy.model_max_length}"
-        if continued := numbers.get("continued_rows"):
-            text += f", {continued:,} rows of plain text whose prompt is masked, as the model has no chat template"
-        if plain_rows := numbers.get("plain_rows"):
+    for split_name, split_statistics in statistics.items():
+        text = f"{split_name}: {split_statistics['rows']:,} rows, {split_statistics['tokens']:,} tokens"
+        if split_statistics["label_tokens"]:
+            text += f", {split_statistics['label_tokens'] / max(1, split_statistics['tokens']):.0%} of them learned"
+        if split_statistics.get("images"):
+            text += f", {split_statistics['images']:,} images of {split_statistics['image_tokens']:,} tokens"
+        if split_statistics.get("truncated_rows"):
+            text += f", {split_statistics['truncated_rows']:,} rows cut at {stage.recipe.policy.model_max_length}"
+        if continued_rows := split_statistics.get("continued_rows"):
+            text += f", {continued_rows:,} rows of plain text whose prompt is masked, as the model has no chat template"
+        if plain_rows := split_statistics.get("plain_rows"):
             text += f", {plain_rows:,} rows of plain text in which no token is masked"
-        if unread_columns := numbers.get("unread_columns"):
+        if unread_columns := split_statistics.get("unread_columns"):
             text += f", columns that nothing reads: {', '.join(unread_columns[:_MAX_COLUMNS])}"
             text += f" and {len(unread_columns) - _MAX_COLUMNS} more" if len(unread_columns) > _MAX_COLUMNS else ""
         lines.append(text)

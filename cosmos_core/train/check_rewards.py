@@ -31,8 +31,10 @@ def first_prompts(folder: Path) -> dict[str, JsonValue]:
     prompts_of_split: dict[str, JsonValue] = {}
     for name in SPLITS:
         if (prompts := find_prompts(folder, name)) is not None:
-            starts = accumulate((0, *(prompts.mixture.sizes[:-1] if prompts.mixture else ())))
-            first = [prompts[i] for start in starts for i in range(start, min(start + _NUM_PROMPTS, len(prompts)))]
+            source_starts = accumulate((0, *(prompts.mixture.sizes[:-1] if prompts.mixture else ())))
+            first = [
+                prompts[i] for start in source_starts for i in range(start, min(start + _NUM_PROMPTS, len(prompts)))
+            ]
             prompts_of_split[name] = [
                 {"text": p.text, "reference": p.reference, "metadata": p.metadata, "source": p.source} for p in first
             ]
@@ -54,22 +56,22 @@ def call_rewards(stage: Stage, weights: Mapping[str, float], groups: Sequence[Gr
         scored_groups = score(groups) if groups else []
     notices = []
     for reward, name in metric_names(weights).items():
-        if groups_of := [each for each in scored_groups if reward in weights_of(weights, each.group.prompt.source)]:
-            notices.append(_unscored_message(reward, name, groups_of))
+        if reward_groups := [each for each in scored_groups if reward in weights_of(weights, each.group.prompt.source)]:
+            notices.append(_unscored_message(reward, name, reward_groups))
     return "; ".join([summary, *filter(None, notices)])
 
 
 def _unscored_message(reward: str, name: str, groups: Sequence[ScoredGroup]) -> str:
     """Return a message if a reward did not score all made-up completions, else an empty string."""
     scores = [score for group in groups for score in group.scores]
-    missing = [score for score in scores if name not in score.metrics]
-    error = next((score.error for score in missing if f"{name}: " in score.error), "")
-    if not missing:
+    missing_scores = [score for score in scores if name not in score.metrics]
+    error = next((score.error for score in missing_scores if f"{name}: " in score.error), "")
+    if not missing_scores:
         return ""
     if not error:
-        return f"{reward} returned None for {len(missing)} of {len(scores)} completions, where it adds nothing"
-    if len(missing) < len(scores):
-        return f"{reward} has no score for {len(missing)} of {len(scores)} made-up completions ({error})"
+        return f"{reward} returned None for {len(missing_scores)} of {len(scores)} completions, where it adds nothing"
+    if len(missing_scores) < len(scores):
+        return f"{reward} has no score for {len(missing_scores)} of {len(scores)} made-up completions ({error})"
     raise RewardError(
         f"the reward {reward!r} has no score for any of {len(scores)} made-up completions of rows: {error}"
     )
@@ -78,40 +80,40 @@ def _unscored_message(reward: str, name: str, groups: Sequence[ScoredGroup]) -> 
 def groups_of_rows(stage: Stage, splits: Sequence[str], num_frames: int | None) -> list[Group]:
     """Return made-up completions of the first rows of splits. `num_frames`: number of frames of a made-up video, 1 for
     an image; None if completions are text."""
-    prompts_of_split = _prompts(stage)
+    prompts_of_split = _load_prompts(stage)
     size = stage.recipe.policy.diffusers.inference_size
-    column = getattr(stage.recipe.train.train_policy, "response_column_name", "")
+    reference_column = getattr(stage.recipe.train.train_policy, "response_column_name", "")
     groups = []
     for name in splits:
         for i, row in enumerate(prompts_of_split.get(name) or prompts_of_split.get(SPLITS[0]) or []):
-            columns, reference = row["metadata"], row["reference"]
-            prompt_fields = {"metadata": columns, "source": row.get("source", "")}
+            row_columns, reference = row["metadata"], row["reference"]
+            prompt_fields = {"metadata": row_columns, "source": row.get("source", "")}
             if num_frames is None:
-                completions = (_text(_EXAMPLE_COMPLETION), _text(reference))
+                completions = (_text_completion(_EXAMPLE_COMPLETION), _text_completion(reference))
             else:
-                reference = find_reference(columns, column)
-                completions = _made_up_samples(num_frames, size)
+                reference = find_reference(row_columns, reference_column)
+                completions = _made_up_completions(num_frames, size)
             groups.append(Group(Prompt(i, (0,), row["text"], reference, **prompt_fields), completions, 0))
     return groups
 
 
-def _prompts(stage: Stage) -> dict[str, list[dict[str, Any]]]:
+def _load_prompts(stage: Stage) -> dict[str, list[dict[str, Any]]]:
     if (file := stage.path / CHECKED_PROMPTS).exists():
         return json.loads(file.read_text(encoding="utf-8"))
     return first_prompts(stage.data) if stage.data is not None else {}  # type: ignore[return-value]
 
 
-def _text(text: str) -> Completion:
+def _text_completion(text: str) -> Completion:
     length = len(text.split()) + 1
     return Completion((Segment((0,) * length, True, (-1.0,) * length, 0),), "stop", text)
 
 
 def made_up_groups(prompts: Sequence[Prompt], num_frames: int, size: tuple[int, int]) -> list[Group]:
     """Return made-up images, or videos of several frames, of height and width `size` for each prompt."""
-    return [Group(prompt, _made_up_samples(num_frames, size), 0) for prompt in prompts]
+    return [Group(prompt, _made_up_completions(num_frames, size), 0) for prompt in prompts]
 
 
-def _made_up_samples(num_frames: int, size: tuple[int, int]) -> tuple[Completion, Completion]:
+def _made_up_completions(num_frames: int, size: tuple[int, int]) -> tuple[Completion, Completion]:
     shape = (*((num_frames,) if num_frames > 1 else ()), *size, 3)
     pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     completion = Completion((), "stop", "", diffusion_sample=DiffusionSample(pixels, None, (), 0))

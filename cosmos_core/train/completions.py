@@ -33,11 +33,11 @@ _NUM_GROUPS, _NUM_COMPLETIONS = 4, 8
 _NUM_LOGGED_GROUPS, _NUM_LOGGED_IMAGES = 2, 4
 """Number of groups logged per train step, and number of images or videos logged per group."""
 _MAX_CHARACTERS = 20_000
-_MAX_STEPS = 1_000
+_MAX_LOGGED_STEPS = 1_000
 _MAX_IMAGE_BYTES = 1 << 30
 """Maximum size in bytes of the image and video files of all steps; files of the newest step are always kept."""
-_WINDOW = 8  # number of compared steps; by chance, the last 4 values all exceed the first 4 with probability 1/70
-_NGRAM = 4
+_WINDOW_STEPS = 8  # number of compared steps; by chance, the last 4 values all exceed the first 4 with probability 1/70
+_NGRAM_SIZE = 4
 
 
 class CompletionLog:
@@ -46,52 +46,56 @@ class CompletionLog:
 
     def __init__(self, folder: Path, *, writes: bool, max_image_bytes: int = _MAX_IMAGE_BYTES) -> None:
         """Log completions to `folder`; if `writes` is False, only log warnings."""
-        self._folder, self._writes, self._max_image_bytes = folder, writes, max_image_bytes
-        self._rewards: deque[Mapping[str, float]] = deque(maxlen=_WINDOW)
-        self._shapes: deque[Mapping[str, float]] = deque(maxlen=_WINDOW // 2)
-        self._first: list[Mapping[str, float]] = []
+        self._folder, self._should_write, self._max_image_bytes = folder, writes, max_image_bytes
+        self._recent_reward_means: deque[Mapping[str, float]] = deque(maxlen=_WINDOW_STEPS)
+        self._recent_statistics: deque[Mapping[str, float]] = deque(maxlen=_WINDOW_STEPS // 2)
+        self._initial_statistics: list[Mapping[str, float]] = []
         self._given_warnings: set[str] = set()
 
     def __call__(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         """Log the scored groups that train step `step`, counted from 1, uses."""
         if not is_first():
             return
-        if self._writes:
+        if self._should_write:
             with raise_disk_full(self._folder.parent):
-                self._write(step, groups)
-        self._watch(step, groups)
+                self._write_completions(step, groups)
+        self._warn_of_collapse(step, groups)
 
-    def _write(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+    def _write_completions(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         has_images = groups[0].group.completions[0].diffusion_sample is not None
         num_groups, count = (_NUM_LOGGED_GROUPS, _NUM_LOGGED_IMAGES) if has_images else (_NUM_GROUPS, _NUM_COMPLETIONS)
-        chosen = [(group, _spread_by_reward(group, count)) for group in _groups_to_log(groups)[:num_groups]]
-        lines = [_line(step, group, k) for group, indices in chosen for k in indices]
+        logged_groups = [(group, _spread_by_reward(group, count)) for group in _groups_to_log(groups)[:num_groups]]
+        lines = [
+            _make_record(step, group, completion_index)
+            for group, indices in logged_groups
+            for completion_index in indices
+        ]
         file = self._folder / f"step_{step:06d}.jsonl"
         if has_images:
-            image_samples = [gallery.samples_of_group(group, indices) for group, indices in chosen]
+            image_samples = [gallery.samples_of_group(group, indices) for group, indices in logged_groups]
             names = gallery.save_rows(file.with_suffix(""), image_samples)
             for line, name in zip(lines, (name for row in names for name in row), strict=True):
                 line["media"] = f"{self._folder.name}/{file.stem}/{name}"
         write_text(file, "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines), durable=False)
-        self._remove_old(step)
+        self._remove_old_files(step)
 
-    def _remove_old(self, step: int) -> None:
+    def _remove_old_files(self, step: int) -> None:
         """Delete the logged files of steps after `step`, which were written before the run was resumed, and the oldest
         files beyond the limits on number and size."""
         num_bytes = 0
-        steps = sorted(self._folder.glob("step_*.jsonl"), reverse=True)
-        old_files = [file for file in steps if int(file.stem[5:]) <= step]
+        step_files = sorted(self._folder.glob("step_*.jsonl"), reverse=True)
+        old_files = [file for file in step_files if int(file.stem[5:]) <= step]
         for i, file in enumerate(old_files):
-            num_bytes += sum(each.stat().st_size for each in file.with_suffix("").glob("*"))
-            if i == _MAX_STEPS or (i and num_bytes > self._max_image_bytes):
+            num_bytes += sum(media_file.stat().st_size for media_file in file.with_suffix("").glob("*"))
+            if i == _MAX_LOGGED_STEPS or (i and num_bytes > self._max_image_bytes):
                 old_files = old_files[:i]
                 break
-        for file in set(steps) - set(old_files):
+        for file in set(step_files) - set(old_files):
             file.unlink()
             shutil.rmtree(file.with_suffix(""), ignore_errors=True)
 
-    def _watch(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+    def _warn_of_collapse(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         values = [[score.value for score in scored_group.scores if score.value is not None] for scored_group in groups]
         # Without reward functions every score is 0, so equal rewards are no sign of a problem.
         has_rewards = any(score.metrics for scored_group in groups for score in scored_group.scores)
@@ -107,18 +111,23 @@ class CompletionLog:
             f"step {step}: all {len(completions)} completions end at the maximum length, none with the end token; "
             f"raise rollout.max_response_length (with mask_truncated_completions nothing is learned of them)",
         )  # fmt: skip
-        self._rewards.append({name: mean for name, mean in reward_means(groups).items() if "/" not in name})
-        opposed = _opposed_message(self._rewards)
-        self._warn_once("opposed", bool(opposed), f"steps {step - _WINDOW + 1} to {step}: {opposed}; a reward may be "
-                   f"exploited: cosmos samples --step {step} --best")  # fmt: skip
-        shape = _text_statistics(completions)
-        if not shape:
+        self._recent_reward_means.append({name: mean for name, mean in reward_means(groups).items() if "/" not in name})
+        opposed_message = _opposed_message(self._recent_reward_means)
+        self._warn_once(
+            "opposed", bool(opposed_message),
+            f"steps {step - _WINDOW_STEPS + 1} to {step}: {opposed_message}; a reward may be exploited: "
+            f"cosmos samples --step {step} --best",
+        )  # fmt: skip
+        text_statistics = _text_statistics(completions)
+        if not text_statistics:
             return
-        self._shapes.append(shape)
-        if len(self._first) < _WINDOW // 2:
-            self._first.append(shape)
+        self._recent_statistics.append(text_statistics)
+        if len(self._initial_statistics) < _WINDOW_STEPS // 2:
+            self._initial_statistics.append(text_statistics)
             return
-        for name, problem in _collapse_messages(_mean(self._first), _mean(self._shapes)).items():
+        for name, problem in _collapse_messages(
+            _mean_statistics(self._initial_statistics), _mean_statistics(self._recent_statistics)
+        ).items():
             self._warn_once(name, bool(problem), f"step {step}: {problem}; look at them: cosmos samples --step {step}")
 
     def _warn_once(self, name: str, is_problem: bool, message: str) -> None:
@@ -130,25 +139,27 @@ class CompletionLog:
 
 def _groups_to_log(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
     """Return the few groups to log: those with the best and the worst completion, then the first groups of the step."""
-    ranked = sorted(range(len(groups)), key=lambda i: max(map(_rank, groups[i].scores)))
-    values = [[score.value for score in group.scores if score.value is not None] for group in groups]
-    lowest = min(range(len(groups)), key=lambda i: min(values[i], default=0))
-    return [groups[i] for i in list(dict.fromkeys([ranked[-1], lowest, *range(len(groups))]))[:_NUM_GROUPS]]
+    ranked_indices = sorted(range(len(groups)), key=lambda i: max(map(_sortable_reward, groups[i].scores)))
+    rewards_by_group = [[score.value for score in group.scores if score.value is not None] for group in groups]
+    lowest_index = min(range(len(groups)), key=lambda i: min(rewards_by_group[i], default=0))
+    return [
+        groups[i] for i in list(dict.fromkeys([ranked_indices[-1], lowest_index, *range(len(groups))]))[:_NUM_GROUPS]
+    ]
 
 
 def _spread_by_reward(scored_group: ScoredGroup, max_indices: int) -> list[int]:
     """Return the indices of at most `max_indices` completions, evenly spaced from the best to the worst reward."""
-    ranked = sorted(range(len(scored_group.scores)), key=lambda k: -_rank(scored_group.scores[k]))
-    indices = np.linspace(0, len(ranked) - 1, min(len(ranked), max_indices)).round().astype(int)
-    return [ranked[i] for i in indices]
+    ranked_indices = sorted(range(len(scored_group.scores)), key=lambda k: -_sortable_reward(scored_group.scores[k]))
+    indices = np.linspace(0, len(ranked_indices) - 1, min(len(ranked_indices), max_indices)).round().astype(int)
+    return [ranked_indices[i] for i in indices]
 
 
-def _rank(score: Any) -> float:
+def _sortable_reward(score: Any) -> float:
     return -np.inf if score.value is None else float(score.value)
 
 
-def _line(step: int, scored_group: ScoredGroup, k: int) -> dict[str, Any]:
-    completion, score = scored_group.group.completions[k], scored_group.scores[k]
+def _make_record(step: int, scored_group: ScoredGroup, completion_index: int) -> dict[str, Any]:
+    completion, score = scored_group.group.completions[completion_index], scored_group.scores[completion_index]
     turns = [{"role": turn.role, "text": turn.text[:_MAX_CHARACTERS]} for turn in completion.turns]
     return {
         "step": step,
@@ -167,56 +178,62 @@ def _line(step: int, scored_group: ScoredGroup, k: int) -> dict[str, Any]:
 def _opposed_message(step_means: Sequence[Mapping[str, float]]) -> str:
     """Return a message if exactly one reward rose while others fell, else an empty string. A reward rose or fell if all
     values of the later half of the window lie beyond all values of the earlier half."""
-    if len(step_means) < _WINDOW:
+    if len(step_means) < _WINDOW_STEPS:
         return ""
-    half, changes = _WINDOW // 2, {}
+    half_window, changes = _WINDOW_STEPS // 2, {}
     for name in set.intersection(*(set(each) for each in step_means)):
         values = [each[name] for each in step_means]
-        first_half, second_half = values[:half], values[half:]
+        first_half, second_half = values[:half_window], values[half_window:]
         if min(second_half) > max(first_half) or max(second_half) < min(first_half):
             changes[name] = (float(np.mean(first_half)), float(np.mean(second_half)))
-    up = {name: (low, high) for name, (low, high) in changes.items() if high > low}
-    down = {name: each for name, each in changes.items() if name not in up}
-    if len(up) != 1 or not down:
+    risen_rewards = {name: (low, high) for name, (low, high) in changes.items() if high > low}
+    fallen_rewards = {name: each for name, each in changes.items() if name not in risen_rewards}
+    if len(risen_rewards) != 1 or not fallen_rewards:
         return ""
-    fallen = [f"{name!r} fell from {high:.3g} to {low:.3g}" for name, (high, low) in sorted(down.items())]
-    [(name, (low, high))] = up.items()
-    return f"reward {name!r} rose from {low:.3g} to {high:.3g} while {' and '.join(fallen)}"
+    fall_messages = [
+        f"{name!r} fell from {high:.3g} to {low:.3g}" for name, (high, low) in sorted(fallen_rewards.items())
+    ]
+    [(name, (low, high))] = risen_rewards.items()
+    return f"reward {name!r} rose from {low:.3g} to {high:.3g} while {' and '.join(fall_messages)}"
 
 
 def _text_statistics(completions: Sequence[Completion]) -> dict[str, float]:
     """Return the mean number of sampled tokens, fraction of repeated 4-grams and entropy of text completions. The
     entropy is estimated as the mean of -log p of the sampled tokens. The result is empty for images and videos."""
-    texts = [each for each in completions if each.diffusion_sample is None and each.num_sampled]
-    if not texts:
+    text_completions = [
+        completion for completion in completions if completion.diffusion_sample is None and completion.num_sampled
+    ]
+    if not text_completions:
         return {}
-    logprobs = np.concatenate([each.logprobs for each in texts])
-    finite = logprobs[np.isfinite(logprobs)]
+    logprobs = np.concatenate([completion.logprobs for completion in text_completions])
+    finite_logprobs = logprobs[np.isfinite(logprobs)]
     return {
-        "length": float(np.mean([each.num_sampled for each in texts])),
-        "repetition": float(np.mean([_repetition(each.token_ids) for each in texts])),
-        "entropy": float(-finite.mean()) if len(finite) else float("nan"),
+        "length": float(np.mean([completion.num_sampled for completion in text_completions])),
+        "repetition": float(
+            np.mean([_repeated_ngram_fraction(completion.token_ids) for completion in text_completions])
+        ),
+        "entropy": float(-finite_logprobs.mean()) if len(finite_logprobs) else float("nan"),
     }
 
 
-def _repetition(ids: Sequence[int]) -> float:
-    grams = [tuple(ids[i : i + _NGRAM]) for i in range(len(ids) - _NGRAM + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+def _repeated_ngram_fraction(token_ids: Sequence[int]) -> float:
+    ngrams = [tuple(token_ids[i : i + _NGRAM_SIZE]) for i in range(len(token_ids) - _NGRAM_SIZE + 1)]
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
-def _mean(shapes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: float(np.mean([shape[name] for shape in shapes])) for name in shapes[0]}
+def _mean_statistics(step_statistics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: float(np.mean([statistics[name] for statistics in step_statistics])) for name in step_statistics[0]}
 
 
-def _collapse_messages(first: Mapping[str, float], current: Mapping[str, float]) -> dict[str, str]:
+def _collapse_messages(initial: Mapping[str, float], current: Mapping[str, float]) -> dict[str, str]:
     """Return messages about length, repetition and entropy; a message is empty if the value has not collapsed."""
-    is_short = current["length"] < first["length"] / 4
-    is_repetitive = current["repetition"] > max(0.5, first["repetition"] + 0.25)
-    is_nearly_certain = current["entropy"] < first["entropy"] / 10
+    is_short = current["length"] < initial["length"] / 4
+    is_repetitive = current["repetition"] > max(0.5, initial["repetition"] + 0.25)
+    is_nearly_certain = current["entropy"] < initial["entropy"] / 10
     return {
-        "length": f"completions have {current['length']:.3g} tokens, {first['length']:.3g} at first"
+        "length": f"completions have {current['length']:.3g} tokens, {initial['length']:.3g} at first"
         if is_short else "",
         "repetition": f"{current['repetition']:.0%} of what completions say is repeated" if is_repetitive else "",
-        "entropy": f"the entropy per token is {current['entropy']:.2g}, {first['entropy']:.2g} at first: completions "
+        "entropy": f"the entropy per token is {current['entropy']:.2g}, {initial['entropy']:.2g} at first: completions "
         f"of a prompt are nearly the same" if is_nearly_certain else ""
     }  # fmt: skip

@@ -75,32 +75,34 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
     the train step and the number of the optimizer step, both counted from 0.
     """
     diffusers = recipe.policy.diffusers
-    draws, flow_rl = noise_sampler_of(rows, diffusers, trainer.adapter), diffusers.flow_rl
-    size, seed = min(len(rows), rows_per_step(recipe)), recipe.train.order_seed
-    shuffles = recipe.train.train_policy.dataloader_shuffle
+    noise_sampler, flow_rl = noise_sampler_of(rows, diffusers, trainer.adapter), diffusers.flow_rl
+    num_rows, seed = min(len(rows), rows_per_step(recipe)), recipe.train.order_seed
+    should_shuffle = recipe.train.train_policy.dataloader_shuffle
 
-    def make_data_samples(step: int, number: int) -> list[FlowSample]:
+    def make_data_samples(step: int, update_index: int) -> list[FlowSample]:
         if not flow_rl.use_rl_sigma_and_noise:
-            positions = batch_positions(seed + DATA_TERM_SEED, number, size, len(rows), True).tolist()
-            return [draws.sample(rows[i], seed_of(seed, number, i, DATA_TERM_SEED)) for i in positions]
+            positions = batch_positions(seed + DATA_TERM_SEED, update_index, num_rows, len(rows), True).tolist()
+            return [noise_sampler.sample(rows[i], seed_of(seed, update_index, i, DATA_TERM_SEED)) for i in positions]
         sampling = training_sampling(recipe)
         assert sampling.flow is not None
-        start = SHARED_NOISE if sampling.flow.same_noise else 0
-        levels = _trained_noise_levels(trainer, sampling, step)[: 1 if flow_rl.data_on_first_only else None]
-        result = []
-        for i in batch_positions(seed, step, size, len(rows), shuffles).tolist():
-            sample = draws.sample(rows[i], seed_of(seed, step, i, DATA_TERM_SEED))
-            noise = make_noise(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, start))
-            result += [replace(sample, sigma=level, noise=noise, weight=1.0) for level in levels]
-        return result
+        noise_index = SHARED_NOISE if sampling.flow.same_noise else 0
+        noise_levels = _trained_noise_levels(trainer, sampling, step)[: 1 if flow_rl.data_on_first_only else None]
+        data_samples = []
+        for i in batch_positions(seed, step, num_rows, len(rows), should_shuffle).tolist():
+            sample = noise_sampler.sample(rows[i], seed_of(seed, step, i, DATA_TERM_SEED))
+            noise = make_noise(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, noise_index))
+            data_samples += [
+                replace(sample, sigma=noise_level, noise=noise, weight=1.0) for noise_level in noise_levels
+            ]
+        return data_samples
 
-    def update(step: int, number: int) -> Update:
-        samples = make_data_samples(step, number)
+    def update(step: int, update_index: int) -> Update:
+        samples = make_data_samples(step, update_index)
 
-        def loss(micro: MicroBatch) -> Loss:
-            result = flow_loss(micro, len(samples))
-            metrics = {f"data/{name}": value for name, value in result.metrics.items()}
-            return Loss(flow_rl.data_beta * result.value, metrics)
+        def loss(micro_batch: MicroBatch) -> Loss:
+            sft_loss = flow_loss(micro_batch, len(samples))
+            metrics = {f"data/{name}": value for name, value in sft_loss.metrics.items()}
+            return Loss(flow_rl.data_beta * sft_loss.value, metrics)
 
         return Update(samples, loss)
 
@@ -111,6 +113,6 @@ def _trained_noise_levels(trainer: Trainer, sampling: Sampling, step: int) -> li
     """Return the noise levels at which a step's rollouts are trained; all except 0 if the recipe selects none."""
     assert sampling.flow is not None
     adapter: Any = trainer.adapter
-    table = table_of(adapter.family, sampling.flow).tolist()
-    stochastic = stochastic_steps(sampling.flow, sampling.seed, step)
-    return [table[i] for i in stochastic if i in sampling.flow.trained_on] or table[:-1]
+    noise_levels = table_of(adapter.family, sampling.flow).tolist()
+    stochastic_indices = stochastic_steps(sampling.flow, sampling.seed, step)
+    return [noise_levels[i] for i in stochastic_indices if i in sampling.flow.trained_on] or noise_levels[:-1]

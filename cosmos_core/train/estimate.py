@@ -81,7 +81,7 @@ class _TrainingLength(NamedTuple):
     """Whether the number of train steps is an upper bound."""
 
 
-class _Rows(NamedTuple):
+class _RowStatistics(NamedTuple):
     """Number of training rows, and their longest and mean length in tokens; None: unknown."""
 
     number: int | None
@@ -117,43 +117,45 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared_folder:
     if prepared_folder:
         rows = _prepared_rows(recipe, prepared_folder)
     else:
-        rows = _Rows(_count_rows(recipe), sequences_per_row=recipe.train.train_policy.sequences_per_row)
-    length = int(_row_length(recipe, rows.longest))
-    limit = recipe.train.max_num_steps
+        rows = _RowStatistics(_count_rows(recipe), sequences_per_row=recipe.train.train_policy.sequences_per_row)
+    sequence_length = int(_row_length(recipe, rows.longest))
+    max_steps = recipe.train.max_num_steps
     notes = []
     if rows.number is None:
-        length_limit = f"at most max_num_steps = {limit} and what they read" if limit else "unknown"
+        length_limit = f"at most max_num_steps = {max_steps} and what they read" if max_steps else "unknown"
         notes.append(f"steps and tokens: {length_limit}, because the rows are not on this machine yet")
     training_length = _estimate_training_length(recipe, rows, prepared_folder)
     if training_length.is_upper_bound and rows.number is not None:
-        notes.append(f"steps: at most max_num_steps = {limit}, because batches are filled by tokens, yet to be counted")
-    network, memory, trace_notes = _trace(recipe, model, length, progress)
+        notes.append(
+            f"steps: at most max_num_steps = {max_steps}, because batches are filled by tokens, yet to be counted"
+        )
+    network, memory, trace_notes = _trace_memory(recipe, model, sequence_length, progress)
     rank_memory = sharded(memory, recipe)
     if recipe.train.activation_offload:
         notes.append("activations: as if they stayed, yet activation_offload moves them to host memory")
     notes += trace_notes
     kv_cache: int | None = 0
     if recipe.train.train_policy.has_rollouts:
-        kv_cache = kv_cache_bytes(network.config, recipe, length)
+        kv_cache = kv_cache_bytes(network.config, recipe, sequence_length)
         if kv_cache is None:
             notes.append(f"KV cache: unknown, because {network.config.model_type} has layers without keys and values")
-    parameters = sum(p.numel() for p in network.parameters())
-    trainable = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    num_parameters = sum(p.numel() for p in network.parameters())
+    num_trainable = sum(p.numel() for p in network.parameters() if p.requires_grad)
     return Estimate(
-        parameters=parameters,
-        trainable=trainable,
+        parameters=num_parameters,
+        trainable=num_trainable,
         memory=rank_memory,
         peak=rank_memory.total,
-        engine_weights=_engine_weights(recipe, parameters),
+        engine_weights=_engine_weights(recipe, num_parameters),
         kv_cache=kv_cache,
-        sequence_length=length,
+        sequence_length=sequence_length,
         rows=rows.number,
         steps=training_length.steps,
         is_steps_bound=training_length.is_upper_bound,
         tokens=training_length.tokens,
         is_tokens_bound=rows.mean is None or recipe.train.train_policy.has_rollouts,
-        disk=_checkpoint_bytes(recipe, memory, parameters, trainable, training_length.steps),
-        machine=_machine(recipe),
+        disk=_checkpoint_bytes(recipe, memory, num_parameters, num_trainable, training_length.steps),
+        machine=_describe_machine(recipe),
         notes=tuple(notes),
     )
 
@@ -161,21 +163,21 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared_folder:
 def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, length: int) -> int | None:
     """Return the bytes of the KV cache for all sequences that an engine generates concurrently; None if a layer caches
     a state other than keys and values."""
-    text, rollout = config.get_text_config(), recipe.rollout
-    window = getattr(text, "sliding_window", None)
-    default_kind = "sliding_attention" if window else "full_attention"
-    kinds = getattr(text, "layer_types", None) or [default_kind] * text.num_hidden_layers
-    chunk = getattr(text, "attention_chunk_size", None)
+    text_config, rollout = config.get_text_config(), recipe.rollout
+    window = getattr(text_config, "sliding_window", None)
+    default_layer_type = "sliding_attention" if window else "full_attention"
+    layer_types = getattr(text_config, "layer_types", None) or [default_layer_type] * text_config.num_hidden_layers
+    chunk = getattr(text_config, "attention_chunk_size", None)
     tokens_of = {"full_attention": length, "sliding_attention": window or length, "chunked_attention": chunk or length}
-    if getattr(text, "kv_lora_rank", None) or not set(kinds) <= set(tokens_of):
+    if getattr(text_config, "kv_lora_rank", None) or not set(layer_types) <= set(tokens_of):
         return None
-    num_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    mesh = rollout.parallelism
-    prompts = min(rollout.batch_size, max(1, recipe.train.train_batch_per_replica // rollout.n_generation))
-    tokens = sum(min(length, tokens_of[kind]) for kind in kinds)
-    bytes_per_token = 2 * -(-num_heads // mesh.tp_size) * head_dim * _itemsize(recipe.train.param_dtype)
-    return tokens * bytes_per_token * prompts * rollout.n_generation // mesh.pp_size
+    num_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    parallelism = rollout.parallelism
+    num_prompts = min(rollout.batch_size, max(1, recipe.train.train_batch_per_replica // rollout.n_generation))
+    num_cached_tokens = sum(min(length, tokens_of[layer_type]) for layer_type in layer_types)
+    bytes_per_token = 2 * -(-num_heads // parallelism.tp_size) * head_dim * _itemsize(recipe.train.param_dtype)
+    return num_cached_tokens * bytes_per_token * num_prompts * rollout.n_generation // parallelism.pp_size
 
 
 def sharded(memory: Memory, recipe: Recipe) -> Memory:
@@ -187,21 +189,23 @@ def sharded(memory: Memory, recipe: Recipe) -> Memory:
     mesh, mini_batch = recipe.policy.parallelism, recipe.train.train_policy.mini_batch
     in_flight = {"1F1B": mesh.pp_size, "Interleaved1F1B": 2 * mesh.pp_size - 1, "GPipe": mini_batch}
     rows = min(mini_batch, in_flight[mesh.pp_schedule] * mesh.pp_micro_batch_size) if mesh.pp_size > 1 else mini_batch
-    ranks = prod((abs(mesh.dp_shard_size), mesh.cp_size, mesh.tp_size, mesh.pp_size))
-    on_device = 0 if recipe.train.fsdp_offload else 1
-    activations, num_ways = memory.activations, mesh.cp_size * mesh.tp_size * mesh.pp_size * mini_batch
+    num_ranks = prod((abs(mesh.dp_shard_size), mesh.cp_size, mesh.tp_size, mesh.pp_size))
+    device_factor = 0 if recipe.train.fsdp_offload else 1
+    activations, activation_divisor = memory.activations, mesh.cp_size * mesh.tp_size * mesh.pp_size * mini_batch
     return Memory(
-        weights=on_device * -(-memory.weights // ranks),
-        gradients=on_device * -(-memory.gradients // ranks),
-        optimizer=on_device * -(-memory.optimizer // ranks),
-        reference=-(-memory.reference // ranks),
-        casts=None if memory.casts is None else -(-memory.casts // ranks),
-        activations=None if activations is None else -(-activations * rows // num_ways),
-        average=on_device * -(-memory.average // ranks),
+        weights=device_factor * -(-memory.weights // num_ranks),
+        gradients=device_factor * -(-memory.gradients // num_ranks),
+        optimizer=device_factor * -(-memory.optimizer // num_ranks),
+        reference=-(-memory.reference // num_ranks),
+        casts=None if memory.casts is None else -(-memory.casts // num_ranks),
+        activations=None if activations is None else -(-activations * rows // activation_divisor),
+        average=device_factor * -(-memory.average // num_ranks),
     )
 
 
-def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple[PreTrainedModel, Memory, list[str]]:
+def _trace_memory(
+    recipe: Recipe, model: str, length: int, progress: Progress
+) -> tuple[PreTrainedModel, Memory, list[str]]:
     """Return the model with fake tensors, its memory before sharding, and notes about memory that is unknown."""
     train, policy = recipe.train, recipe.policy
     weight_names = () if train.train_policy.scores_rows_once else train.train_policy.named_weights
@@ -237,8 +241,8 @@ def _add_untraced_memory(memory: Memory, model: PreTrainedModel, train: TrainCon
     if train.optm_name.endswith("8bit"):
         memory = replace(memory, optimizer=eight_bit_moments(model))
     if train.ema_enable:
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        memory = replace(memory, average=trained * torch.float32.itemsize)
+        num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        memory = replace(memory, average=num_trained * torch.float32.itemsize)
     return memory
 
 
@@ -250,20 +254,24 @@ def _use_fake_tensors(model: PreTrainedModel) -> None:
         for tensors in registries:
             for name, tensor in tensors.items():
                 if tensor is not None and id(tensor) not in fake_tensors:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    fake_tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
                     is_weight = isinstance(tensor, torch.nn.Parameter)
-                    fake_tensors[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
+                    fake_tensors[id(tensor)] = (
+                        torch.nn.Parameter(fake_tensor, tensor.requires_grad) if is_weight else fake_tensor
+                    )
                 if tensor is not None:
                     tensors[name] = fake_tensors[id(tensor)]
 
 
-def _prepared_rows(recipe: Recipe, folder: Path) -> _Rows:
+def _prepared_rows(recipe: Recipe, folder: Path) -> _RowStatistics:
     statistics = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))["train"]
-    longest, sequences_per_row = statistics["length"]["max"], recipe.train.train_policy.sequences_per_row
+    longest_row_length, sequences_per_row = statistics["length"]["max"], recipe.train.train_policy.sequences_per_row
     if sequences_per_row > 1:
         rows = row_kind(recipe.train.train_policy.rows).open(folder, TRAIN, recipe.policy)
-        longest = int(rows.token_counts(is_packed=False).max()) // sequences_per_row
-    return _Rows(statistics["rows"], longest, statistics["length"]["mean"] / sequences_per_row, sequences_per_row)
+        longest_row_length = int(rows.token_counts(is_packed=False).max()) // sequences_per_row
+    return _RowStatistics(
+        statistics["rows"], longest_row_length, statistics["length"]["mean"] / sequences_per_row, sequences_per_row
+    )
 
 
 def _count_rows(recipe: Recipe) -> int | None:
@@ -273,8 +281,8 @@ def _count_rows(recipe: Recipe) -> int | None:
 
 
 def _count_dataset_rows(recipe: Recipe, key: str, dataset: RowsConfig) -> int | None:
-    if annotations := media_settings(recipe).annotation_path:
-        dataset = dataset.derive(name=annotations, split=("train",))
+    if annotation_path := media_settings(recipe).annotation_path:
+        dataset = dataset.derive(name=annotation_path, split=("train",))
     if not (generator_of(dataset.name) or (dataset.name and Path(dataset.name).expanduser().exists())):
         return None
     rows = load_rows(dataset, key)
@@ -287,12 +295,12 @@ def _count_dataset_rows(recipe: Recipe, key: str, dataset: RowsConfig) -> int | 
 def _row_length(recipe: Recipe, tokens: float | None) -> float:
     """Return the length of a row in tokens, at most the model's maximum length. In RL, the maximum length of a
     completion is added to the prompt's `tokens`. If `tokens` is None, the result is the model's maximum length."""
-    completion = recipe.rollout.max_response_length if recipe.train.train_policy.has_rollouts else 0
-    longest = recipe.policy.model_max_length
-    return longest if tokens is None else min(longest, tokens + completion)
+    completion_length = recipe.rollout.max_response_length if recipe.train.train_policy.has_rollouts else 0
+    max_length = recipe.policy.model_max_length
+    return max_length if tokens is None else min(max_length, tokens + completion_length)
 
 
-def _estimate_training_length(recipe: Recipe, rows: _Rows, prepared_folder: Path | None) -> _TrainingLength:
+def _estimate_training_length(recipe: Recipe, rows: _RowStatistics, prepared_folder: Path | None) -> _TrainingLength:
     """Return the number of train steps and of tokens of the whole training."""
     train, policy = recipe.train, recipe.train.train_policy
     if policy.has_token_based_batches:
@@ -307,10 +315,10 @@ def _balanced_training_length(recipe: Recipe, prepared_folder: Path | None) -> _
     of the feed; without prepared rows they are the maximum that the token budget allows."""
     assert recipe.train.max_num_steps is not None  # the schema requires max_num_steps for batches filled by tokens
     if prepared_folder is None:
-        steps, policy = recipe.train.max_num_steps, recipe.train.train_policy
+        num_steps, policy = recipe.train.max_num_steps, recipe.train.train_policy
         assert isinstance(policy, SupervisedConfig)
         tokens_per_step = policy.load_balanced_batches_per_optimizer_step * micro_batch_tokens(recipe)
-        return _TrainingLength(steps, steps * tokens_per_step, True)
+        return _TrainingLength(num_steps, num_steps * tokens_per_step, True)
     rows = row_kind(recipe.train.train_policy.rows).open(prepared_folder, TRAIN, recipe.policy)
     lengths = rows.token_counts(is_packed=True)
     plan = plan_balanced_steps(rows, recipe)
@@ -325,32 +333,32 @@ def _checkpoint_bytes(recipe: Recipe, memory: Memory, parameters: int, trainable
     num_checkpoints = 1  # the checkpoint after the last step is always saved
     if ckpt.enable_checkpoint:
         steps_per_epoch = max(1, (steps or 0) // recipe.train.epoch)
-        freq = max(0, ckpt.save_freq_in_epoch) * steps_per_epoch or ckpt.save_freq
-        num_saved = ckpt.max_keep if steps is None else -(-steps // freq)
+        save_freq = max(0, ckpt.save_freq_in_epoch) * steps_per_epoch or ckpt.save_freq
+        num_saved = ckpt.max_keep if steps is None else -(-steps // save_freq)
         num_checkpoints = max(1, num_saved if ckpt.max_keep == -1 else min(num_saved, ckpt.max_keep))
-    weights = trainable * _itemsize(recipe.train.master_dtype)  # checkpoints do not have frozen parameters
-    checkpoint = weights + memory.optimizer + memory.reference + memory.average
-    return num_checkpoints * checkpoint + parameters * _itemsize(recipe.train.param_dtype)
+    weight_bytes = trainable * _itemsize(recipe.train.master_dtype)  # checkpoints do not have frozen parameters
+    checkpoint_bytes = weight_bytes + memory.optimizer + memory.reference + memory.average
+    return num_checkpoints * checkpoint_bytes + parameters * _itemsize(recipe.train.param_dtype)
 
 
-def _machine(recipe: Recipe) -> dict[str, Any]:
+def _describe_machine(recipe: Recipe) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
-        card = torch.cuda.get_device_properties(device)
-        name, memory = card.name, card.total_memory
+        gpu_properties = torch.cuda.get_device_properties(device)
+        name, memory = gpu_properties.name, gpu_properties.total_memory
     else:
-        count = torch.get_num_threads()
-        name, memory = f"cpu, {count} thread{'s' * (count > 1)}", psutil.virtual_memory().total
-    rate = measure_matmul_flops(device, getattr(torch, recipe.train.param_dtype))
-    return {"device": name, "is_cpu": device.type == "cpu", "flops": rate, "memory": memory}
+        num_threads = torch.get_num_threads()
+        name, memory = f"cpu, {num_threads} thread{'s' * (num_threads > 1)}", psutil.virtual_memory().total
+    matmul_flops = measure_matmul_flops(device, getattr(torch, recipe.train.param_dtype))
+    return {"device": name, "is_cpu": device.type == "cpu", "flops": matmul_flops, "memory": memory}
 
 
 def _engine_weights(recipe: Recipe, parameters: int) -> int:
     """Return the bytes of the engine's copy of the weights; 0 for `hf`, which generates with the trainer's module."""
     if not recipe.train.train_policy.has_rollouts or recipe.rollout.backend != "vllm":
         return 0
-    mesh = recipe.rollout.parallelism
-    return parameters * _itemsize(recipe.train.param_dtype) // (mesh.tp_size * mesh.pp_size)
+    parallelism = recipe.rollout.parallelism
+    return parameters * _itemsize(recipe.train.param_dtype) // (parallelism.tp_size * parallelism.pp_size)
 
 
 def _itemsize(dtype: str) -> int:

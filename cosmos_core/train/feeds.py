@@ -120,8 +120,8 @@ def micro_batch_tokens(recipe: Recipe) -> int:
     """Return the maximum number of tokens in a micro-batch that is filled by tokens."""
     policy = recipe.train.train_policy
     assert isinstance(policy, SupervisedConfig)
-    rows = policy.mini_batch * policy.sequences_per_row
-    return policy.load_balanced_max_tokens_for_batch or rows * recipe.policy.model_max_length
+    num_sequences = policy.mini_batch * policy.sequences_per_row
+    return policy.load_balanced_max_tokens_for_batch or num_sequences * recipe.policy.model_max_length
 
 
 class RowFeed(Feed):
@@ -165,13 +165,13 @@ class RowFeed(Feed):
         the rows into micro-batches."""
         if self._balanced:
             return dict(enumerate(self._balanced.micro_batches(step)))
-        train, mesh = self._recipe.train, self._recipe.policy.parallelism
+        train, parallelism = self._recipe.train, self._recipe.policy.parallelism
         positions = batch_positions(
             train.order_seed, step, self._batch, rows_of(self._rows),
             train.train_policy.dataloader_shuffle, train.train_policy.drops_last_rows
         )  # fmt: skip
         # Limit the micro-batch size so that every data-parallel rank gets a micro-batch.
-        num_ranks = mesh.dp_replicate_size * abs(mesh.dp_shard_size)
+        num_ranks = parallelism.dp_replicate_size * abs(parallelism.dp_shard_size)
         max_rows = min(train.train_policy.mini_batch, -(-len(positions) // num_ranks))
         batches = self._rows.micro_batches(positions, max_rows)
         return {None: positions.tolist()} if batches is None else dict(enumerate(batches))
@@ -183,19 +183,20 @@ def sft_rows(rows: HeldOutRows, recipe: Recipe) -> Callable[[int], Update]:
     Raises:
         DataError: there are fewer rows than one optimizer step needs.
     """
-    train, term = recipe.train, recipe.train.train_policy.supervised_rows
-    assert term is not None
-    if len(rows) < term.batch_size:
+    train, data_term = recipe.train, recipe.train.train_policy.supervised_rows
+    assert data_term is not None
+    if len(rows) < data_term.batch_size:
         raise DataError(
-            f"train.train_policy.data_term has {len(rows)} rows, fewer than batch_size = {term.batch_size}; lower it, "
+            f"train.train_policy.data_term has {len(rows)} rows, fewer than batch_size = {data_term.batch_size}; "
+            f"lower it, "
             f"or give more rows"
         )
     max_tokens = getattr(train.train_policy, "max_token_len_per_mini_batch", None)
 
-    def update(number: int) -> Update:
+    def update(update_index: int) -> Update:
         seed = train.order_seed + DATA_TERM_SEED
-        positions = batch_positions(seed, number, term.batch_size, len(rows), shuffle=True)
+        positions = batch_positions(seed, update_index, data_term.batch_size, len(rows), shuffle=True)
         samples = rows.samples(positions.tolist())
-        return sft_term(batch_within_token_limit(samples, max_tokens), term.weight)
+        return sft_term(batch_within_token_limit(samples, max_tokens), data_term.weight)
 
     return update

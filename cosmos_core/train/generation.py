@@ -39,16 +39,16 @@ from cosmos_core.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-_ALL_WEIGHTS: tuple[WeightFormat, ...] = ("checkpoint", "module")
+_FULL_WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("checkpoint", "module")
 
 
 class Generation:
     """Rollout engine and rewards of a stage, each opened at its first use and closed with the exit stack."""
 
     def __init__(self, stage: Stage, trainer: Trainer, stack: ExitStack) -> None:
-        self._stage, self._trainer, self._stack = stage, trainer, stack
-        self._scores: dict[Hashable, ScoreGroups] = {}
-        self._newest_step = 0
+        self._stage, self._trainer, self._exit_stack = stage, trainer, stack
+        self._scorers: dict[Hashable, ScoreGroups] = {}
+        self._newest_version = 0
         """Version number of the newest weights that were published to the engine."""
 
     @cached_property
@@ -59,16 +59,16 @@ class Generation:
         stage.progress.phase("load")
         engine: Engine
         if stage.kind.feed == "rollouts" and stage.recipe.num_engines:
-            engine = _fleet(stage)
-            engine.resync = lambda: self.resync(self._newest_step)
+            engine = _make_fleet(stage)
+            engine.resync = lambda: self.resync(self._newest_version)
         else:
-            settings = _settings(stage, adapter.model, adapter.tokenizer, adapter.vision)
+            settings = _engine_settings(stage, adapter.model, adapter.tokenizer, adapter.vision)
             if stage.recipe.policy.is_diffusers:
                 settings = replace(settings, flow=flow_source(stage, self._trainer))
             engine = make_engine(settings)
-        self._stack.callback(engine.close)
+        self._exit_stack.callback(engine.close)
         logger.info("rollout engine: %s", engine.name)
-        if stage.kind.feed == "rollouts" and is_adapted(adapter.model) and engine.weight_format in _ALL_WEIGHTS:
+        if stage.kind.feed == "rollouts" and is_adapted(adapter.model) and engine.weight_format in _FULL_WEIGHT_FORMATS:
             logger.warning(
                 "policy.lora: the adapter travels merged, with all weights, because this engine does not take an "
                 "adapter of this model alone"
@@ -105,7 +105,7 @@ class Generation:
 
     def publish(self, version: int) -> dict[str, float]:
         """Send the current weights to the engine as version `version`, and return metrics."""
-        self._newest_step = version
+        self._newest_version = version
         return self._publisher.publish(version)
 
     def score(self, weights: Rewards, max_tokens: int | None = None) -> ScoreGroups:
@@ -117,13 +117,13 @@ class Generation:
         of tokens of a completion; None: as in training."""
         token_limit = max_tokens or self._stage.recipe.rollout.max_response_length
         key = (repr(weights), token_limit) if isinstance(weights, dict) else weights
-        if key not in self._scores:
-            self._scores[key] = self._stack.enter_context(open_rewards(self._stage, weights, token_limit))
-        return self._scores[key]
+        if key not in self._scorers:
+            self._scorers[key] = self._exit_stack.enter_context(open_rewards(self._stage, weights, token_limit))
+        return self._scorers[key]
 
     def call_before_close(self, close: Callable[[], None]) -> None:
         """Register a function that runs before the engine and the rewards are closed."""
-        self._stack.callback(close)
+        self._exit_stack.callback(close)
 
     def resync(self, version: int) -> dict[str, float]:
         """Send the current weights, as version `version`, to engines without weights, and probe these engines."""
@@ -131,8 +131,8 @@ class Generation:
             return self._publisher.publish(version)
 
     def _probe_logprobs(self, token_ids: Sequence[int]) -> Tensor:
-        ids = np.array(token_ids, dtype=np.int64)
-        [row] = self._trainer.evaluate([Sample(ids, np.ones(len(ids), dtype=np.uint8))])
+        token_array = np.array(token_ids, dtype=np.int64)
+        [row] = self._trainer.evaluate([Sample(token_array, np.ones(len(token_array), dtype=np.uint8))])
         return row["logprobs"]
 
 
@@ -141,17 +141,17 @@ def transfer_dtype_of(train: TrainConfig) -> torch.dtype | None:
     return None if train.transfer_dtype in (None, train.master_dtype) else getattr(torch, train.transfer_dtype)
 
 
-def _settings(
-    stage: Stage, model: PreTrainedModel, tokenizer: Any, vision: ImageReader | None, *, is_separate: bool = False
+def _engine_settings(
+    stage: Stage, model: PreTrainedModel, tokenizer: Any, image_reader: ImageReader | None, *, is_separate: bool = False
 ) -> EngineSettings:
     return EngineSettings(
         model, tokenizer, stage.model, stage.recipe.rollout, max_model_len=stage.recipe.policy.model_max_length,
         dtype=getattr(torch, stage.recipe.train.param_dtype), custom=stage.recipe.custom, is_separate=is_separate,
-        vision=vision,
+        vision=image_reader,
     )  # fmt: skip
 
 
-def _fleet(stage: Stage) -> Fleet:
+def _make_fleet(stage: Stage) -> Fleet:
     rollout = stage.recipe.rollout
     return Fleet(
         lambda: stage.engines,
@@ -159,12 +159,12 @@ def _fleet(stage: Stage) -> Fleet:
         timeout_seconds=rollout.engine_timeout_seconds,
         swap=rollout.async_r2r_sync,
         sleeps_in_training=stage.recipe.mode == "colocated_separated",
-        native=_native_transfer(stage.recipe),
+        native=_make_native_transfer(stage.recipe),
         beat=stage.progress.beat,
     )
 
 
-def _native_transfer(recipe: Recipe) -> NativeTransfer | None:
+def _make_native_transfer(recipe: Recipe) -> NativeTransfer | None:
     """Return the native weight transfer of a stage; None: weights travel through host memory."""
     rollout = recipe.rollout
     if rollout.weight_transfer == "host" or rollout.native_obstacles:
@@ -197,6 +197,6 @@ def open_engine(stage: Stage) -> Engine:
     if stage.kind.trains_model:
         # The engine must know the shapes of the adapter, so that later only the adapter's weights are sent.
         mark_trained_weights(model, policy)
-    if generation := load_generation_config(stage.model, policy.model_revision):
-        model.generation_config = generation
-    return make_engine(_settings(stage, model, tokenizer, open_image_reader(stage), is_separate=True))
+    if generation_config := load_generation_config(stage.model, policy.model_revision):
+        model.generation_config = generation_config
+    return make_engine(_engine_settings(stage, model, tokenizer, open_image_reader(stage), is_separate=True))

@@ -17,7 +17,7 @@ from cosmos_core.types import Sampling
 logger = logging.getLogger(__name__)
 
 _DIFFERENCE_METRIC, _LAG_METRIC = "rollout/logprob_difference_mean", "rollout/version_lag"
-_NOT_FINITE = "rollout/tokens_not_finite"
+_NOT_FINITE_METRIC = "rollout/tokens_not_finite"
 _OUTDATED_TOLERANCE = 1.0
 """Tolerance in nats per token between log-probabilities under weights of different steps; corrupt weights exceed it."""
 
@@ -52,21 +52,22 @@ class LogprobDrift:
         Raises:
             StageFailed: the log-probabilities differ and an alarm ends the stage.
         """
-        difference = math.nan if metrics.get(_NOT_FINITE) else metrics.get(_DIFFERENCE_METRIC)
-        if difference is None:
+        logprob_difference = math.nan if metrics.get(_NOT_FINITE_METRIC) else metrics.get(_DIFFERENCE_METRIC)
+        if logprob_difference is None:
             return {}
         tolerance = self._tolerance if metrics.get(_LAG_METRIC, 0.0) == 0 else max(self._tolerance, _OUTDATED_TOLERANCE)
-        exceeds_tolerance = not difference <= tolerance  # unlike `>`, `not <=` is also True for NaN
+        exceeds_tolerance = not logprob_difference <= tolerance  # unlike `>`, `not <=` is also True for NaN
         if exceeds_tolerance and not self._has_warned:
             logger.warning(
                 "step %d: engines and trainer differ by %.3g nats per token, their weights by %g steps, which explains "
                 "%g; see rollout/logprob_difference in metrics.jsonl",
-                step, difference, metrics.get(_LAG_METRIC, 0.0), tolerance
+                step, logprob_difference, metrics.get(_LAG_METRIC, 0.0), tolerance
             )  # fmt: skip
         self._has_warned = exceeds_tolerance
         if exceeds_tolerance and self._stops_training:
             raise StageFailed(
-                f"step {step}: engines and trainer differ by {difference:.3g} nats per token, of which rounding and "
+                f"step {step}: engines and trainer differ by {logprob_difference:.3g} nats per token, of which "
+                f"rounding and "
                 f"sampling explain {tolerance:.3g}; rollout.stop_on_alarm = false goes on"
             )
         return {"watch/alarm": float(exceeds_tolerance)}

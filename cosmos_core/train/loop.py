@@ -65,7 +65,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._hooks = Hooks(self.stage)
-        self.validation.set_callbacks(self._hooks, self._record, lambda: check_stop(self.stage))
+        self.validation.set_callbacks(self._hooks, self._log_validation, lambda: check_stop(self.stage))
 
     @property
     def best_step(self) -> BestStep | None:
@@ -79,22 +79,22 @@ class Loop:
             Preempted: a signal requested a stop.
         """
         self.trainer.adapter.check_parallel_plan()
-        hooks, (start, is_unmeasured) = self._hooks, self._restore()
-        hooks("pre_training_hook", start_step=start, total_steps=self.feed.total_steps)
-        self.validation.publish(start)
-        if is_unmeasured:
-            self.validation.begin(start)
-        elif self.validation.was_interrupted(start) and self._measure_last():
-            self._save()
-        if self.validation.compute_metrics and self.validation.config.val_before_train and start == 0:
-            self._log(0, self._validation_metrics())
-        with StepProfiler(self.stage, start) as profiler:
+        hooks, (start_step, needs_validation) = self._hooks, self._restore()
+        hooks("pre_training_hook", start_step=start_step, total_steps=self.feed.total_steps)
+        self.validation.publish(start_step)
+        if needs_validation:
+            self.validation.begin(start_step)
+        elif self.validation.was_interrupted(start_step) and self._validate_last_step():
+            self._save_checkpoint()
+        if self.validation.compute_metrics and self.validation.config.val_before_train and start_step == 0:
+            self._log_step(0, self._validation_metrics())
+        with StepProfiler(self.stage, start_step) as profiler:
             self._train(profiler)
         has_new_metrics = self._wait_for_validation()
-        has_new_metrics = self._measure_last() or has_new_metrics
+        has_new_metrics = self._validate_last_step() or has_new_metrics
         self.checkpointer.wait()
         if has_new_metrics or self.checkpointer.latest() != self.step:
-            self._save()
+            self._save_checkpoint()
             self.checkpointer.wait()
         if self.average:
             self.trainer.named_weights.copy_to_policy(EMA_WEIGHTS)
@@ -105,39 +105,39 @@ class Loop:
         """Take the remaining train steps; validate and save at the steps that the recipe sets."""
         train, validation = self.stage.recipe.train, self.validation
         save_freq = max(0, train.ckpt.save_freq_in_epoch) * self.feed.steps_per_epoch or train.ckpt.save_freq
-        while (metrics := self._next()) is not None:
+        while (metrics := self._train_and_publish_step()) is not None:
             profiler.step(self.step)
-            is_last_step, best_before = self.step == self.feed.total_steps, self.best_step
+            is_last_step, previous_best = self.step == self.feed.total_steps, self.best_step
             is_validation_due = validation.is_due(self.step, is_last_step=is_last_step)
             is_async = is_validation_due and validation.async_validation is not None and not is_last_step
             saves_checkpoint = self.step % save_freq == 0
             if (is_validation_due or saves_checkpoint) and self._wait_for_validation():
                 # If the finished validation changed the best step, its checkpoint was saved when the validation began.
-                best_before = self.best_step
+                previous_best = self.best_step
             if is_async:
                 # Save now: if the validation selects this step as the best, later steps have changed the weights.
                 saves_checkpoint = True
             elif is_validation_due:
                 metrics |= self._validation_metrics(metrics)
-            self._log(self.step, metrics)
+            self._log_step(self.step, metrics)
             if is_async:
                 validation.begin(self.step)
-            if train.ckpt.enable_checkpoint and (saves_checkpoint or self.best_step != best_before):
-                self._save()
+            if train.ckpt.enable_checkpoint and (saves_checkpoint or self.best_step != previous_best):
+                self._save_checkpoint()
 
-    def _next(self) -> dict[str, float] | None:
+    def _train_and_publish_step(self) -> dict[str, float] | None:
         """Take one train step, publish its weights and return its metrics; None if the data has ended."""
-        start = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             check_stop(self.stage)
-            metrics = self._step()
+            metrics = self._run_train_step()
         except StopRequested:
             raise self._save_and_make_error() from None
         if metrics is None:
             return None
         self.step += 1
         metrics |= self.validation.publish_step(self.step)
-        metrics["time/step"] = time.perf_counter() - start
+        metrics["time/step"] = time.perf_counter() - start_time
         self._hooks("post_training_step_hook", current_step=self.step, total_steps=self.feed.total_steps, **metrics)
         return metrics
 
@@ -148,14 +148,14 @@ class Loop:
         except StopRequested:
             raise self._save_and_make_error() from None
 
-    def _measure_last(self) -> bool:
+    def _validate_last_step(self) -> bool:
         """Validate the last step if its validation is missing because the data ended unexpectedly, and return whether
         it was validated."""
         if not self.validation.is_missing(self.step):
             return False
         # The engine may lack the weights of the last step, because a further step was expected.
         self.validation.publish(self.step)
-        self._record(self.step, self._validation_metrics())
+        self._log_validation(self.step, self._validation_metrics())
         return True
 
     def _validation_metrics(self, metrics: dict[str, float] | None = None) -> dict[str, float]:
@@ -165,23 +165,23 @@ class Loop:
             return self.validation.run(self.step)
         except StopRequested:
             if metrics is not None:
-                self._log(self.step, metrics)
+                self._log_step(self.step, metrics)
             raise self._save_and_make_error() from None
 
-    def _record(self, step: int, metrics: dict[str, float]) -> None:
+    def _log_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Log the validation metrics of a step after its training metrics were logged."""
         self._last_metrics |= metrics
         self.stage.metrics.log(step, metrics)
 
-    def _step(self) -> dict[str, float] | None:
+    def _run_train_step(self) -> dict[str, float] | None:
         learning_rates = self.trainer.set_learning_rate(self.step, self.feed.total_steps)
-        batch = self.feed.next_samples()
-        if batch is None:
+        samples_and_metrics = self.feed.next_samples()
+        if samples_and_metrics is None:
             return None
-        samples, metrics = batch
+        samples, metrics = samples_and_metrics
         self._hooks("pre_training_step_hook", current_step=self.step + 1, total_steps=self.feed.total_steps)
         self.stage.progress.phase("step")
-        start, compiled = time.perf_counter(), self.stage.progress.compile_seconds
+        start_time, compile_seconds_before = time.perf_counter(), self.stage.progress.compile_seconds
         updates = []
         for update in self.algorithm.updates(samples, self.trainer) if samples else ():
             updates.append(self.trainer.update(update))
@@ -193,8 +193,8 @@ class Loop:
         self.trainer.drop_gradients()  # a colocated engine may need the memory of the gradients
         metrics |= _mean_over_updates(updates)
         metrics |= self.watch(self.step + 1, metrics)
-        compiling = self.stage.progress.compile_seconds - compiled
-        seconds = time.perf_counter() - start - compiling
+        compile_seconds = self.stage.progress.compile_seconds - compile_seconds_before
+        seconds = time.perf_counter() - start_time - compile_seconds
         if self.utilization:
             metrics["throughput/mfu"] = self.utilization.utilization_since_last(seconds)
         num_tokens = sum(self.trainer.adapter.num_tokens(sample) for sample in samples)
@@ -202,9 +202,9 @@ class Loop:
             **learning_rates,
             "tokens": float(num_tokens),
             "time/train": seconds,
-            **({"time/compile": compiling} if compiling else {}),
+            **({"time/compile": compile_seconds} if compile_seconds else {}),
             "throughput/tokens_per_second": num_tokens / max(1e-9, seconds),
-            **_memory(),
+            **_memory_metrics(),
         }
 
     def _save_and_make_error(self) -> Preempted:
@@ -214,48 +214,50 @@ class Loop:
         if not (self.stage.recipe.train.save_ckpt_at_exit and self.step > 0):
             return Preempted(f"{progress_text}; nothing saved")
         self.checkpointer.wait()
-        if (running := self.validation.running_step) not in (None, self.step):
-            saved = self.checkpointer.latest()  # a resumed run repeats the validation of this checkpoint's step
-            return Preempted(f"{progress_text}, while step {running} was validated; the checkpoint is of step {saved}")
+        if (validating_step := self.validation.running_step) not in (None, self.step):
+            saved_step = self.checkpointer.latest()  # a resumed run repeats the validation of this checkpoint's step
+            return Preempted(
+                f"{progress_text}, while step {validating_step} was validated; the checkpoint is of step {saved_step}"
+            )
         if self.checkpointer.latest() != self.step:
-            self._save()
+            self._save_checkpoint()
             self.checkpointer.wait()
         return Preempted(f"{progress_text}; checkpoint saved")
 
     def _restore(self) -> tuple[int, bool]:
         """Resume from the newest complete checkpoint; return its step, and whether the step must be validated again.
         Raise ConfigError if the checkpoint of another run has as many steps as this training, or more."""
-        state, total = self._state(), self.feed.total_steps
+        state, total_steps = self._make_train_state(), self.feed.total_steps
         own_step = self.checkpointer.load_latest(state) or 0
-        start = own_step or (load_from(self.begin_from, state) if self.begin_from else 0)
-        if start > own_step and total is not None and start >= total:
+        start_step = own_step or (load_from(self.begin_from, state) if self.begin_from else 0)
+        if start_step > own_step and total_steps is not None and start_step >= total_steps:
             raise ConfigError(
-                f"train.resume = '{self.begin_from}' is at step {start} and this training ends at step "
-                f"{total}; raise train.epoch or train.max_num_steps"
+                f"train.resume = '{self.begin_from}' is at step {start_step} and this training ends at step "
+                f"{total_steps}; raise train.epoch or train.max_num_steps"
             )
-        if start:
-            self.feed.load_state_dict(state.feed or {"step": start})
+        if start_step:
+            self.feed.load_state_dict(state.feed or {"step": start_step})
             self.algorithm.load_state_dict(state.algorithm)
-            self._num_updates = int(str(state.extra.get("num_updates", start)))
+            self._num_updates = int(str(state.extra.get("num_updates", start_step)))
             # Random generators are restored last, because starting an engine advances and reseeds them.
             if (rng := state.extra["rng"]) is not None:
-                restore_rng(_table(rng))
+                restore_rng(_as_dict(rng))
             else:
-                seed_rng(self.stage.seed, start, self._seed_rank)
+                seed_rng(self.stage.seed, start_step, self._seed_rank)
         else:  # torch's random generators were seeded when the model was opened
             seed_rng(self.stage.seed, 0, self._seed_rank, keeps_torch=True)
-        self.validation.load_state_dict(start, state.extra if own_step else {})
+        self.validation.load_state_dict(start_step, state.extra if own_step else {})
         if own_step:
-            self._last_metrics = {str(key): float(value) for key, value in _table(state.extra["metrics"]).items()}
+            self._last_metrics = {str(key): float(value) for key, value in _as_dict(state.extra["metrics"]).items()}
             self.stage.progress.report_checkpoint(own_step)
-        if start:
-            self._hooks("load_checkpoint_hook", step=start)
+        if start_step:
+            self._hooks("load_checkpoint_hook", step=start_step)
         self.checkpointer.name_best(self._best_to_save)
-        is_unmeasured = bool(own_step and state.extra.get("is_unmeasured"))
-        self.stage.metrics.remove_later_lines(start, repeated_phase=PREFIX if is_unmeasured else "")
-        self.stage.progress.step(start, total)
-        self.step = start
-        return start, is_unmeasured and self.validation.async_validation is not None
+        needs_validation = bool(own_step and state.extra.get("is_unmeasured"))
+        self.stage.metrics.remove_later_lines(start_step, repeated_phase=PREFIX if needs_validation else "")
+        self.stage.progress.step(start_step, total_steps)
+        self.step = start_step
+        return start_step, needs_validation and self.validation.async_validation is not None
 
     @property
     def _seed_rank(self) -> int:
@@ -263,10 +265,10 @@ class Loop:
         mesh = self.trainer.adapter.mesh
         return mesh.data.get_local_rank() if mesh else 0
 
-    def _save(self) -> None:
+    def _save_checkpoint(self) -> None:
         self.stage.progress.phase("save")
         self._hooks("save_checkpoint_hook", step=self.step)
-        state = self._state()
+        state = self._make_train_state()
         metrics: dict[str, JsonValue] = {**self._last_metrics}
         state.extra = {
             "step": self.step, "total_steps": self.feed.total_steps, "rng": capture_rng(), "metrics": metrics,
@@ -280,15 +282,17 @@ class Loop:
         """Return the best step if checkpoints of best steps are saved, else None."""
         return self.best_step if self.stage.recipe.train.ckpt.enable_checkpoint else None
 
-    def _state(self) -> TrainState:
+    def _make_train_state(self) -> TrainState:
         return TrainState(
             self.trainer.adapter.model, self.trainer.optimizer, named_weights=self.trainer.named_weights.tensors,
             feed=self.feed.state_dict(), algorithm=self.algorithm.state_dict(),
         )  # fmt: skip
 
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
-        largest = {name: value for name, value in self._last_metrics.items() if name.endswith("_max")}
-        self._last_metrics = metrics | {name: max(value, metrics.get(name, value)) for name, value in largest.items()}
+    def _log_step(self, step: int, metrics: dict[str, float]) -> None:
+        max_metrics = {name: value for name, value in self._last_metrics.items() if name.endswith("_max")}
+        self._last_metrics = metrics | {
+            name: max(value, metrics.get(name, value)) for name, value in max_metrics.items()
+        }
         self.stage.metrics.log(step, metrics)
         shown_metrics = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
         progress = {name: metrics[key] for key, name in shown_metrics.items() if key in metrics}
@@ -298,21 +302,21 @@ class Loop:
 
 def _mean_over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each metric over the optimizer updates of a train step; the maximum for names in `..._max`."""
-    combined: dict[str, float] = {}
+    mean_metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in updates for name in metrics):
         values = [metrics[name] for metrics in updates if name in metrics]
-        combined[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
-    return combined
+        mean_metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    return mean_metrics
 
 
-def _memory() -> dict[str, float]:
+def _memory_metrics() -> dict[str, float]:
     """Return the resident memory of this process, and the maximum of allocated GPU memory since its start, in GiB."""
-    used = {"memory/host_gib": psutil.Process().memory_info().rss / 2**30}
+    memory_gib = {"memory/host_gib": psutil.Process().memory_info().rss / 2**30}
     if torch.cuda.is_available():
-        used["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return used
+        memory_gib["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return memory_gib
 
 
-def _table(value: JsonValue) -> dict[str, Any]:
+def _as_dict(value: JsonValue) -> dict[str, Any]:
     assert isinstance(value, dict)
     return value

@@ -72,30 +72,32 @@ def completion_metrics(
     Raises:
         RewardError, StageFailed: no completion has a valid reward.
     """
-    values = np.array([s.value for g in groups for s in g.scores if s.value is not None], dtype=np.float64)
+    reward_values = np.array([s.value for g in groups for s in g.scores if s.value is not None], dtype=np.float64)
     num_completions = sum(len(group.scores) for group in groups)
-    if not len(values):
+    if not len(reward_values):
         scores = [score for group in groups for score in group.scores]
         raise all_invalid(f"all {num_completions} held-out completions have an invalid reward", scores)
     completions = [completion for group in groups for completion in group.group.completions]
     lengths = [completion.num_sampled for completion in completions if completion.diffusion_sample is None]
-    correctness: dict[str, float] = {}
-    valid = [
+    correctness_metrics: dict[str, float] = {}
+    valid_groups = [
         ([s.value for s in group.scores if s.value is not None], full)
         for group in groups
         if (full := _full_reward_of_group(group, full_reward)) is not None
     ]
-    if valid and (correct_flags := [[has_full_reward(reward, full) for reward in rewards] for rewards, full in valid]):
+    if valid_groups and (
+        correct_flags := [[has_full_reward(reward, full) for reward in rewards] for rewards, full in valid_groups]
+    ):
         accuracy = float(np.concatenate(correct_flags).mean())
-        correctness = {"validation/accuracy": accuracy, **_estimate_pass_at_k(correct_flags)}
+        correctness_metrics = {"validation/accuracy": accuracy, **_estimate_pass_at_k(correct_flags)}
     return {
         **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
-        "validation/reward": float(values.mean()),
+        "validation/reward": float(reward_values.mean()),
         "validation/reward_stderr": _standard_error(groups),
-        "validation/invalid": float(num_completions - len(values)),
+        "validation/invalid": float(num_completions - len(reward_values)),
         **({"validation/length_mean": float(np.mean(lengths))} if lengths else {}),
         "validation/prompts": float(len(groups)),
-        **correctness,
+        **correctness_metrics,
         **{f"validation/reward/{name}": mean for name, mean in reward_means(groups).items()},
         **{f"validation/reward/{source}/mean": mean for source, mean in source_means(groups).items()},
     }
@@ -116,11 +118,11 @@ def _full_reward_of_group(group: ScoredGroup, full_reward: float | dict[str, flo
 def _estimate_pass_at_k(correct_flags: Sequence[Sequence[bool]]) -> dict[str, float]:
     """Return pass@k for k = 2, 4, 8, ... over the prompts with at least k valid completions; `correct_flags` has for
     each prompt one boolean per valid completion: whether the completion has the full reward."""
-    counts = [(len(prompt_flags), sum(prompt_flags)) for prompt_flags in correct_flags]
-    largest = max(count for count, _ in counts)
+    completion_counts = [(len(prompt_flags), sum(prompt_flags)) for prompt_flags in correct_flags]
+    max_count = max(count for count, _ in completion_counts)
     metrics = {}
-    for k in (2**i for i in range(1, largest.bit_length())):
-        estimates = [pass_at_k(k, count, prompt_flags) for count, prompt_flags in counts if count >= k]
+    for k in (2**i for i in range(1, max_count.bit_length())):
+        estimates = [pass_at_k(k, count, prompt_flags) for count, prompt_flags in completion_counts if count >= k]
         metrics[f"validation/pass@{k}"] = float(np.mean(estimates))
     return metrics
 
@@ -136,9 +138,9 @@ class Completions:
 
     def __init__(self, prompts: Sequence[Prompt], engine: Engine, score: ScoreGroups, stage: Stage) -> None:
         self._prompts = prompts
-        self._engine, self._score, self._stage = engine, score, stage
+        self._engine, self._score_groups, self._stage = engine, score, stage
         self._sampling = validation_sampling(stage.recipe)
-        self._full = full_reward(stage.recipe)
+        self._full_reward = full_reward(stage.recipe)
         self._has_rewards = bool(reward_weights(stage.recipe)) or self._sampling.flow is None
 
     def measure(self, step: int) -> dict[str, float]:
@@ -156,8 +158,8 @@ class Completions:
         self._engine.wake()
         for start in range(0, len(self._prompts), size):
             self._stage.progress.advance(start, len(self._prompts))
-            generated = generate(self._engine, self._prompts[start : start + size], self._sampling, _SEED_STEP)
-            groups += self._score(generated)
+            generated_groups = generate(self._engine, self._prompts[start : start + size], self._sampling, _SEED_STEP)
+            groups += self._score_groups(generated_groups)
             check_stop(self._stage)
         self._engine.sleep()
         return self.log_metrics(step, groups)
@@ -169,7 +171,7 @@ class Completions:
 
     def score(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return groups of held-out completions with the scores of their completions."""
-        return self._score(groups)
+        return self._score_groups(groups)
 
     def log_metrics(self, step: int, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return the metrics of scored groups; the first rank adds some of the groups to `samples.jsonl`."""
@@ -177,9 +179,9 @@ class Completions:
             with raise_disk_full(self._stage.path):
                 add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES], has_rewards=self._has_rewards)
         if self._sampling.flow is None:
-            return completion_metrics(groups, self._full)
+            return completion_metrics(groups, self._full_reward)
         diversity_metrics = {f"{PREFIX}diversity": diversity(groups)} if self._sampling.num_completions > 1 else {}
-        return (completion_metrics(groups, self._full) if self._has_rewards else {}) | diversity_metrics
+        return (completion_metrics(groups, self._full_reward) if self._has_rewards else {}) | diversity_metrics
 
 
 def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, has_rewards: bool = True) -> None:
@@ -187,8 +189,8 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, has_rew
     lines_to_write = []
     if path.exists():
         lines = json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
-        earlier = [line for line in lines if has_step(line) and line["step"] < step]
-        lines_to_write = [json.dumps(line, ensure_ascii=False) for line in earlier]
+        earlier_records = [line for line in lines if has_step(line) and line["step"] < step]
+        lines_to_write = [json.dumps(line, ensure_ascii=False) for line in earlier_records]
     media_files = add_drawings(path.parent, step, groups, has_rewards=has_rewards)
     for index, group in enumerate(groups):
         completion, score, prompt = group.group.completions[0], group.scores[0], group.group.prompt
@@ -276,8 +278,8 @@ def open_rewards(stage: Stage, weights: Rewards, max_tokens: int | None = None) 
         RewardError: a reward cannot be loaded, or the environment names no service.
     """
     if isinstance(weights, RemoteRewardConfig):
-        remote = RemoteRewards(weights, service_of(), beat=stage.progress.beat)
-        yield remote.score_groups if is_first() else _score_nothing
+        remote_rewards = RemoteRewards(weights, service_of(), beat=stage.progress.beat)
+        yield remote_rewards.score_groups if is_first() else _score_nothing
         return
     if not weights:  # the recipe sets `train.train_policy.bypass_reward`
         yield lambda groups: [ScoredGroup(group, (Score(0.0),) * len(group.completions)) for group in groups]
@@ -307,7 +309,7 @@ def shared(score: ScoreGroups) -> ScoreGroups:
     """Return a function that scores groups on the first rank and broadcasts the scores; all ranks call it together."""
 
     def scored(groups: Sequence[Group]) -> list[ScoredGroup]:
-        all_scores = broadcast_object([each.scores for each in score(groups)] if is_first() else [])
+        all_scores = broadcast_object([scored_group.scores for scored_group in score(groups)] if is_first() else [])
         return [ScoredGroup(group, scores) for group, scores in zip(groups, all_scores, strict=True)]
 
     return scored

@@ -49,8 +49,8 @@ class Memory:
     @property
     def total(self) -> int:
         """Return the sum of the bytes of all uses; an unknown use counts as 0."""
-        known = self.weights + self.gradients + self.optimizer + self.reference + self.average
-        return known + (self.casts or 0) + (self.activations or 0)
+        known_bytes = self.weights + self.gradients + self.optimizer + self.reference + self.average
+        return known_bytes + (self.casts or 0) + (self.activations or 0)
 
 
 def untraced_memory(model: PreTrainedModel, num_weight_sets: int) -> Memory:
@@ -58,7 +58,8 @@ def untraced_memory(model: PreTrainedModel, num_weight_sets: int) -> Memory:
     moments of Adam and `num_weight_sets` copies of the trained parameters."""
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return Memory(
-        weights=sum(tensor.nbytes for tensor in _state(model)), gradients=gradients, optimizer=2 * gradients,
+        weights=sum(tensor.nbytes for tensor in _parameters_and_buffers(model)), gradients=gradients,
+        optimizer=2 * gradients,
         reference=num_weight_sets * gradients, casts=None, activations=None,
     )  # fmt: skip
 
@@ -69,13 +70,13 @@ def eight_bit_moments(model: PreTrainedModel) -> int:
     A moment takes one byte per value, a scale per block of 256 values, and a table of codes per parameter. Parameters
     that are small or not divisible into blocks have moments in the dtype of the parameter.
     """
-    total = 0
+    num_bytes = 0
     for parameter in model.parameters():
         if parameter.requires_grad:
-            count = parameter.numel()
-            is_unquantized = count < 4096 or count % 256
-            total += 2 * (parameter.nbytes if is_unquantized else count + 4 * (count // 256) + 4 * 256)
-    return total
+            num_values = parameter.numel()
+            is_unquantized = num_values < 4096 or num_values % 256
+            num_bytes += 2 * (parameter.nbytes if is_unquantized else num_values + 4 * (num_values // 256) + 4 * 256)
+    return num_bytes
 
 
 def step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, length: int) -> Memory:
@@ -85,25 +86,27 @@ def step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, leng
     than one, because the second micro-batch runs while the gradients of the first exist.
     """
     policy, model = train.train_policy, trainer.adapter.model
-    ids, mask = np.zeros(length, np.int64), np.ones(length, np.uint8)
-    count, each = min(2 * policy.mini_batch, train.train_batch_per_replica), policy.sequences_per_row
-    numbers = [i // policy.mini_batch if each > 1 else None for i in range(count) for _ in range(each)]
-    samples = [Sample(ids, mask, advantage=1.0, reward=1.0, micro_batch=number) for number in numbers]
-    live = _LiveByteCounter()
-    with live, live.refuse_value_reads(model):
-        live.attribute_storages("weights", _state(model))
+    token_ids, mask = np.zeros(length, np.int64), np.ones(length, np.uint8)
+    num_rows, each = min(2 * policy.mini_batch, train.train_batch_per_replica), policy.sequences_per_row
+    micro_batch_numbers = [i // policy.mini_batch if each > 1 else None for i in range(num_rows) for _ in range(each)]
+    samples = [Sample(token_ids, mask, advantage=1.0, reward=1.0, micro_batch=number) for number in micro_batch_numbers]
+    byte_counter = _LiveByteCounter()
+    with byte_counter, byte_counter.refuse_value_reads(model):
+        byte_counter.attribute_storages("weights", _parameters_and_buffers(model))
         weight_sets = trainer.named_weights.tensors.values()
-        live.attribute_storages("reference", [tensor for weights in weight_sets for tensor in weights.values()])
+        byte_counter.attribute_storages("reference", [tensor for weights in weight_sets for tensor in weights.values()])
         # In every step but the first, gradients of the previous step exist until the update frees them.
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        live.attribute_storages("gradients", _gradients(model))
+        byte_counter.attribute_storages("gradients", _gradients(model))
         for update in algorithm.updates(samples, trainer):
             trainer.update(update)
-            live.attribute_storages("gradients", _gradients(model))
-        state = [value for entry in trainer.optimizer.state.values() for value in entry.values()]
-        live.attribute_storages("optimizer", [value for value in state if isinstance(value, Tensor)])
-    return live.peak()
+            byte_counter.attribute_storages("gradients", _gradients(model))
+        optimizer_values = [
+            value for parameter_state in trainer.optimizer.state.values() for value in parameter_state.values()
+        ]
+        byte_counter.attribute_storages("optimizer", [value for value in optimizer_values if isinstance(value, Tensor)])
+    return byte_counter.peak()
 
 
 class _LiveByteCounter(TorchDispatchMode):
@@ -111,8 +114,8 @@ class _LiveByteCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._sizes: list[int] = []
+        self._storage_numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._storage_sizes: list[int] = []
         self._use_by_storage: list[str] = []
         self._events: list[tuple[int, int]] = []
         """Allocations and releases in order of time: number of the storage, and 1 for allocated or -1 for released."""
@@ -145,14 +148,16 @@ class _LiveByteCounter(TorchDispatchMode):
     def peak(self) -> Memory:
         """Return the bytes of each use at the moment of peak memory. The optimizer's state counts from the start, as in
         every step but the first."""
-        optimizer = sum(size for size, use in zip(self._sizes, self._use_by_storage, strict=True) if use == "optimizer")
-        events = [(self._use_by_storage[number], sign * self._sizes[number]) for number, sign in self._events]
+        optimizer = sum(
+            size for size, use in zip(self._storage_sizes, self._use_by_storage, strict=True) if use == "optimizer"
+        )
+        events = [(self._use_by_storage[number], sign * self._storage_sizes[number]) for number, sign in self._events]
         events = [event for event in events if event[0] != "optimizer"]
-        sums = np.cumsum([size for _, size in events])
-        totals = dict.fromkeys(("weights", "gradients", "reference", "casts", "activations"), 0)
-        for use, size in events[: int(sums.argmax()) + 1]:
-            totals[use] += size
-        return Memory(optimizer=optimizer, **totals)
+        cumulative_bytes = np.cumsum([size for _, size in events])
+        bytes_by_use = dict.fromkeys(("weights", "gradients", "reference", "casts", "activations"), 0)
+        for use, size in events[: int(cumulative_bytes.argmax()) + 1]:
+            bytes_by_use[use] += size
+        return Memory(optimizer=optimizer, **bytes_by_use)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -170,13 +175,13 @@ class _LiveByteCounter(TorchDispatchMode):
     def _track_storage(self, tensor: Tensor) -> int:
         """Return the index of a tensor's storage, and track the storage if it is new."""
         storage = tensor.untyped_storage()
-        if storage not in self._numbers:
-            self._numbers[storage] = number = len(self._sizes)
-            self._sizes.append(storage.nbytes())
+        if storage not in self._storage_numbers:
+            self._storage_numbers[storage] = storage_number = len(self._storage_sizes)
+            self._storage_sizes.append(storage.nbytes())
             self._use_by_storage.append("activations")
-            self._events.append((number, 1))
-            weakref.finalize(storage, self._events.append, (number, -1)).atexit = False
-        return int(self._numbers[storage])
+            self._events.append((storage_number, 1))
+            weakref.finalize(storage, self._events.append, (storage_number, -1)).atexit = False
+        return int(self._storage_numbers[storage])
 
 
 def _empty_grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
@@ -185,7 +190,7 @@ def _empty_grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None =
     return left.new_empty((len(offsets), *shape) if left.ndim == right.ndim == 2 and offsets is not None else shape)
 
 
-def _state(model: PreTrainedModel) -> list[Tensor]:
+def _parameters_and_buffers(model: PreTrainedModel) -> list[Tensor]:
     """Return the parameters and buffers of a model, each tied parameter once."""
     return [*model.parameters(), *model.buffers()]
 

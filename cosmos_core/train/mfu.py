@@ -16,17 +16,19 @@ class Utilization:
         """Measure the matmul rate of the trainer's device in `dtype`."""
         adapter = trainer.adapter
         self._cost = adapter.num_tokens
-        self._flops = TrainFlops(adapter.meta_copy if adapter.meta_copy is not None else adapter.model)
-        self._rate = measure_matmul_flops(adapter.device, getattr(torch, dtype)) * num_ranks()
+        self._train_flops = TrainFlops(adapter.meta_copy if adapter.meta_copy is not None else adapter.model)
+        self._matmul_flops = measure_matmul_flops(adapter.device, getattr(torch, dtype)) * num_ranks()
         self._counted_flops = 0.0
 
     def add(self, update: Update) -> None:
         """Count the FLOPs of an update, including the supervised loss on data rows that it may have."""
-        for each in (update, update.data):
-            if each is not None:
-                self._counted_flops += self._flops.total([self._cost(sample) for sample in each.samples])
+        for counted_update in (update, update.data):
+            if counted_update is not None:
+                self._counted_flops += self._train_flops.total(
+                    [self._cost(sample) for sample in counted_update.samples]
+                )
 
     def utilization_since_last(self, seconds: float) -> float:
         """Return the utilization of the last `seconds`, which began with the previous call, as a fraction."""
-        counted, self._counted_flops = self._counted_flops, 0.0
-        return counted / max(1e-9, seconds) / self._rate
+        counted_flops, self._counted_flops = self._counted_flops, 0.0
+        return counted_flops / max(1e-9, seconds) / self._matmul_flops

@@ -17,14 +17,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, **adamw: Any) -> None:
         """Build Muon and AdamW over `groups`; `adamw` holds the further arguments of AdamW."""
-        kinds: list[tuple[bool, Callable[..., torch.optim.Optimizer], dict[str, Any]]] = [
+        optimizer_kinds: list[tuple[bool, Callable[..., torch.optim.Optimizer], dict[str, Any]]] = [
             (True, torch.optim.Muon, {"adjust_lr_fn": "match_rms_adamw"}),
             (False, torch.optim.AdamW, adamw),
         ]
         self._optimizers: dict[bool, torch.optim.Optimizer] = {}
-        for is_matrix, make, settings in kinds:
-            if own_groups := [group for group in groups if group["is_matrix"] == is_matrix]:
-                self._optimizers[is_matrix] = make(own_groups, lr=lr, **settings)
+        for is_matrix, optimizer_class, optimizer_settings in optimizer_kinds:
+            if optimizer_groups := [group for group in groups if group["is_matrix"] == is_matrix]:
+                self._optimizers[is_matrix] = optimizer_class(optimizer_groups, lr=lr, **optimizer_settings)
         super().__init__([group for optimizer in self._optimizers.values() for group in optimizer.param_groups], {})
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -38,7 +38,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     """Return the two-dimensional parameters of a model except embeddings and the output head."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    excluded_modules = [m for m in model.modules() if isinstance(m, nn.Embedding)] + ([head] if head else [])
-    excluded = {parameter for module in excluded_modules for parameter in module.parameters()}
-    return {parameter for parameter in model.parameters() if parameter.ndim == 2} - excluded
+    output_head = getattr(model, "get_output_embeddings", lambda: None)()
+    excluded_modules = [m for m in model.modules() if isinstance(m, nn.Embedding)] + (
+        [output_head] if output_head else []
+    )
+    excluded_parameters = {parameter for module in excluded_modules for parameter in module.parameters()}
+    return {parameter for parameter in model.parameters() if parameter.ndim == 2} - excluded_parameters

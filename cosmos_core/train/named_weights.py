@@ -21,7 +21,7 @@ class NamedWeights:
     """Named sets of weights of one model, whose `tensors` are part of a checkpoint."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.tensors: dict[str, dict[str, Tensor]] = {}
         """Tensors of each set of weights, by set name and parameter name."""
 
@@ -33,8 +33,8 @@ class NamedWeights:
 
     def reset(self, name: str) -> None:
         """Overwrite the weights of the set `name` with the policy's current weights."""
-        for n, weight in self.policy.items():
-            self.tensors[name][n].copy_(weight)
+        for parameter_name, weight in self.policy.items():
+            self.tensors[name][parameter_name].copy_(weight)
 
     def equals_policy(self, name: str) -> bool:
         """Return whether the set `name` equals the policy bit by bit; for sharded weights, on this rank's shards."""
@@ -43,9 +43,9 @@ class NamedWeights:
     @torch.no_grad()
     def lerp(self, name: str, weight: float) -> None:
         """Move the weights of the set `name` towards the policy: set + weight * (policy - set)."""
-        for n, tensor in self.policy.items():
-            average = self.tensors[name][n]
-            average.lerp_(tensor.to(average.dtype), weight)
+        for parameter_name, tensor in self.policy.items():
+            named_tensor = self.tensors[name][parameter_name]
+            named_tensor.lerp_(tensor.to(named_tensor.dtype), weight)
 
     @property
     def policy(self) -> dict[str, Tensor]:
@@ -60,35 +60,35 @@ class NamedWeights:
         if name == "policy":
             yield
             return
-        saved: dict[str, Tensor] = {}
-        for n, weight in self.policy.items():
-            other = self.tensors[name][n]
-            if other.dtype == weight.dtype:
-                _exchange(weight, other)
+        saved_policy_weights: dict[str, Tensor] = {}
+        for parameter_name, weight in self.policy.items():
+            named_tensor = self.tensors[name][parameter_name]
+            if named_tensor.dtype == weight.dtype:
+                _swap_tensors(weight, named_tensor)
             else:
-                saved[n] = weight.clone()
-                weight.copy_(other)
+                saved_policy_weights[parameter_name] = weight.clone()
+                weight.copy_(named_tensor)
         try:
             yield
         finally:
-            for n, weight in self.policy.items():
-                if n in saved:
-                    weight.copy_(saved[n])
+            for parameter_name, weight in self.policy.items():
+                if parameter_name in saved_policy_weights:
+                    weight.copy_(saved_policy_weights[parameter_name])
                 else:
-                    _exchange(weight, self.tensors[name][n])
+                    _swap_tensors(weight, self.tensors[name][parameter_name])
 
     def copy_to_policy(self, name: str) -> None:
         """Overwrite the policy's weights with the set `name`."""
-        for n, weight in self.policy.items():
-            weight.copy_(self.tensors[name][n])
+        for parameter_name, weight in self.policy.items():
+            weight.copy_(self.tensors[name][parameter_name])
 
 
-def _exchange(tensor: Tensor, other: Tensor) -> None:
-    copy = tensor.clone()
-    tensor.copy_(other)
-    other.copy_(copy)
+def _swap_tensors(tensor: Tensor, other_tensor: Tensor) -> None:
+    tensor_copy = tensor.clone()
+    tensor.copy_(other_tensor)
+    other_tensor.copy_(tensor_copy)
 
 
-def _is_same_weight(tensor: Tensor, other: Tensor) -> bool:
-    tensor, other = local_shard(tensor), local_shard(other)
-    return torch.equal(tensor.to(other.dtype), other)
+def _is_same_weight(tensor: Tensor, other_tensor: Tensor) -> bool:
+    tensor, other_tensor = local_shard(tensor), local_shard(other_tensor)
+    return torch.equal(tensor.to(other_tensor.dtype), other_tensor)

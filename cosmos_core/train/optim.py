@@ -32,13 +32,13 @@ def build_optimizer(
     Raises:
         ConfigError: a module path or the model has no trained parameters.
     """
-    rates = _rates(train)
-    _check_paths(full_model or model, rates)
+    learning_rates = _learning_rates(train)
+    _check_module_paths(full_model or model, learning_rates)
     groups: list[dict[str, Any]] = []
     matrices = hidden_matrices(full_model or model) if train.optm_name == "Muon" else None
-    for path, trained in _parameters_by_path(model, rates).items():
-        common = {"lr": rates[path], "initial_lr": rates[path], "path": path}
-        for same_mesh in group_by_mesh(trained):
+    for path, trained_parameters in _parameters_by_path(model, learning_rates).items():
+        common = {"lr": learning_rates[path], "initial_lr": learning_rates[path], "path": path}
+        for same_mesh in group_by_mesh(trained_parameters):
             groups += [
                 {**common, "params": [p for p in same_mesh if p.ndim > 1], "weight_decay": train.optm_weight_decay},
                 {**common, "params": [p for p in same_mesh if p.ndim <= 1], "weight_decay": 0.0},
@@ -52,13 +52,15 @@ def build_optimizer(
     if not any(group["params"] for group in groups):
         raise ConfigError(f"nothing is trained of {type(model).__name__} on this rank; train more, or on one rank")
     is_8bit = train.optm_name.endswith("8bit")
-    implementation = {} if is_8bit else {"fused": train.optm_impl == "fused", "foreach": train.optm_impl == "foreach"}
+    implementation_flags = (
+        {} if is_8bit else {"fused": train.optm_impl == "fused", "foreach": train.optm_impl == "foreach"}
+    )
     return _optimizer_class(train.optm_name)(
         [group for group in groups if group["params"]],
-        lr=rates[GLOBAL],
+        lr=learning_rates[GLOBAL],
         betas=train.optm_betas,
         eps=train.epsilon,
-        **implementation,
+        **implementation_flags,
     )
 
 
@@ -82,8 +84,8 @@ def learning_rate_factor(step: int, total_steps: int | None, train: TrainConfig)
         warmup_steps = int(warmup_steps * total_steps)
     warmup_steps = min(warmup_steps, total_steps)
     if step < warmup_steps:
-        start = train.optm_warmup_start_factor
-        return start + (1 - start) * (step + 1) / warmup_steps
+        start_factor = train.optm_warmup_start_factor
+        return start_factor + (1 - start_factor) * (step + 1) / warmup_steps
 
     decay_steps = total_steps - warmup_steps
     if train.optm_decay_ratio is not None:
@@ -92,13 +94,13 @@ def learning_rate_factor(step: int, total_steps: int | None, train: TrainConfig)
     if num_decayed <= 0:
         return 1.0
     progress = min(1.0, num_decayed / max(1, decay_steps))
-    curve = {
+    decay_factor = {
         "none": 1.0,
         "linear": 1 - progress,
         "sqrt": 1 - math.sqrt(progress),
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
     }[train.optm_decay_type or "none"]
-    return train.optm_min_lr_factor + (1 - train.optm_min_lr_factor) * curve
+    return train.optm_min_lr_factor + (1 - train.optm_min_lr_factor) * decay_factor
 
 
 def set_learning_rate(
@@ -112,7 +114,7 @@ def set_learning_rate(
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-    return {"lr" if path == GLOBAL else f"lr/{path}": rate * factor for path, rate in _rates(train).items()}
+    return {"lr" if path == GLOBAL else f"lr/{path}": rate * factor for path, rate in _learning_rates(train).items()}
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
@@ -144,7 +146,7 @@ def reset_moments(optimizer: torch.optim.Optimizer) -> None:
                 local_value.copy_(torch.zeros(local_value.shape, device=local_value.device))
 
 
-def _rates(train: TrainConfig) -> dict[str, float]:
+def _learning_rates(train: TrainConfig) -> dict[str, float]:
     assert not isinstance(train.optm_lr, tuple)  # the capability check rejects a list of learning rates
     return train.optm_lr if isinstance(train.optm_lr, dict) else {GLOBAL: train.optm_lr}
 
@@ -152,23 +154,23 @@ def _rates(train: TrainConfig) -> dict[str, float]:
 def _parameters_by_path(model: torch.nn.Module, paths: Mapping[str, float]) -> dict[str, list[torch.nn.Parameter]]:
     """Return the trained parameters, grouped by the deepest module path of `paths` that contains the parameter; a tied
     parameter may be in several modules."""
-    names: dict[torch.nn.Parameter, list[str]] = {}
+    names_by_parameter: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
-            names.setdefault(parameter, []).append(name)
+            names_by_parameter.setdefault(parameter, []).append(name)
     groups: dict[str, list[torch.nn.Parameter]] = {GLOBAL: []}
-    for parameter, names_of_parameter in names.items():
-        top_paths = [path for path in paths if any(f"{name}.".startswith(f"{path}.") for name in names_of_parameter)]
-        path = max(top_paths, key=lambda path: path.count("."), default=GLOBAL)
+    for parameter, parameter_names in names_by_parameter.items():
+        matching_paths = [path for path in paths if any(f"{name}.".startswith(f"{path}.") for name in parameter_names)]
+        path = max(matching_paths, key=lambda path: path.count("."), default=GLOBAL)
         groups.setdefault(path, []).append(parameter)
     return groups
 
 
-def _check_paths(model: torch.nn.Module, paths: Mapping[str, float]) -> None:
+def _check_module_paths(model: torch.nn.Module, paths: Mapping[str, float]) -> None:
     groups = _parameters_by_path(model, paths)
     for path in [path for path in paths if path not in groups]:
-        modules = [name for name, _ in model.named_modules() if name]
+        module_names = [name for name, _ in model.named_modules() if name]
         raise ConfigError(
             f"train.optm_lr: no weight is trained with the rate of {path!r}; give the path of a module that is trained"
-            + ("" if path in modules else suggestion(path, modules))
+            + ("" if path in module_names else suggestion(path, module_names))
         )

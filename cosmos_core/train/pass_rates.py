@@ -22,7 +22,7 @@ class PassRates:
     returns the full reward of a data set by its name; None: there is no full reward."""
 
     def __init__(self, full: float | Callable[[str], float | None] | None) -> None:
-        self._full = full
+        self._full_reward = full
         self._counts: dict[str, list[float]] = {}
 
     def add(self, groups: Sequence[ScoredGroup]) -> None:
@@ -30,14 +30,16 @@ class PassRates:
         for group in groups:
             rewards = [score.value for score in group.scores if score.value is not None]
             full_reward = self._full_reward_of_prompt(group.group.prompt)
-            full = [full_reward is not None and has_full_reward(reward, full_reward) for reward in rewards]
-            new = (1, len(rewards), sum(rewards), sum(full))
+            passed_flags = [full_reward is not None and has_full_reward(reward, full_reward) for reward in rewards]
+            added_counts = (1, len(rewards), sum(rewards), sum(passed_flags))
             key = str(group.group.prompt.id)
-            counts = self._counts.get(key, [0.0] * len(new))
-            self._counts[key] = [old + added for old, added in zip(counts, new, strict=True)]
+            counts = self._counts.get(key, [0.0] * len(added_counts))
+            self._counts[key] = [
+                old_count + added_count for old_count, added_count in zip(counts, added_counts, strict=True)
+            ]
 
     def _full_reward_of_prompt(self, prompt: Prompt) -> float | None:
-        return self._full(prompt.source) if callable(self._full) else self._full
+        return self._full_reward(prompt.source) if callable(self._full_reward) else self._full_reward
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of sampled groups and of rewards as JSON values."""
@@ -51,10 +53,16 @@ class PassRates:
         """Write `pass_rates.jsonl` with a line per prompt; an unknown pass rate or mean reward is null."""
         lines = []
         for prompt in prompts:
-            num_sampled, valid, total, num_passed = self._counts.get(str(prompt.id), [0.0] * 4)
-            rate = num_passed / valid if valid and self._full_reward_of_prompt(prompt) is not None else None
-            line = {"prompt": prompt.text, "pass_rate": rate, "mean_reward": total / valid if valid else None}
-            line |= {"drawn": int(num_sampled), "completions": int(valid)}
+            num_sampled, num_valid, reward_sum, num_passed = self._counts.get(str(prompt.id), [0.0] * 4)
+            pass_rate = (
+                num_passed / num_valid if num_valid and self._full_reward_of_prompt(prompt) is not None else None
+            )
+            line = {
+                "prompt": prompt.text,
+                "pass_rate": pass_rate,
+                "mean_reward": reward_sum / num_valid if num_valid else None,
+            }
+            line |= {"drawn": int(num_sampled), "completions": int(num_valid)}
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         with raise_disk_full(folder):
             write_text(folder / PASS_RATES, "".join(lines))

@@ -60,7 +60,7 @@ class StepProfiler:
         self._profile = profile(
             activities=profiler_activities,
             schedule=schedule(wait=config.wait_steps, warmup=config.warmup_steps, active=config.active_steps, repeat=1),
-            on_trace_ready=self._write,
+            on_trace_ready=self._write_trace,
             record_shapes=config.record_shape,
             profile_memory=config.profile_memory,
             with_stack=config.with_stack,
@@ -72,29 +72,29 @@ class StepProfiler:
         config = self._config
         return self._first_step + config.wait_steps + config.warmup_steps + config.active_steps
 
-    def _write(self, profile: profile) -> None:
-        if (first := self._last_step - self._config.active_steps + 1) > self._step:
+    def _write_trace(self, profile: profile) -> None:
+        if (first_traced_step := self._last_step - self._config.active_steps + 1) > self._step:
             return  # the training ended before the first step to trace, so there is no trace
         folder = self._stage.path / PROFILES
         folder.mkdir(exist_ok=True)
-        name = f"steps_{first}-{self._step}_rank_{self._rank}"
+        name = f"steps_{first_traced_step}-{self._step}_rank_{self._rank}"
         profile.export_chrome_trace(str(folder / f"{name}.json.gz"))
-        write_json(folder / f"{name}.operators.json", _longest(profile))
+        write_json(folder / f"{name}.operators.json", _slowest_operators(profile))
 
 
-def _longest(profile: profile) -> list[dict[str, Any]]:
+def _slowest_operators(profile: profile) -> list[dict[str, Any]]:
     """Return the operators with the longest self time, in milliseconds on the device that computes."""
-    on_device = torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available()
     events = profile.key_averages()
-    rows = [(each.self_device_time_total if on_device else each.self_cpu_time_total, each) for each in events]
-    total = sum(microseconds for microseconds, _ in rows) or 1.0
+    rows = [(each.self_device_time_total if has_gpu else each.self_cpu_time_total, each) for each in events]
+    total_microseconds = sum(microseconds for microseconds, _ in rows) or 1.0
     rows.sort(key=lambda row: -row[0])
     return [
         {
             "operator": event.key,
             "calls": event.count,
             "ms": round(microseconds / 1000, 3),
-            "share": round(microseconds / total, 4),
+            "share": round(microseconds / total_microseconds, 4),
         }
         for microseconds, event in rows[:_NUM_OPERATORS]
     ]

@@ -34,7 +34,7 @@ Setting = tuple[str, Any, str]
 """A setting of a recipe: dotted key, value, and the reason for the value."""
 
 _NUM_ROWS = 500
-_NUM_SEEN = 2000  # number of images, counted over all epochs, that a training on a small data set uses
+_NUM_TRAINED_IMAGES = 2000  # number of images, counted over all epochs, that a training on a small data set uses
 _GIB = 2**30
 _STATE_BYTES = 16  # bytes for each trained weight: the weight, its gradient and both moments of Adam in float32
 _STATE_FRACTION = 0.7  # fraction of memory for weights and optimizer state; the rest is for activations
@@ -87,8 +87,8 @@ def propose(options: Options, machine: Machine) -> Iterator[Setting]:
     yield from ((key, value, f"cosmos {method.command}") for key, value in method.settings.items())
     if is_code(options.reward):  # import the reward now, to report its errors before rows are prepared
         import_user_code(options.reward)
-    settings_of = _image_settings if row_kind(method.rows).has_media else _text_settings
-    yield from settings_of(options, method, machine)
+    make_settings = _image_settings if row_kind(method.rows).has_media else _text_settings
+    yield from make_settings(options, method, machine)
     yield "train.ckpt.enable_checkpoint", True, "so that a killed run goes on from here"
     yield "train.ckpt.save_freq", 50, "steps"
     yield "train.ckpt.max_keep", 2, "older ones are removed"
@@ -96,37 +96,39 @@ def propose(options: Options, machine: Machine) -> Iterator[Setting]:
 
 def _text_settings(options: Options, method: Method, machine: Machine) -> Iterator[Setting]:
     rows = load_rows(DatasetConfig(name=options.data), "train.train_policy.dataset")
-    sample = list(islice(rows, _NUM_ROWS))
-    if not sample:
+    sampled_rows = list(islice(rows, _NUM_ROWS))
+    if not sampled_rows:
         raise DataError(f"--data {options.data}: no rows")
-    columns, reason = _columns(options, method, sample[0][1])
+    columns, reason = _infer_columns(options, method, sampled_rows[0][1])
     yield "train.train_policy.dataset.name", options.data, f"--data; {len(rows):,} rows"
     yield from ((f"train.train_policy.{name}_column_name", column, reason) for name, column in columns.items())
     config, tokenizer = load_config(options.model), load_tokenizer(options.model)
-    kind = tokenised_kind(method.rows)
-    longest = _longest(tokenizer, lambda row, where: kind.read_columns(row, where, columns), sample)
-    has_turns = kind.is_completed or any(isinstance(value, list) for value in sample[0][1].values())
+    tokenised_rows = tokenised_kind(method.rows)
+    longest = _longest_row_length(
+        tokenizer, lambda row, row_location: tokenised_rows.read_columns(row, row_location, columns), sampled_rows
+    )
+    has_turns = tokenised_rows.is_completed or any(isinstance(value, list) for value in sampled_rows[0][1].values())
     if has_turns and not tokenizer.chat_template:  # plain text needs no chat template
         template = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
         yield "policy.chat_template", template, "the model has none, and the rows have turns"
-    text, samples_completions = config.get_text_config(), kind.is_completed
+    text_config, samples_completions = config.get_text_config(), tokenised_rows.is_completed
     completion_tokens = (1024 if machine.num_gpus else 256) * samples_completions
-    context_length = getattr(text, "max_position_embeddings", None) or 1 << 20
-    length = min(context_length, 64 * ceil((longest * 1.1 + completion_tokens) / 64))
-    reason_for_length = f"the longest of the first {len(sample):,} rows has {longest:,} tokens"
+    context_length = getattr(text_config, "max_position_embeddings", None) or 1 << 20
+    max_length = min(context_length, 64 * ceil((longest * 1.1 + completion_tokens) / 64))
+    reason_for_length = f"the longest of the first {len(sampled_rows):,} rows has {longest:,} tokens"
     reason_for_length += f", a completion {completion_tokens:,}" if completion_tokens else ""
-    yield "policy.model_max_length", length, reason_for_length
+    yield "policy.model_max_length", max_length, reason_for_length
     if samples_completions:
-        yield "rollout.max_response_length", min(completion_tokens, length // 2), "raise it for longer reasoning"
+        yield "rollout.max_response_length", min(completion_tokens, max_length // 2), "raise it for longer reasoning"
         yield "train.train_policy.reward_function", options.reward, "--reward"
     with torch.device("meta"):
         model = model_without_weights(options.model, dtype=torch.float32)
     num_params = sum(weight.numel() for weight in model.parameters())
     yield from _size_settings(method, num_params, machine)
     # Bytes of activations per token with recomputation: the inputs of all layers, and the intermediates of one layer.
-    per_token = (text.num_hidden_layers + 40) * text.hidden_size * 4
-    free = machine.memory * 0.9 - min(num_params * _STATE_BYTES, int(machine.memory * _STATE_FRACTION))
-    yield from _batch_settings(samples_completions, len(rows), max(1, int(free / (per_token * length))))
+    bytes_per_token = (text_config.num_hidden_layers + 40) * text_config.hidden_size * 4
+    free_bytes = machine.memory * 0.9 - min(num_params * _STATE_BYTES, int(machine.memory * _STATE_FRACTION))
+    yield from _batch_settings(samples_completions, len(rows), max(1, int(free_bytes / (bytes_per_token * max_length))))
     if len(rows) >= 10:
         num_held_out = max(1, min(200, len(rows) // 20))
         yield "train.train_policy.dataset.test_size", num_held_out, f"held out of {len(rows):,} rows"
@@ -139,54 +141,58 @@ def _validation_settings(value: str) -> Iterator[Setting]:
     yield "validation.freq", 50, "steps"
 
 
-def _columns(options: Options, method: Method, row: Row) -> tuple[dict[str, str], str]:
+def _infer_columns(options: Options, method: Method, row: Row) -> tuple[dict[str, str], str]:
     """Return the column names of the rows that differ from the default names, and the reason for the choice; raise
     DataError if the columns cannot be inferred."""
-    kind = tokenised_kind(method.rows)
-    if named := {name: column for name in _COLUMNS if (column := getattr(options, name))}:
-        return named, "named by an option"
+    tokenised_rows = tokenised_kind(method.rows)
+    if named_columns := {name: column for name in _COLUMNS if (column := getattr(options, name))}:
+        return named_columns, "named by an option"
     try:
-        kind.read_columns(row, f"--data {options.data}: the first row", {})
+        tokenised_rows.read_columns(row, f"--data {options.data}: the first row", {})
     except SkippedRow:
         pass
     except MissingColumn as error:
         text_columns = [name for name, value in row.items() if isinstance(value, str)]
-        with_letters = [name for name in text_columns if any(map(str.isalpha, row[name]))]
-        text_columns = with_letters if len(with_letters) == 2 else text_columns
-        if len(text_columns) != 2 or not kind.has_one_response:
-            names = ("prompt", "response") if kind.has_one_response else ("prompt", "chosen", "rejected")
-            flags = " and ".join(f"--{name} COLUMN" for name in names)
+        columns_with_letters = [name for name in text_columns if any(map(str.isalpha, row[name]))]
+        text_columns = columns_with_letters if len(columns_with_letters) == 2 else text_columns
+        if len(text_columns) != 2 or not tokenised_rows.has_one_response:
+            required_columns = (
+                ("prompt", "response") if tokenised_rows.has_one_response else ("prompt", "chosen", "rejected")
+            )
+            flags = " and ".join(f"--{name} COLUMN" for name in required_columns)
             raise DataError(f"--data {options.data}: the columns are {columns_of(row)}; name them: {flags}") from error
         return dict(zip(_COLUMNS, text_columns, strict=False)), "the only two columns of text, in their order"
     return {}, ""
 
 
-def _longest(tokenizer: Any, read_column: Callable[[Row, str], Any], sample: list[tuple[str, Row]]) -> int:
+def _longest_row_length(
+    tokenizer: Any, read_column: Callable[[Row, str], Any], sampled_rows: list[tuple[str, Row]]
+) -> int:
     """Return the number of tokens in the longest row, with an allowance for the chat template around each turn."""
-    longest, error_of_row = 0, None
-    for where, row in sample:
+    longest, row_error = 0, None
+    for row_location, row in sampled_rows:
         try:
-            texts = list(_texts(read_column(row, where)))
+            texts = list(_iterate_row_texts(read_column(row, row_location)))
         except SkippedRow:
             continue
         except DataError as error:
-            error_of_row = error_of_row or error
+            row_error = row_error or error
             continue
         longest = max(longest, sum(len(tokenizer(text)["input_ids"]) + 8 for text in texts))
-    if not longest and error_of_row:
-        raise error_of_row
+    if not longest and row_error:
+        raise row_error
     return longest
 
 
-def _texts(read_column: Any) -> Iterator[str]:
+def _iterate_row_texts(row_content: Any) -> Iterator[str]:
     """Yield all texts of a row: plain text, a list of turns, or a pair, whose common prompt is yielded twice."""
-    if isinstance(read_column, str):
-        yield read_column
-    elif isinstance(read_column, dict):
-        yield from texts_of(read_column)
+    if isinstance(row_content, str):
+        yield row_content
+    elif isinstance(row_content, dict):
+        yield from texts_of(row_content)
     else:
-        for each in read_column:
-            yield from _texts(each)
+        for element in row_content:
+            yield from _iterate_row_texts(element)
 
 
 def _size_settings(method: Method, num_params: int, machine: Machine) -> Iterator[Setting]:
@@ -200,8 +206,8 @@ def _size_settings(method: Method, num_params: int, machine: Machine) -> Iterato
         yield "policy.lora.lora_alpha", 32.0, "twice the rank"
     small_rate, medium, large, adapter = method.rates
     rate = adapter if not fits_in_memory else small_rate if num_params < 1e8 else medium if num_params < 1e9 else large
-    trained = "all weights" if fits_in_memory else "an adapter"
-    yield "train.optm_lr", rate, f"{trained} of a model of {size_text} weights"
+    trained_weights = "all weights" if fits_in_memory else "an adapter"
+    yield "train.optm_lr", rate, f"{trained_weights} of a model of {size_text} weights"
     if machine.num_gpus > 1:
         yield "policy.parallelism.dp_shard_size", -1, f"all {machine.num_gpus} GPUs"
 
@@ -209,17 +215,17 @@ def _size_settings(method: Method, num_params: int, machine: Machine) -> Iterato
 def _batch_settings(samples_completions: bool, num_rows: int, max_rows: int) -> Iterator[Setting]:
     """Yield batch sizes, epochs and learning-rate schedule; `max_rows` rows of maximum length fit in memory."""
     if samples_completions:
-        prompts = min(8, num_rows)
-        batch = 8 * prompts
+        num_prompts = min(8, num_rows)
+        batch_size = 8 * num_prompts
         yield "rollout.n_generation", 8, "completions of a prompt, which are compared with each other"
-        yield "rollout.batch_size", prompts, "prompts in the engine at a time"
-        yield "train.train_batch_per_replica", batch, f"completions of a step: 8 of each of {prompts} prompts"
+        yield "rollout.batch_size", num_prompts, "prompts in the engine at a time"
+        yield "train.train_batch_per_replica", batch_size, f"completions of a step: 8 of each of {num_prompts} prompts"
     else:
-        batch = min(32, 2 ** max(0, int(log2(max(1, num_rows // 8)))))
-        yield "train.train_batch_per_replica", batch, f"rows of an optimizer step; there are {num_rows:,}"
+        batch_size = min(32, 2 ** max(0, int(log2(max(1, num_rows // 8)))))
+        yield "train.train_batch_per_replica", batch_size, f"rows of an optimizer step; there are {num_rows:,}"
         yield "train.train_policy.dataloader_drop_last", False, "so that each row is learned in each epoch"
-    micro = 2 ** int(log2(min(max_rows, batch, 8)))
-    yield "train.train_policy.mini_batch", micro, f"rows of one pass; about {max_rows:,} of the longest fit"
+    micro_batch_size = 2 ** int(log2(min(max_rows, batch_size, 8)))
+    yield "train.train_policy.mini_batch", micro_batch_size, f"rows of one pass; about {max_rows:,} of the longest fit"
     if samples_completions or num_rows >= 10_000:
         yield "train.epoch", 1, f"{num_rows:,} rows"
     else:
@@ -232,40 +238,40 @@ def _image_settings(options: Options, method: Method, machine: Machine) -> Itera
     """Yield the settings of a diffusion model, whose number of weights is estimated from its file sizes."""
     if Path(options.model).is_dir() and not (Path(options.model) / "model_index.json").is_file():
         raise ModelError(f"--model {options.model}: no pipeline of diffusers; cosmos sft trains a language model")
-    count, problem = 0, ""
-    for item in islice(open_items(DatasetConfig(name=options.data), "--data")(), _NUM_SEEN):
-        count += item.content is not None and not item.problem
-        problem = problem or item.problem
-    if not count:
-        remedy = problem or "give a folder with 0001.png and its caption in 0001.txt, or rows with images"
+    num_items, item_problem = 0, ""
+    for item in islice(open_items(DatasetConfig(name=options.data), "--data")(), _NUM_TRAINED_IMAGES):
+        num_items += item.content is not None and not item.problem
+        item_problem = item_problem or item.problem
+    if not num_items:
+        remedy = item_problem or "give a folder with 0001.png and its caption in 0001.txt, or rows with images"
         raise DataError(f"--data {options.data}: no image or video with a caption; {remedy}")
     key = "local_dir" if Path(options.data).is_dir() else "name"
-    shown = f"{count:,}{' or more' * (count == _NUM_SEEN)}"
+    shown = f"{num_items:,}{' or more' * (num_items == _NUM_TRAINED_IMAGES)}"
     yield f"train.train_policy.dataset.{key}", options.data, f"--data; {shown} images and videos with a caption"
     files = list((Path(options.model) / "transformer").glob("*.safetensors"))
     # Assume 10 billion weights for a model on the Hub, which has no local files to measure.
     num_params = sum(file.stat().st_size for file in files) // 4 if files else 10**10
     if image_size := _training_image_size(Path(options.model)):
         yield "policy.diffusers.inference_size", [image_size, image_size], "what the model was made for"
-    if length := _prompt_length(Path(options.model)):
-        yield "policy.diffusers.max_prompt_length", length, "tokens that the tokenizer takes"
+    if max_prompt_length := _prompt_length(Path(options.model)):
+        yield "policy.diffusers.max_prompt_length", max_prompt_length, "tokens that the tokenizer takes"
     yield from _size_settings(method, num_params, machine)
-    batch = min(16, 2 ** max(0, int(log2(max(1, count // 8)))))
-    yield "train.train_batch_per_replica", batch, f"images of an optimizer step; there are {shown}"
-    yield "train.train_policy.mini_batch", min(batch, 4), "images of one pass"
-    num_epochs = max(3, min(100, _NUM_SEEN // count))
-    yield "train.epoch", num_epochs, f"about {_NUM_SEEN:,} images seen in all, or three epochs"
-    if count >= 10:
-        yield "train.train_policy.dataset.test_size", max(1, min(8, count // 20)), f"held out of {shown}, and drawn"
+    batch_size = min(16, 2 ** max(0, int(log2(max(1, num_items // 8)))))
+    yield "train.train_batch_per_replica", batch_size, f"images of an optimizer step; there are {shown}"
+    yield "train.train_policy.mini_batch", min(batch_size, 4), "images of one pass"
+    num_epochs = max(3, min(100, _NUM_TRAINED_IMAGES // num_items))
+    yield "train.epoch", num_epochs, f"about {_NUM_TRAINED_IMAGES:,} images seen in all, or three epochs"
+    if num_items >= 10:
+        yield "train.train_policy.dataset.test_size", max(1, min(8, num_items // 20)), f"held out of {shown}, and drawn"
         yield from _validation_settings("the loss of held-out images, and drawings of their captions")
 
 
 def _training_image_size(model: Path) -> int | None:
     """Return the side length in pixels of the images that a model was trained on; None if the model's files lack it."""
     try:
-        latents = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))["sample_size"]
-        blocks = json.loads((model / "vae" / "config.json").read_text(encoding="utf-8"))["block_out_channels"]
-        return int(latents) * 2 ** (len(blocks) - 1)
+        latent_size = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))["sample_size"]
+        block_channels = json.loads((model / "vae" / "config.json").read_text(encoding="utf-8"))["block_out_channels"]
+        return int(latent_size) * 2 ** (len(block_channels) - 1)
     except (OSError, KeyError, TypeError, ValueError):
         return None
 

@@ -38,8 +38,8 @@ def compared_logprobs(trainer: Trainer, rows: HeldOutRows, positions: Sequence[i
     shape (N, 2), float64, summed over the trained tokens."""
     policy = recipe.train.train_policy
     outputs = trainer.evaluate(rows.samples(positions), size=policy.mini_batch * policy.sequences_per_row)
-    sums = [row["logprobs"].sum(dtype=torch.float64) for row in outputs]
-    return torch.stack(sums).cpu().numpy().reshape(-1, 2)
+    logprob_sums = [row["logprobs"].sum(dtype=torch.float64) for row in outputs]
+    return torch.stack(logprob_sums).cpu().numpy().reshape(-1, 2)
 
 
 def reference_logprobs(
@@ -56,23 +56,25 @@ def reference_logprobs(
         return None
     stage.progress.phase(REFERENCE_WEIGHTS)
     file = stage.path / REFERENCE_WEIGHTS / f"{split_name}.json"
-    key = {"fingerprint": stage.checkpoint_fingerprint, "rows": sha256(rows.path)}
-    saved_before = torch.from_numpy(_read_saved_logprobs(file, key, len(rows))) if is_first() else torch.empty(0)
-    logprobs = broadcast_object(saved_before).numpy()
-    saved = time.monotonic()
+    cache_key = {"fingerprint": stage.checkpoint_fingerprint, "rows": sha256(rows.path)}
+    saved_logprobs = (
+        torch.from_numpy(_read_saved_logprobs(file, cache_key, len(rows))) if is_first() else torch.empty(0)
+    )
+    logprobs = broadcast_object(saved_logprobs).numpy()
+    last_save_time = time.monotonic()
     for start in range(0, len(positions), COMPARED_ROWS):
         stage.progress.advance(start, len(positions))
         chunk = positions[start : start + COMPARED_ROWS]
         if not np.isnan(logprobs[chunk]).any():
             continue
         if any_rank(stage.stop_requested):
-            _save(file, key, logprobs)
+            _save_logprobs(file, cache_key, logprobs)
             raise Preempted(f"stopped with the reference log-probabilities of {start} of {len(positions)} rows")
         logprobs[chunk] = compared_logprobs(trainer, rows, chunk.tolist(), stage.recipe)
-        if time.monotonic() - saved > _SAVE_SECONDS:
-            _save(file, key, logprobs)
-            saved = time.monotonic()
-    _save(file, key, logprobs)
+        if time.monotonic() - last_save_time > _SAVE_SECONDS:
+            _save_logprobs(file, cache_key, logprobs)
+            last_save_time = time.monotonic()
+    _save_logprobs(file, cache_key, logprobs)
     return logprobs
 
 
@@ -86,8 +88,10 @@ def load_earlier_reference(stage: Stage, rows: HeldOutRows, split_name: str) -> 
     if not stage.recipe.train.train_policy.saves_reference_logprobs:
         return None
     key = {"rows": sha256(rows.path)}
-    for result in stage.inputs.values():
-        logprobs = _read_saved_logprobs(Path(result["path"]) / REFERENCE_WEIGHTS / f"{split_name}.json", key, len(rows))
+    for stage_result in stage.inputs.values():
+        logprobs = _read_saved_logprobs(
+            Path(stage_result["path"]) / REFERENCE_WEIGHTS / f"{split_name}.json", key, len(rows)
+        )
         if not np.isnan(logprobs).any():
             return logprobs
     raise ConfigError(
@@ -97,19 +101,19 @@ def load_earlier_reference(stage: Stage, rows: HeldOutRows, split_name: str) -> 
     )
 
 
-def _read_saved_logprobs(file: Path, key: dict[str, str], count: int) -> np.ndarray:
+def _read_saved_logprobs(file: Path, cache_key: dict[str, str], num_rows: int) -> np.ndarray:
     content = read_json(file)
-    if not isinstance(content, dict) or any(content.get(name) != value for name, value in key.items()):
-        return np.full((count, 2), np.nan)
+    if not isinstance(content, dict) or any(content.get(name) != value for name, value in cache_key.items()):
+        return np.full((num_rows, 2), np.nan)
     return np.array([content[name] for name in _COLUMNS], dtype=np.float64).T
 
 
-def _save(file: Path, key: dict[str, str], values: np.ndarray) -> None:
+def _save_logprobs(file: Path, cache_key: dict[str, str], values: np.ndarray) -> None:
     if not is_first():
         return
     file.parent.mkdir(exist_ok=True)
     columns: dict[str, Any] = {
         name: [None if np.isnan(value) else value for value in values[:, i].tolist()] for i, name in enumerate(_COLUMNS)
     }
-    write_json(file, key | columns)
+    write_json(file, cache_key | columns)
     logger.info("reference log-probabilities of %d rows in %s", int((~np.isnan(values[:, 0])).sum()), file)

@@ -34,7 +34,7 @@ from cosmos_core.types import is_at_or_below
 
 logger = logging.getLogger(__name__)
 
-_MESH = (CARRIED_FILES, "world_size", "config.policy.parallelism", "config.rollout.parallelism")
+_MESH_KEYS = (CARRIED_FILES, "world_size", "config.policy.parallelism", "config.rollout.parallelism")
 """Fingerprint ingredients that change the trained weights only through the order of floating-point sums."""
 
 
@@ -46,21 +46,27 @@ def adopt_checkpoint(stage: Stage) -> None:
         return
     folders = [folder for folder in stage.run_path.parent.glob("*/stages/*/checkpoints") if folder != own_folder]
     checkpoints = sorted(((step, folder) for folder in folders for step in saved_steps(folder)), reverse=True)
-    same_mesh = [(step, folder, stage.checkpoint_fingerprint) for step, folder in checkpoints]
+    same_mesh_checkpoints = [(step, folder, stage.checkpoint_fingerprint) for step, folder in checkpoints]
     skipped_steps = set()
-    for step, folder, fingerprint in (*same_mesh, *_other_mesh_checkpoints(stage, checkpoints)):
-        checkpoint, reason = step_folder(folder, step), resume_obstacle(folder, step, fingerprint)
-        if reason is None:
-            _link(folder, step, fingerprint, stage)
+    for step, folder, fingerprint in (*same_mesh_checkpoints, *_other_mesh_checkpoints(stage, checkpoints)):
+        checkpoint, obstacle = step_folder(folder, step), resume_obstacle(folder, step, fingerprint)
+        if obstacle is None:
+            _link_checkpoint(folder, step, fingerprint, stage)
             logger.info("going on from %s", checkpoint)
             return
-        if reason != OTHER_CONFIGURATION and folder.parent.name == stage.name and checkpoint not in skipped_steps:
-            logger.warning("checkpoint %s is passed over: %s", checkpoint, reason)
+        if obstacle != OTHER_CONFIGURATION and folder.parent.name == stage.name and checkpoint not in skipped_steps:
+            logger.warning("checkpoint %s is passed over: %s", checkpoint, obstacle)
             skipped_steps.add(checkpoint)
-    paths = [step_folder(folder, step) / "policy" for step, folder in checkpoints if folder.parent.name == stage.name]
-    complete = [policy for policy in paths if policy.parent not in skipped_steps and read_manifest(policy)]
-    newest = max(complete, key=lambda policy: (policy / MANIFEST).stat().st_mtime, default=None)
-    hint = f"; to go on from other settings: train.resume = '{newest}'" if newest else ""
+    policy_folders = [
+        step_folder(folder, step) / "policy" for step, folder in checkpoints if folder.parent.name == stage.name
+    ]
+    complete_folders = [
+        policy for policy in policy_folders if policy.parent not in skipped_steps and read_manifest(policy)
+    ]
+    newest_folder = max(
+        complete_folders, key=lambda policy_folder: (policy_folder / MANIFEST).stat().st_mtime, default=None
+    )
+    hint = f"; to go on from other settings: train.resume = '{newest_folder}'" if newest_folder else ""
     logger.warning(
         "train.resume = true: no other run below %s has a checkpoint with these settings and inputs, so this one "
         "starts at step 0%s",
@@ -79,7 +85,7 @@ def named_checkpoint(stage: Stage) -> Path | None:
         return None
     policy = Path(stage.recipe.train.resume)
     fingerprints = (read_json(path / FINGERPRINT) for path in (policy.parents[2], stage.path))
-    checkpoint_base, stage_base = (_base_fingerprints(each, stage) for each in fingerprints)
+    checkpoint_base, stage_base = (_base_fingerprints(fingerprint, stage) for fingerprint in fingerprints)
     if checkpoint_base and stage_base and checkpoint_base != stage_base:
         raise ModelError(f"train.resume = '{policy}' began from another model than {stage.model}; start from that one")
     return policy
@@ -107,23 +113,23 @@ def _drop_mesh(fingerprint: Any) -> dict[str, Any]:
     if not isinstance(fingerprint, dict):
         return {}
     ingredients = flat_keys(fingerprint["ingredients"])
-    return {key: value for key, value in ingredients.items() if not is_at_or_below(key, _MESH)}
+    return {key: value for key, value in ingredients.items() if not is_at_or_below(key, _MESH_KEYS)}
 
 
-def _link(folder: Path, step: int, fingerprint: str, stage: Stage) -> None:
+def _link_checkpoint(folder: Path, step: int, fingerprint: str, stage: Stage) -> None:
     """Link the checkpoint of one step, and the best checkpoint that it names, into the stage, with the stage's
     fingerprint in the manifests."""
-    extra = read_json(step_folder(folder, step) / "policy" / EXTRA_FILE)
-    assert isinstance(extra, dict)  # `resume_obstacle` has verified the file's digest
-    best = (extra.get("best") or {}).get("step", step)
-    steps = [best, step] if resume_obstacle(folder, best, fingerprint) is None else [step]
+    extra_state = read_json(step_folder(folder, step) / "policy" / EXTRA_FILE)
+    assert isinstance(extra_state, dict)  # `resume_obstacle` has verified the file's digest
+    best_step = (extra_state.get("best") or {}).get("step", step)
+    steps = [best_step, step] if resume_obstacle(folder, best_step, fingerprint) is None else [step]
     for number in dict.fromkeys(steps):
         with replaced_folder(step_folder(stage.path / "checkpoints", number)) as new_folder:
             shutil.copytree(step_folder(folder, number), new_folder, copy_function=link_or_copy, dirs_exist_ok=True)
             manifest = new_folder / "policy" / MANIFEST
-            content = read_manifest(manifest.parent)
+            manifest_content = read_manifest(manifest.parent)
             manifest.unlink()  # the manifest is a hard link, and the other run's file must not change
-            write_json(manifest, {**content, "fingerprint": stage.checkpoint_fingerprint})
+            write_json(manifest, {**manifest_content, "fingerprint": stage.checkpoint_fingerprint})
     for name in ("metrics.jsonl", SAMPLES):
         if (folder.parent / name).exists() and not (stage.path / name).exists():
             shutil.copy2(folder.parent / name, stage.path / name)

@@ -85,9 +85,9 @@ class RolloutFeed(Feed):
                 f"equal; raise train.train_policy.max_retry_for_on_policy, or take other prompts or rewards"
             )
         check_scores(self.step, groups)
-        credit = self._algorithm.credit(groups)
+        samples_and_metrics = self._algorithm.credit(groups)
         self._log(self.step + 1, groups)
-        return credit
+        return samples_and_metrics
 
     def state_dict(self) -> dict[str, Any]:
         rates = self._rates.state_dict()
@@ -106,12 +106,14 @@ class PromptOrder:
 
     def __init__(self, prompts: Sequence[Prompt], recipe: Recipe) -> None:
         self._prompts, self._train = prompts, recipe.train
-        self._batch = rows_per_step(recipe)
+        self._prompts_per_step = rows_per_step(recipe)
 
     def __call__(self, step: int) -> Sequence[Prompt]:
         """Return the prompts of train step `step`, counted from 0."""
         shuffle = self._train.train_policy.dataloader_shuffle
-        positions = batch_positions(self._train.order_seed, step, self._batch, rows_of(self._prompts), shuffle)
+        positions = batch_positions(
+            self._train.order_seed, step, self._prompts_per_step, rows_of(self._prompts), shuffle
+        )
         return [self._prompts[int(i)] for i in positions]
 
     def take_prompts(self, start: int, count: int, end: int | None = None) -> list[Prompt]:
@@ -120,8 +122,8 @@ class PromptOrder:
         num_prompts, shuffle = len(self._prompts), self._train.train_policy.dataloader_shuffle
         rows = rows_of(self._prompts)
         prompts = []
-        last = self._train.epoch * num_prompts
-        for position in range(start, min(start + count, last, last if end is None else end)):
+        last_position = self._train.epoch * num_prompts
+        for position in range(start, min(start + count, last_position, last_position if end is None else end)):
             epoch, i = divmod(position, num_prompts)
             prompts.append(self._prompts[int(epoch_order(self._train.order_seed, epoch, rows, shuffle)[i])])
         return prompts
@@ -129,16 +131,16 @@ class PromptOrder:
 
 def group_filter(recipe: Recipe) -> Filter | None:
     """Return the filter that drops groups without a learning signal; None: all groups are trained on."""
-    sampling = recipe.train.train_policy.dynamic_sampling
-    return None if sampling is None else Filter(*sampling)
+    dynamic_sampling = recipe.train.train_policy.dynamic_sampling
+    return None if dynamic_sampling is None else Filter(*dynamic_sampling)
 
 
-def sync_source(sync: SyncGroupSource, order: PromptOrder, recipe: Recipe) -> GroupSource:
+def sync_source(sync_groups: SyncGroupSource, order: PromptOrder, recipe: Recipe) -> GroupSource:
     """Return a source that generates groups on demand and replaces the groups that the recipe's filter drops."""
-    filtered = group_filter(recipe)
-    if filtered is None and not recipe.may_split_groups:
-        return sync
-    return FilteredGroupSource(sync, order.take_prompts, rows_per_step(recipe), filtered)
+    filter_settings = group_filter(recipe)
+    if filter_settings is None and not recipe.may_split_groups:
+        return sync_groups
+    return FilteredGroupSource(sync_groups, order.take_prompts, rows_per_step(recipe), filter_settings)
 
 
 def step_groups(recipe: Recipe) -> StepGroups:

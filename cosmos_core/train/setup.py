@@ -100,21 +100,21 @@ def train(stage: Stage) -> TrainingResult:
     algorithm = _add_data_term(algorithm, stage)
     with ExitStack() as stack:
         generation = Generation(stage, trainer, stack)
-        async_validation = _async_validation(stage, generation)
-        feed = _feed(stage, trainer, algorithm, generation, async_validation)
+        async_validation = _make_async_validation(stage, generation)
+        feed = _make_feed(stage, trainer, algorithm, generation, async_validation)
         notices = (feed.unused_rows_notice,) if feed.unused_rows_notice else ()
         for notice in notices:
             logger.warning("%s", notice)
         validation = Validation(
-            recipe.validation, stage.progress, _metrics_fn(stage, trainer, algorithm, generation),
+            recipe.validation, stage.progress, _make_metrics_fn(stage, trainer, algorithm, generation),
             async_validation=async_validation,
             publish=generation.publish if has_rollouts else _no_metrics,
             publish_every=recipe.train.sync_weight_interval,
             average=partial(trainer.weights, EMA_WEIGHTS) if recipe.train.ema_enable else None,
         )  # fmt: skip
         loop = Loop(
-            stage, trainer, feed, algorithm, _checkpointer(stage, stack), validation,
-            watch=_drift_check(stage),
+            stage, trainer, feed, algorithm, _make_checkpointer(stage, stack), validation,
+            watch=_make_drift_check(stage),
             average=MovingAverage(trainer.named_weights, recipe.train) if recipe.train.ema_enable else None,
             utilization=Utilization(trainer, recipe.train.param_dtype) if recipe.logging.report_mfu else None,
             begin_from=named_checkpoint(stage),
@@ -158,7 +158,9 @@ def export_trained(stage: Stage, trained: TrainingResult) -> Outcome:
     export = trained.adapter.export(stage.path / folder)
     if export is None:
         return Outcome()
-    extras = [name for name in (SAMPLES, DRAWINGS, REFERENCE, COMPLETIONS, PASS_RATES) if (stage.path / name).exists()]
+    extra_outputs = [
+        name for name in (SAMPLES, DRAWINGS, REFERENCE, COMPLETIONS, PASS_RATES) if (stage.path / name).exists()
+    ]
     info: dict[str, JsonValue] = {
         "model": folder, "step": trained.step, "checks": list(export.checks), "dtype": stage.recipe.train.param_dtype,
     }  # fmt: skip
@@ -168,10 +170,10 @@ def export_trained(stage: Stage, trained: TrainingResult) -> Outcome:
         info["notices"] = list(trained.notices)
     if trained.best is not None:
         info["best"] = asdict(trained.best)
-    return Outcome(outputs=(folder, *extras), metrics=trained.metrics, info=info)
+    return Outcome(outputs=(folder, *extra_outputs), metrics=trained.metrics, info=info)
 
 
-def _feed(
+def _make_feed(
     stage: Stage,
     trainer: Trainer,
     algorithm: Algorithm,
@@ -180,38 +182,38 @@ def _feed(
 ) -> Feed:
     """Return the feed of a stage; call it before the first train step, while the policy equals the reference policy."""
     recipe, folder = stage.recipe, prepared_folder(stage)
-    policy, kind = recipe.train.train_policy, row_kind(recipe.train.train_policy.rows)
+    policy, prepared_rows = recipe.train.train_policy, row_kind(recipe.train.train_policy.rows)
     if not policy.has_rollouts:
-        rows = kind.open(folder, TRAIN, recipe.policy, trainer.adapter)
+        rows = prepared_rows.open(folder, TRAIN, recipe.policy, trainer.adapter)
         feed = RowFeed(rows, recipe)
         if policy.scores_rows_once:
             rows.reference = reference_logprobs(stage, trainer, rows, TRAIN, feed.trained_row_numbers)
         return feed
-    prompts = kind.prompts(folder, TRAIN, policy, recipe.policy)
+    prompts = prepared_rows.prompts(folder, TRAIN, policy, recipe.policy)
     if recipe.policy.is_diffusers:
         prepare_algorithm(stage, trainer, algorithm)
     order = PromptOrder(prompts, recipe)
     if recipe.num_engines:
-        source = _async_source(stage, prompts, order, generation, async_validation)
+        source = _make_async_source(stage, prompts, order, generation, async_validation)
     else:
-        source = _sync_source(stage, order, generation)
-    make_feed = SpreadRolloutFeed if recipe.may_split_groups else RolloutFeed
+        source = _make_sync_source(stage, order, generation)
+    feed_class = SpreadRolloutFeed if recipe.may_split_groups else RolloutFeed
     log = CompletionLog(stage.path / COMPLETIONS, writes=recipe.logging.log_completions)
-    return make_feed(prompts, source, algorithm, recipe, log)
+    return feed_class(prompts, source, algorithm, recipe, log)
 
 
-def _sync_source(stage: Stage, order: PromptOrder, generation: Generation) -> GroupSource:
+def _make_sync_source(stage: Stage, order: PromptOrder, generation: Generation) -> GroupSource:
     """Return a source whose groups are generated synchronously by the ranks themselves."""
     recipe = stage.recipe
-    sync = SyncGroupSource(
+    sync_groups = SyncGroupSource(
         order, generation.engine, generation.score(trained_rewards(recipe)), training_sampling(recipe),
         stage.progress, recipe.rollout.batch_size, on_wait=lambda step: check_stop(stage),
         publish_every=recipe.train.sync_weight_interval,
     )  # fmt: skip
-    return sync_source(sync, order, recipe)
+    return sync_source(sync_groups, order, recipe)
 
 
-def _async_source(
+def _make_async_source(
     stage: Stage,
     prompts: Sequence[Prompt],
     order: PromptOrder,
@@ -225,26 +227,26 @@ def _async_source(
         if async_validation is not None:
             async_validation.check()
 
-    recipe, policy, steps = stage.recipe, stage.recipe.train.train_policy, step_groups(stage.recipe)
-    filtered, sleeps_in_training = group_filter(recipe), recipe.mode == "colocated_separated"
+    recipe, policy, groups_per_step = stage.recipe, stage.recipe.train.train_policy, step_groups(stage.recipe)
+    filter_settings, sleeps_in_training = group_filter(recipe), recipe.mode == "colocated_separated"
     max_lag, num_extra_prompts, max_steps_ahead = policy.lookahead
     if sleeps_in_training:  # engines that sleep during training would lose requests in flight
         max_lag, num_extra_prompts, max_steps_ahead = recipe.train.sync_weight_interval - 1, 0, 1
     num_steps = total_steps(recipe, len(prompts))
-    take = steps_of(order, rows_per_step(recipe), num_steps)
-    if recipe.may_split_groups or filtered:
-        take = partial(order.take_prompts, end=None if filtered else steps.first(num_steps))
+    take_prompts = steps_of(order, rows_per_step(recipe), num_steps)
+    if recipe.may_split_groups or filter_settings:
+        take_prompts = partial(order.take_prompts, end=None if filter_settings else groups_per_step.first(num_steps))
     source = AsyncGroupSource(
-        generation.engine_fleet, take, generation.make_local_scorer(trained_rewards(recipe)),
-        training_sampling(recipe), stage.progress, steps=steps, max_lag=max_lag, resync=generation.resync,
+        generation.engine_fleet, take_prompts, generation.make_local_scorer(trained_rewards(recipe)),
+        training_sampling(recipe), stage.progress, steps=groups_per_step, max_lag=max_lag, resync=generation.resync,
         on_wait=check_validation, num_extra_prompts=num_extra_prompts, max_steps_ahead=max_steps_ahead,
-        filter=filtered, sleeps_in_training=sleeps_in_training,
+        filter=filter_settings, sleeps_in_training=sleeps_in_training,
     )  # fmt: skip
     generation.call_before_close(source.close)
     return source
 
 
-def _metrics_fn(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: Generation) -> MetricsFn | None:
+def _make_metrics_fn(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: Generation) -> MetricsFn | None:
     """Return the validation of the training, on held-out rows or on completions of held-out prompts; None: disabled."""
     if not stage.recipe.validation.enable:
         return None
@@ -259,7 +261,7 @@ def _metrics_fn(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation
     return lambda step: row_metrics(trainer, algorithm, rows, size, stage.progress) | completion_metrics(step)
 
 
-def _async_validation(stage: Stage, generation: Generation) -> AsyncValidation | None:
+def _make_async_validation(stage: Stage, generation: Generation) -> AsyncValidation | None:
     """Return the validation that runs while the training continues; None: the training waits for each validation."""
     if not (stage.recipe.validation.enable and supports_async_validation(stage.recipe)):
         return None
@@ -291,17 +293,19 @@ def _no_metrics(step: int) -> dict[str, float]:
     return {}
 
 
-def _drift_check(stage: Stage) -> Callable[[int, dict[str, float]], dict[str, float]]:
+def _make_drift_check(stage: Stage) -> Callable[[int, dict[str, float]], dict[str, float]]:
     """Return a function that checks for log-probability drift between engines and trainer, if the stage has engines."""
     train = stage.recipe.train
     if not train.train_policy.has_rollouts or stage.recipe.policy.is_diffusers:
         return lambda step, metrics: {}
     sampling = training_sampling(stage.recipe)
-    stops = stage.recipe.rollout.stop_on_alarm
-    return LogprobDrift(getattr(torch, train.param_dtype), transfer_dtype_of(train), sampling, stops=stops).check
+    should_stop_on_alarm = stage.recipe.rollout.stop_on_alarm
+    return LogprobDrift(
+        getattr(torch, train.param_dtype), transfer_dtype_of(train), sampling, stops=should_stop_on_alarm
+    ).check
 
 
-def _checkpointer(stage: Stage, stack: ExitStack) -> Checkpointer:
+def _make_checkpointer(stage: Stage, stack: ExitStack) -> Checkpointer:
     ckpt = stage.recipe.train.ckpt
     checkpointer = Checkpointer(
         stage.path / "checkpoints", fingerprint=stage.checkpoint_fingerprint, max_keep=ckpt.max_keep,

@@ -23,13 +23,13 @@ class CarriedSamples:
     """Queue of completions that have an advantage but were not used by a train step yet."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[int, Sample | None]] = []
+        self._queued_samples: list[tuple[int, Sample | None]] = []
         """Queued completions: version of the sampling weights, and the sample or None if the reward is invalid."""
         self._metrics: dict[str, float] = {}
         """Metrics of the groups of completions that were added last."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._queued_samples)
 
     def add(self, groups: Sequence[ScoredGroup], samples: Sequence[Any], metrics: dict[str, float]) -> None:
         """Add the completions of groups with the groups' metrics; `samples` has one entry for each valid reward.
@@ -37,7 +37,7 @@ class CarriedSamples:
         Raises:
             ConfigError: the algorithm does not make one sample of each completion.
         """
-        scores = [(each.group.version, score.value) for each in groups for score in each.scores]
+        scores = [(group.group.version, score.value) for group in groups for score in group.scores]
         is_trained = [value is not None or len(samples) == len(scores) for _, value in scores]
         if len(samples) != sum(is_trained) or not all(isinstance(sample, Sample) for sample in samples):
             raise ConfigError(
@@ -45,28 +45,31 @@ class CarriedSamples:
                 f"that a group cannot be spread over train steps; make train.train_batch_per_replica a multiple of "
                 f"rollout.n_generation"
             )
-        remaining = iter(samples)
-        self._entries += [
-            (version, next(remaining) if used else None) for (version, _), used in zip(scores, is_trained, strict=True)
+        sample_iterator = iter(samples)
+        self._queued_samples += [
+            (version, next(sample_iterator) if is_used else None)
+            for (version, _), is_used in zip(scores, is_trained, strict=True)
         ]
         self._metrics = metrics
 
     def take_samples(self, count: int, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Remove and return the samples of the next `count` completions, with the metrics of the newest groups. The
         metrics include the age of the sampling weights at train step `step`."""
-        entries, self._entries = self._entries[:count], self._entries[count:]
+        entries, self._queued_samples = self._queued_samples[:count], self._queued_samples[count:]
         lags = [step - version for version, _ in entries]
         lag_metrics = {"rollout/version_lag": float(max(lags)), "rollout/version_lag_mean": float(np.mean(lags))}
         return [sample for _, sample in entries if sample is not None], self._metrics | lag_metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the queued completions and metrics as JSON values and tensors."""
-        entries = [[version, sample and _state_of(sample)] for version, sample in self._entries]
+        entries = [[version, sample and _sample_state(sample)] for version, sample in self._queued_samples]
         return {"entries": entries, "metrics": self._metrics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the queue that `state_dict` returned."""
-        self._entries = [(int(version), saved and _sample_of(saved)) for version, saved in state["entries"]]
+        self._queued_samples = [
+            (int(version), saved_sample and _restore_sample(saved_sample)) for version, saved_sample in state["entries"]
+        ]
         self._metrics = dict(state["metrics"])
 
 
@@ -81,8 +84,8 @@ class SpreadRolloutFeed(RolloutFeed):
         """Return the samples and metrics of a train step; the last step may be smaller; None: the data has ended."""
         if self.step == self.total_steps or (self._source.is_exhausted and not self._carried_samples):
             return None
-        missing = max(0, self._steps.batch - len(self._carried_samples))
-        groups, metrics = self._next_groups(-(-missing // self._steps.size))
+        num_missing = max(0, self._steps.batch - len(self._carried_samples))
+        groups, metrics = self._next_groups(-(-num_missing // self._steps.size))
         if not (groups or self._carried_samples) and (not metrics or (self._source.is_exhausted and self.step > 0)):
             return None
         if groups or not self._carried_samples:
@@ -107,23 +110,23 @@ class SpreadRolloutFeed(RolloutFeed):
             self._carried_samples.load_state_dict(state["carried"])
 
 
-def _state_of(sample: Sample) -> dict[str, Any]:
+def _sample_state(sample: Sample) -> dict[str, Any]:
     values = {field.name: getattr(sample, field.name) for field in fields(sample)}
     values["images"] = [
-        {**asdict(image), "content": None if image.content is None else _bytes(image.content)}
+        {**asdict(image), "content": None if image.content is None else _bytes_to_tensor(image.content)}
         for image in sample.images
     ]
     return {name: torch.from_numpy(each) if isinstance(each, np.ndarray) else each for name, each in values.items()}
 
 
-def _bytes(content: bytes) -> torch.Tensor:
+def _bytes_to_tensor(content: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
 
 
-def _sample_of(state: dict[str, Any]) -> Sample:
-    values: dict[str, Any] = {name: v.numpy() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
+def _restore_sample(state: dict[str, Any]) -> Sample:
+    field_values: dict[str, Any] = {name: v.numpy() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
     images = [
         ImageRef(**{**each, "content": None if each["content"] is None else each["content"].numpy().tobytes()})
         for each in state["images"]
     ]
-    return Sample(**{**values, "images": tuple(images)})
+    return Sample(**{**field_values, "images": tuple(images)})

@@ -90,14 +90,20 @@ class Trainer:
             if self.adapter.mesh and self.adapter.mesh.pipeline:
                 raise ConfigError("policy.parallelism.pp_size excludes a data term; set it to 1")
             losses += self._backward(update.data, num_tokens)
-        loss, total, values = self._reduce_losses(losses)
-        norm = self._clip_gradients()
-        if not torch.isfinite(torch.tensor([loss, norm])).all():
+        loss, metric_totals, values_by_metric = self._reduce_losses(losses)
+        grad_norm = self._clip_gradients()
+        if not torch.isfinite(torch.tensor([loss, grad_norm])).all():
             raise ProgramError(
-                f"loss = {loss}, gradient norm = {norm}: not finite; lower train.optm_lr or look at the data"
+                f"loss = {loss}, gradient norm = {grad_norm}: not finite; lower train.optm_lr or look at the data"
             )
         self.optimizer.step()
-        return {"loss": loss, "grad_norm": norm, **means(total), **_quantiles(values), **update.metrics}
+        return {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            **means(metric_totals),
+            **_quantiles(values_by_metric),
+            **update.metrics,
+        }
 
     def drop_gradients(self) -> None:
         """Free the memory of the gradients after the last update of a train step."""
@@ -114,15 +120,15 @@ class Trainer:
         adapter = self._models.get(weights, self.adapter)
         outputs: dict[int, dict[str, Tensor]] = {}
 
-        def keep_rows(micro: MicroBatch) -> None:
-            outputs.update(zip(micro.indices, adapter.rows(micro), strict=True))
+        def keep_rows(micro_batch: MicroBatch) -> None:
+            outputs.update(zip(micro_batch.indices, adapter.rows(micro_batch), strict=True))
 
         adapter.runner.train(False)
         with self.weights("policy" if weights in self._models else weights):
-            self._run(adapter, samples, keep_rows, request, size=size)
+            self._run_micro_batches(adapter, samples, keep_rows, request, size=size)
         if adapter.mesh:
-            on_cpu = {i: {name: row.cpu() for name, row in rows.items()} for i, rows in outputs.items()}
-            outputs = {i: rows for each in adapter.mesh.all_gather_object(on_cpu) for i, rows in each.items()}
+            cpu_outputs = {i: {name: row.cpu() for name, row in rows.items()} for i, rows in outputs.items()}
+            outputs = {i: rows for each in adapter.mesh.all_gather_object(cpu_outputs) for i, rows in each.items()}
             outputs = {i: {name: row.to(adapter.device) for name, row in rows.items()} for i, rows in outputs.items()}
         return [outputs[i] for i in range(len(samples))]
 
@@ -141,9 +147,9 @@ class Trainer:
         policy's. With dropout no outputs are equal, so the list is empty."""
         if not names or has_dropout(self.adapter.model):
             return []
-        equal = [name for name in names if self.named_weights.equals_policy(name)]
-        equal_on_ranks = all_gather_object(equal)
-        return [name for name in equal if all(name in each for each in equal_on_ranks)]
+        equal_names = [name for name in names if self.named_weights.equals_policy(name)]
+        equal_names_by_rank = all_gather_object(equal_names)
+        return [name for name in equal_names if all(name in rank_names for rank_names in equal_names_by_rank)]
 
     @torch.no_grad()
     def _reference_outputs(self, update: Update, names: Sequence[str]) -> dict[int, dict[str, Tensor]]:
@@ -154,12 +160,12 @@ class Trainer:
         self.adapter.runner.train(False)
         for weights in names:
 
-            def keep_rows(micro: MicroBatch, weights: str = weights) -> None:
-                for i, row in zip(micro.indices, self.adapter.rows(micro), strict=True):
+            def keep_rows(micro_batch: MicroBatch, weights: str = weights) -> None:
+                for i, row in zip(micro_batch.indices, self.adapter.rows(micro_batch), strict=True):
                     outputs.setdefault(i, {}).update({f"{weights}/{name}": value for name, value in row.items()})
 
             with self.weights(weights):
-                self._run(self.adapter, update.samples, keep_rows, update.request)
+                self._run_micro_batches(self.adapter, update.samples, keep_rows, update.request)
         self.adapter.runner.train(True)
         return outputs
 
@@ -168,32 +174,37 @@ class Trainer:
         model computes, such as a router loss, is divided by the `num_tokens` of the whole optimizer step, data rows
         included."""
         losses: list[Loss] = []
-        equal = self._names_of_equal_weights(update.extra_weights)
-        compared = self._reference_outputs(update, [name for name in update.extra_weights if name not in equal])
+        equal_names = self._names_of_equal_weights(update.extra_weights)
+        compared = self._reference_outputs(update, [name for name in update.extra_weights if name not in equal_names])
 
-        def compute_loss(micro: MicroBatch) -> Tensor:
+        def compute_loss(micro_batch: MicroBatch) -> Tensor:
             if update.extra_weights:
                 reference_rows = [
-                    compared.get(i, {}) | {f"{name}/{key}": v.detach() for name in equal for key, v in row.items()}
-                    for i, row in zip(micro.indices, self.adapter.rows(micro), strict=True)
+                    compared.get(i, {})
+                    | {f"{name}/{key}": v.detach() for name in equal_names for key, v in row.items()}
+                    for i, row in zip(micro_batch.indices, self.adapter.rows(micro_batch), strict=True)
                 ]
-                stacked = {name: torch.stack([other[name] for other in reference_rows]) for name in reference_rows[0]}
-                micro = replace(micro, outputs=micro.outputs | stacked)
-            loss = update.loss(micro)
-            metrics, added_loss = loss.metrics, torch.zeros_like(loss.value)
-            if micro.model_loss is not None:
-                added_loss = micro.model_loss / num_tokens
-                model_loss = torch.tensor([micro.model_loss.item(), sum(map(self.adapter.num_tokens, micro.samples))])
+                stacked_outputs = {
+                    name: torch.stack([other[name] for other in reference_rows]) for name in reference_rows[0]
+                }
+                micro_batch = replace(micro_batch, outputs=micro_batch.outputs | stacked_outputs)
+            loss = update.loss(micro_batch)
+            metrics, scaled_model_loss = loss.metrics, torch.zeros_like(loss.value)
+            if micro_batch.model_loss is not None:
+                scaled_model_loss = micro_batch.model_loss / num_tokens
+                model_loss = torch.tensor(
+                    [micro_batch.model_loss.item(), sum(map(self.adapter.num_tokens, micro_batch.samples))]
+                )
                 metrics = metrics | {"model_loss": model_loss.double()}
             # Detach the loss, because the autograd graph must not outlive its backward pass.
             losses.append(replace(loss, value=loss.value.detach(), metrics=metrics))
-            return loss.value + added_loss
+            return loss.value + scaled_model_loss
 
-        expected_loss = (lambda micro: update.loss(micro).value) if update.has_constant_gradient else None
-        self._run(self.adapter, update.samples, compute_loss, update.request, loss_fn=expected_loss)
+        known_loss_fn = (lambda micro_batch: update.loss(micro_batch).value) if update.has_constant_gradient else None
+        self._run_micro_batches(self.adapter, update.samples, compute_loss, update.request, loss_fn=known_loss_fn)
         return losses
 
-    def _run(
+    def _run_micro_batches(
         self,
         adapter: ModelAdapter,
         samples: Sequence[Any],
@@ -211,8 +222,8 @@ class Trainer:
             outputs = adapter.gather_outputs(batch, outputs)
             if batch.samples:
                 return consume(adapter.micro_batch(batch, outputs))
-            zero = next(iter(outputs.values())).new_zeros(())
-            return sum((v.sum().mul(0.0) for v in outputs.values() if v.requires_grad), zero)
+            zero_loss = next(iter(outputs.values())).new_zeros(())
+            return sum((output.sum().mul(0.0) for output in outputs.values() if output.requires_grad), zero_loss)
 
         def collate(plan: Plan) -> Any:
             self._progress.beat()
@@ -220,25 +231,27 @@ class Trainer:
             return adapter.attach_loss_derivative(batch, loss_fn) if loss_fn and batch.samples else batch
 
         request = adapter.default_outputs if request is None else request
-        rows_at_once = size or self._train.train_policy.mini_batch
-        plans = self._plans(adapter, samples, adapter.runner.rows(rows_at_once), is_planned=size is None)
-        empty = Plan((), _shortest_sample(adapter, samples, range(len(samples))))
-        plans += [empty] * (adapter.runner.count(len(plans), rows_at_once) - len(plans))
-        adapter.runner.run([partial(collate, plan) for plan in plans], connect_outputs, request, rows_at_once)
+        rows_per_pass = size or self._train.train_policy.mini_batch
+        plans = self._plan_micro_batches(adapter, samples, adapter.runner.rows(rows_per_pass), is_planned=size is None)
+        empty_plan = Plan((), _shortest_sample(adapter, samples, range(len(samples))))
+        plans += [empty_plan] * (adapter.runner.count(len(plans), rows_per_pass) - len(plans))
+        adapter.runner.run([partial(collate, plan) for plan in plans], connect_outputs, request, rows_per_pass)
         if not torch.is_grad_enabled():
             adapter.runner.reshard()
 
-    def _plans(self, adapter: ModelAdapter, samples: Sequence[Any], size: int, *, is_planned: bool) -> list[Plan]:
+    def _plan_micro_batches(
+        self, adapter: ModelAdapter, samples: Sequence[Any], size: int, *, is_planned: bool
+    ) -> list[Plan]:
         """Return the micro-batches of this rank: samples of similar cost together, the most expensive first. This order
         needs the least padding and reaches peak memory early. All ranks get the same number of micro-batches, of which
         some may be empty."""
         by_descending_length = sorted(range(len(samples)), key=lambda i: -adapter.num_tokens(samples[i]))
-        planned = [adapter.assigned_batch(sample) for sample in samples]
-        can_rearrange = is_planned and None in planned
-        if is_planned and None not in planned:
+        assigned_batches = [adapter.assigned_batch(sample) for sample in samples]
+        can_rearrange = is_planned and None in assigned_batches
+        if is_planned and None not in assigned_batches:
             batches_by_key: dict[Any, list[int]] = {}
             for i in by_descending_length:
-                batches_by_key.setdefault(planned[i], []).append(i)
+                batches_by_key.setdefault(assigned_batches[i], []).append(i)
             batches = list(batches_by_key.values())
         else:
             is_planned, batches = False, [[i] for i in by_descending_length]
@@ -246,13 +259,15 @@ class Trainer:
         for batch in batches:
             groups.setdefault(adapter.batching_key(samples[batch[0]]), []).append(batch)
         plans: list[Plan] = []
-        for group in sorted(groups):
-            positions = [i for batch in groups[group] for i in batch]
+        for batching_key in sorted(groups):
+            positions = [i for batch in groups[batching_key] for i in batch]
             padding_position = _shortest_sample(adapter, samples, positions)
             num_ranks = adapter.mesh.data.size() if adapter.mesh else 1
-            arranged = adapter.arrange(samples, positions, size, num_ranks) if can_rearrange else None
-            own_batches = _chunks_of_rank(adapter, arranged or groups[group], 1 if is_planned or arranged else size)
-            plans += [Plan([i for batch in each for i in batch], padding_position) for each in own_batches]
+            arranged_batches = adapter.arrange(samples, positions, size, num_ranks) if can_rearrange else None
+            rank_chunks = _chunks_of_rank(
+                adapter, arranged_batches or groups[batching_key], 1 if is_planned or arranged_batches else size
+            )
+            plans += [Plan([i for batch in chunk for i in batch], padding_position) for chunk in rank_chunks]
         return plans
 
     def _reduce_losses(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:
@@ -260,14 +275,14 @@ class Trainer:
         mesh = self.adapter.mesh
         if mesh:
             rank_losses = mesh.all_gather_object([_loss_on_cpu(loss) for loss in losses])
-            losses = [Loss(*fields) for each in rank_losses for fields in each]
-        total: Metrics = {}
-        values: dict[str, list[Tensor]] = {}
+            losses = [Loss(*loss_fields) for rank_loss_fields in rank_losses for loss_fields in rank_loss_fields]
+        metric_totals: Metrics = {}
+        values_by_metric: dict[str, list[Tensor]] = {}
         for loss in losses:
-            total = add_metrics(total, loss.metrics)
+            metric_totals = add_metrics(metric_totals, loss.metrics)
             for name, tensor in loss.values.items():
-                values.setdefault(name, []).append(tensor)
-        return sum(loss.value.item() for loss in losses), total, values
+                values_by_metric.setdefault(name, []).append(tensor)
+        return sum(loss.value.item() for loss in losses), metric_totals, values_by_metric
 
     def _clip_gradients(self) -> float:
         """Clip the gradients, and return their norm over all ranks before clipping."""
@@ -292,18 +307,20 @@ def _shortest_sample(adapter: ModelAdapter, samples: Sequence[Any], indices: Seq
 
 
 def _loss_on_cpu(loss: Loss) -> tuple[Tensor, Metrics, dict[str, Tensor]]:
-    metrics, values = ({name: t.cpu() for name, t in each.items()} for each in (loss.metrics, loss.values))
+    metrics, values = (
+        {name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (loss.metrics, loss.values)
+    )
     return loss.value.cpu(), metrics, values
 
 
-def _quantiles(values: dict[str, list[Tensor]]) -> dict[str, float]:
+def _quantiles(values_by_metric: dict[str, list[Tensor]]) -> dict[str, float]:
     quantiles: dict[str, float] = {}
-    for name, tensors in values.items():
-        flat = torch.cat(tensors).float()
-        if flat.numel():
-            sorted_values = flat.sort().values
+    for name, tensors in values_by_metric.items():
+        flat_values = torch.cat(tensors).float()
+        if flat_values.numel():
+            sorted_values = flat_values.sort().values
             quantiles |= {
-                f"{name}_{key}": sorted_values[min(len(sorted_values) - 1, int(q * len(sorted_values)))].item()
-                for key, q in QUANTILES.items()
+                f"{name}_{key}": sorted_values[min(len(sorted_values) - 1, int(fraction * len(sorted_values)))].item()
+                for key, fraction in QUANTILES.items()
             }
     return quantiles

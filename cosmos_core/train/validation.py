@@ -43,7 +43,7 @@ class Validation:
 
     def __post_init__(self) -> None:
         if self.async_validation is not None:
-            self.async_validation.on_end = self._finish_async
+            self.async_validation.on_end = self._finish_async_validation
 
     def set_callbacks(
         self,
@@ -91,7 +91,7 @@ class Validation:
         """
         assert self.compute_metrics is not None
         self.progress.phase("validate")
-        start = time.perf_counter()
+        start_time = time.perf_counter()
         self._begin_validation(step)
         if self.average is None:
             metrics = self.compute_metrics(step)
@@ -101,7 +101,7 @@ class Validation:
                 metrics = self.compute_metrics(step)
             self.publish(step)
         self._finish_validation(step, metrics)
-        return {**metrics, "time/validate": time.perf_counter() - start}
+        return {**metrics, "time/validate": time.perf_counter() - start_time}
 
     def begin(self, step: int) -> None:
         """Start a validation of the current weights that runs while the training continues."""
@@ -146,7 +146,7 @@ class Validation:
         if step:  # untrained weights (step 0) never count as the best step
             self.best = select_best(self.best, step, metrics)
 
-    def _finish_async(self, finished: FinishedValidation) -> None:
+    def _finish_async_validation(self, finished: FinishedValidation) -> None:
         """Record the metrics of a finished validation, and publish the current weights if publishing was postponed."""
         self._finish_validation(finished.step, finished.metrics)
         self._record(finished.step, finished.metrics)

@@ -37,8 +37,8 @@ from cosmos_core.upload.stored_record import StoredRecord
 
 logger = logging.getLogger(__name__)
 
-_PIPELINE, _FACTS_FILE = RUN_FILES = ("pipeline.toml", "run.json")
-_RUNS = "/runs/"
+_PIPELINE_FILE, _FACTS_FILE = RUN_FILES = ("pipeline.toml", "run.json")
+_RUNS_PATH = "/runs/"
 
 
 class ArtifactStore:
@@ -51,7 +51,7 @@ class ArtifactStore:
         name, self._prefix = split_url(url)
         self.url = f"{SCHEME}{name}/{self._prefix}".rstrip("/")
         self._bucket = Bucket(name)
-        self._objects = ContentStore(self._bucket, self._key("objects"), pause)
+        self._content_store = ContentStore(self._bucket, self._key("objects"), pause)
 
     def check(self) -> None:
         """Check that the bucket can be reached, without changing anything."""
@@ -63,33 +63,35 @@ class ArtifactStore:
 
         Runs that two machines start in the same second have the same id; the second run gets another one in the store.
         """
-        files, facts = {name: _text(run_path / name) for name in RUN_FILES}, read_facts(run_path)
+        files, run_facts = {name: _read_text(run_path / name) for name in RUN_FILES}, read_facts(run_path)
         # The folder of the run may have another name on this machine than in the store.
-        run_id = facts.run_id if facts and facts.run_id else run_path.name
-        names = (f"{run_id}{suffix}" for suffix in _suffixes())
+        run_id = run_facts.run_id if run_facts and run_facts.run_id else run_path.name
+        names = (f"{run_id}{suffix}" for suffix in _iter_name_suffixes())
         with translate_errors(self.url):
-            return f"{self.url}{_RUNS}{next(name for name in names if self._claim_run_name(name, files, has_grown))}"
+            return (
+                f"{self.url}{_RUNS_PATH}{next(name for name in names if self._claim_run_name(name, files, has_grown))}"
+            )
 
     def run(self, run_id: str) -> dict[str, str]:
         """Return the files that define a run, `pipeline.toml` and `run.json`, as text by name."""
-        files = self._read(f"runs/{run_id}/run.json")
+        files = self._read_json(f"runs/{run_id}/run.json")
         if files is None:
-            raise ConfigError(f"{self.url}{_RUNS}{run_id}: there is no such run")
+            raise ConfigError(f"{self.url}{_RUNS_PATH}{run_id}: there is no such run")
         return files
 
     def put_outputs(self, stage_path: Path, result: Result) -> None:
         """Store the output files of a finished stage; files with the same content are stored once."""
         files = {record["sha256"]: stage_path / record["path"] for record in result["outputs"]}
         with translate_errors(self.url):
-            self._objects.send(files, stage_path / JOURNAL)
+            self._content_store.send(files, stage_path / JOURNAL)
 
     def put_result(self, run_id: str, stage: str, result: Result) -> None:
         """Store the manifest of a stage, which marks the stage as complete; its outputs must be stored before."""
-        self._write(f"runs/{run_id}/stages/{stage}/{RESULT}", result)
+        self._write_json(f"runs/{run_id}/stages/{stage}/{RESULT}", result)
 
     def store_result(self, result: Result) -> None:
         """Store a result under its fingerprint, for reuse by other runs; its outputs must be stored before."""
-        self._write(f"made/{result['fingerprint']}/{RESULT}", result)
+        self._write_json(f"made/{result['fingerprint']}/{RESULT}", result)
 
     def result(self, run_id: str, stage: str) -> Result | None:
         """Return the stored manifest of a stage; None if the stage of this run is not complete."""
@@ -101,19 +103,19 @@ class ArtifactStore:
         if result is None:
             return None
         with translate_errors(self.url):
-            if missing := self._objects.missing(map(_file_entry, result["outputs"])):
-                logger.warning("%s/objects/%s is gone: its stage is made again", self.url, missing)
+            if missing_digest := self._content_store.missing(map(_make_file_entry, result["outputs"])):
+                logger.warning("%s/objects/%s is gone: its stage is made again", self.url, missing_digest)
                 return None
         return result
 
     def fetch_outputs(self, result: Result, stage_path: Path, local_files: Mapping[str, Path]) -> None:
         """Download the outputs of a result to `stage_path`, or copy them from `local_files`, local files by SHA-256."""
-        files = {stage_path / record["path"]: _file_entry(record) for record in result["outputs"]}
+        files = {stage_path / record["path"]: _make_file_entry(record) for record in result["outputs"]}
         with translate_errors(self.url):
-            self._objects.fetch(files, local_files)
+            self._content_store.fetch(files, local_files)
         for record in result["outputs"]:
-            status = (stage_path / record["path"]).stat()
-            record.update(mtime_ns=status.st_mtime_ns, inode=status.st_ino)
+            file_status = (stage_path / record["path"]).stat()
+            record.update(mtime_ns=file_status.st_mtime_ns, inode=file_status.st_ino)
 
     def lease_result(self, fingerprint: str, holder: LeaseHolder, has_died: Callable[[LeaseHolder], bool]) -> Lease:
         """Return the lease that a process must hold while it makes the result of a fingerprint; see `Lease`."""
@@ -130,30 +132,32 @@ class ArtifactStore:
     def _claim_run_name(self, name: str, files: dict[str, str], has_grown: bool) -> bool:
         """Return True if the name in the store belongs to the run with these files; claim it if it is free."""
         key = self._key(f"runs/{name}/run.json")
-        stored, _ = read_document(self._bucket, key)
-        if stored is None:
+        stored_files, _ = read_document(self._bucket, key)
+        if stored_files is None:
             if exchange_document(self._bucket, key, files, ""):
                 return True
             # Another machine has stored the document first, or the response to a successful request was lost.
-            stored, _ = read_document(self._bucket, key)
-        if stored is None or _identity(stored[_FACTS_FILE]) != _identity(files[_FACTS_FILE]):
+            stored_files, _ = read_document(self._bucket, key)
+        if stored_files is None or _parse_run_identity(stored_files[_FACTS_FILE]) != _parse_run_identity(
+            files[_FACTS_FILE]
+        ):
             return False
-        if has_grown and stored[_PIPELINE] != files[_PIPELINE]:
+        if has_grown and stored_files[_PIPELINE_FILE] != files[_PIPELINE_FILE]:
             write_document(self._bucket, key, files)
         return True
 
     def _read_result(self, key: str) -> Result | None:
-        result = self._read(key)
+        result = self._read_json(key)
         return result | {STORE_KEY: self.url} if result is not None else None
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
 
-    def _write(self, name: str, value: dict[str, Any]) -> None:
+    def _write_json(self, name: str, value: dict[str, Any]) -> None:
         with translate_errors(self.url):
             write_document(self._bucket, self._key(name), value)
 
-    def _read(self, name: str) -> dict[str, Any] | None:
+    def _read_json(self, name: str) -> dict[str, Any] | None:
         with translate_errors(self.url):
             return read_document(self._bucket, self._key(name))[0]
 
@@ -164,40 +168,42 @@ def open_stored_run(url: str, folder: str, pause: Callable[[], None]) -> Path:
     A new directory is created in `folder`; if `folder` is empty, in the `output_dir` of the run's pipeline. An existing
     directory gets the stages that were added to the run since, unless a process executes the run there.
     """
-    base, _, run_id = url.rpartition(_RUNS)
-    files = ArtifactStore(base, pause).run(run_id)
-    pipeline = tomllib.loads(files[_PIPELINE])
-    runs = Path(folder or pipeline["pipeline"].get("output_dir") or "outputs").expanduser().absolute()
-    pipeline["pipeline"]["output_dir"] = str(runs)
-    definition = tomli_w.dumps(pipeline)
-    for suffix in _suffixes():
-        path = runs / f"{run_id}{suffix}"
-        existing_text = _text(path / _PIPELINE)
-        if existing_text and _identity(_text(path / _FACTS_FILE)) != _identity(files[_FACTS_FILE]):
+    store_url, _, run_id = url.rpartition(_RUNS_PATH)
+    files = ArtifactStore(store_url, pause).run(run_id)
+    pipeline = tomllib.loads(files[_PIPELINE_FILE])
+    runs_folder = Path(folder or pipeline["pipeline"].get("output_dir") or "outputs").expanduser().absolute()
+    pipeline["pipeline"]["output_dir"] = str(runs_folder)
+    pipeline_text = tomli_w.dumps(pipeline)
+    for suffix in _iter_name_suffixes():
+        path = runs_folder / f"{run_id}{suffix}"
+        existing_text = _read_text(path / _PIPELINE_FILE)
+        if existing_text and _parse_run_identity(_read_text(path / _FACTS_FILE)) != _parse_run_identity(
+            files[_FACTS_FILE]
+        ):
             continue  # another run has a directory of this name
-        if not existing_text or (existing_text != definition and read_holder(path) is None):
+        if not existing_text or (existing_text != pipeline_text and read_holder(path) is None):
             (path / "stages").mkdir(parents=True, exist_ok=True)
             write_text(path / _FACTS_FILE, files[_FACTS_FILE])
-            write_text(path / _PIPELINE, definition)
+            write_text(path / _PIPELINE_FILE, pipeline_text)
         return path
     raise AssertionError("there are more suffixes than runs")
 
 
-def _identity(facts: str) -> Any:
+def _parse_run_identity(facts_text: str) -> Any:
     """Return the values in the text of a `run.json` that identify a run; the text itself if it cannot be parsed."""
     with suppress(ValueError):
-        values = json.loads(facts)
+        values = json.loads(facts_text)
         if isinstance(values, dict):
             return [values.get(name) for name in ("run_id", "started", "host")]
-    return facts
+    return facts_text
 
 
-def _suffixes() -> Iterator[str]:
+def _iter_name_suffixes() -> Iterator[str]:
     yield ""
     yield from (f"-{number}" for number in itertools.count(2))
 
 
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
     """Return the text of a file of a run; empty if the file is missing, so that a damaged run can continue."""
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
@@ -223,5 +229,5 @@ def check_store(pipeline: Pipeline) -> None:
         raise ConfigError(f"{pipeline.source}: pipeline.artifact_store = {url!r}: {error}") from error
 
 
-def _file_entry(record: dict[str, Any]) -> Entry:
+def _make_file_entry(record: dict[str, Any]) -> Entry:
     return Entry(record["size"], record["sha256"])

@@ -73,10 +73,10 @@ def check_targets(pipeline: Pipeline) -> None:
         is_user_target = is_import_path(split_target(stage.target)[0])
         if is_user_target or pipeline.kind_of(stage).makes != "publication":
             continue
-        check: Callable[[], None] | None = getattr(open_target(stage.target), "check", None)
+        check_target: Callable[[], None] | None = getattr(open_target(stage.target), "check", None)
         try:
-            if check:
-                check()
+            if check_target:
+                check_target()
         except (ConfigError, UploadError) as error:
             raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: target = {stage.target!r}: {error}") from error
 
@@ -89,7 +89,7 @@ def open_target(target: str) -> Target:
     """
     name, location = split_target(target)
     try:
-        opener: Callable[[str], Target] = load_named(name, TARGETS_FOLDER, "Target")
+        target_class: Callable[[str], Target] = load_named(name, TARGETS_FOLDER, "Target")
     except ConfigError as error:
         raise ConfigError(f"target = {target!r}: {error}") from error
-    return opener(location)
+    return target_class(location)

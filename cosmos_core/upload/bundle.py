@@ -20,7 +20,7 @@ from cosmos_core.run.bucket import Bucket, is_failed_precondition, run_threads
 from cosmos_core.run.files import copy_file, sha256
 from cosmos_core.upload.transfer import Journal, Transfer
 
-_ATTEMPTS = 3  # maximum number of downloads of an object whose digest is wrong
+_MAX_ATTEMPTS = 3  # maximum number of downloads of an object whose digest is wrong
 _MAX_PARALLEL_FILES = 4
 
 
@@ -46,12 +46,12 @@ class Bundle:
 
     def as_json(self) -> dict[str, Any]:
         """Return the bundle as a dict for a JSON document, from which `bundle_of` creates the bundle again."""
-        return {"files": {path: [each.size, each.sha256] for path, each in self.files.items()}, "info": self.info}
+        return {"files": {path: [entry.size, entry.sha256] for path, entry in self.files.items()}, "info": self.info}
 
 
 def bundle_of(value: dict[str, Any]) -> Bundle:
     """Return the bundle that a dict of `Bundle.as_json` describes."""
-    return Bundle({path: Entry(*each) for path, each in value["files"].items()}, value["info"])
+    return Bundle({path: Entry(*size_and_digest) for path, size_and_digest in value["files"].items()}, value["info"])
 
 
 class ContentStore:
@@ -69,12 +69,12 @@ class ContentStore:
             UploadError: the stored object has the wrong digest after each attempt, or the file changed meanwhile.
         """
         transfer = Transfer(self._bucket, Journal(journal), self._pause)
-        transfer.send({self._key(digest): (file, digest) for digest, file in files.items()})
+        transfer.send({self._make_object_key(digest): (file, digest) for digest, file in files.items()})
 
     def write(self, data: bytes) -> Entry:
         """Store bytes in one request; return their size and digest."""
         entry = Entry.of(data)
-        self._bucket.write(self._key(entry.sha256), data)
+        self._bucket.write(self._make_object_key(entry.sha256), data)
         return entry
 
     def read(self, entry: Entry) -> bytes | None:
@@ -83,22 +83,24 @@ class ContentStore:
         Raises:
             UploadError: the bytes have the wrong digest after each download.
         """
-        for _ in range(_ATTEMPTS):
-            data = self._bucket.read(self._key(entry.sha256))
+        for _ in range(_MAX_ATTEMPTS):
+            data = self._bucket.read(self._make_object_key(entry.sha256))
             if data is None or hashlib.sha256(data).hexdigest() == entry.sha256:
                 return data
-        raise UploadError(f"{self._bucket.url(self._key(entry.sha256))} arrived altered {_ATTEMPTS} times")
+        raise UploadError(
+            f"{self._bucket.url(self._make_object_key(entry.sha256))} arrived altered {_MAX_ATTEMPTS} times"
+        )
 
     def remove(self, entry: Entry) -> None:
         """Remove the object with the digest of `entry`, if it exists."""
-        self._bucket.remove(self._key(entry.sha256))
+        self._bucket.remove(self._make_object_key(entry.sha256))
 
     def missing(self, entries: Iterable[Entry]) -> str:
         """Return the first digest whose object is missing or has another size; an empty string if all exist."""
-        for digest, size in {each.sha256: each.size for each in entries}.items():
+        for digest, size in {entry.sha256: entry.size for entry in entries}.items():
             self._pause()
-            head = self._bucket.head(self._key(digest))
-            if head is None or head["size"] != size:
+            object_info = self._bucket.head(self._make_object_key(digest))
+            if object_info is None or object_info["size"] != size:
                 return digest
         return ""
 
@@ -109,56 +111,56 @@ class ContentStore:
         Raises:
             UploadError: a content is missing from the bucket, or has the wrong digest after each download.
         """
-        files_of: dict[Entry, list[Path]] = defaultdict(list)
+        files_by_entry: dict[Entry, list[Path]] = defaultdict(list)
         for file, entry in files.items():
             if not _has_entry_content(file, entry):
-                files_of[entry].append(file)
-        calls = ((entry, paths, local_files or {}) for entry, paths in files_of.items())
-        run_threads(self._fetch_one, calls, _MAX_PARALLEL_FILES, "fetch")
+                files_by_entry[entry].append(file)
+        fetch_arguments = ((entry, paths, local_files or {}) for entry, paths in files_by_entry.items())
+        run_threads(self._fetch_content, fetch_arguments, _MAX_PARALLEL_FILES, "fetch")
 
     def remove_all_except(self, digests: set[str]) -> None:
         """Remove every object below the prefix whose digest is not in `digests`."""
-        for each in list(self._bucket.list_objects(f"{self._prefix}/")):
-            if each.key.rpartition("/")[2] not in digests:
-                self._bucket.remove(each.key)
+        for stored_object in list(self._bucket.list_objects(f"{self._prefix}/")):
+            if stored_object.key.rpartition("/")[2] not in digests:
+                self._bucket.remove(stored_object.key)
 
-    def _fetch_one(self, entry: Entry, paths: list[Path], local_files: Mapping[str, Path]) -> None:
+    def _fetch_content(self, entry: Entry, paths: list[Path], local_files: Mapping[str, Path]) -> None:
         self._pause()
-        first, *other_paths = paths
-        first.parent.mkdir(parents=True, exist_ok=True)
+        first_path, *other_paths = paths
+        first_path.parent.mkdir(parents=True, exist_ok=True)
         local_file = local_files.get(entry.sha256)
         if local_file is not None and local_file not in paths and _has_entry_content(local_file, entry):
-            copy_file(local_file, first)
-        if not _has_entry_content(first, entry):
-            self._download(entry, first)
-        for other in other_paths:
-            other.parent.mkdir(parents=True, exist_ok=True)
-            copy_file(first, other)
+            copy_file(local_file, first_path)
+        if not _has_entry_content(first_path, entry):
+            self._download(entry, first_path)
+        for other_path in other_paths:
+            other_path.parent.mkdir(parents=True, exist_ok=True)
+            copy_file(first_path, other_path)
 
     def _download(self, entry: Entry, file: Path) -> None:
-        key = self._key(entry.sha256)
-        where = self._bucket.url(key)
+        key = self._make_object_key(entry.sha256)
+        object_url = self._bucket.url(key)
         if self._bucket.head(key) is None:
-            raise UploadError(f"{where}, the content of {file}, is gone; make its stage again (--from-stage)")
+            raise UploadError(f"{object_url}, the content of {file}, is gone; make its stage again (--from-stage)")
         if entry.size > shutil.disk_usage(file.parent).free:
-            raise UploadError(f"{where} has {entry.size} bytes, more than are free in {file.parent}; make room")
-        for _ in range(_ATTEMPTS):
+            raise UploadError(f"{object_url} has {entry.size} bytes, more than are free in {file.parent}; make room")
+        for _ in range(_MAX_ATTEMPTS):
             self._bucket.download(key, file)
             if _has_entry_content(file, entry):
                 return
             file.unlink()
-        raise UploadError(f"{where} arrived altered {_ATTEMPTS} times")
+        raise UploadError(f"{object_url} arrived altered {_MAX_ATTEMPTS} times")
 
-    def _key(self, digest: str) -> str:
+    def _make_object_key(self, digest: str) -> str:
         return f"{self._prefix}/{digest[:2]}/{digest}"
 
 
-def write_document(bucket: Bucket, key: str, value: dict[str, Any], **only: str) -> str:
+def write_document(bucket: Bucket, key: str, value: dict[str, Any], **conditional_headers: str) -> str:
     """Replace a JSON document in one request and return its new ETag. Keyword arguments are conditional
     headers for `Bucket.write`, for example `IfMatch`."""
     text = json.dumps(value)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return bucket.write(key, json.dumps({"sha256": digest, "text": text}).encode(), **only)
+    return bucket.write(key, json.dumps({"sha256": digest, "text": text}).encode(), **conditional_headers)
 
 
 def exchange_document(bucket: Bucket, key: str, value: dict[str, Any], etag: str) -> str:
@@ -166,9 +168,9 @@ def exchange_document(bucket: Bucket, key: str, value: dict[str, Any], etag: str
     an empty string if the stored document has another ETag."""
     from botocore.exceptions import ClientError
 
-    condition = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
+    conditional_headers = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
     try:
-        return write_document(bucket, key, value, **condition)
+        return write_document(bucket, key, value, **conditional_headers)
     except ClientError as error:
         if not is_failed_precondition(error):
             raise
@@ -181,7 +183,7 @@ def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]
     Raises:
         UploadError: the document is damaged, or has the wrong digest after each download.
     """
-    for _ in range(_ATTEMPTS):
+    for _ in range(_MAX_ATTEMPTS):
         data, etag = bucket.read_tagged(key)
         if data is None:
             return None, ""
@@ -191,7 +193,7 @@ def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]
                 return json.loads(document["text"]), etag
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
-    raise UploadError(f"{bucket.url(key)} is damaged, or arrived altered {_ATTEMPTS} times")
+    raise UploadError(f"{bucket.url(key)} is damaged, or arrived altered {_MAX_ATTEMPTS} times")
 
 
 def _has_entry_content(file: Path, entry: Entry) -> bool:

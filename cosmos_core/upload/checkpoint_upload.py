@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
-_JOURNAL = "saves.jsonl"
+_JOURNAL_FILE = "saves.jsonl"
 _LOWEST_PRIORITY = 19
 _POLL_SECONDS = 1.0
 _PAUSE_SECONDS = 30.0
@@ -49,26 +49,26 @@ class CheckpointUploader:
         Raises:
             ConfigError, UploadError: the store refuses a request or cannot be reached; files already sent remain.
         """
-        num_sent = []
+        sent_names = []
         for name, manifest in saved_manifests(self._stage_path).items():
             if name in self._uploaded_names or (stop is not None and stop.is_set()):
                 continue
-            sending, url = self._stage_path / "sending" / name, self._bucket.url(self._prefix)
-            with translate_errors(url), linked(manifest.parent, sending) as folder:
+            staging_path, url = self._stage_path / "sending" / name, self._bucket.url(self._prefix)
+            with translate_errors(url), linked(manifest.parent, staging_path) as folder:
                 if folder is None:
                     continue
                 if self._bucket.head(self._key(name, MANIFEST)) is None:
-                    self._send(name, folder, stop)
-                    num_sent.append(name)
+                    self._send_checkpoint(name, folder, stop)
+                    sent_names.append(name)
             self._uploaded_names.add(name)
-        return num_sent
+        return sent_names
 
-    def _send(self, name: str, folder: Path, stop: threading.Event | None) -> None:
+    def _send_checkpoint(self, name: str, folder: Path, stop: threading.Event | None) -> None:
         def pause() -> None:
             if stop is not None and stop.is_set():
                 raise _UploadStopped
 
-        transfer = Transfer(self._bucket, Journal(self._stage_path / _JOURNAL), pause)
+        transfer = Transfer(self._bucket, Journal(self._stage_path / _JOURNAL_FILE), pause)
         files: dict[str, Any] = read_object(folder / MANIFEST).get("files", {})
         transfer.send({self._key(name, file): (folder / file, entry["sha256"]) for file, entry in files.items()})
         self._bucket.write(self._key(name, MANIFEST), (folder / MANIFEST).read_bytes())
@@ -90,23 +90,25 @@ def upload_checkpoints_during(stage_path: Path, url: str) -> Iterator[None]:
     if not url:
         yield
         return
-    stop = threading.Event()
-    thread = threading.Thread(target=_upload_until_stopped, args=(stage_path, url, stop), name="saves", daemon=True)
+    stop_event = threading.Event()
+    thread = threading.Thread(
+        target=_upload_until_stopped, args=(stage_path, url, stop_event), name="saves", daemon=True
+    )
     thread.start()
     try:
         yield
     finally:
-        stop.set()
+        stop_event.set()
         thread.join()
 
 
-def _upload_until_stopped(stage_path: Path, url: str, stop: threading.Event) -> None:
+def _upload_until_stopped(stage_path: Path, url: str, stop_event: threading.Event) -> None:
     lower_cpu_priority()
     uploader = None
-    while not stop.wait(_POLL_SECONDS):
+    while not stop_event.wait(_POLL_SECONDS):
         try:
             uploader = uploader or CheckpointUploader(stage_path, url)
-            for name in uploader.push(stop):
+            for name in uploader.push(stop_event):
                 record_event(stage_path, "sent", f"{name} to {url}")
         except _UploadStopped:
             return
@@ -115,7 +117,7 @@ def _upload_until_stopped(stage_path: Path, url: str, stop: threading.Event) -> 
             logger.warning("%s: a checkpoint was not sent, it is tried again: %s", stage_path.name, reason)
             with suppress(OSError):
                 record_event(stage_path, "not sent", reason)
-            stop.wait(_PAUSE_SECONDS)
+            stop_event.wait(_PAUSE_SECONDS)
 
 
 def lower_cpu_priority() -> None:
@@ -129,14 +131,14 @@ def linked(source: Path, target: Path) -> Iterator[Path | None]:
     """Hard-link the checkpoint `source` into `target` and yield `target`; yield None if the checkpoint was removed."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    complete = None
+    linked_folder = None
     try:
         with suppress(FileNotFoundError):
             for name in [*read_object(source / MANIFEST).get("files", {}), MANIFEST]:
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
                 link_or_copy(source / name, target / name)
-            complete = target
-        yield complete
+            linked_folder = target
+        yield linked_folder
     finally:
         shutil.rmtree(target, ignore_errors=True)
 

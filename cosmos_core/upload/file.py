@@ -30,11 +30,11 @@ class FileTarget:
         Raises:
             ConfigError: the target folder cannot be written.
         """
-        existing = next(path for path in (self.folder, *self.folder.parents) if os.path.lexists(path))
-        if not existing.is_dir():
-            raise ConfigError(f"{self.folder} cannot be written: {existing} is no folder")
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise ConfigError(f"{self.folder} cannot be written: no permission to write {existing}")
+        existing_path = next(path for path in (self.folder, *self.folder.parents) if os.path.lexists(path))
+        if not existing_path.is_dir():
+            raise ConfigError(f"{self.folder} cannot be written: {existing_path} is no folder")
+        if not os.access(existing_path, os.W_OK | os.X_OK):
+            raise ConfigError(f"{self.folder} cannot be written: no permission to write {existing_path}")
 
     def published(self) -> dict[str, Any] | None:
         """Return the record of the version to which the link `latest` points; None if nothing was published yet."""
@@ -79,8 +79,8 @@ class FileTarget:
         """
         if (self.folder / version).is_symlink() or Path(version).name != version:
             raise UploadError(f"{version!r} is no version of {self.folder}; the pointer was not moved")
-        if damage := self._find_damage(self.folder / version, self.record_of(version)):
-            raise UploadError(f"{self.folder / version}: {damage}; the pointer was not moved")
+        if damage_message := self._find_damage(self.folder / version, self.record_of(version)):
+            raise UploadError(f"{self.folder / version}: {damage_message}; the pointer was not moved")
         self._move_pointer(version, with_version(self.history(), version) if history is None else history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
@@ -88,11 +88,11 @@ class FileTarget:
         path = self.folder / version
         try:
             if read_json(path / RECORD_FILE) != record or self._find_damage(path, record):
-                with replaced_folder(path) as building:
-                    shutil.copytree(folder, building, dirs_exist_ok=True)
-                    write_json(building / RECORD_FILE, record)
-            if damage := self._find_damage(path, record):
-                raise UploadError(f"{path}: {damage} after the copy; the pointer was not moved")
+                with replaced_folder(path) as temporary_folder:
+                    shutil.copytree(folder, temporary_folder, dirs_exist_ok=True)
+                    write_json(temporary_folder / RECORD_FILE, record)
+            if damage_message := self._find_damage(path, record):
+                raise UploadError(f"{path}: {damage_message} after the copy; the pointer was not moved")
             self._pause()
             self._move_pointer(version, with_version(self.history(), version))
         except OSError as error:
@@ -118,9 +118,9 @@ class FileTarget:
         return ""
 
     def _move_pointer(self, version: str, history: list[str]) -> None:
-        link = self.folder / f".latest.{os.getpid()}.tmp"
-        link.unlink(missing_ok=True)
-        link.symlink_to(version)
-        os.replace(link, self.folder / "latest")
+        temporary_link = self.folder / f".latest.{os.getpid()}.tmp"
+        temporary_link.unlink(missing_ok=True)
+        temporary_link.symlink_to(version)
+        os.replace(temporary_link, self.folder / "latest")
         write_json(self.folder / HISTORY_FILE, history)
         sync_folder(self.folder)

@@ -20,14 +20,14 @@ from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.run.hub import call_with_timeout
 from cosmos_core.upload.base import RECORD_FILE, is_publication_record
 
-_ATTEMPTS = 5
+_MAX_ATTEMPTS = 5
 _MAX_WAIT_SECONDS = 300.0
-_SLICE_SECONDS = 0.5
-_CHECK_SECONDS = 8.0
-_ACCESS_STATUSES = {401, 403}
+_SLEEP_INTERVAL_SECONDS = 0.5
+_CHECK_TIMEOUT_SECONDS = 8.0
+_ACCESS_DENIED_STATUSES = {401, 403}
 _TRANSIENT_STATUSES = {408, 409, 412, 429, 500, 502, 503, 504}
 _KEPT_FILES = {".gitattributes"}
-_CARD = "README.md"
+_MODEL_CARD_FILE = "README.md"
 
 
 class HubTarget:
@@ -37,7 +37,7 @@ class HubTarget:
         name, _, self.branch = location.partition("@")
         if not name or name.count("/") > 1:
             raise ConfigError(f"hub://{location} names no repository; write hub://OWNER/NAME")
-        self._name = name.strip("/")
+        self._repository_name = name.strip("/")
         self._wait_seconds = wait_seconds
         self._pause: Callable[[], None] = lambda: None
 
@@ -48,7 +48,7 @@ class HubTarget:
             ConfigError, UploadError: the Hub refuses the token, or cannot be reached.
         """
         with self._translate_errors():
-            call_with_timeout(_CHECK_SECONDS, lambda: self._retry(self.api.whoami, _CHECK_SECONDS / 2))
+            call_with_timeout(_CHECK_TIMEOUT_SECONDS, lambda: self._retry(self.api.whoami, _CHECK_TIMEOUT_SECONDS / 2))
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
         """Set the function `pause`, which is called between attempts and before the commit. The target keeps no journal
@@ -68,15 +68,15 @@ class HubTarget:
 
         token = os.environ.get("HF_TOKEN")
         if not token:
-            raise ConfigError(f"hub://{self._name}: no token; set HF_TOKEN to one that may write")
+            raise ConfigError(f"hub://{self._repository_name}: no token; set HF_TOKEN to one that may write")
         return HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
 
     @cached_property
     def repository(self) -> str:
         """Return the name of the repository, `OWNER/NAME`."""
-        if "/" in self._name:
-            return self._name
-        return f"{self._retry(self.api.whoami)['name']}/{self._name}"
+        if "/" in self._repository_name:
+            return self._repository_name
+        return f"{self._retry(self.api.whoami)['name']}/{self._repository_name}"
 
     def where(self, version: str) -> str:
         """Return the address of a version, `hub://OWNER/NAME@TAG`."""
@@ -92,10 +92,12 @@ class HubTarget:
         if there is none. The tag of the version is compared, and the branch too if the version is the current one."""
         branch = self.branch or "main"
         with self._translate_errors():
-            current = self._retry(lambda: self._record(branch)) or {}
-            revisions = (version, branch) if current.get("version", version) == version else (version,)
-            damages = [self._retry(partial(self._find_damage, folder, record, revision)) for revision in revisions]
-        return next(filter(None, damages), "")
+            current_record = self._retry(lambda: self._record(branch)) or {}
+            revisions = (version, branch) if current_record.get("version", version) == version else (version,)
+            damage_messages = [
+                self._retry(partial(self._find_damage, folder, record, revision)) for revision in revisions
+            ]
+        return next(filter(None, damage_messages), "")
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Commit the missing files, verify the stored files and set the tag; return the address of the version."""
@@ -106,8 +108,8 @@ class HubTarget:
                 self._retry(lambda: self.api.create_branch(self.repository, branch=branch, exist_ok=True))
             # A commit may have succeeded although its response was lost, so `_commit` first compares the stored files.
             self._retry(lambda: self._commit(folder, version, record, branch))
-            if damage := self._retry(lambda: self._find_damage(folder, record, branch)):
-                raise UploadError(f"hub://{self.repository}: {damage} after the commit")
+            if damage_message := self._retry(lambda: self._find_damage(folder, record, branch)):
+                raise UploadError(f"hub://{self.repository}: {damage_message} after the commit")
             self._retry(lambda: self.api.create_tag(self.repository, tag=version, revision=branch, exist_ok=True))
         return self.where(version)
 
@@ -115,21 +117,23 @@ class HubTarget:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         try:
-            stored = self._record(branch) or {}
+            stored_record = self._record(branch) or {}
         except DamagedRecord:
-            stored = {}  # the commit replaces the damaged record
-        is_sent = stored.get("version") == version and stored["files"] == record["files"]
-        if is_sent and not self._find_damage(folder, record, branch):
+            stored_record = {}  # the commit replaces the damaged record
+        is_already_sent = stored_record.get("version") == version and stored_record["files"] == record["files"]
+        if is_already_sent and not self._find_damage(folder, record, branch):
             return
         head = self.api.repo_info(self.repository, revision=branch)
-        names = [name for name in record["files"] if name != _CARD]
+        names = [name for name in record["files"] if name != _MODEL_CARD_FILE]
         operations: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in names]
         self.api.preupload_lfs_files(self.repository, operations, revision=branch)
         self._pause()  # check for a stop request before the commit, which publishes the uploaded files
-        operations.append(CommitOperationAdd(_CARD, _card_with_metrics(folder / _CARD, record).encode()))
+        operations.append(
+            CommitOperationAdd(_MODEL_CARD_FILE, _render_model_card(folder / _MODEL_CARD_FILE, record).encode())
+        )
         operations.append(CommitOperationAdd(RECORD_FILE, json.dumps(record, indent=1).encode()))
-        paths = {operation.path_in_repo for operation in operations} | _KEPT_FILES
-        stale_files = [file.rfilename for file in head.siblings or () if file.rfilename not in paths]
+        kept_paths = {operation.path_in_repo for operation in operations} | _KEPT_FILES
+        stale_files = [file.rfilename for file in head.siblings or () if file.rfilename not in kept_paths]
         operations += [CommitOperationDelete(name) for name in stale_files]
         self.api.create_commit(
             self.repository, operations, commit_message=f"Publish {version}", revision=branch, parent_commit=head.sha
@@ -141,16 +145,16 @@ class HubTarget:
         from huggingface_hub.errors import RevisionNotFoundError
 
         try:
-            info = self.api.repo_info(self.repository, revision=revision, files_metadata=True)
+            repo_info = self.api.repo_info(self.repository, revision=revision, files_metadata=True)
         except RevisionNotFoundError:
             return f"the revision {revision} is missing"
-        files = {file.rfilename: file for file in info.siblings or ()}
+        files = {file.rfilename: file for file in repo_info.siblings or ()}
         for name, sha256 in record["files"].items():
-            if name == _CARD:
+            if name == _MODEL_CARD_FILE:
                 continue
             file = files.get(name)
             has_same_content = file is not None and (
-                file.lfs.sha256 == sha256 if file.lfs else file.blob_id == _git_object(folder / name)
+                file.lfs.sha256 == sha256 if file.lfs else file.blob_id == _compute_git_blob_id(folder / name)
             )
             if not has_same_content:
                 return f"{name} is missing or altered"
@@ -174,20 +178,20 @@ class HubTarget:
             raise DamagedRecord(f"hub://{self.repository}: {RECORD_FILE} is damaged; publish again, or remove it there")
         return dict(record)
 
-    def _retry(self, call: Callable[[], Any], max_seconds: float = math.inf) -> Any:
+    def _retry(self, function: Callable[[], Any], max_seconds: float = math.inf) -> Any:
         """Call a function until it succeeds, at most five times; no attempt starts more than `max_seconds` after the
         first one. Between attempts, wait as long as a busy Hub requests."""
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
         start_time = time.monotonic()
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(_MAX_ATTEMPTS):
             self._pause()
             wait_seconds = self._wait_seconds * 2.0**attempt
-            is_last_attempt = attempt == _ATTEMPTS - 1 or time.monotonic() + wait_seconds - start_time > max_seconds
+            is_last_attempt = attempt == _MAX_ATTEMPTS - 1 or time.monotonic() + wait_seconds - start_time > max_seconds
             try:
-                return call()
+                return function()
             except HfHubHTTPError as error:
-                if is_last_attempt or _status(error) not in _TRANSIENT_STATUSES:
+                if is_last_attempt or _get_status_code(error) not in _TRANSIENT_STATUSES:
                     raise
                 retry_after = error.response.headers.get("Retry-After", "")
                 wait_seconds = float(retry_after) if retry_after.isdigit() else wait_seconds
@@ -203,33 +207,36 @@ class HubTarget:
         deadline = time.monotonic() + seconds
         while (seconds_left := deadline - time.monotonic()) > 0:
             self._pause()
-            time.sleep(min(seconds_left, _SLICE_SECONDS))
+            time.sleep(min(seconds_left, _SLEEP_INTERVAL_SECONDS))
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
         """Translate errors of the Hub's client into ConfigError or UploadError with a message of one line."""
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
-        where, hub = f"hub://{self._name}", f"the Hub {self.api.endpoint}"
+        target_url, hub = f"hub://{self._repository_name}", f"the Hub {self.api.endpoint}"
         try:
             yield
         except HFValidationError as error:
-            raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
+            raise ConfigError(f"{target_url}: {' '.join(str(error).split())}") from error
         except HfHubHTTPError as error:
-            if _status(error) in _ACCESS_STATUSES:
+            if _get_status_code(error) in _ACCESS_DENIED_STATUSES:
                 raise ConfigError(
-                    f"{where}: {hub} refuses the token ({_status(error)}); set HF_TOKEN to one that may write there"
+                    f"{target_url}: {hub} refuses the token ({_get_status_code(error)}); set HF_TOKEN to one that may "
+                    f"write there"
                 ) from error
-            raise UploadError(f"{where}: {hub} responds with {_status(error)}; nothing was published") from error
+            raise UploadError(
+                f"{target_url}: {hub} responds with {_get_status_code(error)}; nothing was published"
+            ) from error
         except (HTTPError, ConnectionError, TimeoutError) as error:
-            raise UploadError(f"{where}: {hub}: {' '.join(str(error).split())}; nothing was published") from error
+            raise UploadError(f"{target_url}: {hub}: {' '.join(str(error).split())}; nothing was published") from error
 
 
-def _status(error: Any) -> int:
+def _get_status_code(error: Any) -> int:
     return error.response.status_code if error.response is not None else 0
 
 
-def _card_with_metrics(card: Path, record: dict[str, Any]) -> str:
+def _render_model_card(card: Path, record: dict[str, Any]) -> str:
     """Return the text of a model card with the version of the model, its metrics and the digests of its inputs."""
     text = card.read_text(encoding="utf-8").rstrip() if card.is_file() else "---\nlibrary_name: transformers\n---"
     lines = [text, "", f"## Published as `{record.get('version', '')}`", ""]
@@ -240,6 +247,6 @@ def _card_with_metrics(card: Path, record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _git_object(file: Path) -> str:
+def _compute_git_blob_id(file: Path) -> str:
     data = file.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()

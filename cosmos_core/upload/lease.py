@@ -61,18 +61,18 @@ class Lease:
         last_etag, unchanged_since, has_waited = "", time.monotonic(), False
         with translate_errors(self._url):
             while True:
-                holder, etag = self._read()
+                holder, etag = self._read_lease()
                 if etag != last_etag:
                     last_etag, unchanged_since = etag, time.monotonic()
                 has_expired = time.monotonic() - unchanged_since > EXPIRY_SECONDS
                 is_free = holder is None or self._has_died(holder) or has_expired
-                if is_free and self._put(etag):
+                if is_free and self._replace_lease(etag):
                     break
                 has_waited = True
                 if holder is not None:
                     report_waiting(holder)
                 time.sleep(_POLL_SECONDS)
-        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew_periodically, name="lease", daemon=True)
         self._thread.start()
         return has_waited
 
@@ -84,7 +84,7 @@ class Lease:
             ConfigError, UploadError: the store refuses a request or cannot be reached.
         """
         with translate_errors(self._url):
-            self.is_lost = self.is_lost or not self._is_own_lease(self._read()[0])
+            self.is_lost = self.is_lost or not self._is_own_lease(self._read_lease()[0])
         if self.is_lost:
             raise StageFailed(self.loss)
 
@@ -102,32 +102,32 @@ class Lease:
             self._thread.join()
         message = "a lease was not given back, it lapses within %.0f s: %s"
         with log_errors(partial(logger.warning, message, EXPIRY_SECONDS)), translate_errors(self._url):
-            if self._is_own_lease(self._read()[0]):
+            if self._is_own_lease(self._read_lease()[0]):
                 self._bucket.remove(self._key)
 
-    def _read(self) -> tuple[LeaseHolder | None, str]:
+    def _read_lease(self) -> tuple[LeaseHolder | None, str]:
         value, etag = read_document(self._bucket, self._key)
         try:
             return (LeaseHolder(**value) if value is not None else None), etag
         except TypeError:  # the lease was written by another version of this package
             return None, etag
 
-    def _put(self, etag: str) -> bool:
+    def _replace_lease(self, etag: str) -> bool:
         """Replace the stored lease that has this ETag by the lease of this process; return True if that succeeded."""
         self._etag = exchange_document(self._bucket, self._key, asdict(self._holder), etag)
         if self._etag:
             return True
         # If the response to a successful request was lost, its retry is refused although this process holds the lease.
-        holder, self._etag = self._read()
+        holder, self._etag = self._read_lease()
         return self._is_own_lease(holder)
 
     def _is_own_lease(self, holder: LeaseHolder | None) -> bool:
         return holder is not None and holder.token == self._holder.token
 
-    def _renew(self) -> None:
+    def _renew_periodically(self) -> None:
         while not self._stop.wait(RENEW_SECONDS):
             self._holder = replace(self._holder, beats=self._holder.beats + 1)
             with log_errors(partial(logger.warning, "a lease was not renewed, it is tried again: %s")):
-                if not self._put(self._etag):
+                if not self._replace_lease(self._etag):
                     self.is_lost = True
                     return

@@ -21,7 +21,7 @@ from cosmos_core.upload.base import RECORD_FILE, is_publication_record, with_ver
 PUBLISHED_ALIAS = "published"
 VERSION = "cosmos.version"
 _HISTORY_TAG = "cosmos.history"
-_CHECK_SECONDS = 8.0
+_CHECK_TIMEOUT_SECONDS = 8.0
 
 
 class MlflowTarget:
@@ -50,7 +50,7 @@ class MlflowTarget:
             UploadError: the server cannot be reached, or refuses the account.
         """
         with self._translate_errors():
-            call_with_timeout(_CHECK_SECONDS, self._model)
+            call_with_timeout(_CHECK_TIMEOUT_SECONDS, self._model)
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
         """Set the function `pause`, which is called before each file and before the version is created. The target
@@ -60,8 +60,8 @@ class MlflowTarget:
     def published(self) -> dict[str, Any] | None:
         """Return the record of the version with the alias `published`; None if nothing was published yet."""
         with self._translate_errors():
-            current = self._current_version()
-        return None if current is None else self.record_of(current.tags.get(VERSION, ""))
+            current_version = self._find_current_version()
+        return None if current_version is None else self.record_of(current_version.tags.get(VERSION, ""))
 
     def record_of(self, version: str) -> dict[str, Any]:
         """Return the record that was published with a version.
@@ -80,14 +80,14 @@ class MlflowTarget:
     def history(self) -> list[str]:
         """Return the versions to which the alias `published` has pointed, the current version last."""
         with self._translate_errors():
-            current, model = self._current_version(), self._model()
-            names = json.loads(model.tags.get(_HISTORY_TAG, "[]")) if model else []
-        return with_version(names, current.tags.get(VERSION, "")) if current else []
+            current_version, registered_model = self._find_current_version(), self._model()
+            names = json.loads(registered_model.tags.get(_HISTORY_TAG, "[]")) if registered_model else []
+        return with_version(names, current_version.tags.get(VERSION, "")) if current_version else []
 
     def versions(self) -> list[str]:
         """Return all published versions of the registered model, the oldest first."""
         with self._translate_errors():
-            return list(dict.fromkeys(each.tags[VERSION] for each in self._find() if VERSION in each.tags))
+            return list(dict.fromkeys(each.tags[VERSION] for each in self._find_versions() if VERSION in each.tags))
 
     def where(self, version: str) -> str:
         """Return the address of a version, `mlflow://MODEL@NUMBER`, with the number that MLflow gave to the version."""
@@ -120,85 +120,94 @@ class MlflowTarget:
             lineage = {f"cosmos.input.{name}": digest for name, digest in record.get("inputs", {}).items()}
             lineage |= {"cosmos.run": str(record.get("run_id", "")), "cosmos.stage": str(record.get("stage", ""))}
             # A forced rerun of the stage may have made other weights: the digest in the key then gives a new version.
-            tags = lineage | {VERSION: version, RUN_KEY_TAG: f"{version}-{_folder_of(record)}"}
+            tags = lineage | {VERSION: version, RUN_KEY_TAG: f"{version}-{_get_artifact_folder(record)}"}
             run = keyed_run(self.client, self.name, tags[RUN_KEY_TAG], version, lineage)
-            self._send(run, folder, record)
+            self._send_files(run, folder, record)
             self._pause()
             if self._model() is None:
                 self.client.create_registered_model(self.name)
-            if not self._find(RUN_KEY_TAG, tags[RUN_KEY_TAG]):
-                source = f"{run.info.artifact_uri}/{_folder_of(record)}"
-                self.client.create_model_version(self.name, source, run_id=run.info.run_id, tags=tags)
-            model_version, *duplicates = self._find(RUN_KEY_TAG, tags[RUN_KEY_TAG])
+            if not self._find_versions(RUN_KEY_TAG, tags[RUN_KEY_TAG]):
+                artifact_uri = f"{run.info.artifact_uri}/{_get_artifact_folder(record)}"
+                self.client.create_model_version(self.name, artifact_uri, run_id=run.info.run_id, tags=tags)
+            model_version, *duplicates = self._find_versions(RUN_KEY_TAG, tags[RUN_KEY_TAG])
             for duplicate in duplicates:  # the client repeats a request whose response was lost
                 self.client.delete_model_version(self.name, duplicate.version)
-            if damage := self._find_damage(model_version, folder, record):
-                raise UploadError(f"mlflow://{self.name}: {damage} after the upload; the alias was not moved")
+            if damage_message := self._find_damage(model_version, folder, record):
+                raise UploadError(f"mlflow://{self.name}: {damage_message} after the upload; the alias was not moved")
             self._move_alias(model_version, with_version(self.history(), version))
         return f"mlflow://{self.name}@{model_version.version}"
 
-    def _send(self, run: Any, folder: Path, record: dict[str, Any]) -> None:
+    def _send_files(self, run: Any, folder: Path, record: dict[str, Any]) -> None:
         """Send the files that an MLflow run lacks, then the record, then the metrics."""
         from mlflow.entities import Metric
 
-        run_id, artifact_folder = run.info.run_id, _folder_of(record)
-        sizes = self._sizes(run_id)
+        run_id, artifact_folder = run.info.run_id, _get_artifact_folder(record)
+        artifact_sizes = self._list_artifact_sizes(run_id)
         for name in record["files"]:
             self._pause()
-            if sizes.get(f"{artifact_folder}/{name}") != (folder / name).stat().st_size:
+            if artifact_sizes.get(f"{artifact_folder}/{name}") != (folder / name).stat().st_size:
                 self.client.log_artifact(run_id, str(folder / name), str(Path(artifact_folder, name).parent))
         if _read_record(f"{run.info.artifact_uri}/{artifact_folder}") != record:
             self.client.log_dict(run_id, record, f"{artifact_folder}/{RECORD_FILE}")
-        logged, start_time = run.data.metrics, run.info.start_time
+        logged_metrics, start_time = run.data.metrics, run.info.start_time
         metrics = {metric_name(name): value for name, value in record["metrics"].items()}
-        if new_metrics := [Metric(name, value, start_time, 0) for name, value in metrics.items() if name not in logged]:
+        if new_metrics := [
+            Metric(name, value, start_time, 0) for name, value in metrics.items() if name not in logged_metrics
+        ]:
             self.client.log_batch(run_id, metrics=new_metrics)
         self.client.set_terminated(run_id)
 
     def _find_damage(self, version: Any, folder: Path, record: dict[str, Any]) -> str:
-        stored, sizes = _read_record(version.source) or {"files": {}}, self._sizes(version.run_id)
+        stored_record, artifact_sizes = (
+            _read_record(version.source) or {"files": {}},
+            self._list_artifact_sizes(version.run_id),
+        )
         for name, digest in record["files"].items():
-            size = sizes.get(f"{_folder_of(stored)}/{name}")
-            if stored["files"].get(name) != digest or size != (folder / name).stat().st_size:
+            size = artifact_sizes.get(f"{_get_artifact_folder(stored_record)}/{name}")
+            if stored_record["files"].get(name) != digest or size != (folder / name).stat().st_size:
                 return f"{name} is missing or altered"
         return ""
 
-    def _move_alias(self, version: Any, history: list[str]) -> None:
-        self.client.set_registered_model_alias(self.name, PUBLISHED_ALIAS, version.version)
+    def _move_alias(self, model_version: Any, history: list[str]) -> None:
+        self.client.set_registered_model_alias(self.name, PUBLISHED_ALIAS, model_version.version)
         self.client.set_registered_model_tag(self.name, _HISTORY_TAG, json.dumps(history))
 
-    def _sizes(self, run_id: str, path: str | None = None) -> dict[str, int]:
+    def _list_artifact_sizes(self, run_id: str, path: str | None = None) -> dict[str, int]:
         sizes: dict[str, int] = {}
-        for each in self.client.list_artifacts(run_id, path):
-            sizes |= self._sizes(run_id, each.path) if each.is_dir else {each.path: each.file_size}
+        for artifact in self.client.list_artifacts(run_id, path):
+            sizes |= (
+                self._list_artifact_sizes(run_id, artifact.path)
+                if artifact.is_dir
+                else {artifact.path: artifact.file_size}
+            )
         return sizes
 
     def _model(self) -> Any:
         """Return the registered model; None if it does not exist."""
         return next(iter(self.client.search_registered_models(f"name = '{self.name}'")), None)
 
-    def _find(self, tag: str = "", value: str = "") -> list[Any]:
+    def _find_versions(self, tag: str = "", tag_value: str = "") -> list[Any]:
         """Return the versions of the model with a value of a tag (empty tag: all versions), the oldest first."""
-        versions, token = [], None
-        while token != "":
-            page = self.client.search_model_versions(f"name = '{self.name}'", max_results=200, page_token=token)
-            versions += [each for each in page if not tag or each.tags.get(tag) == value]
-            token = page.token or ""
+        versions, page_token = [], None
+        while page_token != "":
+            page = self.client.search_model_versions(f"name = '{self.name}'", max_results=200, page_token=page_token)
+            versions += [model_version for model_version in page if not tag or model_version.tags.get(tag) == tag_value]
+            page_token = page.token or ""
         return sorted(versions, key=lambda each: int(each.version))
 
-    def _current_version(self) -> Any:
+    def _find_current_version(self) -> Any:
         """Return the version of the model that has the alias `published`; None if there is none."""
-        model = self._model()
-        number = model.aliases.get(PUBLISHED_ALIAS) if model else None
-        return next((each for each in self._find() if str(each.version) == str(number)), None)
+        registered_model = self._model()
+        version_number = registered_model.aliases.get(PUBLISHED_ALIAS) if registered_model else None
+        return next((each for each in self._find_versions() if str(each.version) == str(version_number)), None)
 
     def _version(self, version: str) -> Any:
         """Return the version of the model that was published as `version`; None if there is none. Of several
         versions, return the version with the alias, or else the newest version."""
-        current = self._current_version()
-        if current is not None and current.tags.get(VERSION) == version:
-            return current
-        return next(reversed(self._find(VERSION, version)), None)
+        current_version = self._find_current_version()
+        if current_version is not None and current_version.tags.get(VERSION) == version:
+            return current_version
+        return next(reversed(self._find_versions(VERSION, version)), None)
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
@@ -212,7 +221,7 @@ class MlflowTarget:
             raise UploadError(f"mlflow://{self.name}: {' '.join(str(error).split())}") from error
 
 
-def _folder_of(record: dict[str, Any]) -> str:
+def _get_artifact_folder(record: dict[str, Any]) -> str:
     """Return the name of the artifact folder for the files of a record; it depends on their digests."""
     return f"model-{hashlib.sha256(json.dumps(record['files'], sort_keys=True).encode()).hexdigest()[:12]}"
 

@@ -15,7 +15,7 @@ from cosmos_core.upload.base import JOURNAL, RECORD_FILE, is_publication_record,
 from cosmos_core.upload.transfer import Journal, Transfer
 
 POINTER_FILE = "latest.json"
-_POINTER_UNCHANGED = "the pointer was not moved"
+_POINTER_UNCHANGED_NOTE = "the pointer was not moved"
 
 
 class S3Target:
@@ -49,7 +49,7 @@ class S3Target:
         Raises:
             DamagedRecord: the record is missing or damaged.
         """
-        record = self._read(f"{version}/{RECORD_FILE}")
+        record = self._read_json(f"{version}/{RECORD_FILE}")
         if not is_publication_record(record):
             raise DamagedRecord(f"{self.where(version)}/{RECORD_FILE} is missing or damaged; publish again")
         return record
@@ -60,21 +60,21 @@ class S3Target:
         Raises:
             DamagedRecord: `latest.json` cannot be read.
         """
-        pointer = self._read(POINTER_FILE)
+        pointer = self._read_json(POINTER_FILE)
         if pointer is None:
             return []
         versions = pointer.get("history") if isinstance(pointer, dict) else None
-        if not isinstance(versions, list) or not all(isinstance(each, str) for each in versions) or not versions:
+        if not isinstance(versions, list) or not all(isinstance(version, str) for version in versions) or not versions:
             raise DamagedRecord(f"{self.where(POINTER_FILE)} is damaged; publish again, or remove it")
         return list(versions)
 
     def versions(self) -> list[str]:
         """Return all stored versions in the order in which they were published."""
-        head, record_suffix = self._key(""), f"/{RECORD_FILE}"
+        key_prefix, record_suffix = self._key(""), f"/{RECORD_FILE}"
         with translate_errors(self.where("")):
-            records = [each for each in self.bucket.list_objects(head) if each.key.endswith(record_suffix)]
+            records = [each for each in self.bucket.list_objects(key_prefix) if each.key.endswith(record_suffix)]
         records.sort(key=lambda each: (each.modified, each.key))
-        names = [each.key.removeprefix(head).removesuffix(record_suffix) for each in records]
+        names = [each.key.removeprefix(key_prefix).removesuffix(record_suffix) for each in records]
         return [name for name in names if "/" not in name]  # a name with "/" is below the prefix of another target
 
     def where(self, version: str) -> str:
@@ -87,20 +87,22 @@ class S3Target:
         with translate_errors(self.where(version)):
             for name, sha256 in record["files"].items():
                 stored = self.bucket.head(self._key(f"{version}/{name}"))
-                expected = (sha256, (folder / name).stat().st_size)
-                if stored is None or (stored["metadata"].get("sha256"), stored["size"]) != expected:
+                expected_content = (sha256, (folder / name).stat().st_size)
+                if stored is None or (stored["metadata"].get("sha256"), stored["size"]) != expected_content:
                     return f"{name} is missing or altered"
         return ""
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Send the missing files, verify all stored files and move the pointer; return the URL of the version."""
-        with translate_errors(self.where(version), note=_POINTER_UNCHANGED):
-            files = {self._key(f"{version}/{name}"): (folder / name, sha) for name, sha in record["files"].items()}
+        with translate_errors(self.where(version), note=_POINTER_UNCHANGED_NOTE):
+            files = {
+                self._key(f"{version}/{name}"): (folder / name, digest) for name, digest in record["files"].items()
+            }
             keys = {*files, self._key(f"{version}/{RECORD_FILE}")}
             self.transfer.send(files)
-            for extra in {each.key for each in self.bucket.list_objects(self._key(f"{version}/"))} - keys:
-                self.bucket.client.delete_object(Bucket=self.bucket.name, Key=extra)
-            self.bucket.write(self._key(f"{version}/{RECORD_FILE}"), _json(record))
+            for extra_key in {each.key for each in self.bucket.list_objects(self._key(f"{version}/"))} - keys:
+                self.bucket.client.delete_object(Bucket=self.bucket.name, Key=extra_key)
+            self.bucket.write(self._key(f"{version}/{RECORD_FILE}"), _encode_json(record))
         self.transfer.pause()
         self.point_to(version)
         return self.where(version)
@@ -111,13 +113,13 @@ class S3Target:
         Raises:
             UploadError: a file of the version is missing.
         """
-        with translate_errors(self.where(version), note=_POINTER_UNCHANGED):
+        with translate_errors(self.where(version), note=_POINTER_UNCHANGED_NOTE):
             record = self.record_of(version)
             for name in record["files"]:
                 if self.bucket.head(self._key(f"{version}/{name}")) is None:
-                    raise UploadError(f"{self.where(version)}/{name} is gone; {_POINTER_UNCHANGED}")
-            names = with_version(self._read_history(), version) if history is None else history
-            self.bucket.write(self._key(POINTER_FILE), _json({"version": version, "history": names}))
+                    raise UploadError(f"{self.where(version)}/{name} is gone; {_POINTER_UNCHANGED_NOTE}")
+            new_history = with_version(self._read_history(), version) if history is None else history
+            self.bucket.write(self._key(POINTER_FILE), _encode_json({"version": version, "history": new_history}))
 
     def _read_history(self) -> list[str]:
         """Return the history in `latest.json`; an empty list if the file is damaged, so that it can be replaced."""
@@ -129,7 +131,7 @@ class S3Target:
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
 
-    def _read(self, name: str) -> Any:
+    def _read_json(self, name: str) -> Any:
         with translate_errors(self.where(name)):
             data = self.bucket.read(self._key(name))
         try:
@@ -138,5 +140,5 @@ class S3Target:
             return {}
 
 
-def _json(value: Any) -> bytes:
+def _encode_json(value: Any) -> bytes:
     return json.dumps(value, indent=1).encode()

@@ -17,7 +17,7 @@ from cosmos_core.run.manifest import RESULT
 from cosmos_core.upload.bundle import read_document
 from cosmos_core.upload.lease import EXPIRY_SECONDS
 
-_LEASE = "lease.json"
+_LEASE_FILE = "lease.json"
 SECONDS_PER_DAY = 24 * 3600.0
 
 
@@ -36,7 +36,7 @@ class StoredFolder:
     @property
     def size(self) -> int:
         """Return the total size of the objects in bytes."""
-        return sum(each.size for each in self.objects)
+        return sum(stored_object.size for stored_object in self.objects)
 
 
 class Retention:
@@ -58,75 +58,75 @@ class Retention:
         with translate_errors(self.url):
             self._now = self._bucket.clock()
             self._refuse_during_lease()
-            self.runs = self._folders("runs")
+            self.runs = self._list_folders("runs")
             for run in self.runs:
-                run.pipeline = self._pipeline_of(run.name)
-            self._judge(num_kept)
-            self._made_results = self._folders("made")
-            kept = [run for run in self.runs if run.reason_to_keep]
-            needed_results = {each for run in kept for each in self._results(run, "fingerprint")}
-            for result in self._made_results:
-                if result.name in needed_results or result.age_seconds < self._max_age_seconds:
-                    result.reason_to_keep = "a run that stays has it, or it is not old enough"
-            folders = [*self.runs, *self._made_results]
-            contents = self._unreferenced_contents([folder for folder in folders if folder.reason_to_keep])
-            freed_folders = [each for each in folders if not each.reason_to_keep]
-            self.size = sum(each.size for each in freed_folders) + sum(each.size for each in contents)
+                run.pipeline = self._read_pipeline_name(run.name)
+            self._mark_runs_to_keep(num_kept)
+            self._result_folders = self._list_folders("made")
+            kept_runs = [run for run in self.runs if run.reason_to_keep]
+            needed_results = {each for run in kept_runs for each in self._iter_result_values(run, "fingerprint")}
+            for result_folder in self._result_folders:
+                if result_folder.name in needed_results or result_folder.age_seconds < self._max_age_seconds:
+                    result_folder.reason_to_keep = "a run that stays has it, or it is not old enough"
+            folders = [*self.runs, *self._result_folders]
+            unreferenced_objects = self._find_unreferenced([folder for folder in folders if folder.reason_to_keep])
+            removable_folders = [each for each in folders if not each.reason_to_keep]
+            self.size = sum(each.size for each in removable_folders) + sum(each.size for each in unreferenced_objects)
             """Number of bytes that `remove` would free."""
 
     def remove(self) -> tuple[int, int]:
         """Remove all that can be removed; return the number of removed runs and the number of freed bytes."""
         freed_bytes = 0
         with translate_errors(self.url):
-            removable = [run for run in self.runs if not run.reason_to_keep]
-            for folder in [*removable, *(each for each in self._made_results if not each.reason_to_keep)]:
-                final_objects = {self._key(f"runs/{folder.name}/run.json"), self._key(f"made/{folder.name}/{RESULT}")}
+            removable_runs = [run for run in self.runs if not run.reason_to_keep]
+            for folder in [*removable_runs, *(each for each in self._result_folders if not each.reason_to_keep)]:
+                document_keys = {self._key(f"runs/{folder.name}/run.json"), self._key(f"made/{folder.name}/{RESULT}")}
                 # A document is removed before the objects that it names: no remaining document names a missing object.
-                for each in sorted(folder.objects, key=lambda each: each.key not in final_objects):
+                for each in sorted(folder.objects, key=lambda each: each.key not in document_keys):
                     self._bucket.remove(each.key)
                 freed_bytes += folder.size
             self._refuse_during_lease()
-            for each in self._unreferenced_contents([*self._folders("runs"), *self._folders("made")]):
+            for each in self._find_unreferenced([*self._list_folders("runs"), *self._list_folders("made")]):
                 self._bucket.remove(each.key)
                 freed_bytes += each.size
-        return len(removable), freed_bytes
+        return len(removable_runs), freed_bytes
 
     def _refuse_during_lease(self) -> None:
-        now = self._bucket.clock()
-        for each in self._bucket.list_objects(f"{self._key('made')}/"):
-            if each.key.endswith(f"/{_LEASE}") and now - each.modified < EXPIRY_SECONDS:
-                lease, _ = read_document(self._bucket, each.key)
+        store_time = self._bucket.clock()
+        for stored_object in self._bucket.list_objects(f"{self._key('made')}/"):
+            if stored_object.key.endswith(f"/{_LEASE_FILE}") and store_time - stored_object.modified < EXPIRY_SECONDS:
+                lease, _ = read_document(self._bucket, stored_object.key)
                 machine = f" on {lease.get('machine')}" if lease else ""
                 raise ConfigError(f"{self.url}: a stage is made now{machine}; clean when no pipeline uses the store")
 
-    def _folders(self, kind: str) -> list[StoredFolder]:
-        head, groups = f"{self._key(kind)}/", defaultdict[str, list[Object]](list)
-        for each in self._bucket.list_objects(head):
-            groups[each.key.removeprefix(head).partition("/")[0]].append(each)
+    def _list_folders(self, folder_kind: str) -> list[StoredFolder]:
+        key_prefix, groups = f"{self._key(folder_kind)}/", defaultdict[str, list[Object]](list)
+        for each in self._bucket.list_objects(key_prefix):
+            groups[each.key.removeprefix(key_prefix).partition("/")[0]].append(each)
         ages = {name: max(0.0, self._now - max(each.modified for each in objects)) for name, objects in groups.items()}
         return [StoredFolder(name, objects, age_seconds=ages[name]) for name, objects in groups.items()]
 
-    def _pipeline_of(self, name: str) -> str:
+    def _read_pipeline_name(self, name: str) -> str:
         files, _ = read_document(self._bucket, f"{self._key('runs')}/{name}/run.json")
         try:
             return str(tomllib.loads((files or {})["pipeline.toml"])["pipeline"]["name"])
         except (KeyError, TypeError, ValueError):
             return ""
 
-    def _judge(self, num_kept: int) -> None:
+    def _mark_runs_to_keep(self, num_kept: int) -> None:
         runs_by_pipeline = defaultdict[str, list[StoredFolder]](list)
         for run in sorted(self.runs, key=lambda run: run.age_seconds):
             runs_by_pipeline[run.pipeline].append(run)
-        for newest in runs_by_pipeline.values():
-            for run in newest[:num_kept]:
+        for pipeline_runs in runs_by_pipeline.values():
+            for run in pipeline_runs[:num_kept]:
                 run.reason_to_keep = f"one of the newest {num_kept} of its pipeline"
         for run in self.runs:
             if not run.reason_to_keep and run.age_seconds < self._max_age_seconds:
                 run.reason_to_keep = "not old enough"
 
-    def _unreferenced_contents(self, kept_folders: list[StoredFolder]) -> list[Object]:
+    def _find_unreferenced(self, kept_folders: list[StoredFolder]) -> list[Object]:
         """Return the old objects below `objects/` that no result in `kept_folders` lists as output."""
-        outputs = [files for folder in kept_folders for files in self._results(folder, "outputs")]
+        outputs = [files for folder in kept_folders for files in self._iter_result_values(folder, "outputs")]
         referenced = {each["sha256"] for files in outputs for each in files}
         return [
             each
@@ -134,7 +134,7 @@ class Retention:
             if each.key.rpartition("/")[2] not in referenced and self._now - each.modified >= self._max_age_seconds
         ]
 
-    def _results(self, folder: StoredFolder, field: str) -> Iterator[Any]:
+    def _iter_result_values(self, folder: StoredFolder, field: str) -> Iterator[Any]:
         for each in folder.objects:
             if each.key.endswith(f"/{RESULT}") and (document := read_document(self._bucket, each.key)[0]):
                 yield document[field]

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 JOURNAL = "stored.jsonl"
 """File name of the journal, in the folder of a stage, of the objects that have arrived in the store."""
-_METRICS = "metrics.jsonl"
+_METRICS_FILE = "metrics.jsonl"
 
 
 class StoredCheckpoints:
@@ -28,7 +28,7 @@ class StoredCheckpoints:
     def push(self, pause: Callable[[], None] = lambda: None) -> list[str]:
         """Store each complete checkpoint that is not stored yet, with the training's metrics, then remove older stored
         checkpoints that were removed locally; return the names of the newly stored checkpoints, `step_N`."""
-        num_sent = []
+        sent_names = []
         manifests = saved_manifests(self._stage_path)
         for name, manifest in manifests.items():
             with translate_errors(self._bucket.url(self._prefix)):
@@ -39,12 +39,12 @@ class StoredCheckpoints:
                 with linked(manifest.parent, self._stage_path / "sending" / name) as folder:
                     if folder is None:
                         continue
-                    self._send(name, folder, pause)
+                    self._send_checkpoint(name, folder, pause)
             self._stored_names.add(name)
-            num_sent.append(name)
-        if num_sent:
-            self._remove_others(set(manifests))
-        return num_sent
+            sent_names.append(name)
+        if sent_names:
+            self._remove_old_checkpoints(set(manifests))
+        return sent_names
 
     def pull(self) -> str:
         """Download the newest intact checkpoint with its metrics, if it is newer than all local ones; return its name,
@@ -55,7 +55,7 @@ class StoredCheckpoints:
                 if step_of(name) <= newest_local_step:
                     return ""
                 try:
-                    if self._fetch(name):
+                    if self._fetch_checkpoint(name):
                         return name
                 except UploadError as error:
                     logger.warning("checkpoint %s is passed over: %s", name, error)
@@ -65,10 +65,10 @@ class StoredCheckpoints:
     def clear(self) -> None:
         """Remove all stored checkpoints of a training that starts again from the beginning."""
         with translate_errors(self._bucket.url(self._prefix)):
-            for each in list(self._bucket.list_objects(f"{self._prefix}/")):
-                self._bucket.remove(each.key)
+            for stored_object in list(self._bucket.list_objects(f"{self._prefix}/")):
+                self._bucket.remove(stored_object.key)
 
-    def _contents(self, pause: Callable[[], None] = lambda: None) -> ContentStore:
+    def _open_content_store(self, pause: Callable[[], None] = lambda: None) -> ContentStore:
         return ContentStore(self._bucket, f"{self._prefix}/content", pause)
 
     def names(self) -> list[str]:
@@ -76,35 +76,37 @@ class StoredCheckpoints:
         keys = [each.key for each in self._bucket.list_objects(f"{self._prefix}/step_") if each.key.endswith(".json")]
         return [key.removeprefix(f"{self._prefix}/").removesuffix(".json") for key in keys]
 
-    def _send(self, name: str, folder: Path, pause: Callable[[], None]) -> None:
-        contents, entries = self._contents(pause), read_object(folder / MANIFEST).get("files", {})
-        contents.send({entry["sha256"]: folder / file for file, entry in entries.items()}, self._stage_path / JOURNAL)
-        head = f"{FOLDER}/{name}/policy"
-        files = {f"{head}/{file}": Entry(entry["size"], entry["sha256"]) for file, entry in entries.items()}
-        files[f"{head}/{MANIFEST}"] = contents.write((folder / MANIFEST).read_bytes())
-        metrics = self._stage_path / _METRICS
-        if metrics.is_file():
-            files[_METRICS] = contents.write(metrics.read_bytes())
+    def _send_checkpoint(self, name: str, folder: Path, pause: Callable[[], None]) -> None:
+        content_store, entries = self._open_content_store(pause), read_object(folder / MANIFEST).get("files", {})
+        content_store.send(
+            {entry["sha256"]: folder / file for file, entry in entries.items()}, self._stage_path / JOURNAL
+        )
+        folder_prefix = f"{FOLDER}/{name}/policy"
+        files = {f"{folder_prefix}/{file}": Entry(entry["size"], entry["sha256"]) for file, entry in entries.items()}
+        files[f"{folder_prefix}/{MANIFEST}"] = content_store.write((folder / MANIFEST).read_bytes())
+        metrics_path = self._stage_path / _METRICS_FILE
+        if metrics_path.is_file():
+            files[_METRICS_FILE] = content_store.write(metrics_path.read_bytes())
         write_document(self._bucket, f"{self._prefix}/{name}.json", Bundle(files).as_json())
 
-    def _fetch(self, name: str) -> bool:
+    def _fetch_checkpoint(self, name: str) -> bool:
         document, _ = read_document(self._bucket, f"{self._prefix}/{name}.json")
         if document is None:
             return False
         files = bundle_of(document).files
         manifests = [path for path in files if path.endswith(f"/{MANIFEST}")]
         for paths in ([path for path in files if path not in manifests], manifests):
-            self._contents().fetch({self._stage_path / path: files[path] for path in paths})
+            self._open_content_store().fetch({self._stage_path / path: files[path] for path in paths})
         return True
 
-    def _remove_others(self, kept_names: set[str]) -> None:
-        newest = max(map(step_of, kept_names))
+    def _remove_old_checkpoints(self, kept_names: set[str]) -> None:
+        newest_step = max(map(step_of, kept_names))
         with translate_errors(self._bucket.url(self._prefix)):
             names, digests = self.names(), set()
             for name in names:
-                if name not in kept_names and step_of(name) < newest:
+                if name not in kept_names and step_of(name) < newest_step:
                     self._bucket.remove(f"{self._prefix}/{name}.json")
                     continue
                 document, _ = read_document(self._bucket, f"{self._prefix}/{name}.json")
                 digests |= {each.sha256 for each in bundle_of(document).files.values()} if document else set()
-            self._contents().remove_all_except(digests)
+            self._open_content_store().remove_all_except(digests)

@@ -11,7 +11,7 @@ from cosmos_core.run.stage import PROFILES
 from cosmos_core.run.state import State
 from cosmos_core.upload.bundle import Bundle, ContentStore, Entry, bundle_of, read_document, write_document
 
-_EVENTS, _STATE = "events.jsonl", "state.json"
+_EVENTS_FILE, _STATE_FILE = "events.jsonl", "state.json"
 _PUSHED_PATTERNS = ("*.json", "*.jsonl", "visual_output/**/*", f"{PROFILES}/*.operators.json")
 _FINAL_PATTERNS = (*_PUSHED_PATTERNS, "logs/*.log")  # logs are stored after the attempt, with secrets masked
 _EXCLUDED_FILES = {RESULT, "pool.json", "stored.jsonl", "saves.jsonl", "upload.jsonl"}
@@ -33,18 +33,18 @@ class StoredRecord:
         """Store the files of the stage that have changed; with `is_final`, store the logs as well."""
         with translate_errors(self._bucket.url(self._prefix)):
             if self._known_entries is None:
-                document, _ = read_document(self._bucket, self._index)
+                document, _ = read_document(self._bucket, self._index_key)
                 self._known_entries = dict(bundle_of(document).files) if document else {}
-            kept = {} if is_final else self._known_entries
-            files = {path: each for path, each in kept.items() if path.startswith("logs/")}
-            for file in _files_to_push(self._stage_path, _FINAL_PATTERNS if is_final else _PUSHED_PATTERNS):
+            kept_entries = {} if is_final else self._known_entries
+            files = {path: kept_entry for path, kept_entry in kept_entries.items() if path.startswith("logs/")}
+            for file in _list_files_to_push(self._stage_path, _FINAL_PATTERNS if is_final else _PUSHED_PATTERNS):
                 path, data = str(file.relative_to(self._stage_path)), file.read_bytes()
                 previous = self._known_entries.get(path)
                 files[path] = previous if previous and previous == Entry.of(data) else self._contents.write(data)
             if files == self._known_entries:
                 return
             info = {"machine": self._machine, "path": str(self._stage_path)}
-            write_document(self._bucket, self._index, Bundle(files, info).as_json())
+            write_document(self._bucket, self._index_key, Bundle(files, info).as_json())
             for entry in set(self._known_entries.values()) - set(files.values()):
                 self._contents.remove(entry)
             self._known_entries = files
@@ -52,7 +52,7 @@ class StoredRecord:
     def pull(self) -> bool:
         """Download the files that another machine or folder stored last; return True if stored files have changed."""
         with translate_errors(self._bucket.url(self._prefix)):
-            document, etag = read_document(self._bucket, self._index)
+            document, etag = read_document(self._bucket, self._index_key)
             if document is None or etag == self._etag:
                 return False
             bundle = bundle_of(document)
@@ -62,32 +62,32 @@ class StoredRecord:
             for path, entry in bundle.files.items():
                 data = self._contents.read(entry) if local_entries.get(path) != entry else None
                 if data is not None:  # a missing file was replaced during this call; the next call fetches it
-                    self._write_here(self._stage_path / path, data)
+                    self._write_local_file(self._stage_path / path, data)
             self._known_entries, self._etag = dict(bundle.files), etag
         return True
 
     def state(self) -> State | None:
         """Return the stored state of the stage; None if it is missing or damaged."""
         with translate_errors(self._bucket.url(self._prefix)):
-            document, _ = read_document(self._bucket, self._index)
-            entry = bundle_of(document).files.get(_STATE) if document else None
+            document, _ = read_document(self._bucket, self._index_key)
+            entry = bundle_of(document).files.get(_STATE_FILE) if document else None
             data = self._contents.read(entry) if entry else None
-        return _without_process_ids(data) if data else None
+        return _read_portable_state(data) if data else None
 
     @property
-    def _index(self) -> str:
+    def _index_key(self) -> str:
         return f"{self._prefix}/record.json"
 
-    def _write_here(self, file: Path, data: bytes) -> None:
+    def _write_local_file(self, file: Path, data: bytes) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.name == _STATE and (state := _without_process_ids(data)):
+        if file.name == _STATE_FILE and (state := _read_portable_state(data)):
             data = (json.dumps(state.model_dump(), indent=1) + "\n").encode()
-        if file.name == _EVENTS:
+        if file.name == _EVENTS_FILE:
             data = _merge_json_lines(data, file.read_bytes() if file.is_file() else b"")
         write_bytes(file, data, durable=False)
 
 
-def _files_to_push(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
+def _list_files_to_push(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
     files = {file for pattern in patterns for file in stage_path.glob(pattern)}
     return sorted(
         file
@@ -99,19 +99,21 @@ def _files_to_push(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
     )
 
 
-def _without_process_ids(data: bytes) -> State | None:
+def _read_portable_state(data: bytes) -> State | None:
     """Return the state of a stage without process ids, which are local to a machine; None if `data` is damaged."""
     try:
         state = State.model_validate_json(data)
     except ValueError:
         return None
-    numbers = dict.fromkeys(("pid", "pid_started", "launcher_pid", "launcher_started"))
-    return state.model_copy(update={**numbers, "mark": "", "launcher_machine": ""})
+    cleared_ids = dict.fromkeys(("pid", "pid_started", "launcher_pid", "launcher_started"))
+    return state.model_copy(update={**cleared_ids, "mark": "", "launcher_machine": ""})
 
 
-def _merge_json_lines(*files: bytes) -> bytes:
+def _merge_json_lines(*file_contents: bytes) -> bytes:
     """Return the distinct JSON lines of several files, sorted by time."""
-    lines = {line for data in files for line in data.splitlines() if line.startswith(b"{") and line.endswith(b"}")}
+    lines = {
+        line for data in file_contents for line in data.splitlines() if line.startswith(b"{") and line.endswith(b"}")
+    }
 
     def line_time(line: bytes) -> float:
         try:

@@ -22,7 +22,7 @@ PART_BYTES = 16 << 20
 _MAX_PARTS = 9000  # maximum number of parts of an upload; S3 allows 10,000
 _MAX_PARALLEL_FILES = 4
 _MAX_PARALLEL_PARTS = 4
-_ATTEMPTS = 3  # maximum number of uploads of an object whose digest is wrong
+_MAX_ATTEMPTS = 3  # maximum number of uploads of an object whose digest is wrong
 
 
 @dataclass
@@ -42,19 +42,19 @@ class Journal:
         if self.path is None or not self.path.is_file():
             return
         for line in json_objects(self.path.read_text(encoding="utf-8").splitlines()):
-            self._read_journal_line(line)
+            self._apply_journal_line(line)
 
     def note(self, **line: Any) -> None:
         """Append a line to the journal file and sync the file to disk."""
         with self._lock:
-            self._read_journal_line(line)
+            self._apply_journal_line(line)
             if self.path is not None:
                 with open(self.path, "a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
                     file.flush()
                     os.fsync(file.fileno())
 
-    def _read_journal_line(self, line: dict[str, Any]) -> None:
+    def _apply_journal_line(self, line: dict[str, Any]) -> None:
         match line:
             case {"verified": str(key), "sha256": str(digest), "etag": str(etag)}:
                 self.verified[key] = (digest, etag)
@@ -84,35 +84,37 @@ class Transfer:
         Raises:
             UploadError: a stored object has the wrong digest after each attempt, or its file changed meanwhile.
         """
-        run_threads(self._send_one, ((key, *source) for key, source in files.items()), _MAX_PARALLEL_FILES, "upload")
+        run_threads(self._send_file, ((key, *source) for key, source in files.items()), _MAX_PARALLEL_FILES, "upload")
 
-    def _send_one(self, key: str, file: Path, sha256: str) -> None:
+    def _send_file(self, key: str, file: Path, sha256: str) -> None:
         self.pause()
-        head = self.bucket.head(key)
-        if head and self.journal.verified.get(key) == (sha256, head["etag"]):
+        object_info = self.bucket.head(key)
+        if object_info and self.journal.verified.get(key) == (sha256, object_info["etag"]):
             return
-        is_sent = head is not None and head["metadata"].get("sha256") == sha256
-        for _ in range(_ATTEMPTS):
+        is_sent = object_info is not None and object_info["metadata"].get("sha256") == sha256
+        for _ in range(_MAX_ATTEMPTS):
             if not is_sent:
-                self._put(key, file, sha256)
-            head = self.bucket.head(key)
-            if head is not None and self.bucket.sha256(key) == sha256:
-                self.journal.note(verified=key, sha256=sha256, etag=head["etag"])
+                self._upload_object(key, file, sha256)
+            object_info = self.bucket.head(key)
+            if object_info is not None and self.bucket.sha256(key) == sha256:
+                self.journal.note(verified=key, sha256=sha256, etag=object_info["etag"])
                 return
             is_sent = False
             self.bucket.client.delete_object(Bucket=self.bucket.name, Key=key)
             self.journal.note(gone=key)
-        raise UploadError(f"{self.bucket.url(key)} arrived altered {_ATTEMPTS} times: its sha256 is not that of {file}")
+        raise UploadError(
+            f"{self.bucket.url(key)} arrived altered {_MAX_ATTEMPTS} times: its sha256 is not that of {file}"
+        )
 
-    def _put(self, key: str, file: Path, sha256: str) -> None:
+    def _upload_object(self, key: str, file: Path, sha256: str) -> None:
         from botocore.exceptions import ClientError
 
         size = file.stat().st_size
         part_bytes = max(self.part_bytes, -(-size // _MAX_PARTS))
         if size <= part_bytes:
             data = file.read_bytes()
-            md5, content_md5 = _md5(data)
-            for _ in range(_ATTEMPTS):
+            md5, content_md5 = _compute_md5(data)
+            for _ in range(_MAX_ATTEMPTS):
                 response = self.bucket.client.put_object(
                     Bucket=self.bucket.name, Key=key, Body=data, ContentMD5=content_md5, Metadata={"sha256": sha256}
                 )
@@ -129,43 +131,49 @@ class Transfer:
         self.journal.note(gone=key)
 
     def _upload_in_parts(self, key: str, file: Path, size: int, part_bytes: int, sha256: str) -> None:
-        upload = self._upload_of(key, sha256)
+        upload_id = self._get_upload_id(key, sha256)
         parts = range(1, -(-size // part_bytes) + 1)
-        stored_parts = self.bucket.client.get_paginator("list_parts")
-        pages = stored_parts.paginate(Bucket=self.bucket.name, Key=key, UploadId=upload)
-        stored = {part["PartNumber"]: part["ETag"].strip('"') for page in pages for part in page.get("Parts", ())}
-        calls = ((key, upload, number, (file, (number - 1) * part_bytes, part_bytes), stored) for number in parts)
-        etags = run_threads(self._upload_part, calls, _MAX_PARALLEL_PARTS, "part")
-        completed = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(parts, etags, strict=True)]
+        part_paginator = self.bucket.client.get_paginator("list_parts")
+        pages = part_paginator.paginate(Bucket=self.bucket.name, Key=key, UploadId=upload_id)
+        stored_etags = {part["PartNumber"]: part["ETag"].strip('"') for page in pages for part in page.get("Parts", ())}
+        part_arguments = (
+            (key, upload_id, number, (file, (number - 1) * part_bytes, part_bytes), stored_etags) for number in parts
+        )
+        etags = run_threads(self._upload_part, part_arguments, _MAX_PARALLEL_PARTS, "part")
+        completed_parts = [
+            {"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(parts, etags, strict=True)
+        ]
         self.bucket.client.complete_multipart_upload(
-            Bucket=self.bucket.name, Key=key, UploadId=upload, MultipartUpload={"Parts": completed}
+            Bucket=self.bucket.name, Key=key, UploadId=upload_id, MultipartUpload={"Parts": completed_parts}
         )
 
-    def _upload_of(self, key: str, sha256: str) -> str:
+    def _get_upload_id(self, key: str, sha256: str) -> str:
         """Return the id of the multipart upload in the journal, or of a new upload. Other uploads of the same key are
         kept, because another machine may be sending the same content."""
         client, name = self.bucket.client, self.bucket.name
-        previous = self.journal.uploads.get(key)
-        uploads = client.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ()) if previous else ()
-        if any(each["Key"] == key and each["UploadId"] == previous for each in uploads):
-            return str(previous)
-        upload: str = client.create_multipart_upload(Bucket=name, Key=key, Metadata={"sha256": sha256})["UploadId"]
-        self.journal.note(upload=upload, key=key)
-        return upload
+        previous_id = self.journal.uploads.get(key)
+        uploads = client.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ()) if previous_id else ()
+        if any(
+            pending_upload["Key"] == key and pending_upload["UploadId"] == previous_id for pending_upload in uploads
+        ):
+            return str(previous_id)
+        upload_id: str = client.create_multipart_upload(Bucket=name, Key=key, Metadata={"sha256": sha256})["UploadId"]
+        self.journal.note(upload=upload_id, key=key)
+        return upload_id
 
     def _upload_part(
-        self, key: str, upload: str, number: int, span: tuple[Path, int, int], there: dict[int, str]
+        self, key: str, upload: str, number: int, file_slice: tuple[Path, int, int], stored_etags: dict[int, str]
     ) -> str:
         self.pause()
-        file, begin, length = span
+        file, offset, length = file_slice
         with open(file, "rb") as source:
-            source.seek(begin)
+            source.seek(offset)
             data = source.read(length)
-        md5, content_md5 = _md5(data)
-        etag = there.get(number, "")
+        md5, content_md5 = _compute_md5(data)
+        etag = stored_etags.get(number, "")
         if etag and etag in {md5, self.journal.parts.get((upload, number))}:
             return etag
-        for _ in range(_ATTEMPTS):
+        for _ in range(_MAX_ATTEMPTS):
             response = self.bucket.client.upload_part(
                 Bucket=self.bucket.name, Key=key, UploadId=upload, PartNumber=number, Body=data, ContentMD5=content_md5
             )
@@ -176,7 +184,7 @@ class Transfer:
         return str(etag)
 
 
-def _md5(data: bytes) -> tuple[str, str]:
+def _compute_md5(data: bytes) -> tuple[str, str]:
     """Return the MD5 of data in two forms: hexadecimal as in an ETag, and base64 as in a request."""
     digest = hashlib.md5(data, usedforsecurity=False)
     return digest.hexdigest(), base64.b64encode(digest.digest()).decode()

@@ -70,31 +70,33 @@ def main() -> int:
             _listen_for_stop(stage)
             run_program(stage)
     except CosmosError as error:
-        level = logging.WARNING if isinstance(error, Preempted) else logging.ERROR
-        logger.log(level, "%s", error, exc_info=error.__cause__)
-        return _report(path, error, serialise_error(error)[0], str(error))
+        log_level = logging.WARNING if isinstance(error, Preempted) else logging.ERROR
+        logger.log(log_level, "%s", error, exc_info=error.__cause__)
+        return _write_error_file(path, error, serialise_error(error)[0], str(error))
     except Exception as error:  # noqa: BLE001 - every error of the process becomes a line and an exit code
-        return _crash(path, error)
+        return _report_crash(path, error)
     return EXIT_OK
 
 
 def run_program(stage: Stage) -> None:
     """Call the program of the stage's kind and commit the returned outcome."""
     stage.progress.phase("start")
-    size = stage.recipe.policy.parallelism.world_size if stage.kind.has_mesh else 1
-    if size == 1 and not _has_engines(stage):
+    world_size = stage.recipe.policy.parallelism.world_size if stage.kind.has_mesh else 1
+    if world_size == 1 and not _has_engines(stage):
         _report_hardware(stage, [measure(LIBRARIES)])
     program = _import_program(stage.entry)
     try:
         inspect.signature(program).bind(stage, **stage.config.arguments)
     except TypeError as error:
         raise ConfigError(f"stage {stage.name!r}: arguments do not fit {stage.entry}: {error}") from error
-    engines = _engines(stage)
-    if size > 1 or engines is not None:
-        group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(size, actors=engines)
-        outcome = group.run(partial(run_rank, stage.path, program), lambda: stage.stop_requested, stage.progress.beat)
+    engine_group = _create_engine_group(stage)
+    if world_size > 1 or engine_group is not None:
+        worker_group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(world_size, actors=engine_group)
+        outcome = worker_group.run(
+            partial(run_rank, stage.path, program), lambda: stage.stop_requested, stage.progress.beat
+        )
     else:
-        outcome = _run(stage, program)
+        outcome = _run_with_metrics(stage, program)
     kind, fingerprint = stage.kind.name, stage.fingerprint
     commit(stage.path, outcome, kind=kind, fingerprint=fingerprint, inputs=stage.inputs, sources=stage.sources)
 
@@ -103,7 +105,7 @@ def _has_engines(stage: Stage) -> bool:
     return stage.kind.feed == "rollouts" and stage.recipe.num_engines > 0
 
 
-def _engines(stage: Stage) -> Any:
+def _create_engine_group(stage: Stage) -> Any:
     """Return the rollout engines of the stage that run in processes other than its ranks; None if there are none."""
     if not _has_engines(stage):
         return None
@@ -132,14 +134,14 @@ def run_rank(path: Path, program: Callable[..., Outcome], messages: Any) -> Outc
 
     threading.Thread(target=listen, daemon=True).start()
     stage.engines = messages.actors
-    facts = all_gather_object(asdict(measure(LIBRARIES)))
+    machine_properties = all_gather_object(asdict(measure(LIBRARIES)))
     with raise_disk_full(path):
         if is_first():
-            _report_hardware(stage, [MachineProperties(**each) for each in facts])
-            return _run(stage, program)
-        with tempfile.TemporaryDirectory() as scratch:
-            stage.progress = Progress(Path(scratch) / "progress.json")
-            stage.metrics = Metrics(Path(scratch) / "metrics.jsonl")
+            _report_hardware(stage, [MachineProperties(**rank_properties) for rank_properties in machine_properties])
+            return _run_with_metrics(stage, program)
+        with tempfile.TemporaryDirectory() as scratch_folder:
+            stage.progress = Progress(Path(scratch_folder) / "progress.json")
+            stage.metrics = Metrics(Path(scratch_folder) / "metrics.jsonl")
             return program(stage, **stage.config.arguments)
 
 
@@ -156,31 +158,33 @@ def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
     with convert_errors(convert):
         outcome = program(stage, **stage.config.arguments)
     if not isinstance(outcome, Outcome):
-        returned = "nothing" if outcome is None else f"a {type(outcome).__name__}"
-        raise ConfigError(f"{stage_description} returned {returned}; return a cosmos_core.types.Outcome")
+        returned_type = "nothing" if outcome is None else f"a {type(outcome).__name__}"
+        raise ConfigError(f"{stage_description} returned {returned_type}; return a cosmos_core.types.Outcome")
     return outcome
 
 
-def _report_hardware(stage: Stage, facts: Sequence[MachineProperties]) -> None:
+def _report_hardware(stage: Stage, machine_properties: Sequence[MachineProperties]) -> None:
     """Write and log the hardware on which the stage runs, and the numeric precision of a training."""
-    write_json(stage.path / FACTS_FILE, [asdict(each) for each in facts])
+    write_json(stage.path / FACTS_FILE, [asdict(rank_properties) for rank_properties in machine_properties])
     train = stage.recipe.train
-    precision = f", {train.master_dtype} weights, computes in {train.param_dtype}" if stage.kind.trains_model else ""
-    logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, formatting.machines(facts), precision)
+    precision_text = (
+        f", {train.master_dtype} weights, computes in {train.param_dtype}" if stage.kind.trains_model else ""
+    )
+    logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, formatting.machines(machine_properties), precision_text)
 
 
-def _run(stage: Stage, program: Callable[..., Outcome]) -> Outcome:
+def _run_with_metrics(stage: Stage, program: Callable[..., Outcome]) -> Outcome:
     """Call the program of a stage, and pass its metrics to the log and to the metric sinks (W&B, TensorBoard)."""
-    steps = StepLog(stage.progress)
-    stage.metrics.watchers.append(steps.log_metrics_line)
-    warnings, ours = _WarningHandler(stage.progress), logging.getLogger("cosmos_core")
-    ours.addHandler(warnings)
+    step_log = StepLog(stage.progress)
+    stage.metrics.watchers.append(step_log.log_metrics_line)
+    warning_handler, package_logger = _WarningHandler(stage.progress), logging.getLogger("cosmos_core")
+    package_logger.addHandler(warning_handler)
     try:
         with send_to_sinks(stage):
             return _call_program(program, stage)
     finally:
-        ours.removeHandler(warnings)
-        steps.flush()
+        package_logger.removeHandler(warning_handler)
+        step_log.flush()
 
 
 class _WarningHandler(logging.Handler):
@@ -205,22 +209,22 @@ def _import_program(entry: str) -> Callable[..., Outcome]:
 
 
 def _listen_for_stop(stage: Stage) -> None:
-    def request(number: int, frame: object) -> None:
+    def request(signal_number: int, frame: object) -> None:
         stage.stop_requested = True
 
-    for name in {"SIGTERM", *stage.recipe.train.signal_to_handle}:
-        signal.signal(signal.Signals[name], request)
+    for signal_name in {"SIGTERM", *stage.recipe.train.signal_to_handle}:
+        signal.signal(signal.Signals[signal_name], request)
 
 
-def _crash(path: Path, error: Exception) -> int:
+def _report_crash(path: Path, error: Exception) -> int:
     traceback.print_exc()
-    kind = StageFailed if is_transient(error) else ProgramError
-    return _report(path, error, kind.__name__, f"{type(error).__name__}: {error}")
+    error_class = StageFailed if is_transient(error) else ProgramError
+    return _write_error_file(path, error, error_class.__name__, f"{type(error).__name__}: {error}")
 
 
-def _report(path: Path, error: Exception, kind: str, message: str) -> int:
+def _write_error_file(path: Path, error: Exception, error_type: str, message: str) -> int:
     try:
-        write_json(path / "error.json", {"type": kind, "message": masked(" ".join(message.split()))})
+        write_json(path / "error.json", {"type": error_type, "message": masked(" ".join(message.split()))})
     except OSError:
         logger.exception("error.json could not be written")
     return error.exit_code if isinstance(error, CosmosError) else EXIT_CRASH

@@ -40,22 +40,24 @@ def run(stage: Stage) -> Outcome:
     record = open_target(stage.config.target).published() if stage.config.target else None
     published: dict[str, float] = (record or {}).get("metrics", {})
     report: list[dict[str, Any]] = []
-    failed: list[str] = []
+    failure_messages: list[str] = []
     for condition in map(parse_condition, stage.config.require):
-        first = len(report)
-        for name, measured in _measured_metrics(condition, stage, None if record is None else published):
-            paired = _paired_comparison(stage, condition, name, measured, record) if record is not None else None
-            noise = 0.0 if record is None or paired else _noise_margin(stage, condition, name, measured, published)
+        first_index = len(report)
+        for name, measured in _find_measured_metrics(condition, stage, None if record is None else published):
+            paired = _compare_paired_items(stage, condition, name, measured, record) if record is not None else None
+            noise = (
+                0.0 if record is None or paired else _compute_noise_margin(stage, condition, name, measured, published)
+            )
             entry = _report_condition(condition, name, measured[name], condition.limit(published.get(name)), noise)
             if paired is not None and measured[name] == measured[name]:  # skip NaN, which differs from itself
                 entry |= _compare_items(condition, paired, stage.config.confidence)
             report.append(entry)
-        _add_corrected_p_values(report[first:])
-        failed += [_refusal(condition, entry) for entry in report[first:] if not entry["passed"]]
+        _add_corrected_p_values(report[first_index:])
+        failure_messages += [_format_refusal(condition, entry) for entry in report[first_index:] if not entry["passed"]]
     stage.path.mkdir(parents=True, exist_ok=True)
     write_json(stage.path / CONDITIONS, report)  # before a refusing gate raises its error
-    if failed:
-        raise GateFailed(f"gate {stage.name!r}: {'; '.join(failed)}")
+    if failure_messages:
+        raise GateFailed(f"gate {stage.name!r}: {'; '.join(failure_messages)}")
     return Outcome(metrics=metrics, info={"conditions": [*report]})
 
 
@@ -72,62 +74,71 @@ def _compare_items(condition: MetricCondition, paired: PairedDifferences, confid
     """Return whether a comparison per benchmark item passes, and its statistics, for the report of a gate."""
     is_higher_better = condition.comparison.startswith(">")
     p_value = paired.p_value(condition.offset) if is_higher_better else paired.negate.p_value(-condition.offset)
-    values = paired.describe(confidence)
+    statistics = paired.describe(confidence)
     distance = (paired.mean - condition.offset) * (1 if is_higher_better else -1)
-    num_required = num_required_items(values["items"], values["detectable"], distance)
-    return {"passed": p_value <= 1 - confidence, "paired": values | {"p_value": p_value, "needed": num_required}}
+    num_required = num_required_items(statistics["items"], statistics["detectable"], distance)
+    return {"passed": p_value <= 1 - confidence, "paired": statistics | {"p_value": p_value, "needed": num_required}}
 
 
 def _add_corrected_p_values(entries: list[dict[str, Any]]) -> None:
     """Add p-values with Holm's correction to the comparisons of all benchmarks that match one condition. The report
     uses them to show which benchmarks differ; the gate does not use them, because every benchmark has to pass."""
-    compared = [entry["paired"] for entry in entries if "paired" in entry]
-    if len(compared) > 1:
-        for pair, corrected in zip(compared, correct_p_values([pair["p_value"] for pair in compared]), strict=True):
-            pair["p_holm"] = corrected
+    comparisons = [entry["paired"] for entry in entries if "paired" in entry]
+    if len(comparisons) > 1:
+        for comparison, corrected_p_value in zip(
+            comparisons, correct_p_values([comparison["p_value"] for comparison in comparisons]), strict=True
+        ):
+            comparison["p_holm"] = corrected_p_value
 
 
-def _refusal(condition: MetricCondition, entry: dict[str, Any]) -> str:
+def _format_refusal(condition: MetricCondition, entry: dict[str, Any]) -> str:
     """Return the error message for a condition that does not hold."""
-    bound = "" if entry["bound"] is None else f", bound {entry['bound']:.6g}"
-    noise = f", noise {entry['noise']:.3g}" if "noise" in entry else ""
-    if pair := entry.get("paired"):
-        noise = (
-            f"; {pair['difference']:+.3g} ({pair['low']:+.3g} .. {pair['high']:+.3g}) on {pair['items']} items, of "
-            f"which {pair['better']} are better and {pair['worse']} worse, p = {pair['p_value']:.3g}"
+    bound_text = "" if entry["bound"] is None else f", bound {entry['bound']:.6g}"
+    noise_text = f", noise {entry['noise']:.3g}" if "noise" in entry else ""
+    if comparison := entry.get("paired"):
+        noise_text = (
+            f"; {comparison['difference']:+.3g} ({comparison['low']:+.3g} .. {comparison['high']:+.3g}) on "
+            f"{comparison['items']} items, of "
+            f"which {comparison['better']} are better and {comparison['worse']} worse, p = {comparison['p_value']:.3g}"
         )
-        noise += f" ({pair['p_holm']:.3g} with Holm's correction)" if "p_holm" in pair else ""
-        noise += f"; as many items show a difference of {pair['detectable']:.2g}"
-        noise += f", this one needs {pair['needed']:,} items" if pair["needed"] else ""
+        noise_text += f" ({comparison['p_holm']:.3g} with Holm's correction)" if "p_holm" in comparison else ""
+        noise_text += f"; as many items show a difference of {comparison['detectable']:.2g}"
+        noise_text += f", this one needs {comparison['needed']:,} items" if comparison["needed"] else ""
     metric = entry.get("metric", condition.metric)
-    return f"{condition.text} does not hold: {metric} = {entry['value']:.6g}{bound}{noise}"
+    return f"{condition.text} does not hold: {metric} = {entry['value']:.6g}{bound_text}{noise_text}"
 
 
-def _paired_comparison(
-    stage: Stage, condition: MetricCondition, name: str, measured: dict[str, float], record: dict[str, Any]
+def _compare_paired_items(
+    stage: Stage, condition: MetricCondition, name: str, measured_metrics: dict[str, float], record: dict[str, Any]
 ) -> PairedDifferences | None:
     """Return the comparison with the published model per item of a benchmark. Return None if the run of the published
     model is not on this machine, if it measured other items, or if the metric is not the mean over the items: for a
     perplexity, for example, the items are log-likelihoods."""
     if not (stage.config.confidence and condition.needs_published_model) or condition.comparison == "==":
         return None
-    new = next((result.get("path") for result in stage.inputs.values() if result["metrics"] is measured), None)
-    published = record["metrics"][name]
+    new_path = next(
+        (result.get("path") for result in stage.inputs.values() if result["metrics"] is measured_metrics), None
+    )
+    published_value = record["metrics"][name]
     for old_folder in published_item_folders(record, name):
-        if new and (paired := compare_items(name, Path(new), old_folder)):
+        if new_path and (paired := compare_items(name, Path(new_path), old_folder)):
             # The negated comparison is also true for NaN.
-            is_item_mean = not abs(paired.mean - (measured[name] - published)) > 1e-6
+            is_item_mean = not abs(paired.mean - (measured_metrics[name] - published_value)) > 1e-6
             return paired if is_item_mean else None
     return None
 
 
-def _noise_margin(
-    stage: Stage, condition: MetricCondition, name: str, measured: dict[str, float], published: dict[str, float]
+def _compute_noise_margin(
+    stage: Stage,
+    condition: MetricCondition,
+    name: str,
+    measured_metrics: dict[str, float],
+    published_metrics: dict[str, float],
 ) -> float:
     """Return the margin by which a metric must differ from that of the published model at the configured confidence."""
     if not (stage.config.confidence and condition.needs_published_model):
         return 0.0
-    noise = noise_margin(name, stage.config.confidence, measured, published)
+    noise = noise_margin(name, stage.config.confidence, measured_metrics, published_metrics)
     if noise is None:
         raise ConfigError(
             f"gate {stage.name!r}: {condition.text!r} with confidence = {stage.config.confidence:g}: nobody knows how "
@@ -136,8 +147,8 @@ def _noise_margin(
     return noise
 
 
-def _measured_metrics(
-    condition: MetricCondition, stage: Stage, published: dict[str, float] | None
+def _find_measured_metrics(
+    condition: MetricCondition, stage: Stage, published_metrics: dict[str, float] | None
 ) -> list[tuple[str, dict[str, float]]]:
     """Return each metric that a condition matches: its name, and all metrics of the stage that reported it.
     `STAGE.METRIC` selects one of several stages that report the same metric. In a comparison with the published model,
@@ -146,21 +157,23 @@ def _measured_metrics(
     for name, result in stage.inputs.items():
         for key in result["metrics"]:
             metrics[f"{name}.{key}"] = metrics[key] = (key, result["metrics"])
-    matching = {
+    matching_metrics = {
         key: metrics[full_name] for full_name, (key, _) in metrics.items() if condition.matches_metric(full_name)
     }
-    if not matching:
-        reported = sorted({key for key, _ in metrics.values()})
+    if not matching_metrics:
+        reported_names = sorted({key for key, _ in metrics.values()})
         raise ConfigError(
             f"gate {stage.name!r}: no stage in its `after` reported {condition.metric!r}; "
-            f"reported: {', '.join(reported) or 'nothing'}"
+            f"reported: {', '.join(reported_names) or 'nothing'}"
         )
-    if published is None or not condition.needs_published_model:
-        return list(matching.values())
-    comparable = [each for name, each in matching.items() if isinstance(published.get(name), int | float)]
-    if not comparable:
-        names = " or ".join(map(repr, matching))
+    if published_metrics is None or not condition.needs_published_model:
+        return list(matching_metrics.values())
+    comparable_metrics = [
+        each for name, each in matching_metrics.items() if isinstance(published_metrics.get(name), int | float)
+    ]
+    if not comparable_metrics:
+        names = " or ".join(map(repr, matching_metrics))
         raise ConfigError(
             f"gate {stage.name!r}: {condition.text!r}: what is published has no {names}; compare with a number"
         )
-    return comparable
+    return comparable_metrics

@@ -4,7 +4,7 @@ from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
 from tasks.stages.prepare import RENDER_PROMPTS, ROW_KEYS
 
-_REWARDS = (
+_REWARD_KEYS = (
     "type", "trainer_type", "reward_function", "reward_env", "reward_timeout_seconds", "use_remote_reward",
     "remote_reward", "bypass_reward", "group_reward_calculation", "overlong_reward", "system_prompt", "datasets",
 )  # fmt: skip
@@ -24,7 +24,7 @@ KIND = StageKind(
         "train.seed",
         "train.master_dtype",
         "train.param_dtype",
-        *(f"train.train_policy.{name}" for name in _REWARDS),
+        *(f"train.train_policy.{name}" for name in _REWARD_KEYS),
         "policy",
         "rollout",
         "custom",

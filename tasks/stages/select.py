@@ -36,28 +36,32 @@ def run(stage: Stage) -> Outcome:
     """
     sweep = stage.config.sweep
     assert sweep is not None  # a select stage without the key `sweep` is refused earlier
-    values = {sweep_branch.stages: _value(stage, sweep_branch, sweep.metric) for sweep_branch in sweep.branches}
+    values = {sweep_branch.stages: _read_metric(stage, sweep_branch, sweep.metric) for sweep_branch in sweep.branches}
     candidates = [sweep_branch for sweep_branch in sweep.branches if not math.isnan(values[sweep_branch.stages])]
     if not candidates:
         raise GateFailed(f"stage {stage.name!r}: {sweep.metric} is not a number in any of {len(values)} branches")
-    best = (max if sweep.mode == "max" else min)(candidates, key=lambda sweep_branch: values[sweep_branch.stages])
-    model_stages = [name for name in best.stages if stage.inputs[name]["info"].get("model")]
-    source = stage.inputs[model_stages[-1] if model_stages else best.stages[-1]]
+    best_branch = (max if sweep.mode == "max" else min)(
+        candidates, key=lambda sweep_branch: values[sweep_branch.stages]
+    )
+    model_stages = [name for name in best_branch.stages if stage.inputs[name]["info"].get("model")]
+    source = stage.inputs[model_stages[-1] if model_stages else best_branch.stages[-1]]
     info = {key: value for key, value in source["info"].items() if key != "data"}  # `data` is a folder of that stage
     outputs: tuple[str, ...] = ()
     if model_stages:
         outputs = (str(info["model"]),)
-        _link(Path(source["path"]) / outputs[0], stage.path / outputs[0])
-    chosen = Path(source["path"]).name
-    return Outcome(outputs=outputs, metrics=_metrics(stage, best), info=info | {"chosen": chosen})
+        _link_files(Path(source["path"]) / outputs[0], stage.path / outputs[0])
+    chosen_stage = Path(source["path"]).name
+    return Outcome(
+        outputs=outputs, metrics=_merge_branch_metrics(stage, best_branch), info=info | {"chosen": chosen_stage}
+    )
 
 
-def _metrics(stage: Stage, sweep_branch: SweepBranch) -> dict[str, Any]:
+def _merge_branch_metrics(stage: Stage, sweep_branch: SweepBranch) -> dict[str, Any]:
     return {key: value for name in sweep_branch.stages for key, value in stage.inputs[name]["metrics"].items()}
 
 
-def _value(stage: Stage, sweep_branch: SweepBranch, metric: str) -> float:
-    metrics = _metrics(stage, sweep_branch)
+def _read_metric(stage: Stage, sweep_branch: SweepBranch, metric: str) -> float:
+    metrics = _merge_branch_metrics(stage, sweep_branch)
     if metric not in metrics:
         raise ConfigError(
             f"stage {stage.name!r}: branch {sweep_branch.stages[0]!r} did not report {metric!r}; "
@@ -66,10 +70,10 @@ def _value(stage: Stage, sweep_branch: SweepBranch, metric: str) -> float:
     return float(metrics[metric])
 
 
-def _link(source: Path, target: Path) -> None:
+def _link_files(source: Path, target: Path) -> None:
     """Hard-link the files of `source` below `target`, or copy them where the file system has no hard links."""
     for file in files_below(source):
-        new = target / file.relative_to(source) if file != source else target
-        new.parent.mkdir(parents=True, exist_ok=True)
-        new.unlink(missing_ok=True)
-        link_or_copy(file, new)
+        link_path = target / file.relative_to(source) if file != source else target
+        link_path.parent.mkdir(parents=True, exist_ok=True)
+        link_path.unlink(missing_ok=True)
+        link_or_copy(file, link_path)

@@ -16,7 +16,7 @@ from cosmos_core.upload.checkpoint_upload import CheckpointUploader, checkpoint_
 
 logger = logging.getLogger(__name__)
 
-_PUBLICATION = "publication.json"
+_PUBLICATION_FILE = "publication.json"
 """Name of the file in the folder of an upload stage with the record of its publication. It is written after the pointer
 to the current version was moved."""
 
@@ -49,9 +49,11 @@ def run(stage: Stage) -> Outcome:
         )
     for name, result in stage.inputs.items():
         source = read_result(Path(result["path"]))
-        damage = find_damage(Path(result["path"]), source, ignores_cache=True) if source else "its result is gone"
-        if damage:
-            raise UploadError(f"stage {stage.name!r} publishes nothing: stage {name!r}: {damage}")
+        damage_message = (
+            find_damage(Path(result["path"]), source, ignores_cache=True) if source else "its result is gone"
+        )
+        if damage_message:
+            raise UploadError(f"stage {stage.name!r} publishes nothing: stage {name!r}: {damage_message}")
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
     version = f"{stage.run_path.name}-{stage.fingerprint[:8]}"
     # The file with the record of an earlier publication is not part of the model.
@@ -64,45 +66,51 @@ def run(stage: Stage) -> Outcome:
         "inputs": {name: result["digest"] for name, result in stage.inputs.items()},
         "files": {str(file.relative_to(folder)): sha256(file) for file in files},
     }
-    target, check = open_target(stage.config.target), publication_check()
-    check()
-    if prepare := getattr(target, "prepare_upload", None):
-        prepare(stage.path, check)
-    _send_saves(stage)
-    if address := _find_current(stage, target, folder, record):
+    target, check_cancellation = open_target(stage.config.target), publication_check()
+    check_cancellation()
+    if prepare_upload := getattr(target, "prepare_upload", None):
+        prepare_upload(stage.path, check_cancellation)
+    _send_checkpoints(stage)
+    if address := _find_published_model(stage, target, folder, record):
         return Outcome(metrics=metrics, info={"model": address, "published": address, "was_published": True})
-    published = target.publish(folder, version, record)
-    write_json(stage.path / _PUBLICATION, record)
-    return Outcome(metrics=metrics, info={"model": published, "published": published})
+    published_address = target.publish(folder, version, record)
+    write_json(stage.path / _PUBLICATION_FILE, record)
+    return Outcome(metrics=metrics, info={"model": published_address, "published": published_address})
 
 
-def _find_current(stage: Stage, target: Target, folder: Path, record: dict[str, Any]) -> str:
+def _find_published_model(stage: Stage, target: Target, folder: Path, record: dict[str, Any]) -> str:
     """Return the address of the model if it is already published and needs no upload; otherwise an empty string."""
     if not (hasattr(target, "where") and hasattr(target, "damage")):
         return ""
     try:
-        current = target.published()
+        current_record = target.published()
     except DamagedRecord as error:
         logger.warning("what was published cannot be told and is published anew: %s", error)
         return ""
-    if current is None or current.get("version") in {None, record["version"]}:
+    if current_record is None or current_record.get("version") in {None, record["version"]}:
         return ""  # publishing the same version again repairs damaged files
-    superseded = _find_superseded(stage, target, folder, record, current)
-    return superseded or _find_same_weights(target, folder, record, current)
+    superseded_address = _find_superseded_version(stage, target, folder, record, current_record)
+    return superseded_address or _find_same_weights(target, folder, record, current_record)
 
 
-def _find_superseded(stage: Stage, target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
+def _find_superseded_version(
+    stage: Stage, target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]
+) -> str:
     """Return the address at which this stage has published the same weights before, if these are intact and the pointer
     was since moved to another version; otherwise an empty string. Thereby a resumed run undoes neither a rollback nor a
     newer publication, unless the stage is forced to run again."""
-    folders = [stage.path, *(stage.run_path / "superseded").glob(f"{stage.name}.*")]
-    notes = [note for note in (read_object(each / _PUBLICATION) for each in folders) if "files" in note]
-    weights = _weight_digests(record)
-    versions = {str(note["version"]) for note in notes if _weight_digests(note) == weights}
+    stage_folders = [stage.path, *(stage.run_path / "superseded").glob(f"{stage.name}.*")]
+    publication_records = [
+        note
+        for note in (read_object(stage_folder / _PUBLICATION_FILE) for stage_folder in stage_folders)
+        if "files" in note
+    ]
+    weight_digests = _weight_digests(record)
+    versions = {str(note["version"]) for note in publication_records if _weight_digests(note) == weight_digests}
     if current["version"] in versions or read_state(stage.path).forced:
         return ""
     for version in sorted(versions):
-        if not target.damage(folder, version, {"files": weights}):
+        if not target.damage(folder, version, {"files": weight_digests}):
             promote_command = f"cosmos promote {stage.config.target} {version}"
             if not hasattr(target, "point_to"):
                 promote_command = f"cosmos resume {stage.run_path} --from-stage {stage.name}, not cosmos promote,"
@@ -115,26 +123,28 @@ def _find_superseded(stage: Stage, target: Any, folder: Path, record: dict[str, 
     return ""
 
 
-def _find_same_weights(target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
+def _find_same_weights(target: Any, folder: Path, record: dict[str, Any], current_record: dict[str, Any]) -> str:
     """Return the address of the current version if another run published it with the same undamaged files, except for
     the model card; otherwise an empty string."""
-    version, weights = str(current["version"]), _weight_digests(record)
-    if _weight_digests(current) != weights:
+    version, weight_digests = str(current_record["version"]), _weight_digests(record)
+    if _weight_digests(current_record) != weight_digests:
         return ""
-    where = str(target.where(version))
-    if damage := target.damage(folder, version, {"files": weights}):
-        logger.warning("%s has the same weights but is damaged, they are published anew: %s", where, damage)
+    version_address = str(target.where(version))
+    if damage_message := target.damage(folder, version, {"files": weight_digests}):
+        logger.warning(
+            "%s has the same weights but is damaged, they are published anew: %s", version_address, damage_message
+        )
         return ""
-    return where
+    return version_address
 
 
 def _weight_digests(record: dict[str, Any]) -> dict[str, str]:
     return {name: digest for name, digest in record["files"].items() if not name.endswith(".md")}
 
 
-def _send_saves(stage: Stage) -> None:
+def _send_checkpoints(stage: Stage) -> None:
     """Send the checkpoints of the training that were not sent while it ran."""
-    ckpt, parent = stage.recipe.train.ckpt, stage.config.target.rpartition("/")[0]
-    if ckpt.upload_s3 == "all" and parent and parent.startswith(ckpt.s3_url()):
+    checkpoint_config, target_parent = stage.recipe.train.ckpt, stage.config.target.rpartition("/")[0]
+    if checkpoint_config.upload_s3 == "all" and target_parent and target_parent.startswith(checkpoint_config.s3_url()):
         for name, result in stage.inputs.items():
-            CheckpointUploader(Path(result["path"]), checkpoint_url(parent, name, stage.run_path.name)).push()
+            CheckpointUploader(Path(result["path"]), checkpoint_url(target_parent, name, stage.run_path.name)).push()

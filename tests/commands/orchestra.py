@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from cosmos_core.launch.server import _copy_database, _template
+from cosmos_core.launch.server import _copy_database, _locate_empty_database
 from cosmos_core.observe.logs import add_quiet_variables
 from tests.conftest import processes_below, wait_until
 
@@ -64,11 +64,11 @@ class Orchestra:
 
     def start_server(self) -> subprocess.Popen[str]:
         """Start the server, with the database that there is, or a copy of the empty one that is kept."""
-        is_made_here = not self._file.exists() and not _copy_database(_template(), self._file)
+        is_made_here = not self._file.exists() and not _copy_database(_locate_empty_database(), self._file)
         found = self.start("server", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
         wait_until(self._answers, 120, f"the server answers; its log: {self.folder}/server.log")
         if is_made_here:
-            _copy_database(self._file, _template())
+            _copy_database(self._file, _locate_empty_database())
         return found
 
     def _answers(self) -> bool:

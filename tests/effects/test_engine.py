@@ -59,7 +59,7 @@ def test_it_changes_what_an_alarm_does(change: Change) -> None:
 
     def watch(recipe: Recipe) -> dict[str, float]:
         stage: Any = SimpleNamespace(recipe=recipe)
-        return setup._drift_check(stage)(1, metrics)
+        return setup._make_drift_check(stage)(1, metrics)
 
     assert watch(change.before) == {"watch/alarm": 1.0}
     with pytest.raises(StageFailed, match="differ by 100 nats per token"):

@@ -31,7 +31,7 @@ def ahead(recipe: Recipe, folder: Path) -> AsyncGroupSource:
     made: Any = SimpleNamespace(
         engine_fleet=None, make_local_scorer=lambda weights: weights, resync=None, call_before_close=print
     )
-    found: Any = setup._async_source(
+    found: Any = setup._make_async_source(
         stage_of(folder / "stage", recipe, kind="rl"), rows, PromptOrder(rows, recipe), made
     )
     return found
@@ -61,7 +61,7 @@ def test_it_changes_how_far_engines_run_ahead(change: Change, expected: dict[str
 )
 def test_it_changes_the_engines_beside_the_ranks(change: Change, expected: tuple[int, int], tmp_path: Path) -> None:
     def count(recipe: Recipe, folder: Path) -> int:
-        group = worker._engines(stage_of(folder, recipe, kind="rl"))
+        group = worker._create_engine_group(stage_of(folder, recipe, kind="rl"))
         return 0 if group is None else group.target_size()
 
     assert (count(change.before, tmp_path / "before"), count(change.after, tmp_path / "after")) == expected
@@ -88,7 +88,7 @@ def test_the_rewards_of_validation_know_its_own_limit(tmp_path: Path, monkeypatc
 
 def test_an_engine_with_ranks_of_its_own_takes_what_they_take(tmp_path: Path) -> None:
     spread = Change("rollout.parallelism.tp_size", 4, APART).after
-    group = worker._engines(stage_of(tmp_path, spread, kind="rl"))
+    group = worker._create_engine_group(stage_of(tmp_path, spread, kind="rl"))
     assert (group.target_size(), group.processes) == (1, 4)
 
 
@@ -108,7 +108,7 @@ def test_it_changes_what_engines_get_and_when(
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(generation, "Fleet", lambda handles, **settings: made.append(settings))
     for recipe in (change.before, change.after):
-        generation._fleet(stage_of(tmp_path / "stage", recipe, kind="rl"))
+        generation._make_fleet(stage_of(tmp_path / "stage", recipe, kind="rl"))
     [(name, values)] = expected.items()
     assert (made[0][name], made[1][name]) == values
 
@@ -120,13 +120,13 @@ def test_it_changes_what_engines_get_and_when(
 def test_it_changes_the_way_that_weights_take(
     change: Change, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert generation._native_transfer(change.before) is None
-    assert generation._native_transfer(change.after) is None and "needs GPUs" in caplog.text
+    assert generation._make_native_transfer(change.before) is None
+    assert generation._make_native_transfer(change.after) is None and "needs GPUs" in caplog.text
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    found = generation._native_transfer(change.after)
+    found = generation._make_native_transfer(change.after)
     assert found is not None and found.transport.backend == expected
     other = Change("rollout.async_r2r_sync", "inference", {**APART, "rollout.weight_transfer": "native"}).after
-    assert generation._native_transfer(other) is None
+    assert generation._make_native_transfer(other) is None
 
 
 @changes(Change("train.sync_weight_interval", 3, GRPO))

@@ -42,7 +42,7 @@ def facts(recipes: list[Recipe], stop: threading.Event) -> list[dict[str, Any]]:
             [i for i, layer in enumerate(stage.model.model.layers) if not isinstance(layer, StagePlaceholder)]
             for stage in stages.roots
         ]
-        schedule = type(stages._schedule(2, 4, lambda _, number: torch.zeros(()))).__name__
+        schedule = type(stages._build_schedule(2, 4, lambda _, number: torch.zeros(()))).__name__
         rows = stages.rows(size)
         found.append({
             "schedule": schedule, "layers": own, "rows": rows, "micro-batches": stages.count(size // rows, size)

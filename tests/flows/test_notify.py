@@ -14,7 +14,7 @@ from prefect.events.worker import EventsWorker
 
 from cosmos_core.errors import ConfigError, GateFailed, ProgramError
 from cosmos_core.launch.bootstrap import bootstrap_server
-from cosmos_core.launch.notify import EVENTS, _block, parsed_channels
+from cosmos_core.launch.notify import EVENTS, _create_block, parsed_channels
 from tasks import events
 from tests.conftest import wait_until
 from tests.unit.run_folder import counting_run
@@ -77,7 +77,7 @@ def test_a_second_bootstrap_updates_and_the_server_sends_what_failed_with_the_re
 
 def test_an_address_of_mail_is_one_that_apprise_knows() -> None:
     address = parsed_channels(["email=mailtos://ada:secret@smtp.example.com?to=team@example.com"])["email"]
-    [plugin] = _block("email", address)._apprise_client
+    [plugin] = _create_block("email", address)._apprise_client
     assert (type(plugin).__name__, plugin.smtp_host) == ("NotifyEmail", "smtp.example.com")
 
 

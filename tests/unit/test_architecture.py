@@ -193,7 +193,7 @@ def test_the_front_half_loads_none_of_the_back_halfs_libraries() -> None:
         "import cosmos_core.cli",
         # What `cosmos check --schema-only` does.
         "from pathlib import Path\nimport cosmos_core.cli\n"
-        "cosmos_core.cli._pipeline([Path('configs/demo/arithmetic.toml')], [])",
+        "cosmos_core.cli._compose_pipeline([Path('configs/demo/arithmetic.toml')], [])",
     ],
     ids=["--help", "check --schema-only"],
 )

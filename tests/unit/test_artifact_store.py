@@ -374,7 +374,7 @@ def test_runs_that_have_one_name_on_two_machines_do_not_mix(
 def test_what_sends_beside_a_stage_goes_on_whatever_goes_wrong(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(store_sync, "_CHECKPOINT_SECONDS", 0.02)
+    monkeypatch.setattr(store_sync, "_CHECKPOINT_POLL_SECONDS", 0.02)
     damaged = run.stage_path("first") / "checkpoints/step_1/policy/manifest.json"
     damaged.parent.mkdir(parents=True)
     damaged.write_text('{"files": {"model": {}}}')

@@ -9,7 +9,7 @@ import pytest
 from prefect.exceptions import ObjectNotFound
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.launch.bootstrap import Pool, _pool, bootstrap_server
+from cosmos_core.launch.bootstrap import Pool, _save_work_pool, bootstrap_server
 
 
 class Server:
@@ -41,12 +41,15 @@ def test_a_name_that_prefect_does_not_take_is_one_line(name: str) -> None:
 def test_a_type_that_is_not_there_makes_no_pool(tmp_path: Path) -> None:
     server = Server()
     with pytest.raises(ConfigError) as caught:
-        _pool(server, Pool("big", "nosuch"))
+        _save_work_pool(server, Pool("big", "nosuch"))
     assert str(caught.value) == (
         "work pool 'big': there is no type 'nosuch'; known: docker, process. Of another one give the --template"
     )
     assert server.made == []
-    assert _pool(server, Pool("big", "docker", 2)) == "work pool big: made (docker, at most 2 at once)"
+    assert _save_work_pool(server, Pool("big", "docker", 2)) == "work pool big: made (docker, at most 2 at once)"
     (tmp_path / "template.json").write_text('{"variables": {}, "job_configuration": {}}')
-    assert _pool(server, Pool("own", "nosuch", None, tmp_path / "template.json")) == "work pool own: made (nosuch)"
+    assert (
+        _save_work_pool(server, Pool("own", "nosuch", None, tmp_path / "template.json"))
+        == "work pool own: made (nosuch)"
+    )
     assert [(pool.name, pool.type) for pool in server.made] == [("big", "docker"), ("own", "nosuch")]

@@ -30,7 +30,7 @@ from prefect.settings import (
 
 from cosmos_core.errors import Cancelled, Preempted
 from cosmos_core.launch import worker
-from cosmos_core.launch.prefect import _POLLING, keep_polling
+from cosmos_core.launch.prefect import _POLLING_MODULES, keep_polling
 from cosmos_core.launch.reap import cancelled_flow_run, reap
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.process import identify_process, start_time
@@ -208,7 +208,7 @@ def test_reap_stops_a_process_that_goes_on_after_a_cancel_but_not_one_that_resum
 
 
 def test_the_polling_of_a_worker_outlasts_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in _POLLING:
+    for name in _POLLING_MODULES:
         module: Any = importlib.import_module(name)
         monkeypatch.setattr(module, "critical_service_loop", module.critical_service_loop)  # put back afterwards
     calls: list[int] = []
@@ -222,9 +222,9 @@ def test_the_polling_of_a_worker_outlasts_its_server(monkeypatch: pytest.MonkeyP
         await loop(workload=ask, interval=1e-4, jitter_range=0.3, printer=lambda *_: None)
 
     with pytest.raises(RuntimeError, match="Service exceeded error threshold"):
-        asyncio.run(poll(_POLLING[0]))
+        asyncio.run(poll(_POLLING_MODULES[0]))
     keep_polling()
-    for name in _POLLING:
+    for name in _POLLING_MODULES:
         calls.clear()
         with pytest.raises(KeyError, match="it was still asked"):
             asyncio.run(poll(name))

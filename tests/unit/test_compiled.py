@@ -95,4 +95,4 @@ def test_a_machine_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.Monkey
     assert machine_properties.measure().lacks == f"Python's headers ({tmp_path}/Python.h was not found)"
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert machine_properties._missing_compiler(has_gpus=True) == "a C compiler (gcc was not found)"
+    assert machine_properties._find_missing_compiler(has_gpus=True) == "a C compiler (gcc was not found)"

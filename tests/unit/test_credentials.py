@@ -12,7 +12,7 @@ import pytest
 from prefect.blocks import system
 
 from cosmos_core import environment
-from cosmos_core.cli import _ready
+from cosmos_core.cli import _check_pipeline
 from cosmos_core.cli_models import promote
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.environment import mask_file, masked
@@ -144,7 +144,7 @@ def test_commands_that_know_a_server_have_the_credentials_of_the_block(
     loaded = pipeline(tmp_path, target)
     loaded = replace(loaded, config=loaded.config.model_copy(update={"output_dir": str(tmp_path / "outputs")}))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    for command in (lambda: _ready(loaded), lambda: promote(target, "")):
+    for command in (lambda: _check_pipeline(loaded), lambda: promote(target, "")):
         with pytest.raises(ConfigError, match=r"no credentials; set"):
             command()
     monkeypatch.setenv("PREFECT_API_URL", "http://server/api")
@@ -152,7 +152,7 @@ def test_commands_that_know_a_server_have_the_credentials_of_the_block(
         promote(target, "")
     for name in Stored.value:
         monkeypatch.delenv(name)
-    assert _ready(loaded) == tmp_path / "outputs"
+    assert _check_pipeline(loaded) == tmp_path / "outputs"
 
 
 def test_a_server_that_does_not_respond_is_a_warning(
@@ -184,7 +184,7 @@ def test_a_flow_finds_a_target_or_a_store_that_cannot_be_written_before_it_makes
 
 
 def test_a_log_is_masked_where_it_stands_however_large_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(environment, "_READ_BLOCK_BYTES", 64)
     monkeypatch.setenv("SOME_TOKEN", "a-secret-token")
     log = tmp_path / "log"
     text = "".join(f"{'x' * gap}a-secret-token\n" for gap in range(70))

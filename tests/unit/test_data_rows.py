@@ -369,7 +369,7 @@ def test_an_array_that_does_not_end_well_is_malformed(tmp_path, text):
 
 
 def test_parquet_rows_are_read_a_batch_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "_BATCH_ROWS", 4)
+    monkeypatch.setattr(formats, "_ROWS_PER_BATCH", 4)
     table = pa.Table.from_pylist([{"x": i} for i in range(30)])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
     rows = load_rows(DatasetConfig(name=str(tmp_path / "a.parquet")))

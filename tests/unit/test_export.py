@@ -29,7 +29,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.export import export_model
-from cosmos_core.models.verify_export import _MEMORY_SHARE, verify_export
+from cosmos_core.models.verify_export import _MAX_MEMORY_FRACTION, verify_export
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
 from tests.conftest import wait_until
@@ -132,7 +132,7 @@ def test_where_memory_does_not_hold_the_model_twice_its_first_layers_are_compare
     a_layer = sum(p.numel() for p in model.model.layers[0].parameters())
     others = sum(p.numel() for p in model.parameters()) - 5 * a_layer
     two_copies = 2 * 4  # weights rounded to bfloat16 in this process, and the fresh one's
-    memory = int((others + layers * a_layer) * two_copies / _MEMORY_SHARE) + 1
+    memory = int((others + layers * a_layer) * two_copies / _MAX_MEMORY_FRACTION) + 1
     checks = verify_export(model, tmp_path / "m", dtype=torch.bfloat16, memory=memory)
     assert checks == ["keys", "bytes", f"reload{named}: bit-identical"]
     assert len(model.model.layers) == 5

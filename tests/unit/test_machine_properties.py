@@ -150,7 +150,7 @@ def test_a_fingerprint_is_made_of_the_gpus_of_the_machine_that_runs_the_stage(
 def test_ranks_of_a_cluster_see_what_a_worker_sets_for_its_stage(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    set_for_stage = worker._environment(worker.AttemptSettings(tmp_path / "run" / "stages" / "sft"))
+    set_for_stage = worker._build_environment(worker.AttemptSettings(tmp_path / "run" / "stages" / "sft"))
     users = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "VLLM_BATCH_INVARIANT": "1", "WANDB_API_KEY": "secret"}
     for name, value in {**set_for_stage, **users}.items():
         monkeypatch.setenv(name, value)

@@ -93,7 +93,7 @@ def test_drawn_strings_are_masked_and_classes_are_not() -> None:
 
 
 def test_every_handler_gets_records_and_tracebacks_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_values", {"told by settings"})
+    monkeypatch.setattr(environment, "_secret_values", {"told by settings"})
     factory, stream = logging.getLogRecordFactory(), io.StringIO()
     log, handler = logging.getLogger("of a library"), logging.StreamHandler(stream)
     log.addHandler(handler)
@@ -125,7 +125,7 @@ def test_an_error_and_settings_are_known_by_their_own() -> None:
 
 
 def test_a_log_that_others_wrote_has_no_such_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(environment, "_READ_BLOCK_BYTES", 64)
     log = tmp_path / "log"
     log.write_bytes(b"".join(b"\xff" + b"." * gap + KNOWN[0].encode() + b"\n" for gap in range(70)))
     size = log.stat().st_size

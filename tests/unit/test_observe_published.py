@@ -11,7 +11,7 @@ from cosmos_core.observe import report
 from cosmos_core.observe.console import print_summary
 from cosmos_core.observe.record import read_run
 from cosmos_core.run.files import read_object
-from tasks.artifacts import _run_card
+from tasks.artifacts import _render_run_card
 from tests.unit.observed_runs import Page, finished_run, write, write_lines
 
 
@@ -35,7 +35,7 @@ def test_what_is_published_stands_beside_the_model_of_the_run(tmp_path: Path, ha
     assert f"model                      {model}" in lines and f"published                  {url}" in lines
     text = Page(report.build(run)).text
     assert f"Model {model} from" in text and f"published {url}" in text
-    card = _run_card(record)
+    card = _render_run_card(record)
     assert f"model `{model}`" in card and f"published `{url}`" in card
 
 

@@ -12,7 +12,7 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.conditions import parse_range
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data.kinds.registry import row_kind
-from cosmos_core.data.records import Job, Record, _check_rate, read_pass_rates
+from cosmos_core.data.records import Job, Record, _check_pass_rate, read_pass_rates
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.rewards.base import full_value, has_full_reward
 from cosmos_core.run.directory import create_run
@@ -70,9 +70,9 @@ def test_prompts_that_differ_in_their_images_have_no_rates_by_text() -> None:
     kind = row_kind("prompts")
     job = Job(recipe(GRPO), kind, 8, "m", None, rates={"look": 0.5}, pass_rate_range="pass_rate < 1")
     values = ([1], "look", "", "{}", "rows:1")
-    _check_rate(job, {}, Record(values, False, {}), "rows:1")
+    _check_pass_rate(job, {}, Record(values, False, {}), "rows:1")
     with pytest.raises(DataError, match=r"rows:1: dataset\.pass_rates are by the text of prompts without images"):
-        _check_rate(job, {}, Record(values, False, {"images": 1, "image_tokens": 4}), "rows:1")
+        _check_pass_rate(job, {}, Record(values, False, {"images": 1, "image_tokens": 4}), "rows:1")
 
 
 def test_a_file_without_a_range_is_refused() -> None:

@@ -57,7 +57,7 @@ def test_a_flow_run_that_somebody_deleted_is_one_failed_attempt() -> None:
 @pytest.mark.parametrize("error", [ObjectNotFound(Exception()), httpx.ConnectError("away")])
 def test_a_stage_that_is_stopped_is_stopped_whatever_the_server_says(error: Exception) -> None:
     server: Any = Server(error)
-    remote_stage._cancel(server, remote_stage.Child(flow_run=str(uuid.uuid4()), attempt=1), 5.0)
+    remote_stage._cancel_child(server, remote_stage.Child(flow_run=str(uuid.uuid4()), attempt=1), 5.0)
 
 
 class Taken:
@@ -148,7 +148,7 @@ def test_whatever_goes_wrong_while_it_is_followed_is_noted_as_a_failure(
 
     monkeypatch.setattr(stage, "run_remote_stage", odd)
     with pytest.raises(StageFailed, match=r"^stage 'first': ValueError: odd$"):
-        stage._run_elsewhere(run, "first")
+        stage._run_on_work_pool(run, "first")
     state = stage.read_state(run.stage_path("first"))
     assert (state.state, state.error_type, state.failures) == ("failed", "StageFailed", 1)
 
@@ -162,7 +162,7 @@ def test_a_stop_before_a_worker_takes_it_is_no_failure(tmp_path: Path, monkeypat
     monkeypatch.setattr(stage, "run_remote_stage", stopped)
     for _ in range(4):
         with pytest.raises(Preempted):
-            stage._run_elsewhere(run, "first")
+            stage._run_on_work_pool(run, "first")
     state = stage.read_state(run.stage_path("first"))
     assert (state.state, state.failures) == ("stopped", 0)
 
@@ -179,7 +179,7 @@ def test_a_reward_service_waits_for_a_server_that_is_started_again(monkeypatch: 
 
     reward_service._wait_while(is_wanted)
     assert len(said) == 1
-    monkeypatch.setattr(reward_service, "_MAX_SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(reward_service, "_MAX_UNREACHABLE_SECONDS", 0.05)
     said[:] = [httpx.ConnectError("gone for good")] * 100
     reward_service._wait_while(is_wanted)
     assert said
@@ -247,7 +247,7 @@ class Pool:
 def test_what_a_stage_waits_for_is_said_once_in_the_log_and_by_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_stage, "_WORKERS_SECONDS", 0.0)
+    monkeypatch.setattr(remote_stage, "_REPORT_PERIOD_SECONDS", 0.0)
     lines: list[str] = []
     server: Any = Pool()
     wait = remote_stage.WaitReporter(server, STAGE, tmp_path / "first", lines.append)

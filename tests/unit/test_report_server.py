@@ -13,7 +13,7 @@ import pytest
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.report_server import URL, ReportServer, report_url
-from tasks.artifacts import _run_card
+from tasks.artifacts import _render_run_card
 from tests.unit.observed_runs import finished_run
 
 TOKEN = "right-right-right"
@@ -96,8 +96,8 @@ def test_the_card_of_a_run_links_to_the_server_unless_it_is_private(
 ) -> None:
     run = finished_run(tmp_path)
     monkeypatch.delenv(URL, raising=False)
-    assert report_url(run) == "" and "[report]" not in _run_card(read_run(run))
+    assert report_url(run) == "" and "[report]" not in _render_run_card(read_run(run))
     monkeypatch.setenv(URL, "https://reports.example/")
-    assert f"[report](https://reports.example/{run.name}/report.html)" in _run_card(read_run(run))
+    assert f"[report](https://reports.example/{run.name}/report.html)" in _render_run_card(read_run(run))
     run.chmod(0o700)
-    assert report_url(run) == "" and "[report]" not in _run_card(read_run(run))
+    assert report_url(run) == "" and "[report]" not in _render_run_card(read_run(run))

@@ -9,7 +9,7 @@ import pytest
 
 from cosmos_core.errors import ProgramError, StageFailed
 from cosmos_core.run.state import record_failure, update_state
-from cosmos_core.worker.program import _crash
+from cosmos_core.worker.program import _report_crash
 from tasks.stage import should_retry
 from tests.unit.run_folder import counting_run
 
@@ -44,5 +44,5 @@ def test_the_same_error_at_the_same_step_twice_is_not_tried_again(
     [(TypeError("no"), "ProgramError"), (ConnectionError("lost"), "StageFailed"), (MemoryError(), "StageFailed")],
 )
 def test_a_worker_says_whether_what_its_program_raised_may_pass(tmp_path: Path, error: Exception, kind: str) -> None:
-    assert _crash(tmp_path, error) == 1
+    assert _report_crash(tmp_path, error) == 1
     assert json.loads((tmp_path / "error.json").read_text())["type"] == kind

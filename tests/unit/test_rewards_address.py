@@ -13,7 +13,7 @@ from PIL import Image
 
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import ConfigError, RewardError
-from cosmos_core.launch.service_health import _health
+from cosmos_core.launch.service_health import _fetch_health
 from cosmos_core.rewards.exchange import ping, service_of
 from cosmos_core.rewards.protocol import ProtocolError, encode_request
 from cosmos_core.rewards.remote import RemoteRewards
@@ -100,7 +100,7 @@ def test_the_bundle_of_the_original_client_is_trusted(
         monkeypatch.setenv(variable, str(bundle))
         ping(server.service, ["mean"])
         assert RemoteRewards(CONFIG, server.service).score([IMAGE])[0].value == 3.0
-        assert _health(server.url, "")["status"] != "does not respond"
+        assert _fetch_health(server.url, "")["status"] != "does not respond"
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/nowhere/ca.pem")
     with pytest.raises(ConfigError, match=r"REQUESTS_CA_BUNDLE = '/nowhere/ca.pem' is no bundle"):
         ping(server.service, ["mean"])

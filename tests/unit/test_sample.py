@@ -23,7 +23,7 @@ from cosmos_core.sample import program
 from cosmos_core.sample.records import FILE, SampledPrompt, ScoredCompletion
 from cosmos_core.sample.selection import metrics_of, pass_rate, select_completions, select_pair
 from cosmos_core.types import Prompt
-from cosmos_core.worker.program import _run
+from cosmos_core.worker.program import _run_with_metrics
 from tasks.kinds import all_kinds
 from tests.unit.chat_server import chat_server
 from tests.unit.test_train import BASE, make_stage
@@ -285,7 +285,7 @@ def test_some_invalid_rewards_are_a_warning_of_the_stage(task: Path, tmp_path: P
     policy = {"type": "grpo", "reward_function": f"{tmp_path}/half.py:half", "group_reward_calculation": True}
     made = recipe(task, policy, keep={"finished": False})
     stage = make_stage(tmp_path / "sample", "sample", made, task / "task/model", task / "prompts/data")
-    metrics = _run(stage, program.run).metrics
+    metrics = _run_with_metrics(stage, program.run).metrics
     expected = (
         f"{metrics['sample/invalid']:.0f} of 60 rewards are invalid, and these completions are left out; the first: "
     )

@@ -14,7 +14,7 @@ from cosmos_core.cli import app
 
 
 def test_a_termination_is_not_swallowed_by_a_library_that_logs_any_error_of_its_plugins() -> None:
-    before = signal.signal(signal.SIGTERM, session._terminate)
+    before = signal.signal(signal.SIGTERM, session._raise_interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
             try:

@@ -284,7 +284,7 @@ def test_another_image_is_another_loss(family: str, folders: Callable[[str], Pat
     rows = samples(stage.path / "data")
     before, _ = likelihood(rank, [rows[0]], size=1)
     changed = PICTURES["wide.png"].transpose(Image.Transpose.FLIP_TOP_BOTTOM).rotate(90)
-    vision = rank.adapter._processing.vision
+    vision = rank.adapter._input_processing.vision
     assert vision is not None
     ref = rows[0].images[0]
     changed.resize(PICTURES["wide.png"].size).save(tmp_path / "rows" / "other.png")

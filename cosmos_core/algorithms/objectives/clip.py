@@ -19,19 +19,19 @@ def clip(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metr
     """
     ratio_BT, advantages_B1 = probability_ratio(terms.log_ratio_BT), terms.advantages_B1
     loss_BT, metrics = clipped_loss(ratio_BT, terms, settings)
-    bound_B1 = -settings.lower_bound_ratio * advantages_B1
+    dual_clip_bound_B1 = -settings.lower_bound_ratio * advantages_B1
     is_negative_B1 = advantages_B1 < 0
-    metrics["clip_dual"] = token_metric(is_negative_B1 & (loss_BT > bound_B1), terms.mask_BT)
-    return torch.where(is_negative_B1, torch.minimum(loss_BT, bound_B1), loss_BT), metrics
+    metrics["clip_dual"] = token_metric(is_negative_B1 & (loss_BT > dual_clip_bound_B1), terms.mask_BT)
+    return torch.where(is_negative_B1, torch.minimum(loss_BT, dual_clip_bound_B1), loss_BT), metrics
 
 
 def clipped_loss(ratio_BT: Tensor, terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the larger of the clipped and unclipped loss of each token, and the fractions of clipped tokens."""
-    low = 1 - settings.epsilon_low if settings.epsilon_low >= 0 else -math.inf
-    high = 1 + settings.epsilon_high if settings.epsilon_high >= 0 else math.inf
+    min_ratio = 1 - settings.epsilon_low if settings.epsilon_low >= 0 else -math.inf
+    max_ratio = 1 + settings.epsilon_high if settings.epsilon_high >= 0 else math.inf
     advantages_B1 = terms.advantages_B1
-    loss_BT = -torch.minimum(ratio_BT * advantages_B1, ratio_BT.clamp(low, high) * advantages_B1)
+    loss_BT = -torch.minimum(ratio_BT * advantages_B1, ratio_BT.clamp(min_ratio, max_ratio) * advantages_B1)
     return loss_BT, {
-        "clip_low": token_metric((ratio_BT < low) & (advantages_B1 < 0), terms.mask_BT),
-        "clip_high": token_metric((ratio_BT > high) & (advantages_B1 > 0), terms.mask_BT),
+        "clip_low": token_metric((ratio_BT < min_ratio) & (advantages_B1 < 0), terms.mask_BT),
+        "clip_high": token_metric((ratio_BT > max_ratio) & (advantages_B1 > 0), terms.mask_BT),
     }

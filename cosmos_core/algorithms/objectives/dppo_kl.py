@@ -21,11 +21,11 @@ def dppo_kl(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, M
     advantage is not above 0 and the probability has fallen. All other tokens are inside the region.
     """
     probability_BT, old_probability_BT = probabilities(terms)
-    log_ratio_others_BT = torch.log((1 - old_probability_BT + _EPSILON) / (1 - probability_BT + _EPSILON))
-    kl_BT = -old_probability_BT * terms.log_ratio_BT.detach() + (1 - old_probability_BT) * log_ratio_others_BT
-    is_inside_BT = torch.where(
+    other_log_ratio_BT = torch.log((1 - old_probability_BT + _EPSILON) / (1 - probability_BT + _EPSILON))
+    kl_BT = -old_probability_BT * terms.log_ratio_BT.detach() + (1 - old_probability_BT) * other_log_ratio_BT
+    is_in_trust_region_BT = torch.where(
         terms.advantages_B1 > 0,
         (kl_BT <= settings.epsilon_high) | (probability_BT <= old_probability_BT),
         (kl_BT <= settings.epsilon_low) | (probability_BT >= old_probability_BT),
     )
-    return trust_region_loss(terms, settings, is_inside_BT)
+    return trust_region_loss(terms, settings, is_in_trust_region_BT)

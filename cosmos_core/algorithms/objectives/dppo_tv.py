@@ -18,23 +18,25 @@ def dppo_tv(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, M
     """
     probability_BT, old_probability_BT = probabilities(terms)
     probability_change_BT, is_positive_B1 = probability_BT - old_probability_BT, terms.advantages_B1 > 0
-    is_inside_BT = torch.where(
+    is_in_trust_region_BT = torch.where(
         is_positive_B1, probability_change_BT <= settings.epsilon_high, probability_change_BT >= -settings.epsilon_low
     )
-    return trust_region_loss(terms, settings, is_inside_BT)
+    return trust_region_loss(terms, settings, is_in_trust_region_BT)
 
 
-def trust_region_loss(terms: ObjectiveInputs, settings: PolicySettings, is_inside_BT: Tensor) -> tuple[Tensor, Metrics]:
+def trust_region_loss(
+    terms: ObjectiveInputs, settings: PolicySettings, is_in_trust_region_BT: Tensor
+) -> tuple[Tensor, Metrics]:
     """Return the loss -sg[min(rho, ratio_cap)] A log pi of tokens inside the trust region, 0 for other tokens.
 
     Here rho = pi / pi_old, A is the advantage, and sg stops the gradient. The metrics are the fractions of tokens
     outside the trust region, by the sign of the advantage.
     """
     ratio_BT = probability_ratio(terms.log_ratio_BT.detach()).clamp(max=settings.ratio_cap)
-    loss_BT = -ratio_BT * is_inside_BT * terms.advantages_B1 * terms.logprobs_BT
+    loss_BT = -ratio_BT * is_in_trust_region_BT * terms.advantages_B1 * terms.logprobs_BT
     return loss_BT, {
-        "clip_low": token_metric(~is_inside_BT & (terms.advantages_B1 < 0), terms.mask_BT),
-        "clip_high": token_metric(~is_inside_BT & (terms.advantages_B1 > 0), terms.mask_BT),
+        "clip_low": token_metric(~is_in_trust_region_BT & (terms.advantages_B1 < 0), terms.mask_BT),
+        "clip_high": token_metric(~is_in_trust_region_BT & (terms.advantages_B1 > 0), terms.mask_BT),
     }
 
 

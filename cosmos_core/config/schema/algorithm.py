@@ -79,11 +79,13 @@ class AlgorithmConfig(Table):
         key of the data set."""
         if not self.datasets:
             return {"train.train_policy.dataset": self}
-        source_tables = (self.derive(datasets=(), dataset=each, **self._settings_of(each)) for each in self.datasets)
+        source_tables = (
+            self.derive(datasets=(), dataset=each, **self._dataset_overrides(each)) for each in self.datasets
+        )
         return {f"train.train_policy.datasets.{i}": policy for i, policy in enumerate(source_tables)}
 
     @staticmethod
-    def _settings_of(source: SourceConfig) -> dict[str, Any]:
+    def _dataset_overrides(source: SourceConfig) -> dict[str, Any]:
         """Return the settings of this table that a data set replaces."""
         settings: dict[str, Any] = {f"{name}_column_name": column for name, column in source.columns.items()}
         if source.system_prompt is not None:
@@ -92,9 +94,9 @@ class AlgorithmConfig(Table):
 
     def system_prompt_of(self, source: str) -> str:
         """Return the system prompt for rows of a data set of a mixture; for other rows that of the algorithm."""
-        own_prompts = {each.source: each.system_prompt for each in self.datasets}
-        text = own_prompts.get(source)
-        return str(getattr(self, "system_prompt", "")) if text is None else text
+        prompt_by_source = {source_config.source: source_config.system_prompt for source_config in self.datasets}
+        system_prompt = prompt_by_source.get(source)
+        return str(getattr(self, "system_prompt", "")) if system_prompt is None else system_prompt
 
     @property
     def drops_last_rows(self) -> bool:
@@ -195,14 +197,14 @@ class AlgorithmConfig(Table):
             raise ValueError("datasets takes the place of dataset; name all data sets in datasets, or leave it out")
         if self.datasets and self.clean is not None:
             raise ValueError("clean searches the rows of one dataset, not of datasets; leave one of them out")
-        labels = [each.source for each in self.datasets]
+        labels = [source_config.source for source_config in self.datasets]
         if repeated_label := [label for label in labels if labels.count(label) > 1]:
             raise ValueError(f"datasets: two are called {repeated_label[0]!r} in metrics; give each a label")
-        if len({each.weight is None for each in self.datasets}) > 1:
+        if len({source_config.weight is None for source_config in self.datasets}) > 1:
             raise ValueError("datasets: some have a weight and others none; give each a weight, or none of them")
         explicit_values = {name: getattr(self, name) for name in self.model_fields_set - {"datasets"}}
         for i, source in enumerate(self.datasets):
-            settings = self._settings_of(source)
+            settings = self._dataset_overrides(source)
             if unknown_keys := [name for name in settings if name not in type(self).model_fields]:
                 raise ValueError(f"datasets.{i}: {self.algorithm} has no {unknown_keys[0]}; leave it out")
             if "reward_function" in settings and self.remote_rewards is not None:
@@ -220,10 +222,11 @@ class AlgorithmConfig(Table):
         """Refuse a key of another algorithm with a message that names that algorithm."""
         names = [] if not isinstance(values, dict) else [name for name in values if name not in cls.model_fields]
         for name in names:
-            for other in _algorithms():
-                if other.__base__ in {cls, cls.__base__} and name in other.model_fields:
+            for other_table in _algorithm_tables():
+                if other_table.__base__ in {cls, cls.__base__} and name in other_table.model_fields:
                     raise ValueError(
-                        f"{name} needs trainer_type = {other.algorithm!r}, not {cls.algorithm!r}; set it or leave "
+                        f"{name} needs trainer_type = {other_table.algorithm!r}, not {cls.algorithm!r}; set it or "
+                        f"leave "
                         f"{name} out"
                     )
         return values
@@ -233,22 +236,22 @@ def algorithm_of(values: Any) -> str:
     """Return the algorithm of a `[train.train_policy]`: its `trainer_type`, otherwise (as for user code) its `type`."""
     if isinstance(values, AlgorithmConfig):
         return values.algorithm
-    kind, name = str(values.get("type")), values.get("trainer_type")
-    algorithms = [table.algorithm for table in _algorithms() if kind in _kinds(table)]
-    return name if name in algorithms else kind
+    type_value, name = str(values.get("type")), values.get("trainer_type")
+    algorithms = [table.algorithm for table in _algorithm_tables() if type_value in _type_values(table)]
+    return name if name in algorithms else type_value
 
 
 def kinds() -> list[str]:
     """Return the values that `train.train_policy.type` accepts, sorted."""
-    return sorted({kind for table in _algorithms() for kind in _kinds(table)})
+    return sorted({kind for table in _algorithm_tables() for kind in _type_values(table)})
 
 
-def _kinds(table: type[AlgorithmConfig]) -> tuple[str, ...]:
+def _type_values(table: type[AlgorithmConfig]) -> tuple[str, ...]:
     values: tuple[str, ...] = table.model_fields["type"].annotation.__args__  # type: ignore[union-attr]
     return values
 
 
-def _algorithms(parent: type[AlgorithmConfig] = AlgorithmConfig) -> list[type[AlgorithmConfig]]:
+def _algorithm_tables(base_class: type[AlgorithmConfig] = AlgorithmConfig) -> list[type[AlgorithmConfig]]:
     """Return every table class that declares an algorithm, in definition order."""
-    tables = [parent] if "algorithm" in vars(parent) else []
-    return [*tables, *(table for child in parent.__subclasses__() for table in _algorithms(child))]
+    tables = [base_class] if "algorithm" in vars(base_class) else []
+    return [*tables, *(table for subclass in base_class.__subclasses__() for table in _algorithm_tables(subclass))]

@@ -43,13 +43,13 @@ class CheckpointConfig(Table):
 
     def s3_url(self, *names: str) -> str:
         """Return the S3 URL with the path parts `names`; empty if upload is off."""
-        parts = (self.s3_bucket or "", self.s3_prefix.strip("/"), *names)
-        return f"s3://{'/'.join(filter(None, parts))}" if self.upload_s3 else ""
+        url_parts = (self.s3_bucket or "", self.s3_prefix.strip("/"), *names)
+        return f"s3://{'/'.join(filter(None, url_parts))}" if self.upload_s3 else ""
 
     def targets(self, *names: str, is_last: bool) -> dict[str, str]:
         """Return a training's target URLs by upload stage suffix; only the last training is published on the Hub."""
-        hub = f"hub://{self.hf_repo_name}" if self.upload_hf and is_last else ""
-        return {kind: url for kind, url in {"s3": self.s3_url(*names), "hub": hub}.items() if url}
+        hub_url = f"hub://{self.hf_repo_name}" if self.upload_hf and is_last else ""
+        return {stage_suffix: url for stage_suffix, url in {"s3": self.s3_url(*names), "hub": hub_url}.items() if url}
 
     @field_validator("max_keep")
     @classmethod

@@ -34,7 +34,7 @@ class BenchmarkRowsConfig(Table):
         return DatasetConfig(name=self.name, subset=self.subset, revision=self.revision, split=self.split)
 
 
-def _tables(values: Any) -> Any:
+def _names_to_tables(values: Any) -> Any:
     names = [values] if isinstance(values, str) else values
     return [{"name": each} if isinstance(each, str) else each for each in names] if isinstance(names, list) else names
 
@@ -44,7 +44,7 @@ class CleanConfig(Table):
     text of benchmarks. Each match is written to `data/clean.jsonl` of the `prepare` stage, with both texts."""
 
     decontaminate_against: Annotated[
-        tuple[BenchmarkRowsConfig, ...], BeforeValidator(_tables), Field(strict=False)
+        tuple[BenchmarkRowsConfig, ...], BeforeValidator(_names_to_tables), Field(strict=False)
     ] = ()
     """Benchmarks whose text must not be trained on: names, or tables with `name`, `subset`, `revision` and `split`."""
     ngram: Annotated[PositiveInt, UnitMark("words")] = 13

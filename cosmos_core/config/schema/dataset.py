@@ -65,7 +65,7 @@ class RowsConfig(Table):
     renders the same prompts; prompts that it does not have count as rows that cannot be read. Empty: the column."""
 
     @model_validator(mode="after")
-    def _range_of_pass_rates(self) -> Self:
+    def _check_pass_rate_range(self) -> Self:
         if self.keep:
             parse_range(self.keep)
         elif self.pass_rates:
@@ -80,14 +80,14 @@ class RowsConfig(Table):
             yield "dataset.pass_rates: the rates of prompts to complete (RL); rows to learn have a column pass_rate"
 
     @model_validator(mode="after")
-    def _arguments_of_a_generator(self) -> Self:
+    def _check_generator_options(self) -> Self:
         if self.arguments and not generator_of(self.name):
             raise ValueError(f"arguments are for a generator, name = '{GENERATED}NAME', not {self.name!r}; remove them")
         return self
 
     @field_validator("test_size")
     @classmethod
-    def _test_size_in_range(cls, size: int | float | None) -> int | float | None:
+    def _check_test_size(cls, size: int | float | None) -> int | float | None:
         if isinstance(size, bool) or (size is not None and (size < 0 or (isinstance(size, float) and size >= 1))):
             raise ValueError(f"test_size = {size} must be a count of at least 1 or a fraction between 0 and 1")
         return size or None
@@ -129,9 +129,9 @@ class SourceConfig(RowsConfig):
     @property
     def source(self) -> str:
         """Return the name of the data set in metrics."""
-        last = generator_of(self.name) or self.name.rstrip("/").rpartition("/")[2]
-        last = last[: len(last) - len(data_suffix(last))].rpartition(":")[2]
-        return self.label or re.sub(r"[^\w.-]+", "-", last)
+        source_name = generator_of(self.name) or self.name.rstrip("/").rpartition("/")[2]
+        source_name = source_name[: len(source_name) - len(data_suffix(source_name))].rpartition(":")[2]
+        return self.label or re.sub(r"[^\w.-]+", "-", source_name)
 
     @model_validator(mode="after")
     def _require_dataset_name(self) -> Self:

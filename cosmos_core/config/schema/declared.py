@@ -16,14 +16,14 @@ TYPES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def field_of(says: dict[str, Any], types: dict[str, Any] = TYPES) -> tuple[Any, Any]:
+def field_of(declaration: dict[str, Any], types: dict[str, Any] = TYPES) -> tuple[Any, Any]:
     """Return the type and the default of a key, in the form that pydantic expects."""
-    kind: Any = Literal[tuple(says["of"])] if "of" in says else types[says["is"]]
-    default = says.get("default", ... if says.get("required") else None)
-    if isinstance(default, list | dict):
-        default = TypeAdapter(kind).validate_python(default)
-    description_fields = [Field(description=" ".join(says["means"].split()))] if "means" in says else []
-    units = [UnitMark(says["unit"])] if "unit" in says else []
-    optional_type = kind | None if default is None else kind
-    marks = [*description_fields, *units]
-    return Annotated[optional_type, *marks] if marks else optional_type, default
+    value_type: Any = Literal[tuple(declaration["of"])] if "of" in declaration else types[declaration["is"]]
+    default_value = declaration.get("default", ... if declaration.get("required") else None)
+    if isinstance(default_value, list | dict):
+        default_value = TypeAdapter(value_type).validate_python(default_value)
+    description_fields = [Field(description=" ".join(declaration["means"].split()))] if "means" in declaration else []
+    unit_marks = [UnitMark(declaration["unit"])] if "unit" in declaration else []
+    optional_type = value_type | None if default_value is None else value_type
+    field_marks = [*description_fields, *unit_marks]
+    return Annotated[optional_type, *field_marks] if field_marks else optional_type, default_value

@@ -86,8 +86,8 @@ class DpoConfig(SupervisedConfig):
 
     @property
     def named_weights(self) -> tuple[str, ...]:
-        is_free = self.dpo.reference_free or {*self.dpo.loss_type} <= _LOSSES_WITHOUT_REFERENCE
-        return () if is_free else ("reference",)
+        is_reference_free = self.dpo.reference_free or {*self.dpo.loss_type} <= _LOSSES_WITHOUT_REFERENCE
+        return () if is_reference_free else ("reference",)
 
     def notices(self, stage: StageContext) -> Iterator[str]:
         if self.named_weights and "reference_free" not in self.dpo.model_fields_set:

@@ -65,10 +65,10 @@ class EvaluateConfig(Table):
             return
         is_diffusion = stage.recipe.policy.is_diffusers
         if wrong_keys := [key for key in (_TEXT_KEYS if is_diffusion else _DIFFUSION_KEYS) if self.is_set(key)]:
-            remedy = "name evaluate.prompts and evaluate.rewards" if is_diffusion else "name evaluate.tasks"
+            remedy_text = "name evaluate.prompts and evaluate.rewards" if is_diffusion else "name evaluate.tasks"
             yield (
                 f"evaluate.{wrong_keys[0]} is for {'language' if is_diffusion else 'diffusion'} models, and "
-                f"policy.is_diffusers = {str(is_diffusion).lower()}; {remedy}"
+                f"policy.is_diffusers = {str(is_diffusion).lower()}; {remedy_text}"
             )
         elif is_diffusion and not (self.prompts and all(self.prompts)):
             yield "evaluate.prompts is empty, or one of its names is; name files of prompts, such as ['prompts.txt']"

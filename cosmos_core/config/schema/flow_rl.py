@@ -63,15 +63,17 @@ class FlowPolicyConfig(GrpoConfig):
 
     def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling:
         """Return the sampler settings with which rollouts of images and videos are generated."""
-        sample = diffusers.sample
-        kernel = sample.solver if sample.solver in KERNELS and not sample.deterministic_sampling else ""
+        sample_config = diffusers.sample
+        sampler_kernel = (
+            sample_config.solver if sample_config.solver in KERNELS and not sample_config.deterministic_sampling else ""
+        )
         return FlowSampling(
-            num_steps=sample.num_steps,
-            guidance_scale=sample.guidance_scale,
-            solver="dpm2" if sample.solver == "dpm2" else "euler",
-            kernel=kernel,
-            eta=sample.noise_level,
-            schedule=sample.sigma_schedule,
+            num_steps=sample_config.num_steps,
+            guidance_scale=sample_config.guidance_scale,
+            solver="dpm2" if sample_config.solver == "dpm2" else "euler",
+            kernel=sampler_kernel,
+            eta=sample_config.noise_level,
+            schedule=sample_config.sigma_schedule,
             size=diffusers.inference_size,
             num_frames=diffusers.inference_frames,
             given_frame_range=(diffusers.flow_rl.min_conditional_frames, diffusers.flow_rl.max_conditional_frames),
@@ -80,26 +82,28 @@ class FlowPolicyConfig(GrpoConfig):
     def notices(self, stage: StageContext) -> Iterator[str]:
         yield from super().notices(stage)
         for key in self.ineffective_keys:
-            *tables, name = key.split(".")
-            table = reduce(getattr, tables, stage.recipe.policy.diffusers)
-            default = type(table).model_fields[name].default
-            if name in table.model_fields_set and getattr(table, name) != default:
+            *table_names, name = key.split(".")
+            table = reduce(getattr, table_names, stage.recipe.policy.diffusers)
+            default_value = type(table).model_fields[name].default
+            if name in table.model_fields_set and getattr(table, name) != default_value:
                 yield f"policy.diffusers.{key} has no effect with trainer_type = {self.trainer_type!r}"
-        max_conditioning = stage.recipe.policy.diffusers.flow_rl.max_conditional_frames
-        if max_conditioning and self.rows != "media" and stage.kind.trains_model:
+        max_conditioning_frames = stage.recipe.policy.diffusers.flow_rl.max_conditional_frames
+        if max_conditioning_frames and self.rows != "media" and stage.kind.trains_model:
             yield (
-                f"policy.diffusers.flow_rl.max_conditional_frames = {max_conditioning}: rollouts start from text "
+                f"policy.diffusers.flow_rl.max_conditional_frames = {max_conditioning_frames}: rollouts start from "
+                f"text "
                 f"alone, because rows are prompts; train.train_policy.learns_data = true makes them clips"
             )
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
         yield from super().refusals(stage)
-        beta = stage.recipe.policy.diffusers.flow_rl.data_beta
-        if self.rows == "media" and not beta:
+        data_beta = stage.recipe.policy.diffusers.flow_rl.data_beta
+        if self.rows == "media" and not data_beta:
             yield "policy.diffusers.flow_rl.data_beta = 0 leaves out the real images or clips; set it to about 0.01"
-        if self.rows != "media" and beta:
+        if self.rows != "media" and data_beta:
             yield (
-                f"policy.diffusers.flow_rl.data_beta = {beta}: without train.train_policy.learns_data = true the rows "
+                f"policy.diffusers.flow_rl.data_beta = {data_beta}: without train.train_policy.learns_data = true the "
+                f"rows "
                 f"are prompts alone; set it, and give images or clips with their prompts"
             )
         if stage.recipe.mode != "colocated":

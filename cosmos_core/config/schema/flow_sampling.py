@@ -97,5 +97,5 @@ def window_of(config: FlowRLConfig, num_steps: int) -> StepWindow | None:
     """Return the window of stochastic steps in a rollout of `num_steps` denoising steps; None: all are stochastic."""
     if config.window_size is None:
         return None
-    first, end = config.window_range or (0, max(config.window_size, num_steps // 2))
-    return StepWindow(config.window_size, first, min(end, num_steps - 1), config.window_moves_every)
+    first_step, end_step = config.window_range or (0, max(config.window_size, num_steps // 2))
+    return StepWindow(config.window_size, first_step, min(end_step, num_steps - 1), config.window_moves_every)

@@ -13,7 +13,7 @@ from cosmos_core.config.schema.value_types import NameOrImportPath, NonNegativeF
 from cosmos_core.registry import is_code
 
 Algo = Literal["grpo", "rloo", "batch-std", "reinforce++", "reinforce++-baseline", "maxrl", "gdpo"]
-_CAPPED_LOSSES = ("cispo", "dppo_tv", "dppo_kl")
+_RATIO_CAPPED_VARIANTS = ("cispo", "dppo_tv", "dppo_kl")
 RolloutCorrection = Literal["", "none", "truncate", "mask", "sequence-truncate", "sequence-mask"]
 
 
@@ -139,14 +139,14 @@ class GrpoConfig(RlConfig):
     def notices(self, stage: StageContext) -> Iterator[str]:
         yield from super().notices(stage)
         keys_by_variant = {
-            "ratio_cap": _CAPPED_LOSSES,
+            "ratio_cap": _RATIO_CAPPED_VARIANTS,
             "sapo_temperature_pos": ("sapo",),
             "sapo_temperature_neg": ("sapo",),
         }
         for name, variants in keys_by_variant.items():
             if self.variant not in variants and self.is_set(name):
-                others = " or ".join(map(repr, variants))
-                yield f"train.train_policy.{name} has no effect here: it is for variant = {others}"
+                variants_text = " or ".join(map(repr, variants))
+                yield f"train.train_policy.{name} has no effect here: it is for variant = {variants_text}"
         for name in ("advantage_low", "advantage_high"):
             if not stage.recipe.policy.is_diffusers and self.is_set(name):
                 yield f"train.train_policy.{name} has no effect here: it bounds advantages of diffusion models"
@@ -159,7 +159,7 @@ class GrpoConfig(RlConfig):
         return ratio
 
     @model_validator(mode="after")
-    def _optimizer_batch(self) -> Self:
+    def _check_optimizer_batch(self) -> Self:
         size = self.batch_size_per_optimize
         if size is not None and size % self.mini_batch:
             raise ValueError(f"batch_size_per_optimize = {size} must be a multiple of mini_batch = {self.mini_batch}")
@@ -169,7 +169,7 @@ class GrpoConfig(RlConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _loss_of_gspo(cls, values: Any, info: ValidationInfo) -> Any:
+    def _default_gspo_loss_type(cls, values: Any, info: ValidationInfo) -> Any:
         variant = values.get("variant") if isinstance(values, dict) and values.get("aipo_rho") is None else None
         if variant in {"gspo", "sapo"} and "loss_type" not in values:
             warn(info, f"train.train_policy.loss_type: seq-mean-token-mean, as in the paper of variant = {variant!r}; "
@@ -184,20 +184,22 @@ class GrpoConfig(RlConfig):
                 "rollout_correction excludes use_decoupled_loss and use_rollout_logprobs_for_loss: each says what the "
                 "log-probabilities of the rollouts are for; set one of them"
             )
-        if self.algo == "gdpo" and any(each.reward_function for each in self.datasets):
+        if self.algo == "gdpo" and any(source_config.reward_function for source_config in self.datasets):
             raise ValueError(
                 "algo = 'gdpo' compares the same rewards in all groups; leave reward_function of datasets out"
             )
-        low, high = self.rollout_correction_low, self.rollout_correction_high
-        if low > high:
+        min_weight, max_weight = self.rollout_correction_low, self.rollout_correction_high
+        if min_weight > max_weight:
             raise ValueError(
-                f"rollout_correction_low = {low:g} is above rollout_correction_high = {high:g}: no weight is between; "
+                f"rollout_correction_low = {min_weight:g} is above rollout_correction_high = {max_weight:g}: no "
+                f"weight is between; "
                 f"swap them"
             )
-        masks = [n for n in ("geometric_mask", "mean_k3_mask", "max_k3_mask") if getattr(self, n) is not None]
-        if masks and self.use_rollout_logprobs_for_loss:
+        enabled_masks = [n for n in ("geometric_mask", "mean_k3_mask", "max_k3_mask") if getattr(self, n) is not None]
+        if enabled_masks and self.use_rollout_logprobs_for_loss:
             raise ValueError(
-                f"{masks[0]} compares the old policy with the rollouts, and use_rollout_logprobs_for_loss = true "
+                f"{enabled_masks[0]} compares the old policy with the rollouts, and use_rollout_logprobs_for_loss = "
+                f"true "
                 "takes the one for the other; set one of them"
             )
         if self.self_normalised_weights and not (self._has_rollout_correction or self.use_decoupled_loss):
@@ -248,7 +250,7 @@ class GrpoConfig(RlConfig):
         return self
 
     @model_validator(mode="after")
-    def _drop_ignored_settings(self, info: ValidationInfo) -> Self:
+    def _warn_ignored_variant(self, info: ValidationInfo) -> Self:
         if self.aipo_rho is not None and self.variant not in {"grpo", "dapo"}:
             warn(
                 info,
@@ -257,7 +259,7 @@ class GrpoConfig(RlConfig):
         return self
 
     @model_validator(mode="after")
-    def _behaviour_policy(self) -> Self:
+    def _check_old_policy_source(self) -> Self:
         if self.use_decoupled_loss and self.use_rollout_logprobs_for_loss:
             raise ValueError(
                 "use_decoupled_loss and use_rollout_logprobs_for_loss exclude each other: one recomputes the old "
@@ -281,14 +283,17 @@ class GrpoConfig(RlConfig):
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
         yield from super().refusals(stage)
-        term, key = self.data_term, "train.train_policy.data_term"
-        if term.weight and not term.name:
-            yield f"{key}.weight = {term.weight} names no rows: set {key}.name, or leave it out"
-        if term.name and not term.weight:
+        data_term_config, key = self.data_term, "train.train_policy.data_term"
+        if data_term_config.weight and not data_term_config.name:
+            yield f"{key}.weight = {data_term_config.weight} names no rows: set {key}.name, or leave it out"
+        if data_term_config.name and not data_term_config.weight:
             yield f"{key}.weight = 0 leaves out the rows of {key}.name; set it to about 0.1"
-        if is_code(term.name):
-            yield f"{key}.name = {term.name!r}: a data set class of your own gives prompts; write the rows to a file"
-        if term.name and stage.recipe.policy.parallelism.pp_size > 1:
+        if is_code(data_term_config.name):
+            yield (
+                f"{key}.name = {data_term_config.name!r}: a data set class of your own gives prompts; write the rows "
+                f"to a file"
+            )
+        if data_term_config.name and stage.recipe.policy.parallelism.pp_size > 1:
             yield f"policy.parallelism.pp_size excludes {key}; set it to 1"
 
     @property

@@ -43,9 +43,9 @@ class LoggingConfig(Table):
     @field_validator("logger")
     @classmethod
     def _check_sinks(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        known = (CONSOLE, *offered_names(SINKS_FOLDER, "Sink"))
+        known_sinks = (CONSOLE, *offered_names(SINKS_FOLDER, "Sink"))
         lower_names = tuple(name if is_import_path(name) else name.lower() for name in names)
         for name in lower_names:
-            if name not in known and not is_import_path(name):
-                raise ValueError(f"logger {name!r} is not known; known: {', '.join(known)}")
+            if name not in known_sinks and not is_import_path(name):
+                raise ValueError(f"logger {name!r} is not known; known: {', '.join(known_sinks)}")
         return lower_names

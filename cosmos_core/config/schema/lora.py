@@ -10,7 +10,7 @@ from cosmos_core.config.schema.marks import NamedThing, NoResult
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import Fraction, PositiveFloat, PositiveInt, Strings
 
-_INIT = {"gaussian", "eva", "olora", "pissa"}
+_INIT_METHODS = {"gaussian", "eva", "olora", "pissa"}
 
 
 class LoraConfig(Table):
@@ -47,7 +47,7 @@ class LoraConfig(Table):
 
     @field_validator("target_modules")
     @classmethod
-    def _expand_all_linear(cls, modules: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
+    def _check_target_modules(cls, modules: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
         if isinstance(modules, str) and modules != "all-linear":
             raise ValueError(f"target_modules = {modules!r} must be 'all-linear' or a list of name fragments")
         return modules
@@ -55,8 +55,9 @@ class LoraConfig(Table):
     @field_validator("init_lora_weights")
     @classmethod
     def _check_initialisation(cls, start: bool | str) -> bool | str:
-        if isinstance(start, str) and start not in _INIT and not re.fullmatch(r"pissa_niter_\d+", start):
+        if isinstance(start, str) and start not in _INIT_METHODS and not re.fullmatch(r"pissa_niter_\d+", start):
             raise ValueError(
-                f"init_lora_weights = {start!r} must be true, false, {', '.join(sorted(_INIT))} or pissa_niter_N"
+                f"init_lora_weights = {start!r} must be true, false, {', '.join(sorted(_INIT_METHODS))} or "
+                f"pissa_niter_N"
             )
         return start

@@ -95,12 +95,12 @@ OmittedIfEmpty = AffectsResult(True, omits_empty=True)
 """Mark of a field that is left out of fingerprints while it is empty."""
 
 
-def find_mark(field: FieldInfo, kind: type) -> Any:
+def find_mark(field: FieldInfo, mark_type: type) -> Any:
     """Return the mark of the given type in a field's annotation; None if there is none."""
-    entry = _MARKS_BY_FIELD.get(id(field))
-    if entry is None:
-        entry = _MARKS_BY_FIELD[id(field)] = field, [*field.metadata, *_marks_in_union(field.annotation)]
-    return next((item for item in entry[1] if isinstance(item, kind)), None)
+    cached_entry = _MARKS_BY_FIELD.get(id(field))
+    if cached_entry is None:
+        cached_entry = _MARKS_BY_FIELD[id(field)] = field, [*field.metadata, *_marks_in_union(field.annotation)]
+    return next((item for item in cached_entry[1] if isinstance(item, mark_type)), None)
 
 
 _MARKS_BY_FIELD: dict[int, tuple[FieldInfo, list[Any]]] = {}
@@ -110,5 +110,10 @@ no other object gets the same `id`."""
 
 def _marks_in_union(annotation: Any) -> list[Any]:
     """Return the marks inside a union, such as those of `Annotated[int, ...] | None`."""
-    members = get_args(annotation) if get_origin(annotation) in {Union, types.UnionType} else ()
-    return [item for member in members if get_origin(member) is Annotated for item in get_args(member)[1:]]
+    union_members = get_args(annotation) if get_origin(annotation) in {Union, types.UnionType} else ()
+    return [
+        item
+        for union_member in union_members
+        if get_origin(union_member) is Annotated
+        for item in get_args(union_member)[1:]
+    ]

@@ -8,7 +8,7 @@ from pydantic import Field
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import Fraction
 
-_LEAST_SUM = 1e-6
+_MIN_WEIGHT_SUM = 1e-6
 
 
 class MergeConfig(Table):
@@ -30,7 +30,7 @@ class MergeConfig(Table):
             return
         if stage.recipe.policy.is_diffusers:
             yield "policy.is_diffusers = true: kind merge combines language models; merge pipelines with a custom stage"
-        if self.method == "linear" and self.weights and abs(sum(self.weights)) < _LEAST_SUM:
+        if self.method == "linear" and self.weights and abs(sum(self.weights)) < _MIN_WEIGHT_SUM:
             yield (
                 f"merge.weights = {list(self.weights)} sum to 0, so the merged model would have lost what its models "
                 f"share; give weights that sum to 1, or add differences with method = 'dare_linear' and density = 1"

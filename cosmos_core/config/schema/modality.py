@@ -45,11 +45,11 @@ CAUSAL_LM = Modality(
     decodes_media=False, names_prompt_sets=False, has_engines_of_text=True, is_estimated=True,
     evaluation_libraries=(),
 )  # fmt: skip
-_DENOISER = ("transformer", "transformer_2", "unet", "scheduler", "lora")
+_DENOISER_FOLDERS = ("transformer", "transformer_2", "unet", "scheduler", "lora")
 # A diffusion model reads media, prompts and embeddings, which have many file types: no file of a data folder is left
 # out.
 DIFFUSION = Modality(
-    "diffusion", tuple(f"!{part}/*" for part in _DENOISER), ALL, ALL,
+    "diffusion", tuple(f"!{part}/*" for part in _DENOISER_FOLDERS), ALL, ALL,
     decodes_media=True, names_prompt_sets=True, has_engines_of_text=False, is_estimated=False,
     evaluation_libraries=("diffusers",),
 )  # fmt: skip

@@ -38,7 +38,7 @@ class ParallelismConfig(Table):
 
     @field_validator("dp_shard_size")
     @classmethod
-    def _shard_size(cls, size: int) -> int:
+    def _check_shard_size(cls, size: int) -> int:
         if size == 0 or size < -1:
             raise ValueError(f"dp_shard_size = {size} must be -1 (the rest of the world) or at least 1")
         return size
@@ -48,12 +48,12 @@ class ParallelismConfig(Table):
         """Return the number of ranks of one replica; dp_shard_size -1 counts as 1."""
         return self.tp_size * self.cp_size * abs(self.dp_shard_size) * self.pp_size * self.dp_replicate_size
 
-    def num_stages(self, layers: int) -> int:
+    def num_stages(self, num_layers: int) -> int:
         """Return the number of pipeline stages of a model: one per rank, or under `Interleaved1F1B` so
         many that no stage has more than `pp_layers_per_stage` layers."""
         if self.pp_schedule != "Interleaved1F1B" or self.pp_size == 1:
             return self.pp_size
-        return self.pp_size * -(-layers // (self.pp_size * self.pp_layers_per_stage))
+        return self.pp_size * -(-num_layers // (self.pp_size * self.pp_layers_per_stage))
 
 
 class RolloutParallelismConfig(ParallelismConfig):
@@ -112,10 +112,11 @@ class PolicyParallelismConfig(ParallelismConfig):
     def refusals(self, stage: StageContext) -> Iterator[str]:
         if not stage.kind.has_mesh:
             return
-        shards = abs(self.dp_shard_size)
-        if stage.recipe.train.fsdp_offload and (self.ep_size > 1 or shards * self.cp_size == 1):
+        num_shards = abs(self.dp_shard_size)
+        if stage.recipe.train.fsdp_offload and (self.ep_size > 1 or num_shards * self.cp_size == 1):
             yield (
-                f"train.fsdp_offload = true is for weights that dp_shard_size x cp_size = {shards} x {self.cp_size} "
+                f"train.fsdp_offload = true is for weights that dp_shard_size x cp_size = {num_shards} x "
+                f"{self.cp_size} "
                 f"ranks shard, with ep_size = 1; leave it out"
             )
 

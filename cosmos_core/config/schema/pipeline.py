@@ -14,7 +14,7 @@ from cosmos_core.config.schema.value_types import Fraction, Names, NonNegativeIn
 from cosmos_core.config.target import TARGETS_FOLDER, split_target
 from cosmos_core.registry import is_import_path, offered_names
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
+_DURATION_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 STAGE_NAME_LENGTH = 64
@@ -30,7 +30,7 @@ def seconds(duration: str) -> float:
     Raises:
         ValueError: the text is not a duration.
     """
-    match = _DURATION.fullmatch(duration.strip())
+    match = _DURATION_PATTERN.fullmatch(duration.strip())
     if not match:
         raise ValueError(f"timeout = {duration!r} must be a number and a unit: 90s, 15m, 12h or 2d")
     return float(match[1]) * _UNIT_SECONDS[match[2]]
@@ -125,9 +125,9 @@ class StageConfig(Table):
 
     @field_validator("reward_service_pool")
     @classmethod
-    def _require_worker_file(cls, pool: str, info: ValidationInfo) -> str:
-        service = info.data.get("reward_service", "")
-        if pool and (not service or service.startswith(BLOCK)):
+    def _require_service_file(cls, pool: str, info: ValidationInfo) -> str:
+        reward_service = info.data.get("reward_service", "")
+        if pool and (not reward_service or reward_service.startswith(BLOCK)):
             raise ValueError(f"reward_service_pool = {pool!r} needs the file of a service in reward_service")
         return pool
 
@@ -147,9 +147,9 @@ class StageConfig(Table):
 
     @field_validator("require")
     @classmethod
-    def _conditions(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
-        for text in texts:
-            parse_condition(text)
+    def _check_conditions(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        for condition in texts:
+            parse_condition(condition)
         return texts
 
     @property

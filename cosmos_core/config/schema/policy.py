@@ -114,7 +114,7 @@ class PolicyConfig(Table):
 
     @field_validator("freeze_pattern", "trainable_pattern")
     @classmethod
-    def _expressions(cls, patterns: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    def _check_patterns(cls, patterns: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for pattern in patterns or ():
             try:
                 re.compile(pattern)

@@ -5,8 +5,8 @@ from typing import Literal
 
 from cosmos_core.config.schema.table import StageContext, Table
 
-_Recipe = Literal["dynamic_scaling", "delayed_scaling"]
-_Quantisation = Literal["rowwise", "tensorwise"]
+_ScalingRecipe = Literal["dynamic_scaling", "delayed_scaling"]
+_ScaleGranularity = Literal["rowwise", "tensorwise"]
 
 
 class FP8Config(Table):
@@ -18,7 +18,7 @@ class FP8Config(Table):
     """Compute the matrix products of the linear layers of the blocks in fp8, with torchao, on an NVIDIA GPU of
     capability 8.9 or newer; on other hardware in `param_dtype`, with a warning. Weights and exports do not change. Not
     yet measured on a GPU."""
-    quant_recipe: _Quantisation = "rowwise"
+    quant_recipe: _ScaleGranularity = "rowwise"
     """Granularity of the fp8 scales: one per row, or one per tensor."""
 
     def refusals(self, stage: StageContext) -> Iterator[str]:

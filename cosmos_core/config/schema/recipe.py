@@ -95,20 +95,25 @@ class Recipe(Table):
     def num_gpus(self, *, has_rollouts: bool) -> int:
         """Return the number of GPUs that a stage uses for its ranks and for engines with their own GPUs."""
         mesh = self.policy.parallelism
-        engines = self.num_engines if has_rollouts and self.mode == "disaggregated" else 0
-        return mesh.world_size * mesh.n_init_replicas + engines * self.rollout.parallelism.tp_size
+        num_gpu_engines = self.num_engines if has_rollouts and self.mode == "disaggregated" else 0
+        return mesh.world_size * mesh.n_init_replicas + num_gpu_engines * self.rollout.parallelism.tp_size
 
     @property
     def datasets(self) -> dict[str, RowsConfig]:
         """Return the data sets of training, supervised and held-out rows and benchmarks, by the key of their table."""
         policy = self.train.train_policy
         benchmarks = policy.clean.decontaminate_against if policy.clean else ()
-        supervised = {"train.train_policy.data_term": policy.supervised_rows.dataset} if policy.supervised_rows else {}
+        supervised_datasets = (
+            {"train.train_policy.data_term": policy.supervised_rows.dataset} if policy.supervised_rows else {}
+        )
         return {
             **{key: source.dataset for key, source in policy.sources.items()},
-            **supervised,
+            **supervised_datasets,
             "validation.dataset": self.validation.dataset,
-            **{f"{BENCHMARKS}.{number}": each.dataset for number, each in enumerate(benchmarks)},
+            **{
+                f"{BENCHMARKS}.{benchmark_index}": benchmark.dataset
+                for benchmark_index, benchmark in enumerate(benchmarks)
+            },
         }
 
     @property
@@ -146,10 +151,10 @@ class Recipe(Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _sft_of_the_modality(cls, values: Any) -> Any:
+    def _select_sft_algorithm(cls, values: Any) -> Any:
         """Replace the algorithm `sft` by `diffusion_sft` (flow matching) if the model is a diffusion model."""
-        tables: dict[str, Any] = values if isinstance(values, dict) else {}
-        policy, train = tables.get("policy"), tables.get("train")
+        recipe_tables: dict[str, Any] = values if isinstance(values, dict) else {}
+        policy, train = recipe_tables.get("policy"), recipe_tables.get("train")
         if not (isinstance(policy, dict) and policy.get("is_diffusers") is True and isinstance(train, dict)):
             return values
         policy_table = train.get("train_policy")
@@ -163,22 +168,23 @@ class Recipe(Table):
         return {**values, "train": {**train, "train_policy": algorithm}}
 
     @model_validator(mode="after")
-    def _replicas(self, info: ValidationInfo) -> Self:
+    def _convert_replicas(self, info: ValidationInfo) -> Self:
         """Replace replicas of the trainer by data-parallel replicas of one mesh, and multiply the rows per step by
         their number."""
         mesh, train = self.policy.parallelism, self.train
-        count, policy = mesh.n_init_replicas, train.train_policy
-        if count == 1:
+        num_replicas, policy = mesh.n_init_replicas, train.train_policy
+        if num_replicas == 1:
             return self
-        replicas, rows = mesh.dp_replicate_size * count, train.train_batch_per_replica * count
-        warn(info, f"policy.parallelism.n_init_replicas = {count}: dp_replicate_size = {replicas}, and a train step "
-            f"has {rows} rows")  # fmt: skip
+        num_dp_replicas = mesh.dp_replicate_size * num_replicas
+        rows_per_step = train.train_batch_per_replica * num_replicas
+        warn(info, f"policy.parallelism.n_init_replicas = {num_replicas}: dp_replicate_size = {num_dp_replicas}, and a "
+            f"train step has {rows_per_step} rows")  # fmt: skip
         if isinstance(policy, RlConfig) and policy.batch_size_per_optimize:
-            policy = policy.derive(batch_size_per_optimize=policy.batch_size_per_optimize * count)
-        mesh = mesh.derive(n_init_replicas=1, dp_replicate_size=replicas)
+            policy = policy.derive(batch_size_per_optimize=policy.batch_size_per_optimize * num_replicas)
+        mesh = mesh.derive(n_init_replicas=1, dp_replicate_size=num_dp_replicas)
         return self.derive(
             policy=self.policy.derive(parallelism=mesh),
-            train=train.derive(train_batch_per_replica=rows, train_policy=policy),
+            train=train.derive(train_batch_per_replica=rows_per_step, train_policy=policy),
         )
 
     @model_validator(mode="after")
@@ -190,20 +196,21 @@ class Recipe(Table):
         return self.derive(rollout=self.rollout.derive(backend="flow_sampler"))
 
     @model_validator(mode="after")
-    def _pipeline_stages(self) -> Self:
+    def _check_pipeline_batch(self) -> Self:
         """Check the batch sizes that pipeline parallelism requires (Cosmos-RL has the same rule)."""
-        mesh, train = self.policy.parallelism, self.train
+        mesh, train_config = self.policy.parallelism, self.train
         if mesh.pp_size == 1:
             return self
-        batch = train.train_batch_per_replica
-        where = f"policy.parallelism.pp_size = {mesh.pp_size}"
-        if batch % mesh.pp_micro_batch_size:
+        batch_size = train_config.train_batch_per_replica
+        setting_text = f"policy.parallelism.pp_size = {mesh.pp_size}"
+        if batch_size % mesh.pp_micro_batch_size:
             raise ValueError(
-                f"{where}: train.train_batch_per_replica = {batch} must be a multiple of pp_micro_batch_size = "
+                f"{setting_text}: train.train_batch_per_replica = {batch_size} must be a multiple of "
+                f"pp_micro_batch_size = "
                 f"{mesh.pp_micro_batch_size}"
             )
-        if train.fsdp_offload:
-            raise ValueError(f"{where} excludes train.fsdp_offload; set train.fsdp_offload = false")
+        if train_config.fsdp_offload:
+            raise ValueError(f"{setting_text} excludes train.fsdp_offload; set train.fsdp_offload = false")
         return self
 
     def should_compile_blocks(self, device: str) -> bool:
@@ -211,11 +218,11 @@ class Recipe(Table):
         if self.train.compile is not None or device != "cuda":
             return bool(self.train.compile)
         mesh, policy = self.policy.parallelism, self.policy
-        excludes = (mesh.cp_size > 1, False) if policy.is_diffusers else (mesh.tp_size > 1, policy.lora is not None)
-        return not (excludes[0] or (excludes[1] and isinstance(self.train.train_policy, RlConfig)))
+        exclusions = (mesh.cp_size > 1, False) if policy.is_diffusers else (mesh.tp_size > 1, policy.lora is not None)
+        return not (exclusions[0] or (exclusions[1] and isinstance(self.train.train_policy, RlConfig)))
 
     @model_validator(mode="after")
-    def _check_text_data_term(self) -> Self:
+    def _check_dataset_mixture(self) -> Self:
         if self.train.train_policy.datasets and self.policy.is_diffusers:
             raise ValueError("train.train_policy.datasets mixes rows of text; name one data set of media in dataset")
         return self
@@ -256,11 +263,12 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _check_shared_service(self) -> Self:
-        policy, value = self.train.train_policy, self.validation.use_remote_reward
-        remote = isinstance(policy, RlConfig) and policy.use_remote_reward
-        if value is not None and value != remote:
+        policy, validation_setting = self.train.train_policy, self.validation.use_remote_reward
+        is_remote_in_training = isinstance(policy, RlConfig) and policy.use_remote_reward
+        if validation_setting is not None and validation_setting != is_remote_in_training:
             raise ValueError(
-                f"validation.use_remote_reward = {str(value).lower()} must equal train.train_policy.use_remote_reward "
-                f"= {str(remote).lower()}; leave it out to inherit"
+                f"validation.use_remote_reward = {str(validation_setting).lower()} must equal "
+                f"train.train_policy.use_remote_reward "
+                f"= {str(is_remote_in_training).lower()}; leave it out to inherit"
             )
         return self

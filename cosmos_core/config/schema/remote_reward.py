@@ -25,7 +25,7 @@ class RewardFunctionConfig(Table):
 
     @field_validator("score_key")
     @classmethod
-    def _default_key(cls, key: str | None, info: ValidationInfo) -> str | None:
+    def _default_score_key(cls, key: str | None, info: ValidationInfo) -> str | None:
         return info.data.get("name") if key is None else key
 
     @model_validator(mode="after")
@@ -68,12 +68,12 @@ class RemoteRewardConfig(Table):
 
     @field_validator("reward_fns")
     @classmethod
-    def _check_repeats(cls, functions: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
+    def _check_repeated_functions(cls, functions: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
         if not functions:
             raise ValueError("reward_fns is empty; name at least one function of the service")
-        pairs = [(function.name, function.score_key) for function in functions]
-        if repeated_pair := next((name for name, key in pairs if pairs.count((name, key)) > 1), None):
-            raise ValueError(f"reward_fns has {repeated_pair!r} twice with the same score_key; name it once")
+        name_key_pairs = [(function.name, function.score_key) for function in functions]
+        if repeated_name := next((name for name, key in name_key_pairs if name_key_pairs.count((name, key)) > 1), None):
+            raise ValueError(f"reward_fns has {repeated_name!r} twice with the same score_key; name it once")
         return functions
 
     @model_validator(mode="after")
@@ -93,5 +93,5 @@ class RemoteRewardConfig(Table):
     @property
     def max_total(self) -> float:
         """Return the total reward of a completion for which each function returns 1."""
-        total = sum(each.weight * each.clipped(1.0) for each in self.reward_fns)
-        return self.scale * min(max(total, self.reward_clip_min), self.reward_clip_max)
+        weighted_sum = sum(reward_config.weight * reward_config.clipped(1.0) for reward_config in self.reward_fns)
+        return self.scale * min(max(weighted_sum, self.reward_clip_min), self.reward_clip_max)

@@ -129,7 +129,9 @@ class RlConfig(AlgorithmConfig):
         if self.bypass_reward or self.use_remote_reward or not self.datasets:
             return {} if self.bypass_reward or self.use_remote_reward else self.reward_function
         source_pairs = zip(self.datasets, self.sources.values(), strict=True)
-        weights_by_source = {each.source: policy.reward_function for each, policy in source_pairs}
+        weights_by_source = {
+            source_config.source: source_algorithm.reward_function for source_config, source_algorithm in source_pairs
+        }
         return SourceWeights({"": self.reward_function} | weights_by_source)
 
     @property
@@ -159,8 +161,8 @@ class RlConfig(AlgorithmConfig):
 
     @property
     def lookahead(self) -> tuple[int, int, int | None]:
-        num_outdated_batches = 0 if self.on_policy else max(0, self.outdated_rollout_fetch_batch_size)
-        return self.allowed_outdated_steps, num_outdated_batches, self.max_inflight_steps
+        num_extra_prompts = 0 if self.on_policy else max(0, self.outdated_rollout_fetch_batch_size)
+        return self.allowed_outdated_steps, num_extra_prompts, self.max_inflight_steps
 
     @property
     def reward_env_names(self) -> tuple[str, ...]:
@@ -190,21 +192,21 @@ class RlConfig(AlgorithmConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _reward_of_generated_rows(cls, values: Any) -> Any:
+    def _set_generated_reward(cls, values: Any) -> Any:
         """Set the reward function `reasoning_gym` for generated rows unless the recipe sets another."""
         if not isinstance(values, dict) or "reward_function" in values:
             return values
-        datasets, new_rewards = values.get("datasets") or (), {}
+        datasets, new_values = values.get("datasets") or (), {}
         if not isinstance(datasets, list | tuple):
             return values
-        is_generated = [_is_generated_dataset(each) for each in datasets or (values.get("dataset"),)]
-        if any(is_generated) and datasets:
+        generated_flags = [_is_generated_dataset(dataset) for dataset in datasets or (values.get("dataset"),)]
+        if any(generated_flags) and datasets:
             generated_reward = {"reward_function": GENERATED_REWARD}
-            new_rewards["datasets"] = [
-                {**generated_reward, **each} if is_generated_source and isinstance(each, dict) else each
-                for each, is_generated_source in zip(datasets, is_generated, strict=True)
+            new_values["datasets"] = [
+                {**generated_reward, **dataset} if is_generated_source and isinstance(dataset, dict) else dataset
+                for dataset, is_generated_source in zip(datasets, generated_flags, strict=True)
             ]
-        return {**values, **new_rewards, **({"reward_function": GENERATED_REWARD} if all(is_generated) else {})}
+        return {**values, **new_values, **({"reward_function": GENERATED_REWARD} if all(generated_flags) else {})}
 
     @field_validator("reward_function")
     @classmethod
@@ -215,12 +217,12 @@ class RlConfig(AlgorithmConfig):
 
     @field_validator("dataloader_batch_size")
     @classmethod
-    def _disable_negative_size(cls, size: int) -> int:
+    def _clamp_batch_size(cls, size: int) -> int:
         return max(0, size)
 
     @model_validator(mode="before")
     @classmethod
-    def _check_on_policy_lag(cls, values: Any, info: ValidationInfo) -> Any:
+    def _warn_outdated_steps(cls, values: Any, info: ValidationInfo) -> Any:
         if isinstance(values, dict) and values.get("on_policy") is True and values.get("allowed_outdated_steps"):
             warn(info, f"train.train_policy.allowed_outdated_steps = {values['allowed_outdated_steps']}: 0, because "
                 f"on_policy is set")  # fmt: skip
@@ -228,12 +230,12 @@ class RlConfig(AlgorithmConfig):
 
     @field_validator("allowed_outdated_steps")
     @classmethod
-    def _reset_lag_on_policy(cls, steps: int, info: ValidationInfo) -> int:
+    def _reset_outdated_steps(cls, steps: int, info: ValidationInfo) -> int:
         return 0 if info.data.get("on_policy") else steps
 
     @field_validator("outdated_rollout_fetch_batch_size")
     @classmethod
-    def _default_dapo_fetch(cls, prompts: int, info: ValidationInfo) -> int:
+    def _default_fetch_size(cls, prompts: int, info: ValidationInfo) -> int:
         return DAPO_FETCH if info.data.get("variant") == "dapo" and prompts <= 0 else prompts
 
     @field_validator("max_inflight_steps")
@@ -246,7 +248,7 @@ class RlConfig(AlgorithmConfig):
         return int(min_steps)
 
     @model_validator(mode="after")
-    def _derive_staleness_variant(self) -> Self:
+    def _check_uncentralized(self) -> Self:
         if self.uncentralized_training and self.variant != "grpo":
             raise ValueError(f"uncentralized_training needs variant = 'grpo', not {self.variant!r}")
         return self

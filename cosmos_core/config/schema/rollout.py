@@ -24,7 +24,7 @@ from cosmos_core.config.schema.value_types import (
 VLLM_TEMPERATURES = (0.01, 2.0)
 """Range of temperatures at which vLLM samples: below it vLLM silently samples at 0.01, above it vLLM raises an
 error."""
-_VLLM_MESH = {"n_init_replicas", "tp_size", "pp_size", "dp_shard_size"}
+_VLLM_MESH_KEYS = {"n_init_replicas", "tp_size", "pp_size", "dp_shard_size"}
 
 
 class SamplingConfig(Table):
@@ -124,12 +124,12 @@ class RolloutConfig(Table):
     @property
     def native_obstacles(self) -> list[str]:
         """Return the settings that prevent weight transfer with `weight_transfer = "native"`."""
-        is_set = {
+        obstacle_by_setting = {
             f"backend = {self.backend!r}": self.backend != "vllm",
             f"quantization = {self.quantization!r}": self.quantization == "mxfp4",
             f"async_r2r_sync = {self.async_r2r_sync!r}": self.async_r2r_sync != "disabled",
         }
-        return [f"rollout.{setting}" for setting, is_obstacle in is_set.items() if is_obstacle]
+        return [f"rollout.{setting}" for setting, is_obstacle in obstacle_by_setting.items() if is_obstacle]
 
     @property
     def changes_token_distribution(self) -> bool:
@@ -168,15 +168,16 @@ class RolloutConfig(Table):
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
         yield from self._temperature_errors(stage)
-        train = stage.recipe.train
+        train_config = stage.recipe.train
         if stage.kind.feed == "rollouts":
-            if self.n_generation < 2 and train.train_policy.compares_in_group:
+            if self.n_generation < 2 and train_config.train_policy.compares_in_group:
                 yield "rollout.n_generation = 1: advantages compare completions of one group; make it at least 2"
-            elif self.n_generation < 2 and train.train_policy.dynamic_sampling is not None:
+            elif self.n_generation < 2 and train_config.train_policy.dynamic_sampling is not None:
                 yield "rollout.n_generation = 1: variant = 'dapo' trains on groups that differ; make it at least 2"
             if stage.recipe.may_split_groups and stage.recipe.policy.is_diffusers:
                 yield (
-                    f"train.train_batch_per_replica = {train.train_batch_per_replica}: a train step of a diffusion "
+                    f"train.train_batch_per_replica = {train_config.train_batch_per_replica}: a train step of a "
+                    f"diffusion "
                     f"model has whole groups; make it a multiple of rollout.n_generation = {self.n_generation}"
                 )
             yield from self._greedy_sampling_errors(stage)
@@ -189,11 +190,11 @@ class RolloutConfig(Table):
             )
         if not stage.kind.has_mesh or (stage.kind.feed == "dataset" and not stage.recipe.validation.reward_function):
             return
-        ranks = stage.recipe.policy.parallelism.world_size
+        num_ranks = stage.recipe.policy.parallelism.world_size
         key = f"rollout.parallelism.tp_size = {self.parallelism.tp_size}"
         is_disaggregated = stage.kind.feed == "rollouts" and stage.recipe.mode == "disaggregated"
-        if ranks % self.parallelism.tp_size and not is_disaggregated:
-            yield f"{key}: engines share the ranks of policy.parallelism, which are {ranks}; take a divisor of that"
+        if num_ranks % self.parallelism.tp_size and not is_disaggregated:
+            yield f"{key}: engines share the ranks of policy.parallelism, which are {num_ranks}; take a divisor of that"
         elif self.parallelism.tp_size > 1 and self.backend == "hf":
             yield f"{key}: backend 'hf' has the whole model on each rank; set it to 1"
 
@@ -202,25 +203,26 @@ class RolloutConfig(Table):
         if self.backend != "vllm" or stage.recipe.policy.is_diffusers:
             return
         temperatures = {}
-        has_server = stage.kind.table == "sample" and bool(stage.recipe.sample.endpoint)
-        if stage.kind.completes_prompts and not has_server:
+        has_endpoint = stage.kind.table == "sample" and bool(stage.recipe.sample.endpoint)
+        if stage.kind.completes_prompts and not has_endpoint:
             temperatures["rollout.sampling_config.temperature"] = self.sampling_config.temperature
         if stage.measures_held_out and stage.recipe.completes_held_out:
             temperatures["validation.temperature"] = stage.recipe.validation.temperature
-        low, high = VLLM_TEMPERATURES
+        min_temperature, max_temperature = VLLM_TEMPERATURES
         for key, temperature in temperatures.items():
-            if temperature != 0 and not low <= temperature <= high:
+            if temperature != 0 and not min_temperature <= temperature <= max_temperature:
                 yield (
-                    f"{key} = {temperature}: vLLM samples between {low} and {high}, and takes 0 for greedy; or set "
+                    f"{key} = {temperature}: vLLM samples between {min_temperature} and {max_temperature}, and takes "
+                    f"0 for greedy; or set "
                     f"rollout.backend = 'hf'"
                 )
 
     def _disaggregated_errors(self, stage: StageContext) -> Iterator[str]:
         """Yield errors for settings that engines in separate processes do not support."""
-        mode, train = f"mode = {stage.recipe.mode!r}", stage.recipe.train
-        if train.ema_enable and stage.recipe.validation.enable:
+        mode_text, train_config = f"mode = {stage.recipe.mode!r}", stage.recipe.train
+        if train_config.ema_enable and stage.recipe.validation.enable:
             yield (
-                f"{mode}: validation measures the moving average of train.ema_enable, whose weights would reach "
+                f"{mode_text}: validation measures the moving average of train.ema_enable, whose weights would reach "
                 f'completions in flight; set validation.enable = false and add a stage of kind "validate", or take '
                 f"mode = 'colocated'"
             )
@@ -231,8 +233,8 @@ class RolloutConfig(Table):
         sampling = self.sampling_config
         if stage.recipe.policy.is_diffusers or not stage.recipe.train.train_policy.compares_in_group:
             return
-        for name, value, greedy in (("temperature", sampling.temperature, 0.0), ("top_k", sampling.top_k, 1)):
-            if value == greedy:
+        for name, value, greedy_value in (("temperature", sampling.temperature, 0.0), ("top_k", sampling.top_k, 1)):
+            if value == greedy_value:
                 yield (
                     f"rollout.sampling_config.{name} = {value} takes the likeliest token: the completions of a prompt "
                     f"are the same, and nothing is learned of their differences; raise it"
@@ -244,25 +246,31 @@ class RolloutConfig(Table):
         yield from self._engine_notices(stage)
         yield from self._native_transfer_notices(stage)
         policy = stage.recipe.policy
-        length, has_text = policy.model_max_length, stage.kind.feed == "rollouts" and not policy.is_diffusers
-        if has_text and stage.recipe.may_split_groups:
+        model_max_length, has_text_rollouts = (
+            policy.model_max_length,
+            stage.kind.feed == "rollouts" and not policy.is_diffusers,
+        )
+        if has_text_rollouts and stage.recipe.may_split_groups:
             yield (
                 f"train.train_batch_per_replica = {stage.recipe.train.train_batch_per_replica}: groups of "
                 f"rollout.n_generation = {self.n_generation} completions are compared as a whole and spread over train "
                 f"steps"
             )
-        if has_text and self.max_response_length >= length:
+        if has_text_rollouts and self.max_response_length >= model_max_length:
             yield (
                 f"rollout.max_response_length = {self.max_response_length}: a completion gets the tokens that its "
-                f"prompt leaves of policy.model_max_length = {length}"
+                f"prompt leaves of policy.model_max_length = {model_max_length}"
             )
         if not stage.recipe.train.train_policy.has_rollouts or not self.changes_token_distribution:
             return
         fields, sampling = SamplingConfig.model_fields, dict(self.sampling_config)
-        names = ("top_p", "top_k", "repetition_penalty")
-        changes = [f"{name} = {sampling[name]}" for name in names if sampling[name] != fields[name].default]
+        setting_names = ("top_p", "top_k", "repetition_penalty")
+        changed_settings = [
+            f"{name} = {sampling[name]}" for name in setting_names if sampling[name] != fields[name].default
+        ]
         yield (
-            f"rollout.sampling_config: {', '.join(changes)}: training completions are not drawn from the policy; the "
+            f"rollout.sampling_config: {', '.join(changed_settings)}: training completions are not drawn from the "
+            f"policy; the "
             f"loss weights their tokens by policy / sampled distribution, and never sees the tokens that are cut off"
         )
 
@@ -282,14 +290,14 @@ class RolloutConfig(Table):
         return "vllm"
 
     @model_validator(mode="after")
-    def _mesh_of_an_engine(self) -> Self:
+    def _check_engine_mesh(self) -> Self:
         if self.backend != "vllm":
             return self
         for name, field in type(self.parallelism).model_fields.items():
             value = getattr(self.parallelism, name)
-            if name not in _VLLM_MESH and value != field.default:
+            if name not in _VLLM_MESH_KEYS and value != field.default:
                 raise ValueError(
                     f"parallelism.{name} = {value!r}: backend {self.backend!r} takes only "
-                    f"{', '.join(sorted(_VLLM_MESH))}; leave it out"
+                    f"{', '.join(sorted(_VLLM_MESH_KEYS))}; leave it out"
                 )
         return self

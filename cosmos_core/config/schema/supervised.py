@@ -55,12 +55,12 @@ class SupervisedConfig(AlgorithmConfig):
 
     @model_validator(mode="after")
     def _refuse_repeated_columns(self) -> Self:
-        prompt = getattr(self, "prompt_column_name", "")
+        prompt_column = getattr(self, "prompt_column_name", "")
         # A resolved recipe sets every key, so only another value than the default counts as set by the user.
-        default = type(self).model_fields["conversation_column_name"].default
-        if prompt and self.conversation_column_name != default:
+        default_column = type(self).model_fields["conversation_column_name"].default
+        if prompt_column and self.conversation_column_name != default_column:
             raise ValueError(
-                f"prompt_column_name = {prompt!r} and conversation_column_name = "
+                f"prompt_column_name = {prompt_column!r} and conversation_column_name = "
                 f"{self.conversation_column_name!r} both name what is asked; leave one out"
             )
         return self
@@ -74,7 +74,7 @@ class SupervisedConfig(AlgorithmConfig):
         return self.enable_dp_load_balancing
 
     @model_validator(mode="after")
-    def _check_balancing(self) -> Self:
+    def _check_load_balancing(self) -> Self:
         if not self.enable_dp_load_balancing:
             return self
         if self.load_balanced_batching_strategy not in {"prefer_first", "prefer_closest"}:

@@ -43,14 +43,14 @@ class SweepConfig(Table):
     @field_validator("grid")
     @classmethod
     def _flatten_grid(cls, grid: dict[str, Any]) -> dict[str, Any]:
-        flat = flat_keys(grid)
-        number = 1
-        for key, values in flat.items():
+        flat_grid = flat_keys(grid)
+        num_combinations = 1
+        for key, values in flat_grid.items():
             if not isinstance(values, list) or not values:
                 raise ValueError(f'grid: "{key}" = {values!r} must be a list of values')
             if any(values.count(value) > 1 for value in values):
                 raise ValueError(f'grid: "{key}" = {values!r} names a value twice')
-            number *= len(values)
-        if number > _MAX_BRANCHES:
-            raise ValueError(f"grid: {number} combinations; at most {_MAX_BRANCHES} make a sweep")
-        return flat
+            num_combinations *= len(values)
+        if num_combinations > _MAX_BRANCHES:
+            raise ValueError(f"grid: {num_combinations} combinations; at most {_MAX_BRANCHES} make a sweep")
+        return flat_grid

@@ -32,20 +32,21 @@ _STATUS_NOTES: dict[str, Any] = tomllib.loads(files("cosmos_core.config").joinpa
 _UNUSED_KEYS: dict[str, Any] = tomllib.loads(files(__package__).joinpath("unused.toml").read_text("utf-8"))
 
 
-def _notes_by_key(kind: str) -> dict[tuple[str, str], str]:
-    """Return the notes of `status.toml` below `kind` by (table, key); the key "*" stands for all keys of the table."""
+def _notes_by_key(section_name: str) -> dict[tuple[str, str], str]:
+    """Return the notes of `status.toml` below `section_name` by (table, key); the key "*" stands for all keys of the
+    table."""
     return {
         (table, name): note
-        for note, tables in _STATUS_NOTES.get(kind, {}).items()
+        for note, tables in _STATUS_NOTES.get(section_name, {}).items()
         for table in tables
         for name in tables[table].split()
     }
 
 
-_STATUS: dict[tuple[str, str], Any] = {
+_STATUS_MARKS: dict[tuple[str, str], Any] = {
     at: Status(kind, note) for kind in get_args(StatusName)[1:] for at, note in _notes_by_key(kind).items()
 }
-_RELEASES: dict[tuple[str, str], Any] = {at: IntroducedIn(note) for at, note in _notes_by_key("since").items()}  # type: ignore[arg-type]
+_GENERATION_MARKS: dict[tuple[str, str], Any] = {at: IntroducedIn(note) for at, note in _notes_by_key("since").items()}  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Table(BaseModel):
         """Mark each field with its status and generation in `status.toml`."""
         annotations = inspect.get_annotations(cls)
         for name, field in cls.model_fields.items():
-            for notes in (_STATUS, _RELEASES) if name in annotations else ():
+            for notes in (_STATUS_MARKS, _GENERATION_MARKS) if name in annotations else ():
                 table_note = None if is_table(field.annotation) else notes.get((cls.__name__, "*"))
                 if note := notes.get((cls.__name__, name), table_note):
                     field.metadata = [*field.metadata, note]
@@ -122,8 +123,8 @@ def status(field: FieldInfo) -> Status:
 
 def affects_result(field: FieldInfo) -> bool:
     """Return whether a field enters the fingerprint of the stages that read it."""
-    effect = find_mark(field, AffectsResult)
-    return status(field) == _USED_STATUS and (effect is None or effect.value)
+    effect_mark = find_mark(field, AffectsResult)
+    return status(field) == _USED_STATUS and (effect_mark is None or effect_mark.value)
 
 
 def is_table(annotation: Any) -> bool:
@@ -160,8 +161,10 @@ def _iterate_active_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]
     """Yield (name, field, value) of each field that neither the table's switch nor the field's own switch disables."""
     is_disabled = bool(table.switch) and not getattr(table, table.switch)
     for name, field in type(table).model_fields.items():
-        needs: RequiresEnabledField | None = find_mark(field, RequiresEnabledField)
-        if not (needs and not getattr(table, needs.switch)) and (not is_disabled or name == table.switch):
+        enabling_mark: RequiresEnabledField | None = find_mark(field, RequiresEnabledField)
+        if not (enabling_mark and not getattr(table, enabling_mark.switch)) and (
+            not is_disabled or name == table.switch
+        ):
             yield name, field, getattr(table, name)
 
 
@@ -171,10 +174,10 @@ def unused_settings(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, 
     if table.switch and not getattr(table, table.switch):
         return
     for name, field in type(table).model_fields.items():
-        value, needs = getattr(table, name), find_mark(field, RequiresEnabledField)
-        if needs and not getattr(table, needs.switch):
+        value, enabling_mark = getattr(table, name), find_mark(field, RequiresEnabledField)
+        if enabling_mark and not getattr(table, enabling_mark.switch):
             if table.is_set(name) and not isinstance(value, Table):
-                yield f"{prefix}{name}", value, needs.switch
+                yield f"{prefix}{name}", value, enabling_mark.switch
         elif isinstance(value, Table):
             yield from unused_settings(value, f"{prefix}{name}.")
 
@@ -186,8 +189,8 @@ def active_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldIn
         if isinstance(value, Table) and status(field) == _USED_STATUS:
             yield from active_fields(value, f"{prefix}{name}.")
         elif _are_tables(value):
-            for i, each in enumerate(value):
-                yield from active_fields(each, f"{prefix}{name}.{i}.")
+            for i, subtable in enumerate(value):
+                yield from active_fields(subtable, f"{prefix}{name}.{i}.")
         else:
             yield prefix + name, field, value, table.is_set(name)
 
@@ -205,9 +208,10 @@ def result_values(table: Table) -> dict[str, Any]:
         if not affects_result(field) or (not value and omits_empty):
             continue
         if omits_empty and _are_tables(value):  # grouped by key, because a stage kind may read only some keys
-            rows = [result_values(each) for each in value]
+            rows = [result_values(subtable) for subtable in value]
             values[name] = {
-                key: [row.get(key) for row in rows] for key in dict.fromkeys(k for row in rows for k in row)
+                key: [single_table_values.get(key) for single_table_values in rows]
+                for key in dict.fromkeys(k for single_table_values in rows for k in single_table_values)
             }
         elif not isinstance(value, Table):
             values[name] = list(value) if isinstance(value, tuple) else value
@@ -218,20 +222,20 @@ def result_values(table: Table) -> dict[str, Any]:
 
 def convert_named_things(table: TableT, convert: Callable[[NamedThing, str], str]) -> TableT:
     """Return a table, nested tables included, with the values of fields marked `NamedThing` replaced by `convert`."""
-    changed: dict[str, Any] = {}
+    converted_values: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
-        value, where = getattr(table, name), find_mark(field, NamedThing)
+        value, named_thing = getattr(table, name), find_mark(field, NamedThing)
         if isinstance(value, Table):
-            changed[name] = convert_named_things(value, convert)
+            converted_values[name] = convert_named_things(value, convert)
         elif _are_tables(value):
-            changed[name] = tuple(convert_named_things(each, convert) for each in value)
-        elif where and isinstance(value, str):
-            changed[name] = convert(where, value)
-        elif where and isinstance(value, tuple):
-            changed[name] = tuple(convert(where, item) for item in value)
-        elif where and isinstance(value, dict):
-            changed[name] = {convert(where, key): item for key, item in value.items()}
-    return table.derive(**changed) if changed else table
+            converted_values[name] = tuple(convert_named_things(subtable, convert) for subtable in value)
+        elif named_thing and isinstance(value, str):
+            converted_values[name] = convert(named_thing, value)
+        elif named_thing and isinstance(value, tuple):
+            converted_values[name] = tuple(convert(named_thing, item) for item in value)
+        elif named_thing and isinstance(value, dict):
+            converted_values[name] = {convert(named_thing, key): item for key, item in value.items()}
+    return table.derive(**converted_values) if converted_values else table
 
 
 def flat_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -37,7 +37,7 @@ from cosmos_core.config.schema.value_types import (
 
 DEFAULT_SEED = 42
 _BetaDecay = Annotated[float, Field(ge=0, lt=1)]
-_Implementation = Literal["fused", "foreach", "for-loop"]
+_OptimizerImpl = Literal["fused", "foreach", "for-loop"]
 _UNCATCHABLE_SIGNALS = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # SIGCHLD arrives at the end of every child process
 _GRPO_ONLY_KEYS = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
 
@@ -77,7 +77,7 @@ class TrainConfig(Table):
     """Peak learning rate: one number, or a table of rates by module path, where the deepest path that contains a
     parameter applies and `global` is the rate of all other parameters; a list has one rate per model part, and there is
     one model part."""
-    optm_impl: _Implementation | Annotated[tuple[_Implementation, ...], Field(strict=False)] = "fused"
+    optm_impl: _OptimizerImpl | Annotated[tuple[_OptimizerImpl, ...], Field(strict=False)] = "fused"
     """Implementation of the optimizer in torch (torchao has only one), or a list with one per model part, and there is
     one model part; `fused` on CPU needs float32 or bfloat16 as `master_dtype`."""
     optm_weight_decay: NonNegativeFloat = 0.01
@@ -202,7 +202,7 @@ class TrainConfig(Table):
 
     @field_validator("seed")
     @classmethod
-    def _seed_is_not_negative(cls, seed: int | None) -> int:
+    def _resolve_seed(cls, seed: int | None) -> int:
         return DEFAULT_SEED if seed is None or seed < 0 else seed
 
     @field_validator("transfer_dtype")
@@ -214,18 +214,18 @@ class TrainConfig(Table):
     @classmethod
     def _derive_policy_settings(cls, policy: AlgorithmConfig, info: ValidationInfo) -> AlgorithmConfig:
         """Fill settings that follow from the batch size and from the transfer of weights."""
-        batch, interval = info.data.get("train_batch_per_replica"), info.data.get("sync_weight_interval", 1)
-        if batch and "mini_batch" not in policy.model_fields_set:
-            policy = policy.derive(mini_batch=math.gcd(batch, policy.mini_batch))
-        if isinstance(policy, RlConfig) and not policy.on_policy and policy.allowed_outdated_steps + 1 < interval:
-            warn(info, f"train.train_policy.allowed_outdated_steps = {policy.allowed_outdated_steps}: {interval - 1}, "
-                f"which is sync_weight_interval - 1")  # fmt: skip
-            policy = policy.derive(allowed_outdated_steps=interval - 1)
+        batch_size, sync_interval = info.data.get("train_batch_per_replica"), info.data.get("sync_weight_interval", 1)
+        if batch_size and "mini_batch" not in policy.model_fields_set:
+            policy = policy.derive(mini_batch=math.gcd(batch_size, policy.mini_batch))
+        if isinstance(policy, RlConfig) and not policy.on_policy and policy.allowed_outdated_steps + 1 < sync_interval:
+            warn(info, f"train.train_policy.allowed_outdated_steps = {policy.allowed_outdated_steps}: "
+                f"{sync_interval - 1}, which is sync_weight_interval - 1")  # fmt: skip
+            policy = policy.derive(allowed_outdated_steps=sync_interval - 1)
         return policy
 
     @field_validator("coalesce_weight_sync")
     @classmethod
-    def _derive_resync(cls, is_joined: bool, info: ValidationInfo) -> bool:
+    def _disable_coalescing(cls, is_joined: bool, info: ValidationInfo) -> bool:
         policy = info.data.get("train_policy")
         if not is_joined or not isinstance(policy, RlConfig):
             return is_joined
@@ -255,7 +255,7 @@ class TrainConfig(Table):
 
     @field_validator("optm_warmup_steps")
     @classmethod
-    def _warmup(cls, steps: int | float) -> int | float:
+    def _normalise_warmup_steps(cls, steps: int | float) -> int | float:
         if steps < 0 or (isinstance(steps, float) and steps > 1 and steps != int(steps)):
             raise ValueError(f"optm_warmup_steps = {steps} must be a count of steps or a fraction up to 1.0")
         return int(steps) if isinstance(steps, float) and steps > 1 else steps
@@ -289,23 +289,23 @@ class TrainConfig(Table):
         if isinstance(policy, dict) and "type" not in policy:
             values = {**values, "train_policy": {**policy, "type": inferred_type(policy)}}
         elif isinstance(policy, dict) and policy["type"] not in kinds():
-            known = ", ".join(map(repr, kinds()))
-            raise ValueError(f"train_policy.type = {policy['type']!r}: must be one of {known}")
+            known_types = ", ".join(map(repr, kinds()))
+            raise ValueError(f"train_policy.type = {policy['type']!r}: must be one of {known_types}")
         return values
 
     @model_validator(mode="after")
-    def _batch_divides(self) -> Self:
+    def _check_batch_sizes(self) -> Self:
         policy = self.train_policy
         if self.train_batch_per_replica % policy.mini_batch:
             raise ValueError(
                 f"train_batch_per_replica = {self.train_batch_per_replica} must be a multiple of "
                 f"train_policy.mini_batch = {policy.mini_batch}"
             )
-        optimize = policy.batch_size_per_optimize if isinstance(policy, RlConfig) else None
-        if optimize is not None and self.train_batch_per_replica % optimize:
+        optimizer_batch_size = policy.batch_size_per_optimize if isinstance(policy, RlConfig) else None
+        if optimizer_batch_size is not None and self.train_batch_per_replica % optimizer_batch_size:
             raise ValueError(
                 f"train_batch_per_replica = {self.train_batch_per_replica} must be a multiple of "
-                f"train_policy.batch_size_per_optimize = {optimize}"
+                f"train_policy.batch_size_per_optimize = {optimizer_batch_size}"
             )
         if self.optm_impl == "fused" and self.master_dtype == "float16":
             raise ValueError("optm_impl = 'fused' needs master_dtype float32 or bfloat16")

@@ -78,12 +78,12 @@ class ValidationConfig(Table):
 
     def notices(self, stage: StageContext) -> Iterator[str]:
         """Yield notices about text completions that cannot differ, or that exceed the maximum length of the model."""
-        max_response, length = self.max_response_length or 0, stage.recipe.policy.model_max_length
+        max_response_tokens, model_max_length = self.max_response_length or 0, stage.recipe.policy.model_max_length
         has_prompts = stage.measures_held_out and stage.recipe.completes_held_out
-        if has_prompts and not stage.recipe.policy.is_diffusers and max_response >= length:
+        if has_prompts and not stage.recipe.policy.is_diffusers and max_response_tokens >= model_max_length:
             yield (
-                f"validation.max_response_length = {max_response}: a completion gets the tokens that its prompt "
-                f"leaves of policy.model_max_length = {length}"
+                f"validation.max_response_length = {max_response_tokens}: a completion gets the tokens that its prompt "
+                f"leaves of policy.model_max_length = {model_max_length}"
             )
         is_greedy = self.temperature == 0 or self.top_k == 1
         if self.n_generation > 1 and is_greedy and not stage.recipe.policy.is_diffusers:

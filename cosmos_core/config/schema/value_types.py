@@ -25,7 +25,7 @@ Nucleus = Annotated[float, Field(gt=0, le=1)]
 """Probability mass of nucleus sampling; 1: all tokens."""
 
 
-def _top_k(count: int) -> int:
+def _normalise_top_k(count: int) -> int:
     if count == 0:
         return -1
     if count != -1 and count < 1:
@@ -33,7 +33,7 @@ def _top_k(count: int) -> int:
     return count
 
 
-TopK = Annotated[int, AfterValidator(_top_k), UnitMark("tokens")]
+TopK = Annotated[int, AfterValidator(_normalise_top_k), UnitMark("tokens")]
 """Number of most likely tokens from which a token is sampled; -1 or 0: all."""
 
 
@@ -57,17 +57,17 @@ Names = Annotated[
 """One string or a list of strings."""
 
 
-def _train_if_empty(names: tuple[str, ...]) -> tuple[str, ...]:
+def _default_to_train_split(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if name) or ("train",)
 
 
-Splits = Annotated[Names, AfterValidator(_train_if_empty)]
+Splits = Annotated[Names, AfterValidator(_default_to_train_split)]
 """Names of the splits of a data set; empty: `train`."""
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 """List of strings."""
 
 
-def _parse_weight(value: Any) -> Any:
+def _parse_reward_weights(value: Any) -> Any:
     if isinstance(value, str):
         return {value: 1.0}
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
@@ -79,18 +79,18 @@ def _parse_weight(value: Any) -> Any:
 
 RewardWeights = Annotated[
     dict[str, float],
-    BeforeValidator(_parse_weight, json_schema_input_type=str | list[str] | dict[str, float]),
+    BeforeValidator(_parse_reward_weights, json_schema_input_type=str | list[str] | dict[str, float]),
     NamedThing.CODE,
 ]
 """Weight of each reward function by its name or import path `module:function`; a string or a list of strings means
 weight 1."""
 
 
-def _require_name(name: str) -> str:
+def _require_model_name(name: str) -> str:
     if not name.strip():
         raise ValueError("model_name_or_path is empty; give a folder or a Hub id")
     return name
 
 
-ModelName = Annotated[str, AfterValidator(_require_name), NoResult, NamedThing.PATH]
+ModelName = Annotated[str, AfterValidator(_require_model_name), NoResult, NamedThing.PATH]
 """Name of a model in a key `model_name_or_path`, such as a folder or a Hub id; an empty name is refused."""

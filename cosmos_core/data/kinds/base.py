@@ -40,7 +40,7 @@ Seed = tuple[int, int] | None
 """Seed of the data order and number of the train step; random values such as noise are derived from them. None: the
 rows are held out, and the random values are the same in each call."""
 IDS, MASK = pa.list_(pa.int32()), pa.list_(pa.uint8())
-_IMAGE = pa.struct({"path": pa.string(), "content": pa.large_binary(), "sha256": pa.string()})
+_IMAGE_TYPE = pa.struct({"path": pa.string(), "content": pa.large_binary(), "sha256": pa.string()})
 IMAGE_ROOT = b"images below"
 """Key in the schema's metadata, whose value is the folder that image paths are relative to."""
 
@@ -112,7 +112,7 @@ class RowKind(ABC):
     @property
     def visual_schema(self) -> pa.Schema:
         """Arrow schema of prepared rows that may show images."""
-        return self.schema.insert(len(self.schema) - 1, pa.field("images", pa.list_(_IMAGE)))
+        return self.schema.insert(len(self.schema) - 1, pa.field("images", pa.list_(_IMAGE_TYPE)))
 
     def schema_of(self, root: Path | None) -> pa.Schema:
         """Return the schema of rows whose image paths are relative to `root`; None: rows show no images."""

@@ -33,12 +33,12 @@ class LabelledSequences(Sequences):
     def samples(self, positions: Sequence[int], seed: Seed = None, micro_batch: int | None = None) -> list[Sample]:
         """Return a sample for each sequence, whose reward is the row's label. For held-out rows, each sample is
         followed by a mismatched sample: the same prompt with the response of another row of `positions`."""
-        rows = zip(positions, super().samples(positions, seed, micro_batch), strict=True)
-        labelled = [replace(sample, reward=float(self.labels[i])) for i, sample in rows]
+        indexed_samples = zip(positions, super().samples(positions, seed, micro_batch), strict=True)
+        labelled_samples = [replace(sample, reward=float(self.labels[i])) for i, sample in indexed_samples]
         if seed is not None:
-            return labelled
-        mismatched = swap_responses(labelled, self._max_tokens)
-        pairs = [sample for pair in zip(labelled, mismatched, strict=True) for sample in pair]
+            return labelled_samples
+        mismatched_samples = swap_responses(labelled_samples, self._max_tokens)
+        pairs = [sample for pair in zip(labelled_samples, mismatched_samples, strict=True) for sample in pair]
         logprobs = np.zeros(len(pairs)) if self.reference is None else self.reference[list(positions)].ravel()
         return [replace(sample, reference_logprob=float(value)) for sample, value in zip(pairs, logprobs, strict=True)]
 

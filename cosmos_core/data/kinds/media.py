@@ -15,7 +15,7 @@ from cosmos_core.data.kinds.media_prompts import ENTRY, MediaPromptList, MediaPr
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
 from cosmos_core.types import Prompt
 
-_HELD_OUT_STEP = -1
+_HELD_OUT_SEED_STEP = -1
 """Value that replaces the number of the train step in the seeds of held-out rows."""
 
 
@@ -33,7 +33,9 @@ class NoisyRows(HeldOutRows):
     def samples(self, positions: Sequence[int], seed: Seed = None, micro_batch: int | None = None) -> list[FlowSample]:
         """Return a sample for each row, with noise and a noise level; captions of held-out rows are never dropped."""
         if seed is None:
-            return [self._sampler.sample(self._rows[i], seed_of(_HELD_OUT_STEP, i), dropout=0.0) for i in positions]
+            return [
+                self._sampler.sample(self._rows[i], seed_of(_HELD_OUT_SEED_STEP, i), dropout=0.0) for i in positions
+            ]
         return [self._sampler.sample(self._rows[i], seed_of(*seed, i)) for i in positions]
 
 
@@ -64,6 +66,6 @@ class MediaKind(MediaPromptsKind):
 
 def noise_sampler_of(rows: MediaRows, diffusers: DiffusersConfig, adapter: Any) -> NoiseSampler:
     """Return the sampler of noise, noise levels and caption dropout for the training rows of a diffusion model."""
-    family = adapter.family
-    null_text = family.dropped_text(rows.null_text)
-    return NoiseSampler(diffusers, null_text, family.train_shift, family.max_conditioning_frames)
+    model_family = adapter.family
+    null_text = model_family.dropped_text(rows.null_text)
+    return NoiseSampler(diffusers, null_text, model_family.train_shift, model_family.max_conditioning_frames)

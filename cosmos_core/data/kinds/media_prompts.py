@@ -27,34 +27,34 @@ _REFERENCE_KEYS = ("reference", "answer", "label")
 class MediaPromptList(IndexedSequence[Prompt]):
     """Prepared prompts for images or videos, as a sequence of `Prompt`."""
 
-    def __init__(self, prompts: MediaPrompts, column: str = "", clips: MediaRows | None = None) -> None:
+    def __init__(self, prompts: MediaPrompts, reference_key: str = "", clips: MediaRows | None = None) -> None:
         """Wrap prepared prompts, with their text embeddings.
 
-        `column` is the metadata key of the reference that rewards compare with; empty: see `find_reference`. `clips`
-        are the clips of the same rows, for rollouts that are conditioned on first frames.
-        """
-        self.media, self._column, self._clips = prompts, column, clips
+        `reference_key` is the metadata key of the reference that rewards compare with; empty: see `find_reference`.
+        `clips` are the clips of the same rows, for rollouts that are conditioned on first frames."""
+        self.media, self._column, self._clips = prompts, reference_key, clips
 
     def __len__(self) -> int:
         return len(self.media)
 
     def item(self, index: int) -> Prompt:
-        entry = self.media[index]
+        media_prompt = self.media[index]
         return Prompt(
-            entry.row,
+            media_prompt.row,
             (),
-            entry.prompt,
-            find_reference(entry.metadata, self._column),
-            embedding=dict(entry.text),
-            metadata=dict(entry.metadata),
+            media_prompt.prompt,
+            find_reference(media_prompt.metadata, self._column),
+            embedding=dict(media_prompt.text),
+            metadata=dict(media_prompt.metadata),
             conditioning_clip=self._clips[index].mean.float() if self._clips is not None else None,
         )
 
 
-def find_reference(metadata: Mapping[str, Any], column: str) -> str:
-    """Return the reference that rewards compare with, from the metadata key `column`; if empty, from a usual key."""
-    names = (column,) if column else _REFERENCE_KEYS
-    return next((str(metadata[name]) for name in names if name in metadata), "")
+def find_reference(metadata: Mapping[str, Any], reference_key: str) -> str:
+    """Return the reference that rewards compare with, from the metadata key `reference_key`; if empty, from a usual
+    key."""
+    reference_keys = (reference_key,) if reference_key else _REFERENCE_KEYS
+    return next((str(metadata[name]) for name in reference_keys if name in metadata), "")
 
 
 class MediaPromptsKind(RowKind):

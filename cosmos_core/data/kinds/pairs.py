@@ -47,8 +47,10 @@ class Pairs(HeldOutRows):
         """Divide pairs into micro-batches of pairs with similar lengths and equal numbers of images."""
         lengths, num_images = self._padded_lengths, self.chosen.num_images
         order = sorted(positions.tolist(), key=lambda i: -lengths[i])
-        groups = [[i for i in order if num_images[i] == count] for count in np.unique(num_images[order])]
-        return [rows[start : start + max_rows] for rows in groups for start in range(0, len(rows), max_rows)]
+        row_groups = [
+            [i for i in order if num_images[i] == image_count] for image_count in np.unique(num_images[order])
+        ]
+        return [rows[start : start + max_rows] for rows in row_groups for start in range(0, len(rows), max_rows)]
 
     @cached_property
     def _padded_lengths(self) -> np.ndarray:
@@ -60,9 +62,9 @@ class Pairs(HeldOutRows):
         for i in positions:
             logprobs = (0.0, 0.0) if self.reference is None else self.reference[i].tolist()
             images = self.chosen.images(i)  # both responses share the prompt, which has all images
-            for response, logprob in zip((self.chosen, self.rejected), logprobs, strict=True):
-                settings: dict[str, Any] = {"micro_batch": micro_batch, "source": self.source(i)}
-                samples.append(Sample(*response[i], reference_logprob=logprob, images=images, **settings))
+            for sequences, logprob in zip((self.chosen, self.rejected), logprobs, strict=True):
+                sample_arguments: dict[str, Any] = {"micro_batch": micro_batch, "source": self.source(i)}
+                samples.append(Sample(*sequences[i], reference_logprob=logprob, images=images, **sample_arguments))
         return samples
 
 
@@ -94,52 +96,56 @@ class PairsKind(TokenisedKind):
         check_characters([prompt, *completions], where)
         if job.root is not None:
             if not isinstance(prompt, str):
-                return _visual_pair(job, [[*_without_prompt_loss(prompt), *turns] for turns in completions], row, where)
+                return _make_visual_record(
+                    job, [[*_remove_prompt_loss(prompt), *turns] for turns in completions], row, where
+                )
             align_images([], row, where)  # refuse images, since plain text has no turn to show an image in
-        values: list[list[int]] = []
+        record_values: list[list[int]] = []
         is_truncated = is_merged = False
         tools = read_tools(row, where)
         for completion in completions:
             if isinstance(prompt, str) or isinstance(completion, str):
-                tokens, merged = continued_tokens(tokenizer, str(prompt), str(completion), where), False
+                tokens, has_merged_turns = continued_tokens(tokenizer, str(prompt), str(completion), where), False
             else:
-                tokens, merged = tokenise_turns(
+                tokens, has_merged_turns = tokenise_turns(
                     lambda turns: conversation_tokens(tokenizer, turns, where, tools, job.end_ids),
-                    [*_without_prompt_loss(prompt), *completion],
+                    [*_remove_prompt_loss(prompt), *completion],
                 )
-            is_truncated, is_merged = is_truncated or len(tokens[0]) > job.max_tokens, is_merged or merged
-            values += truncate_tokens(tokens, job.max_tokens, where)
-        _check_pair_differs(values, where, is_truncated=is_truncated)
-        return Record((*values, *job.no_images, where), is_merged, {"truncated_rows": is_truncated})
+            is_truncated, is_merged = is_truncated or len(tokens[0]) > job.max_tokens, is_merged or has_merged_turns
+            record_values += truncate_tokens(tokens, job.max_tokens, where)
+        _check_pair_differs(record_values, where, is_truncated=is_truncated)
+        return Record((*record_values, *job.no_images, where), is_merged, {"truncated_rows": is_truncated})
 
 
-def _check_pair_differs(values: list[list[int]], where: str, *, is_truncated: bool) -> None:
-    if values[0] == values[2]:
+def _check_pair_differs(record_values: list[list[int]], location: str, *, is_truncated: bool) -> None:
+    if record_values[0] == record_values[2]:
         truncation_note = " up to policy.model_max_length" if is_truncated else ""
-        raise SkippedRow(where, f"with equal chosen and rejected{truncation_note}")
+        raise SkippedRow(location, f"with equal chosen and rejected{truncation_note}")
 
 
-def _visual_pair(job: Job, conversations: list[list[Message]], row: Row, where: str) -> Record:
+def _make_visual_record(job: Job, conversations: list[list[Message]], row: Row, location: str) -> Record:
     """Return the record of two conversations that begin with the same turns; only these shared turns show images."""
-    processor, tools = processor_for(job), read_tools(row, where)
-    values: list[list[int]] = []
+    processor, tools = processor_for(job), read_tools(row, location)
+    record_values: list[list[int]] = []
     image_refs: list[list[Ref]] = []
     is_truncated = is_merged = False
     num_image_tokens = 0
     for conversation in conversations:
-        placed_turns, refs, images = read_images(job, conversation, row, where)
-        image_refs.append(refs)
-        shared_arguments: dict[str, Any] = {"images": images, "where": where, "tools": tools, "end_ids": job.end_ids}
-        tokens, merged = tokenise_turns(partial(visual_tokens, processor, **shared_arguments), placed_turns)
-        is_truncated, is_merged = is_truncated or len(tokens.ids) > job.max_tokens, is_merged or merged
+        placeholder_turns, turn_image_refs, images = read_images(job, conversation, row, location)
+        image_refs.append(turn_image_refs)
+        visual_arguments: dict[str, Any] = {"images": images, "where": location, "tools": tools, "end_ids": job.end_ids}
+        tokens, has_merged_turns = tokenise_turns(
+            partial(visual_tokens, processor, **visual_arguments), placeholder_turns
+        )
+        is_truncated, is_merged = is_truncated or len(tokens.ids) > job.max_tokens, is_merged or has_merged_turns
         num_image_tokens += tokens.num_image_tokens
-        values += truncate_visual_tokens(tokens, job.max_tokens, where)
+        record_values += truncate_visual_tokens(tokens, job.max_tokens, location)
     if image_refs[0] != image_refs[1]:
-        raise DataError(f"{where}: chosen and rejected show different images; show them in the prompt")
-    _check_pair_differs(values, where, is_truncated=is_truncated)
+        raise DataError(f"{location}: chosen and rejected show different images; show them in the prompt")
+    _check_pair_differs(record_values, location, is_truncated=is_truncated)
     counts = {"truncated_rows": is_truncated, "images": len(image_refs[0]), "image_tokens": num_image_tokens}
-    return Record((*values, image_refs[0], where), is_merged, counts)
+    return Record((*record_values, image_refs[0], location), is_merged, counts)
 
 
-def _without_prompt_loss(prompt: list[Message]) -> list[Message]:
+def _remove_prompt_loss(prompt: list[Message]) -> list[Message]:
     return [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]

@@ -49,9 +49,9 @@ class Prompts(IndexedSequence[Prompt]):
         return int(self._table.num_rows)
 
     def item(self, index: int) -> Prompt:
-        ids, text, reference_response, columns = (self._table[name][index].as_py() for name in _COLUMNS)
+        ids, text, reference_response, metadata_json = (self._table[name][index].as_py() for name in _COLUMNS)
         source = self.mixture.label_of(index) if self.mixture else ""
-        values = json.loads(columns)
+        values = json.loads(metadata_json)
         return Prompt(index, tuple(ids), text, reference_response, self._images[index], metadata=values, source=source)
 
 
@@ -66,8 +66,8 @@ def find_prompts(folder: Path, split: str) -> Prompts | None:
     Raises:
         DataError: the file of the split is damaged.
     """
-    is_completed = has_split(folder, split) and read_row_kind(folder, split) == PromptsKind.name
-    return open_prompts(folder, split) if is_completed else None
+    has_prompts = has_split(folder, split) and read_row_kind(folder, split) == PromptsKind.name
+    return open_prompts(folder, split) if has_prompts else None
 
 
 class PromptsKind(TokenisedKind):
@@ -91,7 +91,7 @@ class PromptsKind(TokenisedKind):
 
     def read(self, row: Row, where: str, policy: AlgorithmConfig) -> tuple[list[Message], str]:
         """Return the prompt of a row as turns, and its reference answer."""
-        return _read(row, where, policy, with_images=True)
+        return _read_prompt_row(row, where, policy, with_images=True)
 
     def read_columns(self, row: Row, where: str, column_names: Mapping[str, str]) -> list[Message]:
         """Return the prompt of a row as turns."""
@@ -99,39 +99,42 @@ class PromptsKind(TokenisedKind):
         return read_prompt(row, where, prompt, response, with_images=True)[0]
 
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
-        policy, has_images, chat = job.recipe.train.train_policy, job.root is not None, job.chat
-        messages, reference_response = _read(
-            row, where, policy, with_images=has_images, keeps_last=chat.continue_final_message
+        policy, has_images, render_settings = job.recipe.train.train_policy, job.root is not None, job.chat
+        messages, reference_response = _read_prompt_row(
+            row, where, policy, with_images=has_images, keeps_last=render_settings.continue_final_message
         )
         check_characters([messages, reference_response], where)
-        columns = columns_for_rewards({name: value for name, value in row.items() if name != RENDERED_COLUMN}, messages)
+        reward_columns = columns_for_rewards(
+            {name: value for name, value in row.items() if name != RENDERED_COLUMN}, messages
+        )
         if tools := read_tools(row, where):
-            chat = replace(chat, tools=tuple(tools))
+            render_settings = replace(render_settings, tools=tuple(tools))
         if job.root is not None:
             processor = processor_for(job)
-            placed_turns, refs, images = read_images(job, messages, row, where)
+            placeholder_turns, image_refs, images = read_images(job, messages, row, where)
             (tokens, text), is_merged = tokenise_turns(
-                lambda turns: visual_prompt(processor, turns, images, job.max_tokens, where, chat), placed_turns
+                lambda turns: visual_prompt(processor, turns, images, job.max_tokens, where, render_settings),
+                placeholder_turns,
             )
-            counts = {"images": len(refs), "image_tokens": tokens.num_image_tokens}
-            return Record((tokens.ids, text, reference_response, columns, refs, where), is_merged, counts)
+            counts = {"images": len(image_refs), "image_tokens": tokens.num_image_tokens}
+            return Record((tokens.ids, text, reference_response, reward_columns, image_refs, where), is_merged, counts)
         if (rendered_prompt := row.get(RENDERED_COLUMN)) is not None:
             ids, text = tokenize_text(tokenizer, rendered_prompt, job.max_tokens, where)
-            return Record((ids, text, reference_response, columns, where), False, {})
+            return Record((ids, text, reference_response, reward_columns, where), False, {})
         (ids, text), is_merged = tokenise_turns(
-            lambda turns: tokenize_prompt(tokenizer, turns, job.max_tokens, where, chat), messages
+            lambda turns: tokenize_prompt(tokenizer, turns, job.max_tokens, where, render_settings), messages
         )
-        return Record((ids, text, reference_response, columns, where), is_merged, {})
+        return Record((ids, text, reference_response, reward_columns, where), is_merged, {})
 
 
-def _read(
-    row: Row, where: str, policy: AlgorithmConfig, *, with_images: bool, keeps_last: bool = False
+def _read_prompt_row(
+    row: Row, location: str, policy: AlgorithmConfig, *, with_images: bool, keeps_last: bool = False
 ) -> tuple[list[Message], str]:
     if isinstance(policy, RlConfig):
-        columns = (policy.prompt_column_name, policy.response_column_name, policy.system_prompt)
-        return read_prompt(row, where, *columns, keeps_last=keeps_last, with_images=with_images)
+        reader_arguments = (policy.prompt_column_name, policy.response_column_name, policy.system_prompt)
+        return read_prompt(row, location, *reader_arguments, keeps_last_turn=keeps_last, with_images=with_images)
     # a held-out row of supervised learning is rendered in the same form as the training rows
     assert isinstance(policy, SupervisedConfig)
     if not isinstance(row, ReadRow):
-        row = ReadRow(row, policy.column_names, where)
-    return read_held_out(row, where, policy.conversation_column_name, policy.system_prompt, with_images=with_images)
+        row = ReadRow(row, policy.column_names, location)
+    return read_held_out(row, location, policy.conversation_column_name, policy.system_prompt, with_images=with_images)

@@ -35,14 +35,16 @@ from cosmos_core.types import ImageRef
 class Sequences(HeldOutRows):
     """Token sequences to learn; item i is `(input_ids int64, loss_mask uint8)`, copied from the memory-mapped file."""
 
-    def __init__(self, table: pa.Table, path: Path, ids: str = "input_ids", mask: str = "loss_mask") -> None:
-        """Wrap a table; `ids` and `mask` are the names of its columns with token ids and loss masks."""
+    def __init__(
+        self, table: pa.Table, path: Path, ids_column: str = "input_ids", mask_column: str = "loss_mask"
+    ) -> None:
+        """Wrap a table; `ids_column` and `mask_column` are the names of its columns with token ids and loss masks."""
         self.path, self.mixture = path, mixture_of(path)
-        self._ids, self._masks = table[ids], table[mask]
+        self._ids, self._masks = table[ids_column], table[mask_column]
         self.lengths: np.ndarray = pc.list_value_length(self._ids).to_numpy().astype(np.int64)
         """Number of tokens of each row, int64."""
         if not np.array_equal(self.lengths, pc.list_value_length(self._masks).to_numpy()):
-            raise damaged_file_error(path, f"{mask} and {ids} differ in length")
+            raise damaged_file_error(path, f"{mask_column} and {ids_column} differ in length")
         self._images = RowImages(table)
         self.num_images = self._images.counts
         """Number of images of each row, int64."""
@@ -93,7 +95,7 @@ class SequencesKind(TokenisedKind):
 
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
         if TOKENS in row:
-            return _tokenised_sequence(job, row, where)
+            return _make_tokenised_record(job, row, where)
         texts = None if tokenizer.chat_template else plain_text_columns(row, "prompt", ("completion", "response"))
         if texts and job.root is None and not job.conversation[1]:  # a system prompt needs a chat template
             check_characters(texts, where)
@@ -112,34 +114,35 @@ class SequencesKind(TokenisedKind):
         tokens, is_merged = tokenise_turns(
             lambda turns: conversation_tokens(tokenizer, turns, where, tools, job.end_ids), conversation
         )
-        values = truncate_tokens(tokens, job.max_tokens, where)
+        ids_and_mask = truncate_tokens(tokens, job.max_tokens, where)
         counts = {
             "truncated_rows": int(len(tokens[0]) > job.max_tokens),
             "plain_rows": int(isinstance(conversation, str)),
         }
-        return Record((*values, *job.no_images, where), is_merged, counts)
+        return Record((*ids_and_mask, *job.no_images, where), is_merged, counts)
 
 
-def _tokenised_sequence(job: Job, row: Row, where: str) -> Record:
+def _make_tokenised_record(job: Job, row: Row, location: str) -> Record:
     """Return the record of a sequence that a data packer has tokenised."""
     ids, labels = ([int(token) for token in row.get(name, ())] for name in (TOKENS, LABELS))
     mask = [int(label != UNTRAINED_LABEL) for label in labels]
-    if len(ids) != len(labels) or any(m and a != b for a, b, m in zip(ids, labels, mask, strict=True)):
+    if len(ids) != len(labels) or any(m and token_id != b for token_id, b, m in zip(ids, labels, mask, strict=True)):
         raise DataError(
-            f"{where}: {LABELS} must have a label for each of {TOKENS}: the token itself, or {UNTRAINED_LABEL} where "
+            f"{location}: {LABELS} must have a label for each of {TOKENS}: the token itself, or {UNTRAINED_LABEL} "
+            f"where "
             f"it is not learned; there are {len(ids)} and {len(labels)}"
         )
-    values = truncate_tokens((ids, mask), job.max_tokens, where)
-    return Record((*values, *job.no_images, where), False, {"truncated_rows": len(ids) > job.max_tokens})
+    ids_and_mask = truncate_tokens((ids, mask), job.max_tokens, location)
+    return Record((*ids_and_mask, *job.no_images, location), False, {"truncated_rows": len(ids) > job.max_tokens})
 
 
-def _visual_sequence(job: Job, conversation: list[Message], row: Row, where: str) -> Record:
+def _visual_sequence(job: Job, conversation: list[Message], row: Row, location: str) -> Record:
     processor = processor_for(job)
-    placed_turns, refs, images = read_images(job, conversation, row, where)
-    tools = read_tools(row, where)
+    placeholder_turns, image_refs, images = read_images(job, conversation, row, location)
+    tools = read_tools(row, location)
     tokens, is_merged = tokenise_turns(
-        lambda turns: visual_tokens(processor, turns, images, where, tools, job.end_ids), placed_turns
+        lambda turns: visual_tokens(processor, turns, images, location, tools, job.end_ids), placeholder_turns
     )
-    ids, mask = truncate_visual_tokens(tokens, job.max_tokens, where)
-    counts = {"truncated_rows": len(tokens.ids) > job.max_tokens, "images": len(refs)}
-    return Record((ids, mask, refs, where), is_merged, counts | {"image_tokens": tokens.num_image_tokens})
+    ids, mask = truncate_visual_tokens(tokens, job.max_tokens, location)
+    counts = {"truncated_rows": len(tokens.ids) > job.max_tokens, "images": len(image_refs)}
+    return Record((ids, mask, image_refs, location), is_merged, counts | {"image_tokens": tokens.num_image_tokens})

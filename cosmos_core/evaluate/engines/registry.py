@@ -26,15 +26,15 @@ def open_model(stage: Stage, on_response: Callable[[], None]) -> Any:
     module = importlib.import_module(f"cosmos_core.evaluate.engines.{engine_of(stage.recipe)}")
     model = module.open_model(stage)
     set_cache_hook = model.set_cache_hook
-    model.set_cache_hook = lambda cache_hook: set_cache_hook(_Hook(cache_hook, on_response))
+    model.set_cache_hook = lambda cache_hook: set_cache_hook(_ResponseHook(cache_hook, on_response))
     return model
 
 
-class _Hook:
+class _ResponseHook:
     """Hook that lm-eval's model object calls with each response, to cache the response and then call `on_response`."""
 
-    def __init__(self, model: Any, on_response: Callable[[], None]) -> None:
-        self._inner, self._on_response = model, on_response
+    def __init__(self, cache_hook: Any, on_response: Callable[[], None]) -> None:
+        self._inner, self._on_response = cache_hook, on_response
 
     def add_partial(self, kind: str, request: Any, response: Any) -> None:
         self._inner.add_partial(kind, request, response)

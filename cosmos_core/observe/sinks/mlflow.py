@@ -10,7 +10,7 @@ from cosmos_core.observe.sinks.base import names_of_run, numbers
 from cosmos_core.run.mlflow import keyed_run, metric_name, open_client
 from cosmos_core.run.stage import Stage
 
-_NEWEST = "step"
+_NEWEST_STEP_METRIC = "step"
 """Name of the metric whose value is the newest step that the MLflow server has."""
 # Limits of one request: number of parameters, and characters of a value.
 _MAX_PARAMS = 100
@@ -38,16 +38,16 @@ class MlflowSink:
         # MLflow refuses to change parameters of a resumed run.
         new_settings = {key: value for key, value in settings.items() if metric_name(key) not in run.data.params}
         params = [Param(metric_name(key), str(each)[:_MAX_VALUE_CHARACTERS]) for key, each in new_settings.items()]
-        for start in range(0, len(params), _MAX_PARAMS):
-            self._client.log_batch(self._run_id, params=params[start : start + _MAX_PARAMS])
-        self.starting_step = int(run.data.metrics.get(_NEWEST, -1)) + 1
+        for batch_start in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[batch_start : batch_start + _MAX_PARAMS])
+        self.starting_step = int(run.data.metrics.get(_NEWEST_STEP_METRIC, -1)) + 1
 
     def log(self, line: dict[str, Any]) -> None:
         """Send one line of `metrics.jsonl` with its own time and step."""
         from mlflow.entities import Metric
 
         step, milliseconds = line["step"], int(line["time"] * 1000)
-        values = {metric_name(name): value for name, value in numbers(line).items()} | {_NEWEST: step}
+        values = {metric_name(name): value for name, value in numbers(line).items()} | {_NEWEST_STEP_METRIC: step}
         metrics = [Metric(name, value, milliseconds, step) for name, value in values.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 

@@ -26,7 +26,7 @@ class WandbSink:
     def __init__(self, stage: Stage, first_step: int) -> None:
         import wandb
 
-        self._stage_path, self._interval = stage.path, stage.recipe.logging.multi_modal_log_interval
+        self._stage_path, self._media_log_interval = stage.path, stage.recipe.logging.multi_modal_log_interval
         names = names_of_run(stage, "wandb")
         self._run = wandb.init(
             project=names.project, group=names.group, job_type=stage.kind.name, name=names.name, id=names.key,
@@ -43,17 +43,17 @@ class WandbSink:
         """Send one line of `metrics.jsonl`. wandb accepts no step below the newest step, so metrics of a late
         validation are sent with the newest step, and their own step as `validation/step`."""
         step = line["step"]
-        earlier = {"validation/step": step} if step < self._newest_step else {}
+        validation_step = {"validation/step": step} if step < self._newest_step else {}
         self._newest_step = max(self._newest_step, step)
-        self._run.log({**numbers(line), **earlier, **self._validation_images(step)}, step=self._newest_step)
+        self._run.log({**numbers(line), **validation_step, **self._load_validation_media(step)}, step=self._newest_step)
 
-    def _validation_images(self, step: int) -> dict[str, Any]:
+    def _load_validation_media(self, step: int) -> dict[str, Any]:
         """Return the images and videos that were generated from held-out prompts after a train step; empty if none were
         generated or the step is not a multiple of the log interval."""
         import wandb
 
         folder = gallery.step_folder(self._stage_path, step)
-        if (self._interval and step % self._interval) or not (folder / gallery.GRID_FILE).is_file():
+        if (self._media_log_interval and step % self._media_log_interval) or not (folder / gallery.GRID_FILE).is_file():
             return {}
         media: dict[str, Any] = {"validation/drawings": wandb.Image(str(folder / gallery.GRID_FILE))}
         if videos := sorted(folder.glob(f"*{gallery.VIDEO}")):

@@ -44,49 +44,49 @@ def main() -> int:
         return error.exit_code
 
 
-async def serve(config: ServiceConfig, ready: Path | None = None) -> int:
+async def serve(config: ServiceConfig, ready_file: Path | None = None) -> int:
     """Serve requests until a signal, then finish the accepted requests."""
     token = config.token()
-    for key in config.ineffective_settings:
-        log.warning("%s has no effect in this service", key)
+    for setting in config.ineffective_settings:
+        log.warning("%s has no effect in this service", setting)
     engine = Engine(config)
-    interface = HttpInterface(engine, token)
+    http_interface = HttpInterface(engine, token)
     server = _Server(
         uvicorn.Config(
-            interface.app(), config.host, config.port, access_log=False, log_config=None, timeout_keep_alive=30,
+            http_interface.app(), config.host, config.port, access_log=False, log_config=None, timeout_keep_alive=30,
             server_header=False, timeout_graceful_shutdown=5, lifespan="off", backlog=512, http=Connection, ws="none",
         ),
         engine,
     )  # fmt: skip
-    serving = asyncio.create_task(server.serve())
+    server_task = asyncio.create_task(server.serve())
     try:
-        starting = asyncio.create_task(engine.start())
-        await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            starting.result()
+        start_task = asyncio.create_task(engine.start())
+        await asyncio.wait({server_task, start_task}, return_when=asyncio.FIRST_COMPLETED)
+        if start_task.done():
+            start_task.result()
         else:
-            starting.cancel()
-        if not serving.done():
-            while not server.started and not serving.done():
+            start_task.cancel()
+        if not server_task.done():
+            while not server.started and not server_task.done():
                 await asyncio.sleep(0.01)
-            _announce_url(server, config, ready)
-        await serving
+            _announce_url(server, config, ready_file)
+        await server_task
     finally:
         server.should_exit = True
-        await asyncio.gather(serving, return_exceptions=True)
+        await asyncio.gather(server_task, return_exceptions=True)
         await engine.close()
     return EXIT_OK if server.started else EXIT_CRASH
 
 
-def _announce_url(server: uvicorn.Server, config: ServiceConfig, ready: Path | None) -> None:
+def _announce_url(server: uvicorn.Server, config: ServiceConfig, ready_file: Path | None) -> None:
     port = server.servers[0].sockets[0].getsockname()[1]
     host = "127.0.0.1" if config.host in {"0.0.0.0", "localhost"} else config.host
     url = f"http://{host}:{port}"
     log.info("rewards %s are served at %s", ", ".join(reward.reward_type for reward in config.rewards), url)
-    if ready:
-        temporary = ready.with_suffix(".tmp")
-        temporary.write_text(url, encoding="utf-8")
-        temporary.replace(ready)
+    if ready_file:
+        temporary_file = ready_file.with_suffix(".tmp")
+        temporary_file.write_text(url, encoding="utf-8")
+        temporary_file.replace(ready_file)
 
 
 class _Server(uvicorn.Server):
@@ -95,13 +95,13 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)
         self._engine = engine
-        self._draining: Future[None] | None = None
+        self._drain_future: Future[None] | None = None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Begin to finish the requests; uvicorn calls this method on a signal."""
-        if self._draining is None and self.started:
+        if self._drain_future is None and self.started:
             log.info("%s: finishing %d requests", signal.Signals(sig).name, len(self._engine.pending))
-            self._draining = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
+            self._drain_future = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
         else:
             self.should_exit = self.force_exit = True
 

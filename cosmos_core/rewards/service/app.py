@@ -32,12 +32,12 @@ from cosmos_core.rewards.service.connection import RefusalResponse
 from cosmos_core.rewards.service.engine import CapacityExceeded, Engine, ShuttingDown
 
 _MAX_FORM_BYTES = 2**20
-_BODY_SECONDS = 120.0
-_READ_KEY = "cosmos.is_read"
+_BODY_TIMEOUT_SECONDS = 120.0
+_BODY_READ_KEY = "cosmos.is_read"
 """Key that is set in the ASGI scope of a request after its body was read to the end."""
-_UUID = re.compile(r"[0-9a-fA-F-]{1,64}")
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_METRICS: dict[Any, dict[str, str]] = {
+_UUID_PATTERN = re.compile(r"[0-9a-fA-F-]{1,64}")
+_REWARD_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_METRIC_DESCRIPTIONS: dict[Any, dict[str, str]] = {
     GaugeMetricFamily: {
         "queue": "Requests that wait", "in_flight": "Requests being scored", "ready": "Processes that are ready",
     },
@@ -75,29 +75,29 @@ class HttpInterface:
 
     async def enqueue(self, request: Request) -> Response:
         """Accept a request and return its uuid."""
-        key = request.headers.get(IDEMPOTENCY_KEY, "")
-        if key and not _is_uuid(key):
+        idempotency_key = request.headers.get(IDEMPOTENCY_KEY, "")
+        if idempotency_key and not _is_uuid(idempotency_key):
             raise ProtocolError(f"{IDEMPOTENCY_KEY} must be a uuid, drawn for each request: clients share the service")
         if not self.engine.is_ready:
-            return _refusal(503, "the rewards are loading", retry_after=2)
-        size = _length(request, self.engine.config.max_body_bytes)
-        name = key.lower() or str(uuid.uuid4())
-        with self.engine.reserve_capacity(size):
-            await self.engine.accept(name, await _read_body(request, size))
-        return JSONResponse({"uuid": name} | ({"replica_id": self.engine.replica} if self.engine.replica else {}))
+            return _refusal_response(503, "the rewards are loading", retry_after=2)
+        body_size = _content_length(request, self.engine.config.max_body_bytes)
+        request_id = idempotency_key.lower() or str(uuid.uuid4())
+        with self.engine.reserve_capacity(body_size):
+            await self.engine.accept(request_id, await _read_body(request, body_size))
+        return JSONResponse({"uuid": request_id} | ({"replica_id": self.engine.replica} if self.engine.replica else {}))
 
     async def pull(self, request: Request) -> Response:
         """Return the scores of one reward, or status 400 if they are not ready."""
         form = await _read_form(request)
-        key, name = form.get("uuid", ""), form.get("type", "")
-        if name and not _NAME.fullmatch(name):
-            return _refusal(422, "type must be the name of a reward")
-        if not _UUID.fullmatch(key):
+        key, reward_name = form.get("uuid", ""), form.get("type", "")
+        if reward_name and not _REWARD_NAME_PATTERN.fullmatch(reward_name):
+            return _refusal_response(422, "type must be the name of a reward")
+        if not _UUID_PATTERN.fullmatch(key):
             return JSONResponse({"message": f"Not found scores for {key[:64]}"}, 400, headers={STATE_HEADER: "unknown"})
         key = key.lower()
-        if not name and (pending := self.engine.pending.get(key)):
-            name = pending.names[0]
-        scores = await self.engine.store.get(key, name) if name else None
+        if not reward_name and (pending_request := self.engine.pending.get(key)):
+            reward_name = pending_request.names[0]
+        scores = await self.engine.store.get(key, reward_name) if reward_name else None
         if scores is not None:
             return Response(scores, media_type="application/json")
         state = "pending" if await self.engine.is_known(key) else "unknown"
@@ -107,14 +107,14 @@ class HttpInterface:
         """Confirm that the service is running, and that it serves the rewards that the field `info_data` names."""
         form = await _read_form(request)
         try:
-            info = json.loads(form.get("info_data") or "{}")
+            request_info = json.loads(form.get("info_data") or "{}")
         except (ValueError, RecursionError):
-            return _refusal(422, "info_data must be JSON")
-        names = info.get("reward_fn") if isinstance(info, dict) else None
-        unknown = [name for name in names if name not in self.engine.pools] if isinstance(names, dict) else []
-        if unknown:
-            served = ", ".join(self.engine.pools)
-            return _refusal(422, f"not served here: {', '.join(unknown)[:200]}; there is {served}")
+            return _refusal_response(422, "info_data must be JSON")
+        names = request_info.get("reward_fn") if isinstance(request_info, dict) else None
+        unknown_names = [name for name in names if name not in self.engine.pools] if isinstance(names, dict) else []
+        if unknown_names:
+            served_names = ", ".join(self.engine.pools)
+            return _refusal_response(422, f"not served here: {', '.join(unknown_names)[:200]}; there is {served_names}")
         return JSONResponse({"message": "Ping request received"})
 
     async def latent_attr(self, request: Request) -> Response:
@@ -124,17 +124,17 @@ class HttpInterface:
         with suppress(ValueError, RecursionError):
             fields = json.loads(form.get("fields", ""))
         if not isinstance(fields, dict):
-            return _refusal(422, "fields must be a JSON object")
+            return _refusal_response(422, "fields must be a JSON object")
         self.engine.check_latent_attributes(fields)
         return JSONResponse({"message": "Latent attributes set successfully"})
 
     async def health(self, request: Request) -> Response:
         """Return the state of the service for probes, without authentication and without details."""
         engine = self.engine
-        ready = {name: pool.ready for name, pool in engine.pools.items()}
-        serving_state = "ok" if all(ready.values()) else "degraded"
+        ready_counts = {name: pool.ready for name, pool in engine.pools.items()}
+        serving_state = "ok" if all(ready_counts.values()) else "degraded"
         state = "draining" if engine.is_draining else serving_state if engine.is_ready else "loading"
-        content = {"status": state, "rewards": ready, "pending": len(engine.pending)}
+        content = {"status": state, "rewards": ready_counts, "pending": len(engine.pending)}
         return JSONResponse(content, 200 if state in {"ok", "degraded"} else 503)
 
     async def metrics(self, request: Request) -> Response:
@@ -148,15 +148,15 @@ class HttpInterface:
     def collect(self) -> Any:
         """Yield the metrics; prometheus_client calls this method."""
         engine = self.engine
-        values = {
+        values_by_reward = {
             reward: {"queue": len(pool.queue), "in_flight": pool.in_flight, "ready": pool.ready, **vars(pool.counts)}
             for reward, pool in engine.pools.items()
         }
-        for family, texts in _METRICS.items():
-            for name, text in texts.items():
-                metric = family(f"reward_{name}", text, labels=["reward"])
-                for reward, values_of_reward in values.items():
-                    metric.add_metric([reward], values_of_reward[name])
+        for family, descriptions in _METRIC_DESCRIPTIONS.items():
+            for name, description in descriptions.items():
+                metric = family(f"reward_{name}", description, labels=["reward"])
+                for reward, reward_values in values_by_reward.items():
+                    metric.add_metric([reward], reward_values[name])
                 yield metric
         num_bytes = engine.pending_bytes + engine.decoded_bytes
         yield GaugeMetricFamily("reward_pending_bytes", "Bytes of requests that wait", num_bytes)
@@ -171,22 +171,22 @@ class HttpInterface:
 
         async def guarded_handler(request: Request) -> Response:
             try:
-                response = await handler(request) if self._is_authenticated(request) else _respond_not_found(request)
+                response = await handler(request) if self._is_authenticated(request) else _respond_unauthorized(request)
             except ProtocolError as error:
-                response = _refusal(400, str(error))
+                response = _refusal_response(400, str(error))
             except HTTPException as error:
-                response = _refusal(error.status_code, str(error.detail))
+                response = _refusal_response(error.status_code, str(error.detail))
             except CapacityExceeded as error:
-                response = _refusal(429, str(error), retry_after=error.seconds)
+                response = _refusal_response(429, str(error), retry_after=error.seconds)
             except ShuttingDown:
-                response = _refusal(503, "the service ends; ask another", retry_after=5)
+                response = _refusal_response(503, "the service ends; ask another", retry_after=5)
             except ClientDisconnect:
-                response = _refusal(400, "the body ended early")
+                response = _refusal_response(400, "the body ended early")
             except Exception as error:
                 log.exception("a request failed")
-                response = _refusal(503, f"{type(error).__name__}; it is in the log", retry_after=2)
+                response = _refusal_response(503, f"{type(error).__name__}; it is in the log", retry_after=2)
             self.statuses[request.url.path, response.status_code] += 1
-            is_refused = response.status_code >= 400 and not request.scope.get(_READ_KEY)
+            is_refused = response.status_code >= 400 and not request.scope.get(_BODY_READ_KEY)
             return RefusalResponse(response) if is_refused else response
 
         return guarded_handler
@@ -195,41 +195,41 @@ class HttpInterface:
         """Return True if the request has the token; the comparison takes constant time."""
         if not self._token:
             return True
-        kind, _, credentials = request.headers.get("Authorization", "").partition(" ")
-        content = credentials.strip().encode("utf-8", "replace")
-        if kind.lower() == "basic" and request.method == "GET":  # browsers use HTTP Basic for the status page
+        auth_scheme, _, credentials = request.headers.get("Authorization", "").partition(" ")
+        token_bytes = credentials.strip().encode("utf-8", "replace")
+        if auth_scheme.lower() == "basic" and request.method == "GET":  # browsers use HTTP Basic for the status page
             try:
-                content = base64.b64decode(content, validate=True).partition(b":")[2]
+                token_bytes = base64.b64decode(token_bytes, validate=True).partition(b":")[2]
             except binascii.Error:
                 return False
-        elif kind.lower() != "bearer":
+        elif auth_scheme.lower() != "bearer":
             return False
-        return hmac.compare_digest(content, self._token)
+        return hmac.compare_digest(token_bytes, self._token)
 
 
-def _respond_not_found(request: Request) -> Response:
-    kind = "Basic" if request.method == "GET" else "Bearer"
-    response = _refusal(401, "a bearer token is needed")
-    response.headers["WWW-Authenticate"] = f'{kind} realm="rewards"'
+def _respond_unauthorized(request: Request) -> Response:
+    auth_scheme = "Basic" if request.method == "GET" else "Bearer"
+    response = _refusal_response(401, "a bearer token is needed")
+    response.headers["WWW-Authenticate"] = f'{auth_scheme} realm="rewards"'
     return response
 
 
-def _refusal(status: int, message: str, retry_after: int = 0) -> Response:
+def _refusal_response(status: int, message: str, retry_after: int = 0) -> Response:
     headers = {"Retry-After": str(retry_after)} if retry_after else {}
     if status not in {429, 503}:
         headers["Connection"] = "close"  # so that the unread body is not parsed as a new request
     return JSONResponse({"message": message}, status, headers=headers)
 
 
-def _is_uuid(key: str) -> bool:
+def _is_uuid(text: str) -> bool:
     """Return True if a key is a uuid of the variant in RFC 9562; simple patterns such as all zeros are not."""
     try:
-        return str(parsed := uuid.UUID(key)) == key.lower() and parsed.variant == uuid.RFC_4122
+        return str(parsed_uuid := uuid.UUID(text)) == text.lower() and parsed_uuid.variant == uuid.RFC_4122
     except ValueError:
         return False
 
 
-def _length(request: Request, max_bytes: int) -> int:
+def _content_length(request: Request, max_bytes: int) -> int:
     """Return the `Content-Length` of a request; raise HTTPException if it is missing or above the limit."""
     text = request.headers.get("Content-Length", "")
     if not (text.isascii() and text.isdigit()) or len(text) > 18:
@@ -239,10 +239,10 @@ def _length(request: Request, max_bytes: int) -> int:
     return int(text)
 
 
-async def _read_body(request: Request, size: int) -> bytearray:
+async def _read_body(request: Request, num_bytes: int) -> bytearray:
     """Return the body of a request; raise ClientDisconnect if it ended early, and HTTPException if it is longer than
     its `Content-Length`, or timed out."""
-    body, deadline = bytearray(), time.monotonic() + _BODY_SECONDS + size / 2**20
+    body, deadline = bytearray(), time.monotonic() + _BODY_TIMEOUT_SECONDS + num_bytes / 2**20
     stream = request.stream().__aiter__()
     while True:
         try:
@@ -253,17 +253,17 @@ async def _read_body(request: Request, size: int) -> bytearray:
         if chunk is None:
             break
         body += chunk
-        if len(body) > size:
+        if len(body) > num_bytes:
             raise HTTPException(400, "the body is longer than its Content-Length")
-    request.scope[_READ_KEY] = True
-    if len(body) != size:
+    request.scope[_BODY_READ_KEY] = True
+    if len(body) != num_bytes:
         raise ClientDisconnect
     return body
 
 
 async def _read_form(request: Request) -> dict[str, str]:
     """Return the text fields of a form; raise HTTPException if the body is no form, or is too large."""
-    body = await _read_body(request, _length(request, _MAX_FORM_BYTES))
+    body = await _read_body(request, _content_length(request, _MAX_FORM_BYTES))
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": bytes(body), "more_body": False}

@@ -164,14 +164,14 @@ class ServiceConfig(Table):
         """Return the path of the VAE that decodes latents; empty: latents are refused."""
         if self.no_latent_decoder or self.decode_args.no_latent_decoder:
             return ""
-        is_for_videos = any(not reward.entry and reward.reward_type in _VIDEO_REWARDS for reward in self.rewards)
-        return self.decode_args.model_path or (_PUBLISHED_VAE if is_for_videos else "")
+        has_video_reward = any(not reward.entry and reward.reward_type in _VIDEO_REWARDS for reward in self.rewards)
+        return self.decode_args.model_path or (_PUBLISHED_VAE if has_video_reward else "")
 
     @property
     def ineffective_settings(self) -> list[str]:
         """Return the settings of Cosmos-RL in the file that have no effect in this service."""
-        decode, default = self.decode_args, DecodeArgs()
-        keys = [f"decode_args.{key}" for key in _UNUSED_KEYS if getattr(decode, key) != getattr(default, key)]
+        decode_args, default_args = self.decode_args, DecodeArgs()
+        keys = [f"decode_args.{key}" for key in _UNUSED_KEYS if getattr(decode_args, key) != getattr(default_args, key)]
         return keys + [f"reward_args.{each.reward_type}.setup_script" for each in self.rewards if each.setup_script]
 
     @property
@@ -211,8 +211,8 @@ def read_config(file: Path, **overrides: Any) -> ServiceConfig:
     Raises:
         ConfigError: the file is missing or invalid.
     """
-    values = {**read_toml(file), **{key: value for key, value in overrides.items() if value is not None}}
-    config = parse(ServiceConfig, values, source=str(file))
+    settings = {**read_toml(file), **{key: value for key, value in overrides.items() if value is not None}}
+    config = parse(ServiceConfig, settings, source=str(file))
     if not config.rewards:
         raise ConfigError(f"{file}: no reward is served; add a [[reward_args]] with a reward_type")
     return config

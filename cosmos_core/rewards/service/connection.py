@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-_DISCARD_SECONDS, _DISCARD_BYTES, _PAUSE_SECONDS = 30.0, 2**30, 2.0
+_MAX_DISCARD_SECONDS, _MAX_DISCARDED_BYTES, _READ_TIMEOUT_SECONDS = 30.0, 2**30, 2.0
 
 Message = MutableMapping[str, Any]
 
@@ -72,13 +72,13 @@ class RefusalResponse(Response):
 
 
 async def _discard_body(receive: Callable[[], Awaitable[Message]]) -> None:
-    deadline, remaining = time.monotonic() + _DISCARD_SECONDS, _DISCARD_BYTES
-    while remaining > 0 and time.monotonic() < deadline:
+    deadline, num_bytes_left = time.monotonic() + _MAX_DISCARD_SECONDS, _MAX_DISCARDED_BYTES
+    while num_bytes_left > 0 and time.monotonic() < deadline:
         try:
-            async with asyncio.timeout(_PAUSE_SECONDS):
+            async with asyncio.timeout(_READ_TIMEOUT_SECONDS):
                 message = await receive()
         except TimeoutError:
             return
         if not message.get("more_body"):
             return
-        remaining -= len(message["body"])
+        num_bytes_left -= len(message["body"])

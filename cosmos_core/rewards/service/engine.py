@@ -29,7 +29,7 @@ from cosmos_core.rewards.service.store import MemoryStore, RedisStore, Store
 log = logging.getLogger(__name__)
 QUEUE = "COSMOS_REWARD_QUEUE"
 """Environment variable with the name under which a service without `replica_id` finds its requests in Redis."""
-_RATE_SECONDS = 60.0
+_RATE_WINDOW_SECONDS = 60.0
 
 
 class CapacityExceeded(Exception):
@@ -53,11 +53,11 @@ class Engine:
         self.decoder: Pool | None = None
         self.is_ready = self.is_draining = self._has_drained = False
         self.pending: dict[str, Request] = {}
-        self.pending_bytes = self.decoded_bytes = self._num_arriving = 0
+        self.pending_bytes = self.decoded_bytes = self._num_reserved_requests = 0
         self.num_accepted = 0
         self._finished_counts: deque[tuple[float, int]] = deque()
         self.replica = config.replica_id or os.environ.get("LEPTON_REPLICA_ID", "")
-        self.store: Store = _store(config, self.replica)
+        self.store: Store = _open_store(config, self.replica)
 
     async def start(self) -> None:
         """Load every reward, then resume unfinished requests of an earlier process of the service.
@@ -69,21 +69,21 @@ class Engine:
         self.pools = {each.reward_type: Pool(self.program(each), self._store_result) for each in self.config.rewards}
         if self.config.vae:
             self.decoder = Pool(self._decoder_program(), self._handle_decoded)
-        waiting = self.pools if self.decoder is None else {**self.pools, "decode_args": self.decoder}
-        for name, pool in waiting.items():
+        pools_to_load = self.pools if self.decoder is None else {**self.pools, "decode_args": self.decoder}
+        for name, pool in pools_to_load.items():
             try:
                 await pool.loaded
             except ProcessLost as error:
                 await self.close()
-                kind = StageFailed if error.is_transient else RewardError
-                raise kind(f"the reward {name!r} cannot be loaded: {error}") from error
+                error_class = StageFailed if error.is_transient else RewardError
+                raise error_class(f"the reward {name!r} cannot be loaded: {error}") from error
         try:
-            unfinished = await self.store.unfinished_requests()
+            unfinished_requests = await self.store.unfinished_requests()
         except Exception as error:
             await self.close()
             raise StageFailed(f"the queue cannot be reached: {error_on_one_line(error)}") from error
-        for uuid, body in unfinished:
-            await self._resume(uuid, body)
+        for uuid, body in unfinished_requests:
+            await self._resume_request(uuid, body)
         self.is_ready = True
 
     async def close(self) -> None:
@@ -99,7 +99,9 @@ class Engine:
         """Refuse new requests and finish accepted ones; with a store in memory, also wait until scores are fetched."""
         self.is_draining = True
         deadline = time.monotonic() + self.config.drain_seconds
-        while time.monotonic() < deadline and (self.pending or self._num_arriving or self.store.has_unfetched_scores()):
+        while time.monotonic() < deadline and (
+            self.pending or self._num_reserved_requests or self.store.has_unfetched_scores()
+        ):
             await asyncio.sleep(0.05)
         self._has_drained = True
 
@@ -114,19 +116,21 @@ class Engine:
         if self.is_draining:
             raise ShuttingDown
         is_only_request = not self.pending_bytes  # accept a request above the size limit if no other request is pending
-        if len(self.pending) + self._num_arriving >= self.config.max_pending or (
+        if len(self.pending) + self._num_reserved_requests >= self.config.max_pending or (
             self.pending_bytes + num_bytes > self.config.max_pending_bytes and not is_only_request
         ):
-            rate = self.rate()
-            waiting = sum(request.count for request in self.pending.values())
-            raise CapacityExceeded(min(30, max(1, round(waiting / rate / 4))) if rate else 1)
+            items_per_second = self.rate()
+            num_waiting_items = sum(request.count for request in self.pending.values())
+            raise CapacityExceeded(
+                min(30, max(1, round(num_waiting_items / items_per_second / 4))) if items_per_second else 1
+            )
         self.pending_bytes += num_bytes
-        self._num_arriving += 1
+        self._num_reserved_requests += 1
         try:
             yield
         finally:
             self.pending_bytes -= num_bytes
-            self._num_arriving -= 1
+            self._num_reserved_requests -= 1
 
     async def accept(self, uuid: str, body: bytes | bytearray) -> None:
         """Store a request and queue it for scoring; a request that is already known is not scored again.
@@ -159,10 +163,11 @@ class Engine:
             return
         if self.decoder is None:
             raise ProtocolError("no decoder of latents is configured here (decode_args.model_path); send pixels")
-        channels = self.decoder.facts.get("latent_channels", request.array.shape[1])
-        if request.array.shape[1] != channels:
+        num_channels = self.decoder.facts.get("latent_channels", request.array.shape[1])
+        if request.array.shape[1] != num_channels:
             raise ProtocolError(
-                f"latents of {request.array.shape[1]} channels; the VAE here (decode_args.model_path) has {channels}: "
+                f"latents of {request.array.shape[1]} channels; the VAE here (decode_args.model_path) has "
+                f"{num_channels}: "
                 f"Wan2.1 has 16, Wan2.2 48, and pixels of a video are batch, 3, frames, height, width"
             )
 
@@ -179,20 +184,20 @@ class Engine:
         """
         if self.decoder is None:
             raise ProtocolError("no decoder of latents is configured here (decode_args.model_path)")
-        path = fields.get("vae_pth", "")
-        if path and path != self.config.vae:
+        vae_path = fields.get("vae_pth", "")
+        if vae_path and vae_path != self.config.vae:
             raise ProtocolError("the VAE is that of decode_args.model_path; vae_pth cannot change it from outside")
 
     def rate(self) -> float:
         """Return the number of items scored per second, over the last minute."""
-        self._forget_finished()
+        self._remove_old_counts()
         if not self._finished_counts:
             return 0.0
-        seconds = max(1.0, time.monotonic() - self._finished_counts[0][0])
-        return sum(count for _, count in self._finished_counts) / seconds
+        elapsed_seconds = max(1.0, time.monotonic() - self._finished_counts[0][0])
+        return sum(count for _, count in self._finished_counts) / elapsed_seconds
 
-    def _forget_finished(self) -> None:
-        while self._finished_counts and self._finished_counts[0][0] < time.monotonic() - _RATE_SECONDS:
+    def _remove_old_counts(self) -> None:
+        while self._finished_counts and self._finished_counts[0][0] < time.monotonic() - _RATE_WINDOW_SECONDS:
             self._finished_counts.popleft()
 
     def _add_pending(self, request: Request) -> None:
@@ -212,7 +217,7 @@ class Engine:
         for name in sorted(request.remaining_rewards, key=request.names.index):
             self.pools[name].submit(Job(request, name))
 
-    async def _resume(self, uuid: str, body: bytes) -> None:
+    async def _resume_request(self, uuid: str, body: bytes) -> None:
         try:
             request = await asyncio.to_thread(parse_request, uuid, body, self.pools)
         except ProtocolError as error:  # a stored request names a reward that is no longer served
@@ -231,14 +236,14 @@ class Engine:
         request.decoded_seconds = seconds
         if result.get("error"):
             for name in list(request.remaining_rewards):
-                error = {**result, "error": f"[decoder] {result['error']}"}
-                await self._store_result(Job(request, name), error, 0.0)
+                error_result = {**result, "error": f"[decoder] {result['error']}"}
+                await self._store_result(Job(request, name), error_result, 0.0)
             return
-        size = result["array"].nbytes
-        while self.decoded_bytes and self.decoded_bytes + size > self.config.max_pending_bytes:
+        num_bytes = result["array"].nbytes
+        while self.decoded_bytes and self.decoded_bytes + num_bytes > self.config.max_pending_bytes:
             await asyncio.sleep(0.05)  # backpressure: decoded videos wait until rewards have scored earlier ones
-        self.decoded_bytes += size
-        request.array, request.media, request.decoded_bytes = result["array"], "video", size
+        self.decoded_bytes += num_bytes
+        request.array, request.media, request.decoded_bytes = result["array"], "video", num_bytes
         self._queue(request)
 
     async def _store_result(self, job: Job, result: dict[str, Any], seconds: float) -> None:
@@ -254,52 +259,58 @@ class Engine:
             content["errors"] = result["errors"]
         self._finished_counts.append((time.monotonic(), request.count))
         # Old entries are dropped here too, because `rate` may never be called.
-        self._forget_finished()
+        self._remove_old_counts()
         request.remaining_rewards.discard(name)
-        text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+        response_json = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
         # Replace an unpaired surrogate in the JSON, which cannot be encoded as UTF-8.
-        await self._retry_store(self.store.put, request.uuid, name, text.encode(errors="replace").decode())
+        await self._retry_store(self.store.put, request.uuid, name, response_json.encode(errors="replace").decode())
         if not request.remaining_rewards and request.uuid in self.pending:
             await self._retry_store(self.store.finish, request.uuid)
             self._drop(request)
 
-    async def _retry_store(self, call: Any, *arguments: Any) -> None:
-        pause = 0.1
+    async def _retry_store(self, store_method: Any, *arguments: Any) -> None:
+        pause_seconds = 0.1
         while True:
             try:
-                await call(*arguments)
+                await store_method(*arguments)
                 return
             except Exception as error:
                 if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] != "redis":
                     raise
                 log.warning("the queue cannot be reached (%s); trying again", error)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 5.0)
+            await asyncio.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, 5.0)
 
     def program(self, reward: RewardArgs) -> Program:
         """Return the settings with which the processes of a reward are started."""
-        key = reward.endpoint_api_key
+        api_key = reward.endpoint_api_key
         settings = {
             "model_path": reward.model_path, "download_path": reward.download_path, "dtype": reward.dtype,
             "endpoint_url": reward.endpoint_url, "options": reward.options,
-            "endpoint_api_key": os.environ.get(key[1:], "") if key.startswith("$") else key,
+            "endpoint_api_key": os.environ.get(api_key[1:], "") if api_key.startswith("$") else api_key,
         }  # fmt: skip
-        start = {"name": reward.reward_type, "entry": reward.entry, "settings": settings, "path": [os.getcwd()]}
+        start_message = {"name": reward.reward_type, "entry": reward.entry, "settings": settings, "path": [os.getcwd()]}
         return Program(
-            reward.reward_type, reward.interpreter, start, reward.all_devices, env=reward.env,
+            reward.reward_type, reward.interpreter, start_message, reward.all_devices, env=reward.env,
             work_dir=reward.work_dir, tmp_dir=reward.tmp_dir, batch_size=reward.batch_size,
             batch_seconds=self.config.batch_seconds, timeout_seconds=reward.timeout_seconds,
             load_seconds=reward.load_seconds, attempts=self.config.attempts,
         )  # fmt: skip
 
     def _decoder_program(self) -> Program:
-        decode = self.config.decode_args
-        start = {"name": "", "entry": "", "settings": {"model_path": self.config.vae, "dtype": decode.dtype}}
-        return Program("", sys.executable, start, (decode.device,), batch_size=1, attempts=self.config.attempts)
+        decode_args = self.config.decode_args
+        start_message = {
+            "name": "",
+            "entry": "",
+            "settings": {"model_path": self.config.vae, "dtype": decode_args.dtype},
+        }
+        return Program(
+            "", sys.executable, start_message, (decode_args.device,), batch_size=1, attempts=self.config.attempts
+        )
 
 
-def _store(config: ServiceConfig, replica: str) -> Store:
+def _open_store(config: ServiceConfig, replica_id: str) -> Store:
     if config.queue == "memory":
         return MemoryStore(config.result_seconds, config.max_results, config.max_pending_bytes)
-    name = replica or os.environ.get(QUEUE) or f"{socket.gethostname()}:{config.host}:{config.port}"
-    return RedisStore(config.redis_host, config.redis_port, config.result_seconds, name)
+    owner_name = replica_id or os.environ.get(QUEUE) or f"{socket.gethostname()}:{config.host}:{config.port}"
+    return RedisStore(config.redis_host, config.redis_port, config.result_seconds, owner_name)

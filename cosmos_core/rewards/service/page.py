@@ -27,29 +27,35 @@ _COLUMNS = ("reward", "processes", "waiting", "scoring", "items", "seconds / ite
 
 def render(engine: Engine, statuses: Counter[tuple[str, int]]) -> str:
     """Return the HTML of the status page; `statuses` counts responses by route and HTTP status."""
-    rows = "".join(_row(name, engine) for name in engine.pools)
+    table_rows = "".join(_render_row(name, engine) for name in engine.pools)
     errors = sorted((text for pool in engine.pools.values() for text in pool.errors), reverse=True)[:20] or ["none"]
     error_items = "".join(f"<li>{escape(text)}</li>" for text in errors)
     responses = ", ".join(f"{escape(path)} {status}: {count}" for (path, status), count in sorted(statuses.items()))
-    state = "ends after what it has accepted" if engine.is_draining else "takes requests"
-    waiting = f"{len(engine.pending)} requests wait ({engine.pending_bytes / 2**20:.1f} MiB)"
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    state_text = "ends after what it has accepted" if engine.is_draining else "takes requests"
+    pending_text = f"{len(engine.pending)} requests wait ({engine.pending_bytes / 2**20:.1f} MiB)"
+    table_header = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><meta http-equiv=refresh content=5><title>Rewards</title>"
         f"<style>{_STYLE}</style><h1>Reward service</h1>"
-        f"<p>It {state}; {waiting}; {engine.rate():.1f} items/s over the last minute; {engine.num_accepted} requests "
+        f"<p>It {state_text}; {pending_text}; {engine.rate():.1f} items/s over the last minute; {engine.num_accepted} "
+        f"requests "
         f"accepted; {escape(engine.config.queue)} queue; {time.strftime('%Y-%m-%d %H:%M:%S')}.</p>"
-        f"<table><tr>{head}</tr>{rows}</table><h2>Last errors</h2><ul>{error_items}</ul><h2>Responses</h2>"
+        f"<table><tr>{table_header}</tr>{table_rows}</table><h2>Last "
+        f"errors</h2><ul>{error_items}</ul><h2>Responses</h2>"
         f"<p>{responses or 'none'}</p></html>"
     )
 
 
-def _row(name: str, engine: Engine) -> str:
+def _render_row(name: str, engine: Engine) -> str:
     pool = engine.pools[name]
-    counts, devices = pool.counts, len(pool.program.devices)
-    processes = f"<td class={'ok' if pool.ready == devices else 'bad'}>{pool.ready} of {devices}</td>"
-    numbers = (
+    counts, num_devices = pool.counts, len(pool.program.devices)
+    processes_cell = f"<td class={'ok' if pool.ready == num_devices else 'bad'}>{pool.ready} of {num_devices}</td>"
+    cell_values = (
         len(pool.queue), pool.in_flight, counts.items, f"{counts.seconds / counts.items:.4f}" if counts.items else "",
         counts.errors, counts.restarts, counts.retried,
     )  # fmt: skip
-    return f"<tr><td>{escape(name)}</td>{processes}" + "".join(f"<td>{number}</td>" for number in numbers) + "</tr>"
+    return (
+        f"<tr><td>{escape(name)}</td>{processes_cell}"
+        + "".join(f"<td>{number}</td>" for number in cell_values)
+        + "</tr>"
+    )

@@ -24,7 +24,7 @@ import numpy as np
 from cosmos_core.environment import environment_for_user_code
 from cosmos_core.rewards.service.request import Request
 
-_START = """
+_START_PROGRAM = """
 import importlib.util, runpy, sys
 package = sys.argv.pop()
 file = package + "/__init__.py"
@@ -35,9 +35,9 @@ runpy.run_module("cosmos_core.rewards.service.worker", run_name="__main__", alte
 """
 """Program that imports cosmos_core without its parent folder in `sys.path`, because other packages there belong
 to the service's interpreter and must not be imported by the reward's interpreter."""
-_PACKAGE = str(Path(__file__).parents[2])
-_MIN_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
-_LINE_BYTES = 64 * 2**20
+_PACKAGE_FOLDER = str(Path(__file__).parents[2])
+_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.2, 30.0
+_MAX_LINE_BYTES = 64 * 2**20
 log = logging.getLogger(__name__)
 
 
@@ -98,15 +98,15 @@ class ProcessLost(Exception):
 class ProcessKilled(ProcessLost):
     """Error of a process that was killed by a signal, which is not an error of the reward itself."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"its process was killed by signal {number}", is_transient=True)
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"its process was killed by signal {signal_number}", is_transient=True)
 
 
 class Pool:
     """Pool that runs one reward in one process per device."""
 
     def __init__(self, program: Program, deliver: Deliver) -> None:
-        self.program, self._deliver = program, deliver
+        self.program, self._deliver_result = program, deliver
         self.queue: deque[Job] = deque()
         self.counts = Counts()
         self.errors: deque[str] = deque(maxlen=20)
@@ -115,14 +115,14 @@ class Pool:
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.facts: Mapping[str, Any] = {}
         """Properties of the model that a process reports after loading."""
-        self._num_kills_left = program.attempts * len(program.devices)
-        self._has_more = asyncio.Event()
+        self._num_load_attempts_left = program.attempts * len(program.devices)
+        self._has_queued_jobs = asyncio.Event()
         self._tasks = [asyncio.create_task(self._keep_process_running(device)) for device in program.devices]
 
     def submit(self, job: Job) -> None:
         """Queue a request for the next batch."""
         self.queue.append(job)
-        self._has_more.set()
+        self._has_queued_jobs.set()
 
     async def close(self) -> None:
         """Kill all processes of the reward."""
@@ -132,37 +132,39 @@ class Pool:
 
     async def _keep_process_running(self, device: str) -> None:
         """Keep a process running on the device `device`, and restart the process after an error."""
-        pause = _MIN_PAUSE
+        pause_seconds = _MIN_PAUSE_SECONDS
         while True:
             process = Process(self.program, device)
             try:
                 await process.start()
-                pause, self.facts = _MIN_PAUSE, process.facts
+                pause_seconds, self.facts = _MIN_PAUSE_SECONDS, process.facts
                 if not self.loaded.done():
                     self.loaded.set_result(None)
                 self.ready += 1
                 try:
-                    await self._serve(process)
+                    await self._score_batches(process)
                 finally:
                     self.ready -= 1
             except Exception as error:
-                loss = error if isinstance(error, ProcessLost) else ProcessLost(f"{type(error).__name__}: {error}")
-                if loss is not error:
+                process_error = (
+                    error if isinstance(error, ProcessLost) else ProcessLost(f"{type(error).__name__}: {error}")
+                )
+                if process_error is not error:
                     log.exception("reward %s", self.program.name)
                 if not self.loaded.done() and not process.is_ready:
-                    self._num_kills_left -= 1
-                    if not isinstance(loss, ProcessKilled) or not self._num_kills_left:
-                        self.loaded.set_exception(loss)
-                self._record_error(str(loss))
+                    self._num_load_attempts_left -= 1
+                    if not isinstance(process_error, ProcessKilled) or not self._num_load_attempts_left:
+                        self.loaded.set_exception(process_error)
+                self._record_error(str(process_error))
             finally:
                 await process.kill()
             self.counts.restarts += 1
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE) if not process.is_ready else _MIN_PAUSE
+            await asyncio.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS) if not process.is_ready else _MIN_PAUSE_SECONDS
 
-    async def _serve(self, process: Process) -> None:
+    async def _score_batches(self, process: Process) -> None:
         while True:
-            jobs = await self._next(process)
+            jobs = await self._next_batch(process)
             start_time = time.monotonic()
             self.in_flight += len(jobs)
             try:
@@ -172,7 +174,7 @@ class Pool:
                     job.attempts += 1
                 self.queue.extendleft(reversed(jobs))
                 self.counts.retried += len(jobs)
-                self._has_more.set()
+                self._has_queued_jobs.set()
                 if isinstance(error, ProcessLost):
                     await self._drop_exhausted_jobs(str(error))
                 raise
@@ -184,47 +186,47 @@ class Pool:
                 for job in jobs:
                     job.attempts = max(1, job.attempts)
                 self.queue.extendleft(reversed(jobs))
-                self._has_more.set()
+                self._has_queued_jobs.set()
                 continue
-            await self._return_results(jobs, reply, arrays)
+            await self._deliver_results(jobs, reply, arrays)
 
-    async def _return_results(
-        self, jobs: Sequence[Job], message: Mapping[str, Any], arrays: Sequence[np.ndarray]
+    async def _deliver_results(
+        self, jobs: Sequence[Job], reply: Mapping[str, Any], arrays: Sequence[np.ndarray]
     ) -> None:
-        results = message.get("results") or [{"error": message.get("error", "")}] * len(jobs)
+        results = reply.get("results") or [{"error": reply.get("error", "")}] * len(jobs)
         for i, job in enumerate(jobs):
             result = {**results[i], "array": arrays[i]} if arrays else results[i]
-            failed = job.request.count if result.get("error") else 0
-            failed = failed or sum(map(bool, result.get("errors", [])))
+            num_errors = job.request.count if result.get("error") else 0
+            num_errors = num_errors or sum(map(bool, result.get("errors", [])))
             self.counts.items += job.request.count
-            self.counts.errors += failed
-            if failed:
+            self.counts.errors += num_errors
+            if num_errors:
                 self._record_error(result.get("error") or next(filter(None, result["errors"])))
-            await self._deliver(job, result, float(message.get("seconds", 0.0)))
+            await self._deliver_result(job, result, float(reply.get("seconds", 0.0)))
 
     async def _drop_exhausted_jobs(self, reason: str) -> None:
         for job in [job for job in self.queue if job.attempts >= self.program.attempts]:
             self.queue.remove(job)
             self.counts.errors += job.request.count
-            text = f"tried {job.attempts} times, each of which ended its process; the last: {reason}"
-            await self._deliver(job, {"error": text, "is_lost": True}, 0.0)
+            error_text = f"tried {job.attempts} times, each of which ended its process; the last: {reason}"
+            await self._deliver_result(job, {"error": error_text, "is_lost": True}, 0.0)
 
-    async def _next(self, process: Process) -> list[Job]:
+    async def _next_batch(self, process: Process) -> list[Job]:
         """Wait for the next batch: several requests, or a single request that is retried."""
         while not self.queue:
-            self._has_more.clear()
-            await process.wait_while_alive(self._has_more.wait())
+            self._has_queued_jobs.clear()
+            await process.wait_while_alive(self._has_queued_jobs.wait())
         if self.program.batch_seconds and sum(job.request.count for job in self.queue) < self.program.batch_size:
             await asyncio.sleep(self.program.batch_seconds)
         jobs: list[Job] = []
         while self.queue and (not jobs or self._fits_in_batch(jobs)):
             jobs.append(self.queue.popleft())
-        return jobs or await self._next(process)
+        return jobs or await self._next_batch(process)
 
     def _fits_in_batch(self, jobs: Sequence[Job]) -> bool:
         next_job = self.queue[0]
-        size = sum(job.request.count for job in jobs) + next_job.request.count
-        return not jobs[0].attempts and not next_job.attempts and size <= self.program.batch_size
+        num_items = sum(job.request.count for job in jobs) + next_job.request.count
+        return not jobs[0].attempts and not next_job.attempts and num_items <= self.program.batch_size
 
     def _record_error(self, text: str) -> None:
         log.warning("reward %s: %s", self.program.name or "decoder", text)
@@ -237,7 +239,7 @@ class Process:
     def __init__(self, program: Program, device: str) -> None:
         self._program, self._device = program, device
         self._process: asyncio.subprocess.Process | None = None
-        self._number = 0
+        self._batch_number = 0
         self.is_ready = False
         self.facts: Mapping[str, Any] = {}
 
@@ -253,14 +255,14 @@ class Process:
             environment["TMPDIR"] = program.tmp_dir
         try:
             self._process = await asyncio.create_subprocess_exec(
-                program.python, "-c", _START, _PACKAGE,
+                program.python, "-c", _START_PROGRAM, _PACKAGE_FOLDER,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
-                cwd=program.work_dir or None, start_new_session=True, limit=_LINE_BYTES,
+                cwd=program.work_dir or None, start_new_session=True, limit=_MAX_LINE_BYTES,
             )  # fmt: skip
         except OSError as error:
             raise ProcessLost(f"{program.python} cannot be started: {error}") from error
-        start = {**program.start, "settings": {**program.start["settings"], "device": self._device}}
-        reply, _ = await self._exchange({**start, "arrays": []}, [], program.load_seconds, "loaded")
+        start_message = {**program.start, "settings": {**program.start["settings"], "device": self._device}}
+        reply, _ = await self._exchange({**start_message, "arrays": []}, [], program.load_seconds, "loaded")
         if "ready" not in reply:
             raise ProcessLost(str(reply.get("error", "it said something else than that it is ready")))
         self.is_ready, self.facts = True, reply
@@ -271,24 +273,24 @@ class Process:
         Raises:
             ProcessLost: the process ended or timed out.
         """
-        self._number += 1
+        self._batch_number += 1
         arrays = [job.request.array for job in jobs]
-        shapes = [(list(array.shape), array.dtype.str) for array in arrays]
-        header = {"id": self._number, "jobs": [job.request.job for job in jobs], "arrays": shapes}
+        array_headers = [(list(array.shape), array.dtype.str) for array in arrays]
+        header = {"id": self._batch_number, "jobs": [job.request.job for job in jobs], "arrays": array_headers}
         reply, result_arrays = await self._exchange(header, arrays, self._program.timeout_seconds, "done")
         num_results = len(jobs) if reply.get("error") else len(reply.get("results", result_arrays))
-        if reply.get("id") != self._number or num_results != len(jobs):
+        if reply.get("id") != self._batch_number or num_results != len(jobs):
             raise ProcessLost("its process said something about another batch")
         return reply, result_arrays
 
-    async def wait_while_alive(self, waiting: Any) -> None:
+    async def wait_while_alive(self, awaitable: Any) -> None:
         """Wait for an awaitable, unless the process ends first.
 
         Raises:
             ProcessLost: the process ended.
         """
         assert self._process is not None
-        tasks = [asyncio.ensure_future(waiting), asyncio.ensure_future(self._process.wait())]
+        tasks = [asyncio.ensure_future(awaitable), asyncio.ensure_future(self._process.wait())]
         try:
             done_tasks, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -306,38 +308,38 @@ class Process:
         await self._process.wait()
 
     async def _exchange(
-        self, header: Mapping[str, Any], arrays: Sequence[np.ndarray], seconds: float, description: str
+        self, header: Mapping[str, Any], arrays: Sequence[np.ndarray], timeout_seconds: float, description: str
     ) -> tuple[dict[str, Any], list[np.ndarray]]:
         assert self._process is not None and self._process.stdin is not None
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(timeout_seconds):
                 self._process.stdin.write(json.dumps(header).encode() + b"\n")
                 for array in arrays:
                     self._process.stdin.write(np.ascontiguousarray(array).tobytes())
                     await self._process.stdin.drain()
                 await self._process.stdin.drain()
-                return await self._reply()
+                return await self._read_reply()
         except TimeoutError as error:
-            raise ProcessLost(f"not {description} in {seconds:g} s", is_transient=True) from error
+            raise ProcessLost(f"not {description} in {timeout_seconds:g} s", is_transient=True) from error
         except (OSError, asyncio.IncompleteReadError, ValueError) as error:
             await asyncio.wait([asyncio.ensure_future(self._process.wait())], timeout=2)
             raise self._describe_exit() from error
 
-    async def _reply(self) -> tuple[dict[str, Any], list[np.ndarray]]:
+    async def _read_reply(self) -> tuple[dict[str, Any], list[np.ndarray]]:
         assert self._process is not None and self._process.stdout is not None
         line = await self._process.stdout.readuntil(b"\n")
         header = json.loads(line)
         arrays = []
         for shape, dtype in header.pop("arrays"):
-            size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-            content = await self._process.stdout.readexactly(size)
+            num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            content = await self._process.stdout.readexactly(num_bytes)
             arrays.append(np.frombuffer(content, dtype).reshape(shape))
         return header, arrays
 
     def _describe_exit(self) -> ProcessLost:
-        code = self._process.returncode if self._process else None
-        if code is None:
+        exit_code = self._process.returncode if self._process else None
+        if exit_code is None:
             return ProcessLost("its process closed its output")
-        if code < 0 or code > 128:  # a shell exits with 128 + the signal of its child
-            return ProcessKilled(-code if code < 0 else code - 128)
-        return ProcessLost(f"its process exited with code {code}")
+        if exit_code < 0 or exit_code > 128:  # a shell exits with 128 + the signal of its child
+            return ProcessKilled(-exit_code if exit_code < 0 else exit_code - 128)
+        return ProcessLost(f"its process exited with code {exit_code}")

@@ -14,8 +14,8 @@ _LIST_FIELDS = (
     "num_tokens", "finish_reason", "turns",
 )  # fmt: skip
 """Names of request fields that are lists with one value per item."""
-_TABLES = ("video_infos", "metadata")
-_TEXTS = ("references", "completions", "geneval_tags", "finish_reason")
+_DICT_LIST_FIELDS = ("video_infos", "metadata")
+_TEXT_LIST_FIELDS = ("references", "completions", "geneval_tags", "finish_reason")
 _SCALAR_FIELDS = ("ocr_use_gpu", "geneval_only_strict")
 _MAX_ITEMS = 65536
 
@@ -49,7 +49,7 @@ class Request:
         return {**self.fields, "media": self.media}
 
 
-def parse_request(uuid: str, body: bytes | bytearray, served: Container[str]) -> Request:
+def parse_request(uuid: str, body: bytes | bytearray, served_rewards: Container[str]) -> Request:
     """Return the request in a body.
 
     Raises:
@@ -65,33 +65,35 @@ def parse_request(uuid: str, body: bytes | bytearray, served: Container[str]) ->
         raise ProtocolError(f"{len(prompts)} items; at most {_MAX_ITEMS} are taken in one request")
     if len(prompts) != array.shape[0]:
         raise ProtocolError(f"{len(prompts)} prompts and {array.shape[0]} items in the array; there is one for each")
-    names = _names(fields, served)
-    media = _media(fields, array)
+    reward_names = _parse_reward_names(fields, served_rewards)
+    media_type = _parse_media_type(fields, array)
     for name in _LIST_FIELDS:
-        _check_list(name, fields, len(prompts))
+        _check_list_field(name, fields, len(prompts))
     for name in _SCALAR_FIELDS:
         if not isinstance(fields.get(name, False), bool):
             raise ProtocolError(f"{name} must be true or false")
-    info = _info(media, array, fields)
-    kept_fields = {key: value for key, value in fields.items() if key in (*_LIST_FIELDS, *_SCALAR_FIELDS, "prompts")}
-    return Request(uuid, kept_fields, array, media, names, len(body), info, remaining_rewards=set(names))
+    input_info = _info(media_type, array, fields)
+    known_fields = {key: value for key, value in fields.items() if key in (*_LIST_FIELDS, *_SCALAR_FIELDS, "prompts")}
+    return Request(
+        uuid, known_fields, array, media_type, reward_names, len(body), input_info, remaining_rewards=set(reward_names)
+    )
 
 
-def _names(fields: Mapping[str, Any], served: Container[str]) -> tuple[str, ...]:
+def _parse_reward_names(fields: Mapping[str, Any], served_rewards: Container[str]) -> tuple[str, ...]:
     weights = fields.get("reward_fn")
     if not isinstance(weights, dict) or any(
         isinstance(w, bool) or not isinstance(w, int | float) for w in weights.values()
     ):
         raise ProtocolError("reward_fn must be an object of names and weights")
-    names = tuple(name for name, weight in weights.items() if weight > 0)
-    if not names:
+    reward_names = tuple(name for name, weight in weights.items() if weight > 0)
+    if not reward_names:
         raise ProtocolError("reward_fn names no reward with a weight above 0")
-    if unknown := [name for name in names if name not in served]:
-        raise ProtocolError(f"the reward {unknown[0][:64]!r} is not served here")
-    return names
+    if unknown_names := [name for name in reward_names if name not in served_rewards]:
+        raise ProtocolError(f"the reward {unknown_names[0][:64]!r} is not served here")
+    return reward_names
 
 
-def _media(fields: Mapping[str, Any], array: np.ndarray) -> str:
+def _parse_media_type(fields: Mapping[str, Any], array: np.ndarray) -> str:
     """Return the type of the array; clients of Cosmos-RL may send latents as `video`."""
     media_type = fields.get("media_type") or "video"
     if not isinstance(media_type, str) or media_type.lower() not in {"image", "video", "latent", "text"}:
@@ -119,42 +121,42 @@ def _media(fields: Mapping[str, Any], array: np.ndarray) -> str:
     return "latent"
 
 
-def _check_list(name: str, fields: dict[str, Any], count: int) -> None:
-    values = fields.get(name)
-    if values is None:
+def _check_list_field(name: str, fields: dict[str, Any], num_items: int) -> None:
+    field_values = fields.get(name)
+    if field_values is None:
         fields.pop(name, None)
         return
-    if not isinstance(values, list) or len(values) != count:
-        raise ProtocolError(f"{name} must be a list with one value for each of {count} items")
-    if name in _TABLES and not all(isinstance(value, dict) for value in values):
+    if not isinstance(field_values, list) or len(field_values) != num_items:
+        raise ProtocolError(f"{name} must be a list with one value for each of {num_items} items")
+    if name in _DICT_LIST_FIELDS and not all(isinstance(value, dict) for value in field_values):
         raise ProtocolError(f"{name} must be a list of objects")
-    if name in _TEXTS and not all(isinstance(value, str) for value in values):
+    if name in _TEXT_LIST_FIELDS and not all(isinstance(value, str) for value in field_values):
         raise ProtocolError(f"{name} must be a list of strings")
 
 
-def _info(media: str, array: np.ndarray, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _info(media_type: str, array: np.ndarray, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of the input in the format of Cosmos-RL's service."""
-    shape, values, dtype = list(array.shape), array, f"torch.{array.dtype.name}"
-    if media == "text":
+    shape, numbers, dtype = list(array.shape), array, f"torch.{array.dtype.name}"
+    if media_type == "text":
         return {"shape": shape, "dtype": dtype}
-    if media == "latent":
+    if media_type == "latent":
         dtype = "torch.bfloat16"
         if array.dtype == np.uint8:
             shape[-1] //= 2
-            halves = np.ascontiguousarray(array).view(np.uint16).astype(np.uint32)
-            values = (halves << 16).view(np.float32)
+            bfloat16_bits = np.ascontiguousarray(array).view(np.uint16).astype(np.uint32)
+            numbers = (bfloat16_bits << 16).view(np.float32)
     with np.errstate(invalid="ignore"):
-        low, high = float(values.min()), float(values.max())
-    if media == "latent":
-        low, high = (_as_bfloat16(value) for value in (low, high))
-    info = {"shape": shape, "dtype": dtype, "min": f"{low:.3f}", "max": f"{high:.3f}"}
-    return info if media == "image" else {**info, "video_infos": fields.get("video_infos") or []}
+        min_value, max_value = float(numbers.min()), float(numbers.max())
+    if media_type == "latent":
+        min_value, max_value = (_as_bfloat16(value) for value in (min_value, max_value))
+    info = {"shape": shape, "dtype": dtype, "min": f"{min_value:.3f}", "max": f"{max_value:.3f}"}
+    return info if media_type == "image" else {**info, "video_infos": fields.get("video_infos") or []}
 
 
 def _as_bfloat16(value: float) -> float:
     """Return `value` rounded to the nearest bfloat16, ties to even."""
     with np.errstate(over="ignore"):
-        bits = int(np.float32(value).view(np.uint32))
+        float32_bits = int(np.float32(value).view(np.uint32))
     if not math.isfinite(value):
         return value
-    return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))
+    return float(np.uint32((float32_bits + 0x7FFF + (float32_bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))

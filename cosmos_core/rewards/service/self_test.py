@@ -16,9 +16,9 @@ from cosmos_core.rewards.service.engine import Engine
 from cosmos_core.rewards.service.pool import Job, Pool, ProcessLost, Program
 from cosmos_core.rewards.service.request import parse_request
 
-_PROMPT = 'a white card with the word "HELLO" on it'
+_TEST_PROMPT = 'a white card with the word "HELLO" on it'
 _VIDEOS = {"dance_grpo", "cosmos_reason1"}
-_TEXTS = {
+_TEXT_REWARD_SAMPLES = {
     "boxed_math": (r"\boxed{42}", "42"),
     "direct_math": ("Answer: 42", "42"),
     "exact_match": ("42", "42"),
@@ -32,15 +32,15 @@ _TEXTS = {
 
 async def self_test(config: ServiceConfig) -> int:
     """Load each reward in turn, score test inputs with it, and print one line; return the exit code."""
-    failed = 0
+    num_failed = 0
     for reward in config.rewards:
-        text = await _test(reward.reward_type, Engine(config).program(reward))
-        failed += not text.startswith("works")
-        sys.stdout.write(f"{reward.reward_type:16} {text}\n")
-    return EXIT_USAGE if failed else EXIT_OK
+        result_text = await _test_reward(reward.reward_type, Engine(config).program(reward))
+        num_failed += not result_text.startswith("works")
+        sys.stdout.write(f"{reward.reward_type:16} {result_text}\n")
+    return EXIT_USAGE if num_failed else EXIT_OK
 
 
-async def _test(name: str, program: Program) -> str:
+async def _test_reward(name: str, program: Program) -> str:
     result_future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
     async def set_result(job: Job, result: dict[str, Any], seconds: float) -> None:
@@ -49,7 +49,7 @@ async def _test(name: str, program: Program) -> str:
     pool = Pool(program, set_result)
     try:
         await pool.loaded
-        pool.submit(Job(parse_request("self-test", _request(name), {name}), name))
+        pool.submit(Job(parse_request("self-test", _make_test_request(name), {name}), name))
         return _describe_result(await result_future)
     except ProcessLost as error:
         return f"cannot be loaded: {error}"
@@ -60,39 +60,41 @@ async def _test(name: str, program: Program) -> str:
 def _describe_result(result: dict[str, Any]) -> str:
     if result.get("error") or any(result.get("errors", [])):
         return f"fails: {result.get('error') or next(filter(None, result['errors']))}"
-    numbers = {
+    numeric_scores = {
         key: values
         for key, values in result["scores"].items()
-        if isinstance(values, list) and all(isinstance(each, int | float) and math.isfinite(each) for each in values)
+        if isinstance(values, list) and all(isinstance(score, int | float) and math.isfinite(score) for score in values)
     }
-    if not numbers:
+    if not numeric_scores:
         return "fails: it gives no number"
-    text = "; ".join(f"{key} {', '.join(f'{value:.4f}' for value in values)}" for key, values in numbers.items())
-    return f"works in {result['seconds']:.2f} s: {text} (what was asked for, noise)"
+    scores_text = "; ".join(
+        f"{key} {', '.join(f'{value:.4f}' for value in values)}" for key, values in numeric_scores.items()
+    )
+    return f"works in {result['seconds']:.2f} s: {scores_text} (what was asked for, noise)"
 
 
-def _request(name: str) -> bytes:
+def _make_test_request(name: str) -> bytes:
     """Return the body of a request with two items: an image that the prompt describes, and an image of noise."""
-    if name in _TEXTS:
-        return _text_request(name)
+    if name in _TEXT_REWARD_SAMPLES:
+        return _make_text_request(name)
     images = np.stack(
         [to_rgb_array(make_word_image("HELLO")), np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)]
     )
-    fields: dict[str, Any] = {"prompts": [_PROMPT] * 2, "reward_fn": {name: 1.0}, "media_type": "image"}
+    fields: dict[str, Any] = {"prompts": [_TEST_PROMPT] * 2, "reward_fn": {name: 1.0}, "media_type": "image"}
     if name in _VIDEOS:
         videos = np.repeat(images[:, None], 8, axis=1)
-        infos = [{"video_fps": 8.0}] * 2
-        return encode_request({**fields, "media_type": "video", "video_infos": infos}, np.moveaxis(videos, -1, 1))
+        video_infos = [{"video_fps": 8.0}] * 2
+        return encode_request({**fields, "media_type": "video", "video_infos": video_infos}, np.moveaxis(videos, -1, 1))
     if name == "gen_eval":
-        include = [{"class": "book", "count": 1}]
-        fields |= {"geneval_tags": ["single_object"] * 2, "geneval_includes": [include] * 2}
+        included_objects = [{"class": "book", "count": 1}]
+        fields |= {"geneval_tags": ["single_object"] * 2, "geneval_includes": [included_objects] * 2}
     fields |= {"references": ["HELLO"] * 2, "completions": ["HELLO", "noise"]}
     return encode_request(fields, images)
 
 
-def _text_request(name: str) -> bytes:
+def _make_text_request(name: str) -> bytes:
     """Return the body of a request with two completions: a correct one, and a truncated one of noise."""
-    completion, reference = _TEXTS[name]
+    completion, reference = _TEXT_REWARD_SAMPLES[name]
     completions = [completion, "noise"]
     fields = {
         "prompts": ["6 * 7 ="] * 2, "reward_fn": {name: 1.0}, "media_type": "text", "completions": completions,

@@ -45,8 +45,8 @@ class MemoryStore:
         """Return the scores of one reward; None if they are missing."""
         self._remove_expired()
         self._unfetched_keys.discard((uuid, name))
-        entry = self._scores.get((uuid, name))
-        return entry[1] if entry else None
+        expiry_and_scores = self._scores.get((uuid, name))
+        return expiry_and_scores[1] if expiry_and_scores else None
 
     async def finish(self, uuid: str) -> None:
         """Drop a request whose scores are complete."""

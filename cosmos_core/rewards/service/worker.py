@@ -21,7 +21,7 @@ from cosmos_core.rewards.reward_model import Item, Settings, load_served, replac
 from cosmos_core.rewards.wan_latents import WanLatents
 
 _ITEM_FIELDS = {"references": "reference", "completions": "to_be_evaluated"}
-_INFO = {
+_INFO_FIELDS = {
     "geneval_tags": "tag", "geneval_includes": "include", "geneval_excludes": "exclude", "num_tokens": "num_tokens",
     "finish_reason": "finish_reason", "turns": "turns",
 }  # fmt: skip
@@ -30,29 +30,29 @@ _INFO = {
 def main() -> None:
     """Load the reward, report that it is ready, and score batches until the input ends."""
     kill_with_parent(os.getppid())
-    messages, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    input_stream, output_stream = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    start = read_message(messages)
-    if start is None:
+    start_message = read_message(input_stream)
+    if start_message is None:
         return
-    sys.path[:0] = start[0].pop("path", [])
+    sys.path[:0] = start_message[0].pop("path", [])
     try:
-        reward, facts = _load(start[0])
+        reward, model_properties = _load_reward(start_message[0])
     except Exception as error:  # noqa: BLE001 - any error of a model's code is reported to the service
         if not isinstance(error, CosmosError):
             traceback.print_exc()
-        text = str(error) if isinstance(error, CosmosError) else error_on_one_line(error)
-        write_message(replies, {"error": text}, [])
+        error_text = str(error) if isinstance(error, CosmosError) else error_on_one_line(error)
+        write_message(output_stream, {"error": error_text}, [])
         return
-    write_message(replies, {"ready": True, **facts}, [])
-    while (message := read_message(messages)) is not None:
+    write_message(output_stream, {"ready": True, **model_properties}, [])
+    while (message := read_message(input_stream)) is not None:
         header, arrays = message
         if isinstance(reward, WanLatents):
             reply, result_arrays = _decode_batch(reward, arrays)
         else:
             reply, result_arrays = _score_batch(reward, header, arrays), []
-        write_message(replies, {"id": header["id"], **reply}, result_arrays)
+        write_message(output_stream, {"id": header["id"], **reply}, result_arrays)
 
 
 def read_message(stream: BinaryIO) -> tuple[dict[str, Any], list[np.ndarray]] | None:
@@ -63,9 +63,9 @@ def read_message(stream: BinaryIO) -> tuple[dict[str, Any], list[np.ndarray]] | 
     header = json.loads(line)
     arrays = []
     for shape, dtype in header.pop("arrays", []):
-        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        content = stream.read(size)
-        if len(content) != size:
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        content = stream.read(num_bytes)
+        if len(content) != num_bytes:
             return None
         arrays.append(np.frombuffer(content, dtype).reshape(shape))
     return header, arrays
@@ -73,71 +73,77 @@ def read_message(stream: BinaryIO) -> tuple[dict[str, Any], list[np.ndarray]] | 
 
 def write_message(stream: BinaryIO, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
     """Write a message with a header and arrays."""
-    shapes = [(list(array.shape), array.dtype.str) for array in arrays]
-    stream.write(json.dumps({**header, "arrays": shapes}).encode() + b"\n")
+    array_headers = [(list(array.shape), array.dtype.str) for array in arrays]
+    stream.write(json.dumps({**header, "arrays": array_headers}).encode() + b"\n")
     for array in arrays:
         stream.write(np.ascontiguousarray(array).data)
     stream.flush()
 
 
-def _load(start: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _load_reward(start_header: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the reward or the decoder of latents, and properties by which the service validates requests."""
-    settings = Settings(**start["settings"])
-    if start["name"] == "":
+    settings = Settings(**start_header["settings"])
+    if start_header["name"] == "":
         vae = WanLatents("decode_args.model_path", settings.model_path, settings.device, settings.dtype)
         return vae, {"latent_channels": vae.num_channels}
-    return load_served(start["name"], start["entry"], settings), {}
+    return load_served(start_header["name"], start_header["entry"], settings), {}
 
 
 def _score_batch(reward: Any, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> dict[str, Any]:
     """Return the scores and errors of each request of a batch, or one error if the batch fails."""
     start_time, jobs = time.monotonic(), header["jobs"]
     try:
-        by_job = [make_items(job, array) for job, array in zip(jobs, arrays, strict=True)]
-        items = [item for each in by_job for item in each]
+        items_by_job = [make_items(job, array) for job, array in zip(jobs, arrays, strict=True)]
+        items = [item for job_items in items_by_job for item in job_items]
         raw_columns = reward.score(items)
         columns, errors = replace_nonfinite(raw_columns, len(items))
         reward_errors = getattr(reward, "errors", None) or [""] * len(items)
-        errors = [invalid or reported for invalid, reported in zip(errors, reward_errors, strict=True)]
+        errors = [
+            value_error or reported_error for value_error, reported_error in zip(errors, reward_errors, strict=True)
+        ]
     except Exception as error:  # noqa: BLE001 - the client receives the error, and the next batch may succeed
         return {"error": _error_message(error), "seconds": time.monotonic() - start_time}
-    results, start = [], 0
-    for each in by_job:
-        end = start + len(each)
-        results.append({"scores": _rows(columns, start, end), "errors": errors[start:end]})
-        start = end
+    results, start_index = [], 0
+    for job_items in items_by_job:
+        end_index = start_index + len(job_items)
+        results.append(
+            {"scores": _slice_columns(columns, start_index, end_index), "errors": errors[start_index:end_index]}
+        )
+        start_index = end_index
     return {"results": results, "seconds": time.monotonic() - start_time}
 
 
-def _rows(columns: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
+def _slice_columns(columns: Mapping[str, Any], start_index: int, end_index: int) -> dict[str, Any]:
     return {
-        key: _rows(column, start, end) if isinstance(column, dict) else column[start:end]
+        key: _slice_columns(column, start_index, end_index)
+        if isinstance(column, dict)
+        else column[start_index:end_index]
         for key, column in columns.items()
     }
 
 
 def make_items(job: Mapping[str, Any], array: np.ndarray) -> list[Item]:
     """Return the items of a request, from its fields and its array."""
-    count, media = len(job["prompts"]), job["media"]
+    num_items, media_type = len(job["prompts"]), job["media"]
     items = []
-    for i in range(count):
-        fields = {to: job[name][i] for name, to in _ITEM_FIELDS.items() if name in job}
-        info = {to: job[name][i] for name, to in _INFO.items() if name in job}
+    for i in range(num_items):
+        fields = {target_field: job[name][i] for name, target_field in _ITEM_FIELDS.items() if name in job}
+        info = {target_field: job[name][i] for name, target_field in _INFO_FIELDS.items() if name in job}
         for name in ("video_infos", "metadata"):
             info |= job[name][i] if name in job else {}
         for name in ("geneval_only_strict", "ocr_use_gpu"):
             info |= {name: job[name]} if name in job else {}
-        items.append(Item(prompt=job["prompts"][i], media=_media(media, array, i), info=info, **fields))
+        items.append(Item(prompt=job["prompts"][i], media=_item_media(media_type, array, i), info=info, **fields))
     return items
 
 
-def _media(media: str, array: np.ndarray, i: int) -> Any:
-    if media == "text":
+def _item_media(media_type: str, array: np.ndarray, i: int) -> Any:
+    if media_type == "text":
         return None
     pixels = array[i]
     if pixels.dtype != np.uint8:
         pixels = np.clip(np.nan_to_num(pixels), 0, 255).astype(np.uint8)
-    if media == "video":  # the channels are the first axis of a video
+    if media_type == "video":  # the channels are the first axis of a video
         return np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
     from PIL import Image
 
@@ -150,8 +156,8 @@ def _media(media: str, array: np.ndarray, i: int) -> Any:
 def _decode_batch(vae: WanLatents, arrays: Sequence[np.ndarray]) -> tuple[dict[str, Any], list[np.ndarray]]:
     start_time = time.monotonic()
     try:
-        decoded = [vae.decode(array) for array in arrays]
-        return {"seconds": time.monotonic() - start_time}, decoded
+        decoded_videos = [vae.decode(array) for array in arrays]
+        return {"seconds": time.monotonic() - start_time}, decoded_videos
     except Exception as error:  # noqa: BLE001 - the client receives the error
         return {"error": _error_message(error), "seconds": time.monotonic() - start_time}, []
 
