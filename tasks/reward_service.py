@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
         ConfigError: the block or the deployment does not exist.
     """
     path, check_stop = run.stage_path(stage.name), partial(sleep_unless_stopping, 0)
-    service_context = _run_remote_service(stage, path, check_stop) if stage.reward_service_pool else managed_service(
+    service_context = _run_remote_service(stage, path) if stage.reward_service_pool else managed_service(
         stage.reward_service, path, run.pipeline.config.python, check_stop, _get_reward_environment(run, stage)
     )  # fmt: skip
     with service_context as variables:
@@ -61,7 +61,7 @@ def _get_reward_environment(run: Run, stage: StageConfig) -> Mapping[str, str]:
 
 
 @contextlib.contextmanager
-def _run_remote_service(stage: StageConfig, path: Path, check_stop: Callable[[], None]) -> Iterator[dict[str, str]]:
+def _run_remote_service(stage: StageConfig, path: Path) -> Iterator[dict[str, str]]:
     block_name = f"run-{uuid.uuid4().hex}"
     service_run_id = _start_flow_run(stage, block_name)
     with get_client(sync_client=True) as client:

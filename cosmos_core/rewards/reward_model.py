@@ -179,9 +179,8 @@ def open_model(name: str, custom: Mapping[str, Any] | None) -> Scorer:
     if cache_key not in _loaded_models:
         settings_fields = {k: settings.pop(k) for k in list(settings) if k in Settings.__dataclass_fields__}
         reward_class: Callable[[Settings], Scorer] = load_named(name, FOLDER, "Reward")
-        _loaded_models[cache_key] = reward_class(
-            Settings(**settings_fields, options=settings | dict(settings_fields.pop("options", {})))
-        )
+        options = settings | dict(settings_fields.pop("options", {}))
+        _loaded_models[cache_key] = reward_class(Settings(**settings_fields, options=options))
     return _loaded_models[cache_key]
 
 

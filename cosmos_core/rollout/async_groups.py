@@ -243,7 +243,8 @@ class AsyncGroupSource:
         # Engines may sample another prompt for each dropped group; otherwise the train step would never be complete.
         num_dropped = sum(not self.filter.has_learning_signal(scored_group) for scored_group in self._scored.values())
         num_expected_drops = min(self.num_extra_prompts, num_allowed_groups * (self._sampled_per_kept - 1))
-        max_sampled_groups = self.filter.max_sampled_groups(int(max_groups_ahead)) if self.max_steps_ahead else math.inf
+        is_bounded = self.max_steps_ahead is not None
+        max_sampled_groups = self.filter.max_sampled_groups(int(max_groups_ahead)) if is_bounded else math.inf
         return int(
             min(min(num_allowed_groups, max_groups_ahead) + max(num_dropped, num_expected_drops), max_sampled_groups)
         )

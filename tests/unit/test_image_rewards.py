@@ -28,7 +28,7 @@ from cosmos_core.rewards.image_reward import ImageRewardReward
 from cosmos_core.rewards.jpeg_size import jpeg_size
 from cosmos_core.rewards.ocr import ocr, similarity
 from cosmos_core.rewards.pickscore import PickscoreReward
-from cosmos_core.rewards.reward_model import Item, Settings, load_served
+from cosmos_core.rewards.reward_model import Item, Settings, load_served, open_model
 from cosmos_core.rewards.runner import RewardRunner
 from cosmos_core.rewards.service.self_test import make_word_image
 from cosmos_core.rewards.unified_reward import UnifiedRewardReward
@@ -102,6 +102,13 @@ def test_jpeg_size_is_less_the_more_an_image_holds() -> None:
     video = np.stack([np.asarray(noise), np.asarray(plain)])
     mean = (jpeg_size("", "", media=noise) + jpeg_size("", "", media=plain)) / 2
     assert jpeg_size("", "", media=video) == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("settings", [{"quality": 10}, {"options": {"quality": 10}}])
+def test_options_of_a_packaged_reward_may_be_in_a_table_of_their_own(settings: dict[str, Any]) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
+    [score] = open_model("jpeg_size", {"jpeg_size": settings}).score([Item(media=noise)])["jpeg_size"]
+    assert 0 > score > jpeg_size("", "", media=noise) / 2
 
 
 @pytest.mark.parametrize(
