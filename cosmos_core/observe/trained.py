@@ -130,7 +130,8 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
     policy_prefix = "train_policy."
     (step, total), has_rollouts = stage.position, stage.kind.feed == "rollouts"
     lora_rank, num_generations = settings.get("policy.lora.r"), settings.get("rollout.n_generation")
-    learning_rates = settings.get("train.optm_lr", "")
+    learning_rate = settings.get("train.optm_lr", "")
+    learning_rates = learning_rate if isinstance(learning_rate, list) else [learning_rate]
     reward_key = f"train.{policy_prefix}reward_function"
     reward_texts = [
         settings.get(reward_key),
@@ -146,7 +147,7 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
         ("algorithm", [algorithm_name, variant if algorithm_name == policy_type != variant else ""]),
         ("trains", [f"LoRA of rank {lora_rank}" if lora_rank else "all weights",
                     setting_text("param_dtype", "computed in {}")]),
-        ("learning rate", [*(f"{learning_rate:g}" for learning_rate in learning_rates if learning_rate),
+        ("learning rate", [*(f"{rate:g}" for rate in learning_rates if rate),
                            setting_text("optm_name"), setting_text("optm_decay_type", "{} decay") or "constant",
                            setting_text("optm_warmup_steps", warmup_template)]),
         ("batch", [setting_text("train_batch_per_replica", "{} completions" if has_rollouts else "{} rows"),
