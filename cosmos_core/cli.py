@@ -134,6 +134,11 @@ def resume(
         if is_flow(run.path):
             if budget is not None:
                 raise ConfigError("--budget: the run is of a flow in Python; raise it in configure_run of the flow")
+            if from_stage or verify:
+                raise ConfigError(
+                    f"{'--from-stage' if from_stage else '--verify'}: the run is of a flow in Python; to make a stage "
+                    f"again, change a setting of its call in the flow"
+                )
             _exit_without_cleanup(resume_flow(run.path))
         from cosmos_core.session import session
 

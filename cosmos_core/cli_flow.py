@@ -64,7 +64,10 @@ def is_flow(run_path: Path) -> bool:
 def resume_flow(run_path: Path) -> int:
     """Run the flow of an existing run again, with its parameters and in its folder; return the exit code."""
     run_facts = _read_facts_or_default(run_path)
+    run_path = run_path.absolute()
     os.environ["COSMOS_OUTPUT_DIR"] = str(run_path.parent)
+    if os.path.isdir(run_facts.working_directory):  # relative paths in the flow mean what they meant at first
+        os.chdir(run_facts.working_directory)
     return run_flow(run_facts.entrypoint, run_facts.parameters, run_path.name, run_path.parent)
 
 

@@ -27,6 +27,7 @@ from cosmos_core.errors import (
     ConfigError,
     CosmosError,
     DiskFull,
+    OverBudget,
     Preempted,
 )
 from cosmos_core.imports import without_garbage_collection
@@ -110,6 +111,8 @@ def run_python_flow(
             try:
                 failure = _run_to_completion(run_flow, Path.cwd(), flow.fn)
                 failure = failure or import_module("tasks.flow_run").unfinished_stage()
+            except OverBudget as over_budget:
+                error = over_budget
             except (KeyboardInterrupt, Preempted):
                 is_interrupted = True
             except CosmosError as cosmos_error:

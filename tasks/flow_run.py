@@ -85,6 +85,8 @@ class FlowInPython:
     """Keys of `[pipeline]` that `configure_run` has set for the run."""
     futures: dict[str, Any] = field(default_factory=dict)
     """Futures of the submitted stages, by the name of the stage."""
+    calls: dict[str, tuple[Call, Path]] = field(default_factory=dict)
+    """Calls that were made, each with the file of its recipe, by the name of the stage."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _names: set[str] = field(default_factory=set)
     _num_active: int = 0

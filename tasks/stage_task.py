@@ -79,13 +79,17 @@ class StageTask(Task[Any, StageHandle]):
         )  # fmt: skip
         self.kind = kind
 
-    def submit(self, *arguments: Any, name: str = "", **settings: Any) -> Any:
-        """Run the stage in parallel to the flow, and return a Prefect future of its `StageHandle`."""
+    def submit(self, *arguments: Any, name: str = "", return_state: bool = False, **settings: Any) -> Any:
+        """Run the stage in parallel to the flow, and return a Prefect future of its `StageHandle` or, if `return_state`
+        is true, wait and return its final state."""
         flow = current_flow()
         name = flow.reserve_stage_name(self.kind.name, name)
         with tags(*flow.tags):
             future = super().submit(*arguments, name=name, **settings)
         flow.futures[name] = future
+        if return_state:
+            future.wait()
+            return future.state
         return future
 
     def map(self, *arguments: Any, wait_for: Any = None, return_state: bool = False, **settings: Any) -> Any:
@@ -148,7 +152,9 @@ def _make_stage_function(kind: StageKind) -> Callable[..., Any]:
                     raise ConfigError(f"stage {name!r}: the first argument is its {key}, which is given twice")
                 settings[key] = first
             flow = current_flow()
-            call, source = _make_call(flow, kind, name, settings, overrides or {})
+            if name not in flow.calls:  # a retry continues with the recipe that was read first
+                flow.calls[name] = _make_call(flow, kind, name, settings, overrides or {})
+            call, source = flow.calls[name]
             with flow.stage(call, source) as (run, stages):
                 return _run_tasks_of_call(run, name, stages)
         except ConfigError as error:
@@ -220,7 +226,8 @@ def _make_call(
         if "pipeline" in tables:
             raise ConfigError(f"{source}: a recipe used by a stage cannot have a [pipeline] of its own")
     elif isinstance(keys.get("model"), StageHandle) and flow.run is not None:
-        tables = flow.run.pipeline.recipes[keys["model"].name].model_dump(mode="json", exclude_none=True)
+        model_stage = _get_stage_name(flow, name, "model", keys["model"])
+        tables = flow.run.pipeline.recipes[model_stage].model_dump(mode="json", exclude_none=True)
     for key, value in overrides.items():
         tables = merge(tables, nest_value(key.split("."), value))
     stage: Values = {"name": name, "kind": kind.name, "after": predecessors}

@@ -118,9 +118,10 @@ class Kto(Algorithm):
     def _evaluate_reference(self, samples: Sequence[Sample], view: TrainerView) -> tuple[Tensor, Tensor]:
         """Return two tensors: the reference log-probabilities of responses, and log-ratios for the KL estimate.
 
-        The log-ratios are those of policy to reference for mismatched responses; they are 0 for losses without KL.
+        The log-ratios are those of policy to reference for mismatched responses; they are 0 for losses without KL and
+        for a step of one row.
         """
-        if self.config.kto.loss_type != "kto":
+        if self.config.kto.loss_type != "kto" or len(samples) < 2:  # one row has no mismatched response
             reference_logprobs_B = _sum_logprobs(view, samples, "reference")
             return reference_logprobs_B, torch.zeros_like(reference_logprobs_B)
         mismatched_samples = swap_responses(samples, self.max_tokens)

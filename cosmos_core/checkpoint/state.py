@@ -265,7 +265,9 @@ def _merge_slots(slot_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         codes, scale, qmap = (
             slot_tensors[f"{optimizer_slot}:{attribute_name}"] for attribute_name in ("codes", "scale", "qmap")
         )
-        slots[optimizer_slot] = state_class(codes, scale, qmap, bool(qmap.min() < 0), torch.float32)
+        # Only `codes` has the shape of the parameter and thus its device; torchao moves none of the three later.
+        scale, is_signed = scale.to(codes.device), bool(qmap.min() < 0)
+        slots[optimizer_slot] = state_class(codes, scale, qmap.to(codes.device), is_signed, torch.float32)
     return slots
 
 

@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cosmos_core.data.tool_calls import calls_of, decode_arguments, parse_json
+from cosmos_core.data.encoded_turns import decode_conversation
+from cosmos_core.data.tool_calls import calls_of, decode_arguments
 from cosmos_core.data.turn_weights import check_parts, pop_turn_weight
 from cosmos_core.errors import DataError, MissingColumn
 
@@ -257,13 +258,6 @@ def _read_text(row: Row, column: str) -> str:
     return value if isinstance(value, str) and value.strip() else ""
 
 
-def decode_conversation(value: Any) -> Any:
-    """Decode a conversation that is stored as a JSON string, as in CSV; return any other value unchanged."""
-    turns = parse_json(value) if isinstance(value, str) and re.match(r"\s*\[\s*\{", value) else None
-    is_conversation = turns and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns)
-    return turns if is_conversation else value
-
-
 def read_turns(value: Any, column: str, location: str, with_images: bool = False) -> list[Message]:
     """Convert a list of turns to the key names and forms that chat templates read.
 
@@ -324,7 +318,7 @@ def _is_image_part(part: Any) -> bool:
 def _normalise_part(part: Any, location: str) -> dict[str, Any]:
     """Normalise a part of a turn to `{"type": "text", "text": ...}`, or to `type` = `image` with the image's source."""
     if _is_image_part(part):
-        return {**part, "type": "image"}
+        return {**{key: value for key, value in part.items() if value is not None}, "type": "image"}
     if isinstance(part, dict) and part.get("type") in (None, "text") and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     raise DataError(f"{location}: the part {str(part)[:60]!r} is neither text nor an image, which is all that is read")
@@ -380,11 +374,12 @@ def columns_of(row: Row) -> str:
     return ", ".join(names[:20]) + ", ..." * (len(names) > 20) or "(none)"
 
 
-def columns_for_rewards(row: Row, prompt: list[Message]) -> str:
+def columns_for_rewards(row: Row, prompt: list[Message], prompt_column: str = "") -> str:
     """Return the columns of a row as JSON without bytes and media columns, for reward functions. The key `prompt` holds
-    the prompt: as text if a column of the row is that text, else as turns."""
+    the prompt: as text if the column of the prompt is that text, else as turns. `prompt_column`: see `read_prompt`."""
+    column = prompt_column or next((name for name in _PROMPT_COLUMNS if has_value(row, name)), "")
     texts = [turn["content"] for turn in prompt if turn["role"] != "system"]
-    is_text = len(texts) == 1 and isinstance(texts[0], str) and any(texts[0] == value for value in row.values())
+    is_text = len(texts) == 1 and isinstance(texts[0], str) and texts[0] == row.get(column)
     columns = {name: value for name, value in row.items() if name not in _MEDIA_COLUMNS}
     return json.dumps(_to_plain_json({**columns, "prompt": texts[0] if is_text else prompt}), default=str)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from cosmos_core.data.encoded_turns import decode_conversation
 from cosmos_core.data.messages import (
     IMAGE_MARK,
     Message,
@@ -11,7 +12,6 @@ from cosmos_core.data.messages import (
     SkippedRow,
     as_turns,
     columns_of,
-    decode_conversation,
     has_value,
     merge_turns,
     read_content,

@@ -276,11 +276,14 @@ def _split_each_source(stage: Stage) -> tuple[list[_RowSource], list[_RowSource]
         policy = source.recipe.train.train_policy
         if policy.dataset.test_size is None:
             continue
-        location, row = next(iter(source.rows))
-        # Read one row first, so that an error about columns comes before an error about the number of rows.
-        with suppress(SkippedRow):
-            tokenised_kind(policy.rows).read(row, location, policy)
-        rows, held_out_rows = split_rows(source.rows, policy.dataset.test_size, stage.seed)
+        try:
+            rows, held_out_rows = split_rows(source.rows, policy.dataset.test_size, stage.seed)
+        except DataError:
+            if not policy.data_packer:  # an error about columns is more helpful than one about the number of rows
+                location, row = next(iter(source.rows))
+                with suppress(SkippedRow):
+                    tokenised_kind(policy.rows).read(row, location, policy)
+            raise
         train_sources[i] = replace(source, rows=rows)
         held_out_sources.append(
             replace(source, rows=held_out_rows, dataset=_remove_pass_rates(source.dataset), weight=None)

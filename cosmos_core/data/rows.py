@@ -231,14 +231,21 @@ def _has_split_name(file: Path, split: str) -> bool:
     return file.name.startswith(tuple(split + separator for separator in ".-_"))
 
 
+def _has_split_word(file: Path, split: str) -> bool:
+    """Return whether a word of a file name is the split, as in `gsm8k_train.jsonl` or `my-train.2.csv`."""
+    return _has_split_name(file, split) or bool(re.search(rf"[._-]{re.escape(split)}[._-]", file.name))
+
+
 def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
     files = _find_data_files(folder)
     split_files = [file for file in files if _has_split_name(file, split)]
+    if not split_files:
+        split_files = [file for file in files if _has_split_word(file, split)]
     split_names = {match[1] for file in files if (match := _SHARD_REGEX.match(file.name))}
     if (
         not split_files and split == _TRAIN_SPLIT and len(split_names) < 2
     ):  # files without split names are training rows
-        split_files = [file for file in files if not any(_has_split_name(file, name) for name in _HELD_OUT_SPLITS)]
+        split_files = [file for file in files if not any(_has_split_word(file, name) for name in _HELD_OUT_SPLITS)]
     if not split_files:
         folder_contents = ", ".join(file.name for file in files[:5]) or f"no data file{_describe_subfolders(folder)}"
         remedy = f"; set {config_key}.split to one of {', '.join(sorted(split_names))}" if split_names else ""

@@ -32,6 +32,9 @@ class Sample:
     tokens, if log-probabilities of alternatives are needed at all."""
     source: str = ""
     """Name of the row's data set in a mixture of data sets; empty: there is one data set."""
+    completion_index: int | None = None
+    """Index of the sample's completion among all completions of the groups that were credited together; None: unknown,
+    because the algorithm does not set it."""
 
     @property
     def num_learned(self) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -80,7 +81,7 @@ def enable_packing(
     if is_without_data(model):
         _set_attention(model, _PACKED_ATTENTION_NAMES[attention_name])
         return ""
-    has_kernel = model.device.type == _VARLEN_DEVICE
+    has_kernel = _compute_device(model).type == _VARLEN_DEVICE
     dtypes = [] if gathers_inside_block else [model.dtype]
     for dtype in dict.fromkeys([*dtypes, *([compute_dtype] if (has_kernel or not dtypes) and compute_dtype else [])]):
         _set_attention(model, attention_name)
@@ -105,7 +106,7 @@ def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch
     is_full_attention = set(getattr(text, "layer_types", None) or ["full_attention"]) == {"full_attention"}
     if text._attn_implementation != PACKED_ATTENTION or not is_full_attention or getattr(text, "sliding_window", None):
         return False
-    if model.device.type != "cpu" or is_without_data(model) or has_dropout(model):
+    if _compute_device(model).type != "cpu" or is_without_data(model) or has_dropout(model):
         return False
     generator, vocab_size = torch.Generator().manual_seed(0), int(text.vocab_size)
     prompt, *continuations = (
@@ -115,7 +116,7 @@ def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch
     shared_row = shared_rows(token_rows, [((0, 1), len(prompt))], 0, lambda length: length)
     was_training = model.training
     model.eval()
-    with torch.autocast(model.device.type, dtype, enabled=dtype != model.dtype):
+    with torch.autocast(_compute_device(model).type, dtype, enabled=dtype != model.dtype):
         outputs = [
             _compute_probe_outputs(model, roots, each.inputs)
             for each in (rows_of(token_rows, 0, packed=True), shared_row)
@@ -311,6 +312,12 @@ def _shorten_sliding_windows(model: PreTrainedModel) -> Iterator[None]:
             holder.sliding_window = window_size
 
 
+def _compute_device(model: PreTrainedModel) -> torch.device:
+    """Return the device on which the model computes: that of the mesh if its shards are offloaded to the CPU."""
+    sharded_parameter = next((each for each in model.parameters() if isinstance(each, DTensor)), None)
+    return model.device if sharded_parameter is None else torch.device(sharded_parameter.device_mesh.device_type)
+
+
 @torch.no_grad()
 def _is_packing_exact(model: PreTrainedModel, roots: Sequence[Any], attention_name: str, dtype: torch.dtype) -> bool:
     """Return True if packed rows have the same outputs as separate rows: logits, or last hidden states of each root.
@@ -327,7 +334,10 @@ def _is_packing_exact(model: PreTrainedModel, roots: Sequence[Any], attention_na
 
     was_training = model.training
     model.eval()
-    with _shorten_sliding_windows(model), torch.autocast(model.device.type, dtype, enabled=dtype != model.dtype):
+    with (
+        _shorten_sliding_windows(model),
+        torch.autocast(_compute_device(model).type, dtype, enabled=dtype != model.dtype),
+    ):
         separate_outputs = torch.cat([logits([row], packed=False) for row in token_rows])
         _set_attention(model, _PACKED_ATTENTION_NAMES[attention_name])
         try:
@@ -341,7 +351,7 @@ def _is_packing_exact(model: PreTrainedModel, roots: Sequence[Any], attention_na
 
 def _compute_probe_outputs(model: PreTrainedModel, roots: Sequence[Any], inputs: dict[str, Any]) -> Tensor:
     """Return the logits of the first row, or its last hidden states from each module in `roots` if there are any."""
-    inputs = to_device(inputs, model.device)
+    inputs = to_device(inputs, _compute_device(model))
     if roots:
         return torch.cat([root.probe(inputs)[0] for root in roots], dim=-1)
     return model(**inputs, use_cache=False).logits[0]

@@ -42,6 +42,8 @@ _PLURAL_PARAMETERS = {
     "completions": "completion", "prompts": "prompt", "references": "reference", "solution_strs": "solution_str",
     "ground_truths": "ground_truth", "data_sources": "data_source", "extra_infos": "extra_info",
 }  # fmt: skip
+_PROMPT_AND_COMPLETION_PARAMETERS = ("completions", "prompts", "solution_strs")
+"""Names of list parameters that never mean a column of the row."""
 _GROUP_PARAMETERS = {*_PLURAL_PARAMETERS, "completion_ids"}
 _UNAVAILABLE_PARAMETERS = {
     **dict.fromkeys(("tokenizer", "config", "data_packer"), "rewards run in child processes without torch"),
@@ -175,7 +177,7 @@ def _group_argument(name: str, group: Sequence[Fields]) -> Any:
     columns = _row_columns(group[0])
     if name in _SINGLE_VALUE_PARAMETERS:
         return _argument_value(name, group[0])
-    if name in _PLURAL_PARAMETERS and name not in columns:
+    if name in _PROMPT_AND_COMPLETION_PARAMETERS or (name in _PLURAL_PARAMETERS and name not in columns):
         if name == "completions":  # as in TRL, a completion is a list of messages if the prompt is a list
             return [fields["turns"] if isinstance(columns.get("prompt"), list) else fields["to_be_evaluated"]
                     for fields in group]  # fmt: skip

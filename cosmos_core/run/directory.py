@@ -70,6 +70,8 @@ class RunFacts(Document):
     """Import path `FILE.py:FLOW` of the Python flow that created the run; empty: a TOML file did."""
     parameters: dict[str, Any] = {}
     """Parameters of the Python flow that created the run; empty for a TOML file."""
+    working_directory: str = ""
+    """Folder in which the run was created, to which relative paths in a Python flow refer."""
     estimate: dict[str, float | None] = {}
     """GPU seconds of each stage in the last `plan --estimate` with the same settings; None if unknown."""
 
@@ -140,6 +142,7 @@ def create_run(
         fixed=_changed_values(original_pipeline, pipeline.as_toml()),
         entrypoint=entrypoint,
         parameters=parameters or {},
+        working_directory=os.getcwd(),
         estimate=saved_estimate(original_pipeline, output_dir),
     )
     timestamps = (recipe.train.timestamp for recipe in pipeline.recipes.values())

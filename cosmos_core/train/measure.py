@@ -292,7 +292,7 @@ def open_rewards(stage: Stage, weights: Rewards, max_tokens: int | None = None) 
     with RewardRunner(
         weights,
         timeout_seconds=stage.recipe.train.train_policy.reward_seconds,
-        timeouts={"judge": stage.recipe.judge.timeout_seconds},
+        timeouts={"judge": stage.recipe.judge.timeout_seconds} if "judge" in weights else {},
         constants=stage.recipe.reward_constants | ({} if max_tokens is None else {"max_tokens": max_tokens}),
         env=env,
         beat=stage.progress.beat,

@@ -1,8 +1,9 @@
 """Feed for train steps whose number of completions is not a multiple of the group size.
 
 Advantages are computed for a whole group when the first of its completions is needed. Completions that a step does not
-use are queued for the next step and saved in checkpoints. A completion without a valid reward keeps its position, so
-the partition into steps does not depend on validity; a step whose completions are all invalid has no update.
+use are queued for the next step and saved in checkpoints. A completion that is not trained, such as one without a valid
+reward or one that is truncated, keeps its position, so the partition into steps does not depend on validity; a step
+without a trained completion has no update.
 """
 
 from collections.abc import Sequence
@@ -32,12 +33,19 @@ class CarriedSamples:
         return len(self._queued_samples)
 
     def add(self, groups: Sequence[ScoredGroup], samples: Sequence[Any], metrics: dict[str, float]) -> None:
-        """Add the completions of groups with the groups' metrics; `samples` has one entry for each valid reward.
+        """Add the completions of groups with the groups' metrics.
+
+        `samples` have their `completion_index`, or there is one sample for each valid reward.
 
         Raises:
             ConfigError: the algorithm does not make one sample of each completion.
         """
         scores = [(group.group.version, score.value) for group in groups for score in group.scores]
+        self._metrics = metrics
+        if all(isinstance(sample, Sample) and sample.completion_index is not None for sample in samples):
+            sample_by_index = {sample.completion_index: sample for sample in samples}
+            self._queued_samples += [(version, sample_by_index.get(i)) for i, (version, _) in enumerate(scores)]
+            return
         is_trained = [value is not None or len(samples) == len(scores) for _, value in scores]
         if len(samples) != sum(is_trained) or not all(isinstance(sample, Sample) for sample in samples):
             raise ConfigError(
@@ -50,7 +58,6 @@ class CarriedSamples:
             (version, next(sample_iterator) if is_used else None)
             for (version, _), is_used in zip(scores, is_trained, strict=True)
         ]
-        self._metrics = metrics
 
     def take_samples(self, count: int, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Remove and return the samples of the next `count` completions, with the metrics of the newest groups. The

@@ -144,8 +144,8 @@ def test_it_changes_how_often_weights_are_sent(change: Change, tmp_path: Path, m
         )  # fmt: skip
         loop = Loop(stage, parts, feed, parts, saver, validation)
         monkeypatch.setattr(loop, "_restore", lambda: (0, False))
-        monkeypatch.setattr(loop, "_save", lambda: None)
-        monkeypatch.setattr(loop, "_step", lambda: {} if loop.step < 7 else None)
+        monkeypatch.setattr(loop, "_save_checkpoint", lambda: None)
+        monkeypatch.setattr(loop, "_run_train_step", lambda: {} if loop.step < 7 else None)
         loop.run()
         return steps
 

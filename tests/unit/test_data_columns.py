@@ -140,3 +140,25 @@ def test_a_check_names_the_columns_that_nothing_reads_and_rows_of_plain_text(tmp
     recipe = tiny_model(tmp_path, is_rl=True)
     found = check.run(make_stage(tmp_path / "t", tmp_path / "model", recipe)).info["found"]
     assert "columns that nothing reads: messages" in found
+
+
+def test_a_test_size_leaves_the_reading_of_rows_to_a_data_packer(tmp_path, model):
+    (tmp_path / "packer.py").write_text(
+        "class Packer:\n    def sft_process_sample(self, row):\n"
+        "        return [{'role': 'user', 'content': row['q']}, {'role': 'assistant', 'content': row['a']}]\n"
+    )
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"q": f"{i}", "a": "4"}) + "\n" for i in range(6)))
+    dataset = {"name": str(tmp_path / "rows.jsonl"), "test_size": 2}
+    policy = {"type": "sft", "data_packer": f"{tmp_path}/packer.py:Packer", "dataset": dataset}
+    outcome = run(make_stage(tmp_path / "s", model, {"train": {"train_policy": policy}}))
+    assert (outcome.metrics["data/train_rows"], outcome.metrics["data/validation_rows"]) == (4.0, 2.0)
+
+
+def test_a_first_row_that_cannot_be_read_is_skipped_with_a_test_size_too(tmp_path, model):
+    turns = [{"role": "boss", "content": "q"}, {"role": "assistant", "content": "a"}]
+    good = [{**turns[0], "role": "user"}, turns[1]]
+    rows = [{"messages": turns}, *[{"messages": good}] * 9]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = {"name": str(tmp_path / "rows.jsonl"), "test_size": 2, "max_skipped_fraction": 0.9}
+    outcome = run(make_stage(tmp_path / "s", model, {"train": {"train_policy": {"type": "sft", "dataset": dataset}}}))
+    assert outcome.metrics["data/train_rows"] + outcome.metrics["data/validation_rows"] == 9.0

@@ -9,12 +9,14 @@ from decimal import Decimal
 
 import pytest
 
+from cosmos_core.data.kinds.media_prompts import find_reference
 from cosmos_core.data.messages import (
     SkippedRow,
     propose_merged_turns,
     read_conversation,
     read_held_out,
     read_prompt,
+    texts_of,
 )
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.errors import DataError
@@ -29,6 +31,7 @@ SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     [
         {"messages": [ASKED, ANSWERED]},
         {"conversation": SHAREGPT},
+        {"messages": str([ASKED, ANSWERED])},  # as pandas writes a list to CSV
         {"conversations": SHAREGPT},
         {"mine": [ASKED, ANSWERED], "messages": [ASKED]},
         {"prompt": "q", "response": "a"},
@@ -269,3 +272,21 @@ def test_tools_are_a_list_or_its_json_with_the_nulls_that_were_written():
     for wrong in ("add", ["add"], {"name": "add"}, "{"):
         with pytest.raises(DataError, match=r"^row: column 'tools' holds .*write a list of objects"):
             read_tools({"tools": wrong}, "row")
+
+
+def test_a_python_literal_that_is_no_conversation_is_text() -> None:
+    text = "[{'a': 1}]"
+    assert read_conversation({"prompt": text, "response": "a"}, "row 1")[0]["content"] == text
+    assert read_prompt({"prompt": "[{'role': 'user', 'content': unquoted}]"}, "row 1")[0][0]["content"].startswith("[{")
+
+
+def test_an_image_part_with_null_in_the_keys_of_other_parts_has_no_text() -> None:
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "what?", "image": None}]
+    [turn], _ = read_prompt({"prompt": [{"role": "user", "content": parts}]}, "row 1", with_images=True)
+    assert turn["content"] == [{"type": "image"}, {"type": "text", "text": "what?"}]
+    assert texts_of(turn) == ["what?"]
+
+
+@pytest.mark.parametrize(("row", "expected"), [({"reference": None, "answer": "7"}, "7"), ({"label": None}, "")])
+def test_a_null_is_no_reference(row: dict[str, str | None], expected: str) -> None:
+    assert find_reference(row, "") == expected

@@ -130,5 +130,14 @@ def test_the_columns_of_a_row_are_kept_as_json_without_media() -> None:
     system = {"role": "system", "content": "Be brief."}
     found = json.loads(columns_for_rewards(row, [system, *ASKED]))
     assert found == {"question": "2 + 3?", "answer": "5", "level": 3, "raw": {"b": 1}, "prompt": "2 + 3?"}
+    trl = {"prompt": [system, *ASKED], "question": "2 + 3?"}
+    assert json.loads(columns_for_rewards(trl, [system, *ASKED]))["prompt"] == [system, *ASKED]
     talk = {"messages": [*ASKED, {"role": "assistant", "content": "5"}]}
     assert json.loads(columns_for_rewards(talk, ASKED))["prompt"] == ASKED
+
+
+@pytest.mark.parametrize("name", ["completions", "solution_strs"])
+def test_a_column_never_takes_the_place_of_the_completions(tmp_path: Path, name: str) -> None:
+    columns = {**COLUMNS, name: ["of another model"]}
+    code = f"def f({name}, **kwargs): return [float(len(c)) for c in {name}]"
+    assert scores(tmp_path, code, "a", "four", columns=columns) == [1.0, 4.0]

@@ -272,7 +272,9 @@ def test_invalid_rewards_are_one_line_and_are_not_taken_again(task: Path, tmp_pa
     with pytest.raises(RewardError, match=r"all 24 rewards of the first batch are invalid; the first: .*no such key"):
         program.run(stage)
     assert not (stage.path / FILE).exists()
-    (tmp_path / "broken.py").write_text("def broken(**_):\n    raise ConnectionError('away')\n")  # which may pass
+    (tmp_path / "broken.py").write_text(
+        "def broken(**_):\n    raise ConnectionError('it is away')\n"
+    )  # of another size
     with pytest.raises(RewardError, match="all 60 rewards are invalid; the first: "):
         program.run(stage)
     assert not (stage.path / FILE).exists()

@@ -170,6 +170,30 @@ def test_the_last_step_that_is_asked_for_leaves_the_rest(tmp_path: Path) -> None
     assert len(found) == 2 and len({row[0] for step in found for row in step.completions}) == 3
 
 
+@pytest.mark.parametrize("excludes", [False, True])
+def test_a_truncated_completion_that_is_not_trained_keeps_its_position(excludes: bool) -> None:
+    """Two groups of three, of which the middle completion of the first is truncated and one reward is invalid."""
+    reasons, values = (("stop", "length", "stop"), ("stop", "stop", "stop")), ((0.0, 1.0, 2.0), (None, 1.0, 3.0))
+    groups = [
+        ScoredGroup(
+            Group(
+                PROMPTS[g],
+                tuple(
+                    Completion((Segment((10 * g + k, 1), True, (-1.0, -1.0), 0),), reason, "")
+                    for k, reason in enumerate(reasons[g])
+                ),
+                0,
+            ),
+            tuple(map(Score, values[g])),
+        )
+        for g in range(2)
+    ]
+    carried = CarriedSamples()
+    carried.add(groups, *Grpo(GrpoConfig(mask_truncated_completions=excludes)).credit(groups))
+    steps = [[int(each.input_ids[2]) for each in carried.take_samples(2, 0)[0]] for _ in range(3)]
+    assert steps == ([[0], [2], [11, 12]] if excludes else [[0, 1], [2], [11, 12]])
+
+
 def test_samples_that_cannot_be_told_apart_are_refused_with_the_remedy() -> None:
     group = Group(PROMPTS[0], (Completion((Segment((1,), True, (-1.0,), 0),), "stop", ""),) * 3, 0)
     with pytest.raises(ConfigError, match=r"1 samples of 3 completions .* a multiple of rollout\.n_generation"):

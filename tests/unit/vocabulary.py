@@ -109,7 +109,6 @@ EXCEPTIONS = (
     Exception_("frozen", "", r"frozen ?= ?True|[\"']?frozen[\"']?: ?True", "dataclasses and pydantic"),
     Exception_("print", "", r"(?:print_\w+|console\.print|print\()", "the verb"),
     Exception_("share, part, piece", "", r"\.parts\b", "pathlib calls it so"),
-    Exception_("share, part, piece", "", r"_MEMORY_SHARE", "a fraction of memory"),
     Exception_("stand-in", "cosmos_core/config/compat/", "", "a model that is named in place of another"),
     Exception_("split, cut, spread, share_attention", "", r"\.split\b|split=", "strings, tensors and data sets"),
     Exception_(

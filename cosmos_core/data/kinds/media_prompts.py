@@ -54,7 +54,7 @@ def find_reference(metadata: Mapping[str, Any], reference_key: str) -> str:
     """Return the reference that rewards compare with, from the metadata key `reference_key`; if empty, from a usual
     key."""
     reference_keys = (reference_key,) if reference_key else _REFERENCE_KEYS
-    return next((str(metadata[name]) for name in reference_keys if name in metadata), "")
+    return next((str(metadata[name]) for name in reference_keys if metadata.get(name) is not None), "")
 
 
 class MediaPromptsKind(RowKind):
