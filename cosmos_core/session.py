@@ -95,7 +95,8 @@ def run_python_flow(
         CosmosError: an error that the flow raised.
     """
     _prepare_process()
-    is_interrupted, failure, error = False, "", None
+    error: CosmosError | None = None
+    is_interrupted, failure = False, ""
     with server:
         wait_for_server()
         flow, current_flow = import_python_flow(entrypoint)

@@ -219,12 +219,12 @@ class Workspace:
         return file
 
     def cosmos(
-        self, *arguments: str, timeout: float = MOST_SECONDS, code: int | None = 0
+        self, *arguments: str, timeout: float = MOST_SECONDS, code: int | None = 0, cwd: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run the command to its end and check its exit code."""
+        """Run the command to its end, in the workspace's folder or in `cwd`, and check its exit code."""
         done = subprocess.run(
             [sys.executable, "-m", "cosmos_core", *arguments],
-            cwd=self.path, env=self._variables(*arguments), capture_output=True, text=True, timeout=timeout,
+            cwd=cwd or self.path, env=self._variables(*arguments), capture_output=True, text=True, timeout=timeout,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
         assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"

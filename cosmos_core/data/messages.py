@@ -378,8 +378,9 @@ def columns_for_rewards(row: Row, prompt: list[Message], prompt_column: str = ""
     """Return the columns of a row as JSON without bytes and media columns, for reward functions. The key `prompt` holds
     the prompt: as text if the column of the prompt is that text, else as turns. `prompt_column`: see `read_prompt`."""
     column = prompt_column or next((name for name in _PROMPT_COLUMNS if has_value(row, name)), "")
+    values = [row[column]] if column in row else [*row.values()]
     texts = [turn["content"] for turn in prompt if turn["role"] != "system"]
-    is_text = len(texts) == 1 and isinstance(texts[0], str) and texts[0] == row.get(column)
+    is_text = len(texts) == 1 and isinstance(texts[0], str) and texts[0] in values
     columns = {name: value for name, value in row.items() if name not in _MEDIA_COLUMNS}
     return json.dumps(_to_plain_json({**columns, "prompt": texts[0] if is_text else prompt}), default=str)
 

@@ -79,7 +79,13 @@ def test_a_flow_that_is_killed_is_continued_by_the_same_command_or_resume(worksp
         process.send_signal(number)
         assert process.wait() == code
     [run] = outputs.glob("chain-*")
-    assert "report" in workspace.cosmos("resume", run.name).stdout
+    for option in (["--from-stage", "count-0"], ["--verify"]):
+        refused = workspace.cosmos("resume", run.name, *option, code=64)
+        assert f"{option[0]}: the run is of a flow in Python" in refused.stderr
+    elsewhere = workspace.path / "elsewhere"
+    elsewhere.mkdir()
+    assert "report" in workspace.cosmos("resume", str(run), cwd=elsewhere).stdout
+    assert not list(elsewhere.iterdir()), "what is relative in a flow is relative to the folder where it began"
     for name in ("count-0", "count-1"):
         assert (run / "stages" / name / "out.txt").read_text() == chain(42, STEPS)
         assert read_result(run / "stages" / name) is not None

@@ -128,7 +128,11 @@ def mistakes() -> dict[str, tuple[Callable[[StageHandle, StageHandle], Any], str
         "name twice": (lambda model, _: grown("model", 2), "stage 'model': the name is used twice in flow 'wrong'"),
         "of another run": (
             lambda _, elsewhere: upload(elsewhere, target="published"),
-            r"model is the handle of 'model', a stage of another run \(first\); pass what it made",
+            r"model is the handle of 'elsewhere', a stage of another run \(first\); pass what it made",
+        ),
+        "model of another run": (
+            lambda _, elsewhere: custom(GROW, model=elsewhere, name="other"),
+            r"model is the handle of 'elsewhere', a stage of another run \(first\); pass what it made",
         ),
         "unknown key": (lambda model, _: gate(model, requires=["size > 1"]), "requires"),
         "two firsts": (lambda model, _: upload(model, model="x", target="y"), "the first argument is its model"),
@@ -147,7 +151,7 @@ def test_a_mistake_is_one_line(folder: Path) -> None:
 
     @flow
     def first(run_id: str = "first") -> StageHandle:
-        return grown("model", 2)
+        return grown("elsewhere", 2)
 
     @flow
     def wrong() -> None:
@@ -178,6 +182,37 @@ def test_a_finished_stage_is_not_called_with_other_settings_but_one_that_failed_
     with pytest.raises(ConfigError, match=r"stage 'model' of run edited is done with other settings \(arguments\)"):
         edited()
     assert starts(folder) == ["base", "model"]
+
+
+def test_a_retry_keeps_the_recipe_that_was_read_first(folder: Path) -> None:
+    """The stage rewrites its recipe and fails once, as when somebody edits the file for the next experiment."""
+    (folder / "flaky.py").write_text(
+        "from pathlib import Path\nfrom cosmos_core.types import Outcome\n"
+        "def once(stage, marker, recipe):\n"
+        "    if not Path(marker).exists():\n"
+        "        Path(marker).write_text('')\n"
+        "        Path(recipe).write_text('train.seed = 8\\n')\n"
+        "        raise ConnectionError('away')\n"
+        "    return Outcome(metrics={'seed': float(stage.recipe.train.seed)})\n"
+    )
+    (folder / "recipe.toml").write_text("train.seed = 7\n")
+    arguments = {"marker": str(folder / "marker"), "recipe": str(folder / "recipe.toml")}
+
+    @flow
+    def retried(run_id: str = "retried") -> float:
+        entry = f"{folder}/flaky.py:once"
+        return custom(entry, recipe="recipe.toml", name="flaky", arguments=arguments, retries=1).metrics["seed"]
+
+    assert retried() == 7.0 and (folder / "recipe.toml").read_text() == "train.seed = 8\n"
+
+
+def test_a_submitted_stage_may_return_its_state(folder: Path) -> None:
+    @flow
+    def stated(run_id: str = "stated") -> float:
+        state = custom.submit(GROW, name="model", arguments={"by": 2}, return_state=True)
+        return state.result().metrics["size"] if state.is_completed() else 0.0
+
+    assert stated() == 2.0 and unfinished_stage() == ""
 
 
 def test_a_call_that_was_killed_before_it_was_recorded_is_made_again(folder: Path) -> None:

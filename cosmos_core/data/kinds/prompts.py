@@ -106,7 +106,7 @@ class PromptsKind(TokenisedKind):
         check_characters([messages, reference_response], where)
         reward_columns = columns_for_rewards(
             {name: value for name, value in row.items() if name != RENDERED_COLUMN}, messages,
-            policy.prompt_column_name,
+            policy.prompt_column_name if isinstance(policy, RlConfig) else "",
         )  # fmt: skip
         if tools := read_tools(row, where):
             render_settings = replace(render_settings, tools=tuple(tools))
