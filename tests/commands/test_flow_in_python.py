@@ -18,6 +18,7 @@ from tests.unit.tiny_model import save_tiny_model
 STEPS = 8
 FLOW = """
 from prefect import flow
+from cosmos_core.errors import OverBudget
 from tasks import custom, report
 
 @flow
@@ -29,6 +30,10 @@ def chain(rounds: int, seconds: float = 0.0, run_id: str = ""):
         if last.metrics["count"] < 8:
             break
     report(after=last)
+
+@flow
+def dear():
+    raise OverBudget("run dear: budget = 3 is spent")  # as a stage raises it that holds GPUs
 
 @flow
 def broken():
@@ -90,6 +95,13 @@ def test_a_flow_that_is_killed_is_continued_by_the_same_command_or_resume(worksp
         assert (run / "stages" / name / "out.txt").read_text() == chain(42, STEPS)
         assert read_result(run / "stages" / name) is not None
     assert "count-1" in workspace.cosmos("status", run.name).stdout
+
+
+def test_a_budget_that_is_spent_is_said_in_one_line(workspace: Workspace) -> None:
+    workspace.write("my.py", FLOW)
+    done = workspace.cosmos("run", "my.py:dear", code=75)
+    assert "run dear: budget = 3 is spent" in done.stderr
+    assert "the same command continues" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
