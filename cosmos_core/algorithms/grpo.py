@@ -131,16 +131,13 @@ class Grpo(Algorithm):
             ]
             advantage_rows = gdpo_advantages(reward_columns, list(weights.values()))
         metrics = {"reward/constant_groups": group_counts["constant_groups"] / max(1, group_counts["groups"])}
-        samples, num_ignored, num_sampled, num_invalid = [], 0, 0, 0
-        num_completions = 0
+        samples, num_ignored, num_sampled, num_invalid, num_completions = [], 0, 0, 0, 0
         for g, group in enumerate(groups):
             columns = [each[g] for each in (draft_samples, advantage_rows, num_ignored_tokens, is_truncated)]
             rows = zip(group.group.completions, *columns, strict=True)
-            for i, (completion, draft_sample, value, num_ignored_first, is_excluded) in enumerate(
-                rows, num_completions
-            ):
+            for i, (completion, draft, value, num_ignored_first, is_excluded) in enumerate(rows, num_completions):
                 if value is not None and not is_excluded:
-                    samples.append(replace(draft_sample, advantage=value, completion_index=i))
+                    samples.append(replace(draft, advantage=value, completion_index=i))
                     num_ignored += sum(completion.loss_mask[:num_ignored_first])
                     num_sampled += completion.num_sampled
                     num_invalid += int((~np.isfinite(completion.logprobs)).sum())

@@ -232,8 +232,9 @@ def _has_split_name(file: Path, split: str) -> bool:
 
 
 def _has_split_word(file: Path, split: str) -> bool:
-    """Return whether a word of a file name is the split, as in `gsm8k_train.jsonl` or `my-train.2.csv`."""
-    return _has_split_name(file, split) or bool(re.search(rf"[._-]{re.escape(split)}[._-]", file.name))
+    """Return whether a file name is that of a split or has it as a word, as "gsm8k_train.jsonl" has."""
+    is_shard, word_regex = bool(_SHARD_REGEX.match(file.name)), rf"[._-]{re.escape(split)}[._-]"
+    return _has_split_name(file, split) or (not is_shard and bool(re.search(word_regex, file.name)))
 
 
 def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:

@@ -329,15 +329,6 @@ def test_files_that_are_named_for_no_split_are_all_training_rows_but_held_out_fi
     assert locations(rows) == ["a.jsonl:1", "b.jsonl:1"]
 
 
-def test_a_split_may_be_a_word_inside_the_name_of_a_file(tmp_path):
-    for name, part in [("gsm8k_train", ROWS[:2]), ("gsm8k_test", ROWS[2:3]), ("retrained", ROWS[3:])]:
-        write_jsonl(tmp_path / f"{name}.jsonl", part)
-    assert values(load_rows(DatasetConfig(name=str(tmp_path)))) == ROWS[:2]
-    assert values(load_rows(DatasetConfig(name=str(tmp_path), split=("test",)))) == ROWS[2:3]
-    (tmp_path / "gsm8k_train.jsonl").unlink()
-    assert values(load_rows(DatasetConfig(name=str(tmp_path)))) == ROWS[3:], "a test file is never trained on"
-
-
 def test_a_single_file_or_a_saved_data_set_has_no_other_split(tmp_path):
     write_jsonl(tmp_path / "a.jsonl")
     with pytest.raises(DataError, match=r"split = 'test', but .*a\.jsonl is one file"):
