@@ -7,9 +7,11 @@ fingerprint and reuse, lock, retries, work pool, artifact store, report and line
 import inspect
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from prefect import Task, tags
@@ -81,15 +83,20 @@ class StageTask(Task[Any, StageHandle]):
 
     def submit(self, *arguments: Any, name: str = "", return_state: bool = False, **settings: Any) -> Any:
         """Run the stage in parallel to the flow, and return a Prefect future of its `StageHandle` or, if `return_state`
-        is true, wait and return its final state."""
+        is true, wait and return its final state. A cancelled flow run stops the stage within seconds."""
+        future = self._submit(*arguments, name=name, **settings)
+        Thread(target=copy_context().run, args=(_stop_if_cancelled, future), daemon=True).start()
+        if return_state:
+            future.wait()
+            return future.state
+        return future
+
+    def _submit(self, *arguments: Any, name: str = "", **settings: Any) -> Any:
         flow = current_flow()
         name = flow.reserve_stage_name(self.kind.name, name)
         with tags(*flow.tags):
             future = super().submit(*arguments, name=name, **settings)
         flow.futures[name] = future
-        if return_state:
-            future.wait()
-            return future.state
         return future
 
     def map(self, *arguments: Any, wait_for: Any = None, return_state: bool = False, **settings: Any) -> Any:
@@ -114,7 +121,7 @@ class StageTask(Task[Any, StageHandle]):
 
     def __call__(self, *arguments: Any, return_state: bool = False, **settings: Any) -> Any:
         """Run the stage until it ends; return its `StageHandle` or, if `return_state` is true, its final state."""
-        future: PrefectConcurrentFuture[StageHandle] = self.submit(*arguments, **settings)
+        future: PrefectConcurrentFuture[StageHandle] = self._submit(*arguments, **settings)
         try:
             was_cancelled = wait_unless_cancelled([future.wrapped_future])
         except (TerminationSignal, KeyboardInterrupt, CancelledError):  # CancelledError: the flow timed out
@@ -127,6 +134,12 @@ class StageTask(Task[Any, StageHandle]):
             raise Cancelled("the flow run was cancelled")
         future.wait()
         return future.state if return_state else future.result()
+
+
+def _stop_if_cancelled(future: Any) -> None:
+    """Wait for a submitted stage, and ask all workers of this process to stop if the flow run is cancelled."""
+    if wait_unless_cancelled([future.wrapped_future]):
+        worker.stop_all()
 
 
 @cache
