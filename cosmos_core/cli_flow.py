@@ -66,7 +66,12 @@ def resume_flow(run_path: Path) -> int:
     run_facts = _read_facts_or_default(run_path)
     run_path = run_path.absolute()
     os.environ["COSMOS_OUTPUT_DIR"] = str(run_path.parent)
-    if os.path.isdir(run_facts.working_directory):  # relative paths in the flow mean what they meant at first
+    if run_facts.working_directory:  # empty in runs of earlier versions
+        if not os.path.isdir(run_facts.working_directory):
+            raise ConfigError(
+                f"run {run_path.name} was started in {run_facts.working_directory}, to which relative paths of its "
+                f"flow refer; there is no such folder, so make it, or move it back"
+            )
         os.chdir(run_facts.working_directory)
     return run_flow(run_facts.entrypoint, run_facts.parameters, run_path.name, run_path.parent)
 

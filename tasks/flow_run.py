@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,7 +40,7 @@ from cosmos_core.upload.artifact_store import check_store
 from cosmos_core.upload.base import check_targets
 from tasks import events
 from tasks.artifacts import log_ui_errors, show_run, write_report
-from tasks.cancellation import confirm_cancellation_at_exit
+from tasks.cancellation import confirm_cancellation_at_exit, wait_unless_cancelled
 from tasks.credentials import set_credentials
 from tasks.kinds import all_kinds
 from tasks.naming import label_flow_run
@@ -91,11 +92,33 @@ class FlowInPython:
     _names: set[str] = field(default_factory=set)
     _num_active: int = 0
     _claim: Lock | None = None
+    _watcher: threading.Thread | None = None
 
     @property
     def folder(self) -> Path:
         """Return the folder of the file that defines the flow."""
         return Path(self.entrypoint.rpartition(":")[0]).parent
+
+    def watch_for_cancellation(self) -> None:
+        """Start a thread, unless one is running, that asks the workers of this process to stop if the flow run is
+        cancelled while submitted stages run."""
+        with self._lock:
+            if self._watcher is None:
+                context = copy_context()  # holds the flow run whose state is read
+                self._watcher = threading.Thread(target=context.run, args=(self._stop_if_cancelled,), daemon=True)
+                self._watcher.start()
+
+    def _stop_if_cancelled(self) -> None:
+        while True:
+            with self._lock:
+                futures = [each.wrapped_future for each in [*self.futures.values()]]
+                pending = [each for each in futures if not each.done()]
+                if not pending:
+                    self._watcher = None
+                    return
+            if wait_unless_cancelled(pending):
+                worker.stop_all()
+                return
 
     def reserve_stage_name(self, kind: str, name: str) -> str:
         """Reserve the name of the stage of a call: `name` or, if `name` is empty, the kind, with a number from the

@@ -7,11 +7,9 @@ fingerprint and reuse, lock, retries, work pool, artifact store, report and line
 import inspect
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from prefect import Task, tags
@@ -85,7 +83,7 @@ class StageTask(Task[Any, StageHandle]):
         """Run the stage in parallel to the flow, and return a Prefect future of its `StageHandle` or, if `return_state`
         is true, wait and return its final state. A cancelled flow run stops the stage within seconds."""
         future = self._submit(*arguments, name=name, **settings)
-        Thread(target=copy_context().run, args=(_stop_if_cancelled, future), daemon=True).start()
+        current_flow().watch_for_cancellation()
         if return_state:
             future.wait()
             return future.state
@@ -134,12 +132,6 @@ class StageTask(Task[Any, StageHandle]):
             raise Cancelled("the flow run was cancelled")
         future.wait()
         return future.state if return_state else future.result()
-
-
-def _stop_if_cancelled(future: Any) -> None:
-    """Wait for a submitted stage, and ask all workers of this process to stop if the flow run is cancelled."""
-    if wait_unless_cancelled([future.wrapped_future]):
-        worker.stop_all()
 
 
 @cache

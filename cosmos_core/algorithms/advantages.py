@@ -103,9 +103,8 @@ def whitened_returns(
     masks = [torch.as_tensor(sample.loss_mask[1:]).bool() for sample in samples]
     returns = []
     for sample, mask_S, old_S, ref_S in zip(samples, masks, old_logprobs, ref_logprobs, strict=True):
-        kl_S = apply_mask(
-            (old_S.cpu() - ref_S.cpu()).double(), mask_S
-        )  # log-probabilities of the rollout are on the CPU
+        # Log-probabilities of the rollout are on the CPU, those of the trainer may be on a GPU.
+        kl_S = apply_mask((old_S.cpu() - ref_S.cpu()).double(), mask_S)
         returns.append(sample.reward - kl_beta * kl_S.flip(0).cumsum(0).flip(0))
     if not returns:
         return []

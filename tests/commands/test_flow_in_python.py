@@ -91,6 +91,10 @@ def test_a_flow_that_is_killed_is_continued_by_the_same_command_or_resume(worksp
     elsewhere.mkdir()
     assert "report" in workspace.cosmos("resume", str(run), cwd=elsewhere).stdout
     assert not list(elsewhere.iterdir()), "what is relative in a flow is relative to the folder where it began"
+    facts = (run / "run.json").read_text()
+    (run / "run.json").write_text(facts.replace(json.dumps(str(workspace.path)), '"/gone"'))
+    assert "was started in /gone" in workspace.cosmos("resume", run.name, code=64).stderr
+    (run / "run.json").write_text(facts)
     for name in ("count-0", "count-1"):
         assert (run / "stages" / name / "out.txt").read_text() == chain(42, STEPS)
         assert read_result(run / "stages" / name) is not None
