@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +71,7 @@ def prompt_rendering(config: MultiTurnRolloutConfig, tools: Sequence[dict[str, A
     if not config.enable:
         return DEFAULT_RENDERING
     if tools is None:
-        tools = _load_tool_schemas(config)
+        tools = load_tool_schemas(config)
     return PromptRendering(
         tuple(tools),
         _read_template(config.custom_chat_template_path),
@@ -81,14 +81,18 @@ def prompt_rendering(config: MultiTurnRolloutConfig, tools: Sequence[dict[str, A
     )
 
 
-def open_tools(config: MultiTurnRolloutConfig, num_workers: int | None = None) -> ToolRunner:
+def open_tools(
+    config: MultiTurnRolloutConfig, num_workers: int | None = None, beat: Callable[[], None] = lambda: None
+) -> ToolRunner:
     """Return a `ToolRunner` for the tools of a recipe, whose context is not entered yet."""
     return ToolRunner(
-        config.enabled_tools, timeout_seconds=config.tool_timeout_seconds, env=config.tool_env, num_workers=num_workers
-    )
+        config.enabled_tools, timeout_seconds=config.tool_timeout_seconds, env=config.tool_env, num_workers=num_workers,
+        beat=beat,
+    )  # fmt: skip
 
 
-def _load_tool_schemas(config: MultiTurnRolloutConfig) -> list[dict[str, Any]]:
+def load_tool_schemas(config: MultiTurnRolloutConfig) -> list[dict[str, Any]]:
+    """Return the descriptions of the tools that a recipe names, in the form that the chat template gets."""
     if not config.enabled_tools:
         return []
     with open_tools(config, num_workers=1) as runner:

@@ -1,10 +1,12 @@
-"""Conversations that a column holds as text: JSON, as in CSV files, or Python's notation, as pandas writes lists."""
+"""Conversations that a column holds in other forms than turns: as JSON, as in CSV files, or in Python's notation, as
+pandas writes lists, or as Alpaca's `history`."""
 
 import ast
 import re
 from typing import Any
 
 from cosmos_core.data.tool_calls import parse_json
+from cosmos_core.errors import DataError
 
 _MAX_LITERAL_LENGTH = 1 << 20  # Python's parser needs about a hundred times the memory of its text
 
@@ -18,6 +20,19 @@ def decode_conversation(value: Any) -> Any:
         turns = _parse_literal(value)
     is_conversation = turns and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns)
     return turns if is_conversation else value
+
+
+def decode_history(value: Any, location: str) -> list[dict[str, Any]]:
+    """Return the turns of Alpaca's column `history`: pairs of a question and its answer, or their JSON.
+
+    Raises:
+        DataError: the value has another form.
+    """
+    pairs = parse_json(value) if isinstance(value, str) and value.strip() else value or []
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise DataError(f"{location}: column 'history' holds {str(value)[:40]!r}; write [[prompt, response], ...]")
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
 
 
 def _parse_literal(text: str) -> Any:

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
-from itertools import chain, count
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -94,8 +94,7 @@ def _parse_object(text: str, location: str) -> Row:
         if re.fullmatch(r"\s*\{(.*[\[{,])?\s*", text) and error.pos >= len(text.rstrip()):
             raise DataError(
                 f"{location}: the JSON object does not end on its line; write an array of objects, or an object on "
-                f"each "
-                "line (JSON Lines)"
+                "each line (JSON Lines)"
             ) from None
         raise DataError(f"{location}: malformed JSON, {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
@@ -108,11 +107,18 @@ def _parse_object(text: str, location: str) -> Row:
 
 
 def _read_json(path: Path) -> Iterator[Located]:
-    """Yield the rows of a JSON array of objects; read any other file as JSON Lines."""
+    """Yield the rows of a JSON array of objects, alone or as in `{"data": [...]}`; read others as JSON Lines."""
     with _open_text(path, "\n") as file:
         first_block = file.read(_BLOCK_CHARACTERS)
         if not first_block.lstrip().startswith("["):
-            yield from _read_json_lines(path)
+            columns = [list(row.values()) for _, row in islice(_read_json_lines(path), 2)]
+            elements = columns[0][0] if [len(values) for values in columns] == [1] else None
+            is_list = isinstance(elements, list) and all(isinstance(element, dict) for element in elements)
+            # A list of turns, as in `{"messages": [{"role": ...}]}`, belongs to a row.
+            if elements and is_list and not {"role", "from"} & elements[0].keys():
+                yield from ((f"{path.name} row {index}", element) for index, element in enumerate(elements))
+            else:
+                yield from _read_json_lines(path)
             return
         try:
             for index, value in enumerate(_iterate_json_array(file, first_block)):
@@ -296,7 +302,8 @@ def reader_errors(description: str) -> AbstractContextManager[None]:
 
 
 _READERS: dict[str, Callable[[Path], RowPart]] = {
-    ".jsonl": partial(_make_text_part, _read_json_lines), ".json": partial(_make_text_part, _read_json),
+    **dict.fromkeys((".jsonl", ".ndjson"), partial(_make_text_part, _read_json_lines)),
+    ".json": partial(_make_text_part, _read_json),
     ".parquet": _open_parquet, ".arrow": _open_arrow,
     ".csv": partial(_make_text_part, _read_csv), ".tsv": partial(_make_text_part, _read_csv),
 }  # fmt: skip

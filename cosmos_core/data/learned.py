@@ -6,6 +6,7 @@
 import re
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -20,7 +21,9 @@ from cosmos_core.errors import DataError
 
 _MIN_PLACEHOLDER_TURNS = 64
 """Number of turns above which `spans_by_placeholders` is tried before `prefix_spans`, whose time is quadratic."""
-_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION_MARK = re.compile(r"\{%[-+]?\s*(end)?generation\s*([-+]?)%\}")
+_SPAN_START, _SPAN_END = "\ue000", "\ue001"  # private-use characters, which stand for the marks in a rendering
+_TEMPLATE_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
 def find_learned_spans(
@@ -106,9 +109,16 @@ def _extend_to_end_token(
     """Extend the span by the end token after it, without which a model never learns to stop. Marks often exclude the
     end token. In some models, such as GLM-4, the first token of the next turn is the end token."""
     start, stop = span
-    if not has_generation_marks and rendered_text[start:stop].endswith(tuple(end_token_texts)):
+    has_end = rendered_text[start:stop].endswith(tuple(end_token_texts))
+    if has_end and not has_generation_marks:
         return span
-    return start, stop + next((len(end) for end in end_token_texts if rendered_text.startswith(end, stop)), 0)
+    # Whitespace between a mark and the end token has to be generated too.
+    end_start = (
+        len(rendered_text) - len(rendered_text[stop:].lstrip()) if not has_end and has_generation_marks else stop
+    )
+    return start, next(
+        (end_start + len(end) for end in end_token_texts if rendered_text.startswith(end, end_start)), stop
+    )
 
 
 @lru_cache(maxsize=4)
@@ -143,20 +153,31 @@ def _find_marked_spans(
     tools: Tools,
 ) -> list[Span] | None:
     """Return the spans that the template marks with {% generation %}; None if the template has no such marks. Spans are
-    positions of characters, because transformers' token mask is wrong after a character of several tokens."""
+    positions of characters, because transformers' token mask is wrong after a character of several tokens. The marks
+    write characters, because transformers' positions are wrong for marks in a macro or a `set` block."""
     template = owner.chat_template if isinstance(owner, ProcessorMixin) else owner.get_chat_template(tools=tools)
-    if not isinstance(template, str) or not _GENERATION_MARK.search(template):
+    if not isinstance(template, str) or not _GENERATION_MARK.search(_TEMPLATE_COMMENT.sub("", template)):
         return None
+    arguments = {"conversations": [turns], "tools": tools, **tokenizer.special_tokens_map}
+    marked_template = _GENERATION_MARK.sub(_write_mark, template)
+    [marked_text], _ = cast(Any, render_jinja_template)(chat_template=marked_template, **arguments)
+    parts = re.split(f"([{_SPAN_START}{_SPAN_END}])", marked_text)
+    if "".join(parts[::2]) == rendered_text:
+        ends = list(accumulate(map(len, parts[::2])))
+        return [(ends[i], ends[i + 1]) for i, mark in enumerate(parts[1::2]) if mark == _SPAN_START]
+    # The template computes with the text that the marks are in, for example by a filter.
     rendered_texts, generation_spans = cast(Any, render_jinja_template)(
-        conversations=[turns],
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        tools=tools,
-        **tokenizer.special_tokens_map,
+        chat_template=template, return_assistant_tokens_mask=True, **arguments
     )
     if rendered_texts[0] != rendered_text:
         return None
     return [(start, stop) for start, stop in generation_spans[0]]
+
+
+def _write_mark(tag: re.Match[str]) -> str:
+    """Return a {% generation %} or {% endgeneration %} tag that also writes a character, and then a tag with the same
+    whitespace control."""
+    return f"{tag[0]}{{{{ '{_SPAN_END if tag[1] else _SPAN_START}' }}}}{{% if 1 %}}{{% endif {tag[2]}%}}"
 
 
 @lru_cache(maxsize=4)  # every row needs the tokens, and listing them is slow

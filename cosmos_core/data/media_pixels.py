@@ -8,10 +8,11 @@ Shapes: F frames, H height, W width, C channels.
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ def pixels_of(content: Content, frame_config: FrameSettings, clip_position: floa
         DataError: the content cannot be decoded completely, or a video has too few frames.
         OSError: a disk or network operation failed, so the content may be valid.
     """
-    with convert_errors(_decoder_error, DataError):
+    with convert_errors(partial(_decoder_error, content), DataError):
         if content.is_video:
             if not frame_config.num_frames:
                 raise DataError("it is a video, and the model makes images")
@@ -88,7 +89,11 @@ def pixels_of(content: Content, frame_config: FrameSettings, clip_position: floa
         return image[None] if frame_config.num_frames else image
 
 
-def _decoder_error(error: Exception) -> Exception:
+def _decoder_error(content: Content, error: Exception) -> Exception:
+    # FFmpeg reports an input/output error for a Matroska file that ends within its header.
+    if type(error).__module__.startswith("av.") and getattr(error, "errno", None) == errno.EIO:
+        content.digest()  # raises OSError if the disk is at fault
+        return DataError("it cannot be decoded: it is damaged or cut off")
     return error if is_transient(error) else DataError(f"it cannot be decoded: {first_line(error)}")
 
 

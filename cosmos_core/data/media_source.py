@@ -1,7 +1,7 @@
 """Images, clips and prompts of a data set as items with their location; media are not decoded here.
 
     NAME.json + NAME.jpg | png | webp | mp4 ...     a folder of pairs; the JSON object has `prompt`, or NAME.txt or
-                                                    NAME.caption holds it
+                                                    NAME.caption holds it; also in sub-folders
     metas/NAME.txt + videos/NAME.mp4                optionally with t5_xxl/NAME.safetensors, the text embedding
     SHARD.tar                                       webdataset: members of one name, media with `json` or `txt`
     metadata.jsonl | csv | parquet                  an imagefolder: rows with `file_name`, media in the folder
@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,16 +25,18 @@ from typing import Any, BinaryIO
 from cosmos_core.config.prompt_sets import find_prompt_set, metadata_of, prompt_files
 from cosmos_core.config.schema.dataset import DatasetConfig, data_suffix
 from cosmos_core.data.formats import Located
-from cosmos_core.data.rows import load_rows
+from cosmos_core.data.rows import HELD_OUT_SPLITS, load_rows
 from cosmos_core.errors import DataError, first_line
+from cosmos_core.run.content import files_of
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".avif", ".tif", ".tiff")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".avif", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".webm", ".mkv", ".avi", ".m4v", ".mpg", ".mpeg")
 _UNSUPPORTED_SUFFIXES = (".heic", ".heif", ".jxl", ".gif", ".svg", ".raw", ".dng", ".wmv", ".flv")
 CAPTION_SUFFIXES = (".txt", ".caption", ".prompt")
 EMBEDDING_SUFFIXES = (".safetensors", ".pickle", ".pkl")
 PROMPT_KEYS = ("prompt", "caption", "text")
 _MEDIA_SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
+_PAIR_SUFFIXES = (*_MEDIA_SUFFIXES, *CAPTION_SUFFIXES, *EMBEDDING_SUFFIXES, ".json", ".npz")
 _MEDIA_KEYS = ("image", "img", "jpg", "png", "webp", "video", "mp4", "file_name")
 _METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _MEDIA_FOLDERS = ("videos", "images")
@@ -132,9 +134,8 @@ def _make_reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> It
     elif split != "train" and path.is_dir() and _is_media_folder(path):
         raise DataError(f"{key}.split = {split!r}, but {path} has no folder of that name")
     text_files = prompt_files(path, split)
-    if text_files and not (
-        path.is_dir() and any(text_files[0].with_suffix(suffix).is_file() for suffix in _MEDIA_SUFFIXES)
-    ):
+    is_caption = any(path.is_dir() and f.with_suffix(end).is_file() for f in text_files for end in _MEDIA_SUFFIXES)
+    if text_files and not is_caption:
         if "[" in split:
             raise DataError(f"{key}.split = {split!r}: {path} has no rows to take a slice of; name the split alone")
         return lambda: _read_prompt_lines(text_files, path)
@@ -146,7 +147,7 @@ def _make_reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> It
         # A metadata file lists all media of the folder, so its rows are the data set.
         path, split = metadata_file, "train" + split[split.find("[") :] if "[" in split else "train"
     elif path.is_dir() and _is_media_folder(path):
-        return lambda: _read_paired_files(path)
+        return lambda: _read_media_folder(path)
     rows = load_rows(dataset.derive(name=str(path) if path.exists() else dataset.name, split=(split,)), key)
     return lambda: (_item_of_row(located, rows.folder) for located in rows)
 
@@ -156,9 +157,12 @@ def _is_media_folder(path: Path) -> bool:
     if (path / "metas").is_dir() or _find_tar_files(path):
         return True
     file_names = sorted(dir_entry.name for dir_entry in os.scandir(path) if dir_entry.is_file())
-    if any(name.lower().endswith((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)) for name in file_names):
+    if any(name.lower().endswith(_MEDIA_SUFFIXES) for name in file_names):
         return True
     if not any(map(data_suffix, file_names)):
+        stems = {file.with_suffix("") for file in _find_media(path)}
+        if stems and all(file.with_suffix("") in stems for file in files_of(path) if data_suffix(file.name)):
+            return True
         return any(name.lower().endswith(_UNSUPPORTED_SUFFIXES) for name in file_names)
     first = next((name for name in file_names if name.lower().endswith(".json") and not name.startswith(".")), None)
     if first is None or first in {"dataset_dict.json", "state.json", "dataset_info.json"}:
@@ -169,6 +173,21 @@ def _is_media_folder(path: Path) -> bool:
         return False
 
 
+def _find_media(path: Path) -> list[Path]:
+    """Return the images and videos in a folder and its sub-folders, except sub-folders of held-out splits."""
+    files = [file for file in files_of(path) if file.suffix.lower() in _MEDIA_SUFFIXES]
+    return [file for file in files if not {*HELD_OUT_SPLITS} & {*file.relative_to(path).parent.parts}]
+
+
+def _read_media_folder(path: Path) -> Iterator[Item]:
+    """Yield the items of a folder of pairs, and of its sub-folders with images or videos."""
+    yield from _read_paired_files(path)
+    for folder in sorted({file.parent for file in _find_media(path)} - {path}):
+        prefix = f"{folder.relative_to(path)}/"
+        for item in _read_paired_files(folder):
+            yield replace(item, where=prefix + item.where, problem=item.problem and prefix + item.problem)
+
+
 def _read_paired_files(folder: Path) -> Iterator[Item]:
     """Yield an item for each NAME.json with its media file, and for each media file with a caption file."""
     files = [file for file in sorted(folder.iterdir()) if not file.name.startswith(".")]
@@ -176,13 +195,19 @@ def _read_paired_files(folder: Path) -> Iterator[Item]:
     for file in files:
         if file.suffix.lower() in _MEDIA_SUFFIXES:
             media_by_stem.setdefault(file.stem, []).append(file)
-        elif file.suffix.lower() in _UNSUPPORTED_SUFFIXES:
-            yield Item(file.name, "", problem=f"{file.name}: {file.suffix} is not read; convert it to png or mp4")
     embedding_by_stem = {file.stem: file for file in files if file.suffix.lower() in EMBEDDING_SUFFIXES}
     # If a name has several caption files, the first suffix in `CAPTION_SUFFIXES` decides which file is read.
     caption_file_by_stem = {
         file.stem: file for end in reversed(CAPTION_SUFFIXES) for file in files if file.suffix.lower() == end
     }
+    lonely_stems = caption_file_by_stem.keys() - media_by_stem.keys()
+    for file in files:
+        is_other = file.suffix.lower() not in _PAIR_SUFFIXES
+        if file.suffix.lower() in _UNSUPPORTED_SUFFIXES or (file.stem in lonely_stems and is_other and file.is_file()):
+            yield Item(file.name, "", problem=f"{file.name}: {file.suffix} is not read; convert it to png or mp4")
+    tables = [file for file in files if data_suffix(file.name) and file.suffix.lower() != ".json"]
+    tables += [folder.parent / name for name in _METADATA_FILES if (folder.parent / name).is_file()]
+    remedy = f"; if its prompt is in {tables[0]}, give that file in place of the folder" if tables else ""
     json_files = [file for file in files if file.suffix.lower() == ".json"]
     for file in json_files:
         try:
@@ -199,7 +224,8 @@ def _read_paired_files(folder: Path) -> Iterator[Item]:
         for path in media_by_stem[stem]:
             name = path.name
             if caption is None:
-                yield Item(name, "", problem=f"{name}: there is no {stem}.txt, .caption or .json with its prompt")
+                problem = f"{name}: there is no {stem}.txt, .caption or .json with its prompt{remedy}"
+                yield Item(name, "", problem=problem)
             elif not caption and embedding is None:
                 yield Item(name, "", problem=f"{name}: its caption file is empty or not UTF-8; write its prompt there")
             else:
@@ -216,15 +242,9 @@ def _read_caption(file: Path | None) -> str | None:
 
 def _read_metas_folder(folder: Path) -> Iterator[Item]:
     """Yield an item for each metas/NAME.txt, with the video or image NAME."""
-    media_by_stem = {
-        file.stem: file for file in _list_files(folder, _MEDIA_FOLDERS) if file.suffix.lower() in _MEDIA_SUFFIXES
-    }
-    embedding_by_stem = {
-        file.stem: file for file in _list_files(folder, _EMBEDDING_FOLDERS) if file.suffix.lower() in EMBEDDING_SUFFIXES
-    }
-    text_files = [
-        f for f in _list_files(folder, ["metas"]) if f.suffix.lower() == ".txt" and not f.name.startswith(".")
-    ]
+    media_by_stem = {file.stem: file for file in _list_files(folder, _MEDIA_FOLDERS, _MEDIA_SUFFIXES)}
+    embedding_by_stem = {file.stem: file for file in _list_files(folder, _EMBEDDING_FOLDERS, EMBEDDING_SUFFIXES)}
+    text_files = _list_files(folder, ["metas"], [".txt"])
     for file in text_files:
         location = f"metas/{file.name}"
         try:
@@ -242,9 +262,10 @@ def _read_metas_folder(folder: Path) -> Iterator[Item]:
         yield Item(location, "", problem=f"{location}: there is no metas/{stem}.txt with its prompt")
 
 
-def _list_files(folder: Path, folder_names: Iterable[str]) -> list[Path]:
-    """Return the files in those sub-folders `folder_names` that exist, sorted by name in each sub-folder."""
-    return [file for name in folder_names if (folder / name).is_dir() for file in sorted((folder / name).iterdir())]
+def _list_files(folder: Path, folder_names: Iterable[str], suffixes: Sequence[str]) -> list[Path]:
+    """Return the visible files with these suffixes in the sub-folders that exist, sorted by name in each sub-folder."""
+    files = (file for name in folder_names if (folder / name).is_dir() for file in sorted((folder / name).iterdir()))
+    return [file for file in files if file.suffix.lower() in suffixes and not file.name.startswith(".")]
 
 
 def _make_content(path: Path | None) -> Content | None:
@@ -303,9 +324,7 @@ def _item_from_members(archive: tarfile.TarFile, path: Path, members_by_suffix: 
         content = Content(f".{media_suffix}" in VIDEO_SUFFIXES, path, member.offset_data, member.size)
     try:
         json_value = json.loads(_read_member(archive, members_by_suffix["json"])) if "json" in members_by_suffix else {}
-        caption_suffix = next(
-            (dotted_suffix[1:] for dotted_suffix in CAPTION_SUFFIXES if dotted_suffix[1:] in members_by_suffix), None
-        )
+        caption_suffix = next((name[1:] for name in CAPTION_SUFFIXES if name[1:] in members_by_suffix), None)
         if caption_suffix is not None and isinstance(json_value, dict) and not _has_prompt(json_value):
             json_value["prompt"] = _read_member(archive, members_by_suffix[caption_suffix]).decode("utf-8-sig").strip()
     except (ValueError, RecursionError) as error:
@@ -342,10 +361,8 @@ def _item_of_row(located_row: Located, folder: Path) -> Item:
     location, row = located_row
     key = next((name for name in _MEDIA_KEYS if row.get(name) is not None), None)
     if key is None:
-        missing_media_reason = (
-            f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
-        )
-        return replace(_item_from_json(row, location, None, None), lacks=missing_media_reason)
+        reason = f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
+        return replace(_item_from_json(row, location, None, None), lacks=reason)
     media_value, is_video = row[key], key in {"video", "mp4"}
     if key == "file_name":
         is_video = str(media_value).lower().endswith(VIDEO_SUFFIXES)
@@ -354,6 +371,8 @@ def _item_of_row(located_row: Located, folder: Path) -> Item:
         media_value = media_value["bytes"] if media_value.get("bytes") is not None else media_value.get("path")
     if isinstance(media_value, bytes):
         return _item_from_json(row_fields, location, Content(is_video, content_bytes=media_value), None)
+    if isinstance(media_value, str) and "://" in media_value:
+        return Item(location, "", problem=f"{location}: {media_value[:80]!r} is a URL, which is not read; download it")
     if isinstance(media_value, str):
         return _item_from_json(row_fields, location, Content(is_video, folder / os.path.expanduser(media_value)), None)
     return Item(location, "", problem=f"{location}: column {key!r} holds neither a path nor the bytes of a file")
@@ -362,7 +381,8 @@ def _item_of_row(located_row: Located, folder: Path) -> Item:
 def _item_from_json(json_object: Any, location: str, content: Content | None, embedding: Path | None) -> Item:
     """Return the item that a JSON object describes, with its media and embedding."""
     if not isinstance(json_object, dict):
-        return Item(location, "", problem=f'{location}: it must be a JSON object such as {{"prompt": "..."}}')
+        problem = f'{location}: it must be a JSON object such as {{"prompt": "..."}}; name a file of rows itself'
+        return Item(location, "", problem=problem)
     if (key := _find_prompt_key(json_object)) is None:
         return Item(location, "", problem=f"{location}: it has no text {', '.join(PROMPT_KEYS)}")
     metadata = {name: field_value for name, field_value in json_object.items() if name != key}

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cosmos_core.data.encoded_turns import decode_conversation
-from cosmos_core.data.tool_calls import calls_of, decode_arguments
+from cosmos_core.data.encoded_turns import decode_conversation, decode_history
+from cosmos_core.data.tool_calls import calls_of, pop_calls
 from cosmos_core.data.turn_weights import check_parts, pop_turn_weight
 from cosmos_core.errors import DataError, MissingColumn
 
@@ -37,19 +37,13 @@ _REFERENCE_COLUMNS = ("answer", "response", "solution", "result")
 _STANDARD_ROLES = {
     "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bing": "assistant",
-    "bard": "assistant", "function_call": "assistant", "observation": "tool",
+    "bard": "assistant", "function_call": "assistant", "observation": "tool", "function": "tool",
 }  # fmt: skip
+_SHAREGPT_KEYS = ("value", "content", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 _MEDIA_COLUMNS = ("image", "images", "video", "videos")
 IMAGE_MARK = re.compile("<image>")
 # LLaVA puts <image> or <video> at the start or end of a turn; elsewhere in a turn these are ordinary words.
 _MEDIA_MARK = re.compile(r"\A\s*<(image|video)>|<(image|video)>\s*\Z")
-
-
-def row_remedy(max_fraction: float, *, is_every_row: bool) -> str:
-    """Return the remedy in an error message about unusable rows, of which the fraction `max_fraction` is allowed."""
-    if is_every_row:
-        return "none of those read can be: this training reads rows of another form; name their columns, or give others"
-    return f"more than dataset.max_skipped_fraction = {max_fraction:g} allows; mend them, or raise it"
 
 
 class SkippedRow(DataError):
@@ -136,9 +130,7 @@ def read_conversation(
         DataError: the row has no known column, an unknown role, or content that is not text.
         SkippedRow: the text or conversation is empty.
     """
-    present_column = next(
-        (candidate for candidate in (column, *_CONVERSATION_COLUMNS) if has_value(row, candidate)), None
-    )
+    present_column = next((name for name in (column, *_CONVERSATION_COLUMNS) if has_value(row, name)), None)
     if present_column is not None:
         value = row[present_column] if present_column == "text" else decode_conversation(row[present_column])
         if not isinstance(value, str):
@@ -151,11 +143,15 @@ def read_conversation(
         if has_value(row, question_column) and has_value(row, response_column):
             question_turns = as_turns(row, question_column, "user", location, with_images)
             response_turns = as_turns(row, response_column, "assistant", location, with_images)
-            return with_system(question_turns + response_turns, read_system_prompt(row) or system_prompt)
+            length = len(question_turns)  # the response may begin with the prompt or its last turns
+            end = next((i for i in range(length) if question_turns[i:] == response_turns[: length - i]), length)
+            return with_system(question_turns[:end] + response_turns, read_system_prompt(row) or system_prompt)
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
     if not _has_response_column(row):  # training on one column would leave out a response in another column
         remedy += ", or conversation_column_name for one column of turns or of plain text"
-    raise MissingColumn(f"{location}: no conversation among the columns {columns_of(row)}; {remedy}")
+    if "(null)" in (columns := columns_of(row)):
+        remedy = f"fill the null, or {remedy}"
+    raise MissingColumn(f"{location}: no conversation among the columns {columns}; {remedy}")
 
 
 def omits_response(row: Row, column: str) -> bool:
@@ -243,13 +239,17 @@ def _read_reference(row: Row, column: str, location: str) -> str | None:
 
 
 def as_turns(row: Row, column: str, role: str, location: str, with_images: bool = False) -> list[Message]:
-    """Return the turns in a column, or its text as one turn of `role`; `input` or `context` extend an `instruction`."""
+    """Return the turns in a column, or its text as one turn of `role`; `input` or `context` extend an `instruction`,
+    and `history` precedes it."""
     value = decode_conversation(row[column])
     if not isinstance(value, str):
         return read_turns(value, column, location, with_images)
+    history: list[Message] = []
     if column == "instruction":
         value = "\n\n".join([value, *filter(None, (_read_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS))])
-    return [{"role": role, "content": read_content(value, location, with_images)}]
+        history = decode_history(row.get("history"), location)
+    turns = [*history, {"role": role, "content": value}]
+    return [{**turn, "content": read_content(turn["content"], location, with_images)} for turn in turns]
 
 
 def _read_text(row: Row, column: str) -> str:
@@ -282,13 +282,12 @@ def _turn(turn: Any, location: str, with_images: bool) -> Message:
         raise DataError(f"{location}: unknown role {repr(role)[:40]}; known: {', '.join(_STANDARD_ROLES)}")
     weight_field = pop_turn_weight(turn, _STANDARD_ROLES[role], location)
     if "role" not in turn:
-        content = read_content(turn.get("value"), location, with_images)
-        tool_calls = calls_of(content) if role == "function_call" else None
-        content_fields = {"content": content} if tool_calls is None else {"content": "", "tool_calls": tool_calls}
-        return {"role": _STANDARD_ROLES[role], **content_fields, **weight_field}
-    content = read_content(turn.get("content", "" if "tool_calls" in turn else None), location, with_images)
-    tool_call_field = {"tool_calls": decode_arguments(turn["tool_calls"])} if "tool_calls" in turn else {}
-    return {**turn, "role": _STANDARD_ROLES[role], "content": content, **tool_call_field, **weight_field}
+        turn = {key: value for key, value in turn.items() if key in _SHAREGPT_KEYS}
+    call_field = pop_calls(turn, location)
+    content = read_content(turn.get("content", turn.pop("value", "" if call_field else None)), location, with_images)
+    if role == "function_call" and (calls := calls_of(content)):
+        content, call_field = "", {"tool_calls": calls}
+    return {**turn, "role": _STANDARD_ROLES[role], "content": content, **call_field, **weight_field}
 
 
 def read_content(content: Any, location: str, with_images: bool = False) -> Any:
@@ -300,7 +299,7 @@ def read_content(content: Any, location: str, with_images: bool = False) -> Any:
     check_parts(content, location)
     if with_images and isinstance(content, list) and any(_is_image_part(part) for part in content):
         return [_normalise_part(part, location) for part in content]
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+    if isinstance(content, list) and all(map(_is_text_part, content)):
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise DataError(f"{location}: content {str(content)[:40]!r} is not text; {_TEXT_ONLY_MESSAGE}")
@@ -315,11 +314,16 @@ def _is_image_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # a tuple: `type` may be unhashable
 
 
+def _is_text_part(part: Any) -> bool:
+    is_text = isinstance(part, dict) and part.get("type") in (None, "text", "input_text", "output_text")
+    return is_text and isinstance(part.get("text"), str)
+
+
 def _normalise_part(part: Any, location: str) -> dict[str, Any]:
     """Normalise a part of a turn to `{"type": "text", "text": ...}`, or to `type` = `image` with the image's source."""
     if _is_image_part(part):
         return {**{key: value for key, value in part.items() if value is not None}, "type": "image"}
-    if isinstance(part, dict) and part.get("type") in (None, "text") and isinstance(part.get("text"), str):
+    if _is_text_part(part):
         return {"type": "text", "text": part["text"]}
     raise DataError(f"{location}: the part {str(part)[:60]!r} is neither text nor an image, which is all that is read")
 
@@ -334,7 +338,7 @@ def propose_merged_turns(turns: list[Message]) -> Iterator[list[Message]]:
     """Yield alternative forms of the turns for a chat template that refuses their sequence of roles. The closest form
     comes first: consecutive turns of one role are merged. Then system turns become user turns too."""
     yield merge_turns(turns)
-    yield merge_turns([{**turn, "role": "user"} if turn["role"] == "system" else turn for turn in turns])
+    yield merge_turns([{**turn, "role": "user"} if turn["role"] in {"system", "developer"} else turn for turn in turns])
 
 
 def merge_turns(turns: list[Message]) -> list[Message]:
@@ -369,8 +373,8 @@ def with_system(turns: list[Message], system_prompt: str) -> list[Message]:
 
 
 def columns_of(row: Row) -> str:
-    """Return the names of a row's columns for an error message."""
-    names = [repr(name)[1:-1][:40] for name in row]  # escaped, because a column name may have a line break
+    """Return the escaped names of a row's columns for an error message, which marks those without a value."""
+    names = [repr(name)[1:-1][:40] + " (null)" * (value is None) for name, value in row.items()]
     return ", ".join(names[:20]) + ", ..." * (len(names) > 20) or "(none)"
 
 

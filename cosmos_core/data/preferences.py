@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cosmos_core.data.encoded_turns import decode_conversation
 from cosmos_core.data.messages import (
@@ -42,7 +42,8 @@ def read_preference(
     """Return the prompt and the chosen and rejected completion of a row, all as turns or all as plain text.
 
     Without a prompt column the prompt is the common beginning of `chosen` and `rejected`: their common turns, or the
-    common prefix of two plain texts. If the completions repeat the prompt or its last turns, these are removed.
+    common prefix of two plain texts. If the completions repeat the prompt or its last turns, these are removed; in
+    plain texts, only a prompt of several lines, because a response may begin like a short question or a greeting.
 
     Args:
         row: one row of a data set.
@@ -58,15 +59,15 @@ def read_preference(
     chosen_completion, other = (_read_completion(row, name, location, with_images) for name in ("chosen", "rejected"))
     if chosen_completion == other:
         raise SkippedRow(location, "with equal chosen and rejected")
-    prompt_column = next(
-        (candidate_column for candidate_column in (column, *_PROMPT_COLUMNS) if has_value(row, candidate_column)), None
-    )
+    prompt_column = next((name for name in (column, *_PROMPT_COLUMNS) if has_value(row, name)), None)
     if prompt_column is None and isinstance(chosen_completion, str) and isinstance(other, str):
         if any(name in row for name in (column, *_PROMPT_COLUMNS)):
             raise SkippedRow(location, "without a prompt")
         return _split_plain_preference(chosen_completion, other, location)
-    chosen, rejected = _make_response_turns(chosen_completion), _make_response_turns(other)
     prompt = [] if prompt_column is None else as_turns(row, prompt_column, "user", location, with_images)
+    if len(prompt) == 1 and (texts := remove_repeated_prompt(prompt[0]["content"], chosen_completion, other)):
+        chosen_completion, other = (text.lstrip() for text in texts)
+    chosen, rejected = _make_response_turns(chosen_completion), _make_response_turns(other)
     if "assistant" not in {chosen[0]["role"], rejected[0]["role"]}:
         shared_turns = chosen[: num_shared(chosen, rejected)]
         chosen, rejected = chosen[len(shared_turns) :], rejected[len(shared_turns) :]
@@ -92,6 +93,13 @@ def read_preference(
     return Preference(
         with_system(prompt, read_system_prompt(row) or system_prompt), merge_turns(chosen), merge_turns(rejected)
     )
+
+
+def remove_repeated_prompt(prompt: Any, *completions: Any) -> list[str]:
+    """Return plain texts without the prompt of several lines that all of them begin with; empty if there is none."""
+    has_lines = isinstance(prompt, str) and "\n" in prompt.strip()
+    is_repeated = has_lines and all(isinstance(text, str) and text.startswith(prompt) for text in completions)
+    return [text[len(prompt) :] for text in completions] if is_repeated else []
 
 
 def read_label(row: Row, location: str) -> bool:
@@ -170,8 +178,7 @@ def _split_plain_preference(chosen: str, rejected: str, location: str) -> Prefer
     if not prompt.strip():
         raise DataError(
             f"{location}: the texts of `chosen` and `rejected` begin differently, and there is no column `prompt`; "
-            f"give "
-            "one, or set train.train_policy.prompt_column_name"
+            "give one, or set train.train_policy.prompt_column_name"
         )
     if prompt in {chosen, rejected}:
         raise SkippedRow(location, "with an empty answer")

@@ -29,8 +29,8 @@ from cosmos_core.data.media_pixels import FrameSettings, bucket_sizes, frame_rat
 from cosmos_core.data.media_rows import NULL_TEXT, TENSORS
 from cosmos_core.data.media_source import Content
 from cosmos_core.data.media_splits import Row, Source, Split, frame_settings, map_in_threads, read_splits
-from cosmos_core.data.messages import row_remedy
 from cosmos_core.data.prepared import split_path
+from cosmos_core.data.statistics import row_remedy
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.families import open_family
 from cosmos_core.registry import code_digest

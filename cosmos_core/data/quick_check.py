@@ -12,8 +12,9 @@ from itertools import islice
 from cosmos_core.config.schema.dataset import RowsConfig
 from cosmos_core.data.kinds.base import VALIDATION
 from cosmos_core.data.kinds.registry import tokenised_kind
-from cosmos_core.data.messages import Row, SkippedRow, read_conversation, row_remedy
+from cosmos_core.data.messages import Row, SkippedRow, read_conversation
 from cosmos_core.data.rows import load_rows, training_sources
+from cosmos_core.data.statistics import row_remedy
 from cosmos_core.errors import DataError
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome

@@ -1,5 +1,6 @@
 """Rendering of a conversation with a chat template, with checks that the template leaves out no required content."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, ModelError
 
 _MAX_RENDERED_CHARACTERS = 1 << 26  # maximum number of characters that a template may render, more than any model reads
+_THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 Tools = list[Any] | None
 """Descriptions of the callable tools that are passed to the chat template."""
 
@@ -68,15 +70,15 @@ def render(
         raise RefusedRow(location, f"refused by the chat template ({last_error})")
     missing_turns, rendered_turns, text = min(renderings, key=lambda rendering: len(rendering[0]))
     for turn in missing_turns:
-        if turn["role"] == "system":
-            raise RefusedRow(location, "with a system turn that the chat template leaves out")
+        if turn["role"] in {"system", "developer", "tool"}:
+            raise RefusedRow(location, f"with a {turn['role']} turn that the chat template leaves out")
         # Templates of some vision models expect parts as content of a turn, and render nothing for a string.
         if turn["role"] == "user":
             raise DataError(
                 f"{location}: the chat template leaves out the user's text {' '.join(texts_of(turn))[:40]!r}; "
                 "use a template that accepts strings as content"
             )
-    _check_tool_calls(rendered_turns, text, location)
+    _check_extra_keys(rendered_turns, text, location)
     return rendered_turns, text
 
 
@@ -94,13 +96,22 @@ def _with_json_arguments(turns: list[Message]) -> list[Message]:
 
 
 def _find_missing_turns(turns: list[Message], text: str) -> list[Message]:
-    """Return the turns that have a text whose last 20 characters do not occur in the rendering `text`."""
-    return [turn for turn in turns if any(part.strip()[-20:] not in text for part in texts_of(turn))]
+    """Return the turns that have a text whose last 20 characters do not occur in the rendering `text`. Of a tool's
+    text, only the last word is compared, because templates may write it as JSON with escaped characters."""
+    return [turn for turn in turns if any(_text_end(turn, part) not in text for part in texts_of(turn))]
 
 
-def _check_tool_calls(messages: list[Message], text: str, location: str) -> None:
-    """Raise RefusedRow if the name of a called function does not occur in the text: without the row's tool calls the
-    model would learn not to call tools."""
+def _text_end(turn: Message, part: str) -> str:
+    return "".join(re.findall(r"\w+", part)[-1:]) if turn["role"] == "tool" else part.strip()[-20:]
+
+
+def _check_extra_keys(messages: list[Message], text: str, location: str) -> None:
+    """Raise RefusedRow if the text lacks the name of a called function, or the thoughts of a final assistant turn: the
+    model would learn not to call tools, or not to think. Templates may leave out the thoughts of earlier turns."""
+    for key in _THOUGHT_KEYS if messages[-1]["role"] == "assistant" else ():
+        thoughts = messages[-1].get(key)
+        if isinstance(thoughts, str) and thoughts.strip()[-20:] not in text:
+            raise RefusedRow(location, f"with `{key}` that the chat template leaves out")
     for call in (call for message in messages for call in message.get("tool_calls") or []):
         function = call.get("function", call) if isinstance(call, dict) else None
         if isinstance(function, dict) and str(function.get("name", "")) not in text:

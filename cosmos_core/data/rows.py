@@ -42,7 +42,7 @@ _TRAIN_SPLIT = "train"
 _SLICE_REGEX = re.compile(r"(.+?)\[(-?\d+%?)?:(-?\d+%?)?\]")
 _SHARD_REGEX = re.compile(r"(.+)-\d{5}-of-\d{5}\b")
 """Start of the name of one of the files into which `datasets` divides a split; the group is the split."""
-_HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
+HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 
 
 class Rows:
@@ -243,10 +243,8 @@ def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
     if not split_files:
         split_files = [file for file in files if _has_split_word(file, split)]
     split_names = {match[1] for file in files if (match := _SHARD_REGEX.match(file.name))}
-    if (
-        not split_files and split == _TRAIN_SPLIT and len(split_names) < 2
-    ):  # files without split names are training rows
-        split_files = [file for file in files if not any(_has_split_word(file, name) for name in _HELD_OUT_SPLITS)]
+    if not split_files and split == _TRAIN_SPLIT and len(split_names) < 2:  # files without split names are for training
+        split_files = [file for file in files if not any(_has_split_word(file, name) for name in HELD_OUT_SPLITS)]
     if not split_files:
         folder_contents = ", ".join(file.name for file in files[:5]) or f"no data file{_describe_subfolders(folder)}"
         remedy = f"; set {config_key}.split to one of {', '.join(sorted(split_names))}" if split_names else ""

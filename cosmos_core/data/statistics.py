@@ -11,11 +11,17 @@ import numpy as np
 import pyarrow as pa
 
 from cosmos_core.data.kinds.base import TokenisedKind
-from cosmos_core.data.messages import row_remedy
 from cosmos_core.errors import DataError
 
 _MAX_REASONS = 5
 """Maximum number of reasons in a notice: a chat template may give a different reason for each row."""
+
+
+def row_remedy(max_fraction: float, *, is_every_row: bool) -> str:
+    """Return the remedy in an error message about unusable rows, of which the fraction `max_fraction` is allowed."""
+    if is_every_row:
+        return "none of those read can be: this training reads rows of another form; name their columns, or give others"
+    return f"more than dataset.max_skipped_fraction = {max_fraction:g} allows; mend them, or raise it"
 
 
 class SkippedSource(NamedTuple):

@@ -25,6 +25,24 @@ def read_tools(row: dict[str, Any], location: str) -> list[Any] | None:
     return tools
 
 
+def pop_calls(turn: dict[str, Any], location: str) -> dict[str, Any]:
+    """Remove the tool calls of a turn, and return the field `tool_calls` with decoded arguments; empty if the turn has
+    none. The calls are a list or its JSON, or `function_call`, an older form of OpenAI's interface.
+
+    Raises:
+        DataError: the calls are not a list of objects.
+    """
+    if isinstance(turn.get("function_call"), dict):
+        turn["tool_calls"] = [{"type": "function", "function": turn.pop("function_call")}]
+    if "tool_calls" not in turn:
+        return {}
+    calls = turn.pop("tool_calls")
+    decoded_calls = parse_json(calls) if isinstance(calls, str) else calls
+    if not isinstance(decoded_calls, list) or not all(isinstance(call, dict) for call in decoded_calls):
+        raise DataError(f"{location}: tool_calls holds {str(calls)[:40]!r}; write a list of objects, or leave it out")
+    return {"tool_calls": decode_arguments(decoded_calls)}
+
+
 def calls_of(text: Any) -> list[Any] | None:
     """Return the tool calls in the JSON text of a ShareGPT `function_call`; None if the text holds no calls."""
     value = parse_json(text)

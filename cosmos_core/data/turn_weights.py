@@ -8,8 +8,9 @@ from cosmos_core.errors import DataError
 _WEIGHT_KEYS = ("weight", "loss", "train", "loss_mask", "trainable")
 _UNSUPPORTED_KEYS = ("loss_scale", "loss_weight", "train_detail", "training_detail")
 """Unsupported keys that weight a turn, or parts of it, by other values than 0 and 1."""
-_TURN_SELECTION_KEY = re.compile(r"loss|train|learn|mask|weight|ignore|supervise|target", re.IGNORECASE)
-"""Pattern of key names with which other programs select the tokens to learn; a number under such a key is refused."""
+_TURN_SELECTION_KEY = re.compile(r"loss|train|learn|mask|weight|ignore|supervise|target|skip|label", re.IGNORECASE)
+"""Pattern of key names with which other programs select the tokens to learn; a number, a list or a word for yes or no
+under such a key is refused."""
 
 
 def pop_turn_weight(turn: dict[str, Any], role: str, where: str) -> dict[str, int]:
@@ -18,9 +19,9 @@ def pop_turn_weight(turn: dict[str, Any], role: str, where: str) -> dict[str, in
     Raises:
         DataError: a key has another value than 0 and 1, or marks a turn of another role than the assistant as learned.
     """
-    numeric_keys = [key for key, value in turn.items() if key not in _WEIGHT_KEYS and isinstance(value, int | float)]
+    flag_keys = [key for key, value in turn.items() if key not in _WEIGHT_KEYS and _is_flag(value)]
     if partial := [key for key in turn if key in _UNSUPPORTED_KEYS] + list(
-        filter(_TURN_SELECTION_KEY.search, numeric_keys)
+        filter(_TURN_SELECTION_KEY.search, flag_keys)
     ):
         raise DataError(f"{where}: {partial[0]!r} is not read; a turn is learned as a whole (`weight` = 1) or not (0)")
     weight_flags = {key: turn.pop(key) for key in _WEIGHT_KEYS if key in turn}
@@ -30,6 +31,10 @@ def pop_turn_weight(turn: dict[str, Any], role: str, where: str) -> dict[str, in
         if value and key != "weight" and role != "assistant":
             raise DataError(f"{where}: {key} = {value}, but only turns of the assistant are learned; leave {key} out")
     return {} if all(weight_flags.values()) else {"weight": 0}
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, int | float | list) or str(value).lower() in {"0", "1", "false", "true", "no", "yes"}
 
 
 def check_parts(content: Any, location: str) -> None:

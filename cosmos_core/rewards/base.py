@@ -203,7 +203,11 @@ def _parse_score(result: Any) -> Scored:
     if isinstance(result, Mapping) and "score" in result:  # verl's format, in which text values are only for logs
         metrics = {k: v for k, v in result.items() if k != "score" and isinstance(v, int | float)}
         result = (result["score"], metrics)
-    value, metrics = result if isinstance(result, tuple) else (result, {})
+    value, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(metrics, Mapping):
+        raise ValueError(
+            f"returned a tuple with a {type(metrics).__name__}; the rule is a number, or (number, dict of numbers)"
+        )
     return _to_finite_float(value, "returned"), {
         str(key): _to_finite_float(metric, f"returned metric {key!r} =") for key, metric in metrics.items()
     }

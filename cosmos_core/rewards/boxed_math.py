@@ -16,13 +16,17 @@ _NO_TIMEOUT = None
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _INTEGER = r"\s*(-?\d{1,300}|-?\d{1,3}(?:,\d{3}){1,99})\s*"
-_BOX_COMMAND = re.compile(r"\\(?:boxed|fbox)\b(?:\s*(?=\{))?")
-_SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!;: ]|~|\{,\}|\\thinspace\s)\s*(?=\d{3}(?!\d))")
+_BOX_COMMAND = re.compile(r"\\(?:boxed|fbox|framebox)\b(?:\s*(?=\{))?")
+_SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!;: ]|[~\u00a0\u2009\u202f]|\{,\}|\\thinspace\s)\s*(?=\d{3}(?!\d))")
+_SPACED_NUMBER = re.compile(r"(?:\A|(?<=\\boxed\{))[\s$]*[-+]?\d{1,3}(?: \d{3})+(?! ?\d)")
 _NUMBER_WITH_EXPONENT = re.compile(
     r"(?<![\w.\\])(\d+(?:\.\d+)?)(?:[eE]([-+]?\d{1,3})(?!\w)|\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{([-+]?\d{1,3})\}|(\d)))"
 )
-_REPEATING_DECIMAL = re.compile(r"(?<![\d,.])(\d*)\.(\d*)\{?\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))(?:(?<=\})\})?")
-_TRAILING_PUNCTUATION = re.compile(r"(?:\\[,;:! ]|[.,;:\s])+(\$*)$")
+_REPEATING_DECIMAL = re.compile(
+    r"(?<![\d,.])(\d*)\.(\d*)\{?\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))(?:(?<=\})\})?"
+    r"(?:(\d*)\\dot\s*\{?(\d)\}?)?"  # \dot marks the first and the last repeating digit
+)
+_TRAILING_PUNCTUATION = re.compile(r"(?:\\[\\,;:! ]|[.,;:~\s])+(\$*)$")
 _BOXED_INTEGER = re.compile(rf"\\boxed\{{{_INTEGER}\}}[\s$.]*")
 
 
@@ -46,7 +50,8 @@ def _keep_last_box(text: str) -> str:
     box and the numbers are normalised for its parser."""
     box_matches = list(_BOX_COMMAND.finditer(text))
     text = "\\boxed" + text[box_matches[-1].end() :] if box_matches else text
-    text = _SPACE_IN_NUMBER.sub("", text)
+    text = _SPACE_IN_NUMBER.sub("", re.sub("[°º]", r"^\\circ ", text))
+    text = _SPACED_NUMBER.sub(lambda number: number[0].replace(" ", ""), text)
     text = _NUMBER_WITH_EXPONENT.sub(lambda n: format(Decimal(f"{n[1]}e{n[2] or n[3] or n[4]}"), "f"), text)
     text = _REPEATING_DECIMAL.sub(_convert_to_fraction, text)
     if not box_matches:
@@ -61,7 +66,7 @@ def _keep_last_box(text: str) -> str:
 
 def _convert_to_fraction(match: re.Match[str]) -> str:
     """Return a repeating decimal as a fraction: 0.1666... becomes (16 - 1) / 90."""
-    integer_part, fixed_part, repeating_part = match[1] or "0", match[2], match[3] or match[4]
+    integer_part, fixed_part, repeating_part = match[1] or "0", match[2], "".join(filter(None, match.groups()[2:]))
     numerator = int(integer_part + fixed_part + repeating_part) - int(integer_part + fixed_part)
     return f"\\frac{{{numerator}}}{{{(10 ** len(repeating_part) - 1) * 10 ** len(fixed_part)}}}"
 

@@ -6,10 +6,13 @@ from cosmos_core.rewards.base import require_reference
 
 _ANSWER_PATTERN = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
-_ARTICLE_PATTERN = re.compile(r"\b(an|a) (?=[a-z]{2})(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|mod|max|min|pi)\b)")
-"""Pattern of a lower-case article before a word: `A B` are two choices, and `a b` is a product."""
+_ARTICLE_PATTERN = re.compile(
+    r"(?<![-+*/(=])(?<![-+*/=] )\b(an|a) "
+    r"(?=[a-z]{2})(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|mod|max|min|pi)\b)"
+)
+"""Pattern of a lower-case article before a word: `A B` are two choices; `a b` and `2 + a bc` are products."""
 
-_DOLLAR_SIGN = re.compile(r"(?<!\\)\$")
+_MATH_DELIMITER = re.compile(r"((?<!\\)\$|\\[()\[\]])")
 
 # Entries of the three tables of replacements below apply in order: longer strings come before their substrings.
 _REPLACEMENTS = (
@@ -47,11 +50,11 @@ def direct_math(to_be_evaluated: str, reference: str) -> float:
 
 
 def _remove_articles(answer: str) -> str:
-    """Return the answer without articles; between dollar signs `a` is a variable, as in `$a sin x$`."""
-    parts = _DOLLAR_SIGN.split(answer)
-    starts_in_formula = len(parts) % 2 == 0  # removing the text before `=` may have removed a dollar sign
-    return "$".join(
-        part if i % 2 != starts_in_formula else _ARTICLE_PATTERN.sub("", part) for i, part in enumerate(parts)
+    """Return the answer without articles; in a formula `a` is a variable, as in `$a sin x$`."""
+    parts = _MATH_DELIMITER.split(answer)
+    starts_in_formula = len(parts) % 4 == 3  # removing the text before `=` may have removed a delimiter
+    return "".join(
+        part if i % 4 != 2 * starts_in_formula else _ARTICLE_PATTERN.sub("", part) for i, part in enumerate(parts)
     )
 
 

@@ -3,11 +3,15 @@
 import re
 from decimal import Decimal
 
-_NUMBER_PATTERN = re.compile(r"####[\s*\\$]*([-+]?)[\\$]*(\d[\d,]*(?:\.\d+)?|\.\d+)")
+_NUMBER_PATTERN = re.compile(
+    r"####(?:[\s*_`\\$€£({\[]|(?:boxed|text)(?=\{))*([-+]?)[\\$€£]*"
+    r"((?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}\b)?)(?:(?: +(\d+))? ?/ ?(0*[1-9]\d*))?"
+)
+_DIGIT_SEPARATOR = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3}(?!\d))")
 
 
 def gsm8k(to_be_evaluated: str, reference: str) -> float:
-    """Return 1 if the last `#### number` of both texts is the same number, else 0; `####42`, `#### $42.` are 42.
+    """Return 1 if the last `#### number` of both texts is the same number, else 0; `#### $42.` is 42, `1/2` is 0.5.
 
     A reference without `#### number` is invalid; in Cosmos-RL, a completion without a number then counts as right.
     """
@@ -18,5 +22,11 @@ def gsm8k(to_be_evaluated: str, reference: str) -> float:
 
 
 def _extract_number(text: str) -> Decimal | None:
-    numbers = _NUMBER_PATTERN.findall(text)
-    return Decimal("".join(numbers[-1]).replace(",", "")) if numbers else None
+    numbers = _NUMBER_PATTERN.findall(_DIGIT_SEPARATOR.sub("", text.replace("\u2212", "-")))  # \u2212: minus sign
+    if not numbers:
+        return None
+    sign, number, numerator, denominator = numbers[-1]
+    value = Decimal(sign + number.replace(",", ""))
+    if numerator:  # a mixed number
+        return value + Decimal(sign + numerator) / Decimal(denominator)
+    return value / Decimal(denominator) if denominator else value

@@ -1,5 +1,6 @@
 """Files of rows whose names are not as their formats or splits write them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,18 @@ def test_the_case_of_a_suffix_does_not_matter(tmp_path: Path, name: str) -> None
     for path in (tmp_path / name.upper(), tmp_path):
         assert values(load_rows(DatasetConfig(name=str(path)))) == ROWS
     assert files_of(tmp_path, DATA_FILES) == [tmp_path / name.upper()], "so a change of it is noticed"
+
+
+def test_lines_are_read_by_their_other_suffix_and_rows_in_one_list_of_an_object(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.ndjson")
+    turns = {"messages": [{"role": "user", "content": "q"}]}
+    for name, content in {"b.json": {"data": ROWS}, "c.json": turns, "d.json": {"id": 1, "data": ROWS}}.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    (tmp_path / "e.json").write_text('{"a": [{"b": 1}]}\n' * 2)
+    read = {file.name: values(load_rows(DatasetConfig(name=str(file)))) for file in sorted(tmp_path.iterdir())}
+    assert read["a.ndjson"] == read["b.json"] == ROWS
+    assert (read["c.json"], read["d.json"]) == ([turns], [{"id": 1, "data": ROWS}])
+    assert read["e.json"] == [{"a": [{"b": 1}]}] * 2
 
 
 def test_a_split_may_be_a_word_inside_the_name_of_a_file(tmp_path: Path) -> None:

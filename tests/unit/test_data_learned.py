@@ -48,11 +48,14 @@ def test_a_turn_that_says_so_is_not_learned_in_each_format_of_rows(key: dict[str
         ({**FOUR[1], "loss_scale": 0}, "'loss_scale' is not read"),
         ({**FOUR[1], "learn": False}, "'learn' is not read"),
         ({**FOUR[1], "is_masked": 1}, "'is_masked' is not read"),
+        ({**FOUR[1], "compute_loss": "False"}, "'compute_loss' is not read"),
+        ({**FOUR[1], "mask": [0, 1]}, "'mask' is not read"),
+        ({**FOUR[1], "skip": True}, "'skip' is not read"),
         ({**FOUR[1], "train_detail": [{"begin_offset": 0, "end_offset": 2, "train": False}]}, "'train_detail' is not"),
         ({**FOUR[0], "train": True}, "train = True, but only turns of the assistant are learned"),
         ({"role": "assistant", "content": [{"type": "text", "text": "a", "loss": False}]}, "the content has 'loss'"),
     ],
-    ids=["half", "text", "list", "scale", "learn", "masked", "detail", "user", "part"],
+    ids=["half", "text", "list", "scale", "learn", "masked", "word", "flags", "skip", "detail", "user", "part"],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused(turn: dict[str, Any], told: str) -> None:
     with pytest.raises(DataError) as caught:
@@ -92,6 +95,36 @@ def test_marks_of_the_template_win_and_keep_the_end_token(template: str, length:
     end, theirs = tokenizer.eos_token_id, list(told["assistant_masks"])
     expected = [bit or (i == end and theirs[at - 1]) for at, (i, bit) in enumerate(zip(ids, theirs, strict=True))]
     assert ids == told["input_ids"] and mask == expected and sum(mask)
+
+
+MARKS = "{{ m.content.split('</think>')[0] }}</think>{% generation %}{{ m.content.split('</think>')[1] }}"
+MARKS += "{% endgeneration %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% macro say(m) %}" + MARKS + "{% endmacro %}" + CHATML.replace("{{ m.content }}", "{{ say(m) }}"),
+        CHATML.replace("{{ m.content }}", "{% set text %}" + MARKS + "{% endset %}{{ text }}"),
+        CHATML.replace("{{ m.content }}", MARKS.replace("generation %", "generation +%").replace("{%", "{%+")),
+        CHATML.replace("{{ m.content }}", MARKS.replace("generation %", "generation -%").replace("{%", "{%-")),
+        CHATML.replace("{{ m.content }}", MARKS + "{{ ' ' }}"),
+        CHATML.replace("{{ m.content }}", MARKS).replace("{% generation %}", "\n {% generation %}\n{%- if true %}\n")
+        .replace("{% endgeneration %}", "\n  {%- endif %}{% endgeneration %}\n"),
+    ],
+    ids=["macro", "set", "plus", "minus", "space", "lines"],
+)  # fmt: skip
+def test_marks_win_wherever_the_template_writes_them(template: str) -> None:
+    template = template.replace("{{ m.role }}\n", "{{ m.role }}\n{% if m.role == 'user' %}{{ m.content }}{% else %}")
+    template = template.replace("<|im_end|>\n{% endfor", "{% endif %}<|im_end|>\n{% endfor")
+    conversation = turns("One?", "<think>hm</think>First.", "Two?", "<think>so</think>Second.")
+    found = [text.replace(" <", "<") for text in masked(byte_tokenizer(template), conversation)]
+    assert found == ["First.<|im_end|>", "Second.<|im_end|>"]
+
+
+def test_a_mark_in_a_comment_of_the_template_is_no_mark() -> None:
+    template = "{# no {% generation %} here #}" + CHATML
+    assert masked(byte_tokenizer(template), FOUR) == ["First.<|im_end|>", "Second.<|im_end|>"]
 
 
 def test_marks_decide_within_the_turns_that_are_learned() -> None:

@@ -37,6 +37,8 @@ SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
         {"prompt": "q", "response": "a"},
         {"prompt": "q", "completion": "a"},
         {"prompt": [ASKED], "completion": [ANSWERED]},
+        {"prompt": [ASKED], "completion": [ASKED, ANSWERED]},
+        {"instruction": "q", "output": "a", "history": []},
         {"question": "q", "answer": "a"},
         {"question": "q", "response": "a"},
         {"instruction": "q", "output": "a"},
@@ -45,6 +47,8 @@ SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
         {"input": "q", "output": "a"},
         {"prompt": "q", "answer": "a"},
         {"messages": None, "question": "q", "answer": "a"},
+        {"messages": [{"role": "user", "value": "q"}, {"from": "gpt", "content": "a"}]},
+        {"messages": [ASKED, {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}]},
         {
             "messages": [
                 {**ASKED, "tool_calls": None},
@@ -74,6 +78,21 @@ def test_what_an_instruction_is_about_stands_behind_it():
         row = {"instruction": "Add.", name: "1 2"}
         assert read_conversation({**row, "output": "a"}, "row") == [asked, ANSWERED]
         assert read_prompt(row, "row", "instruction") == ([asked], "")
+
+
+def test_the_history_of_an_instruction_precedes_it_and_repeated_turns_are_read_once():
+    said = say("u:1", "a:2", "u:q", "a:a")
+    for history in ([["1", "2"]], '[["1", "2"]]'):
+        row = {"instruction": "q", "history": history}
+        assert read_conversation({**row, "output": "a"}, "row") == said
+        assert read_prompt(row, "row", "instruction") == (said[:3], "")
+    for history in ("1", ["1"], [["1"]], {"1": "2"}, 7):
+        with pytest.raises(DataError, match=r"^row: .*history"):
+            read_conversation({"instruction": "q", "history": history, "output": "a"}, "row")
+    with pytest.raises(DataError, match=r"^row: content '3' is not text"):
+        read_conversation({"instruction": "q", "history": [[3, "2"]], "output": "a"}, "row")
+    assert read_conversation({"prompt": said[:3], "completion": said[2:]}, "row") == said
+    assert read_conversation({"prompt": said[:1], "completion": said[1:]}, "row") == said
 
 
 @pytest.mark.parametrize("column", ["system", "system_prompt"])
@@ -118,7 +137,22 @@ def test_what_a_template_may_read_beside_role_and_content_is_kept():
         ({"messages": {"role": "user"}}, "a.jsonl:4: column 'messages' holds .* a conversation is a list of turns"),
         ({"messages": [{"role": "user", "content": 3}]}, "a.jsonl:4, turn 1 of 'messages': content '3' is not text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content .* is not text"),
+        *[
+            ({"messages": [{"role": "user", "content": [{"type": kind, "text": ""}]}]}, "content .* is not text")
+            for kind in ("image", "video", "reasoning", "audio")
+        ],
+        *[
+            (
+                {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": calls}]},
+                "turn 2 of 'messages': tool_calls holds .*; write a list",
+            )
+            for calls in ("f(x)", '{"name": "f"}', {}, ["f"])
+        ],
         ({"prompt": "q", "label": 1}, "a.jsonl:4: no conversation among the columns prompt, label; set train"),
+        (
+            {"prompt": None, "answer": ""},
+            r"4: no .* columns prompt \(null\), answer; fill the null, or set train",
+        ),
     ],
 )
 def test_a_row_that_is_no_conversation_is_an_error_that_names_it(row, message):

@@ -86,6 +86,19 @@ def test_every_form_of_a_row_gives_the_same_pair(tmp_path: Path, form: str, name
     assert "4" in chosen and "5" not in chosen and "5" in rejected and "2+2" not in chosen + rejected
 
 
+@pytest.mark.parametrize("template", [CHATML, ""])
+def test_a_prompt_that_plain_texts_repeat_is_learned_once_and_a_greeting_is_none(tmp_path: Path, template: str) -> None:
+    head = "\n\nHuman: 2+2?\n\nAssistant:"
+    rows = [
+        {"prompt": head, "chosen": f"{head} 4.", "rejected": f"{head} Five."},
+        {"prompt": "Hi", "chosen": "Hi!", "rejected": "Hide."},
+    ]
+    pairs = pairs_of(tmp_path, rows, template)
+    assert byte_tokenizer(template).decode(pairs.chosen[0][0]).count("Human") == 1
+    found = [[text.removesuffix("<|im_end|>").strip() for text in texts] for texts in answers(pairs, template)]
+    assert found == [["4.", "Five."], ["Hi!", "Hide."]]
+
+
 def test_an_answer_is_learned_with_its_end_and_earlier_answers_are_not(tmp_path: Path) -> None:
     said = [user("hi"), assistant("Hello."), user("2+2?")]
     rows = [{"chosen": [*said, assistant("It is 4.")], "rejected": [*said, assistant("5")]}]

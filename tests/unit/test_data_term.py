@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.data_term import WithDataTerm, sft_term
+from cosmos_core.algorithms.grpo import Grpo
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import StageContext
@@ -157,6 +158,9 @@ def test_it_goes_on_from_a_checkpoint_that_had_no_data_term() -> None:
     found = beside()
     found.load_state_dict({"num_steps": 7})
     assert found.state_dict() == {"algorithm": {"num_steps": 7}, "num_updates": 0}
+    plain = Grpo(GrpoConfig())
+    plain.load_state_dict(found.state_dict())
+    assert plain.state_dict() == {"num_steps": 7}
 
 
 def test_fewer_rows_than_a_step_has_are_told() -> None:

@@ -12,6 +12,7 @@ import pytest
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data.conversation import conversation_tokens
 from cosmos_core.data.messages import SkippedRow, read_conversation
+from cosmos_core.data.rendering import RefusedRow
 from cosmos_core.data.rows import load_rows
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.errors import DataError
@@ -34,17 +35,36 @@ def openai(arguments: Any) -> dict[str, Any]:
     return {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]}
 
 
+def openai_before_tools(arguments: Any) -> dict[str, Any]:
+    call = {"name": "weather", "arguments": arguments}
+    return {"messages": [ASKED, {"role": "assistant", "content": None, "function_call": call}]}
+
+
+def calls_as_json(arguments: Any) -> dict[str, Any]:
+    first, called = openai(arguments)["messages"]
+    return {"messages": [first, {**called, "tool_calls": json.dumps(called["tool_calls"])}]}
+
+
+def sharegpt_with_calls(arguments: Any) -> dict[str, Any]:
+    _, called = openai(arguments)["messages"]
+    return {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "tool_calls": called["tool_calls"]}]}
+
+
 def sharegpt(arguments: Any) -> dict[str, Any]:
     value = json.dumps({"name": "weather", "arguments": arguments})
     return {"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": value}]}
 
 
 def learned_of(row: dict[str, Any], template: str) -> list[str]:
+    return learned_turns(template, read_conversation(row, "row"))
+
+
+def learned_turns(template: str, turns: Any) -> list[str]:
     tokenizer = byte_tokenizer(template)
-    return learned(tokenizer, *conversation_tokens(tokenizer, read_conversation(row, "row"), "row"))
+    return learned(tokenizer, *conversation_tokens(tokenizer, turns, "row"))
 
 
-@pytest.mark.parametrize("form", [openai, sharegpt])
+@pytest.mark.parametrize("form", [openai, sharegpt, sharegpt_with_calls, openai_before_tools, calls_as_json])
 @pytest.mark.parametrize("arguments", ['{"city": "Paris"}', {"city": "Paris"}])
 @pytest.mark.parametrize(
     ("template", "written"),
@@ -116,3 +136,28 @@ def test_a_null_that_was_written_in_the_schema_of_a_tool_is_kept_and_one_of_arro
     assert found is not None and "strict" not in found[0]["function"]
     if suffix != ".parquet":
         assert found == [SCHEMA]
+
+
+@pytest.mark.parametrize("role", ["developer", "tool"])
+def test_a_developer_or_tool_turn_that_the_template_leaves_out_is_refused(role: str) -> None:
+    without = CHATML.replace("in messages %}", "in messages if m.role in ['user', 'assistant'] %}")
+    turns = [ASKED, {"role": role, "content": "It rains in Oslo"}, ANSWERED]
+    assert "in Oslo" in byte_tokenizer(CHATML).decode(conversation_tokens(byte_tokenizer(CHATML), turns, "row")[0])
+    with pytest.raises(RefusedRow, match=f"with a {role} turn that the chat template leaves out"):
+        conversation_tokens(byte_tokenizer(without), turns, "row")
+
+
+def test_a_tools_text_that_the_template_writes_as_json_is_not_left_out() -> None:
+    as_json = CHATML.replace("{{ m.content }}", "{{ m.content | tojson if m.role == 'tool' else m.content }}")
+    turns = [ASKED, {"role": "tool", "content": '{"at": "Tromsø",\n"sky": "<grey>"}\n'}, ANSWERED]
+    assert learned_turns(as_json, turns)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_of_the_last_turn_that_the_template_leaves_out_are_refused(key: str) -> None:
+    shows = CHATML.replace("{{ m.content }}", "{{ m.KEY if loop.last }}{{ m.content }}".replace("KEY", key))
+    turns = [ASKED, {**ANSWERED, key: "so it is\n"}]
+    assert "so it is" in "".join(learned_turns(shows, turns * 2))
+    with pytest.raises(RefusedRow, match=f"with `{key}` that the chat template leaves out"):
+        conversation_tokens(byte_tokenizer(CHATML), turns, "row")
+    assert learned_turns(CHATML, [*turns, ASKED, ANSWERED])

@@ -56,6 +56,7 @@ def test_a_look_counts_images_that_are_enlarged(tmp_path, runs):
 
 @pytest.mark.parametrize(("suffix", "kept", "told"), [
     (".mp4", 0.5, "it cannot be decoded"), (".mkv", 0.5, "it is cut off: its head says"),
+    (".mkv", 0.1, "it is damaged or cut off"), (".webm", 0.1, "it is damaged or cut off"),
     (".avi", 0.75, "it is cut off: its head says"), (".webm", 0.75, "it is cut off: its head says"),
 ])  # fmt: skip
 def test_a_video_that_is_cut_off_is_refused_and_a_whole_one_is_not(tmp_path, runs, suffix, kept, told):

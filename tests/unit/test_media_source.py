@@ -148,6 +148,12 @@ def test_a_row_without_a_column_of_media_says_which_are_known_and_which_it_has(t
     assert item.lacks == f"it has no column {known} with an image or a video, but photo, text"
 
 
+def test_a_url_in_place_of_a_file_is_told(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"image": "https://host/1.png", "text": "one"}\n')
+    [item] = items_of(tmp_path / "rows.jsonl")
+    assert item.problem == "rows.jsonl:1: 'https://host/1.png' is a URL, which is not read; download it"
+
+
 def test_captions_that_are_missing_or_empty_are_told_and_an_empty_key_hides_no_other(tmp_path):
     for name in ("metas", "videos", "t5_xxl"):
         (tmp_path / name).mkdir()
@@ -213,7 +219,7 @@ def test_each_file_of_a_name_is_read_and_formats_that_are_not_read_are_told(tmp_
         (tmp_path / name).write_bytes(png())
     (tmp_path / "a.txt").write_text("a cat")
     (tmp_path / "b.json").write_text('{"prompt": "a dog"}')
-    for name in ("c.heic", "d.GIF"):
+    for name in ("c.heic", "d.GIF", "e.jp2"):
         (tmp_path / name).write_bytes(b"x")
         (tmp_path / name).with_suffix(".txt").write_text("more")
     found = [
@@ -222,9 +228,41 @@ def test_each_file_of_a_name_is_read_and_formats_that_are_not_read_are_told(tmp_
     assert found == [
         ("c.heic", "", "c.heic: .heic is not read; convert it to png or mp4", None),
         ("d.GIF", "", "d.GIF: .GIF is not read; convert it to png or mp4", None),
+        ("e.jp2", "", "e.jp2: .jp2 is not read; convert it to png or mp4", None),
         ("b.json", "a dog", "", "b.png"), ("b.json", "a dog", "", "b.webp"),
         ("a.jpg", "a cat", "", "a.jpg"), ("a.png", "a cat", "", "a.png"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("has_files", [True, False])
+def test_pairs_in_sub_folders_are_read_and_those_of_held_out_splits_are_not(tmp_path, has_files):
+    for name in ["a.jpg"] * has_files + ["sub/b.jpg", "sub/deep/c.png", "test/d.jpg", ".hidden/e.jpg"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(png())
+        (tmp_path / name).with_suffix(".txt").write_text(f"of {name}")
+    (tmp_path / "sub" / "f.png").write_bytes(png())
+    names = ["a.jpg"] * has_files + ["sub/b.jpg", "sub/f.png", "sub/deep/c.png"]
+    problem = "sub/f.png: there is no f.txt, .caption or .json with its prompt"
+    assert [(item.where, item.prompt, item.problem) for item in items_of(tmp_path)] == [
+        (name, "", problem) if name == "sub/f.png" else (name, f"of {name}", "") for name in names
+    ]
+    (tmp_path / "sub" / "b.txt").rename(tmp_path / "sub" / "b.json")
+    (tmp_path / "sub" / "b.json").write_text('{"prompt": "of sub/b.jpg"}')
+    assert "of sub/b.jpg" in [item.prompt for item in items_of(tmp_path)]
+    assert [item.prompt for item in items_of(tmp_path, split=["test"])] == ["of test/d.jpg"]
+
+
+@pytest.mark.parametrize("name", ["train/rows.csv", "metadata.jsonl", "train/captions.json"])
+def test_a_file_of_rows_beside_images_is_named(tmp_path, name):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "a.jpg").write_bytes(png())
+    (tmp_path / name).write_text('["file_name"]' if name.endswith("json") else "file_name,text")
+    first = items_of(tmp_path)[0].problem
+    if name.endswith("json"):
+        assert first == 'captions.json: it must be a JSON object such as {"prompt": "..."}; name a file of rows itself'
+    else:
+        missing = "a.jpg: there is no a.txt, .caption or .json with its prompt"
+        assert first == f"{missing}; if its prompt is in {tmp_path / name}, give that file in place of the folder"
 
 
 def test_a_damaged_header_in_a_shard_does_not_hide_what_is_behind_it(tmp_path):

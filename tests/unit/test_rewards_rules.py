@@ -72,8 +72,14 @@ def test_single_choice_compares_the_first_answer_tags_without_blanks_and_case(an
         ("#### **42**", "#### $42.00", 1),
         ("#### 4.2", "#### 42", 0),
         ("#### -42", "#### 42", 0),
+        *[(f"#### {number}", "#### 1", 0) for number in ("1/2", "1 1/2", "1e3", "1.5e3")],
+        *[(f"#### {number}", "#### 1.5", 1) for number in ("3/2", "1 1/2", "15e-1", "1.5/hour")],
+        ("#### -1 1/2", "#### -3 / 2", 1),
+        (f"#### -{'1' * 40}", f"#### -{'1' * 39}2", 0),
         ("#### ,", "#### 42", 0),
         ("#### .", "#### 42", 0),
+        *[(f"#### {number}", "#### 42", 1) for number in ("$\\boxed{42}$", "`42`", "__42__", "(42)", "€42")],
+        *[(f"#### {number}", "#### -1234", 1) for number in ("\u22121,234", "-1\\,234", "-1{,}234")],
     ],
 )
 def test_gsm8k_compares_the_last_marked_numbers(answer, reference, value):
@@ -127,6 +133,10 @@ def test_the_test_answers_of_gsm8k_are_right_by_themselves_and_wrong_with_anothe
         ("Answer: $a sin x$", "$sin x$", -1),
         ("Answer: $y = a sin x$", "$sin x$", -1),
         ("Answer: a sin x", "sin x", -1),
+        *[
+            (f"Answer: {math}", math.replace("a bc", "bc"), -1)
+            for math in ("\\(a bc\\)", "\\[a bc\\]", "2 + a bc", "-a bc", "(a bc)")
+        ],
         ("Answer: a train costs $a bc$", "abc", 1),
         ("Answer: 3 ways", "3", 1),
         ("Answer: ways", "3", -1),
@@ -161,9 +171,18 @@ def test_direct_math_compares_the_last_answer_line_after_normalisation(answer, r
         ("\\boxed{72}", "He sold 48+24 = <<48+24=72>>72 clips.\n#### 72", 1),
         ("\\boxed{71}", "He sold 48+24 = <<48+24=72>>72 clips.\n#### 72", 0),
         *[(f"\\boxed{{{said}}}", "7", 1) for said in ("7.", "7,", "7;", "7\\,", "7.0", " 7 . ")],
-        *[(said, "42", 1) for said in ("\\boxed {42}", "\\fbox{42}", "$\\fbox {42.}$.", "\\boxed 42")],
-        *[(f"\\boxed{{1{space}234}}", "1234", 1) for space in ("\\,", "\\ ", "{,}", "~", "\\!")],
+        *[
+            (said, "42", 1)
+            for said in ("\\boxed {42}", "\\fbox{42}", "$\\fbox {42.}$.", "\\boxed 42", "\\framebox{42}")
+        ],
+        *[(f"\\boxed{{{said}}}", "42", 1) for said in ("42\\\\", "42~", "42.~")],
+        *[(f"\\boxed{{1{space}234}}", "1234", 1) for space in ("\\,", "\\ ", "{,}", "~", "\\!", "\u00a0", "\u202f")],
         ("\\boxed{1\\,234\\,567.5}", "1234567.5", 1),
+        ("\\boxed{1 234 567.5}", "1234567.5", 1),
+        ("\\boxed{-1234}", "-1 234", 1),
+        ("\\boxed{1 2345}", "12345", 0),
+        ("\\boxed{90°}", "90", 1),
+        ("\\boxed{90^\\circ}", "90°", 1),
         ("\\boxed{6.02e23}", "6.02 \\times 10^{23}", 1),
         ("\\boxed{6.02\\cdot 10^{23}}", "6.02E+23", 1),
         ("It is 1.5e-3.", "0.0015", 1),
@@ -171,6 +190,8 @@ def test_direct_math_compares_the_last_answer_line_after_normalisation(answer, r
         ("\\boxed{0.\\overline{3}}", "\\frac13", 1),
         ("\\boxed{-0.1\\overline{6}}", "-1/6", 1),
         ("\\boxed{1/3}", "0.\\bar{3}", 1),
+        ("\\boxed{0.\\dot{1}\\dot{2}}", "4/33", 1),
+        ("\\boxed{1/7}", "0.\\dot14285\\dot7", 1),
         ("\\boxed{0.3}", "0.\\overline{3}", 0),
         *[("\\boxed{42}", wanted, 1) for wanted in ("42.", "$42.$", "$42$.", "\\boxed {42.}", "#### 42.")],
         ("\\boxed{\\frac{1}{2}.}", "0.5,", 1),
@@ -271,7 +292,20 @@ def test_a_users_file_that_cannot_be_imported_is_a_reward_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "returned", ["None", "'1.0'", "float('nan')", "float('inf')", "[1.0]", "(1.0, {'x': float('nan')})"]
+    "returned",
+    [
+        "None",
+        "'1.0'",
+        "float('nan')",
+        "float('inf')",
+        "[1.0]",
+        "(1.0, {'x': float('nan')})",
+        "(1.0, 2.0)",
+        "(1.0, 'why')",
+        "(1.0, None)",
+        "(1.0,)",
+        "(1.0, {}, 2)",
+    ],
 )
 def test_what_is_no_finite_number_is_an_error(tmp_path, returned):
     file = tmp_path / "odd.py"

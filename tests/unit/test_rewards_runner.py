@@ -65,7 +65,7 @@ def act(to_be_evaluated, reference):
 def secrets(to_be_evaluated, reference):
     """Return whether the words of the answer are in the environment, as it is now and as the process began."""
     if to_be_evaluated == "tell":
-        print("the key is", os.environ["SERVICE_KEY"])
+        print("the key is", os.environ["SERVICE_KEY"], flush=True)
         raise ValueError(os.environ["SERVICE_KEY"])
     began = open("/proc/self/environ", "rb").read().decode()
     return float(sum(word in began or word in str(os.environ) for word in to_be_evaluated.split()))
@@ -102,7 +102,15 @@ def others():
 def children(pid=None):
     """All but the resource tracker of multiprocessing, which ends with its process."""
     found = [child for child in psutil.Process(pid).children(recursive=True) if child not in OTHERS]
-    return [child for child in found if is_running(child.pid) and "resource_tracker" not in " ".join(child.cmdline())]
+    return [child for child in found if is_running(child.pid) and "resource_tracker" not in command_of(child)]
+
+
+def command_of(process):
+    """The command line; empty if the process has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -16,7 +16,7 @@ from cosmos_core.data.kinds.base import IDS, MASK, HeldOutRows, Seed, TokenisedK
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.kinds.sequences import Sequences
 from cosmos_core.data.messages import Message, Row, SkippedRow, plain_text_columns
-from cosmos_core.data.preferences import Preference, read_preference
+from cosmos_core.data.preferences import Preference, read_preference, remove_repeated_prompt
 from cosmos_core.data.prepared import mixture_of, open_table, split_path
 from cosmos_core.data.records import Job, Record, Ref, check_characters, processor_for, read_images, tokenise_turns
 from cosmos_core.data.sample import Sample
@@ -91,7 +91,7 @@ class PairsKind(TokenisedKind):
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
         preference = self.reader(row, where, *job.conversation, with_images=job.root is not None)
         if not tokenizer.chat_template and (texts := plain_text_columns(row, "prompt", ("chosen",), ("rejected",))):
-            preference = Preference(*texts)
+            preference = Preference(texts[0], *(remove_repeated_prompt(*texts) or texts[1:]))
         prompt, *completions = preference
         check_characters([prompt, *completions], where)
         if job.root is not None:
