@@ -3,6 +3,7 @@
 `lora.py` adds adapters to a model and writes them.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,17 @@ _PEFT_SETTING_NAMES = {
 _IRRELEVANT_SETTINGS = {
     *_PEFT_SETTING_NAMES.values(), "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "target_parameters", "inference_mode", "exclude_modules", "lora_dropout", "init_lora_weights",
-    "ensure_weight_tying", "runtime_config",
+    "ensure_weight_tying", "runtime_config", "fan_in_fan_out",
 }  # fmt: skip
 _BASE_CHANGING_METHODS = ("pissa", "olora", "corda", "loftq")
 
 
-def load_saved_settings(lora: LoraConfig) -> peft.LoraConfig:
+def load_saved_settings(lora: LoraConfig, tied_names: Sequence[str] = ()) -> peft.LoraConfig:
     """Return the settings of the adapter in `lora_path`. A recipe may change only the dropout of a saved adapter.
+    `tied_names` are the modules of the model that share one weight.
 
     Raises:
-        ModelError: the adapter is missing, or of an unsupported kind.
+        ModelError: the adapter is missing, of an unsupported kind, or separates modules that share one weight.
         ConfigError: a setting of the recipe differs from that of the saved adapter.
     """
     folder = _resolve_adapter_folder(lora)
@@ -53,6 +55,12 @@ def load_saved_settings(lora: LoraConfig) -> peft.LoraConfig:
             f"{_KEY} = '{folder}': it began with a part of the base weights ({saved_config.init_lora_weights}) and "
             f"fits no "
             f"untouched base; save it again with PEFT's path_initial_model_for_weight_conversion"
+        )
+    saved_modules = () if saved_config.ensure_weight_tying else tuple(saved_config.modules_to_save or ())
+    if untied_names := [name for name in tied_names if name.endswith(saved_modules)]:
+        raise ModelError(
+            f"{_KEY} = '{folder}': its modules_to_save trains {untied_names[0]!r} separately, whose weight is "
+            f"{' and '.join(tied_names)} in one; give a base model with tie_word_embeddings = false"
         )
     default_lora = LoraConfig()
     for key, name in _PEFT_SETTING_NAMES.items():

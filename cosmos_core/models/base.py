@@ -19,11 +19,11 @@ from cosmos_core.parallel.mesh import Mesh
 
 def has_dropout(model: nn.Module) -> bool:
     """Return True if a model in training mode randomly zeroes activations or attention weights."""
-    dropout_rates = (
-        module.p if isinstance(module, nn.Dropout) else module.__dict__.get("attention_dropout")
+    return any(
+        isinstance(value, float) and value > 0 and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout)))
         for module in model.modules()
-    )  # fmt: skip
-    return any(isinstance(dropout_rate, float) and dropout_rate > 0 for dropout_rate in dropout_rates)
+        for name, value in vars(module).items()  # some families store the rate alone, for `nn.functional.dropout`
+    )
 
 
 @dataclass(frozen=True, slots=True)

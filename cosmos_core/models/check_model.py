@@ -187,7 +187,7 @@ def main() -> int:
     for check in check_model(arguments.model, arguments.model_class):
         table.add_row(check.name, "ok" if check.is_passed else "FAILED", check.detail)
         is_passed &= check.is_passed
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False).print(table)
     return EXIT_OK if is_passed else EXIT_REFUSED
 
 

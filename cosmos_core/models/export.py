@@ -59,7 +59,7 @@ def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str
 
 def _export_config(model: PreTrainedModel, dtype: torch.dtype | None) -> Any:
     config = copy.deepcopy(model.config)
-    for model_config in [config, *(getattr(config, name) for name in config.sub_configs)]:
+    for model_config in filter(None, [config, *(getattr(config, name) for name in config.sub_configs)]):
         if dtype is not None:
             model_config.dtype = dtype
         # Training with recomputation disables the key-value cache, but generation with the exported model needs it.

@@ -146,8 +146,10 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
     text_config = config.get_text_config()
     rope_parameters = getattr(text_config, "rope_parameters", None) or {}
     for rope_settings in [rope_parameters] if "rope_type" in rope_parameters else rope_parameters.values():
+        if rope_settings.get("rope_type") not in ("longrope", "dynamic"):
+            continue
         max_stable_length = rope_settings.get("original_max_position_embeddings") or text_config.max_position_embeddings
-        if rope_settings.get("rope_type") in ("longrope", "dynamic") and max_length > max_stable_length:
+        if max_length > max_stable_length:
             raise ModelError(
                 f"policy.model_max_length = {max_length}: the model's {rope_settings['rope_type']!r} positions change "
                 f"for "

@@ -19,6 +19,7 @@ import peft
 import torch
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -29,12 +30,13 @@ from cosmos_core.models.adapter import PREFIX, load_saved_settings, load_weights
 from cosmos_core.models.lora_targets import (
     ExactLora,
     adapted_layers,
-    adapted_names,
     describe_adapter,
     find_targets,
+    layers_by_pattern_name,
     names_of_targets,
     portable_config,
     resolve_saved_targets,
+    separate_patterns,
 )
 from cosmos_core.registry import suggestion
 
@@ -67,18 +69,13 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     _check_targets(f"{_KEY}.target_modules", targets, names_of_targets(model), r"(^|.*\.){}")
     _check_targets(f"{_KEY}.modules_to_save", lora.modules_to_save or (), module_names, r".*{}")
     tied_names = _find_tied_modules(model)
-    if refused_names := [name for name in tied_names if any(name == t or name.endswith(f".{t}") for t in targets)]:
-        raise ConfigError(
-            f"{_KEY}.target_modules names {refused_names[0]!r}, whose weight is {' and '.join(tied_names)} in one; "
-            "name it in modules_to_save, which trains it whole"
-        )
     should_keep_ties = any(
         name.endswith(saved_module) for name in tied_names for saved_module in lora.modules_to_save or ()
     )
     if lora.lora_path is None:
         config = _build_peft_config(model, lora, should_keep_ties)
     else:
-        config = load_saved_settings(lora)
+        config = load_saved_settings(lora, tied_names)
         resolve_saved_targets(config, model)
     config.base_model_name_or_path = getattr(model, "name_or_path", None)
     config.revision = getattr(model.config, "_commit_hash", None)
@@ -94,9 +91,16 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
             ) from error
         raise ConfigError(f"{_KEY}: PEFT refuses {type(model).__name__}: {' '.join(str(error).split())}") from error
     layers_by_name: Mapping[str, Any] = adapted_layers(model)
+    if refused_names := [name for name in tied_names if name in layers_by_name]:
+        source = f"lora_path = '{lora.lora_path}'" if lora.lora_path else "target_modules"
+        raise ConfigError(
+            f"{_KEY}.{source} names {refused_names[0]!r}, whose weight is {' and '.join(tied_names)} in one; "
+            f"name it in modules_to_save{' of a new adapter' if lora.lora_path else ''}, which trains it whole"
+        )
     logger.info("policy.lora: %s", describe_adapter(model, lora.target_modules))
     for key, patterns in (("r_pattern", lora.r_pattern), ("alpha_pattern", lora.alpha_pattern)):
-        _check_targets(f"{_KEY}.{key}", patterns or {}, adapted_names(model), r"(.*\.)?({})", are_patterns=True)
+        _check_targets(f"{_KEY}.{key}", patterns or {}, [*layers_by_pattern_name(model)], r"(.*\.)?({})", True)
+    separate_patterns(model, config)
     _check_head_dropout(model, lora)
     if lora.lora_path is not None and not next(model.parameters()).is_meta:
         load_weights(model, lora)
@@ -211,8 +215,21 @@ def _build_peft_config(model: Any, lora: LoraConfig, should_keep_ties: bool) -> 
             f"{_KEY}.init_lora_weights = {lora.init_lora_weights!r} starts from linear layers, and "
             f"{targets.parameters[0]} is none; use true, or leave it out of target_modules"
         )
-    # Two stacked projections need twice the rank.
-    double_rank_patterns = [f".*{re.escape(name)}" for name in targets.double_rank]
+    rank_pattern, alpha_pattern = dict(lora.r_pattern or {}), dict(lora.alpha_pattern or {})
+    double_rank = targets.double_rank
+    if rank_pattern or alpha_pattern:  # whose values may differ from layer to layer
+        double_rank = [name for name in names_of_targets(model) if name.endswith(tuple(double_rank))]
+    # Two stacked projections need twice the rank, at an unchanged scale: alpha / r, or alpha / sqrt(r).
+    alpha_growth = math.sqrt(2) if lora.use_rslora else 2
+    doubled_rank = {
+        f".*{re.escape(name)}": 2 * rank_pattern.get(get_pattern_key(list(rank_pattern), name), lora.r)
+        for name in double_rank
+    }
+    raised_alpha = {
+        f".*{re.escape(name)}": alpha_growth
+        * alpha_pattern.get(get_pattern_key(list(alpha_pattern), name), lora.lora_alpha)
+        for name in double_rank
+    }
     config_class: Any = (
         peft.LoraConfig
     )  # Any: the type annotations of LoraConfig are narrower than the values that it accepts
@@ -227,15 +244,15 @@ def _build_peft_config(model: Any, lora: LoraConfig, should_keep_ties: bool) -> 
         use_rslora=lora.use_rslora,
         modules_to_save=list(lora.modules_to_save) if lora.modules_to_save else None,
         ensure_weight_tying=should_keep_ties,
-        alpha_pattern=dict(lora.alpha_pattern or {}) | dict.fromkeys(double_rank_patterns, 2 * lora.lora_alpha),
-        rank_pattern=dict(lora.r_pattern or {}) | dict.fromkeys(double_rank_patterns, 2 * lora.r),
+        alpha_pattern=raised_alpha | alpha_pattern,
+        rank_pattern=doubled_rank | rank_pattern,
         # True on the meta device, where weights have no values to decompose.
         init_lora_weights=next(model.parameters()).is_meta or lora.init_lora_weights,
     )
 
 
 def _check_targets(
-    key: str, targets: Iterable[str], names: Iterable[str], pattern_template: str, *, are_patterns: bool = False
+    key: str, targets: Iterable[str], names: Iterable[str], pattern_template: str, are_patterns: bool = False
 ) -> None:
     """Check that each of `targets`, inserted into the regular expression `pattern_template`, matches at least one
     module name."""

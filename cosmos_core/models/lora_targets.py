@@ -140,10 +140,10 @@ def portable_config(config: Any, model: nn.Module) -> Any:
     for name, layer in layers.items():
         if not isinstance(layer, ParamWrapper) and any(_has_name_suffix(name, target) for target in lost_targets):
             kind = name_without_prefix(name)
-            parameters.add(target := f"{kind if module_counts[kind] == adapted_counts[kind] else name}.weight")
+            parameters.add(f"{kind if module_counts[kind] == adapted_counts[kind] else name}.weight")
             (rank,), (alpha,) = layer.r.values(), layer.lora_alpha.values()
             if (rank, alpha) != (config.r, config.lora_alpha):
-                pattern = f".*{re.escape(target.removesuffix('.weight'))}(\\.weight)?"
+                pattern = f"{re.escape(name)}(\\.weight)?"
                 config.rank_pattern[pattern], config.alpha_pattern[pattern] = rank, alpha
     config.target_parameters, config.lora_dropout = parameters, 0.0  # PEFT refuses dropout for adapted parameters
     return config
@@ -170,13 +170,22 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def adapted_names(model: nn.Module) -> list[str]:
-    """Return the names of the adapted layers of a model and of its adapted stacked parameters."""
-    layers = adapted_layers(model)
-    stacked_parameters = [
-        (name, layer.parameter_name) for name, layer in layers.items() if isinstance(layer, ParamWrapper)
-    ]
-    return [*layers, *(f"{name.replace('.base_layer', '')}.{parameter}" for name, parameter in stacked_parameters)]
+def layers_by_pattern_name(model: nn.Module) -> dict[str, LoraLayer]:
+    """Return the adapted layers by the names that PEFT compares with rank and alpha patterns: the name of a linear
+    layer, or of a stacked parameter."""
+    return {
+        f"{name.replace('.base_layer', '')}.{layer.parameter_name}" if isinstance(layer, ParamWrapper) else name: layer
+        for name, layer in adapted_layers(model).items()
+    }
+
+
+def separate_patterns(model: Any, config: Any) -> None:
+    """Give each layer its own rank and alpha pattern if the order of the patterns in `config` matters. The first
+    pattern that matches a layer counts, and PEFT sorts the patterns of a saved adapter."""
+    if any(list(patterns) != sorted(patterns) for patterns in (config.rank_pattern, config.alpha_pattern)):
+        layers = {re.escape(name): layer for name, layer in layers_by_pattern_name(model).items()}
+        config.rank_pattern = {name: next(iter(layer.r.values())) for name, layer in layers.items()}
+        config.alpha_pattern = {name: next(iter(layer.lora_alpha.values())) for name, layer in layers.items()}
 
 
 def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> str:

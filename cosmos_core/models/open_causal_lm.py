@@ -17,7 +17,7 @@ from cosmos_core.models.meta_device import needs_base_weights
 from cosmos_core.models.processor import ImageReader, load_processor, processor_files
 from cosmos_core.models.row_limits import check_rows
 from cosmos_core.models.sharded_load import init_on_meta
-from cosmos_core.models.teacher import count_ids
+from cosmos_core.models.teacher import choose_pad_id, count_ids
 from cosmos_core.parallel.fsdp import move_buffers
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.stage import Stage
@@ -69,9 +69,9 @@ def open_model(stage: Stage) -> CausalLM:
         watch_compiling(stage.progress)
         compile_blocks(model)
     extra_files = processor_files(stage.model, policy.model_revision)
-    # The model may have no embedding for the pad token of its tokenizer; any other token can pad.
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id < model.config.get_text_config().vocab_size else 0
-    input_processing = InputProcessing(pad_id, vision, tokenizer, extra_files, num_ids=count_ids(tokenizer))
+    input_processing = InputProcessing(
+        choose_pad_id(tokenizer, model), vision, tokenizer, extra_files, num_ids=count_ids(tokenizer)
+    )
     load_balancing = load_balancing_settings(model, policy.aux_loss_coeff) if stage.kind.trains_model else None
     return CausalLM(model, train, input_processing, mesh, load_balancing)
 
@@ -97,6 +97,11 @@ def open_image_reader(stage: Stage) -> ImageReader | None:
         raise ConfigError(
             "train.train_policy.enable_dp_load_balancing = true: rows with images go apart from rows without, whatever "
             "their length; set it to false"
+        )
+    if stage.recipe.teacher_of(stage.kind):
+        raise ConfigError(
+            "distillation.enable = true: this version shows images to the policy alone, not to a teacher; set it to "
+            "false, or take rows without images"
         )
     processor = load_processor(stage.model, stage.recipe.policy.model_revision, media_settings(stage.recipe).pixels)
     if processor is None:

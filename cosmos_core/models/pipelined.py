@@ -86,6 +86,7 @@ class PipelineRunner:
     def __init__(self, model: PreTrainedModel, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> None:
         assert mesh.pipeline is not None
         self._model, self._parallelism = model, mesh.sizes
+        self._device = torch.device(mesh.data.device_type)  # shards of the model may be on the CPU (`fsdp_offload`)
         self._pipeline_group, self._num_stages = mesh.pipeline.get_group(), num_stages(model, mesh.sizes)
         self.roots = [
             StageModule(stage_of(model, number, mesh.sizes), number, number == self._num_stages - 1, train, dtype)
@@ -141,12 +142,11 @@ class PipelineRunner:
 
     def _build_schedule(self, num_batches: int, num_tokens: int, loss: Callable[[Any, Tensor], Tensor | None]) -> Any:
         """Return torch's pipeline schedule for `num_batches` micro-batches of at most `num_tokens` tokens."""
-        config, model = self._model.config, self._model
-        dtype = self.roots[0].hidden_dtype
-        meta_hidden_PH = torch.empty(num_tokens, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+        dtype, hidden_size = self.roots[0].hidden_dtype, self._model.config.hidden_size
+        meta_hidden_PH = torch.empty(num_tokens, hidden_size, dtype=dtype, device="meta", requires_grad=True)
         stages: list[Any] = [
             PipelineStage(
-                stage, stage.number, self._num_stages, model.device, group=self._pipeline_group,
+                stage, stage.number, self._num_stages, self._device, group=self._pipeline_group,
                 input_args=(meta_hidden_PH,) if stage.number else (),
                 output_args=(meta_hidden_PH,) * (1 + stage.is_last_stage)
             )

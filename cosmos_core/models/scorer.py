@@ -114,7 +114,7 @@ class Scorer(nn.Module):
         hidden_BSH = hidden_BTH if has_labels else hidden_BTH[:, :-1]
         hidden_NH = hidden_BSH.reshape(-1, hidden_BTH.shape[-1])[scored_N]
         max_chunk_bytes = self._chunk_bytes or chunk_bytes(hidden_NH.device)
-        num_ids = self.num_ids or self.vocabulary
+        num_ids = min(self.num_ids or self.vocabulary, self.vocabulary)
         num_top_ids = min(request.top_k, num_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
         chunk_scorer = _ChunkScorer(
             head, request, num_top_ids, num_ids, dtype, max(1, max_chunk_bytes // (4 * self.vocabulary))
@@ -142,7 +142,7 @@ class Scorer(nn.Module):
         """Return the hidden states, the head, and the load-balancing loss by name (empty if disabled). If the model's
         logits are not head(body(x)), return the logits and an identity head."""
         if self._has_plain_head is None:
-            self._has_plain_head = self._probe()
+            self._has_plain_head = self._probe(inputs["input_ids"].device)
         body_module = self.model.base_model if self._has_plain_head else self.model
         if self.balance is None or not torch.is_grad_enabled():
             output, balance_output = body_module(**_select_model_inputs(inputs), use_cache=False), {}
@@ -172,17 +172,17 @@ class Scorer(nn.Module):
         return logits_MV
 
     @torch.no_grad()
-    def _probe(self) -> bool:
-        """Return True if head(body(x)) equals the model's own logits for a few tokens."""
+    def _probe(self, device: torch.device) -> bool:
+        """Return True if head(body(x)) equals the model's own logits for a few tokens on `device`."""
         if self.model.get_output_embeddings() is None or self.model.base_model is self.model:
             return False
         if is_without_data(self.model):
             return True
         was_training = self.model.training
         self.model.eval()  # dropout would make the two results differ
-        token_ids = torch.arange(1, PROBE_TOKENS + 1, device=self.model.device).unsqueeze(0) % self.vocabulary
+        token_ids = torch.arange(1, PROBE_TOKENS + 1, device=device).unsqueeze(0) % self.vocabulary
         # The autocast cache is disabled: a recomputation in a later pass would not find casts cached here.
-        with _open_autocast(token_ids.device, _autocast_dtype(token_ids.device)):
+        with _open_autocast(device, _autocast_dtype(device)):
             expected_logits = self.model(input_ids=token_ids, use_cache=False).logits
             hidden_states = getattr(
                 self.model.base_model(input_ids=token_ids, use_cache=False), "last_hidden_state", None

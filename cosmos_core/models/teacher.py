@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.precision import FP8Config
@@ -49,9 +49,8 @@ def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapt
         model.requires_grad_(False)
         check_row_length(model.config, recipe.policy.model_max_length)
         tokenizer = policy.tokenizer
-        input_processing = InputProcessing(
-            int(tokenizer.pad_token_id), tokenizer=tokenizer, num_ids=count_ids(tokenizer)
-        )
+        pad_id = choose_pad_id(tokenizer, model)
+        input_processing = InputProcessing(pad_id, tokenizer=tokenizer, num_ids=count_ids(tokenizer))
         return CausalLM(model, teacher_train, input_processing, policy.mesh)
 
 
@@ -93,6 +92,12 @@ def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizer
 def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the number of token ids of a tokenizer, its largest id plus one; an output head may have more rows."""
     return int(max(tokenizer.get_vocab().values())) + 1
+
+
+def choose_pad_id(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> int:
+    """Return the pad token, or 0 if the model has no embedding for the pad token; any token can pad."""
+    pad_id = int(tokenizer.pad_token_id)
+    return pad_id if pad_id < model.config.get_text_config().vocab_size else 0
 
 
 def teacher_settings(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:

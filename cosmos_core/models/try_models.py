@@ -107,7 +107,7 @@ def main() -> int:
     standard error."""
     options, models = json.loads(sys.argv[1]), sys.argv[2:]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     logging.disable(logging.WARNING)
     try:
         responders = [
@@ -119,7 +119,7 @@ def main() -> int:
         for prompt_index, prompt in zip(count(), _read_prompts(options["prompt"]), strict=False):
             responses = [respond(prompt, prompt_index) for respond in responders]
             if len(responses) == 1:
-                console.print(responses[0], markup=False)
+                console.print(responses[0], soft_wrap=True)
                 continue
             table = Table(*options["names"], title=prompt, title_justify="left")
             table.add_row(*responses)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.lora import save_adapter
@@ -43,6 +44,22 @@ def test_an_adapter_of_peft_s_own_is_gone_on_with(folder: Path, tmp_path: Path) 
     model = theirs(folder, {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False})
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(ours(folder, {"lora_path": str(tmp_path)})), logits(model))
+
+
+def test_a_saved_adapter_on_a_tied_head_is_refused(tmp_path: Path) -> None:
+    tied = save_tiny_model(tmp_path / "tied")
+    theirs(tied, {"target_modules": ["q_proj", "lm_head"]}).save_pretrained(tmp_path / "lora")
+    with pytest.raises(ConfigError, match=r"lora_path = '.*' names 'lm_head', whose weight is model.embed_tokens and"):
+        ours(tied, {"lora_path": str(tmp_path / "lora")})
+
+
+def test_an_adapter_of_transposed_layers_is_gone_on_with(tmp_path: Path) -> None:
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=264, bos_token_id=None, eos_token_id=258)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    model = ours(tmp_path / "gpt2", {"target_modules": ["c_attn"]})
+    disturb(model)
+    save_adapter(model, tmp_path / "lora")
+    assert torch.equal(logits(ours(tmp_path / "gpt2", {"lora_path": str(tmp_path / "lora")})), logits(model))
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "all linear": {"target_modules": "all-linear", "r": 4, "lora_alpha": 16.0},
     "patterns": {
         "target_modules": ["q_proj", "v_proj", "down_proj"], "use_rslora": True,
-        "r_pattern": {"v_proj": 3, "layers\\.1\\.mlp\\.down_proj": 2}, "alpha_pattern": {"q_proj": 2.0},
+        "r_pattern": {"v_proj": 3, "layers\\.1\\..*": 2}, "alpha_pattern": {"q_proj": 2.0},
     },
     "gaussian": {"target_modules": ["o_proj"], "init_lora_weights": "gaussian"},
     "random": {"target_modules": ["o_proj", "embed_tokens", "lm_head"], "init_lora_weights": False},

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as hf
 
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.hf import load_model
 from cosmos_core.models.lora import save_adapter
 from cosmos_core.models.lora_targets import adapted_layers, describe_adapter
@@ -160,6 +160,7 @@ def check_saved(model: Any, folder: Path, path: Path) -> None:
         ),
         ({"target_modules": "all-linear", "init_lora_weights": "olora"}, r"'olora' starts from linear layers, and mlp"),
         ({"target_modules": ["gate_projection"]}, r"'gate_projection' matches no module"),
+        ({"target_modules": SEVEN, "r_pattern": {"experts": 2}}, r"r_pattern = 'experts' matches no module"),
     ],
 )
 def test_what_experts_cannot_have_is_refused_by_name(
@@ -178,3 +179,32 @@ def test_a_router_that_is_named_is_adapted(folders: Callable[[str], Path], tmp_p
 def test_a_name_with_its_layer_means_that_layer(folders: Callable[[str], Path]) -> None:
     model = ours(folders("qwen3-moe"), {"target_modules": ["layers.1.mlp.experts.down_proj", "layers.0.mlp.gate"]})
     assert list(adapted_layers(model)) == ["model.layers.0.mlp.gate", "model.layers.1.mlp.experts"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ({"use_rslora": True}, [4, 8]),
+        ({"r_pattern": {"experts\\..*": 2}, "alpha_pattern": {"layers\\.1\\..*": 3}}, [2, 4]),
+    ],
+    ids=["rslora", "patterns"],
+)
+def test_gate_and_up_projection_in_one_have_the_scale_of_the_others(
+    folders: Callable[[str], Path], tmp_path: Path, settings: dict[str, Any], ranks: list[int]
+) -> None:
+    model = ours(folders("qwen3-moe"), {"target_modules": SEVEN, "r": 4, **settings})
+    experts = [layer for name, layer in adapted_layers(model).items() if "layers.1.mlp" in name]
+    assert [layer.r["default"] for layer in experts] == ranks
+    scale = 4.0 if "use_rslora" in settings else 1.5
+    assert [layer.scaling["default"] for layer in experts] == pytest.approx([scale, scale])
+    check_saved(model, folders("qwen3-moe"), tmp_path)
+
+
+def test_a_saved_adapter_that_separates_tied_weights_is_refused(tmp_path: Path) -> None:
+    base = load_model(str(save_tiny_model(tmp_path / "base")), dtype=torch.float32)
+    settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    peft.get_peft_model(base, settings).save_pretrained(tmp_path / "lora")
+    with pytest.raises(
+        ModelError, match=r"'lm_head' separately, whose weight is model\.embed_tokens and lm_head in one"
+    ):
+        ours(tmp_path / "base", {"lora_path": str(tmp_path / "lora")})

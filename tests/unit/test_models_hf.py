@@ -21,12 +21,16 @@ from transformers import (
     JetMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    RecurrentGemmaConfig,
 )
 
 from cosmos_core.errors import ModelError
+from cosmos_core.models.base import has_dropout
 from cosmos_core.models.hf import (
     check_row_length,
     load_config,
@@ -251,3 +255,12 @@ def test_rows_whose_positions_depend_on_their_neighbours_are_refused(rope: dict[
         assert moves(limit + 1)
         with pytest.raises(ModelError, match=rf"model_max_length = {limit + 1}.*{rope['rope_type']}.* at most {limit}"):
             check_row_length(config, limit + 1)
+
+
+def test_positions_without_a_limit_are_not_looked_at() -> None:
+    check_row_length(RecurrentGemmaConfig(), 1 << 20)
+
+
+def test_a_dropout_rate_without_a_module_is_dropout() -> None:
+    sizes = {"hidden_size": 8, "ffn_dim": 8, "word_embed_proj_dim": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    assert [has_dropout(OPTForCausalLM(OPTConfig(**sizes, dropout=rate))) for rate in (0.1, 0.0)] == [True, False]

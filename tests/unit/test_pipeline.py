@@ -5,17 +5,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers as hf
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.parallelism import ParallelismConfig
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ModelError
 from cosmos_core.models.hf import load_model
+from cosmos_core.models.pipelined import PipelineRunner
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.pipeline import apply_pp, layers_of, stage_of, stages_of_rank
 from cosmos_core.train import check
@@ -163,3 +168,15 @@ def test_a_check_refuses_a_model_before_a_rank_starts(tmp_path: Path) -> None:
     vlm = stage_of_run(tmp_path / "vlm", two, model=save_family("qwen3-vl", tmp_path / "qwen3-vl"))
     with pytest.raises(ModelError, match="Qwen3VLForConditionalGeneration has no plan for a pipeline; set it to 1"):
         check.run(vlm)
+
+
+def test_hidden_states_are_received_on_the_device_that_computes() -> None:
+    """The shards of the weights may be elsewhere, in host memory."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        group = SimpleNamespace(get_group=lambda: dist.group.WORLD, get_local_rank=lambda: 0)
+        mesh: Any = SimpleNamespace(sizes=TWO, pipeline=group, data=SimpleNamespace(device_type="meta"))
+        runner = PipelineRunner(qwen3(2), TrainConfig(), mesh, torch.float32)
+        assert runner._build_schedule(2, 8, lambda output, number: None)._stage.device == torch.device("meta")
+    finally:
+        dist.destroy_process_group()

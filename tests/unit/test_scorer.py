@@ -336,3 +336,19 @@ def test_the_size_of_a_chunk_follows_the_memory_of_the_machine(monkeypatch: pyte
     for gib, mib in ((2, 64), (8, 128), (24, 256), (31.5, 256), (32, 512), (500, 1024)):
         monkeypatch.setattr(scorers.psutil, "virtual_memory", lambda gib=gib: SimpleNamespace(total=int(gib * 2**30)))
         assert chunk_bytes(torch.device("cpu")) == mib << 20
+
+
+def test_the_first_pass_runs_where_its_tokens_are() -> None:
+    """With `fsdp_offload` the first weight of a pipeline stage is in host memory until its block runs."""
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)).eval()
+    expected = Scorer(model)(inputs(), CHOSEN)["logprobs"]
+    model.register_parameter("elsewhere", torch.nn.Parameter(torch.empty(1, device="meta")))
+    assert model.device.type == "meta"
+    assert torch.equal(Scorer(model)(inputs(), CHOSEN)["logprobs"], expected)
+
+
+def test_the_most_likely_ids_are_at_most_the_rows_of_the_head(model: PreTrainedModel) -> None:
+    scorer = scorer_of(model)
+    scorer.num_ids = 600  # the tokenizer has ids that the model lacks
+    found = scorer(inputs(), CHOSEN, request=RequestedOutputs(top_k=550), dtype=torch.float64)
+    assert found["top_ids"].shape == (len(CHOSEN), 500)

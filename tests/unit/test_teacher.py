@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -201,3 +202,19 @@ def test_an_algorithm_of_a_users_own_is_told_of_the_teacher(tmp_path: Path, monk
         recipe = Recipe.model_validate({**own, "distillation": {"enable": is_on}})
         assert (make_algorithm(recipe, training_sampling(recipe)).teacher is not None) == is_on
     assert make_algorithm(recipe).teacher is None
+
+
+def test_a_teacher_without_an_embedding_of_the_pad_token_scores_padded_rows(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<a>", "<b>"])
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.save_pretrained(folder)
+    assert tokenizer.pad_token_id >= 260, "the model has 260 embeddings"
+    settings = {**GRPO, "train.compile": False, "distillation.enable": True, "policy.model_max_length": 64}
+    recipe = Change("distillation.model_name_or_path", str(folder), {**settings, "distillation.mini_batch": 4}).after
+    trainer = open_trainer(stage_of(tmp_path / "stage", recipe, kind="rl", model=folder))
+    trainer.add_model("teacher", open_teacher(recipe.distillation, recipe, trainer.adapter))
+    longer, shorter = samples(2)
+    rows = [longer, replace(shorter, input_ids=shorter.input_ids[:5], loss_mask=shorter.loss_mask[:5])]
+    assert len(trainer.evaluate(rows, RequestedOutputs(), weights="teacher")) == 2

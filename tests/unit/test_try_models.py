@@ -43,3 +43,18 @@ def test_an_interrupt_ends_a_chat_without_a_traceback(
     monkeypatch.setattr(try_models.logging, "disable", lambda level: None)
     assert try_models.main() == EXIT_PREEMPTED
     assert capsys.readouterr().err.splitlines()[-1] == "cosmos: interrupted"
+
+
+def test_prompts_and_completions_are_printed_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    completion = "[/INST] :smile: [b]" + " word" * 40
+    monkeypatch.setattr(try_models, "open_chat", lambda *_: lambda prompt, index: completion)
+    monkeypatch.setattr(try_models.logging, "disable", lambda level: None)
+    for models in (["a"], ["a", "b"]):
+        options = {"prompt": "[/user] hi", "max_tokens": 1, "temperature": 0.0, "names": models}
+        monkeypatch.setattr(sys, "argv", ["try_models", json.dumps(options), *models])
+        assert try_models.main() == 0
+    alone, _, side_by_side = capsys.readouterr().out.partition("\n")
+    assert alone == completion
+    assert side_by_side.startswith("[/user] hi") and side_by_side.count("[/INST] :smile:") == 2

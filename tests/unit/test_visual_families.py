@@ -175,22 +175,22 @@ def loaded(folder: Path) -> tuple[PreTrainedModel, ProcessorMixin]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "train", "said"),
+    ("settings", "train", "said"),
     [
-        ({"parallelism": {"cp_size": 2}}, {}, "policy.parallelism.cp_size = 2: this version shards models that are"),
+        ({"policy": {"parallelism": {"cp_size": 2}}}, {}, "policy.parallelism.cp_size = 2: this version shards models"),
         ({}, {"enable_dp_load_balancing": True}, "enable_dp_load_balancing = true: rows with images go apart"),
+        ({"distillation": {"enable": True}}, {"type": "grpo"}, "distillation.enable = true: .* not to a teacher"),
     ],
-    ids=["cp", "balancing"],
+    ids=["cp", "balancing", "teacher"],
 )
 def test_what_rows_with_images_exclude_is_one_line(
-    folders: Callable[[str], Path], tmp_path: Path, policy: dict[str, Any], train: dict[str, Any], said: str
+    folders: Callable[[str], Path], tmp_path: Path, settings: dict[str, Any], train: dict[str, Any], said: str
 ) -> None:
     stage = prepared(folders("llava"), tmp_path)
-    asked = Recipe.model_validate(
-        {"policy": policy, "train": {"max_num_steps": 1, "train_policy": {"type": "sft", **train}}}
-    )
+    asked = Recipe.model_validate({**settings, "train": {"max_num_steps": 1, "train_policy": {"type": "sft", **train}}})
+    kind = all_kinds()["rl" if train.get("type") == "grpo" else stage.kind.name]
     with pytest.raises(ConfigError, match=said):
-        open_image_reader(replace(stage, data=stage.path / "data", recipe=asked))
+        open_image_reader(replace(stage, data=stage.path / "data", recipe=asked, kind=kind))
 
 
 @pytest.mark.parametrize("template", [MIXED, PARTS], ids=["mixed", "parts"])
