@@ -161,16 +161,18 @@ def gdpo_advantages(rewards: Sequence[Groups], weights: Sequence[float]) -> list
 
     `rewards` has an element per reward function: its values for the completions of each group. Each value r becomes
     (r - mean) / (sample std + 1e-4) within its group. The sums over functions, weighted by `weights`, are normalized by
-    the same formula over all completions of the step. A completion that lacks a value has the advantage None.
+    the same formula over all completions of the step. A value that a completion lacks, because the function does not
+    apply to it, adds nothing to the sum; a completion without any value has the advantage None.
     """
     rewards_by_group = zip(*rewards, strict=True)
-    validity_by_group = [[all(map(_is_valid, each)) for each in zip(*row, strict=True)] for row in rewards_by_group]
-    weighted_sums = [np.zeros(sum(row)) for row in validity_by_group]
+    validity_by_group = [[any(map(_is_valid, each)) for each in zip(*row, strict=True)] for row in rewards_by_group]
+    weighted_sums = [np.zeros(len(row)) for row in validity_by_group]
     for groups, weight in zip(rewards, weights, strict=True):
-        for sum_G, values_of_group, row in zip(weighted_sums, groups, validity_by_group, strict=True):
-            valid_rewards = [value for value, is_valid in zip(values_of_group, row, strict=True) if is_valid]
-            sum_G += weight * _standardise(np.array(valid_rewards, dtype=np.float64))
-    normalised_values = iter(_standardise(np.concatenate([*weighted_sums, np.zeros(0)])))
+        for sum_G, values_of_group in zip(weighted_sums, groups, strict=True):
+            has_value_G = np.array(list(map(_is_valid, values_of_group)), dtype=bool)
+            sum_G[has_value_G] += weight * _standardise(np.array(list(filter(_is_valid, values_of_group))))
+    valid_sums = [sum_G[row] for sum_G, row in zip(weighted_sums, validity_by_group, strict=True)]
+    normalised_values = iter(_standardise(np.concatenate([*valid_sums, np.zeros(0)])))
     return [[float(next(normalised_values)) if is_valid else None for is_valid in row] for row in validity_by_group]
 
 

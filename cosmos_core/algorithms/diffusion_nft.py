@@ -33,15 +33,11 @@ class DiffusionNft(FlowRl):
 
         def loss(micro: MicroBatch) -> Loss:
             outputs = micro.outputs
-            advantage_low, advantage_high, advantage_mode = (
-                config.advantage_low,
-                config.advantage_high,
-                config.advantage_mode,
-            )
+            low, high, mode = config.advantage_low, config.advantage_high, config.advantage_mode
             advantages_B = torch.tensor([sample.rollout.advantage for sample in micro.samples], dtype=torch.float64)
             sigma_B = torch.tensor([sample.sigma for sample in micro.samples], dtype=torch.float64)
             velocities = outputs["velocity"], outputs[f"{OLD_POLICY}/velocity"], outputs.get("reference/velocity")
-            optimality_B = optimality_probability(advantages_B, advantage_low, advantage_high, advantage_mode)
+            optimality_B = optimality_probability(advantages_B, low, high, mode)
             inputs = NftInputs(*velocities, outputs["noisy"], outputs["latents"], sigma_B, optimality_B, micro.mask)
             loss_terms = nft_loss(inputs, beta, config.advantage_high)
             value = (loss_terms.policy_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples

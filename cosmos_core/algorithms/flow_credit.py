@@ -118,8 +118,8 @@ def _normalise_rewards(groups: Sequence[Sequence[float | None]], settings: Credi
 
 
 def _weighted_total(values: Sequence[float | None], weights: Mapping[str, float]) -> float | None:
-    if any(value is None for value in values):
-        return None
+    if all(value is None for value in values):
+        return None  # a single missing value is of a function that does not apply to the completion
     return sum(weight * (value or 0.0) for value, weight in zip(values, weights.values(), strict=True))
 
 
@@ -152,11 +152,8 @@ class RewardMonitor:
     """
 
     def __init__(self, min_fraction: float, monitored_rewards: Sequence[str], num_baseline_steps: int = 5) -> None:
-        self._min_fraction, self._monitored_rewards, self._num_baseline_steps = (
-            min_fraction,
-            tuple(monitored_rewards),
-            num_baseline_steps,
-        )
+        self._min_fraction, self._num_baseline_steps = min_fraction, num_baseline_steps
+        self._monitored_rewards = tuple(monitored_rewards)
         self._baseline_values: dict[str, list[float]] = {}
         self._is_alarm_on = False
 

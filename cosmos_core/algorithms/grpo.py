@@ -123,8 +123,7 @@ class Grpo(Algorithm):
                 for row in zip(draft_samples, is_truncated, strict=True)
             ],
         )
-        if config.algo == "gdpo":
-            weights = metric_weights(config)
+        if config.algo == "gdpo" and (weights := metric_weights(config)):  # there are none with `bypass_reward`
             reward_columns = [
                 [[None if s.value is None else s.metrics.get(name) for s in group.scores] for group in groups]
                 for name in weights
@@ -210,7 +209,8 @@ class Grpo(Algorithm):
         return {"num_steps": self._num_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_steps = int(state.get("num_steps", 0))
+        # A checkpoint of a training with a data term has the state one level deeper.
+        self._num_steps = int(state.get("algorithm", state).get("num_steps", 0))
 
     def _make_update(self, inputs: _UpdateInputs) -> Update:
         config, step_samples = self.config, inputs.all_samples

@@ -54,9 +54,4 @@ def shared_prefixes(
 
 
 def _shared_prefix_length(token_ids: Sequence[int], other_token_ids: Sequence[int]) -> int:
-    return sum(
-        1
-        for _ in takewhile(
-            lambda token_pair: token_pair[0] == token_pair[1], zip(token_ids, other_token_ids, strict=False)
-        )
-    )
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, other_token_ids, strict=False)))

@@ -72,7 +72,7 @@ def _export(stage: Stage, step: int) -> Outcome:
     dtype: torch.dtype = getattr(torch, stage.recipe.train.param_dtype)
     revision = stage.recipe.policy.model_revision
     stage.progress.phase("load")
-    tokenizer = load_tokenizer(stage.model, revision)
+    tokenizer = load_tokenizer(stage.model, revision, stage.recipe.policy.chat_template)
     model = load_model(stage.model, revision=revision, dtype=torch.float32)
     target = stage.path / export_folder(step)
     stage.progress.phase("export")

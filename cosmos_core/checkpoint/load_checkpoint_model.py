@@ -40,8 +40,7 @@ def pinned_step(stage: Stage) -> int:
         steps = ", ".join(map(str, saved_steps(folder))) or "none"
         raise ModelError(
             f"{key}: there is no checkpoint of step {checkpoint_choice}, only {steps}; train with "
-            f"train.ckpt.enable_checkpoint = "
-            f"true, and raise train.ckpt.max_keep to keep more"
+            f"train.ckpt.enable_checkpoint = true, and raise train.ckpt.max_keep to keep more"
         )
     if reason := resume_obstacle(folder, int(checkpoint_choice), None):
         raise ModelError(f"{key}: {step_folder(folder, int(checkpoint_choice))}: {reason}; choose another step")

@@ -155,8 +155,7 @@ def _get_upstream_results(stage: Stage) -> list[dict[str, Any]]:
         base_model_notice = f" besides the base {base_stage!r}" if base_stage in stage.config.after else ""
         raise ConfigError(
             f"stage {stage.name!r}: after = {json.dumps(stage.config.after)} names {len(stage_names)} models to "
-            f"merge; name "
-            f"at least two{base_model_notice}"
+            f"merge; name at least two{base_model_notice}"
         )
     return [stage.inputs[name] for name in stage_names]
 

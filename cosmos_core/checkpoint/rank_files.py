@@ -41,7 +41,7 @@ def owned_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalTensor]
     """
     local_tensors = {}
     for name, tensor in tensors.items():
-        if (tensor_shard := local_shard(tensor)).numel():
+        if (tensor_shard := local_shard(tensor)).numel() or not tensor.numel():
             local_tensors[name] = LocalTensor(
                 tensor_shard, tuple(shard_bound.start for shard_bound in shard_bounds(tensor))
             )

@@ -9,6 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Container
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from cosmos_core.checkpoint.state import (
 )
 from cosmos_core.errors import ModelError
 from cosmos_core.models.disk import unwrap_checkpoint_errors
-from cosmos_core.parallel.mesh import all_gather_object, broadcast_object, is_first, num_ranks, rank_number
+from cosmos_core.parallel.mesh import broadcast_object, first_error_of_ranks, is_first, num_ranks, rank_number
 from cosmos_core.run.files import read_json, sha256
 
 MANIFEST = "manifest.json"
@@ -118,32 +119,35 @@ def load_latest(
     Raises:
         ModelError: the checkpoint is of another model, or was written by Cosmos-RL.
     """
-    step = _newest_complete_step_on_ranks(folder, fingerprint, send_heartbeat)
+    step = newest_complete_step_on_ranks(folder, fingerprint, send_heartbeat)
     if step is not None:
         _fill(state, step_folder(folder, step) / "policy")
     return step
 
 
-def _newest_complete_step_on_ranks(folder: Path, fingerprint: str, send_heartbeat: Callable[[], None]) -> int | None:
-    """Return the step of the newest intact checkpoint on every rank, as a collective; None: no intact checkpoint.
-
-    Unlike `newest_complete_step`, every rank hashes only some of the files, because a single rank would take longer
-    than the timeout of a collective.
-    """
+def newest_complete_step_on_ranks(folder: Path, fingerprint: str, send_heartbeat: Callable[[], None]) -> int | None:
+    """Return the step of the newest intact checkpoint on every rank, as a collective; None: no intact checkpoint."""
     for step in broadcast_object(saved_steps(folder)[::-1]):
         if is_first():
             refuse_pickled_shards(step_folder(folder, step) / "policy")
-        reason = broadcast_object(resume_obstacle(folder, step, fingerprint, is_hashed=True) if is_first() else None)
-        if reason is None:
-            local_problem = find_damaged_file(
-                step_folder(folder, step) / "policy", rank_number(), num_ranks(), send_heartbeat
-            )
-            reason = next(filter(None, all_gather_object(local_problem)), None)
+        reason = resume_obstacle_on_ranks(folder, step, fingerprint, send_heartbeat)
         if reason is None:
             return step
         if is_first():
             logger.warning("checkpoint %s is passed over: %s", step_folder(folder, step), reason)
     return None
+
+
+def resume_obstacle_on_ranks(
+    folder: Path, step: int, fingerprint: str | None, send_heartbeat: Callable[[], None]
+) -> str | None:
+    """Return the result of `resume_obstacle` on every rank, as a collective.
+
+    Every rank hashes only some of the files, because a single rank would take longer than the timeout of a collective.
+    """
+    reason = broadcast_object(resume_obstacle(folder, step, fingerprint, is_hashed=True) if is_first() else None)
+    policy_folder = step_folder(folder, step) / "policy"
+    return reason or first_error_of_ranks(find_damaged_file(policy_folder, rank_number(), num_ranks(), send_heartbeat))
 
 
 def find_damaged_file(
@@ -153,24 +157,28 @@ def find_damaged_file(
 
     Rank `rank` checks only its share, every `num_ranks`-th file. `send_heartbeat` is called before each file, as a
     heartbeat."""
-    for name, file_record in sorted(read_manifest(policy)["files"].items())[rank::num_ranks]:
+    if (file_records := read_manifest(policy).get("files")) is None:
+        return f"{MANIFEST} is gone"
+    for name, file_record in sorted(file_records.items())[rank::num_ranks]:
         send_heartbeat()
         if reason := _find_file_problem(policy / name, file_record, is_hashed=False):
             return reason
     return None
 
 
-def load_from(policy_folder: Path, state: TrainState) -> int:
-    """Load the checkpoint in the folder `policy_folder` (`.../step_N/policy`) into `state`, and return its step N.
+def load_from(policy_folder: Path, state: TrainState, send_heartbeat: Callable[[], None] = lambda: None) -> int:
+    """Load the checkpoint in the folder `policy_folder` (`.../step_N/policy`) into `state` on every rank, and return
+    its step N.
 
-    The configuration fingerprint of the checkpoint is not compared.
+    The configuration fingerprint of the checkpoint is not compared. `send_heartbeat` is called before each file is
+    hashed.
 
     Raises:
         ModelError: the checkpoint is damaged, of another model, or was written by Cosmos-RL.
     """
     step = int(policy_folder.parent.name.removeprefix("step_"))
     refuse_pickled_shards(policy_folder)
-    if reason := resume_obstacle(policy_folder.parent.parent, step, None):
+    if reason := resume_obstacle_on_ranks(policy_folder.parent.parent, step, None, send_heartbeat):
         raise ModelError(f"checkpoint {policy_folder}: {reason}; name another one, or none")
     _fill(state, policy_folder)
     return step
@@ -221,9 +229,10 @@ def refuse_pickled_shards(policy_folder: Path) -> None:
 
 
 def _find_file_problem(file: Path, file_record: dict[str, Any], is_hashed: bool) -> str | None:
-    if not os.path.isfile(file):  # unlike Path.is_file, os.path.isfile returns False for an invalid file name
-        return f"{file.name} is gone"
-    size = file.stat().st_size
-    if size != file_record["size"]:
-        return f"{file.name} has {size} bytes instead of {file_record['size']}"
-    return None if is_hashed or sha256(file) == file_record["sha256"] else f"{file.name} was altered"
+    if os.path.isfile(file):  # unlike Path.is_file, os.path.isfile returns False for an invalid file name
+        with suppress(FileNotFoundError):  # another run that still trains may delete its checkpoint meanwhile
+            size = file.stat().st_size
+            if size != file_record["size"]:
+                return f"{file.name} has {size} bytes instead of {file_record['size']}"
+            return None if is_hashed or sha256(file) == file_record["sha256"] else f"{file.name} was altered"
+    return f"{file.name} is gone"

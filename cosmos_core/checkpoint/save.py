@@ -71,9 +71,8 @@ class Checkpointer:
         self._on_saved, self._send_heartbeat = on_saved, beat
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
-        self._hashed_steps: set[int] = (
-            set()
-        )  # steps whose checkpoint files need not be hashed again: this process wrote them
+        # Steps whose files this process wrote or verified: to hash them again at a stop would cost its grace period.
+        self._hashed_steps: set[int] = set()
         should_pin_memory = asynchronous and torch.cuda.is_available()
         self._stager = DefaultStager(StagingOptions(use_shared_memory=False)) if should_pin_memory else None
         # Collectives of the writer threads overlap with those of the training, so they need a separate process group.
@@ -125,7 +124,9 @@ class Checkpointer:
         Raises:
             ModelError: the checkpoint is of another model, or was written by Cosmos-RL.
         """
-        return resume.load_latest(self._folder, state, self._fingerprint, self._send_heartbeat)
+        if (step := resume.load_latest(self._folder, state, self._fingerprint, self._send_heartbeat)) is not None:
+            self._hashed_steps.add(step)
+        return step
 
     def name_best(self, best: BestStep | None) -> None:
         """Write the best step to `best.json`, in the parent folder of the checkpoints; None: remove the file."""
@@ -234,16 +235,17 @@ class Checkpointer:
         """
         if self._max_keep == -1:
             return
-        matching_steps = [
-            step for step in saved_steps(self._folder) if step <= newest and self._has_same_fingerprint(step)
-        ]
-        deleted_steps = [step for step in matching_steps[: -self._max_keep] if best is None or step != best.step]
+        steps = [step for step in saved_steps(self._folder) if step <= newest and self._has_same_fingerprint(step)]
+        deleted_steps = [step for step in steps[: -self._max_keep] if best is None or step != best.step]
         if deleted_steps and resume.resume_obstacle(self._folder, newest, self._fingerprint, is_hashed=True) is None:
             for step in deleted_steps:
                 # The rename is atomic, so a killed process leaves no partially deleted checkpoint.
                 deleted_folder = self._folder / f".step_{step}.{os.getpid()}.tmp"
-                os.rename(step_folder(self._folder, step), deleted_folder)
-                shutil.rmtree(deleted_folder)
+                try:
+                    os.rename(step_folder(self._folder, step), deleted_folder)
+                    shutil.rmtree(deleted_folder)
+                except OSError as error:  # such as EBUSY of NFS, where other processes still read files
+                    logger.warning("checkpoint step_%d in %s cannot be deleted: %s", step, self._folder, error)
 
     def _has_same_fingerprint(self, step: int) -> bool:
         manifest = resume.read_manifest(step_folder(self._folder, step) / "policy")
@@ -265,4 +267,4 @@ def _clean_unfinished_saves(folder: Path) -> None:
         if match and match[2] == "old" and not (folder / match[1]).exists():
             os.rename(path, folder / match[1])
         elif match:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)

@@ -10,6 +10,7 @@ without a gradient so far. `get_model_state_dict` is not used because it keeps b
 import base64
 import hashlib
 import importlib
+import logging
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from torch.distributed.tensor import DTensor
 from cosmos_core.errors import ModelError
 from cosmos_core.parallel.mesh import all_gather_object
 from cosmos_core.types import JsonValue
+
+logger = logging.getLogger(__name__)
 
 _MODEL_PREFIX = "model."
 _OPTIMIZER_PREFIX = "optimizer."
@@ -130,7 +133,10 @@ def allocate_tensors(
 
 
 def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
-    """Load `tensors`, a result of `allocate_tensors` filled from a checkpoint, into the optimizer of `state`."""
+    """Load `tensors`, a result of `allocate_tensors` filled from a checkpoint, into the optimizer of `state`.
+
+    Moments that the optimizer cannot continue, because another kind of optimizer saved them, are left out.
+    """
     current_state = state.optimizer.state_dict()
     parameters = [parameter for param_group in state.optimizer.param_groups for parameter in param_group["params"]]
     indices = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -140,7 +146,15 @@ def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) ->
         if key.startswith(_OPTIMIZER_PREFIX):
             optimizer_slot, _, name = key.removeprefix(_OPTIMIZER_PREFIX).partition(".")
             states_by_index.setdefault(indices[id(parameters_by_name[name])], {})[optimizer_slot] = tensor
-    optimizer_state = {index: _merge_slots(slot_tensors) for index, slot_tensors in states_by_index.items()}
+    is_8bit = type(state.optimizer).__name__.endswith("8bit")
+    is_muon = {i: group.get("is_matrix", False) for group in current_state["param_groups"] for i in group["params"]}
+    optimizer_state = {
+        index: _merge_slots(slots)
+        for index, slots in states_by_index.items()
+        if ("momentum_buffer" in slots) == is_muon[index] and (is_8bit or not any(":" in slot for slot in slots))
+    }
+    if num_dropped := len(states_by_index) - len(optimizer_state):
+        logger.warning("the checkpoint has moments of another optm_name: those of %d weights begin anew", num_dropped)
     state.optimizer.load_state_dict({"state": optimizer_state, "param_groups": current_state["param_groups"]})
 
 
@@ -161,9 +175,7 @@ def capture_rng() -> dict[str, JsonValue]:
         "python": [version, list(state_words), gauss_next],
         "numpy": [np.asarray(key_words).tolist(), int(position), int(has_gauss), float(cached_gauss)],
         "torch": _encode_rng_state(torch.get_rng_state()),
-        "cuda": [_encode_rng_state(each) for each in torch.cuda.get_rng_state_all()]
-        if torch.cuda.is_available()
-        else [],
+        "cuda": [_encode_rng_state(each) for each in torch.cuda.get_rng_state_all()],
     }
 
 
@@ -177,9 +189,8 @@ def restore_rng(rng_states: Mapping[str, Any]) -> None:
     key_words, position, has_gauss, cached_gauss = rng_states["numpy"]
     np.random.set_state(("MT19937", np.array(key_words, dtype=np.uint32), position, has_gauss, cached_gauss))
     torch.set_rng_state(_decode_rng_state(rng_states["torch"]))
-    if torch.cuda.is_available():
-        for device, encoded_state in enumerate(rng_states["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(_decode_rng_state(encoded_state), device)
+    for device, encoded_state in enumerate(rng_states["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(_decode_rng_state(encoded_state), device)
 
 
 def seed_rng(*seed_values: int, keeps_torch: bool = False) -> None:
@@ -249,22 +260,16 @@ def _split_optimizer_tensor(state_tensor: Tensor) -> dict[str, Tensor]:
     """
     if not hasattr(state_tensor, "qmap"):
         return {"": state_tensor}
-    return {
-        f":{attribute_name}": getattr(state_tensor, attribute_name) for attribute_name in ("codes", "scale", "qmap")
-    }
+    return {f":{attribute}": getattr(state_tensor, attribute) for attribute in ("codes", "scale", "qmap")}
 
 
 def _merge_slots(slot_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the optimizer state of one parameter by slot; 8-bit states are assembled from the tensors of
     `_split_optimizer_tensor`."""
     slots = {optimizer_slot: tensor for optimizer_slot, tensor in slot_tensors.items() if ":" not in optimizer_slot}
-    for optimizer_slot in [
-        optimizer_slot.removesuffix(":codes") for optimizer_slot in slot_tensors if optimizer_slot.endswith(":codes")
-    ]:
+    for optimizer_slot in [slot.removesuffix(":codes") for slot in slot_tensors if slot.endswith(":codes")]:
         state_class = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
-        codes, scale, qmap = (
-            slot_tensors[f"{optimizer_slot}:{attribute_name}"] for attribute_name in ("codes", "scale", "qmap")
-        )
+        codes, scale, qmap = (slot_tensors[f"{optimizer_slot}:{name}"] for name in ("codes", "scale", "qmap"))
         # Only `codes` has the shape of the parameter and thus its device; torchao moves none of the three later.
         scale, is_signed = scale.to(codes.device), bool(qmap.min() < 0)
         slots[optimizer_slot] = state_class(codes, scale, qmap.to(codes.device), is_signed, torch.float32)

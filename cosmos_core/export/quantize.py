@@ -142,7 +142,9 @@ def quantize_folder(
             _quantize_file(file, target / file.name, scheme, layers)
         on_file_quantized(file_number, len(files))
     for other_file in source.iterdir():
-        if other_file.is_file() and other_file.suffix != ".safetensors" and other_file.name != _INDEX_FILE:
+        if other_file.is_dir():  # the adapter, which the model card mentions
+            shutil.copytree(other_file, target / other_file.name, dirs_exist_ok=True)
+        elif other_file.suffix != ".safetensors" and other_file.name != _INDEX_FILE:
             shutil.copyfile(other_file, target / other_file.name)
     if (source / _INDEX_FILE).exists():
         write_json(target / _INDEX_FILE, _build_weight_index([target / Path(file).name for file in files]))

@@ -39,8 +39,7 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed_attention: str) ->
 
     Raises:
         ModelError: the model does not use the attention `packed_attention`, or its number of heads is not divisible by
-            the number
-            of ranks.
+            the number of ranks.
     """
     check_heads(model, "cp_size", mesh.size())
     if model.config.get_text_config()._attn_implementation != packed_attention:

@@ -112,9 +112,8 @@ class _SharedMemory:
     @property
     def is_in_use(self) -> bool:
         """Return True if a tensor on this rank still refers to this memory."""
-        return (
-            sys.getrefcount(self._memory_view) > self._num_references
-        )  # the storage of each tensor references the view
+        # The storage of each tensor references the view.
+        return sys.getrefcount(self._memory_view) > self._num_references
 
     def tensor(self, byte_offset: int, tensor_spec: FullTensor) -> Tensor:
         """Return the memory from byte offset `byte_offset` as a tensor with the shape and dtype of `tensor_spec`,

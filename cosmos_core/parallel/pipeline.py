@@ -88,8 +88,7 @@ def num_stages(model: PreTrainedModel, parallelism: ParallelismConfig) -> int:
     if stage_count > num_layers:
         raise ModelError(
             f"policy.parallelism.pp_size = {parallelism.pp_size} makes {stage_count} stages of {num_layers} layers; "
-            f"lower it, or raise "
-            f"pp_layers_per_stage"
+            f"lower it, or raise pp_layers_per_stage"
         )
     return stage_count
 

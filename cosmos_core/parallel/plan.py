@@ -31,8 +31,7 @@ def check_heads(model: PreTrainedModel, setting_name: str, num_ranks: int) -> No
         ):
             raise ModelError(
                 f"policy.parallelism.{setting_name} = {num_ranks} does not divide the {num_heads} {name} of "
-                f"{type(model).__name__}; "
-                f"lower it"
+                f"{type(model).__name__}; lower it"
             )
 
 
@@ -46,6 +45,5 @@ def check_features(model: PreTrainedModel, name: str, module: nn.Module, style: 
     if split_dim is not None and isinstance(module, nn.Linear) and module.weight.shape[split_dim] % num_ranks:
         raise ModelError(
             f"policy.parallelism.tp_size = {num_ranks} does not divide the {module.weight.shape[split_dim]} features "
-            f"of {name} "
-            f"of {type(model).__name__}; lower it"
+            f"of {name} of {type(model).__name__}; lower it"
         )

@@ -174,10 +174,12 @@ def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, length: int) -> int
     num_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     parallelism = rollout.parallelism
-    num_prompts = min(rollout.batch_size, max(1, recipe.train.train_batch_per_replica // rollout.n_generation))
+    num_groups = rollout.groups_in_flight if recipe.num_engines else rollout.batch_size
+    num_prompts = min(num_groups, max(1, recipe.train.train_batch_per_replica // rollout.n_generation))
+    num_completions = min(rollout.n_generation, rollout.n_generation_mini_batch or rollout.n_generation)
     num_cached_tokens = sum(min(length, tokens_of[layer_type]) for layer_type in layer_types)
     bytes_per_token = 2 * -(-num_heads // parallelism.tp_size) * head_dim * _itemsize(recipe.train.param_dtype)
-    return num_cached_tokens * bytes_per_token * num_prompts * rollout.n_generation // parallelism.pp_size
+    return num_cached_tokens * bytes_per_token * num_prompts * num_completions // parallelism.pp_size
 
 
 def sharded(memory: Memory, recipe: Recipe) -> Memory:

@@ -62,7 +62,7 @@ class Generation:
             engine = _make_fleet(stage)
             engine.resync = lambda: self.resync(self._newest_version)
         else:
-            settings = _engine_settings(stage, adapter.model, adapter.tokenizer, adapter.vision)
+            settings = _engine_settings(stage, adapter.model, adapter.tokenizer, adapter.vision, stage.progress.beat)
             if stage.recipe.policy.is_diffusers:
                 settings = replace(settings, flow=flow_source(stage, self._trainer))
             engine = make_engine(settings)
@@ -142,12 +142,13 @@ def transfer_dtype_of(train: TrainConfig) -> torch.dtype | None:
 
 
 def _engine_settings(
-    stage: Stage, model: PreTrainedModel, tokenizer: Any, image_reader: ImageReader | None, *, is_separate: bool = False
-) -> EngineSettings:
+    stage: Stage, model: PreTrainedModel, tokenizer: Any, image_reader: ImageReader | None, beat: Callable[[], None],
+    *, is_separate: bool = False,
+) -> EngineSettings:  # fmt: skip
     return EngineSettings(
         model, tokenizer, stage.model, stage.recipe.rollout, max_model_len=stage.recipe.policy.model_max_length,
         dtype=getattr(torch, stage.recipe.train.param_dtype), custom=stage.recipe.custom, is_separate=is_separate,
-        vision=image_reader,
+        vision=image_reader, beat=beat,
     )  # fmt: skip
 
 
@@ -181,14 +182,15 @@ def open_replica(path: Path) -> Replica:
     return Replica(partial(_open_separate_engine, path))
 
 
-def _open_separate_engine(path: Path) -> Engine:
+def _open_separate_engine(path: Path, beat: Callable[[], None]) -> Engine:
     configure("WARNING")
     mask_secrets()
-    return open_engine(load_stage(path))
+    return open_engine(load_stage(path), beat)
 
 
-def open_engine(stage: Stage) -> Engine:
-    """Return the rollout engine of a stage with the weights of the stage's model, without a trainer."""
+def open_engine(stage: Stage, beat: Callable[[], None]) -> Engine:
+    """Return the rollout engine of a stage with the weights of the stage's model, without a trainer; the engine calls
+    `beat` during waits."""
     policy = stage.recipe.policy
     tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
     dtype = getattr(torch, stage.recipe.train.master_dtype)
@@ -199,4 +201,4 @@ def open_engine(stage: Stage) -> Engine:
         mark_trained_weights(model, policy)
     if generation_config := load_generation_config(stage.model, policy.model_revision):
         model.generation_config = generation_config
-    return make_engine(_engine_settings(stage, model, tokenizer, open_image_reader(stage), is_separate=True))
+    return make_engine(_engine_settings(stage, model, tokenizer, open_image_reader(stage), beat, is_separate=True))

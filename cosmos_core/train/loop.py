@@ -20,6 +20,7 @@ from cosmos_core.checkpoint.resume import load_from
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng, seed_rng
 from cosmos_core.errors import ConfigError, Preempted
+from cosmos_core.parallel.mesh import any_rank
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.ema import EMA_WEIGHTS, MovingAverage
 from cosmos_core.train.feeds import Feed
@@ -229,7 +230,7 @@ class Loop:
         Raise ConfigError if the checkpoint of another run has as many steps as this training, or more."""
         state, total_steps = self._make_train_state(), self.feed.total_steps
         own_step = self.checkpointer.load_latest(state) or 0
-        start_step = own_step or (load_from(self.begin_from, state) if self.begin_from else 0)
+        start_step = own_step or (load_from(self.begin_from, state, self.stage.progress.beat) if self.begin_from else 0)
         if start_step > own_step and total_steps is not None and start_step >= total_steps:
             raise ConfigError(
                 f"train.resume = '{self.begin_from}' is at step {start_step} and this training ends at step "
@@ -240,10 +241,12 @@ class Loop:
             self.algorithm.load_state_dict(state.algorithm)
             self._num_updates = int(str(state.extra.get("num_updates", start_step)))
             # Random generators are restored last, because starting an engine advances and reseeds them.
-            if (rng := state.extra["rng"]) is not None:
-                restore_rng(_as_dict(rng))
-            else:
+            rng, saved_seed_rank = state.extra["rng"], state.extra.get("seed_rank", self._seed_rank)
+            # On another mesh, ranks that share a sample would draw different numbers, for example of dropout.
+            if any_rank(rng is None or saved_seed_rank != self._seed_rank):
                 seed_rng(self.stage.seed, start_step, self._seed_rank)
+            else:
+                restore_rng(_as_dict(rng))
         else:  # torch's random generators were seeded when the model was opened
             seed_rng(self.stage.seed, 0, self._seed_rank, keeps_torch=True)
         self.validation.load_state_dict(start_step, state.extra if own_step else {})
@@ -272,7 +275,7 @@ class Loop:
         metrics: dict[str, JsonValue] = {**self._last_metrics}
         state.extra = {
             "step": self.step, "total_steps": self.feed.total_steps, "rng": capture_rng(), "metrics": metrics,
-            "num_updates": self._num_updates, **self.validation.state_dict(self.step),
+            "seed_rank": self._seed_rank, "num_updates": self._num_updates, **self.validation.state_dict(self.step),
         }  # fmt: skip
         self.stage.metrics.sync()
         self.checkpointer.save(self.step, state, self._best_to_save)

@@ -5,7 +5,7 @@ Used during training and by stages of kind `validate` (`validate.py`).
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -46,14 +46,23 @@ the results of two validations differ only by the weights."""
 
 
 def row_metrics(
-    trainer: Trainer, algorithm: Algorithm, rows: HeldOutRows, size: int, progress: Progress
+    trainer: Trainer,
+    algorithm: Algorithm,
+    rows: HeldOutRows,
+    size: int,
+    progress: Progress,
+    on_wait: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Return the algorithm's metrics over all held-out rows; `size` is the number of rows in a forward pass."""
+    """Return the algorithm's metrics over all held-out rows; `size` is the number of rows in a forward pass.
+
+    `on_wait` is called before each chunk of rows, and may raise.
+    """
     rows_per_chunk = COMPARED_ROWS if rows.has_reference_pair else size
 
     def chunks() -> Iterator[list[Any]]:
         for start in range(0, len(rows), rows_per_chunk):
             progress.advance(start, len(rows))
+            on_wait()
             yield rows.samples(range(start, min(start + rows_per_chunk, len(rows))))
 
     return {PREFIX + name: value for name, value in algorithm.measure(chunks(), trainer, size).items()}
@@ -80,14 +89,12 @@ def completion_metrics(
     completions = [completion for group in groups for completion in group.group.completions]
     lengths = [completion.num_sampled for completion in completions if completion.diffusion_sample is None]
     correctness_metrics: dict[str, float] = {}
-    valid_groups = [
-        ([s.value for s in group.scores if s.value is not None], full)
+    correct_flags = [
+        [has_full_reward(score.value, full) for score in group.scores if score.value is not None]
         for group in groups
         if (full := _full_reward_of_group(group, full_reward)) is not None
     ]
-    if valid_groups and (
-        correct_flags := [[has_full_reward(reward, full) for reward in rewards] for rewards, full in valid_groups]
-    ):
+    if any(correct_flags):  # else no valid completion has a full reward
         accuracy = float(np.concatenate(correct_flags).mean())
         correctness_metrics = {"validation/accuracy": accuracy, **_estimate_pass_at_k(correct_flags)}
     return {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import islice
-from math import ceil, log2
+from math import ceil, gcd, log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from cosmos_core.config.schema.methods import METHODS, Method
 from cosmos_core.data.kinds.registry import row_kind, tokenised_kind
 from cosmos_core.data.media_source import open_items
 from cosmos_core.data.messages import Row, SkippedRow, columns_of, texts_of
+from cosmos_core.data.records import check_characters
 from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import CosmosError, DataError, MissingColumn, ModelError
 from cosmos_core.models.hf import load_config, load_tokenizer, model_without_weights
@@ -99,7 +100,11 @@ def _text_settings(options: Options, method: Method, machine: Machine) -> Iterat
     sampled_rows = list(islice(rows, _NUM_ROWS))
     if not sampled_rows:
         raise DataError(f"--data {options.data}: no rows")
-    columns, reason = _infer_columns(options, method, sampled_rows[0][1])
+    # A null in the first row does not mean that its column has another name: prefer a row that has all its values.
+    names = sampled_rows[0][1].keys()
+    complete_rows = (each for each in sampled_rows if all(each[1].get(name) is not None for name in names))
+    located_row = next(complete_rows, sampled_rows[0])
+    columns, reason = _infer_columns(options, method, *located_row)
     yield "train.train_policy.dataset.name", options.data, f"--data; {len(rows):,} rows"
     yield from ((f"train.train_policy.{name}_column_name", column, reason) for name, column in columns.items())
     config, tokenizer = load_config(options.model), load_tokenizer(options.model)
@@ -107,7 +112,7 @@ def _text_settings(options: Options, method: Method, machine: Machine) -> Iterat
     longest = _longest_row_length(
         tokenizer, lambda row, row_location: tokenised_rows.read_columns(row, row_location, columns), sampled_rows
     )
-    has_turns = tokenised_rows.is_completed or any(isinstance(value, list) for value in sampled_rows[0][1].values())
+    has_turns = tokenised_rows.is_completed or any(isinstance(value, list) for value in located_row[1].values())
     if has_turns and not tokenizer.chat_template:  # plain text needs no chat template
         template = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
         yield "policy.chat_template", template, "the model has none, and the rows have turns"
@@ -128,7 +133,8 @@ def _text_settings(options: Options, method: Method, machine: Machine) -> Iterat
     # Bytes of activations per token with recomputation: the inputs of all layers, and the intermediates of one layer.
     bytes_per_token = (text_config.num_hidden_layers + 40) * text_config.hidden_size * 4
     free_bytes = machine.memory * 0.9 - min(num_params * _STATE_BYTES, int(machine.memory * _STATE_FRACTION))
-    yield from _batch_settings(samples_completions, len(rows), max(1, int(free_bytes / (bytes_per_token * max_length))))
+    max_rows = max(1, int(free_bytes / (bytes_per_token * max_length)))
+    yield from _batch_settings(samples_completions, len(rows), max_rows, max(1, machine.num_gpus))
     if len(rows) >= 10:
         num_held_out = max(1, min(200, len(rows) // 20))
         yield "train.train_policy.dataset.test_size", num_held_out, f"held out of {len(rows):,} rows"
@@ -141,28 +147,27 @@ def _validation_settings(value: str) -> Iterator[Setting]:
     yield "validation.freq", 50, "steps"
 
 
-def _infer_columns(options: Options, method: Method, row: Row) -> tuple[dict[str, str], str]:
+def _infer_columns(options: Options, method: Method, row_location: str, row: Row) -> tuple[dict[str, str], str]:
     """Return the column names of the rows that differ from the default names, and the reason for the choice; raise
-    DataError if the columns cannot be inferred."""
+    DataError if the row lacks them."""
     tokenised_rows = tokenised_kind(method.rows)
-    if named_columns := {name: column for name in _COLUMNS if (column := getattr(options, name))}:
-        return named_columns, "named by an option"
+    named_columns = {name: column for name in _COLUMNS if (column := getattr(options, name))}
     try:
-        tokenised_rows.read_columns(row, f"--data {options.data}: the first row", {})
+        tokenised_rows.read_columns(row, row_location, named_columns)
     except SkippedRow:
         pass
     except MissingColumn as error:
         text_columns = [name for name, value in row.items() if isinstance(value, str)]
         columns_with_letters = [name for name in text_columns if any(map(str.isalpha, row[name]))]
         text_columns = columns_with_letters if len(columns_with_letters) == 2 else text_columns
-        if len(text_columns) != 2 or not tokenised_rows.has_one_response:
+        if named_columns or len(text_columns) != 2 or not tokenised_rows.has_one_response:
             required_columns = (
                 ("prompt", "response") if tokenised_rows.has_one_response else ("prompt", "chosen", "rejected")
             )
             flags = " and ".join(f"--{name} COLUMN" for name in required_columns)
             raise DataError(f"--data {options.data}: the columns are {columns_of(row)}; name them: {flags}") from error
         return dict(zip(_COLUMNS, text_columns, strict=False)), "the only two columns of text, in their order"
-    return {}, ""
+    return named_columns, "named by an option"
 
 
 def _longest_row_length(
@@ -173,6 +178,7 @@ def _longest_row_length(
     for row_location, row in sampled_rows:
         try:
             texts = list(_iterate_row_texts(read_column(row, row_location)))
+            check_characters(texts, row_location)
         except SkippedRow:
             continue
         except DataError as error:
@@ -212,10 +218,12 @@ def _size_settings(method: Method, num_params: int, machine: Machine) -> Iterato
         yield "policy.parallelism.dp_shard_size", -1, f"all {machine.num_gpus} GPUs"
 
 
-def _batch_settings(samples_completions: bool, num_rows: int, max_rows: int) -> Iterator[Setting]:
+def _batch_settings(samples_completions: bool, num_rows: int, max_rows: int, num_ranks: int) -> Iterator[Setting]:
     """Yield batch sizes, epochs and learning-rate schedule; `max_rows` rows of maximum length fit in memory."""
     if samples_completions:
-        num_prompts = min(8, num_rows)
+        # All ranks have the same number of completions of a step, 8 of each prompt.
+        prompts_multiple = num_ranks // gcd(num_ranks, 8)
+        num_prompts = max(1, min(8, num_rows) // prompts_multiple) * prompts_multiple
         batch_size = 8 * num_prompts
         yield "rollout.n_generation", 8, "completions of a prompt, which are compared with each other"
         yield "rollout.batch_size", num_prompts, "prompts in the engine at a time"
@@ -225,6 +233,8 @@ def _batch_settings(samples_completions: bool, num_rows: int, max_rows: int) -> 
         yield "train.train_batch_per_replica", batch_size, f"rows of an optimizer step; there are {num_rows:,}"
         yield "train.train_policy.dataloader_drop_last", False, "so that each row is learned in each epoch"
     micro_batch_size = 2 ** int(log2(min(max_rows, batch_size, 8)))
+    if samples_completions:
+        micro_batch_size = gcd(micro_batch_size, batch_size // num_ranks)
     yield "train.train_policy.mini_batch", micro_batch_size, f"rows of one pass; about {max_rows:,} of the longest fit"
     if samples_completions or num_rows >= 10_000:
         yield "train.epoch", 1, f"{num_rows:,} rows"
@@ -239,7 +249,9 @@ def _image_settings(options: Options, method: Method, machine: Machine) -> Itera
     if Path(options.model).is_dir() and not (Path(options.model) / "model_index.json").is_file():
         raise ModelError(f"--model {options.model}: no pipeline of diffusers; cosmos sft trains a language model")
     num_items, item_problem = 0, ""
-    for item in islice(open_items(DatasetConfig(name=options.data), "--data")(), _NUM_TRAINED_IMAGES):
+    for item in islice(
+        open_items(DatasetConfig(name=options.data), "train.train_policy.dataset")(), _NUM_TRAINED_IMAGES
+    ):
         num_items += item.content is not None and not item.problem
         item_problem = item_problem or item.problem
     if not num_items:

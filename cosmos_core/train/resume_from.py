@@ -16,16 +16,17 @@ from cosmos_core.checkpoint.rank_files import EXTRA_FILE
 from cosmos_core.checkpoint.resume import (
     MANIFEST,
     OTHER_CONFIGURATION,
-    newest_complete_step,
+    newest_complete_step_on_ranks,
     read_manifest,
-    resume_obstacle,
+    resume_obstacle_on_ranks,
     saved_steps,
     step_folder,
 )
 from cosmos_core.config.inputs import source_of
 from cosmos_core.config.schema.table import flat_keys
 from cosmos_core.errors import ModelError
-from cosmos_core.run.files import link_or_copy, read_json, replaced_folder, write_json
+from cosmos_core.parallel.mesh import broadcast_object, is_first
+from cosmos_core.run.files import link_or_copy, read_json, read_object, replaced_folder, write_json
 from cosmos_core.run.fingerprint import CARRIED_FILES
 from cosmos_core.run.plan import FINGERPRINT
 from cosmos_core.run.stage import Stage
@@ -40,22 +41,27 @@ _MESH_KEYS = (CARRIED_FILES, "world_size", "config.policy.parallelism", "config.
 
 def adopt_checkpoint(stage: Stage) -> None:
     """Link the newest complete checkpoint of an earlier run of this stage, the best checkpoint and the metrics. Do
-    nothing if the stage has a checkpoint already. Log a warning if no checkpoint can be adopted."""
-    own_folder = stage.path / "checkpoints"
-    if newest_complete_step(own_folder, stage.checkpoint_fingerprint) is not None:
+    nothing if the stage has a checkpoint already. Log a warning if no checkpoint can be adopted. Every rank calls this
+    function: the first rank links the files, and all ranks share the hashing."""
+    own_folder, send_heartbeat = stage.path / "checkpoints", stage.progress.beat
+    if newest_complete_step_on_ranks(own_folder, stage.checkpoint_fingerprint, send_heartbeat) is not None:
         return
-    folders = [folder for folder in stage.run_path.parent.glob("*/stages/*/checkpoints") if folder != own_folder]
+    all_folders = stage.run_path.parent.glob("*/stages/*/checkpoints") if is_first() else ()
+    folders = [folder for folder in all_folders if folder != own_folder]
     checkpoints = sorted(((step, folder) for folder in folders for step in saved_steps(folder)), reverse=True)
     same_mesh_checkpoints = [(step, folder, stage.checkpoint_fingerprint) for step, folder in checkpoints]
+    log_level = logging.WARNING if is_first() else logging.DEBUG  # other ranks log warnings too
     skipped_steps = set()
-    for step, folder, fingerprint in (*same_mesh_checkpoints, *_other_mesh_checkpoints(stage, checkpoints)):
-        checkpoint, obstacle = step_folder(folder, step), resume_obstacle(folder, step, fingerprint)
+    candidates = [*same_mesh_checkpoints, *_other_mesh_checkpoints(stage, checkpoints)]
+    for step, name, fingerprint in broadcast_object([(step, str(path), value) for step, path, value in candidates]):
+        checkpoint = step_folder(folder := Path(name), step)
+        obstacle = resume_obstacle_on_ranks(folder, step, fingerprint, send_heartbeat)
+        obstacle = obstacle or _link_checkpoint(folder, step, fingerprint, stage)
         if obstacle is None:
-            _link_checkpoint(folder, step, fingerprint, stage)
             logger.info("going on from %s", checkpoint)
             return
         if obstacle != OTHER_CONFIGURATION and folder.parent.name == stage.name and checkpoint not in skipped_steps:
-            logger.warning("checkpoint %s is passed over: %s", checkpoint, obstacle)
+            logger.log(log_level, "checkpoint %s is passed over: %s", checkpoint, obstacle)
             skipped_steps.add(checkpoint)
     policy_folders = [
         step_folder(folder, step) / "policy" for step, folder in checkpoints if folder.parent.name == stage.name
@@ -67,7 +73,8 @@ def adopt_checkpoint(stage: Stage) -> None:
         complete_folders, key=lambda policy_folder: (policy_folder / MANIFEST).stat().st_mtime, default=None
     )
     hint = f"; to go on from other settings: train.resume = '{newest_folder}'" if newest_folder else ""
-    logger.warning(
+    logger.log(
+        log_level,
         "train.resume = true: no other run below %s has a checkpoint with these settings and inputs, so this one "
         "starts at step 0%s",
         stage.run_path.parent,
@@ -116,20 +123,33 @@ def _drop_mesh(fingerprint: Any) -> dict[str, Any]:
     return {key: value for key, value in ingredients.items() if not is_at_or_below(key, _MESH_KEYS)}
 
 
-def _link_checkpoint(folder: Path, step: int, fingerprint: str, stage: Stage) -> None:
+def _link_checkpoint(folder: Path, step: int, fingerprint: str, stage: Stage) -> str | None:
     """Link the checkpoint of one step, and the best checkpoint that it names, into the stage, with the stage's
-    fingerprint in the manifests."""
-    extra_state = read_json(step_folder(folder, step) / "policy" / EXTRA_FILE)
-    assert isinstance(extra_state, dict)  # `resume_obstacle` has verified the file's digest
-    best_step = (extra_state.get("best") or {}).get("step", step)
-    steps = [best_step, step] if resume_obstacle(folder, best_step, fingerprint) is None else [step]
-    for number in dict.fromkeys(steps):
-        with replaced_folder(step_folder(stage.path / "checkpoints", number)) as new_folder:
-            shutil.copytree(step_folder(folder, number), new_folder, copy_function=link_or_copy, dirs_exist_ok=True)
-            manifest = new_folder / "policy" / MANIFEST
-            manifest_content = read_manifest(manifest.parent)
-            manifest.unlink()  # the manifest is a hard link, and the other run's file must not change
-            write_json(manifest, {**manifest_content, "fingerprint": stage.checkpoint_fingerprint})
+    fingerprint in the manifests, as a collective. Return why that fails if the other run, which may still train, has
+    deleted a checkpoint meanwhile; otherwise None."""
+    extra_state = read_object(step_folder(folder, step) / "policy" / EXTRA_FILE)
+    best_step = broadcast_object((extra_state.get("best") or {}).get("step", step))
+    steps = [step]
+    if best_step != step and not resume_obstacle_on_ranks(folder, best_step, fingerprint, stage.progress.beat):
+        steps = [best_step, step]
+    return broadcast_object(_link_steps(folder, steps, stage) if is_first() else None)
+
+
+def _link_steps(folder: Path, steps: list[int], stage: Stage) -> str | None:
+    for number in steps:
+        source_folder = step_folder(folder, number)
+        try:
+            with replaced_folder(step_folder(stage.path / "checkpoints", number)) as new_folder:
+                shutil.copytree(source_folder, new_folder, copy_function=link_or_copy, dirs_exist_ok=True)
+                manifest = new_folder / "policy" / MANIFEST
+                manifest_content = read_manifest(manifest.parent)
+                manifest.unlink()  # the manifest is a hard link, and the other run's file must not change
+                write_json(manifest, {**manifest_content, "fingerprint": stage.checkpoint_fingerprint})
+        except OSError:
+            if source_folder.exists():
+                raise
+            return f"{source_folder.name} is gone"
     for name in ("metrics.jsonl", SAMPLES):
         if (folder.parent / name).exists() and not (stage.path / name).exists():
             shutil.copy2(folder.parent / name, stage.path / name)
+    return None

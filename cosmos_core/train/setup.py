@@ -28,7 +28,6 @@ from cosmos_core.data.prepared import DATA_TERM, open_held_out
 from cosmos_core.models.base import ModelAdapter
 from cosmos_core.models.teacher import TEACHER, open_teacher
 from cosmos_core.observe.gallery import FOLDER as DRAWINGS
-from cosmos_core.parallel.mesh import is_first
 from cosmos_core.rollout.async_groups import AsyncGroupSource, steps_of
 from cosmos_core.rollout.groups import GroupSource, SyncGroupSource
 from cosmos_core.run.lineage import base_of
@@ -105,11 +104,12 @@ def train(stage: Stage) -> TrainingResult:
         notices = (feed.unused_rows_notice,) if feed.unused_rows_notice else ()
         for notice in notices:
             logger.warning("%s", notice)
+        uses_trainer_weights = has_rollouts and generation.engine.weight_format == "shared"
         validation = Validation(
             recipe.validation, stage.progress, _make_metrics_fn(stage, trainer, algorithm, generation),
             async_validation=async_validation,
             publish=generation.publish if has_rollouts else _no_metrics,
-            publish_every=recipe.train.sync_weight_interval,
+            publish_every=1 if uses_trainer_weights else recipe.train.sync_weight_interval,
             average=partial(trainer.weights, EMA_WEIGHTS) if recipe.train.ema_enable else None,
         )  # fmt: skip
         loop = Loop(
@@ -258,7 +258,8 @@ def _make_metrics_fn(stage: Stage, trainer: Trainer, algorithm: Algorithm, gener
     if rows.has_reference_pair:
         rows.reference = reference_logprobs(stage, trainer, rows, VALIDATION, np.arange(len(rows)))
     size = held_out_batch(recipe)
-    return lambda step: row_metrics(trainer, algorithm, rows, size, stage.progress) | completion_metrics(step)
+    on_wait = partial(check_stop, stage)
+    return lambda step: row_metrics(trainer, algorithm, rows, size, stage.progress, on_wait) | completion_metrics(step)
 
 
 def _make_async_validation(stage: Stage, generation: Generation) -> AsyncValidation | None:
@@ -312,6 +313,6 @@ def _make_checkpointer(stage: Stage, stack: ExitStack) -> Checkpointer:
         asynchronous=ckpt.save_mode == "async", on_saved=stage.progress.report_checkpoint, beat=stage.progress.beat,
     )  # fmt: skip
     stack.callback(checkpointer.close)
-    if stage.recipe.train.resume is True and is_first():
+    if stage.recipe.train.resume is True:
         adopt_checkpoint(stage)
     return checkpointer

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
@@ -24,7 +25,7 @@ from cosmos_core.train.measure import (
 )
 from cosmos_core.train.reference import load_earlier_reference
 from cosmos_core.train.setup import open_trainer
-from cosmos_core.train.stop import StopRequested
+from cosmos_core.train.stop import StopRequested, check_stop
 from cosmos_core.types import Outcome
 
 METRICS = "metrics.json"
@@ -41,18 +42,19 @@ def run(stage: Stage) -> Outcome:
     stage.progress.phase("validate")
     outputs = [METRICS]
     metrics: dict[str, float] = {}
-    if prompts is not None:
-        with ExitStack() as stack:
-            generation = Generation(stage, trainer, stack)
-            score = generation.score(reward_weights(recipe), max_held_out_tokens(recipe))
-            try:
+    try:
+        if prompts is not None:
+            with ExitStack() as stack:
+                generation = Generation(stage, trainer, stack)
+                score = generation.score(reward_weights(recipe), max_held_out_tokens(recipe))
                 metrics = Completions(prompts, generation.engine, score, stage).measure(0)
-            except StopRequested:
-                raise Preempted("stopped while it measured; nothing saved") from None
-        outputs += [name for name in (SAMPLES, DRAWINGS) if (stage.path / name).exists()]
-    if rows is not None:
-        rows.reference = load_earlier_reference(stage, rows, VALIDATION) if rows.has_reference_pair else None
-        metrics |= row_metrics(trainer, make_algorithm(recipe), rows, held_out_batch(recipe), stage.progress)
+            outputs += [name for name in (SAMPLES, DRAWINGS) if (stage.path / name).exists()]
+        if rows is not None:
+            rows.reference = load_earlier_reference(stage, rows, VALIDATION) if rows.has_reference_pair else None
+            size, on_wait = held_out_batch(recipe), partial(check_stop, stage)
+            metrics |= row_metrics(trainer, make_algorithm(recipe), rows, size, stage.progress, on_wait)
+    except StopRequested:
+        raise Preempted("stopped while it measured; nothing saved") from None
     stage.metrics.log(0, metrics)
     if is_first():
         (stage.path / METRICS).write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")

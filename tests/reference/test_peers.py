@@ -49,6 +49,13 @@ def dppo_of_verl(kind: str, logprobs_BT: Tensor, old_BT: Tensor, advantages_B1: 
     return -advantages_B1 * ratio_BT * logprobs_BT * valid_BT, valid_BT
 
 
+@pytest.mark.parametrize("kind", ["dppo_tv", "dppo_kl"])
+def test_dppo_with_negative_epsilons_has_no_bound(kind: str) -> None:
+    inputs = PolicyInputs(*(random_batch(0)[i] for i in (0, 2, 3, 1)))
+    losses = [policy_loss(inputs, PolicySettings(e, e, objective=kind)).loss_BT for e in (-1.0, math.inf)]
+    assert torch.equal(*losses)
+
+
 @pytest.mark.parametrize(("kind", "low", "high"), [("dppo_tv", 0.1, 0.15), ("dppo_kl", 0.02, 0.05)])
 @pytest.mark.parametrize("seed", range(5))
 def test_dppo_equals_verl(kind: str, low: float, high: float, seed: int) -> None:
@@ -140,6 +147,21 @@ def test_gdpo_leaves_invalid_completions_out_and_takes_groups_of_any_size() -> N
     half = 0.5 / (math.sqrt(0.5) + 1e-4)
     std = half + 1e-4  # of -half, half, 0
     assert [sample.advantage for sample in found] == pytest.approx([-half / std, half / std, 0.0])
+
+
+def test_a_function_that_does_not_apply_to_a_row_adds_nothing_to_gdpo() -> None:
+    weights = {"one": 1.0, "other": 3.0}
+    groups = [scored([{"one": 0.0}, {"one": 1.0}], weights), scored([{"other": 0.0}, {"other": 2.0}], weights)]
+    found, _ = Grpo(GrpoConfig(algo="gdpo", reward_function=weights)).credit(groups)
+    one, other = 0.5 / (math.sqrt(0.5) + 1e-4), 3.0 / (math.sqrt(2.0) + 1e-4)
+    sums = np.array([-one, one, -other, other])
+    assert [sample.advantage for sample in found] == pytest.approx((sums / (sums.std(ddof=1) + 1e-4)).tolist())
+
+
+def test_gdpo_without_rewards_as_in_distillation_has_no_advantages() -> None:
+    config = GrpoConfig.model_validate({"algo": "gdpo", "bypass_reward": True})
+    found, _ = Grpo(config).credit([scored([{}, {}], {})])
+    assert [sample.advantage for sample in found] == [0.0, 0.0]
 
 
 def test_truncated_completions_are_compared_but_not_learned() -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cosmos_core.checkpoint import resume
 from cosmos_core.checkpoint.load_checkpoint_model import pinned_step
-from cosmos_core.checkpoint.resume import load_from
+from cosmos_core.checkpoint.resume import load_from, resume_obstacle
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ModelError
 from cosmos_core.run.stage import Stage
+from cosmos_core.train import resume_from
 from cosmos_core.train.resume_from import adopt_checkpoint
 from tasks.kinds import all_kinds
 from tests.effects.change import SFT, recipe, stage_of
@@ -140,3 +143,37 @@ def test_one_of_another_configuration_is_passed_over_without_a_word(
     save(tmp_path / "out/first/stages/sft/checkpoints", "no ranks", "another")
     adopt_checkpoint(later)
     assert "passed over" not in caplog.text and "so this one starts at step 0" in caplog.text
+
+
+def test_a_worker_sends_heartbeats_while_it_hashes_the_checkpoint_of_another_run(tmp_path: Path) -> None:
+    later = stage_of(tmp_path / "out/second/stages/sft", recipe({**SFT, "train.resume": True}))
+    folder = save(tmp_path / "out/first/stages/sft/checkpoints", "a list", later.fingerprint)
+    num_files = len(list((folder / "step_1/policy").iterdir())) - 1  # without the manifest
+    beats: list[None] = []
+    load_from(folder / "step_1/policy", make_state(), lambda: beats.append(None))
+    assert len(beats) == num_files
+    later.progress.beat = lambda: beats.append(None)  # type: ignore[method-assign]
+    adopt_checkpoint(later)
+    assert len(beats) == 2 * num_files
+
+
+def test_a_checkpoint_that_its_own_run_deletes_meanwhile_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = stage_of(tmp_path / "out/second/stages/sft", recipe({**SFT, "train.resume": True}))
+    folder = save(tmp_path / "out/first/stages/sft/checkpoints", "a list", later.fingerprint)
+    shutil.rmtree(folder / "step_2")
+    shutil.copytree(folder / "step_1", folder / "step_2")
+    manifest(lambda _: {"step": 2})(folder / "step_2/policy")
+    link = resume_from.link_or_copy
+
+    def delete_first(source: Path, target: Path) -> None:
+        shutil.rmtree(folder / "step_2", ignore_errors=True)
+        link(source, target)
+
+    monkeypatch.setattr(resume_from, "link_or_copy", delete_first)
+    adopt_checkpoint(later)
+    assert "step_2 is passed over: step_2 is gone" in caplog.text
+    assert [path.name for path in (later.path / "checkpoints").iterdir()] == ["step_1"]
+    monkeypatch.setattr(resume, "sha256", lambda file: file.with_name("deleted").read_bytes())
+    assert "is gone" in str(resume_obstacle(folder, 1, None))

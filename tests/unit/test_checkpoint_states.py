@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ def test_named_weights_and_the_states_of_feed_and_algorithm_come_back(tmp_path: 
         which: {name: torch.full_like(weights[name], value) for name in names}
         for which, value in (("old", 2.0), ("reference", 3.0))
     }
-    state.feed = {"frontier": [4, 7], "buffered": [{"reward": 0.5, "ids": torch.tensor([5, 6])}]}
+    buffered = {"reward": 0.5, "ids": torch.tensor([5, 6]), "logprobs": torch.zeros(0)}
+    state.feed = {"frontier": [4, 7], "buffered": [buffered]}
     state.algorithm = {"baseline": torch.tensor(0.25, dtype=torch.float64), "seen": 3}
     open_checkpoints(tmp_path).save(1, state)
 
@@ -36,5 +38,41 @@ def test_named_weights_and_the_states_of_feed_and_algorithm_come_back(tmp_path: 
         assert torch.equal(fresh.named_weights["ema"][name], weights[name])  # begins at the weights
     assert fresh.feed["frontier"] == [4, 7] and fresh.feed["buffered"][0]["reward"] == 0.5
     assert fresh.feed["buffered"][0]["ids"].tolist() == [5, 6]
+    assert fresh.feed["buffered"][0]["logprobs"].shape == (0,)
     assert fresh.algorithm["seen"] == 3 and fresh.algorithm["baseline"].item() == 0.25
     assert fresh.algorithm["baseline"].dtype == torch.float64 and fresh.extra == {}
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("Muon", "AdamW"), ("AdamW", "Muon"), ("AdamW8bit", "AdamW")])
+@torch.compiler.set_stance("force_eager")
+def test_moments_of_another_optimizer_begin_anew(
+    tmp_path: Path, saved: str, loaded: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("torchao", reason="needs the package torchao")
+    state, other = make_state(name=saved, width=128), make_state(name=loaded, width=128)
+    train_step(state)
+    open_checkpoints(tmp_path).save(1, state)
+    assert open_checkpoints(tmp_path).load_latest(other) == 1
+    train_step(other)
+    assert "the checkpoint has moments of another optm_name" in caplog.text
+    for slots in other.optimizer.state.values():
+        assert slots.keys() in ({"momentum_buffer"}, {"step", "exp_avg", "exp_avg_sq"})
+
+
+def test_the_checkpoint_that_was_loaded_is_not_hashed_again(tmp_path: Path) -> None:
+    open_checkpoints(tmp_path).save(1, make_state())
+    resumed = open_checkpoints(tmp_path)
+    assert resumed.load_latest(make_state()) == 1
+    [file] = tmp_path.glob("step_1/policy/*.safetensors")
+    file.write_bytes(bytes(file.stat().st_size))
+    assert resumed.latest() == 1 and open_checkpoints(tmp_path).latest() is None
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state, checkpoints = make_state(), open_checkpoints(tmp_path, max_keep=1)
+    checkpoints.save(1, state)
+    busy = tmp_path / f".step_1.{os.getpid()}.tmp/file"
+    busy.parent.mkdir()
+    busy.touch()
+    checkpoints.save(2, state)
+    assert f"checkpoint step_1 in {tmp_path} cannot be deleted: " in caplog.text and checkpoints.latest() == 2

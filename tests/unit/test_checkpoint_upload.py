@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from cosmos_core.run.bucket import Bucket
 from cosmos_core.upload import checkpoint_upload
+from cosmos_core.upload.artifact_store import ArtifactStore
 from cosmos_core.upload.checkpoint_upload import CheckpointUploader, checkpoint_url, upload_checkpoints_during
 from tests.conftest import wait_until
 from tests.store import Proxy
@@ -45,6 +47,18 @@ def test_each_complete_checkpoint_is_sent_once_and_its_manifest_last(tmp_path: P
     assert sent(proxy) == [f"step_2/policy/{name}" for name in ("rank_0.safetensors", "manifest.json")]
     assert CheckpointUploader(tmp_path, url).push() == []
     assert not list((tmp_path / "sending").iterdir())
+
+
+def test_a_training_that_began_anew_replaces_what_it_sent_before(tmp_path: Path, url: str, proxy: Proxy) -> None:
+    for stage, text in ((tmp_path / "before", b"1"), (tmp_path / "now", b"2")):
+        file = checkpoint(stage, 2) / "rank_0.safetensors"
+        file.write_bytes(text)
+        files = {file.name: {"size": 1, "sha256": hashlib.sha256(text).hexdigest()}}
+        (file.parent / "manifest.json").write_text(json.dumps({"step": 2, "files": files}))
+        assert CheckpointUploader(stage, url).push() == ["step_2"] and CheckpointUploader(stage, url).push() == []
+        key = url.removeprefix("s3://models/") + "/step_2/policy"
+        assert Bucket("models").read(f"{key}/{file.name}") == text
+        assert json.loads(Bucket("models").read(f"{key}/manifest.json") or b"")["files"] == files
 
 
 def test_what_a_disk_refuses_is_sent_later(
@@ -89,3 +103,11 @@ def test_without_a_url_nothing_is_begun(tmp_path: Path, proxy: Proxy) -> None:
         checkpoint(tmp_path, 2)
         assert "saves" not in {thread.name for thread in threading.enumerate()}
     assert proxy.requests == []
+
+
+def test_the_uploads_to_a_target_and_to_the_artifact_store_do_not_share_a_folder(tmp_path: Path, url: str) -> None:
+    policy = checkpoint(tmp_path, 2)
+    stored = ArtifactStore(url).checkpoints("f", tmp_path)
+    with checkpoint_upload.linked(policy, tmp_path / "sending/step_2") as folder:
+        assert folder is not None and stored.push() == ["step_2"]
+        assert (folder / "rank_0.safetensors").is_file()

@@ -168,6 +168,8 @@ def test_one_train_step_has_no_more_prompts_than_its_batch() -> None:
     config = Qwen3Config(num_key_value_heads=2, head_dim=32, num_hidden_layers=3)
     four = recipe(GRPO, train_batch_per_replica=4)  # 4 completions: one prompt, though rollout.batch_size is 2
     assert kv_cache_bytes(config, four, 60) == 2 * 2 * 32 * 2 * 3 * 60 * 4
+    few = four.derive(rollout=four.rollout.derive(n_generation_mini_batch=1))  # one completion of it at a time
+    assert kv_cache_bytes(config, few, 60) == 2 * 2 * 32 * 2 * 3 * 60
 
 
 def write_statistics(folder: Path, rows: int, longest: int, mean: float) -> Path:

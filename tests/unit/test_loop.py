@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -300,6 +301,19 @@ def test_resume_true_takes_over_what_another_mesh_left(inputs: Path, tmp_path: P
     assert resume_obstacle(other.path / "checkpoints", 3, other.fingerprint) is None
     assert resume_obstacle(earlier.path / "checkpoints", 3, earlier.fingerprint) is None
     assert curve(other) == curve(earlier)
+
+
+def test_random_numbers_begin_anew_where_the_mesh_gives_a_rank_other_samples(inputs: Path, tmp_path: Path) -> None:
+    at = stage(tmp_path / "stages/sft", inputs)
+    checkpoints = Checkpointer(at.path / "checkpoints", fingerprint="f", max_keep=-1, asynchronous=False)
+    feed = RowFeed(open_sequences(inputs / "rows/data", "train"), at.recipe)
+    loop = Loop(at, open_trainer(at), feed, sft(), checkpoints, validation(at, lambda _: {}))
+    for loop.step, rank in ((1, 0), (2, 1)):
+        loop.trainer.adapter.mesh = SimpleNamespace(data=SimpleNamespace(get_local_rank=lambda rank=rank: rank))
+        loop._save_checkpoint()
+        saved, loop.trainer.adapter.mesh = torch.get_rng_state(), None
+        loop._restore()
+        assert torch.equal(torch.get_rng_state(), saved) == (rank == 0)
 
 
 def test_the_best_step_of_the_interrupted_run_comes_along(inputs: Path, tmp_path: Path) -> None:

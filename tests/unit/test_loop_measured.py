@@ -16,6 +16,7 @@ from cosmos_core.run.progress import read_metrics
 from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.loop import Loop
 from cosmos_core.train.setup import open_trainer
+from cosmos_core.train.setup import train as train_stage
 from cosmos_core.train.stop import StopRequested
 from tests.unit.test_loop import inputs, stage, validation  # noqa: F401 - the first is a fixture
 from tests.unit.trainers import sft
@@ -89,3 +90,14 @@ def test_a_stop_cuts_a_validation_off_and_the_step_is_measured_when_the_training
     assert [(line["step"], line["validation/loss"]) for line in lines if "validation/loss" in line] == [
         (step, 1 / step) for step in (2, 4, 6)
     ]
+
+
+def test_a_stop_cuts_off_the_loss_of_held_out_rows(
+    inputs: Path,  # noqa: F811 - the fixture
+    tmp_path: Path,
+) -> None:
+    at = stage(tmp_path / "sft", inputs)
+    at.progress.advance = lambda *_: setattr(at, "stop_requested", True)  # type: ignore[method-assign]
+    with pytest.raises(Preempted, match="stopped after step 1 of 6; checkpoint saved"):
+        train_stage(at)
+    assert not any("validation/loss" in line for line in read_metrics(at.path / "metrics.jsonl"))

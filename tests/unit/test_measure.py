@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import StageFailed
 from cosmos_core.train.measure import Completions, completion_metrics, full_reward, pass_at_k, reward_weights
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
@@ -84,7 +85,7 @@ def test_accuracy_is_that_of_a_reward_that_was_named_or_none(
     settings: dict[str, Any], rewards: dict[str, float]
 ) -> None:
     unnamed = {name: value for name, value in GRPO.items() if name != "reward_function"}
-    asked = recipe({**unnamed, **settings})
+    asked = Recipe.model_validate(recipe({**unnamed, **settings}).model_dump())  # as a worker reads it
     assert reward_weights(asked) == rewards
     assert full_reward(asked) == (2.0 if any(rewards.values()) else None)
     completion = Completion((Segment((5,), True, (-1.0,), 0),), "stop", "4")
@@ -107,3 +108,13 @@ def test_several_completions_give_pass_at_k_over_prompts_with_so_many_valid_ones
     assert found["validation/pass@4"] == 1.0 and "validation/pass@8" not in found
     assert found["validation/reward/right"] == pytest.approx(2.5 / 6)
     assert "validation/pass@2" not in completion_metrics([group(1.0)], 1.0)
+
+
+def test_accuracy_is_left_out_where_no_data_set_with_a_full_reward_has_a_valid_completion() -> None:
+    completion = Completion((Segment((5,), True, (-1.0,), 0),), "stop", "4")
+    groups = [
+        ScoredGroup(Group(Prompt(i, (1,), "?", "4", source=source), (completion,), 0), (Score(value),))
+        for i, (source, value) in enumerate([("sums", None), ("style", 0.5)])
+    ]
+    found = completion_metrics(groups, {"sums": 1.0, "style": None, "": None})
+    assert "validation/accuracy" not in found and found["validation/reward"] == 0.5

@@ -77,6 +77,13 @@ def test_an_adapter_is_trained_where_all_weights_do_not_fit(
     assert found.get("train.param_dtype") == (None if here.num_gpus else "float32")
 
 
+@pytest.mark.parametrize("num_gpus", [3, 6, 8])
+def test_all_gpus_have_the_same_number_of_completions_of_a_step(tmp_path: Path, model: str, num_gpus: int) -> None:
+    found = settings(asked_of("grpo", tmp_path, model), Machine(80 << 30, num_gpus))
+    batch, micro_batch = found["train.train_batch_per_replica"], found["train.train_policy.mini_batch"]
+    assert batch % (num_gpus * micro_batch) == batch % found["rollout.n_generation"] == 0
+
+
 def asked_of(method: str, folder: Path, model: str) -> Options:
     """Rows of each method."""
     if method == "diffusion-sft":
@@ -127,8 +134,9 @@ def write_images(folder: Path, names: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     ("method", "row", "message"),
     [
-        ("sft", {"messages": [{"role": "boss", "content": "x"}]}, "the first row, turn 1 .*unknown role 'boss'"),
+        ("sft", {"messages": [{"role": "boss", "content": "x"}]}, r"rows\.jsonl:1, turn 1 .*unknown role 'boss'"),
         ("sft", {"question": "q", "x": "y", "z": "w"}, "--prompt COLUMN and --response COLUMN"),
+        ("sft", {"prompt": None, "response": "a"}, r"the columns are prompt \(null\), response; .*--prompt COLUMN"),
         ("dpo", {"q": "q", "good": "y", "bad": "w"}, "--prompt COLUMN and --chosen COLUMN and --rejected COLUMN"),
         ("dpo", {"prompt": "q", "chosen": 3, "rejected": 4}, "column 'chosen' holds '3'"),
     ],
@@ -142,12 +150,34 @@ def test_options_for_columns_are_named_only_where_a_column_is_missing(
     assert ("COLUMN" in str(caught.value)) == ("COLUMN" in message)
 
 
+@pytest.mark.parametrize("option", ["prompt", "response"])
+def test_one_named_column_of_two_asks_for_the_option_of_the_other(tmp_path: Path, model: str, option: str) -> None:
+    data = write_csv(tmp_path / "rows.csv", ["nr", "Frage", "Antwort"])
+    with pytest.raises(DataError, match="columns are nr, Frage, Antwort; name them: --prompt COLUMN and --response"):
+        settings(Options("sft", model, data)._replace(**{option: "Frage"}))
+
+
+def test_a_null_in_the_first_row_is_left_to_the_preparation(tmp_path: Path, model: str) -> None:
+    rows = [{"messages": None}, {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = settings(Options("sft", model, str(tmp_path / "rows.jsonl")))
+    assert found["policy.chat_template"] == "chatml"
+
+
+def test_half_a_character_in_a_row_is_left_to_the_preparation(tmp_path: Path, model: str) -> None:
+    rows = [{"prompt": prompt, "response": "yes"} for prompt in ("\ud83d?", "Is it?")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = settings(Options("sft", model, str(tmp_path / "rows.jsonl")))
+    assert found["policy.model_max_length"] == 64
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
         ("def f(completion)\n", r"SyntaxError: expected ':' .*mine\.py:1"),
         ("import no_such_module\n\ndef f(completion): return 1.0\n", "no_such_module"),
         ("f = 1 / 0\n", r"ZeroDivisionError.*mine\.py:1"),
+        ("def f(completion): return 1.0\n\nraise SystemExit(0)\n", r"SystemExit: 0 .*mine\.py:3"),
     ],
 )
 def test_a_reward_that_cannot_be_imported_is_refused_before_rows_are_read(
@@ -227,4 +257,4 @@ def test_eval_writes_a_pipeline_of_benchmarks(
     recipe = pipeline.recipes["evaluate"]
     assert recipe.policy.model_name_or_path == model and recipe.evaluate.tasks == ("gsm8k", "mmlu_*")
     assert (recipe.evaluate.limit, recipe.evaluate.apply_chat_template) == (20, True)
-    assert path.read_text().splitlines()[1] == f"# cosmos eval --model {model} --tasks gsm8k, mmlu_*"
+    assert path.read_text().splitlines()[1] == f"# cosmos eval --model {model} --tasks 'gsm8k, mmlu_*'"

@@ -322,3 +322,11 @@ def test_trainer_and_hf_engine_give_the_same_log_probabilities(task: Path, tmp_p
         assert 0 < line["rollout/logprob_difference_max"] < 1e-4
         assert line["ratio"] == 1.0
         assert json.dumps(line)
+
+
+def test_an_engine_with_the_weights_of_the_trainer_has_the_newest_version(task: Path, tmp_path: Path) -> None:
+    config = recipe(GRPO, train_batch_per_replica=8, max_num_steps=2, sync_weight_interval=2)
+    stage = make_stage(tmp_path / "rl", "rl", config, task / "task/model", task / "rl-data/data")
+    train(stage)
+    lines = read_metrics(stage.path / "metrics.jsonl")
+    assert [(line["rollout/version_lag"], line["sync/version"]) for line in lines] == [(0.0, 1.0), (0.0, 2.0)]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
 from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings
-from cosmos_core.algorithms.objectives.dppo_tv import probabilities, trust_region_loss
+from cosmos_core.algorithms.objectives.dppo_tv import largest_divergences, probabilities, trust_region_loss
 
 _EPSILON = 1e-8
 """Value added to the total probability of all tokens other than the sampled one before the logarithm, as in verl."""
@@ -23,9 +23,10 @@ def dppo_kl(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, M
     probability_BT, old_probability_BT = probabilities(terms)
     other_log_ratio_BT = torch.log((1 - old_probability_BT + _EPSILON) / (1 - probability_BT + _EPSILON))
     kl_BT = -old_probability_BT * terms.log_ratio_BT.detach() + (1 - old_probability_BT) * other_log_ratio_BT
+    max_kl_of_fall, max_kl_of_rise = largest_divergences(settings)
     is_in_trust_region_BT = torch.where(
         terms.advantages_B1 > 0,
-        (kl_BT <= settings.epsilon_high) | (probability_BT <= old_probability_BT),
-        (kl_BT <= settings.epsilon_low) | (probability_BT >= old_probability_BT),
+        (kl_BT <= max_kl_of_rise) | (probability_BT <= old_probability_BT),
+        (kl_BT <= max_kl_of_fall) | (probability_BT >= old_probability_BT),
     )
     return trust_region_loss(terms, settings, is_in_trust_region_BT)

@@ -1,6 +1,8 @@
 """Divergence proximal policy optimization (arXiv 2602.04879) with the total variation of a binary event: the sampled
 token or any other token."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,10 +20,17 @@ def dppo_tv(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, M
     """
     probability_BT, old_probability_BT = probabilities(terms)
     probability_change_BT, is_positive_B1 = probability_BT - old_probability_BT, terms.advantages_B1 > 0
+    max_fall, max_rise = largest_divergences(settings)
     is_in_trust_region_BT = torch.where(
-        is_positive_B1, probability_change_BT <= settings.epsilon_high, probability_change_BT >= -settings.epsilon_low
+        is_positive_B1, probability_change_BT <= max_rise, probability_change_BT >= -max_fall
     )
     return trust_region_loss(terms, settings, is_in_trust_region_BT)
+
+
+def largest_divergences(settings: PolicySettings) -> tuple[float, float]:
+    """Return the bounds of tokens that become less and more likely; a negative epsilon means that there is no bound."""
+    low, high = (math.inf if each < 0 else each for each in (settings.epsilon_low, settings.epsilon_high))
+    return low, high
 
 
 def trust_region_loss(
