@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -41,13 +40,13 @@ from cosmos_core.observe.resuming import resume_instructions
 from cosmos_core.parent import adopt_orphans
 from cosmos_core.registry import location_of
 from cosmos_core.run.directory import Run
-from cosmos_core.run.files import SHARED_FOLDER, disk_full
+from cosmos_core.run.files import SHARED_FOLDER, disk_full, find_disk_error
+from cosmos_core.run.liveness import note_flow_state
 from cosmos_core.run.progress import read_progress
 from cosmos_core.run.state import FINISHED, read_state
 
 _DISPLAY_UPDATE_SECONDS = 0.3
 _DRAIN_TIMEOUT_SECONDS = 5.0
-_PROBE_BYTES = 1 << 20  # number of bytes that a disk must accept to count as writable
 
 
 def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run, from_stage: str, verify: bool) -> int:
@@ -66,6 +65,7 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
                 flow_error = _run_to_completion(partial(post_train, **flow_parameters, return_state=True), run.path)
         except (KeyboardInterrupt, Preempted):
             is_interrupted = True
+            note_flow_state(run.path, "stopped")
     kill_descendants()
     print_summary(run.path)
     code = EXIT_PREEMPTED if is_interrupted else exit_code(run)
@@ -221,7 +221,7 @@ def _run_to_completion(run_flow: Callable[[], Any], folder: Path, function: Any 
     except TerminationSignal as error:
         raise Preempted("asked to stop") from error
     except Exception as error:  # noqa: BLE001 - the Prefect server does not respond, or its disk is full too
-        problem = disk_full(error, folder) or _find_disk_error(folder) or error
+        problem = disk_full(error, folder) or find_disk_error(folder) or error
         return f"{'' if isinstance(problem, DiskFull) else 'Prefect: '}{problem}"
     finally:
         # At exit Prefect would wait a minute for a server that has already stopped.
@@ -239,16 +239,6 @@ def _run_to_completion(run_flow: Callable[[], Any], folder: Path, function: Any 
     )
     location = f" ({location_of(flow_result, function)})" if is_user_error and state.name != "TimedOut" else ""
     return "" if state.is_completed() else f"{state.message}{location}"
-
-
-def _find_disk_error(folder: Path) -> DiskFull | None:
-    """Return the error that prevents writing to a folder now, or None if writing succeeds."""
-    try:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            file.write(bytes(_PROBE_BYTES))
-            return None
-    except OSError as error:
-        return disk_full(error, folder)
 
 
 def _raise_interrupt(signal_number: int, stack_frame: object) -> None:

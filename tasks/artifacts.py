@@ -149,7 +149,8 @@ def show_run(run_path: Path) -> None:
     run = read_run(run_path)
     with log_ui_errors():
         description = f"{run.name}: {run.outcome}, run {run_path.name} of {user_name()}"
-        create_markdown_artifact(_render_run_card(run), key=card_key(run.name), description=description)
+        # Without `_sync`, the call returns a coroutine at the end of an asynchronous flow.
+        create_markdown_artifact(_render_run_card(run), card_key(run.name), description, _sync=True)  # type: ignore[call-arg]
 
 
 def write_report(run_path: Path) -> None:

@@ -15,7 +15,7 @@ from concurrent import futures
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 from uuid import UUID
 
 import httpx
@@ -85,6 +85,23 @@ def confirm_cancellations() -> None:
         with suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as client:
             if client.read_flow_run(flow_run_id).state_type == StateType.CANCELLING:
                 client.set_flow_run_state(flow_run_id, CancelledState(message="cancelled: its process ends"))
+
+
+def stop_on_signals() -> None:
+    """Install signal handlers that let workers save a checkpoint before a Python flow ends, as in `cosmos run`."""
+
+    def stop(number: int, frame: object) -> NoReturn:
+        worker.stop_all()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        # SIGTERM is ignored until the flow ends, when Prefect restores its handler.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise TerminationSignal(signal=number)
+
+    if threading.current_thread() is threading.main_thread():
+        # SIGUSR1 is the default of `train.signal_to_handle`; the recipes of a Python flow are read too late for others.
+        for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(signal_number, stop)
 
 
 def listen_for_stop(run: Run) -> None:

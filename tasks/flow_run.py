@@ -4,51 +4,53 @@ The run is named after the flow and its parameters, so executing the flow again 
 settings of an earlier call uses the stage of that call, and results are reused as in any run.
 """
 
-import hashlib
-import inspect
-import json
 import os
-import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from prefect import Flow
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext
-from prefect.exceptions import ParameterBindError, ParameterTypeError, TerminationSignal
 from prefect.logging import get_run_logger
-from prefect.utilities.callables import get_call_parameters
-from pydantic import BaseModel
-from pydantic_core import to_jsonable_python
 
 from cosmos_core.config.capabilities import unique_notices
 from cosmos_core.config.compose import Pipeline, with_stage
 from cosmos_core.config.load import parse
 from cosmos_core.config.mesh import resolve_gpus
-from cosmos_core.config.schema.pipeline import BUDGET_KEYS, STAGE_NAME, PipelineConfig
+from cosmos_core.config.schema.pipeline import BUDGET_KEYS, PipelineConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch import worker
-from cosmos_core.run.directory import Run, claim, create_run, extend_run, note_flow_run, open_run, with_budget
+from cosmos_core.run.directory import (
+    Run,
+    claim,
+    create_run,
+    extend_run,
+    note_flow_run,
+    open_run,
+    try_claim,
+    with_budget,
+)
 from cosmos_core.run.files import Document, read_document, write_json
+from cosmos_core.run.liveness import note_flow_state
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.state import FINISHED, read_state
 from cosmos_core.upload.artifact_store import check_store
 from cosmos_core.upload.base import check_targets
 from tasks import events
 from tasks.artifacts import log_ui_errors, show_run, write_report
-from tasks.cancellation import confirm_cancellation_at_exit, wait_unless_cancelled
+from tasks.cancellation import confirm_cancellation_at_exit, stop_on_signals, wait_unless_cancelled
 from tasks.credentials import set_credentials
+from tasks.flow_identity import derive_run_identity, find_flow_source
 from tasks.kinds import all_kinds
 from tasks.naming import label_flow_run
 from tasks.store_sync import OUTPUT_DIR
 
-RUN_ID = "COSMOS_RUN_ID"
-"""Environment variable with the name of the run; unset: it is derived from the flow and its parameters."""
 _CALLS_FILE = "calls.json"
+_POLL_SECONDS = 0.5
 
 
 class Call(Document):
@@ -81,6 +83,8 @@ class FlowInPython:
     """Tags of the flow run, which its task runs get too."""
     is_subflow: bool = False
     """Whether another flow has called this flow."""
+    state: str = "running"
+    """State of the flow: `running`, `completed` or `failed`."""
     run: Run | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     """Keys of `[pipeline]` that `configure_run` has set for the run."""
@@ -151,6 +155,7 @@ class FlowInPython:
             with self._lock:
                 self._num_active += 1
             try:
+                self._reclaim_run()
                 with self._lock:
                     run, stages = self._declare_call(call, source)
                 yield run, stages
@@ -158,17 +163,39 @@ class FlowInPython:
                 with self._lock:
                     self._num_active -= 1
                     if self._num_active == 0 and self._claim is not None and self.run is not None:
-                        write_report(self.run.path)
-                        show_run(self.run.path)
+                        self._show_run()
                         events.run_over_budget(self.run)
                         self._claim.release()
                         self._claim = None
+
+    def end(self, state: str) -> None:
+        """Record the final state of the flow, which may have ended long after its last stage."""
+        with self._lock:
+            self.state = state
+            if self.run is not None:
+                note_flow_state(self.run.path, state)
+                self._show_run()
+
+    def _show_run(self) -> None:
+        assert self.run is not None
+        write_report(self.run.path)
+        show_run(self.run.path)
+
+    def _reclaim_run(self) -> None:
+        """Claim the run of the earlier calls again, and wait while another execution of the flow works on it, such as
+        the replacement of a flow run that has lost contact with its server."""
+        while True:
+            with self._lock:
+                if self.run is None or self._claim_run(self.run, try_claim):
+                    return
+            worker.sleep_unless_stopping(_POLL_SECONDS)
 
     def _declare_call(self, call: Call, source: Path) -> tuple[Run, list[str]]:
         name = call.stage["name"]
         run = self.run or self._find_run(call, source)
         if run is not None:
             self._claim_run(run)
+            run = self.run
         saved_calls = read_document(run.path / _CALLS_FILE, _CallRecords) if run else None
         calls = saved_calls.calls if saved_calls else {}
         if run is not None:
@@ -180,17 +207,23 @@ class FlowInPython:
             run = _keep_stages_of_calls(run, calls)  # drops stages of a call that was killed before it was recorded
         run = self._add_stage(run, call, source)
         self._claim_run(run)
+        self.run = run
         other_stages = {stage_name for other_call in calls.values() for stage_name in other_call.stages}
         call.stages = [stage.name for stage in run.pipeline.stages if stage.name not in other_stages]
         write_json(run.path / _CALLS_FILE, _CallRecords(calls={**calls, name: call}).model_dump())
         return run, call.stages
 
-    def _claim_run(self, run: Run) -> None:
-        """Claim the run for this process, unless this process has claimed it already."""
+    def _claim_run(self, run: Run, acquire: Callable[[Run], Lock | None] = claim) -> bool:
+        """Claim the run for this process, unless it has claimed it already, and read the stages that another process
+        may have added; return False if `acquire` returned no lock."""
         if self._claim is None:
-            self._claim = claim(run)
+            self._claim, self.run = acquire(run), run
+            if self._claim is None:
+                return False
+            self.run = open_run(run.path, run.pipeline.kinds)
+            note_flow_state(run.path, self.state)
             note_flow_run(run, self.flow_run)
-        self.run = run
+        return True
 
     def _find_run(self, call: Call, source: Path) -> Run | None:
         """Return the run of an earlier execution of the flow, in the output folder that the settings of the first stage
@@ -308,63 +341,24 @@ def unfinished_stage() -> str:
 def _create_flow_state(context: FlowRunContext) -> FlowInPython:
     assert context.flow is not None and context.flow_run is not None
     is_subflow = context.flow_run.parent_task_run_id is not None
-    run_id, parameters = _derive_run_identity(context.flow, context.parameters or {}, is_subflow=is_subflow)
+    run_id, parameters = derive_run_identity(context.flow, context.parameters or {}, is_subflow=is_subflow)
     name, flow_run = context.flow.name, str(context.flow_run.id)
-    _stop_on_signals()
+    stop_on_signals()
     confirm_cancellation_at_exit()
     tags: list[str] = []
     with log_ui_errors():
         tags = label_flow_run(name, run_id)
-    file, function = _find_flow_source(context.flow)
+    for hooks in (context.flow.on_completion_hooks, context.flow.on_failure_hooks):
+        if _note_end not in hooks:
+            hooks.append(_note_end)
+    file, function = find_flow_source(context.flow)
     return FlowInPython(name, flow_run, run_id, f"{file}:{function}", parameters, tags, is_subflow)
 
 
-def run_name_and_parameters(flow: Flow[..., Any], arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the run name of a flow that is called with `arguments`, and all its parameters including defaults.
-
-    Raises:
-        ConfigError: the flow has other parameters.
-    """
-    try:
-        return _derive_run_identity(flow, flow.validate_parameters(get_call_parameters(flow.fn, (), dict(arguments))))
-    except (ParameterBindError, ParameterTypeError) as error:
-        raise ConfigError(f"flow {flow.name!r}: {error}") from error
-
-
-def _derive_run_identity(
-    flow: Flow[..., Any], parameters: Mapping[str, Any], *, is_subflow: bool = False
-) -> tuple[str, dict[str, Any]]:
-    """Return the run name of a flow, and its parameters as JSON values. The name depends only on the flow's file, name
-    and parameters, unless the flow's parameter `run_id` or, for a flow that no other flow has called, the environment
-    variable COSMOS_RUN_ID sets it."""
-    values = json_values(parameters)
-    file, function = _find_flow_source(flow)
-    identity_hash = hashlib.sha256(json.dumps([file.name, function, values], sort_keys=True).encode()).hexdigest()[:8]
-    plain_name = "".join(letter if STAGE_NAME.fullmatch(f"a{letter}") else "-" for letter in flow.name)
-    name = f"{(plain_name.strip('-_') or 'flow')[:80]}-{identity_hash}"
-    return str((not is_subflow and os.environ.get(RUN_ID)) or values.get("run_id") or name), values
-
-
-def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as JSON, from which pydantic restores parameters of the same types."""
-    converted: dict[str, Any] = json.loads(json.dumps(values, default=_to_jsonable))
-    return converted
-
-
-def _to_jsonable(value: Any) -> Any:
-    if isinstance(value, set | frozenset):  # the order of the elements differs between processes
-        return sorted(value, key=repr)
-    if isinstance(value, BaseModel):
-        return value.model_dump(by_alias=True)
-    if callable(to_python := getattr(value, "tolist", None)):  # scalars and arrays of NumPy and torch
-        return to_python()
-    return to_jsonable_python(value, fallback=str)
-
-
-def _find_flow_source(flow: Flow[..., Any]) -> tuple[Path, str]:
-    """Return the file and the qualified name of the function of a flow."""
-    function = inspect.unwrap(flow.fn)
-    return Path(inspect.getsourcefile(function) or "flow.py").absolute(), function.__qualname__
+def _note_end(flow: object, flow_run: FlowRun, state: State[Any]) -> None:
+    for attempt in [*_flows_by_attempt.values()]:
+        if attempt.flow_run == str(flow_run.id):
+            attempt.end("completed" if state.is_completed() else "failed")
 
 
 def _refuse_if_finished(run: Run, previous_call: Call, call: Call) -> None:
@@ -376,22 +370,6 @@ def _refuse_if_finished(run: Run, previous_call: Call, call: Call) -> None:
             f"stage {name!r} of run {run.id} is done with other settings ({', '.join(keys[:3])}); "
             f"give the call another name, or the flow another run_id"
         )
-
-
-def _stop_on_signals() -> None:
-    """Install signal handlers that let workers save a checkpoint before the flow ends, as in `cosmos run`."""
-
-    def stop(number: int, frame: object) -> NoReturn:
-        worker.stop_all()
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        # SIGTERM is ignored until the flow ends, when Prefect restores its handler.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise TerminationSignal(signal=number)
-
-    if threading.current_thread() is threading.main_thread():
-        for signal_number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signal_number, stop)
 
 
 _flows_by_attempt: dict[str, FlowInPython] = {}

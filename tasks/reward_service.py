@@ -63,10 +63,11 @@ def _get_reward_environment(run: Run, stage: StageConfig) -> Mapping[str, str]:
 @contextlib.contextmanager
 def _run_remote_service(stage: StageConfig, path: Path) -> Iterator[dict[str, str]]:
     block_name = f"run-{uuid.uuid4().hex}"
-    service_run_id = _start_flow_run(stage, block_name)
+    service_run_id, ending_states = _start_flow_run(stage, block_name), TERMINAL_STATES
     with get_client(sync_client=True) as client:
         try:
             variables = _wait_for_service(client, stage, service_run_id, block_name)
+            ending_states = TERMINAL_STATES | {StateType.RUNNING}  # a service that has a block ends without it
             try:
                 yield variables
             finally:
@@ -75,7 +76,7 @@ def _run_remote_service(stage: StageConfig, path: Path) -> Iterator[dict[str, st
             # An unreachable Prefect server is no error here: the service ends with this flow run in any case.
             with contextlib.suppress(httpx.HTTPError, ObjectNotFound):
                 delete_service_block(client, block_name)
-                if client.read_flow_run(service_run_id).state_type not in {*TERMINAL_STATES, StateType.RUNNING}:
+                if client.read_flow_run(service_run_id).state_type not in ending_states:
                     client.set_flow_run_state(service_run_id, Cancelling())
 
 

@@ -351,16 +351,14 @@ def _run_in_process(
     open_spans = [*attempt_spans, (start_time, None)]
     update_state(path, state="running", attempt=attempt, spans=open_spans, renewed=None, ended=None, error="")
     record_event(path, "started", f"attempt {attempt}")
-    outcome = import_object(prepared_stage.entry)(prepared_stage)
-    update_state(path, spans=[*attempt_spans, (start_time, time.time())])
+    try:
+        outcome = import_object(prepared_stage.entry)(prepared_stage)
+    finally:
+        update_state(path, spans=[*attempt_spans, (start_time, time.time())])
     manifest.commit(
-        path,
-        outcome,
-        kind=stage.kind,
-        fingerprint=expected_fingerprint.value,
-        inputs=prepared_stage.inputs,
+        path, outcome, kind=stage.kind, fingerprint=expected_fingerprint.value, inputs=prepared_stage.inputs,
         sources=prepared_stage.sources,
-    )
+    )  # fmt: skip
     return _finish_stage(run, stage, expected_fingerprint)
 
 
@@ -379,9 +377,9 @@ def _record_launcher(path: Path) -> None:
 
     A new process, such as one that a user starts to resume the run, has the full number of retries and does not wait.
     """
-    state = read_state(path)
-    if state.launcher_pid != os.getpid():
-        update_state(path, **identify_process(), failures=0, failed_with="", is_repeated=False)
+    state, launcher = read_state(path), identify_process()
+    if state.model_dump(include={*launcher}) != launcher:  # in containers the pid is often the same
+        update_state(path, **launcher, failures=0, failed_with="", is_repeated=False)
     elif state.state == "failed":
         update_state(path, state="retrying")
         worker.sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (state.failures - 1)))

@@ -7,6 +7,7 @@ fingerprint and reuse, lock, retries, work pool, artifact store, report and line
 import inspect
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,7 +33,8 @@ from cosmos_core.run.manifest import read_result
 from cosmos_core.types import StageKind
 from tasks.cancellation import is_cancelled, wait_unless_cancelled
 from tasks.final_states import failed_state
-from tasks.flow_run import Call, FlowInPython, current_flow, json_values
+from tasks.flow_identity import json_values
+from tasks.flow_run import Call, FlowInPython, current_flow
 from tasks.kinds import all_kinds
 from tasks.stage import MAX_RETRIES, produce_result, should_retry, stage_task
 
@@ -92,8 +94,11 @@ class StageTask(Task[Any, StageHandle]):
     def _submit(self, *arguments: Any, name: str = "", **settings: Any) -> Any:
         flow = current_flow()
         name = flow.reserve_stage_name(self.kind.name, name)
-        with tags(*flow.tags):
+        with ExitStack() as stack, tags(*flow.tags):
+            stack.enter_context(worker.stoppable())  # a stop in the time before the stage begins must not be lost
             future = super().submit(*arguments, name=name, **settings)
+            submission = stack.pop_all()
+            future.wrapped_future.add_done_callback(lambda _: submission.close())
         flow.futures[name] = future
         return future
 

@@ -173,13 +173,21 @@ class StageSync:
         """Store the files that another machine needs to run this stage. Return the address of the run for that machine:
         the directory of the run, or its URL in the store."""
         if self._store is None:
+            self._forget_failure()
             return str(self._run.path)
         stored_record = self._open_stored_record()
         stored_state = stored_record.state()
         if stored_state is not None and stored_state.forced_by == read_state(self._path).forced_by:
             stored_record.pull()  # another machine may have made progress since the last pull
+        self._forget_failure()
         stored_record.push(is_final=True)
         return self._store.put_run(self._run.path, has_grown=True)
+
+    def _forget_failure(self) -> None:
+        """Clear the error of an earlier attempt, which would be taken for the error of a machine that is lost before it
+        has recorded one."""
+        if read_state(self._path).state in {"failed", "stopped"}:
+            update_state(self._path, state="waiting", error="", error_type="")
 
     def mirror(self) -> Callable[[], None]:
         """Return a function that copies state and progress of the stage from the machine that runs it, for display."""

@@ -19,6 +19,7 @@ from cosmos_core.errors import ConfigError, CosmosError
 from cosmos_core.launch.processes import SILENT_SECONDS
 from cosmos_core.run.directory import PIPELINE, list_runs, read_facts, runs_in
 from cosmos_core.run.files import SHARED_FOLDER, read_object
+from cosmos_core.run.liveness import is_flow_running
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import RESULT, read_result
 from cosmos_core.run.process import is_alive
@@ -119,8 +120,11 @@ def _find_last_activity_time(path: Path) -> float:
 
 
 def _may_run(path: Path, *, is_run_lock_held: bool = False) -> bool:
-    """Return True if a process on this machine holds the lock of the run or of a stage, or if a process on another
-    machine may run a stage. With `is_run_lock_held`, the caller itself holds the lock of the run."""
+    """Return True if a process on this machine holds the lock of the run or of a stage, if a process on another machine
+    may run a stage, or if a Python flow executes the run. With `is_run_lock_held`, the caller itself holds the lock of
+    the run."""
+    if is_flow_running(path):
+        return True
     lock_files = [*(path / "locks").glob("*.lock"), *([] if is_run_lock_held else [path / "locks" / ".run"])]
     for lock_file in filter(Path.exists, lock_files):
         with Lock(lock_file) as lock:

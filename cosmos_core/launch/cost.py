@@ -4,6 +4,7 @@ The duration comes from an earlier run of the pipeline if there is one. Otherwis
 from the floating-point operations of its tokens and the rate of this or another machine (`launch.machine`).
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ def costs(
             time_from_history = _estimate_from_history(stage, num_steps, earlier_runs, gpu_type)
             seconds, time_source = time_from_history or _estimate_from_flops(pipeline, stage, sizes, gpus, machine)
         memory_verdict, disk_bytes = (
-            _describe_memory_fit(sizes, machine),
+            _describe_memory_fit(sizes, machine, pipeline.recipes[stage.name].mode),
             _estimate_disk_bytes(stage, sizes, earlier_runs),
         )
         stage_costs.append(Cost(stage.name, seconds, gpus.get(stage.name, 0), memory_verdict, time_source, disk_bytes))
@@ -215,8 +216,10 @@ def _read_durations(record: StageRecord, metric_name: str) -> list[float]:
 
 def _used_gpu_type(record: StageRecord, gpu_type: str) -> bool:
     """Return True if every rank of a training used a GPU of the type `gpu_type`."""
-    gpu_names = [gpu_name.lower().replace(" ", "").replace("-", "") for rank in record.ranks for gpu_name in rank.gpus]
-    return bool(gpu_names) and all(gpu_type in gpu_name for gpu_name in gpu_names)
+    gpu_names = [gpu_name.lower() for rank in record.ranks for gpu_name in rank.gpus]
+    # Whole words, because `NVIDIA H200` contains `h20`; a product name may have a space: `RTX 4090`.
+    pattern = re.compile(rf"\b{re.sub('(?<=[a-z])(?=[0-9])', '[ -]?', gpu_type)}\b")
+    return bool(gpu_names) and all(map(pattern.search, gpu_names))
 
 
 def _estimate_from_flops(
@@ -231,22 +234,26 @@ def _estimate_from_flops(
         return 0.0, ""
     if sizes is None or sizes["tokens"] is None or machine is None:
         return None, "never run"
+    recipe = pipeline.recipes[stage.name]
     flops_per_token = (
         _FORWARD_FLOPS * sizes["parameters"] + _INPUT_FLOPS * sizes["parameters"] + _WEIGHT_FLOPS * sizes["trainable"]
     )
-    if pipeline.recipes[stage.name].policy.model_gradient_checkpointing:
+    if recipe.policy.model_gradient_checkpointing:
         flops_per_token += _FORWARD_FLOPS * sizes["parameters"]
-    num_ranks = 1 if machine.is_shared else max(1, gpus.get(stage.name, 1))
+    num_engine_gpus = recipe.num_gpus(has_rollouts=kind.feed == "rollouts") - recipe.num_gpus(has_rollouts=False)
+    num_ranks = 1 if machine.is_shared else max(1, gpus.get(stage.name, 1) - num_engine_gpus)
     exclusion_note = ", without generation" if kind.feed == "rollouts" else ""
     seconds = flops_per_token * sizes["tokens"] / (machine.tflops * _TERA * num_ranks)
     return seconds, f"never run; counted at {machine.rate}{exclusion_note}"
 
 
-def _describe_memory_fit(sizes: dict[str, Any] | None, machine: Machine | None) -> str:
+def _describe_memory_fit(sizes: dict[str, Any] | None, machine: Machine | None, mode: str) -> str:
     if sizes is None or machine is None or machine.memory is None:
         return ""
     rollout_bytes = sizes["engine_weights"] + (sizes["kv_cache"] or 0)
-    peak_gib, limit_gib = max(sizes["peak"], sizes["memory"]["weights"] + rollout_bytes) / _GIB, machine.memory
+    has_own_gpus = mode == "disaggregated" and not machine.is_shared
+    rollout_bytes += 0 if has_own_gpus else sizes["memory"]["weights"]
+    peak_gib, limit_gib = max(sizes["peak"], rollout_bytes) / _GIB, machine.memory
     if peak_gib > limit_gib:
         return f"no: {peak_gib:,.1f} GiB"
     return "yes" if sizes["memory"]["activations"] is not None and sizes["kv_cache"] is not None else "?"

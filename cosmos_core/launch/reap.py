@@ -16,7 +16,7 @@ from uuid import UUID
 from cosmos_core.launch import worker
 from cosmos_core.launch.processes import SILENT_SECONDS, sweep
 from cosmos_core.run.directory import PIPELINE, flow_run_notes
-from cosmos_core.run.liveness import read_holder
+from cosmos_core.run.liveness import is_flow_running, read_holder
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.process import is_alive, ran_on_this_machine
 from cosmos_core.run.state import ACTIVE, State, read_state, update_state
@@ -64,9 +64,9 @@ def cancelled_flow_run(output_dir: Path, run_id: str) -> str:
 
 
 def _has_lost_launcher(run_path: Path) -> bool:
-    """Return True if no live process holds the lock of the run."""
+    """Return True if no live process holds the lock of the run, and no Python flow is between two stages of it."""
     with Lock(run_path / "locks" / ".run") as lock:
-        return lock.try_acquire()
+        return lock.try_acquire() and not is_flow_running(run_path)
 
 
 def _correct_flow_runs(output_dir: Path, abandoned_run_names: set[str]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.child import Child
-from cosmos_core.run.files import user_cache
+from cosmos_core.run.files import find_disk_error, user_cache
 from cosmos_core.run.lock import Lock
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
 
     Raises:
         ConfigError: no server responds at `PREFECT_API_URL`.
+        DiskFull: the folder cannot be written.
         StageFailed: the server did not start; the message names its log.
     """
     if url := os.environ.get("PREFECT_API_URL"):
@@ -135,6 +136,8 @@ def _is_intact(database: Path) -> bool:
 
 class _Server:
     def __init__(self, home_dir: Path) -> None:
+        if disk_error := find_disk_error(home_dir):
+            raise disk_error  # the server would not start, and would not say why
         home_dir.chmod(0o700)  # the database holds parameters and states
         self._log_path = home_dir / "server.log"
         # Prefect uses a single connection if the URL contains `:memory:`. With several connections, the second of two
@@ -185,7 +188,8 @@ class _Server:
         while (has_ended := child.poll() is not None) or not self._is_responding():
             if time.monotonic() > deadline or (has_ended and num_starts == _MAX_STARTS):
                 child.kill()
-                raise StageFailed(f"the Prefect server did not start; its log: {self._log_path}")
+                start_error = StageFailed(f"the Prefect server did not start; its log: {self._log_path}")
+                raise find_disk_error(self._log_path.parent) or start_error
             if has_ended:
                 num_starts += 1
                 child = self._spawn()

@@ -1,10 +1,12 @@
 """Show completions of a run with rewards, for `cosmos samples`: of training or, if there are none, of validation."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import ConfigError
+from cosmos_core.observe.formatting import as_float
 from cosmos_core.run.files import json_objects
 from cosmos_core.run.progress import has_step
 from cosmos_core.run.tail import FileTail
@@ -30,7 +32,8 @@ def iter_completions(run: Path, stage: str, step: int | None, order: str, max_co
     lines = _read_completions(path, step)
     if order:
         scored_completions = [line for line in lines if isinstance(line.get("reward"), int | float)]
-        lines = sorted(scored_completions, key=lambda line: _SIGN_BY_SORT_ORDER[order] * line["reward"])
+        sign = _SIGN_BY_SORT_ORDER[order]
+        lines = sorted(scored_completions, key=lambda line: (math.isnan(r := as_float(line["reward"])), sign * r))
     if not lines:
         raise ConfigError(f"stage {path.name!r} has no completions{'' if step is None else f' of step {step}'} on disk")
     prompt = None
@@ -51,9 +54,9 @@ def newest_completions(stage: Path, max_count: int) -> list[dict[str, Any]]:
 def _format_scores(line: dict[str, Any]) -> str:
     reward = line.get("reward")
     score_texts = [
-        f"reward {reward:.4g}" if isinstance(reward, int | float) else f"no reward ({line.get('error', '')})"
+        f"reward {as_float(reward):.4g}" if isinstance(reward, int | float) else f"no reward ({line.get('error', '')})"
     ]
-    score_texts += [f"{name} {value:.4g}" for name, value in (line.get("metrics") or {}).items()]
+    score_texts += [f"{name} {as_float(value):.4g}" for name, value in (line.get("metrics") or {}).items()]
     if line.get("tokens"):
         score_texts.append(f"{line['tokens']} tokens" + ", cut off" * (line.get("finish_reason") == "length"))
     return ", ".join(score_texts)

@@ -158,9 +158,7 @@ class Display:
         line_parts = [line.state] if has_changed else []
         if line.state in {"waiting", "reused"} or (has_changed and line.state in ACTIVE):
             return line_parts
-        line_parts += [
-            progress_text for progress_text in (_phase(line), *self._format_step_texts(line)) if progress_text
-        ]
+        line_parts += filter(None, (_phase(line), *self._format_step_texts(line)))
         if line.state in ACTIVE:
             eta = _estimate_eta_seconds(line)
             return [*line_parts, f"eta {formatting.duration(eta)}"] if eta is not None else line_parts
@@ -258,8 +256,9 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
 
 
 def _make_console(stream: TextIO | None) -> Console:
-    console = Console(file=stream or sys.stdout, highlight=False)
-    return console if console.is_terminal else Console(file=console.file, highlight=False, width=_PLAIN_TEXT_WIDTH)
+    plain: dict[str, Any] = dict.fromkeys(("highlight", "markup", "emoji"), False)  # names may contain `[...]`
+    console = Console(file=stream or sys.stdout, **plain)
+    return console if console.is_terminal else Console(file=console.file, width=_PLAIN_TEXT_WIDTH, **plain)
 
 
 def _list_notices(run: RunRecord) -> list[Text]:

@@ -16,7 +16,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.launch.service_health import FILE as HEALTH
 from cosmos_core.run.directory import PIPELINE, RunFacts, read_facts
 from cosmos_core.run.files import Document, Seconds, json_objects, parsed, read_document, read_json, read_object
-from cosmos_core.run.liveness import is_dead, read_approval, read_holder, start_of_dead_holder
+from cosmos_core.run.liveness import is_dead, outcome_between_stages, outcome_of_flow, read_approval, read_holder
 from cosmos_core.run.loading import pipeline_arguments, pipeline_needs
 from cosmos_core.run.manifest import STORE_KEY, Result, read_result
 from cosmos_core.run.progress import Position, read_metrics, read_progress
@@ -249,18 +249,18 @@ class RunRecord:
     @property
     def outcome(self) -> str:
         """Return the displayed outcome of the run: `failed`, `refused`, `stopped` or `died` if a stage has this status,
-        `done` if all stages are finished, `waiting` for approval, `declined`, `died` if the process of the run has
-        ended, otherwise `running`."""
+        `outcome_of_flow` if all stages are finished, `waiting` for approval, `declined`, `outcome_between_stages` if no
+        stage is active, otherwise `running`."""
         # A report stage shows the outcome, so its own status must not affect the outcome.
         states = {stage.status for stage in self.stages if stage.kind.makes != "page"}
         for state in ("failed", "refused", "stopped", "died"):
             if state in states:
                 return state
         if states <= FINISHED and self.stages:
-            return "done"
+            return outcome_of_flow(self.path)
         if not states & ACTIVE and (approval := read_approval(self.path)):
             return "declined" if approval.is_declined else "waiting"
-        return "running" if states & ACTIVE or start_of_dead_holder(self.path) is None else "died"
+        return "running" if states & ACTIVE else outcome_between_stages(self.path)
 
     @property
     def began(self) -> float:
@@ -322,12 +322,12 @@ def read_run(path: Path) -> RunRecord:
     entries = [entry for entry in pipeline.get("stages", []) if isinstance(entry, dict) and "name" in entry]
     if not entries and (path / "stages").is_dir():
         entries = [{"name": folder.name} for folder in sorted((path / "stages").iterdir()) if folder.is_dir()]
-    predecessors = {}
+    parents = {}
     for entry in entries:
         names = entry.get("after", ())
-        predecessors[entry["name"]] = (names,) if isinstance(names, str) else tuple(names)
-    run_facts = read_facts(path) or RunFacts()
-    stages = [_read_stage(path / "stages" / entry["name"], entry, predecessors, run_facts) for entry in entries]
+        parents[entry["name"]] = (names,) if isinstance(names, str) else tuple(names)
+    run_facts, depths = read_facts(path) or RunFacts(), dict[str, int]()
+    stages = [_read_stage(path / "stages" / entry["name"], entry, parents, depths, run_facts) for entry in entries]
     name = str(pipeline.get("name") or run_facts.pipeline or "pipeline")
     return RunRecord(path, name, run_facts, tuple(sorted(stages, key=lambda stage: stage.depth)))
 
@@ -374,13 +374,13 @@ def model_loading_code(model: Path) -> str:
 
 
 def _read_stage(
-    path: Path, entry: dict[str, Any], parents: dict[str, tuple[str, ...]], run_facts: RunFacts
+    path: Path, entry: dict[str, Any], parents: dict[str, tuple[str, ...]], depths: dict[str, int], run_facts: RunFacts
 ) -> StageRecord:
     name, result = entry["name"], read_result(path)
     kind = str(entry.get("kind") or (result["kind"] if result else ""))
     return StageRecord(
         path=path, name=name, kind=_read_recorded_kind(kind, run_facts.kinds), after=parents[name],
-        depth=_compute_depth(name, parents),
+        depth=_depth(name, parents, depths),
         state=read_state(path), progress=read_progress(path), result=result,
         sweep=next(iter(parsed([entry["sweep"]], BranchChoice)), None) if entry.get("sweep") else None,
     )  # fmt: skip
@@ -393,6 +393,8 @@ def _read_recorded_kind(name: str, recorded_kinds: dict[str, dict[str, Any]]) ->
         return StageKind(name=name, entry="", result_version=0)
 
 
-def _compute_depth(name: str, parents: dict[str, tuple[str, ...]], visited: tuple[str, ...] = ()) -> int:
-    predecessors = [other for other in parents[name] if other in parents and other not in visited]
-    return max((1 + _compute_depth(other, parents, (*visited, name)) for other in predecessors), default=0)
+def _depth(name: str, parents: dict[str, tuple[str, ...]], depths: dict[str, int]) -> int:
+    if name not in depths:
+        depths[name] = 0  # ends the recursion if a damaged pipeline has a cycle
+        depths[name] = max((1 + _depth(each, parents, depths) for each in parents[name] if each in parents), default=0)
+    return depths[name]

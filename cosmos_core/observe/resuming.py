@@ -38,10 +38,8 @@ def _describe_death(run: RunRecord) -> str:
     dead_stages = [stage for stage in run.stages if stage.died_at is not None]
     if not dead_stages:  # the run died between two stages or before the first stage
         end_times = [stage.state.ended for stage in run.stages if stage.state.ended]
-        return (
-            f"died after {formatting.format_time(max(end_times, default=start_of_dead_holder(run.path)))}, "
-            f"{resume_hint}"
-        )
+        start = max(start_of_dead_holder(run.path) or 0.0, run.facts.started)
+        return f"died after {formatting.format_time(max(end_times, default=start))}, {resume_hint}"
     last_dead_stage = max(dead_stages, key=lambda stage: stage.died_at or 0.0)
     host, step = last_dead_stage.state.launcher_host, _get_last_step(last_dead_stage)
     host_text = f" on {host}" if host and not ran_on_this_machine(last_dead_stage.state.launcher_machine, host) else ""

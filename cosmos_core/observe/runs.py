@@ -12,6 +12,8 @@ from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord, read_run
 from cosmos_core.observe.resuming import pause_or_death
 from cosmos_core.run.directory import PIPELINE, runs_in
+from cosmos_core.run.liveness import is_flow_running, read_holder, start_of_dead_holder
+from cosmos_core.run.process import ran_on_this_machine
 from cosmos_core.run.state import ACTIVE, FINISHED
 
 
@@ -35,7 +37,7 @@ def table_of_runs(output_dir: Path, max_runs: int) -> Table:
 def _format_last_metrics(run: RunRecord) -> str:
     for stage in reversed(run.stages):
         if last_metrics := formatting.table_metrics(stage.metrics):
-            return ", ".join(f"{name} {value:.4g}" for name, value in last_metrics.items())
+            return ", ".join(f"{name} {_format_value(value)}" for name, value in last_metrics.items())
     return ""
 
 
@@ -65,24 +67,32 @@ def _compare_stage_metrics(old_stage: StageRecord, new_stage: StageRecord) -> It
     keys = [key for key in old_stage.metrics | new_stage.metrics if not key.startswith(formatting.RESOURCE_PREFIXES)]
     for key in sorted(keys):
         values = [stage.metrics.get(key) for stage in (old_stage, new_stage)]
-        numeric_values = [float(value) for value in values if isinstance(value, int | float)]
-        change = numeric_values[1] - numeric_values[0] if len(numeric_values) == 2 else 0.0
+        numeric_values = [formatting.as_float(value) for value in values if isinstance(value, int | float)]
+        change = numeric_values[1] - numeric_values[0] if len(set(numeric_values)) == 2 else 0.0
         change_text = f"{change:+.4g} {formatting.judge_change(key, change)}".rstrip() if change else ""
         yield key, _format_value(values[0]), _format_value(values[1]), change_text
 
 
 def _format_value(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else "–"
+    return f"{formatting.as_float(value):.4g}" if isinstance(value, int | float) else "–"
 
 
 def is_inactive(run: RunRecord) -> bool:
-    """Return True if no stage of a run is active or about to start."""
+    """Return True if no stage of a run is active or about to start, and no Python flow executes code of its own."""
+    if is_flow_running(run.path):
+        return False
     states = {stage.name: stage.status for stage in run.stages}
     has_active_stage = any(state in ACTIVE for state in states.values())
     waiting_stages = [stage for stage in run.stages if stage.status == "waiting"]
     has_ready_stage = any(all(states.get(name) in FINISHED for name in stage.after) for stage in waiting_stages)
-    newest_end_time = max((stage.state.ended or 0.0 for stage in run.stages), default=0.0)
-    return not has_active_stage and not (has_ready_stage and time.time() - newest_end_time < _MAX_START_DELAY_SECONDS)
+    if has_active_stage or not has_ready_stage or run.outcome == "stopped":
+        return not has_active_stage
+    holder = read_holder(run.path)
+    if holder and not holder.flow_state and ran_on_this_machine(holder.launcher_machine, holder.launcher_host):
+        # A stage may wait for hours, for GPUs, for a worker or for approval.
+        return start_of_dead_holder(run.path) is not None or run.outcome not in {"running", "waiting"}
+    newest_time = max([run.began, *(stage.state.ended or 0.0 for stage in run.stages)])
+    return time.time() - newest_time >= _MAX_START_DELAY_SECONDS
 
 
 _MAX_START_DELAY_SECONDS = 60.0

@@ -43,9 +43,8 @@ def summary_cards(run: RunRecord) -> list[tuple[str, str]]:
     """Return the summary cards as name and text: metrics of the first and last measured stage, times, stages done."""
     shown_cards = []
     metrics = [formatting.table_metrics(stage.metrics) for stage in measured_stages(run)]
-    logprob_differences = [
-        stage.metrics[_LOGPROB_DIFFERENCE] for stage in run.stages if _LOGPROB_DIFFERENCE in stage.metrics
-    ]
+    differences = [stage.metrics.get(_LOGPROB_DIFFERENCE) for stage in run.stages]
+    logprob_differences = [formatting.as_float(each) for each in differences if isinstance(each, int | float)]
     for name in metrics[-1] if metrics else ():
         if logprob_differences and name == formatting.short_name(_LOGPROB_DIFFERENCE):
             continue  # a separate card shows the maximum of this metric over all stages

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from cosmos_core.observe.formatting import as_float
 from cosmos_core.observe.record import RunRecord, StageRecord
 
 _STATUS_ORDER = ("failed", "refused", "died", "stopped", "running", "retrying", "waiting", "done", "reused")
@@ -54,7 +55,7 @@ def sweep_tables(run: RunRecord) -> list[SweepTable]:
             rows.append(Row(
                 name=sweep_branch.stages[0], settings=tuple(sweep_branch.settings.get(key) for key in keys),
                 state=states[0] if states else "waiting", seconds=sum(stage_seconds) if stage_seconds else None,
-                value=float(value) if isinstance(value, int | float) else None,
+                value=as_float(value) if isinstance(value, int | float) else None,
                 is_chosen=stage.info.get("chosen") in sweep_branch.stages,
             ))  # fmt: skip
         sort_sign = -1.0 if stage.sweep.mode == "max" else 1.0

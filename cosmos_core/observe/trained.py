@@ -130,8 +130,11 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
     policy_prefix = "train_policy."
     (step, total), has_rollouts = stage.position, stage.kind.feed == "rollouts"
     lora_rank, num_generations = settings.get("policy.lora.r"), settings.get("rollout.n_generation")
-    learning_rate = settings.get("train.optm_lr", "")
-    learning_rates = learning_rate if isinstance(learning_rate, list) else [learning_rate]
+    rates = {
+        key.removeprefix("train.optm_lr").removeprefix("."): rate
+        for key, rate in settings.items()
+        if key.startswith("train.optm_lr") and isinstance(rate, int | float)
+    }
     reward_key = f"train.{policy_prefix}reward_function"
     reward_texts = [
         settings.get(reward_key),
@@ -147,7 +150,7 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
         ("algorithm", [algorithm_name, variant if algorithm_name == policy_type != variant else ""]),
         ("trains", [f"LoRA of rank {lora_rank}" if lora_rank else "all weights",
                     setting_text("param_dtype", "computed in {}")]),
-        ("learning rate", [*(f"{rate:g}" for rate in learning_rates if rate),
+        ("learning rate", [*(f"{rate:g}{path and f' for {path}'}" for path, rate in rates.items()),
                            setting_text("optm_name"), setting_text("optm_decay_type", "{} decay") or "constant",
                            setting_text("optm_warmup_steps", warmup_template)]),
         ("batch", [setting_text("train_batch_per_replica", "{} completions" if has_rollouts else "{} rows"),
@@ -155,6 +158,6 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
                    setting_text(f"{policy_prefix}mini_batch", "micro-batch {}")]),
         ("steps", [f"{step} of {total}" if step and total else "", setting_text("epoch", "at most {} epochs")]),
         ("reward", reward_texts if has_rollouts else []),
-        ("seed", [setting_text("seed")])
+        ("seed", [str(seed) for seed in [settings.get("train.seed")] if seed is not None])
     ]  # fmt: skip
     return [(name, ", ".join(str(value) for value in values if value)) for name, values in setting_groups]

@@ -41,6 +41,7 @@ from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.liveness import note_holder
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.remote import pin_urls
+from cosmos_core.run.state import read_state
 
 PIPELINE = "pipeline.toml"
 RUNS = "runs.json"
@@ -240,18 +241,27 @@ def claim(run: Run, start_time: float | None = None) -> Lock:
     Raises:
         ConfigError: another process is running the run.
     """
-    lock = Lock(run.path / "locks" / ".run")
-    if lock.try_acquire():
-        remove_leftovers(run.path)
-        note_holder(run.path, time.time() if start_time is None else start_time)
-        if run.has_new_money:  # another process may have added stages since the run was opened
-            saved_run = with_budget(open_run(run.path, run.pipeline.kinds), run.pipeline.config)
-            write_text(run.path / PIPELINE, tomli_w.dumps(saved_run.pipeline.as_toml()))
+    if lock := try_claim(run, start_time):
         return lock
-    lock.release()
     raise ConfigError(
         f"run {run.id} is being run by another process; wait for it (cosmos status {run.path}) or stop it"
     )
+
+
+def try_claim(run: Run, start_time: float | None = None) -> Lock | None:
+    """Claim a run as `claim` does, but return None if another process is running it."""
+    lock = Lock(run.path / "locks" / ".run")
+    if not lock.try_acquire():
+        lock.release()
+        return None
+    stage_paths, own_hosts = (run.path / "stages").glob("*"), {"", socket.gethostname()}
+    foreign_paths = {path for path in stage_paths if read_state(path).launcher_host not in own_hosts}
+    remove_leftovers(run.path, lambda file: not foreign_paths.isdisjoint(file.parents))
+    note_holder(run.path, time.time() if start_time is None else start_time)
+    if run.has_new_money:  # another process may have added stages since the run was opened
+        saved_run = with_budget(open_run(run.path, run.pipeline.kinds), run.pipeline.config)
+        write_text(run.path / PIPELINE, tomli_w.dumps(saved_run.pipeline.as_toml()))
+    return lock
 
 
 def find_run(name: str, output_dir: Path) -> Path:

@@ -7,8 +7,9 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ SHARED_FOLDER = ".cosmos"
 """Name of the folder in the output folder with the data that all runs share, such as digests."""
 _WRITER_PID_PATTERN = re.compile(r"\.(\d+)(?:-\d+)?\.tmp$")
 _DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_PROBE_BYTES = 1 << 20  # number of bytes that a disk must accept to count as writable
 
 
 def disk_full(error: BaseException | None, path: Path) -> DiskFull | None:
@@ -37,6 +39,17 @@ def disk_full(error: BaseException | None, path: Path) -> DiskFull | None:
         return None
     problem, remedy = ("read-only", "make it writable") if error.errno == errno.EROFS else ("disk full", "free space")
     return DiskFull(f"{problem}: {error.strerror}: {error.filename or path}; {remedy} and resume")
+
+
+def find_disk_error(folder: Path) -> DiskFull | None:
+    """Return the error that prevents writing to a folder now, or None if writing succeeds."""
+    try:
+        # A buffered file writes on after a write of only some bytes, which is no error yet.
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE_BYTES))
+        return None
+    except OSError as error:
+        return disk_full(error, folder)
 
 
 @contextmanager
@@ -218,11 +231,12 @@ def step_of(name: str) -> int:
     return int(step_text) if step_text.isdigit() else -1
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files that killed writers on this machine left in a folder, at any depth."""
+def remove_leftovers(folder: Path, is_foreign: Callable[[Path], bool] = lambda path: False) -> None:
+    """Remove the temporary files that killed writers on this machine left in a folder, at any depth; keep files that
+    `is_foreign` attributes to writers on other machines, whose pids are unknown here."""
     for path in folder.rglob(".*.tmp"):
         writer_match = _WRITER_PID_PATTERN.search(path.name)
-        if writer_match and not Path(f"/proc/{writer_match[1]}").exists():
+        if writer_match and not is_foreign(path) and not Path(f"/proc/{writer_match[1]}").exists():
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
@@ -242,10 +256,13 @@ def copy_file(source: str | Path, target: str | Path) -> None:
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
     """Create a hard link to a file, or a copy if the file system does not support hard links."""
+    target = Path(target)
     try:
         os.link(source, target)
     except OSError:
-        copy_file(source, target)
+        if not target.exists() or not target.samefile(source):
+            target.unlink(missing_ok=True)  # not overwritten: other links of the target would change with it
+            copy_file(source, target)
 
 
 def follow_umask(path: Path) -> None:

@@ -7,6 +7,7 @@ no lease.
 
 import time
 from pathlib import Path
+from typing import Literal
 
 from cosmos_core.run.files import Document, Seconds, read_document, write_json
 from cosmos_core.run.process import identify_process, is_alive, ran_on_this_machine
@@ -28,6 +29,14 @@ class Holder(Document):
     launcher_machine: str = ""
     since: Seconds = 0.0
     """Time at which the command of the process began, in seconds since 1970."""
+    flow_state: Literal["", "running", "completed", "failed", "stopped"] = ""
+    """State of the Python flow that the process executes; empty: the run is of a TOML file or an earlier version;
+    `stopped`: the command for a TOML file was interrupted."""
+
+    @property
+    def is_this_process(self) -> bool:
+        """Return True if this process claimed the run."""
+        return self.model_dump(exclude={"since", "flow_state"}) == identify_process()
 
 
 class Approval(Document):
@@ -53,16 +62,50 @@ def read_approval(run_path: Path) -> Approval | None:
 def note_holder(run_path: Path, since: float) -> None:
     """Record that this process has claimed a run for a command that began at `since` (unix time); a repeated claim by
     the same process keeps the earliest time."""
-    previous_holder, current_process = read_holder(run_path), identify_process()
-    if previous_holder is not None and previous_holder.model_dump(exclude={"since"}) == current_process:
+    previous_holder = read_holder(run_path)
+    if previous_holder is not None and previous_holder.is_this_process:
         since = min(since, previous_holder.since)
-    write_json(run_path / "locks" / _HOLDER_FILE, {**current_process, "since": since}, durable=False)
+    write_json(run_path / "locks" / _HOLDER_FILE, {**identify_process(), "since": since}, durable=False)
     (run_path / "locks" / _APPROVAL_FILE).unlink(missing_ok=True)
 
 
 def read_holder(run_path: Path) -> Holder | None:
     """Return the process that last claimed a run; None if no process did, or if the file that names it is damaged."""
     return read_document(run_path / "locks" / _HOLDER_FILE, Holder)
+
+
+def note_flow_state(run_path: Path, flow_state: str) -> None:
+    """Record the state of the flow that this process executes, unless another process has claimed the run."""
+    holder = read_holder(run_path)
+    if holder is not None and holder.is_this_process:
+        holder_file = run_path / "locks" / _HOLDER_FILE
+        write_json(holder_file, {**holder.model_dump(), "flow_state": flow_state}, durable=False)
+
+
+def is_flow_running(run_path: Path) -> bool:
+    """Return True if a Python flow executes a run, also between two stages, unless its process is known to have
+    ended."""
+    holder = read_holder(run_path)
+    return holder is not None and holder.flow_state == "running" and start_of_dead_holder(run_path) is None
+
+
+def outcome_of_flow(run_path: Path) -> Literal["done", "failed", "running", "died"]:
+    """Return the outcome of a run whose stages are finished: a Python flow may still execute code of its own, may have
+    raised an error there, or its process may have been killed. The run of a TOML file is done."""
+    holder = read_holder(run_path)
+    if holder is None or holder.flow_state in {"", "completed", "stopped"}:
+        return "done"
+    if holder.flow_state == "failed":
+        return "failed"
+    return "running" if is_flow_running(run_path) else "died"
+
+
+def outcome_between_stages(run_path: Path) -> Literal["running", "stopped", "died"]:
+    """Return the outcome of a run of which no stage is active and at least one is still to run."""
+    holder = read_holder(run_path)
+    if holder is not None and holder.flow_state == "stopped":
+        return "stopped"
+    return "running" if start_of_dead_holder(run_path) is None else "died"
 
 
 def start_of_dead_holder(run_path: Path) -> float | None:

@@ -10,10 +10,13 @@ _REWARD_KEYS = (
 )  # fmt: skip
 """Keys of `train.train_policy` that determine how completions are scored."""
 
+_WRITTEN_TO_ROWS = {"enable", "enable_tools", "tools", "continue_final_message"}
+"""Keys of `rollout.multi_turn_config` that determine the rows beyond the prompts, which are prepared."""
+
 KIND = StageKind(
     name="sample",
     entry="cosmos_core.sample.program:run",
-    result_version=1,
+    result_version=2,
     has_mesh=True,
     scores=True,
     allowed_keys=("reward_service", "reward_service_pool"),
@@ -33,7 +36,7 @@ KIND = StageKind(
     ),
     unread=(
         *(key for key in ROW_KEYS if key != "train.train_policy.system_prompt"),
-        *(f"rollout.multi_turn_config.{name}" for name in RENDER_PROMPTS if name not in {"enable", "tools"}),
+        *(f"rollout.multi_turn_config.{name}" for name in RENDER_PROMPTS if name not in _WRITTEN_TO_ROWS),
         "policy.lora",
     ),
     reports=("sample/*",),

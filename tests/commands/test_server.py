@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cosmos_core.errors import DiskFull
 from cosmos_core.launch.server import prefect_server
 from cosmos_core.observe.logs import add_quiet_variables
 from tests.conftest import processes_below, wait_until
@@ -59,6 +61,17 @@ def test_a_server_asks_for_a_password_is_replaced_when_killed_and_leaves_nothing
 
 
 @pytest.mark.full
+def test_a_full_disk_is_named_before_a_server_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_no_server(tmp_path, monkeypatch)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))
+    try:
+        with pytest.raises(DiskFull, match=r"disk full: File too large: .*/runs/server-1; free space"):
+            prefect_server(tmp_path / "runs").__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_the_database_of_a_server_is_made_once_for_each_release_of_prefect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

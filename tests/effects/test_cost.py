@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ import tomli_w
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.errors import ConfigError, OverBudget
-from cosmos_core.launch.cost import Cost, cost_table, costs, wall_seconds
-from cosmos_core.launch.machine import machine_of
+from cosmos_core.launch.cost import Cost, _used_gpu_type, cost_table, costs, wall_seconds
+from cosmos_core.launch.machine import _GPU_SPECS, machine_of
 from cosmos_core.run.directory import Run, open_or_create_run
 from cosmos_core.run.gpu_time import gpu_seconds_of_run
 from cosmos_core.run.plan import Decision
@@ -97,6 +98,15 @@ def test_what_was_never_run_is_counted_for_this_machine_or_the_one_that_is_named
     assert {name: found.get(name) for name in expected} == expected
 
 
+@pytest.mark.parametrize(("mode", "fits"), [("colocated_separated", "no: 81.0 GiB"), ("disaggregated", "yes")])
+def test_an_engine_with_gpus_of_its_own_shares_them_with_no_training(mode: str, fits: str, tmp_path: Path) -> None:
+    found = pipeline(BASE, tmp_path)
+    found = replace(found, recipes={name: recipe.derive(mode=mode) for name, recipe in found.recipes.items()})
+    machine, sizes = machine_of(found.config, "", [SIZES]), {**SIZES, "engine_weights": 2 * GIB, "kv_cache": 77 * GIB}
+    decisions = {"prepare": Decision("reuse", "done in this run"), "sft": RUN}
+    assert costs(found, decisions, {"sft": sizes}, {"sft": 2}, tmp_path / "outputs", machine)[1].fits == fits
+
+
 def test_a_machine_that_is_not_known_is_refused_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--on h1000: known are a100, .*h100, .*set pipeline.gpu_tflops"):
         machine_of(pipeline(BASE, tmp_path).config, "h1000", [])
@@ -135,6 +145,28 @@ def test_steps_of_the_newest_run_are_scaled_and_what_is_no_step_is_not(tmp_path:
     elsewhere = machine_of(pipeline(SFT, tmp_path).config, "h200", [])
     [_, training] = costs(found, decisions, sizes, {"sft": 3}, tmp_path / "outputs", elsewhere)
     assert training.known_from == "never run; counted at 396 TFLOP/s per GPU on h200"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kinds"),
+    [("NVIDIA H200", "h200"), ("NVIDIA GH200 480GB", "gh200"), ("NVIDIA L40S", "l40s"), ("NVIDIA H20-3e", "h20"),
+     ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GeForce RTX 4090", "rtx4090")],
+)  # fmt: skip
+def test_a_gpu_is_of_one_kind(gpu: str, kinds: str) -> None:
+    record: Any = SimpleNamespace(ranks=[SimpleNamespace(gpus=[gpu])])
+    assert [kind for kind in _GPU_SPECS if _used_gpu_type(record, kind)] == [kinds]
+
+
+def test_engines_with_gpus_of_their_own_do_not_train(tmp_path: Path) -> None:
+    settings = {
+        **BASE, "train.train_policy.type": "grpo", "mode": "disaggregated", "rollout.parallelism.n_init_replicas": 3,
+        "train.train_policy.reward_function": "exact_match",
+    }  # fmt: skip
+    found = pipeline(settings, tmp_path)
+    machine = machine_of(found.config, "", [SIZES])
+    decisions = dict.fromkeys(("prepare", "rl"), RUN)
+    [_, training] = costs(found, decisions, {"rl": SIZES}, {"rl": 4}, tmp_path / "outputs", machine)
+    assert training.seconds == pytest.approx(6e18 / 400e12)
 
 
 def test_the_time_of_all_is_that_of_the_longest_chain_with_the_slots_of_a_sweep(tmp_path: Path) -> None:

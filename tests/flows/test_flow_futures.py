@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from uuid import UUID
 
@@ -11,12 +15,15 @@ from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelling
 
+from cosmos_core.launch import worker
+from cosmos_core.observe.record import read_run
+from cosmos_core.observe.runs import is_inactive
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.state import read_state
 from tasks import custom
-from tasks.flow_run import unfinished_stage
+from tasks.flow_run import FlowInPython, unfinished_stage
 from tests.conftest import PROGRAMS, wait_until
-from tests.flows.test_flows_in_python import GROW, folder
+from tests.flows.test_flows_in_python import GROW, folder, grown, starts
 
 __all__ = ["folder"]
 
@@ -43,3 +50,61 @@ def test_a_stage_that_nothing_waited_for_is_reported(folder: Path) -> None:
 
     hasty()
     assert unfinished_stage().startswith("stage 'custom' is not done, and the flow did not wait for it")
+
+
+def test_two_executions_of_a_flow_both_end_and_share_its_stages(folder: Path) -> None:
+    """A flow run that has lost contact with its server goes on beside its replacement."""
+    began = threading.Event()
+    second = folder / "outputs" / "both" / "stages" / "second"
+
+    @flow
+    def both(is_first: bool, run_id: str = "both") -> float:
+        if not is_first:
+            began.wait(60)
+        first = grown("first")
+        if is_first:
+            began.set()
+            wait_until(lambda: read_state(second).state == "running", 60, "the other execution")
+        custom(f"{PROGRAMS}/counting.py:count", name="second", arguments={"steps": 30, "seconds": 0.1})
+        return grown("third", model=first).metrics["size"]
+
+    with ThreadPoolExecutor(2) as pool:
+        executions = [pool.submit(copy_context().run, both, is_first) for is_first in (True, False)]
+        assert [execution.result() for execution in executions] == [2.0, 2.0]
+    assert starts(folder) == ["first", "second", "third"]
+
+
+def test_a_flow_is_running_until_its_own_code_has_ended(folder: Path) -> None:
+    seen: list[object] = []
+
+    @flow
+    def thoughtful(fails: bool, run_id: str = "thoughtful") -> None:
+        grown("model")
+        run = read_run(folder / "outputs" / run_id)
+        seen.extend([run.outcome, is_inactive(run)])
+        if fails:
+            raise ValueError("own code")
+
+    for fails, outcome in ((True, "failed"), (False, "done")):
+        thoughtful(fails, return_state=True)
+        run = read_run(folder / "outputs" / "thoughtful")
+        assert (run.outcome, is_inactive(run)) == (outcome, True)
+        assert f">{outcome}" in (run.path / "report.html").read_text()
+    assert seen == ["running", False] * 2
+
+
+def test_a_stop_before_a_submitted_stage_begins_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, stopped = FlowInPython.stage, threading.Event()
+    monkeypatch.setattr(FlowInPython, "stage", lambda *arguments: stopped.wait(30) and begin(*arguments))
+
+    @flow
+    def stopping(run_id: str = "stopping") -> None:
+        future = custom.submit(GROW, retries=0)
+        time.sleep(1)
+        worker.stop_all()
+        stopped.set()
+        future.wait()
+        assert future.state.is_failed()
+
+    stopping()
+    assert not starts(folder)

@@ -26,7 +26,8 @@ from cosmos_core.errors import ConfigError, DataError, GateFailed, StageFailed
 from cosmos_core.run.directory import open_run, read_facts
 from cosmos_core.run.state import read_state
 from tasks import configure_run, custom, gate, report, sample, upload
-from tasks.flow_run import newest_flow, run_name_and_parameters
+from tasks.flow_identity import run_name_and_parameters
+from tasks.flow_run import newest_flow
 from tasks.kinds import all_kinds
 from tasks.naming import user_name
 from tasks.stage_task import StageHandle
@@ -374,6 +375,7 @@ def test_arguments_are_plain_values_and_no_handles(folder: Path) -> None:
     assert plain() == 2.0
 
 
+@pytest.mark.filterwarnings("error:coroutine", "error::pytest.PytestUnraisableExceptionWarning")
 def test_an_asynchronous_flow_calls_stages(folder: Path) -> None:
     @flow
     async def later(run_id: str = "later") -> float:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +22,7 @@ import httpx
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.context import SyncClientContext
+from prefect.exceptions import TerminationSignal
 from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
@@ -35,7 +37,7 @@ from cosmos_core.launch.reap import cancelled_flow_run, reap
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.process import identify_process, start_time
 from cosmos_core.upload.file import FileTarget
-from tasks.cancellation import is_cancelled, publication_check
+from tasks.cancellation import is_cancelled, publication_check, stop_on_signals
 
 OWN, PARENT, TASK = (str(uuid.uuid4()) for _ in range(3))
 
@@ -228,3 +230,20 @@ def test_the_polling_of_a_worker_outlasts_its_server(monkeypatch: pytest.MonkeyP
         calls.clear()
         with pytest.raises(KeyError, match="it was still asked"):
             asyncio.run(poll(name))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_flow_in_python_stops_its_workers_on_the_signals_of_a_scheduler(number: signal.Signals) -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    handlers = {each: signal.getsignal(each) for each in numbers}
+    try:
+        stop_on_signals()
+        with worker.stoppable(), pytest.raises(TerminationSignal):
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        assert worker.is_stopping()
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        with worker.stoppable():
+            assert not worker.is_stopping(), "the next run begins without the request"

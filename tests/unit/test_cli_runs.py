@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -17,7 +18,10 @@ from cosmos_core.cli import app
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe import overlay
+from cosmos_core.observe.record import read_run
+from cosmos_core.observe.runs import _compare_stage_metrics, is_inactive, table_of_runs
 from cosmos_core.run.directory import claim, create_run
+from cosmos_core.run.files import write_json
 from cosmos_core.run.state import read_state, update_state
 from tasks.kinds import all_kinds
 from tasks.stage import run_stage
@@ -61,6 +65,15 @@ def test_runs_lists_them_the_newest_last(outputs: Path) -> None:
     assert [line.split()[1] for line in lines] == ["one", "two"]
     assert all("1/1" in line for line in lines) and "count 4" in lines[1]
     assert " one " not in said("runs", "--output-dir", str(outputs), "--most", "1")
+
+
+def test_a_name_in_brackets_is_shown_as_it_is(tmp_path: Path) -> None:
+    text = PIPELINE.replace("OUTPUTS", str(tmp_path / "outputs")).replace('"counting"', '"counting [ab] :x: [/b]"')
+    (tmp_path / "p.toml").write_text(text)
+    run = create_run(load_pipeline(tmp_path / "p.toml", [], all_kinds()), run_id="one")
+    shown = [said("runs", *arguments, "--output-dir", str(run.output_dir)) for arguments in ((), ("--cost",))]
+    for output in (*shown, said("status", str(run.path)), said("plan", str(tmp_path / "p.toml"))):
+        assert "counting [ab] :x: [/b]" in output
 
 
 def test_compare_shows_settings_and_metrics_that_differ(outputs: Path) -> None:
@@ -114,6 +127,19 @@ def test_watch_ends_where_nothing_happens_any_more(outputs: Path) -> None:
     assert "done" in said("watch", "two", "--output-dir", str(outputs))
 
 
+def test_watch_waits_for_the_first_stage_of_a_run_that_began_and_for_stages_that_wait_for_gpus(tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text(PIPELINE.replace("OUTPUTS", str(tmp_path / "outputs")))
+    run = create_run(load_pipeline(tmp_path / "p.toml", [], all_kinds()), run_id="one")
+    assert not is_inactive(read_run(run.path))
+    write_json(run.path / "run.json", {"run_id": "one", "started": time.time() - 999})
+    assert is_inactive(read_run(run.path))
+    lock = claim(run, time.time() - 999)
+    assert not is_inactive(read_run(run.path))
+    update_state(run.stage_path("first"), state="failed", ended=time.time() - 999)
+    assert is_inactive(read_run(run.path))
+    lock.release()
+
+
 def test_version_says_what_it_runs_with() -> None:
     assert re.match(
         r"cosmos \d+\.\d+\.\d+ \(prefect 3\.\S+, torch 2\S+, transformers 5\S+, Python 3\.\d+", said("--version")
@@ -137,3 +163,13 @@ def test_reap_ends_what_a_dead_flow_left_and_no_run_that_somebody_has(outputs: P
         f"dead/first: ended; it goes on with: cosmos resume {run.path}\n"
     )
     assert read_state(run.stage_path("first")).state == "stopped"
+
+
+def test_a_number_too_large_for_a_float_is_infinite_in_the_tables(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    file = run / "stages/eval-grpo/result.json"
+    write_json(file, {**json.loads(file.read_text()), "metrics": {"reward/mean": 10**400}})
+    [*_, cell] = table_of_runs(tmp_path, 1).columns[-1].cells
+    assert cell == "reward inf"
+    [_, row] = _compare_stage_metrics(*[next(s for s in read_run(run).stages if s.name == "eval-grpo")] * 2)
+    assert row == ("reward/mean", "inf", "inf", "")

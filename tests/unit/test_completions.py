@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,14 @@ def test_the_command_shows_a_step_in_the_order_that_is_asked_for(tmp_path: Path)
     assert newest[3] == "--- no reward (bad), 20 tokens:\n2-2"
     assert "1-1" in list(iter_completions(tmp_path, "grpo", 1, "best", 1))[1]
     assert "1-0" in list(iter_completions(tmp_path, "grpo", 1, "worst", 1))[1]
+    lines = [json.dumps({"step": 1, "reward": r, "completion": str(r)}) for r in (0.5, math.nan, 2.0, 1.0, 10**400)]
+    (stage / "completions/step_000001.jsonl").write_text("\n".join(lines) + "\n")
+    for order, sorted_rewards in (
+        ("best", ["inf", "2", "1", "0.5", "nan"]),
+        ("worst", ["0.5", "1", "2", "inf", "nan"]),
+    ):
+        shown = [text for text in iter_completions(tmp_path, "grpo", 1, order, 9) if text.startswith("--- reward")]
+        assert [text.removeprefix("--- reward ").partition(":")[0] for text in shown] == sorted_rewards
     (tmp_path / PIPELINE).write_text("")
     done = CliRunner().invoke(app, ["samples", str(tmp_path), "--step", "2", "--worst", "--most", "1"])
     assert done.output.splitlines()[-2:] == ["--- reward 0, right 0, brief 0.25, 20 tokens:", "2-0"], done.output

@@ -14,12 +14,15 @@ import pytest
 from typer.testing import CliRunner
 
 from cosmos_core.cli import app
+from cosmos_core.launch.clean import _may_run
+from cosmos_core.launch.reap import _has_lost_launcher
+from cosmos_core.observe import formatting
 from cosmos_core.observe.console import print_status
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.resuming import resume_instructions
 from cosmos_core.observe.runs import is_inactive
 from cosmos_core.run.directory import Run, claim, create_run
-from cosmos_core.run.liveness import LEASE_SECONDS, Approval, note_approval
+from cosmos_core.run.liveness import LEASE_SECONDS, Approval, note_approval, note_flow_state
 from cosmos_core.run.process import identify_process, start_time
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.state import update_state
@@ -139,13 +142,38 @@ def test_a_run_that_was_killed_before_its_first_stage_or_between_two_died(tmp_pa
         [sys.executable, "-c", program, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as flow:
         assert flow.stdout is not None and flow.stdout.readline()
+        holder = json.loads((file := run.path / "locks" / "holder.json").read_text())
+        file.write_text(json.dumps(holder | {"since": holder["since"] - 600}))  # the command began before the run
         assert read_run(run.path).outcome == "running"
         flow.kill()
-    assert f"resume with: cosmos resume {run.path}" in status(run)
+    began = formatting.format_time(read_run(run.path).facts.started)
+    assert f"died after {began}, resume with: cosmos resume {run.path}" in status(run)
     update_state(run.stage_path("first"), state="done", ended=MOMENT)
     assert "died after 2025-10-09 20:14, resume with: " in status(run)
     with claim(run):
         assert read_run(run.path).outcome == "running"
+        note_flow_state(run.path, "stopped")
+    assert read_run(run.path).outcome == "stopped" and is_inactive(read_run(run.path))
+    claim(run).release()
+    assert read_run(run.path).outcome == "running", "the next command for the run"
+
+
+def test_a_flow_that_was_killed_in_its_own_code_died_and_one_that_lives_is_kept(
+    tmp_path: Path,
+) -> None:
+    run = counting_run(tmp_path)
+    for stage in run.pipeline.stages:
+        update_state(run.stage_path(stage.name), state="done", ended=MOMENT)
+    claim(run).release()
+    assert read_run(run.path).outcome == "done", "the run of a TOML file ends with its last stage"
+    note_flow_state(run.path, "running")
+    assert (read_run(run.path).outcome, is_inactive(read_run(run.path))) == ("running", False)
+    assert not _has_lost_launcher(run.path) and _may_run(run.path)
+    file = run.path / "locks" / "holder.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | gone()))
+    note_flow_state(run.path, "completed")  # the end of an execution that another one has replaced
+    assert "died after 2025-10-09 20:14, resume with: " in status(run) and is_inactive(read_run(run.path))
+    assert _has_lost_launcher(run.path) and not _may_run(run.path)
 
 
 def test_the_last_line_of_a_stopped_run_says_where_each_training_begins_again(tmp_path: Path) -> None:

@@ -220,6 +220,12 @@ def test_status_shows_kind_attempt_and_step_of_a_running_stage(tmp_path: Path) -
     assert line.split() == ["grpo", "rl", "▶", "running", "2", "12/80", "1m40s", "reward", "0.500"]
 
 
+def test_a_graph_with_many_paths_is_read_at_once(tmp_path: Path) -> None:
+    stages = [f'[[pipeline.stages]]\nname = "s{i}"\nafter = {[f"s{j}" for j in range(i)]}\n' for i in range(40)]
+    (tmp_path / "pipeline.toml").write_text("[pipeline]\n" + "".join(stages))
+    assert [stage.depth for stage in read_run(tmp_path).stages] == list(range(40))
+
+
 def test_stages_come_after_what_they_wait_for(tmp_path: Path) -> None:
     names = [stage.name for stage in read_run(finished_run(tmp_path)).stages]
     for name, _, after, *_ in STAGES:

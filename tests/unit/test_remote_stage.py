@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +18,13 @@ from prefect.exceptions import ObjectNotFound
 
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.errors import Preempted, StageFailed
+from cosmos_core.errors import ConfigError, Preempted, StageFailed
 from cosmos_core.run.directory import Run, create_run, supersede_stage
 from cosmos_core.run.plan import plan_stages, register_result
-from cosmos_core.run.state import read_state
+from cosmos_core.run.state import read_state, record_failure
 from flows import reward_service
 from tasks import remote_stage, stage
+from tasks import reward_service as stage_rewards
 from tasks.kinds import all_kinds
 from tasks.reuse import find_result_of_pool
 from tasks.store_sync import StageSync
@@ -125,6 +127,17 @@ def test_a_stage_that_is_made_again_is_begun_again(tmp_path: Path, monkeypatch: 
     assert len({first, second, third, server.begin(run)}) == 4, "a retry is begun again too"
 
 
+def test_a_machine_that_is_lost_does_not_fail_with_the_error_of_an_earlier_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, server = begun(tmp_path, "", "here"), Deployments(monkeypatch)
+    record_failure(run.stage_path("first"), ConfigError("a wrong key, corrected since"))
+    server.begin(run)
+    lost: Any = SimpleNamespace(state_type=StateType.CRASHED, state_name="Crashed", state=None)
+    error = remote_stage._make_child_error(STAGE, run.stage_path("first"), lost)
+    assert isinstance(error, StageFailed) and "its flow run Crashed" in str(error)
+
+
 def test_a_parent_that_dies_while_it_asks_follows_the_same_flow_run_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +196,41 @@ def test_a_reward_service_waits_for_a_server_that_is_started_again(monkeypatch: 
     said[:] = [httpx.ConnectError("gone for good")] * 100
     reward_service._wait_while(is_wanted)
     assert said
+
+
+class Services:
+    """A server with one reward service, which is `RUNNING`, and with a block once it has loaded."""
+
+    def __init__(self, block: dict[str, str] | None) -> None:
+        self.block = block
+        self.set: list[StateType] = []
+
+    def __enter__(self) -> Services:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def read_flow_run(self, flow_run: uuid.UUID) -> Any:
+        return SimpleNamespace(state_type=StateType.RUNNING, state=SimpleNamespace(type=StateType.RUNNING))
+
+    def set_flow_run_state(self, flow_run: uuid.UUID, state: Any) -> None:
+        self.set.append(state.type)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_reward_service_that_still_loads_when_its_stage_ends_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_loaded: bool
+) -> None:
+    """It has no block yet whose removal would end it, and would hold its GPUs until the end of the flow run."""
+    server: Any = Services({} if is_loaded else None)
+    monkeypatch.setattr(stage_rewards, "get_client", lambda sync_client: server)
+    monkeypatch.setattr(stage_rewards, "_start_flow_run", lambda *_: uuid.uuid4())
+    monkeypatch.setattr(stage_rewards, "read_service", lambda *_: server.block)
+    monkeypatch.setattr(stage_rewards, "delete_service_block", lambda *_: None)
+    monkeypatch.setattr(stage_rewards, "_LOAD_TIMEOUT_SECONDS", -1.0)
+    with suppress(StageFailed), stage_rewards._run_remote_service(STAGE, tmp_path):
+        pass
+    assert server.set == ([] if is_loaded else [StateType.CANCELLING])
 
 
 POOLED = f"""

@@ -52,6 +52,9 @@ def test_the_log_prob_difference_is_one_card_and_the_stages_are_those_of_the_gra
     assert dict(shown)["stages finished"] == "9 of 9" and len(record.stages) == 9
     write(run / "stages" / "report" / "state.json", {"state": "waiting"})
     assert dict(summary_cards(read_run(run)))["stages finished"] == "8 of 9"
+    (run / "stages" / name / "result.json").unlink()
+    write(run / "stages" / name / "progress.json", {"metrics": {"rollout/logprob_difference_p95": None}})
+    assert "log-prob difference, p95" not in dict(summary_cards(read_run(run)))
 
 
 def test_the_rewards_of_a_training_are_spread_over_bins_early_and_late(tmp_path: Path) -> None:
@@ -103,6 +106,13 @@ def test_the_page_says_what_was_trained_from_what_and_how(tmp_path: Path) -> Non
     assert found["data"] == "rows.csv, 90 rows, 10 rows held out"
     assert found["learning rate"] == "1e-05, AdamW, cosine decay"
     assert (found["trains"], found["batch"]) == ("LoRA of rank 16", "8 rows, micro-batch 2")
+    text = (run / "pipeline.toml").read_text()
+    rates = "seed = 0, optm_lr = { global = 1e-5, lm_head = 2e-6 }"
+    (run / "pipeline.toml").write_text(text.replace("optm_lr = 1e-5", rates))
+    [(_, facts)] = training_properties(read_run(run))
+    found = dict(facts)
+    assert found["learning rate"] == "1e-05 for global, 2e-06 for lm_head, AdamW, cosine decay"
+    assert found["seed"] == "0"
     page = report.build(run)
     assert "What was trained" in page and "Qwen/Qwen3-0.6B" in page
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.errors import ProgramError, StageFailed
-from cosmos_core.run.state import record_failure, update_state
+from cosmos_core.run.process import identify_process
+from cosmos_core.run.state import read_state, record_failure, update_state
 from cosmos_core.worker.program import _report_crash
-from tasks.stage import should_retry
+from tasks.stage import _record_launcher, should_retry
 from tests.unit.run_folder import counting_run
 
 
@@ -37,6 +38,14 @@ def test_the_same_error_at_the_same_step_twice_is_not_tried_again(
 
     assert [retried(step, ProgramError(message)) for step, message in errors] == tried
     assert all(retried(1, StageFailed("stage 'first' crashed (signal 9)")) for _ in range(3)), "a kill may pass"
+
+
+def test_a_new_process_with_the_pid_of_the_last_one_has_all_retries(tmp_path: Path) -> None:
+    """As in a container, in which the flow is always the process 1."""
+    path = counting_run(tmp_path).stage_path("first")
+    update_state(path, **identify_process() | {"launcher_started": 0.5}, state="failed", failures=3, is_repeated=True)
+    _record_launcher(path)
+    assert (read_state(path).failures, read_state(path).is_repeated, read_state(path).state) == (0, False, "failed")
 
 
 @pytest.mark.parametrize(

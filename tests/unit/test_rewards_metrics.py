@@ -47,3 +47,9 @@ def test_a_metric_of_a_function_holds_its_clipped_value_and_one_that_is_only_wat
     first, *_ = scored(config, {"vq": [100.0] * 4, "mq": [-7.0] * 4})
     assert first.value == 1.0 - 1.0
     assert first.metrics == {"v/vq": 1.0, "v/mq": -1.0, "v/vq+mq": 93.0}
+
+
+def test_a_function_that_does_not_apply_to_a_prompt_leaves_its_completions_to_the_others() -> None:
+    scores = [Score(value, {"a": value}) for value in (0.0, 2.0)]
+    [advantages] = diffusion_advantages([scores], CreditSettings("group", each={"a": 1.0, "b": 1.0}))[0]
+    assert advantages == pytest.approx([-1.0, 1.0], rel=1e-3)

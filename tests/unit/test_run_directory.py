@@ -33,6 +33,8 @@ from cosmos_core.run.directory import (
 )
 from cosmos_core.run.files import read_json
 from cosmos_core.run.inputs import check_inputs
+from cosmos_core.run.process import identify_process
+from cosmos_core.run.state import update_state
 from tasks.kinds import all_kinds
 from tests.unit.run_folder import counting_run, load_recipe, make_inputs
 
@@ -253,6 +255,17 @@ def test_a_run_has_one_process_that_runs_it(tmp_path: Path) -> None:
     )
     mine.release()
     claim(run).release()
+
+
+def test_a_claim_removes_the_temporary_files_of_killed_writers_but_none_of_another_machine(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    update_state(run.stage_path("first"), **identify_process())
+    update_state(run.stage_path("second"), **identify_process() | {"launcher_host": "node-3"})
+    here, there = (run.stage_path(name) / ".step_1.4194305.tmp" for name in ("first", "second"))
+    for folder in (here, there):  # no process of this machine has a pid above 4194304
+        (folder / "policy").mkdir(parents=True)
+    claim(run).release()
+    assert not here.exists() and (there / "policy").is_dir()
 
 
 def test_the_number_of_threads_is_fixed_when_a_run_is_made(tmp_path: Path) -> None:

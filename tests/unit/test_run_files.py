@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.run.files import replaced_folder, write_json
+from cosmos_core.run.files import link_or_copy, replaced_folder, write_json
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.progress import Metrics, MetricsReader
 
@@ -114,3 +114,16 @@ def test_a_folder_that_cannot_take_its_place_leaves_the_one_before(
     with pytest.raises(OSError, match="input/output"), replaced_folder(target) as building:
         (building / "weights").write_text("new")
     assert (target / "weights").read_text() == "old" and [each.name for each in tmp_path.iterdir()] == ["model"]
+
+
+def test_linking_again_keeps_the_file_and_no_other_link_of_the_target_changes(tmp_path: Path) -> None:
+    source, target, other = (tmp_path / name for name in ("source", "target", "other"))
+    source.write_text("new")
+    for _ in range(2):
+        link_or_copy(source, target)
+    assert source.read_text() == target.read_text() == "new"
+    other.write_text("old")
+    target.unlink()
+    target.hardlink_to(other)
+    link_or_copy(source, target)
+    assert (other.read_text(), target.read_text()) == ("old", "new")

@@ -6,9 +6,11 @@ import copy
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import tomli_w
 
 from cosmos_core.config.load import read_toml
@@ -18,10 +20,11 @@ from cosmos_core.errors import (
 )
 from cosmos_core.run.directory import open_run
 from cosmos_core.run.manifest import read_result
+from cosmos_core.run.state import read_state
 from tasks.kinds import all_kinds
 from tasks.stage import run_stage, should_retry
 from tests.conftest import processes_below, wait_until
-from tests.unit.run_folder import counting_run
+from tests.unit.run_folder import counting_run, finish
 
 
 def visits(run_path: Path, stage: str = "first") -> list[str]:
@@ -88,6 +91,18 @@ def test_a_stage_works_on_the_run_that_its_flow_opened(tmp_path: Path) -> None:
     assert run_stage(run, "first")[1] is False
     assert should_retry(run, "first", StageFailed("crashed"))
     assert not should_retry(run, "first", GateFailed("no"))
+
+
+def test_the_time_of_a_gate_ends_with_its_refusal(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    finish(run, "first", count=1.0)
+    finish(run, "second", count=1.0)
+    gate = '\n[[pipeline.stages]]\nname = "gate"\nkind = "gate"\nafter = "second"\nrequire = "count > 1"\n'
+    with open(run.path / "pipeline.toml", "a") as file:
+        file.write(gate)
+    with pytest.raises(GateFailed):
+        run_stage(open_run(run.path, all_kinds()), "gate")
+    assert read_state(run.stage_path("gate")).seconds(time.time() + 3600) < 60
 
 
 def test_what_is_verified_may_have_kept_size_time_and_inode(tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -23,6 +26,13 @@ def test_a_termination_is_not_swallowed_by_a_library_that_logs_any_error_of_its_
                 logging.getLogger("library").exception("plugins failed")
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_an_interrupt_while_the_command_is_imported_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    command, environment = [sys.executable, "-m", "cosmos_core", "runs"], {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (75, "cosmos: interrupted\n")
 
 
 @pytest.mark.parametrize(("command", "expected"), [("run", "8"), ("doctor", None)])

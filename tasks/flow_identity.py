@@ -1,0 +1,69 @@
+"""Name of the run of a Python flow, and the parameters of the flow as JSON values."""
+
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect import Flow
+from prefect.exceptions import ParameterBindError, ParameterTypeError
+from prefect.utilities.callables import get_call_parameters
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+
+from cosmos_core.config.schema.pipeline import STAGE_NAME
+from cosmos_core.errors import ConfigError
+
+RUN_ID = "COSMOS_RUN_ID"
+"""Environment variable with the name of the run; unset: it is derived from the flow and its parameters."""
+
+
+def run_name_and_parameters(flow: Flow[..., Any], arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the run name of a flow that is called with `arguments`, and all its parameters including defaults.
+
+    Raises:
+        ConfigError: the flow has other parameters.
+    """
+    try:
+        return derive_run_identity(flow, flow.validate_parameters(get_call_parameters(flow.fn, (), dict(arguments))))
+    except (ParameterBindError, ParameterTypeError) as error:
+        raise ConfigError(f"flow {flow.name!r}: {error}") from error
+
+
+def derive_run_identity(
+    flow: Flow[..., Any], parameters: Mapping[str, Any], *, is_subflow: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """Return the run name of a flow, and its parameters as JSON values. The name depends only on the flow's file, name
+    and parameters, unless the flow's parameter `run_id` or, for a flow that no other flow has called, the environment
+    variable COSMOS_RUN_ID sets it."""
+    values = json_values(parameters)
+    file, function = find_flow_source(flow)
+    identity_hash = hashlib.sha256(json.dumps([file.name, function, values], sort_keys=True).encode()).hexdigest()[:8]
+    plain_name = "".join(letter if STAGE_NAME.fullmatch(f"a{letter}") else "-" for letter in flow.name)
+    name = f"{(plain_name.strip('-_') or 'flow')[:80]}-{identity_hash}"
+    return str((not is_subflow and os.environ.get(RUN_ID)) or values.get("run_id") or name), values
+
+
+def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as JSON, from which pydantic restores parameters of the same types."""
+    converted: dict[str, Any] = json.loads(json.dumps(values, default=_to_jsonable))
+    return converted
+
+
+def _to_jsonable(value: Any) -> Any:
+    if isinstance(value, set | frozenset):  # the order of the elements differs between processes
+        return sorted(value, key=repr)
+    if isinstance(value, BaseModel):
+        return value.model_dump(by_alias=True)
+    if callable(to_python := getattr(value, "tolist", None)):  # scalars and arrays of NumPy and torch
+        return to_python()
+    return to_jsonable_python(value, fallback=str)
+
+
+def find_flow_source(flow: Flow[..., Any]) -> tuple[Path, str]:
+    """Return the file and the qualified name of the function of a flow."""
+    function = inspect.unwrap(flow.fn)
+    return Path(inspect.getsourcefile(function) or "flow.py").absolute(), function.__qualname__
