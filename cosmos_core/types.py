@@ -129,11 +129,13 @@ class Prompt:
     """Token ids of the rendered prompt, with the generation prompt of the chat template and each image as its
     tokens."""
     text: str
-    """Text of the rendered prompt, in which a placeholder stands for each image."""
+    """Text of the rendered prompt, in which a placeholder stands for each image; in later turns that of the first."""
     reference: str
     """Reference response with which reward functions compare; empty if there is none."""
     images: tuple[ImageRef, ...] = ()
     """Images of the prompt, in the order of their tokens."""
+    later_token_ids: tuple[int, ...] = ()
+    """Token ids at the end of `token_ids` that follow those of `text`; empty in the first turn of a conversation."""
     embedding: dict[str, Any] = field(default_factory=dict)
     """Output of the text encoder of a diffusion model: tensors by name, without a dimension for samples. The prompt
     then has no token ids."""
@@ -253,7 +255,7 @@ class Turn:
 
     role: Literal["assistant", "tool"]
     text: str
-    """Text of the turn; without special tokens for the role `assistant`."""
+    """Text of the turn; for the role `assistant` without special tokens, unless these mark its tool calls."""
     is_error: bool = False
     """Whether the tool could not be called, or failed."""
 

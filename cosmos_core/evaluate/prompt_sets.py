@@ -23,7 +23,11 @@ def read_prompt_sets(settings: EvaluateConfig) -> dict[str, list[Prompt]]:
     Raises:
         DataError: a set is missing or empty, or one of its rows has no prompt.
     """
-    return {name: _read_prompt_set(location, settings.limit) for name, location in settings.prompt_sets.items()}
+    try:
+        return {name: _read_prompt_set(location, settings.limit) for name, location in settings.prompt_sets.items()}
+    except DataError as error:  # readers name the keys `name` and `split` of a data set, which prompt sets do not have
+        message = str(error).partition(f"; set {_CONFIG_KEY}.split")[0].replace(f"{_CONFIG_KEY}.name", _CONFIG_KEY)
+        raise DataError(message.replace(f"{_CONFIG_KEY}.split =", f"{_CONFIG_KEY}: the split is")) from error
 
 
 def _read_prompt_set(location: str, limit: int | None) -> list[Prompt]:

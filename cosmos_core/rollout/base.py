@@ -75,6 +75,8 @@ class EngineSettings:
     """Processor for the images of prompts; None if no prompt has images."""
     flow: FlowSource | None = None
     """Denoiser and named weights that the engine of a diffusion model samples with; None for a text model."""
+    beat: Callable[[], None] = lambda: None
+    """Function to call during waits, such as for tools; an engine without progress is killed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,8 @@ class _WeightLoad:
 class Replica:
     """Rollout engine with the thread that runs it."""
 
-    def __init__(self, open_engine: Callable[[], Engine]) -> None:
+    def __init__(self, open_engine: Callable[[Callable[[], None]], Engine]) -> None:
+        """Open the engine in its thread; `open_engine` gets the function that the engine calls during waits."""
         self._commands: queue.Queue[Callable[[Engine], None]] = queue.Queue()
         self._group_condition = threading.Condition()
         self._finished_groups: list[Group] = []
@@ -239,9 +240,12 @@ class Replica:
         self._commands.put(lambda engine: set_future(result_future, lambda: engine_call(engine)))
         return result_future.result()
 
-    def _run_engine(self, open_engine: Callable[[], Engine]) -> None:
+    def _count_pass(self) -> None:
+        self._num_passes += 1
+
+    def _run_engine(self, open_engine: Callable[[Callable[[], None]], Engine]) -> None:
         try:
-            engine = open_engine()
+            engine = open_engine(self._count_pass)
         except Exception as error:  # noqa: BLE001 - raised again in `begin`
             self._description_future.set_exception(error)
             return
@@ -260,7 +264,7 @@ class Replica:
         except Exception:
             logger.exception("the engine failed")
             os._exit(1)
-        self._num_passes += 1
+        self._count_pass()
         self._in_flight -= len(groups)
         if groups:
             with self._group_condition:

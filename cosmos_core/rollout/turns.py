@@ -70,7 +70,8 @@ class Turns(EngineWrapper):
             self.step: Callable[[], list[Group]] = lambda: self._continue_groups(inner_engine.step())
         if hasattr(inner_engine, "abort"):
             self.abort = self._abort
-        self._tool_runner = open_tools(config, num_workers=max(1, len(os.sched_getaffinity(0)) // num_ranks()))
+        num_workers = max(1, len(os.sched_getaffinity(0)) // num_ranks())
+        self._tool_runner = open_tools(config, num_workers, settings.beat)
         if self._has_tools:
             chat_rendering = prompt_rendering(config, self._tool_runner.schemas())
             self._text = ToolText(settings.tokenizer, chat_rendering, self._stop_ids)
@@ -131,22 +132,22 @@ class Turns(EngineWrapper):
         is_too_long = turn.num_sampled > num_tokens_left
         is_truncated = turn.finish_reason == "length" or is_too_long
         segments = _first_tokens(turn.segments, num_tokens_left)
+        token_ids = [token for segment in segments for token in segment.token_ids]
         if is_too_long:  # all prompts of a submission have the same token limit, the largest one
-            token_ids = [token for segment in segments for token in segment.token_ids]
             text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        conversation.calls = []
+        if self._has_tools and not is_truncated:
+            # Some tokenizers mark calls by special tokens, of which the last may also end the turn.
+            marked_texts = [str(self._tokenizer.decode(ids)) for ids in (token_ids[:-1], token_ids)]
+            conversation.calls = parse_calls(marked_texts[-1])
+            text = next(each for each in (text, *marked_texts) if parse_calls(each) == conversation.calls)
         conversation.segments += segments
         conversation.turns.append(Turn("assistant", text))
         conversation.num_turns += 1
-        conversation.calls = self._parse_tool_calls(segments) if self._has_tools and not is_truncated else []
         if conversation.calls and conversation.num_turns < self._max_turns:
             return False
         conversation.end("length" if is_truncated or conversation.calls else "stop")
         return True
-
-    def _parse_tool_calls(self, turn: Sequence[Segment]) -> list[ToolCall]:
-        """Return the tool calls in a turn, decoded with special tokens, which some chat templates use to mark calls."""
-        token_ids = [token for segment in turn for token in segment.token_ids]
-        return parse_calls(str(self._tokenizer.decode(token_ids, skip_special_tokens=False)))
 
     def _submit_next_turns(self, conversations: Sequence[_Conversation]) -> None:
         """Call the tools that `conversations` request, and submit the next turns of the conversations."""
@@ -177,14 +178,15 @@ class Turns(EngineWrapper):
         conversation.turns += [Turn("tool", result.text, result.is_error) for _, result in tool_results]
         result_token_ids = self._text.ids(tool_results)
         group = conversation.group
-        prompt_token_ids = (*group.prompt.token_ids, *conversation.token_ids, *result_token_ids)
+        later_token_ids = (*conversation.token_ids, *result_token_ids)
+        prompt_token_ids = (*group.prompt.token_ids, *later_token_ids)
         if len(result_token_ids) >= conversation.num_tokens_left or len(prompt_token_ids) >= self._max_model_len:
             return None
         conversation.segments.append(Segment(result_token_ids, False, (), conversation.segments[-1].version))
         turn_key = (group.prompt.id, group.step, conversation.k, conversation.num_turns)
         request_ids = (turn_request_id(*turn_key, attempt) for attempt in count())
         request_id = next(candidate_id for candidate_id in request_ids if candidate_id not in self._conversations)
-        return replace(group.prompt, id=request_id, token_ids=prompt_token_ids)
+        return replace(group.prompt, id=request_id, token_ids=prompt_token_ids, later_token_ids=later_token_ids)
 
 
 def turn_request_id(prompt_id: int, step: int, k: int, turn: int, attempt: int = 0) -> int:

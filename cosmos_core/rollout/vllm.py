@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig
 
 from cosmos_core.config.schema.rollout import VLLM_TEMPERATURES
 from cosmos_core.data.images import open_image
@@ -93,7 +93,7 @@ class VllmEngine:
         set_environment()
         with restore_process_state():
             self._vllm = import_vllm()
-            _check_head_size(settings.model, settings.folder)
+            check_head_size(settings.model.config, settings.folder)
             self._adapter = adapter_of(settings)
             self.weight_format: WeightFormat = "adapter" if self._adapter else "checkpoint"
             try:
@@ -267,7 +267,8 @@ class VllmEngine:
         """Return a prompt in vLLM's format, with the token ids before image expansion, which vLLM does itself."""
         if not prompt.images:
             return self._vllm.TokensPrompt(prompt_token_ids=list(prompt.token_ids))
-        token_ids = self._tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+        text_token_ids = self._tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+        token_ids = [*text_token_ids, *prompt.later_token_ids]
         images = [open_image(image_reference) for image_reference in prompt.images]
         return self._vllm.TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": images})
 
@@ -306,19 +307,19 @@ def import_vllm() -> Any:
     return vllm
 
 
-def _check_head_size(model: PreTrainedModel, folder: str) -> None:
+def check_head_size(model_config: PretrainedConfig, folder: str, remedy: str = "set rollout.backend = 'hf'") -> None:
     """Raise a `ConfigError` if vLLM's CPU attention does not support the head size; the first request would crash."""
     if torch.cuda.is_available():
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    config = model.config.get_text_config()
+    config = model_config.get_text_config()
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     supported_head_sizes = CPUAttentionBackend.get_supported_head_sizes()
     if head_size not in supported_head_sizes:
         raise ConfigError(
             f"vLLM on CPU has no attention for head_dim = {head_size} of {folder!r}, only for {supported_head_sizes}; "
-            "set rollout.backend = 'hf'"
+            f"{remedy}"
         )
 
 

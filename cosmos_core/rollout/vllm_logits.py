@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.rollout.vllm import import_vllm, set_environment
+from cosmos_core.models.hf import load_config
+from cosmos_core.rollout.vllm import check_head_size, import_vllm, set_environment
 
 _MIN_CAPABILITY = 75
 """Lowest compute capability, times ten, of vLLM's kernels for quantised weights on CUDA."""
@@ -51,10 +52,12 @@ def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
     """Yield, for each row, the logits TV of the next token at all positions except the last.
 
     Raises:
+        ConfigError: vLLM on CPU does not support the head size of the model.
         StageFailed: the captured logits disagree with the log-probabilities that vLLM returns.
     """
     set_environment()
     vllm = import_vllm()
+    check_head_size(load_config(str(folder)), str(folder), "leave the format out of export.formats")
     max_length = max(map(len, rows)) + 1
     llm = vllm.LLM(
         model=str(folder), dtype="bfloat16", max_model_len=max_length, max_num_batched_tokens=max(max_length, 2048),

@@ -1,5 +1,6 @@
 """Completions from an OpenAI-compatible server, such as `vllm serve`."""
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -8,8 +9,9 @@ from typing import Any
 
 from openai import OpenAI, OpenAIError
 
+from cosmos_core.data.tool_calls import decode_arguments, read_tools, with_texts
 from cosmos_core.environment import mask_secrets
-from cosmos_core.errors import ConfigError, StageFailed
+from cosmos_core.errors import ConfigError, StageFailed, first_line
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.rewards.process import wait_for_futures
 from cosmos_core.rollout.base import request_seed
@@ -50,7 +52,7 @@ class Endpoint:
         num_completions = self._sampling.num_completions
         futures = [
             self._thread_pool.submit(
-                self._request_completion, turns, request_seed(self._sampling.seed, 0, prompt.id, k)
+                self._request_completion, prompt, turns, request_seed(self._sampling.seed, 0, prompt.id, k)
             )
             for prompt, turns in prompts
             for k in range(num_completions)
@@ -73,28 +75,50 @@ class Endpoint:
         self._thread_pool.shutdown(cancel_futures=True)
         self._client.close()
 
-    def _request_completion(self, turns: Sequence[Mapping[str, Any]], seed: int) -> Completion:
+    def _request_completion(self, prompt: Prompt, turns: Sequence[Mapping[str, Any]], seed: int) -> Completion:
         sampling = self._sampling
-        reply = self._client.chat.completions.create(
-            model=self._config.endpoint_model,
-            messages=list(turns),  # type: ignore[arg-type]
-            temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens,
-            seed=seed % (1 << 31), extra_body=_vllm_sampling_settings(sampling),
-        )  # fmt: skip
+        try:
+            reply = self._client.chat.completions.create(
+                model=self._config.endpoint_model,
+                messages=[_with_argument_texts(turn) for turn in turns],  # type: ignore[misc]
+                temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens,
+                seed=seed % (1 << 31), extra_body=_vllm_sampling_settings(sampling) | _tools_of(prompt),
+            )  # fmt: skip
+        except ValueError as error:  # the server declares JSON and sends something else
+            raise StageFailed(f"sample.endpoint = {self.url!r}: the reply is no JSON: {first_line(error)}") from error
         if not getattr(reply, "choices", None):  # a reply that is not JSON is a string, without choices
             raise StageFailed(f"sample.endpoint = {self.url!r}: the reply has no choices: {str(reply)[:100]}")
         choice = reply.choices[0]
         # Replace lone surrogates, which tokenizers refuse.
-        text = (choice.message.content or "").encode(errors="replace").decode()
+        text = _text_of(choice.message).encode(errors="replace").decode()
         ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         segment = Segment(ids, True, (0.0,) * len(ids), 0)  # log-probabilities of 0, since servers may return none
-        return Completion((segment,), "stop" if choice.finish_reason == "stop" else "length", text)
+        return Completion((segment,), "stop" if choice.finish_reason in {"stop", "tool_calls"} else "length", text)
 
 
-def _vllm_sampling_settings(sampling: Sampling) -> dict[str, float]:
+def _tools_of(prompt: Prompt) -> dict[str, Any]:
+    """Return the tools of a prompt's row as an argument of the API, which describes each tool below `function`."""
+    tools = read_tools(prompt.metadata, f"prompt {prompt.id}") or ()
+    described = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    return {"tools": described} if described else {}
+
+
+def _with_argument_texts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a turn whose tool calls have their arguments as JSON text, as the API demands."""
+    return {**turn, "tool_calls": with_texts(turn["tool_calls"])} if "tool_calls" in turn else turn
+
+
+def _text_of(message: Any) -> str:
+    """Return the text of a reply, with the tool calls that the server has parsed, in Hermes' format."""
+    calls = [{"name": each.function.name, "arguments": each.function.arguments} for each in message.tool_calls or ()]
+    texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in decode_arguments(calls)]
+    return "\n".join(filter(None, [message.content, *texts]))
+
+
+def _vllm_sampling_settings(sampling: Sampling) -> dict[str, Any]:
     """Return the sampling settings that differ from their defaults and that vLLM's API has in addition to OpenAI's API;
     other servers may refuse them."""
-    settings: dict[str, float] = {}
+    settings: dict[str, Any] = {}
     if sampling.top_k > 0:
         settings["top_k"] = sampling.top_k
     if sampling.repetition_penalty != 1:

@@ -16,6 +16,7 @@ from typing import Any
 
 from cosmos_core.config.inputs import source_of
 from cosmos_core.config.schema.dataset import PASS_RATES
+from cosmos_core.data.chat import load_tool_schemas
 from cosmos_core.data.kinds.prompts import Prompts, open_prompts
 from cosmos_core.data.messages import read_system_prompt, with_system
 from cosmos_core.data.tool_calls import read_tools
@@ -55,12 +56,15 @@ def run(stage: Stage) -> Outcome:
         select_completions(record, config.keep, rate, stage.seed) for record, rate in zip(records, rates, strict=True)
     ]
     model_columns, policy = _model_columns(stage), stage.recipe.train.train_policy
+    multi_turn = stage.recipe.rollout.multi_turn_config
+    tools = load_tool_schemas(multi_turn) if is_first() else []  # the first rank writes the rows
     rows: list[dict[str, Any]] = []
     for record, rate, kept_completions in zip(records, rates, completions_to_keep, strict=True):
         prompt = prompts[record.id]
-        columns = {"prompt_id": record.id, "pass_rate": rate, **tools_of(prompt), **model_columns}
+        columns = {"prompt_id": record.id, "pass_rate": rate, **tools_of(prompt, tools), **model_columns}
         turns = messages_of(prompt, policy.system_prompt_of(prompt.source))
-        rows += rows_of(record, turns, config, kept_completions, columns)
+        open_turn = _pop_open_turn(turns, prompt) if multi_turn.enable and multi_turn.continue_final_message else None
+        rows += rows_of(record, turns, config, kept_completions, columns, open_turn)
     metrics = metrics_of(records, completions_to_keep, rates, len(rows))
     if not rows:
         raise DataError(_nothing_kept_message(records, metrics))
@@ -118,7 +122,7 @@ def _make_completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Calla
 
         return ask
     stage.progress.phase("load")
-    engine = open_engine(stage)
+    engine = open_engine(stage, stage.progress.beat)
     stack.callback(engine.close)
     engine.wake()
     return partial(generate, engine, sampling=sampling, step=0)
@@ -131,9 +135,17 @@ def messages_of(prompt: Prompt, system_prompt: str) -> list[dict[str, Any]]:
     return with_system(turns, read_system_prompt(prompt.metadata) or system_prompt)
 
 
-def tools_of(prompt: Prompt) -> dict[str, str]:
+def _pop_open_turn(turns: list[dict[str, Any]], prompt: Prompt) -> dict[str, Any] | None:
+    """Remove and return the assistant turn at the end of a prompt, with its rendered content; None: there is none."""
+    if turns[-1]["role"] != "assistant":
+        return None
+    content = turns[-1]["content"]
+    return {**turns.pop(), "content": content if prompt.text.endswith(content) else content.rstrip()}
+
+
+def tools_of(prompt: Prompt, recipe_tools: Sequence[dict[str, Any]] = ()) -> dict[str, str]:
     """Return a column `tools`: the tools, as JSON, with which a prompt was rendered; without tools, no column."""
-    tools = read_tools(prompt.metadata, f"prompt {prompt.id}")
+    tools = read_tools(prompt.metadata, f"prompt {prompt.id}") or recipe_tools
     return {"tools": json.dumps(tools, ensure_ascii=False)} if tools else {}
 
 

@@ -68,15 +68,24 @@ def rows_of(
     config: SampleStageConfig,
     eligible: Sequence[ScoredCompletion],
     provenance_columns: Mapping[str, Any],
+    open_turn: Message | None = None,
 ) -> list[dict[str, Any]]:
     """Return the rows of a prompt for its kept completions (`eligible`): conversations, or at most one pair if `config`
-    sets `pairs`; columns with the origin of the rows are added."""
+    sets `pairs`; columns with the origin of the rows are added. The first turn of a completion continues `open_turn`;
+    None: it is a turn of its own."""
+
+    def turns_of(completion: ScoredCompletion) -> list[Message]:
+        if open_turn is None:
+            return [*completion.turns]
+        first, *others = completion.turns
+        return [{**open_turn, "content": open_turn["content"] + first["content"]}, *others]
+
     if config.pairs:
         best_and_worst = select_pair(sampled_prompt, eligible, config.min_margin)
         if best_and_worst is None:
             return []
         best_completion, worst_completion = best_and_worst
-        turns = {"prompt": [*prompt], "chosen": best_completion.turns, "rejected": worst_completion.turns}
+        turns = {"prompt": [*prompt], "chosen": turns_of(best_completion), "rejected": turns_of(worst_completion)}
         rewards = {"reward": best_completion.reward, "rejected_reward": worst_completion.reward}
         return [
             {
@@ -89,7 +98,7 @@ def rows_of(
         ]
     return [
         {
-            "conversations": [*prompt, *completion.turns],
+            "conversations": [*prompt, *turns_of(completion)],
             "reward": completion.reward,
             "seed": completion.seed,
             **provenance_columns,

@@ -15,10 +15,10 @@ def chat_server(
     status: int = 200,
     first: int = 0,
     meet_seconds: float = 0.0,
-    complete: Callable[[dict[str, Any]], str] = lambda request: str(request["seed"] % 10),
+    complete: Callable[[dict[str, Any]], Any] = lambda request: str(request["seed"] % 10),
 ) -> Iterator[tuple[str, list[Any]]]:
     """Yield the URL of a server and the list of its requests. It responds with `status`, to the `first` requests with
-    503. `complete`: returns the completion of a request.
+    503. `complete`: returns the completion of a request, as text, as a message or as the bytes of the whole reply.
 
     With `meet_seconds`, a request is completed when another has come, or after that time; `request["met"]` tells which.
     """
@@ -38,11 +38,14 @@ def chat_server(
                     request["met"] = True
                 except threading.BrokenBarrierError:
                     meeting.reset()
-            message = {"role": "assistant", "content": complete(body)}
-            choice = {"index": 0, "finish_reason": "stop", "message": message}
+            said = complete(body)
+            message = {"role": "assistant", **(said if isinstance(said, dict) else {"content": str(said)})}
+            reason = "tool_calls" if "tool_calls" in message else "stop"
+            choice = {"index": 0, "finish_reason": reason, "message": message}
             reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
             reply["usage"] = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
             content = json.dumps(reply if code == 200 else {"error": {"message": "no such model"}}).encode()
+            content = said if isinstance(said, bytes) else content
             self.send_response(code)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))

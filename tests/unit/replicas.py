@@ -86,8 +86,9 @@ class Threaded:
         self.engine: Any = None
         self._dead = threading.Event()
 
-        def open_engine() -> Any:
+        def open_engine(beat: Callable[[], None]) -> Any:
             self.engine = self._make()
+            self.engine.beat = beat
             return self.engine
 
         self._replica = Replica(open_engine)

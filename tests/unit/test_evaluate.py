@@ -87,6 +87,14 @@ def test_vllm_gives_the_numbers_of_hf_but_for_rounding(tmp_path: Path) -> None:
     ]
 
 
+def test_a_head_size_that_vllm_lacks_on_cpu_is_one_line(tmp_path: Path) -> None:
+    stage = evaluate_stage(tmp_path, engine="vllm", max_length=128)
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"head_dim": 16}))
+    with pytest.raises(ConfigError, match=r"vLLM on CPU has no attention for head_dim = 16 .*evaluate.engine = 'hf'"):
+        program.run(stage)
+
+
 def test_a_group_has_metrics_too(tmp_path: Path) -> None:
     assert metrics_of({"both": {"alias": "both", "acc,none": 0.5, "acc_stderr,none": "N/A"}}) == {
         "evaluation/both/acc": 0.5

@@ -14,8 +14,10 @@ import torch
 
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import load_pipeline
+from cosmos_core.config.schema.evaluate import EvaluateConfig
 from cosmos_core.errors import ConfigError, DataError, Preempted, RewardError
 from cosmos_core.evaluate import diffusion, program
+from cosmos_core.evaluate.prompt_sets import read_prompt_sets
 from cosmos_core.launch.gpus import num_reserved_gpus
 from cosmos_core.rollout.base import request_seed
 from cosmos_core.run.stage import Stage
@@ -160,10 +162,24 @@ def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_prompt_set_that_cannot_be_read_is_refused(models: Path, tmp_path: Path) -> None:
     stage = evaluation(tmp_path, save("sd3", models / "refused"))
-    for content, message in (("\n\n", "counts.jsonl: file holds no rows"), ('{"text": 3}\n', "it has no text prompt")):
+    empty = "counts.jsonl: file holds no rows; evaluate.prompts needs at least one"
+    for content, message in (("\n\n", empty), ('{"text": 3}\n', "it has no text prompt")):
         (tmp_path / "counts.jsonl").write_text(content)
         with pytest.raises(DataError, match=message):
             program.check(stage)
+
+
+def test_a_prompt_set_without_a_split_names_only_keys_that_exist(tmp_path: Path) -> None:
+    settings = EvaluateConfig(prompts=(str(tmp_path / "set"),), rewards=("clip_score",))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train-00000-of-00001.jsonl").write_text('{"prompt": "red"}\n')
+    with pytest.raises(
+        DataError, match=r"^evaluate.prompts: \S+/set has no file for the split 'test'; it holds [\w.-]+$"
+    ):
+        read_prompt_sets(settings)
+    (tmp_path / "set" / "a.png").touch()
+    with pytest.raises(DataError, match=r"^evaluate.prompts: the split is 'test', but \S+ has no folder of that name$"):
+        read_prompt_sets(settings)
 
 
 def test_content_of_prompts_and_rewards_and_settings_of_sampling_count(

@@ -171,6 +171,23 @@ def test_an_engine_that_works_for_longer_than_the_patience_is_left_alone(
         assert handle.deaths == 0 and sum(passed) > 600.0
 
 
+def test_an_engine_that_waits_for_its_tools_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_pool, "POLL_SECONDS", 0.05)
+
+    class Waiting(Drawing):
+        def completed(self) -> list[Group]:
+            for _ in range(20):
+                time.sleep(0.05)
+                self.beat()  # type: ignore[attr-defined]
+            return super().completed()
+
+    handle = Threaded(Waiting)
+    with fleet_of(handle, patience=0.5) as fleet:
+        fleet.load_weights(1, weights(1))
+        fleet.submit(PROMPTS[:1], SAMPLING, 1)
+        assert [group.prompt.id for group in fleet.completed()] == [0] and handle.deaths == 0
+
+
 def test_an_engine_that_is_not_back_is_waited_for_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_pool, "_RETRY_SECONDS", 0.02)
     handles = [Threaded(), Threaded()]
@@ -348,7 +365,7 @@ def test_an_engine_that_comes_back_is_probed_and_not_those_that_wait_for_the_nex
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_load_that_a_trainer_began_and_did_not_end_is_given_up_for_that_of_the_next(background: bool) -> None:
-    replica = Replica(Drawing)
+    replica = Replica(lambda beat: Drawing())
     replica.begin("of a trainer that dies")
     replica.begin_load(1, background=background, timeout_seconds=9)
     replica.bucket(pack(weights(1)[0]))

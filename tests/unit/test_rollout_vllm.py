@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from cosmos_core.rollout.vllm import VllmEngine
+from cosmos_core.types import ImageRef, Prompt
 from tests.unit.tiny_model import save_tiny_model
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -169,6 +174,16 @@ def test_creating_and_using_an_engine_leaves_the_process_as_it_was(found: dict[s
     for name in before:
         assert created[name] == before[name], name
         assert used[name] == before[name], name
+
+
+def test_what_follows_a_prompt_with_images_is_part_of_its_next_turn() -> None:
+    Image.new("RGB", (2, 2)).save(png := io.BytesIO(), format="PNG")
+    image = ImageRef(None, png.getvalue(), "")
+    prompt = Prompt(1, (8, 9, 9, 5, 6), "two", "", (image,), later_token_ids=(5, 6))
+    engine: Any = SimpleNamespace(
+        _tokenizer=lambda text, **_: {"input_ids": [8, len(text)]}, _vllm=SimpleNamespace(TokensPrompt=dict)
+    )
+    assert VllmEngine._make_tokens_prompt(engine, prompt)["prompt_token_ids"] == [8, 3, 5, 6]
 
 
 def test_what_vllm_cannot_do_is_refused_in_our_words(found: dict[str, Any]) -> None:

@@ -10,22 +10,27 @@ from typing import Any
 import pytest
 
 from configs.demo import arithmetic
+from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.sample import KeepConfig
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.data import prepare
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.sequences import open_sequences
-from cosmos_core.errors import ConfigError, DataError, Preempted, RewardError
+from cosmos_core.errors import ConfigError, DataError, Preempted, RewardError, StageFailed
 from cosmos_core.run.progress import read_progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.sample import program
-from cosmos_core.sample.records import FILE, SampledPrompt, ScoredCompletion
+from cosmos_core.sample.endpoint import Endpoint
+from cosmos_core.sample.records import FILE, SampledPrompt, ScoredCompletion, append_records
 from cosmos_core.sample.selection import metrics_of, pass_rate, select_completions, select_pair
+from cosmos_core.tools.base import ToolCall, parse_calls
+from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.types import Prompt
 from cosmos_core.worker.program import _run_with_metrics
 from tasks.kinds import all_kinds
 from tests.unit.chat_server import chat_server
+from tests.unit.test_tools import TOOLS
 from tests.unit.test_train import BASE, make_stage
 
 REWARD = "def first_letter(completion, **_):\n    return (ord(completion[0]) % 5) / 4 if completion else 0.0\n"
@@ -192,6 +197,31 @@ def test_a_row_has_the_tools_of_its_prompt() -> None:
     assert program.tools_of(Prompt(0, (1,), "", "", metadata={"tools": None})) == {}
 
 
+@pytest.mark.parametrize("pairs", ["", "best-worst"])
+def test_rows_have_the_tools_of_the_recipe_and_continue_the_open_turn(task: Path, tmp_path: Path, pairs: str) -> None:
+    (tmp_path / "mine.py").write_text(TOOLS)
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "= "}]
+    lines = (json.dumps({"messages": each, "answer": "2"}) for each in (turns, turns[:1]))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    made = recipe(task, pairs=pairs)
+    config = MultiTurnRolloutConfig.model_validate({
+        "enable": True, "enable_tools": True, "tools": [f"{tmp_path}/mine.py:add"],
+        "add_generation_prompt": False, "continue_final_message": True,
+    })  # fmt: skip
+    made = made.derive(rollout=made.rollout.derive(multi_turn_config=config))
+    data = make_stage(tmp_path / "data", "prepare", made, task / "task/model", tmp_path / "rows.jsonl")
+    prepare.run(data)
+    stage = make_stage(tmp_path / "sample", "sample", made, task / "task/model", data.path / "data")
+    append_records(stage.path, [SampledPrompt(i, [candidate("2", 1.0), candidate("3", 0.0)]) for i in range(2)])
+    program.run(stage)
+    [continued, plain] = rows(stage.path)
+    assert [tool["function"]["name"] for tool in json.loads(continued["tools"])] == ["add"]
+    key, prompt = ("chosen", turns[:1]) if pairs else ("conversations", [])
+    assert continued.get("prompt", []) == prompt and (not pairs or continued["rejected"][0]["content"] == "= 3")
+    assert continued[key] == [*turns[len(prompt) : 1], {"role": "assistant", "content": "= 2"}]
+    assert plain[key] == [*turns[len(prompt) : 1], {"role": "assistant", "content": "2"}]
+
+
 def test_pairs_are_rows_that_dpo_compares(task: Path, tmp_path: Path) -> None:
     stage = stage_of(task, tmp_path / "sample", pairs="best-worst", min_margin=0.25)
     program.run(stage)
@@ -329,6 +359,36 @@ def test_half_a_surrogate_pair_in_a_reply_is_replaced(task: Path, tmp_path: Path
         stage = stage_of(task, tmp_path / "sample", endpoint=url, endpoint_model="m")
         program.run(stage)
     assert {row["conversations"][-1]["content"] for row in rows(stage.path)} == {"5?"}
+
+
+def complete_one(task: Path, path: Path, url: str, turns: list[dict[str, Any]], **metadata: Any) -> Any:
+    stage = stage_of(task, path, endpoint=url, endpoint_model="m")
+    endpoint = Endpoint(stage, replace(training_sampling(stage.recipe), num_completions=1))
+    try:
+        return endpoint.complete([(Prompt(0, (1,), "", "", metadata=metadata), turns)])[0].completions[0]
+    finally:
+        endpoint.close()
+
+
+def test_an_endpoint_gets_the_tools_of_a_row_and_its_calls_are_text(task: Path, tmp_path: Path) -> None:
+    add = {"name": "add", "parameters": {}}
+    called = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    earlier = [{"type": "function", "function": {"name": "add", "arguments": {"b": 2}}}]
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": earlier}]
+    with chat_server(complete=lambda request: {"content": None, "tool_calls": [called]}) as (url, requests):
+        completion = complete_one(task, tmp_path / "tools", url, turns, tools=[add])
+        complete_one(task, tmp_path / "none", url, turns)
+    assert requests[0]["tools"] == [{"type": "function", "function": add}] and "tools" not in requests[1]
+    assert requests[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"b": 2}'
+    assert parse_calls(completion.text) == [ToolCall("add", {"a": 1})] and completion.finish_reason == "stop"
+
+
+def test_a_reply_that_is_no_json_is_one_line(task: Path, tmp_path: Path) -> None:
+    with (
+        chat_server(complete=lambda request: b"<html>") as (url, _),
+        pytest.raises(StageFailed, match=r"sample.endpoint = .*: the reply is no JSON: "),
+    ):
+        complete_one(task, tmp_path / "stage", url, [{"role": "user", "content": "?"}])
 
 
 def test_an_endpoint_that_refuses_is_one_line(task: Path, tmp_path: Path) -> None:

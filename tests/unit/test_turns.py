@@ -198,6 +198,8 @@ def test_each_completion_of_a_group_is_a_conversation_of_its_own(talk: Any) -> N
     assert sizes == [(1, 3), (2, 1), (1, 1)]
     ids = [prompt.id for prompts, _, _ in inner.asked[1:] for prompt in prompts]
     assert ids == [turn_request_id(7, 3, 1, 1), turn_request_id(7, 3, 2, 1), turn_request_id(7, 3, 1, 2)]
+    first, last = inner.asked[0][0][0], inner.asked[2][0][0]
+    assert last.token_ids == first.token_ids + last.later_token_ids and last.text == first.text
     assert len({request_seed(SAMPLING.seed, 3, id_, 0) for id_ in ids}) == 3
 
 
@@ -215,6 +217,15 @@ def test_what_goes_wrong_is_told_to_the_policy(talk: Any, tokenizer: Any) -> Non
         assert text.startswith(TOLD.partition("{}")[0] + error) and text.count("<|im_end|>") == 1
         assert (each.text, each.turns[1].is_error) == ("Sorry.", True)
     assert turn_metrics(made)["completion/tool_errors"] == 1.0
+
+
+def test_the_text_of_a_turn_has_the_special_tokens_that_mark_its_calls(folder: Path, model: PreTrainedModel) -> None:
+    settings, said = engine_settings(folder, model, 1000), call("add", a=2, b=3)
+    settings.tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    turns = Turns(Scripted(settings.tokenizer, [f"{said}<|im_end|>", "5<|im_end|>"]), settings)
+    [group] = generate(turns, [Prompt(7, (1, 2), "", "")], SAMPLING, step=3)
+    turns.close()
+    assert [turn.text for turn in group.completions[0].turns] == [said, "5", "5"]
 
 
 def test_a_conversation_is_cut_off_at_its_turns(talk: Any) -> None:
@@ -361,10 +372,13 @@ def test_passes_and_aborts_are_those_of_conversations(
     folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     asks, last = call("add", a=1, b=1) + "<|im_end|>", "2<|im_end|>"
-    engine: Any = Turns(InSteps(tokenizer, [asks, asks, asks, last]), engine_settings(folder, model, 1000))
+    beats: list[str] = []
+    settings = replace(engine_settings(folder, model, 1000), beat=lambda: beats.append("waits for tools"))
+    engine: Any = Turns(InSteps(tokenizer, [asks, asks, asks, last]), settings)
+    beats.clear()
     prompt = Prompt(7, tuple(tokenizer(ASKED, add_special_tokens=False)["input_ids"]), ASKED, "5")
     engine.submit([prompt], SAMPLING, 0)
-    assert engine.step() == [], "the first turn calls a tool"
+    assert engine.step() == [] and beats, "the first turn calls a tool"
     engine.abort()
     assert engine.step() == [] == engine.completed()
     engine.submit([prompt], SAMPLING, 0)

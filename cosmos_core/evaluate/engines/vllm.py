@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.rollout.vllm import import_vllm, set_environment
+from cosmos_core.models.hf import load_config
+from cosmos_core.rollout.vllm import check_head_size, import_vllm, set_environment
 from cosmos_core.rollout.vllm_process import restore_process_state
 from cosmos_core.run.stage import Stage
 
@@ -26,6 +27,8 @@ def open_model(stage: Stage) -> Any:
     set_environment()
     with restore_process_state():
         vllm = import_vllm()
+        config = load_config(stage.model, stage.recipe.policy.model_revision)
+        check_head_size(config, stage.model, "set evaluate.engine = 'hf'")
         with _expose_vllm_version(vllm):
             from lm_eval.models.vllm_causallms import VLLM
 
