@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import fcntl
 import importlib
+import io
 import json
 import os
 import runpy
@@ -123,9 +124,9 @@ def become(
         traceback.print_exc()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with suppress(OSError, ValueError):
-            stream.flush()
+            stream.flush()  # type: ignore[union-attr]
     os._exit(code)
 
 
@@ -174,6 +175,19 @@ def show(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
     return not _libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, layout, ctypes.c_ulong(ctypes.sizeof(layout)), ctypes.c_ulong(0))
 
 
+def _open_streams(request: SpawnRequest) -> None:
+    """Open the standard streams anew: those of the fork server take what it was given for a file that can seek."""
+    encoding, _, errors = request.environment.get("PYTHONIOENCODING", "").partition(":")
+    is_unbuffered = "-u" in request.argv or bool(request.environment.get("PYTHONUNBUFFERED"))
+    for number, name, how in ((1, "stdout", errors or "strict"), (2, "stderr", "backslashreplace")):
+        raw = io.FileIO(number, "w", closefd=False)
+        stream = io.TextIOWrapper(
+            raw if is_unbuffered else io.BufferedWriter(raw),  # type: ignore[arg-type]
+            encoding or "utf-8", how, line_buffering=name == "stderr" or raw.isatty(), write_through=is_unbuffered,
+        )  # fmt: skip
+        setattr(sys, name, stream)
+
+
 def _tell_libraries(request: SpawnRequest) -> None:
     """Let the interpreter and its libraries be as if this command line had started them in this environment."""
     program = str(program_of(request.argv))
@@ -186,8 +200,7 @@ def _tell_libraries(request: SpawnRequest) -> None:
     threads = request.environment.get("OMP_NUM_THREADS", "")
     if threads != ENVIRONMENT["OMP_NUM_THREADS"]:
         sys.modules["torch"].set_num_threads(int(threads) if threads.isdigit() else len(os.sched_getaffinity(0)))
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(write_through="-u" in request.argv or bool(request.environment.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
+    _open_streams(request)
     importlib.import_module("tests.warm.spawner").renew(program, request.argv)  # before settings are read, once
     if program in deferred:
         importlib.import_module(program)

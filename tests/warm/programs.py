@@ -18,13 +18,14 @@ PROGRAMS = (
     "cosmos_core.train.propose", "cosmos_core.models.try_models", "tests.distributed.killed",
 )  # fmt: skip
 MULTIPROCESSING_FORK_SERVER = "from multiprocessing.forkserver"
+_MULTIPROCESSING_SPAWN = "from multiprocessing.spawn"
 _XDIST = "import sys;exec(eval(sys.stdin.readline()))"
 _CODE = (
     _XDIST,
     "cosmos_core",
     "flows",
     "test_checkpoint",
-    "from multiprocessing.spawn",
+    _MULTIPROCESSING_SPAWN,
     MULTIPROCESSING_FORK_SERVER,
     "from tests.",
 )
@@ -82,7 +83,9 @@ def program_of(command: Sequence[Any]) -> str | None:
 
 def starts_others(program: str, argv: Sequence[str]) -> bool:
     """Whether a program may start programs of `PROGRAMS`."""
-    return program not in _STARTS_NONE and not (program == "cosmos_core" and _ALONE.intersection(argv[3:]))
+    if program in _STARTS_NONE or program.startswith(_MULTIPROCESSING_SPAWN):
+        return False
+    return program != "cosmos_core" or _ALONE.isdisjoint(argv[3:])
 
 
 def read_on_import(environment: Mapping[str, str]) -> dict[str, str]:

@@ -45,6 +45,7 @@ _PR_SET_SUBREAPER, _PR_GET_SUBREAPER = 36, 37  # prctl(2)
 _libc = ctypes.CDLL(None, use_errno=True)
 _EXECUTE = subprocess._fork_exec  # type: ignore[attr-defined]
 _SPAWN = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+_POSIX_SPAWN = os.posix_spawn
 _started: list[subprocess.Popen[bytes]] = []
 
 
@@ -166,31 +167,53 @@ def restore_environment() -> None:
 
 
 def use(spawner: Spawner) -> None:
-    """Let `subprocess` and `multiprocessing` start processes so."""
+    """Let `subprocess`, `multiprocessing` and the worker processes of rewards and tools start so."""
 
     def spawn(path: bytes, arguments: Sequence[Any], kept: Sequence[int]) -> int:
-        none = (-1,) * 8
-        given = (arguments, [path], True, kept, None, None, *none, False, False, -1, None, None, None, -1, None, False)
-        return spawner.start(given, lambda: int(_SPAWN(path, arguments, kept)))
+        return spawner.start(_given(arguments, path, kept, None), lambda: int(_SPAWN(path, arguments, kept)))
 
-    subprocess._fork_exec = spawner  # type: ignore[attr-defined]
+    def posix_spawn(path: Any, arguments: Any, environment: Any, *, file_actions: Any = (), **options: Any) -> int:
+        def execute() -> int:
+            return _POSIX_SPAWN(path, arguments, environment, file_actions=file_actions, **options)
+
+        kept = [action[1] for action in file_actions]
+        if options or any(tuple(action) != (os.POSIX_SPAWN_DUP2, action[1], action[1]) for action in file_actions):
+            return execute()
+        variables = [f"{name}={value}".encode() for name, value in environment.items()]
+        return spawner.start(_given(arguments, path, kept, variables), execute)
+
+    _replace(spawner, spawn, posix_spawn)
+
+
+def _given(
+    arguments: Sequence[Any], path: Any, kept: Sequence[int], environment: list[bytes] | None
+) -> tuple[Any, ...]:
+    """The arguments of `fork_exec` for a process that inherits the standard streams and the descriptors `kept`."""
+    none = (-1,) * 8
+    inherited = (arguments, [path], True, kept, None, environment, *none)
+    return (*inherited, False, False, -1, None, None, None, -1, None, False)
+
+
+def _replace(fork_exec: Any, spawn: Any, posix_spawn: Any) -> None:
+    subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
     multiprocessing.util.spawnv_passfds = spawn  # type: ignore[attr-defined]
+    os.posix_spawn = posix_spawn
 
 
 @contextmanager
 def off() -> Iterator[None]:
     """Let this process execute programs as usual within the block."""
-    used = subprocess._fork_exec, multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
-    subprocess._fork_exec, multiprocessing.util.spawnv_passfds = _EXECUTE, _SPAWN  # type: ignore[attr-defined]
+    used = subprocess._fork_exec, multiprocessing.util.spawnv_passfds, os.posix_spawn  # type: ignore[attr-defined]
+    _replace(_EXECUTE, _SPAWN, _POSIX_SPAWN)
     try:
         yield
     finally:
-        subprocess._fork_exec, multiprocessing.util.spawnv_passfds = used  # type: ignore[attr-defined]
+        _replace(*used)
 
 
 def renew(program: str, argv: Sequence[str]) -> None:
     """Let this process, just forked, start programs in its turn."""
-    subprocess._fork_exec, multiprocessing.util.spawnv_passfds = _EXECUTE, _SPAWN  # type: ignore[attr-defined]
+    _replace(_EXECUTE, _SPAWN, _POSIX_SPAWN)
     if starts_others(program, argv):
         _use_own_fork_server(with_fork_server=program != SUPERVISOR)
         if program.startswith(MULTIPROCESSING_FORK_SERVER):
