@@ -8,6 +8,7 @@ import time
 
 _PROCESS_START = time.time()
 
+from io import TextIOWrapper  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Annotated, NoReturn  # noqa: E402
 
@@ -199,7 +200,7 @@ def plan(
         note([str(error)])
     stored_results = result_lookup(pipeline)
     decisions = planning.plan_stages(pipeline, pipeline.kinds, output_dir, ignores_cache=verify, stored=stored_results)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
     console.print(plan_table(pipeline, decisions))
     if estimate:
         from cosmos_core.config.mesh import check_meshes
@@ -308,6 +309,8 @@ for _command in (
 
 def main() -> None:
     """Run the command line; print an error as one line on standard error, and exit with the exit code of the error."""
+    if isinstance(sys.stdout, TextIOWrapper):  # not every terminal can show each character of a table or a file name
+        sys.stdout.reconfigure(errors="replace")
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name="cosmos", standalone_mode=False))
     except CosmosError as error:

@@ -59,11 +59,14 @@ def convert(file: File) -> None:
     """Print a configuration with current key names; changes are listed on standard error. Comments are lost."""
     import tomli_w
 
+    from cosmos_core.config.compat.translate import with_algorithm_keys
     from cosmos_core.config.files import read_config
 
     _load_pipeline(file)  # raises ConfigError if the configuration is invalid
     notices: list[str] = []
     config_values = read_config(file, notices)
+    if not config_values.get("pipeline", {}).get("stages"):  # stages may have other algorithms
+        config_values = with_algorithm_keys(config_values, notices)
     note(notices)
     typer.echo(tomli_w.dumps(config_values), nl=False)
 

@@ -124,7 +124,7 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
     _require_file(entrypoint)
     flow, _ = import_python_flow(entrypoint)
     from tasks.credentials import set_command_credentials
-    from tasks.flow_run import run_name_and_parameters
+    from tasks.flow_identity import run_name_and_parameters
     from tasks.kinds import all_kinds
 
     run_id, flow_parameters = run_name_and_parameters(flow, parameters)
@@ -136,7 +136,9 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
     run = open_run(run_path, all_kinds())
     set_command_credentials(run.pipeline)
     decisions = plan_stages(run.pipeline, run.pipeline.kinds, run.output_dir, stored=result_lookup(run.pipeline))
-    Console(width=None if sys.stdout.isatty() else 160).print(plan_table(run.pipeline, decisions))
+    Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False).print(
+        plan_table(run.pipeline, decisions)
+    )
     echo(f"These are the stages of run {run_id} ({parameter_text}); the flow decides on later calls when it runs.")
 
 

@@ -46,7 +46,7 @@ def runs(
     from cosmos_core.observe.runs import table_of_runs
 
     table = (table_of_costs if cost else table_of_runs)(output_dir, most)
-    Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(table)
+    Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH, markup=False, emoji=False).print(table)
 
 
 def compare(
@@ -75,10 +75,10 @@ def compare(
         write_text(html, html_page)
         typer.echo(html)
         return
-    console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH, markup=False, emoji=False)
     for path in paths[1:]:
         for difference in run_differences(paths[0], path, all_kinds()):
-            console.print(difference, markup=False, highlight=False)
+            console.print(difference, highlight=False)
 
 
 def report(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:

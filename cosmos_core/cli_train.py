@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -148,6 +149,8 @@ def try_model(
     options = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "names": models}
     arguments = ["-m", "cosmos_core.models.try_models", json.dumps(options), *folders]
     sys.stdout.flush()
+    encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
+    os.environ["PYTHONIOENCODING"] = f"{encoding}:replace"  # a prompt may have any bytes, a completion any character
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
@@ -180,12 +183,15 @@ def _propose_and_run(command_options: dict[str, str], save: str, dry_run: bool, 
 def _save_and_run_recipe(
     asked: dict[str, str], settings: list[tuple[str, Any, str]], save: str, dry_run: bool, overrides: Sequence[str]
 ) -> None:
+    options = [argument for override in overrides for argument in ("--set", override)]
     if dry_run:
-        typer.echo(_render_recipe(asked, settings), nl=False)
+        note = f"\n# run with {shlex.join(options)}\n" if options else ""
+        typer.echo(_render_recipe(asked, settings) + note, nl=False)
         return
     path = _write_recipe(asked, settings, save)
-    typer.echo(f"saved as {path}; each value has its reason there. Edit it and run it again: cosmos run {path}")
-    _exec_run(path, overrides)
+    command = shlex.join(["cosmos", "run", str(path), *options])
+    typer.echo(f"saved as {path}; each value has its reason there. Edit it and run it again: {command}")
+    _exec_run(path, options)
 
 
 def _propose_settings(command_options: dict[str, str]) -> list[tuple[str, Any, str]]:
@@ -206,13 +212,18 @@ def _render_recipe(command_options: dict[str, str], settings: list[tuple[str, An
     for key, value, reason in settings:
         table, _, name = key.rpartition(".")
         tables.setdefault(table, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
-    command = " ".join(f"--{name} {value}" for name, value in command_options.items() if value and name != "method")
+    options = [(f"--{name}", value) for name, value in command_options.items() if value and name != "method"]
+    command = " ".join(shlex.join([word for option in options for word in option]).split())  # one line of a comment
     recipe_text = f"# cosmos {command_options['method']} {command}\n"
     if command_options["method"] == "eval":  # a recipe file without stages runs a training
         recipe_text += '\n[[pipeline.stages]]\nname = "evaluate"\nkind = "evaluate"\n'
     for table, lines in sorted(tables.items()):
         recipe_text += f"\n[{table}]\n" + "\n".join(lines) + "\n"
-    return f"{_FILE_HEADER}{hashlib.sha256(recipe_text.encode()).hexdigest()[:16]}\n{recipe_text}"
+    try:
+        return f"{_FILE_HEADER}{hashlib.sha256(recipe_text.encode()).hexdigest()[:16]}\n{recipe_text}"
+    except UnicodeEncodeError as error:
+        word = recipe_text[: error.end].split()[-1]
+        raise ConfigError(f"{word!a}: it is not UTF-8, which a recipe has to be; rename the file or folder") from error
 
 
 def _make_recipe_path(command_options: dict[str, str], output_file: str) -> Path:
@@ -239,9 +250,8 @@ def _write_recipe(command_options: dict[str, str], settings: list[tuple[str, Any
     return path
 
 
-def _exec_run(path: Path, overrides: Sequence[str]) -> None:
+def _exec_run(path: Path, options: Sequence[str]) -> None:
     """Replace this process by `cosmos run` of the recipe."""
     sys.stdout.flush()
     python_code = "from cosmos_core.cli import main; main()"
-    options = [argument for override in overrides for argument in ("--set", override)]
     os.execv(sys.executable, [sys.executable, "-c", python_code, "run", str(path), *options])

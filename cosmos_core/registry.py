@@ -97,12 +97,15 @@ def import_user_code(path: str) -> Any:
         ConfigError: the object does not exist, or its file raised an error; the message has the location.
     """
 
-    def convert(error: Exception) -> ConfigError:
+    def convert(error: BaseException) -> ConfigError:
         reason = f"{type(error).__name__}: {error} ({location_of(error)})"
         return ConfigError(f"{path!r} cannot be imported: {reason}")
 
-    with convert_errors(convert):
-        return import_object(path)
+    try:
+        with convert_errors(convert):
+            return import_object(path)
+    except SystemExit as error:  # the file is a script that exits at its end
+        raise convert(error) from error
 
 
 def location_of(error: BaseException, function: Any = None) -> str:

@@ -93,7 +93,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != f"Bearer {TOKEN}" and "/blobs/" not in self.path:
             self._send(401, {"error": "no token"})
             return
-        status, value, headers = self._respond(what, unquote(self.path).partition("?")[0].strip("/").split("/"), body)
+        path = [unquote(part) for part in self.path.partition("?")[0].strip("/").split("/")]
+        status, value, headers = self._respond(what, path, body)
         if fault == "lost":
             self.close_connection = True
             return

@@ -6,7 +6,7 @@ A field declares its limits with marks (`planned`, `Only`, ...); `Table.refusals
 from collections.abc import Iterator
 from pathlib import Path
 
-from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.compose import Pipeline, stage_references
 from cosmos_core.config.inputs import existing_path, source_of
 from cosmos_core.config.override import IMPLIED_SUFFIX
 from cosmos_core.config.reported import check_gates
@@ -23,6 +23,8 @@ from cosmos_core.config.schema.table import (
 )
 from cosmos_core.errors import ConfigError
 
+_MODEL_KEYS = ("model", "distillation.model_name_or_path")
+
 
 def check_capabilities(pipeline: Pipeline) -> None:
     """Refuse settings that this version does not support.
@@ -35,6 +37,7 @@ def check_capabilities(pipeline: Pipeline) -> None:
     _check_references(pipeline)
     _check_dataset_mixtures(pipeline)
     _check_comparison_rows(pipeline)
+    _check_products(pipeline)
     for stage in pipeline.stages:
         recipe = pipeline.recipes[stage.name]
         for table in (stage, recipe):
@@ -111,6 +114,47 @@ def _check_comparison_rows(pipeline: Pipeline) -> None:
                 f"{pipeline.source}: stage {stage.name!r}: export.formats are compared with the model on rows, and no "
                 'training comes before the stage; set data = "stage:NAME" of a prepare stage'
             )
+
+
+def _check_products(pipeline: Pipeline) -> None:
+    """Refuse references to a model or to rows of a stage that makes none, the best checkpoint of a training that keeps
+    none, and a merge of too few models or with another number of weights."""
+    for stage in pipeline.stages:
+        kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
+        location = f"stage {stage.name.removesuffix(IMPLIED_SUFFIX)!r}"
+        for key, reference in stage_references(stage, recipe, kind):
+            name, product = source_of(reference), "model" if key in _MODEL_KEYS else "data"
+            if name is not None and not key.endswith("pass_rates") and not _may_make(pipeline, name, product):
+                source_kind = pipeline.stage(name).kind
+                raise ConfigError(
+                    f"{pipeline.source}: {location}: {key} = {reference!r}: a stage of kind {source_kind!r} makes no "
+                    f"{product}; name another stage"
+                )
+        if stage.checkpoint == "best":
+            source = source_of(stage.model) or ""
+            trained = pipeline.recipes[source]
+            if not (trained.validation.enable and trained.train.ckpt.enable_checkpoint):
+                raise ConfigError(
+                    f"{pipeline.source}: {location}: checkpoint = 'best' needs validation.enable = true and "
+                    f"train.ckpt.enable_checkpoint = true in stage {source!r}; set both there"
+                )
+        if kind.table == "merge":
+            weights, base = recipe.merge.weights, source_of(stage.model)
+            names = [name for name in stage.after if name != base and _may_make(pipeline, name, "model")]
+            num_certain = sum(bool(pipeline.kind_of(pipeline.stage(name)).entry) for name in names)
+            if len(names) < 2 or (weights and not num_certain <= len(weights) <= len(names)):
+                raise ConfigError(
+                    f"{pipeline.source}: {location}: after = {list(stage.after)} names {len(names)} models to merge, "
+                    f"and merge.weights = {list(weights)}; name at least two, and a weight for each or none"
+                )
+
+
+def _may_make(pipeline: Pipeline, name: str, product: str) -> bool:
+    """Return True if a stage may make a `product`, `model` or `data`; a user's program may make both."""
+    kind = pipeline.kind_of(pipeline.stage(name))
+    if product == "model":
+        return kind.makes in {"model", "publication"} or not kind.entry
+    return kind.makes == "data" or not kind.entry or (kind.completes_prompts and not kind.trains_model)
 
 
 def unique_notices(pipeline: Pipeline) -> list[str]:

@@ -7,9 +7,10 @@ stages that the recipe disables. A training whose rows no stage prepares gets a 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import tomli_w
 
 from cosmos_core.config.compat.translate import with_algorithm_keys, with_current_keys
 from cosmos_core.config.conditions import parse_condition
-from cosmos_core.config.files import read_config
+from cosmos_core.config.files import config_folders, read_config
 from cosmos_core.config.inputs import STAGE_PREFIX, Input, existing_path, inputs_of, source_of
 from cosmos_core.config.load import (
     MAX_FILE_BYTES,
@@ -35,6 +36,7 @@ from cosmos_core.config.override import (
     IMPLIED_SUFFIX,
     apply_overrides,
     drop_dead,
+    notices_of_grid,
     parse_setting,
     sort_settings,
     values_for_all_stages,
@@ -152,7 +154,9 @@ def load_pipeline(
     notices: list[str] = []
     with _shorten_errors():
         shared_tables = read_config(path, notices, overriding_files)
-        return _check_serializable(_compose_pipeline(path, shared_tables, overrides, kinds, notices))
+        files = (*reversed(overriding_files), path)
+        folders = [path.parent, *(folder for file in files for folder in config_folders(file))]
+        return _check_serializable(_compose_pipeline(path, shared_tables, overrides, kinds, notices, folders))
 
 
 def with_stage(pipeline: Pipeline, stage: Values, tables: Values, source: Path) -> Pipeline:
@@ -171,7 +175,7 @@ def with_stage(pipeline: Pipeline, stage: Values, tables: Values, source: Path) 
         values = pipeline.as_toml()
         tables = with_current_keys(tables, f"{source}: stage {stage['name']!r}", notices)
         values["pipeline"].setdefault("stages", []).append({**stage, "overrides": tables})
-        return _check_serializable(_compose_pipeline(source, values, (), pipeline.kinds, notices))
+        return _check_serializable(_compose_pipeline(source, values, (), pipeline.kinds, notices, [source.parent]))
 
 
 @contextmanager
@@ -194,7 +198,7 @@ def _check_serializable(pipeline: Pipeline) -> Pipeline:
 
 
 def _compose_pipeline(
-    path: Path, shared: Values, overrides: Sequence[str], kinds: StageKinds, notices: list[str]
+    path: Path, shared: Values, overrides: Sequence[str], kinds: StageKinds, notices: list[str], folders: Sequence[Path]
 ) -> Pipeline:
     pipeline_table = shared.pop("pipeline", {})
     parsed_settings = drop_dead([parse_setting(text) for text in overrides], notices)
@@ -217,6 +221,7 @@ def _compose_pipeline(
         recipe_note = f" (recipe {stage.recipe})" if stage.recipe else ""
         location = f"{path}: stage {stage.name!r}{recipe_note}"
         recipes[stage.name] = parse(Recipe, with_algorithm_keys(tables, notices), source=location, notices=notices)
+        notices += notices_of_grid(parsed_settings, stage)
         stages.append(stage)
     full_config = config.model_copy(update={"stages": tuple(stages)})
     pipeline = Pipeline(path, full_config, recipes, kinds, tuple(dict.fromkeys(map(escape_controls, notices))))
@@ -224,7 +229,7 @@ def _compose_pipeline(
     pipeline = _with_output_dir(pipeline)
     pipeline = with_sweeps(_sort_topologically(_with_prepared_data(pipeline)), tables_by_stage)
     pipeline = with_uploads(_sort_topologically(pipeline))
-    return _with_absolute_paths(_inherit_export_dtype(_sort_topologically(pipeline)))
+    return _with_absolute_paths(_inherit_export_dtype(_sort_topologically(pipeline)), folders)
 
 
 def _read_stage_entries(path: Path, pipeline_table: Any) -> list[Mapping[str, Any]]:
@@ -274,7 +279,7 @@ def _find_kind_name(kinds: StageKinds, **policy: object) -> str:
     return next(name for name, kind in kinds.items() if all(getattr(kind, key) == policy[key] for key in policy))
 
 
-def _stage_references(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[tuple[str, str]]:
+def stage_references(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[tuple[str, str]]:
     """Yield each key of a stage that may refer to another stage, with its value."""
     yield "model", stage.model
     yield "data", stage.data
@@ -321,7 +326,7 @@ def _check_stages(pipeline: Pipeline) -> None:
                     f"pipeline{suggestion(upstream_stage, names)}"
                 )
         recipe = pipeline.recipes[stage.name]
-        for key, input_reference in (*_stage_references(stage, recipe, kinds[stage.kind]), *_row_references(recipe)):
+        for key, input_reference in (*stage_references(stage, recipe, kinds[stage.kind]), *_row_references(recipe)):
             referenced_stage = source_of(input_reference)
             if referenced_stage is not None and referenced_stage not in names:
                 raise ConfigError(
@@ -360,8 +365,12 @@ def _check_stage_kind(location: str, stage: StageConfig, recipe: Recipe, kinds: 
 
 def _with_output_dir(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with the `output_dir` that its recipes set; refuse recipes that set different folders."""
-    if pipeline.config.output_dir:
-        return pipeline
+    if folder := pipeline.config.output_dir:
+        others = {recipe.train.output_dir for recipe in pipeline.recipes.values()} - {folder, _DEFAULT_OUTPUT_DIR}
+        notices = [
+            f"train.output_dir = {each!r} has no effect here: pipeline.output_dir = {folder!r}" for each in others
+        ]
+        return replace(pipeline, notices=(*pipeline.notices, *sorted(notices)))
     stage_by_folder: dict[str, str] = {}
     for name, recipe in pipeline.recipes.items():
         if "output_dir" in recipe.train.model_fields_set:
@@ -381,7 +390,7 @@ def _sort_topologically(pipeline: Pipeline) -> Pipeline:
     sorted_stages = []
     for stage in ordered_pipeline.stages:
         predecessors = list(stage.after)
-        for key, input_reference in _stage_references(
+        for key, input_reference in stage_references(
             stage, ordered_pipeline.recipes[stage.name], ordered_pipeline.kind_of(stage)
         ):
             upstream_stage = source_of(input_reference)
@@ -476,8 +485,10 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
             )
         origin_model = _find_origin_model(pipeline, stages_by_name, stage)
         prepare_kind = _find_kind_name(pipeline.kinds, makes="data")
-        prepare_stage = StageConfig(name=name, kind=prepare_kind, model=origin_model, data=stage.data)
-        references = _stage_references(prepare_stage, recipes[stage.name], pipeline.kinds[prepare_kind])
+        prepare_stage = StageConfig(
+            name=name, kind=prepare_kind, model=origin_model, data=stage.data, recipe=stage.recipe
+        )
+        references = stage_references(prepare_stage, recipes[stage.name], pipeline.kinds[prepare_kind])
         predecessors = tuple(
             dict.fromkeys(source for _, input_reference in references if (source := source_of(input_reference)))
         )
@@ -502,24 +513,34 @@ def _find_origin_model(pipeline: Pipeline, stages_by_name: Mapping[str, StageCon
     return "" if model == recipes[stage.name].policy.model_name_or_path else model
 
 
-def _with_absolute_paths(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with absolute local paths, so that a run can be resumed from any folder."""
-    folder = pipeline.source.parent
+def _with_absolute_paths(pipeline: Pipeline, folders: Sequence[Path]) -> Pipeline:
+    """Return the pipeline with absolute local paths, so that a run can be resumed from any folder.
 
-    def to_absolute(text: str) -> str:
-        path = None if source_of(text) is not None else existing_path(text, Path.cwd()) or existing_path(text, folder)
-        return str(path.resolve()) if path else text
-
-    def convert(named_thing: NamedThing, text: str) -> str:
-        if named_thing is NamedThing.PUBLISHED:
-            return absolute_target(text, to_absolute)
-        file_path, separator, object_name = text.rpartition(":")
-        if file_path.endswith(".py"):
-            return f"{to_absolute(file_path)}{separator}{object_name}"
-        return to_absolute(text) if named_thing is NamedThing.PATH and text else text
-
-    stages = [convert_named_things(stage, convert) for stage in pipeline.stages]
-    recipes = {name: convert_named_things(recipe, convert) for name, recipe in pipeline.recipes.items()}
-    for name, recipe in recipes.items():
-        recipes[name] = recipe.derive(custom=with_absolute_media(recipe.custom, to_absolute))
+    A path is relative to the current folder, else to that of the pipeline's file, else to that of another file of the
+    stage's settings; `folders` are those of all files except recipe files, the pipeline's file first.
+    """
+    stages, recipes = [], dict(pipeline.recipes)
+    for stage in pipeline.stages:
+        recipe_folders = config_folders(pipeline.source.parent / stage.recipe) if stage.recipe else []
+        to_absolute = partial(_absolute_path, (Path.cwd(), folders[0], *recipe_folders, *folders[1:]))
+        convert = partial(_convert_named_thing, to_absolute)
+        stages.append(convert_named_things(stage, convert))
+        recipe = convert_named_things(recipes[stage.name], convert)
+        recipes[stage.name] = recipe.derive(custom=with_absolute_media(recipe.custom, to_absolute))
     return pipeline.with_stages(stages, recipes)
+
+
+def _absolute_path(folders: Sequence[Path], text: str) -> str:
+    """Return the absolute path of `text` in the first of the folders that contains it; else `text`."""
+    paths = (None if source_of(text) is not None else existing_path(text, folder) for folder in folders)
+    path = next(filter(None, paths), None)
+    return str(path.resolve()) if path else text
+
+
+def _convert_named_thing(to_absolute: Callable[[str], str], named_thing: NamedThing, text: str) -> str:
+    if named_thing is NamedThing.PUBLISHED:
+        return absolute_target(text, to_absolute)
+    file_path, separator, object_name = text.rpartition(":")
+    if file_path.endswith(".py"):
+        return f"{to_absolute(file_path)}{separator}{object_name}"
+    return to_absolute(text) if named_thing is NamedThing.PATH and text else text

@@ -67,7 +67,8 @@ def find_key(name: str) -> list[Key]:
     """
     key_name = RENAMED_KEYS.get(name) or current_name(name)
     keys = [key for key in all_keys() if key.name == key_name]
-    if key_name in UNUSED_KEYS and not trl.keys_of(name):
+    is_short_name = "." not in name and any(key.name.rpartition(".")[2] == name for key in all_keys())
+    if key_name in UNUSED_KEYS and not is_short_name and not trl.keys_of(name):
         raise ConfigError(f"{name} does nothing in any version; it would have meant {UNUSED_KEYS[key_name]}")
     keys = keys or [key for key in all_keys() if key.name in trl.keys_of(name) or key.name.rpartition(".")[2] == name]
     if not keys:

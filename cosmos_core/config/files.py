@@ -24,6 +24,14 @@ def read_config(path: Path, notices: list[str], overriding_files: Sequence[Path]
     return values
 
 
+def config_folders(path: Path) -> list[Path]:
+    """Return the folder of a file that `read_config` has read, and those of the files that it `extends`, by
+    precedence."""
+    base_files = read_toml(path).get("extends", [])
+    base_files = [base_files] if isinstance(base_files, str) else base_files
+    return [path.parent, *(folder for file in reversed(base_files) for folder in config_folders(path.parent / file))]
+
+
 def _read_with_bases(path: Path, notices: list[str], including_files: tuple[Path, ...]) -> Values:
     resolved_path = Path(os.path.realpath(path))  # Path.resolve raises an error for a cycle of links
     if len(including_files) == MAX_DEPTH:

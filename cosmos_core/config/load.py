@@ -209,7 +209,9 @@ def _explain_error(table: type[Table], error_details: Any, prefix: str, values: 
         discriminator, type_tag = error_details["ctx"]["discriminator"].strip("'"), error_details["ctx"]["tag"]
         return f"{key}.{discriminator} = {short_text(type_tag)}: must be one of {error_details['ctx']['expected_tags']}"
     if error_details["type"] in _TYPE_DESCRIPTIONS:
-        return f"{key} = {value}: must be {_TYPE_DESCRIPTIONS[error_details['type']]}"
+        is_unquoted = error_details["type"] == "string_type" and not isinstance(error_details["input"], dict | list)
+        remedy = f", in quotes (with --set: '{key}=\"...\"')" if is_unquoted and not keys[-1].isdigit() else ""
+        return f"{key} = {value}: must be {_TYPE_DESCRIPTIONS[error_details['type']]}{remedy}"
     message = error_details["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     if error_details["type"] == "value_error":  # the message of a validator of the schema contains the value

@@ -125,10 +125,11 @@ def with_dp_shard_size(recipe: Recipe, gpus: int | None) -> Recipe:
     ranks_per_shard, gpus_per_replica = _ranks_per_shard(mesh), (gpus - engine_gpus) // mesh.n_init_replicas
     shard_size = max(1, gpus_per_replica // ranks_per_shard)
     if shard_size * ranks_per_shard != gpus_per_replica:
+        engines_text = " without those of the engines" * bool(engine_gpus)
         raise ConfigError(
-            f"policy.parallelism.dp_shard_size = -1: {gpus_per_replica} GPUs are no multiple of the "
+            f"policy.parallelism.dp_shard_size = -1: {gpus_per_replica} GPUs{engines_text} are no multiple of the "
             f"{ranks_per_shard} that the other sizes take; the nearest is dp_shard_size = {shard_size}, with "
-            f"{shard_size * ranks_per_shard * mesh.n_init_replicas} GPUs"
+            f"{shard_size * ranks_per_shard * mesh.n_init_replicas + engine_gpus} GPUs"
         )
     parallelism = mesh.derive(dp_shard_size=shard_size)
     return recipe.derive(policy=recipe.policy.derive(parallelism=parallelism))
@@ -156,12 +157,17 @@ def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model_config: Ma
         next((model_config[key] for key in keys if key in model_config), None)
         for keys in (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
     )
+    num_kv_heads, vocab_size = model_config.get("num_key_value_heads"), model_config.get("vocab_size")
+    if key_prefix == "rollout.parallelism":  # vLLM pads the vocabulary, and copies key-value heads to several ranks
+        vocab_size = None
+        num_kv_heads = None if num_kv_heads and mesh.tp_size % num_kv_heads == 0 else num_kv_heads
     quantities = (
         ("attention heads", num_heads),
-        ("key-value heads", model_config.get("num_key_value_heads")),
+        ("key-value heads", num_kv_heads),
         ("features of the feed-forward part", model_config.get("intermediate_size")),
+        ("vocabulary entries", vocab_size),
     )
-    for quantity_name, count in (*quantities, ("vocabulary entries", model_config.get("vocab_size"))):
+    for quantity_name, count in quantities:
         _check_divisibility(f"{key_prefix}.tp_size", mesh.tp_size, quantity_name, count)
     if isinstance(num_heads, int):
         quantity_name = f"attention heads of tp_size = {mesh.tp_size}"
@@ -220,9 +226,12 @@ def _check_batch_size(recipe: Recipe, num_shards: int) -> None:
 
 
 def _too_many_gpus_message(mesh: ParallelismConfig, required_gpus: int, gpus: int) -> str:
-    max_shards = gpus // (_ranks_per_shard(mesh) * mesh.n_init_replicas)
+    engine_gpus = required_gpus - mesh.world_size * mesh.n_init_replicas
+    max_shards = (gpus - engine_gpus) // (_ranks_per_shard(mesh) * mesh.n_init_replicas)
     nearest_setting = f"policy.parallelism.dp_shard_size = {max_shards}"
-    if max_shards == 0:
+    if max_shards < 1 and engine_gpus:
+        nearest_setting = f"mode = 'colocated', without the {engine_gpus} GPUs of the engines"
+    elif max_shards == 0:
         tp_size = max(size for size in range(1, mesh.tp_size + 1) if mesh.tp_size % size == 0 and size <= gpus)
         nearest_setting = f"policy.parallelism.tp_size = {tp_size} with the other sizes 1"
     return f"the mesh takes {required_gpus} GPUs, of {gpus} that there are; the nearest is {nearest_setting}"

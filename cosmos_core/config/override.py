@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cosmos_core.config.compat import trl
 from cosmos_core.config.compat.translate import current_name, no_effect_message
 from cosmos_core.config.load import MAX_DEPTH, Values, describe_unusable, merge, nest_value
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.table import tables_in
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
 
@@ -19,7 +21,10 @@ IMPLIED_SUFFIX = "-data"
 
 _KEY = re.compile(r"""\s*(?:"[^"]*"\s*|'[^']*'\s*|[^.="'\s][^.="']*)""")
 """Regular expression of one part of a dotted key; a part that contains a dot is quoted."""
-_SETTING_PATTERN = re.compile(rf"({_KEY.pattern}(?:\.{_KEY.pattern})*)=(.*)", re.DOTALL)
+_STAGE_KEYS = {*StageConfig.model_fields, *Recipe.model_fields}
+"""Keys that may follow the name of a stage in `STAGE.KEY`, needed if a stage is named like a recipe table."""
+_DOTTED_KEY = re.compile(rf"{_KEY.pattern}(?:\.{_KEY.pattern})*")
+_SETTING_PATTERN = re.compile(rf"({_DOTTED_KEY.pattern})=(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,13 @@ class Settings:
         self.entries[name] = merge(self.entries.get(name, {}), values)
 
 
+def split_key(key: str) -> tuple[str, ...]:
+    """Return the parts of a dotted key, of which those with a dot are quoted."""
+    if not _DOTTED_KEY.fullmatch(key):
+        return tuple(key.split("."))
+    return tuple(part.strip().strip("'\"") for part in _KEY.findall(key))
+
+
 def parse_setting(text: str) -> Setting:
     """Parse an override such as `train.optm_lr=2e-6` to its keys and its TOML value; a value that is not TOML is a
     string. Older keys are renamed; a part with a dot is quoted, as in `policy.lora.alpha_pattern."mlp.up"=8`.
@@ -57,7 +69,7 @@ def parse_setting(text: str) -> Setting:
         ConfigError: the text has no `=` or no key.
     """
     match = _SETTING_PATTERN.fullmatch(text)
-    keys = tuple(part.strip().strip("'\"") for part in _KEY.findall(current_name(match[1].strip()))) if match else ()
+    keys = split_key(current_name(match[1].strip())) if match else ()
     if match is None or not all(keys) or len(keys) > MAX_DEPTH:
         raise ConfigError(f"--set {text[:60]!r}: write key=value, for example train.optm_lr=2e-6")
     value = match[2]
@@ -80,7 +92,12 @@ def values_for_all_stages(settings: Sequence[Setting]) -> Values:
     """Return the recipe tables of all overrides that apply to every stage, before the names of the stages are known."""
     values: Values = {}
     for setting in settings:
-        if setting.keys[0] in Recipe.model_fields:
+        field = Recipe.model_fields.get(setting.keys[0])
+        tables = tables_in(field.annotation) if field else []
+        keys = {key for table in tables for key in table.model_fields}
+        # `export.retries` is a key of the stage `export`, not of the table.
+        is_stage_key = bool(tables) and bool({*setting.keys[1:2]} & (_STAGE_KEYS - keys))
+        if field and not is_stage_key:
             values = merge(values, setting.build_nested_value(0))
     return values
 
@@ -92,11 +109,9 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
         ConfigError: the first part of a key is neither a stage, nor a recipe table, nor `pipeline`.
     """
     grouped_settings = Settings()
-    # Keys that may follow the name of a stage in `STAGE.KEY`, needed if a stage is named like a recipe table.
-    valid_keys = {*StageConfig.model_fields, *Recipe.model_fields}
     for setting in settings:
         first, *remaining_keys = setting.keys
-        if first in names and remaining_keys and (first not in Recipe.model_fields or remaining_keys[0] in valid_keys):
+        if first in names and remaining_keys and (first not in Recipe.model_fields or remaining_keys[0] in _STAGE_KEYS):
             values = setting.build_nested_value(1)
             is_recipe_key = remaining_keys[0] in Recipe.model_fields
             grouped_settings.add_stage_values(first, {"overrides": values} if is_recipe_key else values)
@@ -117,13 +132,25 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
                 f"[[pipeline.stages]] "
                 f"to set a key of it, or set one of its recipe with {parent_stage_name}.KEY=VALUE"
             )
+        elif first in names:
+            raise ConfigError(f"--set {setting.text!r}: {first!r} is a stage; write {first}.KEY=VALUE")
         else:
             allowed_names = list(dict.fromkeys([*names, *Recipe.model_fields, "pipeline"]))
             raise ConfigError(
                 f"--set {setting.text!r}: {first!r} is no stage and no table of a "
-                f"recipe{suggestion(first, allowed_names)}"
+                f"recipe{trl.describe_equivalent_key('.'.join(setting.keys)) or suggestion(first, allowed_names)}"
             )
     return grouped_settings
+
+
+def notices_of_grid(settings: Sequence[Setting], stage: StageConfig) -> list[str]:
+    """Return a message for each override of a key that the grid of a stage's sweep sets in every branch."""
+    grid_keys = {".".join(split_key(current_name(key))) for key in (stage.sweep.grid if stage.sweep else ())}
+    return [
+        f"--set {setting.text!r} has no effect on stage {stage.name!r}: its sweep.grid sets the key"
+        for setting in settings
+        if grid_keys & {".".join(setting.keys), ".".join(setting.keys).removeprefix(f"{stage.name}.")}
+    ]
 
 
 def apply_overrides(entry: Mapping[str, Any], settings: Settings) -> Values:

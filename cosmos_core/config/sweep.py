@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from cosmos_core.config.compat.translate import current_name, with_algorithm_keys
 from cosmos_core.config.inputs import STAGE_PREFIX, source_of
 from cosmos_core.config.load import Values, merge, nest_value, parse
+from cosmos_core.config.override import split_key
 from cosmos_core.config.schema.pipeline import STAGE_NAME_LENGTH, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.sweep import SweepBranch, SweepConfig
@@ -223,11 +224,11 @@ def _shorten_keys(keys: Sequence[str]) -> dict[str, str]:
     """Return the shortest ending of each dotted key that no other key has, by key."""
     label_by_key = {}
     for key in keys:
-        key_parts = key.split(".")
+        key_parts = split_key(key)
         num_label_parts = next(
             num_parts for num_parts in range(1, len(key_parts) + 1)
             if num_parts == len(key_parts)
-            or sum(other_key.split(".")[-num_parts:] == key_parts[-num_parts:] for other_key in keys) == 1
+            or sum(split_key(other_key)[-num_parts:] == key_parts[-num_parts:] for other_key in keys) == 1
         )  # fmt: skip
         label_by_key[key] = re.sub(r"[^A-Za-z0-9_]+", "_", "_".join(key_parts[-num_label_parts:]))
     return label_by_key
@@ -246,7 +247,7 @@ def _value_for_name(value: Any) -> str:
 def _nest_keys(settings: Values) -> Values:
     values: Values = {}
     for key, value in settings.items():
-        values = merge(values, nest_value(key.split("."), value))
+        values = merge(values, nest_value(split_key(key), value))
     return values
 
 

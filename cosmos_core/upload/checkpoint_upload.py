@@ -57,7 +57,9 @@ class CheckpointUploader:
             with translate_errors(url), linked(manifest.parent, staging_path) as folder:
                 if folder is None:
                     continue
-                if self._bucket.head(self._key(name, MANIFEST)) is None:
+                # A training that began anew has other checkpoints of the same names.
+                if self._bucket.read(self._key(name, MANIFEST)) != (folder / MANIFEST).read_bytes():
+                    self._bucket.remove(self._key(name, MANIFEST))
                     self._send_checkpoint(name, folder, stop)
                     sent_names.append(name)
             self._uploaded_names.add(name)

@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,10 @@ class FileTarget:
     def published(self) -> dict[str, Any] | None:
         """Return the record of the version to which the link `latest` points; None if nothing was published yet."""
         latest = self.folder / "latest"
-        if not latest.is_symlink() and not latest.exists():
-            return None
-        return self._record(latest, f"publish again, or remove {latest}")
+        with self._translate_errors("read"):
+            if not latest.is_symlink() and not latest.exists():
+                return None
+            return self._record(latest, f"publish again, or remove {latest}")
 
     def record_of(self, version: str) -> dict[str, Any]:
         """Return the record that was published with a version.
@@ -49,7 +51,8 @@ class FileTarget:
         Raises:
             DamagedRecord: the record is missing or cannot be read.
         """
-        return self._record(self.folder / version, "publish again")
+        with self._translate_errors("read"):
+            return self._record(self.folder / version, "publish again")
 
     def history(self) -> list[str]:
         """Return the versions to which the link `latest` has pointed, the current version last."""
@@ -75,18 +78,19 @@ class FileTarget:
         """Point `latest` to a complete version and save `history` (None: append the version to the saved history).
 
         Raises:
-            UploadError: the stored version is not complete, or is a link to another version.
+            UploadError: the stored version is not complete, is a link to another version, or cannot be read or written.
         """
         if (self.folder / version).is_symlink() or Path(version).name != version:
             raise UploadError(f"{version!r} is no version of {self.folder}; the pointer was not moved")
-        if damage_message := self._find_damage(self.folder / version, self.record_of(version)):
-            raise UploadError(f"{self.folder / version}: {damage_message}; the pointer was not moved")
-        self._move_pointer(version, with_version(self.history(), version) if history is None else history)
+        with self._translate_errors("written"):
+            if damage_message := self._find_damage(self.folder / version, self.record_of(version)):
+                raise UploadError(f"{self.folder / version}: {damage_message}; the pointer was not moved")
+            self._move_pointer(version, with_version(self.history(), version) if history is None else history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Copy the files of a model, verify the copies and point `latest` to them; return the folder of the version."""
         path = self.folder / version
-        try:
+        with self._translate_errors("written"):
             if read_json(path / RECORD_FILE) != record or self._find_damage(path, record):
                 with replaced_folder(path) as temporary_folder:
                     shutil.copytree(folder, temporary_folder, dirs_exist_ok=True)
@@ -95,11 +99,17 @@ class FileTarget:
                 raise UploadError(f"{path}: {damage_message} after the copy; the pointer was not moved")
             self._pause()
             self._move_pointer(version, with_version(self.history(), version))
+        return str(path)
+
+    @contextmanager
+    def _translate_errors(self, operation: str) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             # shutil.copytree raises one error with (source, copy, reason) of each file; the error itself has no reason.
             reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
-            raise UploadError(f"target {self.folder} cannot be written: {reason}; the pointer was not moved") from error
-        return str(path)
+            consequence = "; the pointer was not moved" if operation == "written" else ""
+            raise UploadError(f"target {self.folder} cannot be {operation}: {reason}{consequence}") from error
 
     def _record(self, folder: Path, remedy: str) -> dict[str, Any]:
         record = read_json(folder / RECORD_FILE)

@@ -161,10 +161,11 @@ class HubTarget:
         return ""
 
     def _record(self, revision: str) -> dict[str, Any] | None:
+        from huggingface_hub import hf_hub_url
         from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-        url = f"{self.api.endpoint}/{self.repository}/resolve/{revision}/{RECORD_FILE}"
+        url = hf_hub_url(self.repository, RECORD_FILE, revision=revision, endpoint=self.api.endpoint)
         try:
             response = get_session().get(url, headers=build_hf_headers(token=self.api.token), follow_redirects=True)
             hf_raise_for_status(response)

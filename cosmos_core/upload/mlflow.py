@@ -188,10 +188,11 @@ class MlflowTarget:
 
     def _find_versions(self, tag: str = "", tag_value: str = "") -> list[Any]:
         """Return the versions of the model with a value of a tag (empty tag: all versions), the oldest first."""
-        versions, page_token = [], None
+        query, versions, page_token = f"name = '{self.name}'", [], None
+        query += f" and tags.`{tag}` = '{tag_value}'" if tag else ""
         while page_token != "":
-            page = self.client.search_model_versions(f"name = '{self.name}'", max_results=200, page_token=page_token)
-            versions += [model_version for model_version in page if not tag or model_version.tags.get(tag) == tag_value]
+            page = self.client.search_model_versions(query, max_results=200, page_token=page_token)
+            versions += page
             page_token = page.token or ""
         return sorted(versions, key=lambda each: int(each.version))
 
@@ -199,7 +200,7 @@ class MlflowTarget:
         """Return the version of the model that has the alias `published`; None if there is none."""
         registered_model = self._model()
         version_number = registered_model.aliases.get(PUBLISHED_ALIAS) if registered_model else None
-        return next((each for each in self._find_versions() if str(each.version) == str(version_number)), None)
+        return self.client.get_model_version(self.name, version_number) if version_number else None
 
     def _version(self, version: str) -> Any:
         """Return the version of the model that was published as `version`; None if there is none. Of several

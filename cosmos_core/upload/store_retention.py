@@ -5,6 +5,7 @@ it is as old and no remaining run uses it; a content can be removed if no remain
 with the store's own clock. Nothing is removed while a stage is being made, since its result may name existing contents.
 """
 
+import json
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from typing import Any
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.bucket import SCHEME, Bucket, Object, split_url, translate_errors
 from cosmos_core.run.manifest import RESULT
-from cosmos_core.upload.bundle import read_document
+from cosmos_core.run.plan import FINGERPRINT
+from cosmos_core.upload.bundle import ContentStore, bundle_of, read_document
 from cosmos_core.upload.lease import EXPIRY_SECONDS
 
 _LEASE_FILE = "lease.json"
@@ -65,6 +67,7 @@ class Retention:
             self._result_folders = self._list_folders("made")
             kept_runs = [run for run in self.runs if run.reason_to_keep]
             needed_results = {each for run in kept_runs for each in self._iter_result_values(run, "fingerprint")}
+            needed_results |= {each for run in kept_runs for each in self._iter_unfinished_fingerprints(run)}
             for result_folder in self._result_folders:
                 if result_folder.name in needed_results or result_folder.age_seconds < self._max_age_seconds:
                     result_folder.reason_to_keep = "a run that stays has it, or it is not old enough"
@@ -138,6 +141,15 @@ class Retention:
         for each in folder.objects:
             if each.key.endswith(f"/{RESULT}") and (document := read_document(self._bucket, each.key)[0]):
                 yield document[field]
+
+    def _iter_unfinished_fingerprints(self, run: StoredFolder) -> Iterator[str]:
+        """Yield the fingerprints of all stages of a run: a stopped training continues from its stored checkpoints."""
+        for each in run.objects:
+            if each.key.endswith("/record.json") and (document := read_document(self._bucket, each.key)[0]):
+                contents = ContentStore(self._bucket, f"{each.key.removesuffix('/record.json')}/content")
+                entry = bundle_of(document).files.get(FINGERPRINT)
+                data = contents.read(entry) if entry else None
+                yield str(json.loads(data or "{}").get("value"))
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name

@@ -36,7 +36,7 @@ class StoredCheckpoints:
                     self._stored_names = set(self.names()) - self._damaged_names
                 if name in self._stored_names:
                     continue
-                with linked(manifest.parent, self._stage_path / "sending" / name) as folder:
+                with linked(manifest.parent, self._stage_path / "storing" / name) as folder:
                     if folder is None:
                         continue
                     self._send_checkpoint(name, folder, pause)

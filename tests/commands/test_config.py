@@ -148,6 +148,8 @@ def test_the_schema_for_editors_accepts_our_files_and_marks_mistakes_and_old_key
     schema = json.loads(workspace.cosmos("config", "schema").stdout)
     checker = jsonschema.Draft202012Validator(schema)
     checker.check_schema(schema)
+    clean = {"decontaminate_against": ["org/benchmark", {"name": "org/other", "split": "test"}]}
+    assert checker.is_valid({"train": {"train_policy": {"type": "sft", "clean": clean}}})
     assert set(schema["properties"]) >= {*Recipe.model_fields, "pipeline", "extends"}
     for name, values in valid_configurations().items():
         if name != "deprecated":  # another schema
@@ -194,6 +196,13 @@ def test_a_converted_file_means_the_same_in_todays_names(workspace: Workspace) -
     assert loaded(new).as_toml() == loaded(old).as_toml()
     again = workspace.cosmos("config", "convert", "new.toml")
     assert (again.stdout, again.stderr) == (done.stdout, "")
+
+
+def test_older_keys_of_dpo_are_converted_too(workspace: Workspace) -> None:
+    workspace.write("dpo.toml", '[train.train_policy]\ntype = "sft"\ntrainer_type = "dpo"\n[custom]\ndpo_beta = 0.3\n')
+    assert tomllib.loads(workspace.cosmos("config", "convert", "dpo.toml").stdout) == {
+        "train": {"train_policy": {"type": "sft", "trainer_type": "dpo", "dpo": {"beta": 0.3}}}, "custom": {}
+    }  # fmt: skip
 
 
 def test_what_is_wrong_is_not_converted(workspace: Workspace) -> None:

@@ -41,6 +41,29 @@ def test_a_recipe_that_cannot_be_written_is_a_mistake_of_the_option(
         cli_train._write_recipe({"method": "sft", "model": "tiny"}, SETTINGS, save)
 
 
+def test_a_recipe_survives_any_name_of_a_column_and_refuses_a_file_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    asked = {"method": "sft", "model": "tiny", "response": "Ant\nwort"}
+    path = cli_train._write_recipe(asked, [("train.response", "Ant\nwort", "--response")], str(tmp_path / "x.toml"))
+    assert tomllib.loads(path.read_text()) == {"train": {"response": "Ant\nwort"}}
+    with pytest.raises(ConfigError, match=r"r\\udce9.*: it is not UTF-8"):
+        cli_train._write_recipe(asked, [("train.data", "r\udce9.csv", "--data")], str(path))
+    assert "wort" in path.read_text(), "what was there stays"
+
+
+def test_overrides_are_part_of_the_command_that_repeats_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    executed: list[list[str]] = []
+    monkeypatch.setattr(cli_train.os, "execv", lambda _, arguments: executed.append(arguments))
+    for dry_run in (True, False):
+        cli_train._save_and_run_recipe({"method": "sft", "model": "tiny"}, SETTINGS, "", dry_run, ["train.epoch=2"])
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-2] == "# run with --set train.epoch=2"
+    assert printed.endswith("run it again: cosmos run tiny-sft.toml --set train.epoch=2\n")
+    assert executed[0][-3:] == ["tiny-sft.toml", "--set", "train.epoch=2"]
+
+
 def test_a_file_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_bytes(b"\xff\n")
     with pytest.raises(ConfigError, match="is there and was edited"):

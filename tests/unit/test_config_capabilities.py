@@ -358,3 +358,38 @@ def test_what_engines_apart_from_the_trainer_cannot_do_is_refused(tmp_path: Path
     average = ("train.ema_enable=true", "validation.enable=true")
     with pytest.raises(ConfigError, match="moving average of train"):
         check_capabilities(load(tmp_path, GRPO, "mode='disaggregated'", *average))
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        ('kind = "export"\nmodel = "stage:p"', "model = 'stage:p': a stage of kind 'prepare' makes no model"),
+        ('kind = "sft"\ndata = "stage:s"', "data = 'stage:s': a stage of kind 'sft' makes no data"),
+        ('kind = "export"\nmodel = "stage:s"\ncheckpoint = "best"', "checkpoint = 'best' needs validation.enable"),
+        ('kind = "merge"', r"after = \['p', 's'\] names 1 models to merge"),
+    ],
+)
+def test_what_an_earlier_stage_will_not_make_is_refused(tmp_path: Path, stage: str, said: str) -> None:
+    stages = ('name = "p"\nkind = "prepare"', 'name = "s"\nkind = "sft"\nafter = "p"\ndata = "stage:p"')
+    named = f'name = "x"\nafter = ["p", "s"]\n{stage}'
+    text = SFT + "".join(f"\n[[pipeline.stages]]\n{each}\n" for each in (*stages, named))
+    with pytest.raises(ConfigError, match=f"stage 'x': {said}"):
+        check_capabilities(load(tmp_path, text, "validation.enable=false"))
+
+
+def test_a_setting_of_a_stage_named_like_a_table_and_one_that_does_nothing(tmp_path: Path) -> None:
+    assert load(tmp_path, SFT, "export.retries=5", "validation.enable=false").stage("export").retries == 5
+    folders = ("pipeline.output_dir=a", "train.output_dir=b")
+    assert "train.output_dir = 'b' has no effect here: pipeline.output_dir = 'a'" in unique_notices(
+        load(tmp_path, SFT, *folders)
+    )
+    for setting, said in (("sft=3", "'sft' is a stage; write sft.KEY=VALUE"), ("learning_rate=3", "is train.optm_lr")):
+        with pytest.raises(ConfigError, match=said):
+            load(tmp_path, SFT, setting)
+
+
+def test_a_misspelt_key_of_a_diffusion_model_is_named_with_its_table(tmp_path: Path) -> None:
+    for trainer in ("sft", "mine.py:Mine"):
+        settings = ("policy.is_diffusers=true", f"train.train_policy.trainer_type='{trainer}'")
+        with pytest.raises(ConfigError, match=r"train\.train_policy\.mini_bach: unknown key; did you mean"):
+            load(tmp_path, SFT, *settings, "train.train_policy.mini_bach=3")

@@ -306,26 +306,24 @@ def test_what_is_saved_in_a_run_is_the_same_pipeline_again(tmp_path: Path, text:
     assert again.as_toml() == pipeline.as_toml()
 
 
-def test_paths_are_looked_up_from_the_current_folder_then_beside_the_file(
+def test_paths_are_looked_up_from_the_current_folder_then_beside_the_files_and_else_left_for_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder in (here / "model", there / "model", there / "rows"):
+    here, there, base = tmp_path / "here", tmp_path / "there", tmp_path / "base"
+    for folder in (here / "model", there / "model", there / "rows", base / "rows", base / "held"):
         folder.mkdir(parents=True)
     (there / "rewards.py").write_text("")
     monkeypatch.chdir(here)
-    text = SFT.replace("org/model", "model").replace("org/rows", "rows")
-    text += '[validation.reward_function]\n"rewards.py:mine" = 1.0\n'
-    recipe = load(there, text).recipes["sft"]
-    assert recipe.policy.model_name_or_path == str(here / "model")
-    assert recipe.train.train_policy.dataset.name == str(there / "rows")
-    assert recipe.validation.reward_function == {f"{there}/rewards.py:mine": 1.0}
-
-
-def test_a_name_that_is_no_path_here_is_left_for_the_hub(tmp_path: Path) -> None:
-    recipe = load(tmp_path, SFT).recipes["sft"]
-    assert recipe.policy.model_name_or_path == "org/model"
-    assert recipe.train.train_policy.dataset.name == "org/rows"
+    more = '[validation.dataset]\nname = "held"\n[validation.reward_function]\n"rewards.py:mine" = 1.0\n'
+    (base / "base.toml").write_text(SFT.replace("org/model", "model").replace("org/rows", "rows") + more)
+    swept = 'kind = "sft"\nrecipe = "../base/base.toml"\nsweep = { grid = { "train.epoch" = [1] }, metric = "m" }'
+    found = load(there, stages(f'name = "s"\n{swept}')).recipes
+    for recipe in (load(there, 'extends = "../base/base.toml"').recipes["sft"], found["s-data"], found["s-epoch-1"]):
+        assert recipe.policy.model_name_or_path == str(here / "model")
+        assert recipe.train.train_policy.dataset.name == str(there / "rows")
+        assert recipe.validation.reward_function == {f"{there}/rewards.py:mine": 1.0}
+        assert recipe.validation.dataset.name == str(base / "held")
+    assert load(tmp_path, SFT).recipes["sft"].train.train_policy.dataset.name == "org/rows"
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "~nobody-of-that-name/model"])

@@ -91,7 +91,7 @@ WRONG = [
     ("train.optm_min_lr_factor=1.1", "train.optm_min_lr_factor = 1.1: input should be less than or equal to 1"),
     ("train.param_dtype='int8'", "train.param_dtype = 'int8': input should be 'float32', 'bfloat16' or 'float16'"),
     ("train.compile=1", "train.compile = 1: must be true or false"),
-    ("train.output_dir=3", "train.output_dir = 3: must be a string"),
+    ("train.timestamp=3", "train.timestamp = 3: must be a string, in quotes (with --set: 'train.timestamp=\"...\"')"),
     ("train.ckpt.max_keep=0", "train.ckpt.max_keep = 0 must be -1 (all) or at least 1"),
     (
         "train.ckpt.save_freq=0",
@@ -137,7 +137,7 @@ WRONG = [
     ("custom=3", "custom = 3: must be a table"),
 ]
 WRONG_GRPO = [
-    ("train.train_policy.reward_function={}", "train.train_policy.reward_function is empty; name at least one reward"),
+    ("train.train_policy.reward_function={}", "train.train_policy: reward_function is empty; name at least one reward"),
     ("train.train_policy.reward_function=['a', 3]", "train.train_policy.reward_function = ['a', 3]: must be a table"),
     ("train.train_policy.reward_function={a='x'}", "train.train_policy.reward_function.a = 'x': must be a number"),
     ("train.train_policy.lower_bound_ratio=1.0", "train.train_policy.lower_bound_ratio = 1.0 must be greater than 1"),

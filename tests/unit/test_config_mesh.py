@@ -95,12 +95,30 @@ def test_more_gpus_than_there_are_is_refused_with_the_nearest_mesh() -> None:
     assert refused(grpo({"dp_shard_size": 8}, {}), 4) == (
         "the mesh takes 8 GPUs, of 4 that there are; the nearest is policy.parallelism.dp_shard_size = 4"
     )
+    engines = {"n_init_replicas": 4}
+    assert refused(grpo({"dp_shard_size": 8}, engines, mode="disaggregated"), 8) == (
+        "the mesh takes 12 GPUs, of 8 that there are; the nearest is policy.parallelism.dp_shard_size = 4"
+    )
+    assert refused(grpo({}, engines, mode="disaggregated"), 4) == (
+        "the mesh takes 5 GPUs, of 4 that there are; the nearest is mode = 'colocated', without the 4 GPUs of the "
+        "engines"
+    )
+
+
+def test_an_engine_may_have_more_ranks_than_key_value_heads_and_any_vocabulary() -> None:
+    model = QWEN | {"num_attention_heads": 32, "vocab_size": 151643}
+    assert check_mesh(grpo({"dp_shard_size": 8}, {"tp_size": 8}), 8, model) == 8
 
 
 def test_a_mesh_that_fills_the_rest_must_divide_it() -> None:
     assert refused(sft(tp_size=3, dp_shard_size=-1), 8) == (
         "policy.parallelism.dp_shard_size = -1: 8 GPUs are no multiple of the 3 that the other sizes take; the nearest "
         "is dp_shard_size = 2, with 6 GPUs"
+    )
+    recipe = grpo({"tp_size": 2, "dp_shard_size": -1}, {"n_init_replicas": 3}, mode="disaggregated")
+    assert refused(recipe, 8) == (
+        "policy.parallelism.dp_shard_size = -1: 5 GPUs without those of the engines are no multiple of the 2 that the "
+        "other sizes take; the nearest is dp_shard_size = 2, with 7 GPUs"
     )
 
 

@@ -89,6 +89,7 @@ def test_a_name_without_its_tables_shows_the_keys_of_all() -> None:
     names = [key.name for key in find_key("temperature")]
     assert {"train.train_policy.temperature", "rollout.sampling_config.temperature"} <= set(names)
     assert not [line for line in explain("temperature", {}) if "in TRL" in line]
+    assert "pipeline.stages.model" in [key.name for key in find_key("model")]  # `[model]` of old recipes did nothing
     assert "  in TRL    learning_rate" in explain("learning_rate", {})
     assert {key.name for key in find_key("epsilon")} == {"train.epsilon", "train.train_policy.epsilon_low"}
     assert {key.name.rpartition(".")[0] for key in find_key("mask_truncated_completions")} == {"train.train_policy"}

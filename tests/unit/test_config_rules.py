@@ -163,7 +163,7 @@ RULES: dict[tuple[str, str], list[Case]] = {
         kept(REWARD, {"a": 0.5, "b": 2.0}, f"{REWARD}={{a=0.5, b=2.0}}"),
         changed(REWARD, {"a": 1.0}, f"{REWARD}='a'"),
         changed(REWARD, {"a": 1.0, "b": 1.0}, f"{REWARD}=['a', 'b']"),
-        no(f"{REWARD} is empty; name at least one reward", f"{REWARD}=[]"),
+        no(f"{P}: reward_function is empty; name at least one reward", f"{REWARD}=[]"),
         kept(f"{P}.filter_reward_metric", ("a", "b"), f"{P}.filter_reward_metric=['a', 'b']"),
         changed(f"{P}.filter_reward_metric", ("a",), f"{P}.filter_reward_metric='a'"),
     ),

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma4Config,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -28,7 +30,8 @@ from cosmos_core.checkpoint import export
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import StageFailed
-from cosmos_core.models.export import export_model
+from cosmos_core.models.chat_templates import TEMPLATES
+from cosmos_core.models.export import _export_config, export_model
 from cosmos_core.models.verify_export import _MAX_MEMORY_FRACTION, verify_export
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
@@ -252,7 +255,7 @@ def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> 
     stage = Stage(
         path=stage_path,
         config=StageConfig(name="export", kind="export", model="stage:sft", after=("sft",)),
-        recipe=Recipe.model_validate({"policy": {"model_name_or_path": "not/used"}}),
+        recipe=Recipe.model_validate({"policy": {"model_name_or_path": "not/used", "chat_template": "plain"}}),
         model=str(source),
         data=None,
         inputs={"sft": upstream},
@@ -270,6 +273,7 @@ def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> 
     }
     target = stage_path / "safetensors" / "step_12"
     assert outcome.metrics == {"export/bytes": (target / "model.safetensors").stat().st_size}
+    assert AutoTokenizer.from_pretrained(target).chat_template == TEMPLATES["plain"]
     card = (target / "README.md").read_text()
     for line in [
         "base_model: Qwen/Qwen3-0.6B", "- Base model: `Qwen/Qwen3-0.6B` at `c0ffee`",
@@ -283,3 +287,10 @@ def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> 
     card = export.model_card(stage, export.loading_instructions(stage, "AutoModelForCausalLM"))
     assert "base_model" not in card and "- Base model: made by `mine.py:make`" in card.splitlines()
     assert "not/used" not in card and "- Data" not in card
+
+
+def test_a_model_without_its_optional_towers_is_exported_in_another_dtype() -> None:
+    config = Gemma4Config()
+    assert config.audio_config is None
+    exported = _export_config(SimpleNamespace(config=config), torch.bfloat16)
+    assert exported.dtype == exported.text_config.dtype == torch.bfloat16

@@ -51,6 +51,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model.safetensors").unlink()
     loaded.save_pretrained(folder, max_shard_size="60KB")
     (folder / "README.md").write_text("card\n")
+    (folder / "lora").mkdir()
+    (folder / "lora/adapter_config.json").write_text("{}")
     return folder
 
 
@@ -109,6 +111,7 @@ def test_transformers_loads_the_weights_that_plain_rounding_gives(name: str, mod
         assert torch.equal(loaded, reference(input_ids=rows).logits)
     kept = {key for key in exact if not key.endswith("_proj.weight")}
     assert "lm_head.weight" in kept and all(torch.equal(exact[key], parts[key]) for key in kept)
+    assert (folder / "lora/adapter_config.json").read_text() == "{}"
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["ignore"]) == ("compressed-tensors", ["lm_head"])
     assert config["quantization_status"] == "compressed" and config["config_groups"]["group_0"]["targets"] == ["Linear"]
@@ -232,6 +235,14 @@ def test_an_unproven_format_is_refused_unless_it_is_wanted(model: Path, tmp_path
     outcome = program.run(stage)
     assert outcome.metrics["export/w4a16/proven"] == 0 and outcome.metrics["export/w4a16/kl"] > 0
     assert f"**Unproven**: {problem}" in (stage.path / "w4a16/step_0/README.md").read_text()
+
+
+@pytest.mark.full
+def test_a_head_size_that_vllm_has_no_attention_for_is_named(model: Path, tmp_path: Path) -> None:
+    AutoConfig.from_pretrained(model, head_dim=24).save_pretrained(tmp_path / "narrow")
+    stage = exported(tmp_path, model, ["bf16", "int8"])
+    with pytest.raises(StageFailed, match=r"head_dim = 24 .*; leave the format out of export.formats"):
+        _in_fresh_interpreter(stage, save_logprobs, tmp_path / "narrow", True, ROWS, tmp_path / "logprobs")
 
 
 @pytest.fixture

@@ -89,6 +89,19 @@ def test_what_no_run_that_stays_has_goes_and_the_rest_can_be_fetched(store: Arti
     assert retention(keep=1).remove() == (0, 0)
 
 
+def test_the_checkpoints_of_a_stopped_training_stay_with_its_run(store: ArtifactStore, tmp_path: Path) -> None:
+    stage = tmp_path / "b1" / "stages" / "rl"
+    (policy := stage / "checkpoints" / "step_5" / "policy").mkdir(parents=True)
+    write_json(policy / "manifest.json", {"files": {}})
+    write_json(stage / "fingerprint.json", {"value": "f-rl"})
+    assert store.checkpoints("f-rl", stage).push() == ["step_5"]
+    store.record("b1", stage, "here").push()
+    retention(keep=1).remove()
+    assert store.checkpoints("f-rl", stage).names() == ["step_5"]
+    retention(keep=0).remove()
+    assert store.checkpoints("f-rl", stage).names() == []
+
+
 def test_what_is_young_stays_and_a_stage_that_is_made_now_stops_it(store: ArtifactStore) -> None:
     before = keys()
     assert retention(keep=0, older_than_seconds=3600).remove() == (0, 0)

@@ -87,6 +87,22 @@ def test_each_point_of_a_grid_is_a_branch_and_what_is_behind_follows_the_choice(
     assert load_pipeline(tmp_path / "again.toml", (), all_kinds()).as_toml() == pipeline.as_toml()
 
 
+def test_an_override_of_a_key_in_the_grid_is_said_to_do_nothing(tmp_path: Path) -> None:
+    pipeline = swept(tmp_path, f"grid = {{ {RATES} }}, {MEASURED}", "train.optm_lr=1e-4", "train.epoch=2")
+    assert [said for said in pipeline.notices if "--set" in said] == [
+        "--set 'train.optm_lr=1e-4' has no effect on stage 'sft': its sweep.grid sets the key"
+    ]
+
+
+def test_a_part_of_a_key_with_a_dot_is_quoted_as_in_an_override(tmp_path: Path) -> None:
+    grid = """grid = { 'policy.lora.alpha_pattern."mlp.up"' = [1.0, 2.0] }"""
+    lora = ("policy.lora.r=2", 'policy.lora.alpha_pattern."mlp.up"=4')
+    pipeline = swept(tmp_path, f"{grid}, {MEASURED}", *lora)
+    found = [pipeline.recipes[f"sft-mlp_up-{alpha}_0"].policy.lora for alpha in (1, 2)]
+    assert [each and each.alpha_pattern for each in found] == [{"mlp.up": 1.0}, {"mlp.up": 2.0}]
+    assert any(lora[1] in notice and "no effect on stage 'sft'" in notice for notice in pipeline.notices)
+
+
 def test_a_larger_grid_leaves_the_branches_that_were_there_what_they_are(tmp_path: Path) -> None:
     small = swept(tmp_path, f'grid = {{ {RATES}, "train.seed" = [1] }}, {MEASURED}')
     large = swept(tmp_path, f'grid = {{ {RATES}, "train.seed" = [1, 2] }}, {MEASURED}')

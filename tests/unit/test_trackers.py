@@ -227,6 +227,19 @@ def test_the_alias_moves_to_newer_versions_and_back(mlflow: Any, tmp_path: Path)
     assert stored(mlflow) == [("1", "one"), ("2", "two"), ("3", "one")] and target.where("one") == "mlflow://sums@3"
 
 
+def test_one_version_is_found_without_reading_all_of_them(mlflow: Any, tmp_path: Path) -> None:
+    folder, record = model(tmp_path / "model")
+    for name in ("one", "two"):
+        MlflowTarget("sums").publish(folder, name, record | {"version": name})
+    target, read = MlflowTarget("sums"), []
+    search = target.client.search_model_versions
+    target.client.search_model_versions = lambda *args, **rest: read.extend(page := search(*args, **rest)) or page
+    assert target.record_of("one")["version"] == "one" and target.where("two") == "mlflow://sums@2"
+    assert target.published() == record | {"version": "two"} and {each.tags["cosmos.version"] for each in read} == {
+        "one"
+    }
+
+
 class _Stopped(Preempted):
     """A kill at a certain call."""
 

@@ -343,3 +343,14 @@ def test_a_target_that_cannot_be_written_is_found_before_anything_runs(tmp_path:
         check_targets(load_pipeline(tmp_path / "p.toml", [], all_kinds()))
     said = f"target = '{below}': {below} cannot be written: {tmp_path / 'file'} is no folder"
     assert str(caught.value) == f"{tmp_path}/p.toml: stage 'up': {said}"
+
+
+def test_a_target_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    source, target = model(tmp_path / "model"), FileTarget(tmp_path / "published")
+    target.publish(source, "v1", record_of(source))
+    record = tmp_path / "published/v1/published.json"
+    record.unlink()
+    record.symlink_to(record)
+    for function in (target.published, lambda: target.record_of("v1"), lambda: target.point_to("v1")):
+        with pytest.raises(UploadError, match=r"published cannot be read: Too many levels of symbolic links$"):
+            function()

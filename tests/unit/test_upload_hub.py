@@ -164,12 +164,13 @@ def test_a_cancel_while_the_files_are_sent_makes_no_commit(tmp_path: Path, serve
     assert target("team/cancelled").published() is None
 
 
-def test_a_branch_and_the_account_of_the_token(tmp_path: Path, server: Hub) -> None:
+@pytest.mark.parametrize("branch", ["nightly", "team/nightly"])
+def test_a_branch_and_the_account_of_the_token(branch: str, tmp_path: Path, server: Hub) -> None:
     folder, record = model(tmp_path / "m", "v1")
-    assert target("sums@nightly").publish(folder, "v1", record) == "hub://me/sums@v1"
+    assert target(f"sums@{branch}").publish(folder, "v1", record) == "hub://me/sums@v1"
     repository = server.repositories["me/sums"]
-    assert repository.branches == {"main": 0, "nightly": 1}
-    assert target("sums@nightly").published() == record
+    assert repository.branches == {"main": 0, branch: 1}
+    assert target(f"sums@{branch}").published() == record
     assert target("sums").published() is None
 
 

@@ -44,7 +44,9 @@ class CleanConfig(Table):
     text of benchmarks. Each match is written to `data/clean.jsonl` of the `prepare` stage, with both texts."""
 
     decontaminate_against: Annotated[
-        tuple[BenchmarkRowsConfig, ...], BeforeValidator(_names_to_tables), Field(strict=False)
+        tuple[BenchmarkRowsConfig, ...],
+        BeforeValidator(_names_to_tables, json_schema_input_type=str | list[str | BenchmarkRowsConfig]),
+        Field(strict=False),
     ] = ()
     """Benchmarks whose text must not be trained on: names, or tables with `name`, `subset`, `revision` and `split`."""
     ngram: Annotated[PositiveInt, UnitMark("words")] = 13

@@ -11,7 +11,7 @@ from cosmos_core.config.schema.marks import NamedThing, NoResult, OmittedIfEmpty
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import Fraction, PositiveFloat, RewardWeights, Splits
 
-_TEXTS = (".jsonl", ".json", ".csv", ".tsv")
+_TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _PACKED = (".gz", ".bz2", ".xz")
 DATA_SUFFIXES = (*_TEXTS, ".parquet", ".arrow", *(f"{text}{packed}" for text in _TEXTS for packed in _PACKED))
 """Suffixes of the names of data files."""
@@ -35,9 +35,9 @@ class RowsConfig(Table):
     """Keys of every data set of rows."""
 
     name: Annotated[str, NoResult, NamedThing.PATH] = ""
-    """Path of a file of rows (.jsonl, .json, .csv, .tsv, also compressed as .gz, .bz2 or .xz, .parquet, .arrow), a
-    folder of such files, a `save_to_disk` folder, a URL of one of these in a store (`s3://BUCKET/KEY`), a Hub id, a
-    user's data set class, `path/file.py:Class`, or a generator of the package `reasoning-gym`, such as
+    """Path of a file of rows (.jsonl or .ndjson, .json, .csv, .tsv, also compressed as .gz, .bz2 or .xz, .parquet,
+    .arrow), a folder of such files, a `save_to_disk` folder, a URL of one of these in a store (`s3://BUCKET/KEY`), a
+    Hub id, a user's data set class, `path/file.py:Class`, or a generator of the package `reasoning-gym`, such as
     `reasoning-gym:chain_sum`; the fingerprint includes the content, or the version of the package."""
     arguments: Annotated[dict[str, Any], OmittedIfEmpty] = {}
     """Arguments of the generator of `reasoning-gym:NAME`: `size` (number of rows, 500 if left out), `seed` (0 if left

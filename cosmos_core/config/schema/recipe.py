@@ -1,8 +1,9 @@
 """Recipe: the settings of one training, in the format of Cosmos-RL. Rules that concern several tables are here."""
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.clean import BENCHMARKS
 from cosmos_core.config.schema.dataset import RowsConfig
@@ -163,8 +164,10 @@ class Recipe(Table):
         name = policy_table.get("trainer_type", "sft")
         if policy_table.get("type") != "sft" or not isinstance(name, str) or not (name == "sft" or ":" in name):
             return values
-        trainer_type = "diffusion_sft" if name == "sft" else name
-        algorithm = DiffusionSftConfig.model_validate({**policy_table, "trainer_type": trainer_type})
+        algorithm: Any = {**policy_table, "trainer_type": "diffusion_sft"}
+        if name != "sft":  # the union would select the table of `sft` for user code
+            with suppress(ValidationError):  # the union reports the error, with the whole key
+                algorithm = DiffusionSftConfig.model_validate(policy_table)
         return {**values, "train": {**train, "train_policy": algorithm}}
 
     @model_validator(mode="after")
@@ -247,7 +250,7 @@ class Recipe(Table):
         teacher, policy = info.data.get("distillation"), train.train_policy
         if teacher is None or not teacher.enable or not isinstance(policy, RlConfig):
             return train
-        return train.derive(train_policy=policy.derive(rollout_as_token_ids=True, bypass_reward=True))
+        return train.derive(train_policy=policy.without_rewards().derive(rollout_as_token_ids=True))
 
     @field_validator("validation")
     @classmethod

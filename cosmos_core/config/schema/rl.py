@@ -138,8 +138,7 @@ class RlConfig(AlgorithmConfig):
     def held_out_rewards(self) -> dict[str, float]:
         """Return the reward functions of validation; `bypass_reward` does not remove a `reward_function` that the
         recipe sets."""
-        has_own_rewards = "reward_function" in self.model_fields_set
-        return self.reward_function if self.bypass_reward and has_own_rewards else self.rewards
+        return self.reward_function if self.bypass_reward else self.rewards
 
     @property
     def remote_rewards(self) -> RemoteRewardConfig | None:
@@ -208,12 +207,17 @@ class RlConfig(AlgorithmConfig):
             ]
         return {**values, **new_values, **({"reward_function": GENERATED_REWARD} if all(generated_flags) else {})}
 
-    @field_validator("reward_function")
-    @classmethod
-    def _require_reward(cls, rewards: dict[str, float]) -> dict[str, float]:
-        if not rewards:
+    @model_validator(mode="after")
+    def _require_reward(self) -> Self:
+        if not self.reward_function and not self.bypass_reward:
             raise ValueError("reward_function is empty; name at least one reward")
-        return rewards
+        return self.without_rewards() if self.bypass_reward else self
+
+    def without_rewards(self) -> Self:
+        """Return a copy with `bypass_reward` and without the default of `reward_function`, which validation would use
+        in a process that reads the recipe again."""
+        is_default = "reward_function" not in self.model_fields_set
+        return self.derive(bypass_reward=True, reward_function={} if is_default else self.reward_function)
 
     @field_validator("dataloader_batch_size")
     @classmethod

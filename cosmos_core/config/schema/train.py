@@ -160,7 +160,9 @@ class TrainConfig(Table):
 
     sync_weight_interval: Steps = 1
     """Number of train steps between two transfers of weights to the rollout engines; weights are also transferred when
-    a training starts or resumes."""
+    a training starts or resumes, and before each validation. Above 1, rollouts therefore depend on the step at which a
+    training resumes, and on `validation.freq`. Engines that use the trainer's own weights (`hf` on one rank,
+    `flow_sampler`) always have the newest."""
     train_policy: AlgorithmTable = Field(default_factory=GrpoConfig)
     """Algorithm and its rows: `type` is `sft` or `grpo`, `trainer_type` the algorithm."""
     coalesce_weight_sync: bool = False
