@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from cosmos_core.config.inputs import source_of
@@ -193,7 +193,8 @@ class StageSync:
         """Return a function that copies state and progress of the stage from the machine that runs it, for display."""
         if self._store is None:
             return lambda: None
-        return partial(_call_and_log, lambda: self._open_stored_record().pull(), self._path)
+        open_record = cache(self._open_stored_record)  # the same record, which knows what it has fetched already
+        return partial(_call_and_log, lambda: open_record().pull(), self._path)
 
     def receive_result(self) -> Result | None:
         """Return the manifest of this stage from any machine; None if the stage is not complete.

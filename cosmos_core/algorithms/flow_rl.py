@@ -76,6 +76,8 @@ class FlowRl(Algorithm):
 
         Groups whose rewards are all equal are included only if `keeps_equal_groups` is set.
         """
+        if groups:
+            self._num_steps = groups[0].group.step  # also after train steps without samples, and after `train.resume`
         settings = CreditSettings(
             std_scope="batch" if self.diffusers.sample.global_std else "group",
             divides_by_std=not self.config.unbiased_advantage,

@@ -147,7 +147,8 @@ def network_interface_to(address: str) -> str | None:
 def open_store(address: str, size: int) -> dist.TCPStore:
     """Return a new TCP store, on a free port of `address`, through which `size` ranks form a process group. It listens
     only on this address, because it trusts all clients."""
-    listener = socket.create_server((address, 0))
+    family = socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
     port = listener.getsockname()[1]
     socket_descriptor = listener.detach()
     return dist.TCPStore(
@@ -163,7 +164,8 @@ def run_as_rank(program: Program, messages: Messages, rendezvous: Rendezvous) ->
     except Exception as error:  # noqa: BLE001 - every error must reach the process that started the rank
         if not isinstance(error, CosmosError):
             traceback.print_exc()
-            error_class = RankFailed if is_transient(error) else RankRaised
+            is_connection_error = is_transient(error) or isinstance(error, dist.DistError)
+            error_class = RankFailed if is_connection_error else RankRaised
             error = error_class(f"rank {rendezvous.rank}: {type(error).__name__}: {error}")
         return False, error
     return True, value if rendezvous.rank == 0 else None
@@ -300,6 +302,7 @@ def _wait_for_ranks(
                 pending_refs.remove(run_ref)
                 is_successful, value = outcome
                 if not is_successful:
+                    ray.wait(run_refs[:1], timeout=_REPLY_SECONDS)  # it closes its metric sinks after an error
                     raise value
                 first_rank_value = value if run_ref is run_refs[0] else first_rank_value
     return first_rank_value

@@ -152,8 +152,11 @@ class _Server:
             probe_socket.bind(("127.0.0.1", 0))
             self._port = probe_socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}/api"
+        no_proxy = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "localhost"
+        no_proxy = no_proxy if no_proxy.strip() == "*" else f"{no_proxy},127.0.0.1"
         self.environment = {
             "PREFECT_HOME": str(home_dir.absolute()),
+            **dict.fromkeys(("no_proxy", "NO_PROXY"), no_proxy),  # a proxy cannot reach the loopback address
             # Any user of this machine can reach the port, so requests need a password.
             "PREFECT_SERVER_API_AUTH_STRING": auth_string,
             "PREFECT_API_AUTH_STRING": auth_string,

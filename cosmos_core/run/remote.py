@@ -105,7 +105,8 @@ def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> P
                 _download_objects(plain_url, objects, local_folder.with_name(local_folder.name + PARTIAL_SUFFIX), pause)
             os.rename(local_folder.with_name(local_folder.name + PARTIAL_SUFFIX), local_folder)
     file = local_folder / object_name
-    return file if [path.name for path in local_folder.iterdir()] == [object_name] and file.is_file() else local_folder
+    names = [path.name for path in local_folder.iterdir() if not path.match(".*.tmp")]
+    return file if names == [object_name] and file.is_file() else local_folder
 
 
 def _resolve_latest_pointer(url: str) -> str:
@@ -154,6 +155,8 @@ def _download_objects(url: str, objects: list[Object], folder: Path, pause: Call
         raise DataError(f"{url}: the object {outside_key!r} would lie outside of its folder; name it otherwise there")
     bucket = Bucket(split_url(url)[0])
     folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.rglob(".*.tmp"):  # of a process that was killed: the caller holds the lock of this folder
+        leftover.unlink()
     total_bytes = sum(each.size for each in objects)
     if total_bytes > shutil.disk_usage(folder).free:
         raise DataError(f"{url} has {total_bytes} bytes, more than are free in {folder.parent}; make room")

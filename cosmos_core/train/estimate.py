@@ -198,7 +198,7 @@ def sharded(memory: Memory, recipe: Recipe) -> Memory:
         weights=device_factor * -(-memory.weights // num_ranks),
         gradients=device_factor * -(-memory.gradients // num_ranks),
         optimizer=device_factor * -(-memory.optimizer // num_ranks),
-        reference=-(-memory.reference // num_ranks),
+        reference=device_factor * -(-memory.reference // num_ranks),
         casts=None if memory.casts is None else -(-memory.casts // num_ranks),
         activations=None if activations is None else -(-activations * rows // activation_divisor),
         average=device_factor * -(-memory.average // num_ranks),

@@ -88,7 +88,9 @@ def unused_rows_message(recipe: Recipe, num_rows: int) -> str:
     Raises:
         DataError: the rows do not fill one step.
     """
-    return left_over_notice(recipe.train, 1 if recipe.may_split_groups else rows_per_step(recipe), num_rows)
+    notice = left_over_notice(recipe.train, 1 if recipe.may_split_groups else rows_per_step(recipe), num_rows)
+    # With a filter, the batch of a step may have prompts of two epochs.
+    return notice if recipe.train.train_policy.dynamic_sampling is None else ""
 
 
 def plan_balanced_steps(rows: HeldOutRows, recipe: Recipe) -> BalancedStepPlan | None:

@@ -247,8 +247,8 @@ class Loop:
                 seed_rng(self.stage.seed, start_step, self._seed_rank)
             else:
                 restore_rng(_as_dict(rng))
-        else:  # torch's random generators were seeded when the model was opened
-            seed_rng(self.stage.seed, 0, self._seed_rank, keeps_torch=True)
+        else:  # torch's random generators were seeded when the model was opened, on every rank with the same seed
+            seed_rng(self.stage.seed, 0, self._seed_rank, keeps_torch=self._seed_rank == 0)
         self.validation.load_state_dict(start_step, state.extra if own_step else {})
         if own_step:
             self._last_metrics = {str(key): float(value) for key, value in _as_dict(state.extra["metrics"]).items()}

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from cosmos_core.errors import CosmosError
 from cosmos_core.run.bucket import Bucket, split_url, translate_errors
 from cosmos_core.run.files import link_or_copy, read_object, step_of
+from cosmos_core.run.lock import Lock
 from cosmos_core.run.state import record_event
 from cosmos_core.upload.transfer import Journal, Transfer
 
@@ -43,12 +44,18 @@ class CheckpointUploader:
         self._bucket, self._stage_path = Bucket(name), stage_path
         self._uploaded_names: set[str] = set()
 
-    def push(self, stop: threading.Event | None = None) -> list[str]:
+    def push(self, stop: threading.Event | None = None, check: Callable[[], None] = lambda: None) -> list[str]:
         """Upload every complete checkpoint that is not stored yet; return the names of these checkpoints, `step_N`.
+        Between requests `check` is called, which may raise an error to end the upload.
 
         Raises:
             ConfigError, UploadError: the store refuses a request or cannot be reached; files already sent remain.
         """
+        with Lock(self._stage_path / "sending.lock") as lock:  # several upload stages may send these checkpoints
+            lock.acquire(poll=check)
+            return self._push(stop, check)
+
+    def _push(self, stop: threading.Event | None, check: Callable[[], None]) -> list[str]:
         sent_names = []
         for name, manifest in saved_manifests(self._stage_path).items():
             if name in self._uploaded_names or (stop is not None and stop.is_set()):
@@ -60,13 +67,16 @@ class CheckpointUploader:
                 # A training that began anew has other checkpoints of the same names.
                 if self._bucket.read(self._key(name, MANIFEST)) != (folder / MANIFEST).read_bytes():
                     self._bucket.remove(self._key(name, MANIFEST))
-                    self._send_checkpoint(name, folder, stop)
+                    self._send_checkpoint(name, folder, stop, check)
                     sent_names.append(name)
             self._uploaded_names.add(name)
         return sent_names
 
-    def _send_checkpoint(self, name: str, folder: Path, stop: threading.Event | None) -> None:
+    def _send_checkpoint(
+        self, name: str, folder: Path, stop: threading.Event | None, check: Callable[[], None]
+    ) -> None:
         def pause() -> None:
+            check()
             if stop is not None and stop.is_set():
                 raise _UploadStopped
 

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 JOURNAL = "stored.jsonl"
 """File name of the journal, in the folder of a stage, of the objects that have arrived in the store."""
 _METRICS_FILE = "metrics.jsonl"
+_STATE_FILE = "extra.json"
+"""File of a checkpoint in which the training records its best step."""
 
 
 class StoredCheckpoints:
@@ -56,6 +58,7 @@ class StoredCheckpoints:
                     return ""
                 try:
                     if self._fetch_checkpoint(name):
+                        self._fetch_best_checkpoint(name)
                         return name
                 except UploadError as error:
                     logger.warning("checkpoint %s is passed over: %s", name, error)
@@ -89,11 +92,22 @@ class StoredCheckpoints:
             files[_METRICS_FILE] = content_store.write(metrics_path.read_bytes())
         write_document(self._bucket, f"{self._prefix}/{name}.json", Bundle(files).as_json())
 
-    def _fetch_checkpoint(self, name: str) -> bool:
+    def _fetch_best_checkpoint(self, name: str) -> None:
+        """Download the best checkpoint that the checkpoint `name` records: the training keeps it beyond `max_keep`."""
+        extra = read_object(self._stage_path / FOLDER / name / "policy" / _STATE_FILE)
+        best_name = f"step_{(extra.get('best') or {}).get('step')}"
+        if best_name != name and best_name in self.names():
+            try:
+                self._fetch_checkpoint(best_name, excluded_file=_METRICS_FILE)  # its metrics are older
+            except UploadError as error:
+                logger.warning("the best checkpoint %s is passed over: %s", best_name, error)
+                self._damaged_names.add(best_name)
+
+    def _fetch_checkpoint(self, name: str, excluded_file: str = "") -> bool:
         document, _ = read_document(self._bucket, f"{self._prefix}/{name}.json")
         if document is None:
             return False
-        files = bundle_of(document).files
+        files = {path: entry for path, entry in bundle_of(document).files.items() if path != excluded_file}
         manifests = [path for path in files if path.endswith(f"/{MANIFEST}")]
         for paths in ([path for path in files if path not in manifests], manifests):
             self._open_content_store().fetch({self._stage_path / path: files[path] for path in paths})

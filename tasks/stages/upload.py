@@ -2,6 +2,7 @@
 the pointer to the current version is moved last."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def run(stage: Stage) -> Outcome:
     check_cancellation()
     if prepare_upload := getattr(target, "prepare_upload", None):
         prepare_upload(stage.path, check_cancellation)
-    _send_checkpoints(stage)
+    _send_checkpoints(stage, check_cancellation)
     if address := _find_published_model(stage, target, folder, record):
         return Outcome(metrics=metrics, info={"model": address, "published": address, "was_published": True})
     published_address = target.publish(folder, version, record)
@@ -142,9 +143,10 @@ def _weight_digests(record: dict[str, Any]) -> dict[str, str]:
     return {name: digest for name, digest in record["files"].items() if not name.endswith(".md")}
 
 
-def _send_checkpoints(stage: Stage) -> None:
-    """Send the checkpoints of the training that were not sent while it ran."""
+def _send_checkpoints(stage: Stage, check: Callable[[], None]) -> None:
+    """Send the checkpoints of the training that were not sent while it ran; call `check` between requests."""
     checkpoint_config, target_parent = stage.recipe.train.ckpt, stage.config.target.rpartition("/")[0]
     if checkpoint_config.upload_s3 == "all" and target_parent and target_parent.startswith(checkpoint_config.s3_url()):
         for name, result in stage.inputs.items():
-            CheckpointUploader(Path(result["path"]), checkpoint_url(target_parent, name, stage.run_path.name)).push()
+            url = checkpoint_url(target_parent, name, stage.run_path.name)
+            CheckpointUploader(Path(result["path"]), url).push(check=check)

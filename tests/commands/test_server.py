@@ -49,6 +49,7 @@ def test_a_server_asks_for_a_password_is_replaced_when_killed_and_leaves_nothing
 ) -> None:
     use_no_server(tmp_path, monkeypatch)
     monkeypatch.setenv("PREFECT_SERVER_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nothing listens
     before = dict(os.environ)
     with prefect_server(tmp_path / "runs") as wait:
         wait()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cosmos_core.run.bucket import Bucket
+from cosmos_core.run.lock import Lock
 from cosmos_core.upload import checkpoint_upload
 from cosmos_core.upload.artifact_store import ArtifactStore
 from cosmos_core.upload.checkpoint_upload import CheckpointUploader, checkpoint_url, upload_checkpoints_during
@@ -111,3 +112,31 @@ def test_the_uploads_to_a_target_and_to_the_artifact_store_do_not_share_a_folder
     with checkpoint_upload.linked(policy, tmp_path / "sending/step_2") as folder:
         assert folder is not None and stored.push() == ["step_2"]
         assert (folder / "rank_0.safetensors").is_file()
+
+
+def test_the_best_checkpoint_comes_to_another_machine_with_the_newest(tmp_path: Path, url: str) -> None:
+    here, there, store = tmp_path / "here", tmp_path / "there", ArtifactStore(url)
+    for step in (2, 4, 6):
+        (checkpoint(here, step) / "extra.json").write_text(json.dumps({"best": {"step": 2}}))
+        manifest = here / f"checkpoints/step_{step}/policy/manifest.json"
+        extra = (manifest.parent / "extra.json").read_bytes()
+        files = json.loads(manifest.read_text())["files"]
+        files["extra.json"] = {"size": len(extra), "sha256": hashlib.sha256(extra).hexdigest()}
+        manifest.write_text(json.dumps({"step": step, "files": files}))
+    store.checkpoints("f", here).push()
+    assert store.checkpoints("f", there).pull() == "step_6"
+    assert sorted(path.name for path in (there / "checkpoints").iterdir()) == ["step_2", "step_6"]
+
+
+def test_one_sender_at_a_time_which_may_be_stopped(tmp_path: Path, url: str) -> None:
+    def stop() -> None:
+        raise InterruptedError
+
+    checkpoint(tmp_path, 2)
+    with Lock(tmp_path / "sending.lock") as other:
+        other.acquire()
+        with pytest.raises(InterruptedError):
+            CheckpointUploader(tmp_path, url).push(check=stop)
+    with pytest.raises(InterruptedError):
+        CheckpointUploader(tmp_path, url).push(check=stop)
+    assert CheckpointUploader(tmp_path, url).push() == ["step_2"]

@@ -308,10 +308,11 @@ def test_random_numbers_begin_anew_where_the_mesh_gives_a_rank_other_samples(inp
     checkpoints = Checkpointer(at.path / "checkpoints", fingerprint="f", max_keep=-1, asynchronous=False)
     feed = RowFeed(open_sequences(inputs / "rows/data", "train"), at.recipe)
     loop = Loop(at, open_trainer(at), feed, sft(), checkpoints, validation(at, lambda _: {}))
-    for loop.step, rank in ((1, 0), (2, 1)):
-        loop.trainer.adapter.mesh = SimpleNamespace(data=SimpleNamespace(get_local_rank=lambda rank=rank: rank))
-        loop._save_checkpoint()
-        saved, loop.trainer.adapter.mesh = torch.get_rng_state(), None
+    for step, rank in ((0, 0), (0, 1), (1, 0), (2, 1)):  # step 0: nothing is saved yet
+        mesh = SimpleNamespace(data=SimpleNamespace(get_local_rank=lambda rank=rank: rank))
+        loop.step, loop.trainer.adapter.mesh = step, mesh
+        _ = loop._save_checkpoint() if step else None
+        saved, loop.trainer.adapter.mesh = torch.get_rng_state(), None if step else mesh
         loop._restore()
         assert torch.equal(torch.get_rng_state(), saved) == (rank == 0)
 

@@ -124,6 +124,17 @@ def test_an_object_whose_name_leaves_the_folder_is_refused(tmp_path: Path) -> No
     assert not list(tmp_path.rglob("outside"))
 
 
+def test_what_a_killed_download_left_is_no_part_of_the_content(tmp_path: Path) -> None:
+    pin = pinned_url(put("killed", **{"rows.jsonl": "1"}) + "/rows.jsonl")
+    partial = tmp_path / f"{pin.partition('#')[2]}.partial"
+    partial.mkdir()
+    (partial / ".rows.jsonl.1-2.tmp").write_text("half")
+    file = fetch(pin, tmp_path)
+    assert file.name == "rows.jsonl" and [path.name for path in file.parent.iterdir()] == ["rows.jsonl"]
+    (file.parent / ".rows.jsonl.1-2.tmp").write_text("left by an earlier version")
+    assert fetch(pin, tmp_path) == file
+
+
 def test_an_object_that_is_gone_is_no_missing_bucket(tmp_path: Path) -> None:
     with pytest.raises(UploadError, match=r"^s3://models: an object of it is gone$"), translate_errors("s3://models"):
         Bucket("models").sha256("never-there")
