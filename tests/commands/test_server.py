@@ -78,10 +78,15 @@ def test_the_database_of_a_server_is_made_once_for_each_release_of_prefect(
 ) -> None:
     use_no_server(tmp_path, monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    template = tmp_path / "cache" / "cosmos-posttrain" / f"prefect-{version('prefect')}.db"
+    mine = tmp_path / "first" / "server-1" / ":memory:" / "prefect.db"
+    for file in (template, mine):  # what is damaged is made anew
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"damaged" * 1000)
     with prefect_server(tmp_path / "first") as wait:
         assert "PREFECT_API_URL" in os.environ, "for the import of Prefect, while the server starts"
         wait()
-    template = tmp_path / "cache" / "cosmos-posttrain" / f"prefect-{version('prefect')}.db"
+        assert httpx.get(f"{os.environ['PREFECT_API_URL']}/health", timeout=30).status_code == 200
     with closing(sqlite3.connect(template)) as database:
         assert database.execute("select count(*) from alembic_version").fetchone() == (1,)
         assert database.execute("select count(*) from flow_run").fetchone() == (0,)
@@ -96,13 +101,6 @@ def test_the_database_of_a_server_is_made_once_for_each_release_of_prefect(
         expect_a_server_that_asks_who_is_there(tmp_path / "second" / "server-1")
     with closing(sqlite3.connect(tmp_path / "second" / "server-1" / ":memory:" / "prefect.db")) as database:
         assert database.execute("select count(*) from marker").fetchone() == (0,)
-    template.write_text("damaged")
-    mine = tmp_path / "third" / "server-1" / ":memory:" / "prefect.db"
-    mine.parent.mkdir(parents=True)
-    mine.write_bytes(b"damaged, too" * 1000)
-    with prefect_server(tmp_path / "third") as wait:
-        wait()
-        assert httpx.get(f"{os.environ['PREFECT_API_URL']}/health", timeout=30).status_code == 200
 
 
 def _write(worker: int) -> set[int]:
