@@ -175,9 +175,8 @@ def test_flow_grpo_learns_nothing_of_a_step_without_any_difference(tmp_path: Pat
     samples, metrics = run.algorithm.credit(groups)
     assert samples == [] and metrics["reward/constant_groups"] == 1.0
     assert list(run.algorithm.updates(samples, run.trainer)) == []
-    # Steps without samples are not passed to `updates`; the data term still has the rows and noise of its train step.
     run.algorithm.credit([scored(group) for group in generate(run.engine, run.prompts, run.sampling, 7)])
-    assert run.algorithm.state_dict()["num_steps"] == 7
+    assert run.algorithm.state_dict()["num_steps"] == 7, "the train step, though steps without samples have no update"
     assert all(torch.equal(value, before[name]) for name, value in state(run.trainer).items())
 
 
