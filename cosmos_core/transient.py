@@ -20,6 +20,7 @@ _NETWORK_ERROR_NAMES = {
     "ConnectionError", "TimeoutError", "gaierror", "SSLError", "URLError",  # error classes of Python, requests, urllib3
     "NetworkError", "TimeoutException", "RemoteProtocolError", "ProxyError",  # error classes of httpx
     "Timeout", "MaxRetryError", "ProtocolError", "HTTPClientError", "ClientConnectionError",
+    "DistError",  # base class of the errors of torch.distributed
 }  # fmt: skip
 _CODE_ERRORS = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
 """Classes of programming errors. Their `__context__`, the error that was being handled, is not examined as a cause."""

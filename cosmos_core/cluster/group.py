@@ -164,8 +164,7 @@ def run_as_rank(program: Program, messages: Messages, rendezvous: Rendezvous) ->
     except Exception as error:  # noqa: BLE001 - every error must reach the process that started the rank
         if not isinstance(error, CosmosError):
             traceback.print_exc()
-            is_connection_error = is_transient(error) or isinstance(error, dist.DistError)
-            error_class = RankFailed if is_connection_error else RankRaised
+            error_class = RankFailed if is_transient(error) else RankRaised
             error = error_class(f"rank {rendezvous.rank}: {type(error).__name__}: {error}")
         return False, error
     return True, value if rendezvous.rank == 0 else None

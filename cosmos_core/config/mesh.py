@@ -125,7 +125,7 @@ def with_dp_shard_size(recipe: Recipe, gpus: int | None) -> Recipe:
     ranks_per_shard, gpus_per_replica = _ranks_per_shard(mesh), (gpus - engine_gpus) // mesh.n_init_replicas
     shard_size = max(1, gpus_per_replica // ranks_per_shard)
     if shard_size * ranks_per_shard != gpus_per_replica:
-        engines_text = " without those of the engines" * bool(engine_gpus)
+        engines_text = " without those of the engines" if engine_gpus else ""
         raise ConfigError(
             f"policy.parallelism.dp_shard_size = -1: {gpus_per_replica} GPUs{engines_text} are no multiple of the "
             f"{ranks_per_shard} that the other sizes take; the nearest is dp_shard_size = {shard_size}, with "

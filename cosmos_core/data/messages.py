@@ -149,9 +149,9 @@ def read_conversation(
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
     if not _has_response_column(row):  # training on one column would leave out a response in another column
         remedy += ", or conversation_column_name for one column of turns or of plain text"
-    if "(null)" in (columns := columns_of(row)):
+    if None in row.values():
         remedy = f"fill the null, or {remedy}"
-    raise MissingColumn(f"{location}: no conversation among the columns {columns}; {remedy}")
+    raise MissingColumn(f"{location}: no conversation among the columns {columns_of(row)}; {remedy}")
 
 
 def omits_response(row: Row, column: str) -> bool:

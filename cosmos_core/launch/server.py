@@ -152,6 +152,7 @@ class _Server:
             probe_socket.bind(("127.0.0.1", 0))
             self._port = probe_socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}/api"
+        # Not empty: httpx takes an empty entry for all hosts.
         no_proxy = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "localhost"
         no_proxy = no_proxy if no_proxy.strip() == "*" else f"{no_proxy},127.0.0.1"
         self.environment = {

@@ -44,7 +44,7 @@ def disk_full(error: BaseException | None, path: Path) -> DiskFull | None:
 def find_disk_error(folder: Path) -> DiskFull | None:
     """Return the error that prevents writing to a folder now, or None if writing succeeds."""
     try:
-        # A buffered file writes on after a write of only some bytes, which is no error yet.
+        # Buffered, because a raw write to a disk that is nearly full writes a part of the bytes without an error.
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_PROBE_BYTES))
         return None
@@ -92,17 +92,23 @@ def _remove_quietly(file: Path) -> None:
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Replace `path` atomically by `content`; with `durable`, wait until the file is on the disk."""
+    with _replaced_file(path) as temporary_path, open(temporary_path, "wb") as file:
+        file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    if durable:
+        sync_folder(path.parent)
+
+
+@contextmanager
+def _replaced_file(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file that replaces `path` atomically when the block ends without an error."""
     # Threads of one process may replace the same file at once: parallel stages write the cache of digests.
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     with cleanup_on_error(partial(_remove_quietly, temporary_path)):
-        with open(temporary_path, "wb") as file:
-            file.write(content)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+        yield temporary_path
         os.replace(temporary_path, path)
-    if durable:
-        sync_folder(path.parent)
 
 
 def read_json(path: Path) -> Any | None:
@@ -241,28 +247,27 @@ def remove_leftovers(folder: Path, is_foreign: Callable[[Path], bool] = lambda p
 
 
 def copy_file(source: str | Path, target: str | Path) -> None:
-    """Copy a file with its modification time; share the blocks if the file system supports copy-on-write."""
-    with open(source, "rb") as source_file, open(target, "wb") as target_file:
-        try:
-            while os.copy_file_range(source_file.fileno(), target_file.fileno(), 1 << 30):
-                pass
-        except OSError as error:
-            if error.errno in _DISK_FULL_ERRORS:
-                raise
-            # The kernel cannot copy between these file systems; copyfileobj continues at the current offsets.
-            shutil.copyfileobj(source_file, target_file)
-    shutil.copystat(source, target)
+    """Replace `target` atomically by a copy of `source` with its modification time; share the blocks if the file system
+    supports copy-on-write. Other hard links of `target`, and processes that read it, keep the old content."""
+    with _replaced_file(Path(target)) as temporary_path:
+        with open(source, "rb") as source_file, open(temporary_path, "wb") as target_file:
+            try:
+                while os.copy_file_range(source_file.fileno(), target_file.fileno(), 1 << 30):
+                    pass
+            except OSError as error:
+                if error.errno in _DISK_FULL_ERRORS:
+                    raise
+                # The kernel cannot copy between these file systems; copyfileobj continues at the current offsets.
+                shutil.copyfileobj(source_file, target_file)
+        shutil.copystat(source, temporary_path)
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
     """Create a hard link to a file, or a copy if the file system does not support hard links."""
-    target = Path(target)
     try:
         os.link(source, target)
     except OSError:
-        if not target.exists() or not target.samefile(source):
-            target.unlink(missing_ok=True)  # not overwritten: other links of the target would change with it
-            copy_file(source, target)
+        copy_file(source, target)
 
 
 def follow_umask(path: Path) -> None:

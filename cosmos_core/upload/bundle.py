@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -132,12 +130,12 @@ class ContentStore:
         first_path.parent.mkdir(parents=True, exist_ok=True)
         local_file = local_files.get(entry.sha256)
         if local_file is not None and local_file not in paths and _has_entry_content(local_file, entry):
-            _copy_atomically(local_file, first_path)
+            copy_file(local_file, first_path)
         if not _has_entry_content(first_path, entry):
             self._download(entry, first_path)
         for other_path in other_paths:
             other_path.parent.mkdir(parents=True, exist_ok=True)
-            _copy_atomically(first_path, other_path)
+            copy_file(first_path, other_path)
 
     def _download(self, entry: Entry, file: Path) -> None:
         key = self._make_object_key(entry.sha256)
@@ -196,16 +194,6 @@ def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
     raise UploadError(f"{bucket.url(key)} is damaged, or arrived altered {_MAX_ATTEMPTS} times")
-
-
-def _copy_atomically(source: Path, target: Path) -> None:
-    """Copy a file without changing a file at `target` that another stage may be reading."""
-    temporary_path = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    try:
-        copy_file(source, temporary_path)
-        os.replace(temporary_path, target)
-    finally:
-        temporary_path.unlink(missing_ok=True)
 
 
 def _has_entry_content(file: Path, entry: Entry) -> bool:

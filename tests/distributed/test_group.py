@@ -22,7 +22,7 @@ from torch import Tensor
 
 from configs.demo import arithmetic
 from cosmos_core.cluster.actors import ActorGroup, _ObjectActor
-from cosmos_core.cluster.group import WorkerGroup, network_interface_to, num_threads
+from cosmos_core.cluster.group import WorkerGroup, network_interface_to, num_threads, open_store
 from cosmos_core.cluster.join import join_cluster
 from cosmos_core.cluster.placement import resource_bundles
 from cosmos_core.config.schema.pipeline import StageConfig
@@ -298,3 +298,12 @@ def test_the_interface_is_the_one_that_has_the_way_to_the_first_rank() -> None:
         if name != "lo" and each.family == socket.AF_INET
     ]  # fmt: skip
     assert all(network_interface_to(address) == name for name, address in others)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_store_of_a_group_listens_on_the_address_of_its_version(address: str) -> None:
+    if all(each.address != address for found in psutil.net_if_addrs().values() for each in found):
+        pytest.skip(f"this machine has no {address}")
+    store = open_store(address, 1)
+    store.set("key", "value")
+    assert torch.distributed.TCPStore(address, store.port, 1, is_master=False).get("key") == b"value"

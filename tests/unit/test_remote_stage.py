@@ -20,6 +20,7 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError, Preempted, StageFailed
 from cosmos_core.run.directory import Run, create_run, supersede_stage
+from cosmos_core.run.files import read_json, write_json
 from cosmos_core.run.plan import plan_stages, register_result
 from cosmos_core.run.state import read_state, record_failure
 from flows import reward_service
@@ -29,7 +30,8 @@ from tasks.kinds import all_kinds
 from tasks.reuse import find_result_of_pool
 from tasks.store_sync import StageSync
 from tests.conftest import PROGRAMS
-from tests.unit.test_artifact_store import begun
+from tests.store import Proxy
+from tests.unit.test_artifact_store import begun, on
 
 STAGE = StageConfig(name="first", kind="custom", entry="x:y", work_pool="gpu")
 
@@ -311,3 +313,22 @@ def test_what_a_stage_waits_for_is_said_once_in_the_log_and_by_status(
         "stage first: waits for work pool gpu, which is paused",
     ]
     assert read_state(tmp_path / "first").error == "waits for work pool gpu, which is paused"
+
+
+def test_a_mirror_reads_again_only_what_has_changed(
+    tmp_path: Path, here: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begun(tmp_path, f"s3://models/{tmp_path.name}", "here")
+    there = on(run, "first", tmp_path / "there", monkeypatch)
+    path = there.stage_path("first")
+    path.mkdir(parents=True, exist_ok=True)
+    write_json(path / "progress.json", {"step": 1})
+    StageSync(there, there.pipeline.stage("first")).send_run()
+    mirror = StageSync(run, run.pipeline.stage("first")).mirror()
+    mirror()
+    assert read_json(run.stage_path("first") / "progress.json") == {"step": 1}
+    (run.stage_path("first") / "progress.json").unlink()
+    here.reset()
+    mirror()
+    assert not (run.stage_path("first") / "progress.json").exists(), "nothing has changed there"
+    assert len(here.requests) <= 2

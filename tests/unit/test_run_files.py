@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.run.files import link_or_copy, replaced_folder, write_json
+from cosmos_core.run.files import copy_file, link_or_copy, replaced_folder, write_json
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.progress import Metrics, MetricsReader
 
@@ -127,3 +127,6 @@ def test_linking_again_keeps_the_file_and_no_other_link_of_the_target_changes(tm
     target.hardlink_to(other)
     link_or_copy(source, target)
     assert (other.read_text(), target.read_text()) == ("old", "new")
+    with open(target) as reader:
+        copy_file(other, target)
+        assert (reader.read(), target.read_text()) == ("new", "old"), "who reads a file reads it to its end"

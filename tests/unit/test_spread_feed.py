@@ -22,6 +22,7 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
 from cosmos_core.rollout.groups import StepGroups, SyncGroupSource
 from cosmos_core.run.progress import Progress
+from cosmos_core.train.feeds import unused_rows_message
 from cosmos_core.train.rollout_feed import PromptOrder, sync_source, training_sampling
 from cosmos_core.train.spread_feed import CarriedSamples, SpreadRolloutFeed
 from cosmos_core.types import Completion, Group, ImageRef, Prompt, Sampling, Score, ScoredGroup, Segment
@@ -220,3 +221,9 @@ def test_samples_that_show_images_are_kept_as_they_are() -> None:
         first, second = getattr(found, name), getattr(sample, name)
         assert first.dtype == second.dtype and np.array_equal(first, second, equal_nan=True)
     assert said == {"reward/mean": 1.0, "rollout/version_lag": 2.0, "rollout/version_lag_mean": 2.0}
+
+
+def test_prompts_that_fill_no_step_are_left_out_unless_a_filter_takes_them_in_the_next_epoch() -> None:
+    settings = {**SEED, "train.train_batch_per_replica": 8, "rollout.n_generation": 4}
+    assert "1 of 5 rows fill no batch of 2" in unused_rows_message(recipe(settings), 5)
+    assert unused_rows_message(recipe({**settings, "train.train_policy.variant": "dapo"}), 5) == ""

@@ -52,6 +52,7 @@ def test_memory_and_disks_may_be_well_again(error: Exception) -> None:
         HTTPError("http://hub", 503, "busy", Message(), None), ssl.SSLEOFError(8, "EOF occurred"),
         botocore.exceptions.EndpointConnectionError(endpoint_url="http://s3"),
         botocore.exceptions.ReadTimeoutError(endpoint_url="http://s3"), of_s3(503), of_s3(500),
+        torch.distributed.DistBackendError("a rank is gone"), torch.distributed.DistNetworkError("reset"),
     ],
 )  # fmt: skip
 def test_networks_and_servers_may_be_well_again(error: Exception) -> None:

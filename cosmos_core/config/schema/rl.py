@@ -208,7 +208,7 @@ class RlConfig(AlgorithmConfig):
         return {**values, **new_values, **({"reward_function": GENERATED_REWARD} if all(generated_flags) else {})}
 
     @model_validator(mode="after")
-    def _require_reward(self) -> Self:
+    def _resolve_rewards(self) -> Self:
         if not self.reward_function and not self.bypass_reward:
             raise ValueError("reward_function is empty; name at least one reward")
         return self.without_rewards() if self.bypass_reward else self
