@@ -37,6 +37,13 @@ def test_each_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
         assert not anchor or anchor in anchors(file), f"{target}: no such heading"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_table_of_a_page_has_a_header(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert [table[:80] for table in tables if not re.match(r".*\n\|[ :|-]+\|\n", table)] == []
+
+
 def test_each_page_is_in_the_navigation_of_the_site() -> None:
     def files(entry: object) -> list[str]:
         children = entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
@@ -65,6 +72,33 @@ def test_each_command_and_option_in_the_documents_exists() -> None:
             if command is None or missing:
                 wrong.append(f"{page.relative_to(ROOT)}: cosmos {name}{rest} {missing}")
     assert wrong == []
+
+
+def test_each_function_and_method_that_the_architecture_names_exists() -> None:
+    text = (DOCS / "explanation/architecture.md").read_text(encoding="utf-8")
+    sources = {file: file.read_text(encoding="utf-8") for name in ("cosmos_core", "flows", "tasks")
+               for file in (ROOT / name).rglob("*.py")}  # fmt: skip
+    for path, name in re.findall(r"([\w/]+\.py): (\w+)", text):
+        found = [source for file, source in sources.items() if str(file).endswith(f"/{path}")]
+        assert any(re.search(rf"^(?:def|class) {name}\b", source, re.MULTILINE) for source in found), f"{path}: {name}"
+    for owner, method in re.findall(r"`([A-Z]\w+)\.(\w+)`", text):
+        found = [source.partition(f"class {owner}")[2] for source in sources.values()]
+        assert any(f"def {method}(" in source for source in found), f"{owner}.{method}"
+    page = (DOCS / "how-to/adding-a-diffusion-model.md").read_text(encoding="utf-8").partition("## The class")[2]
+    family = sources[ROOT / "cosmos_core/models/diffusion.py"]
+    names = re.findall(r"^(?:\| |- )?`(\w+)\(", page, re.MULTILINE) + re.findall(
+        r"`(\w+)`", page.partition("and so have the attributes")[2].partition("## The checks")[0]
+    )
+    assert len(names) > 20 and [name for name in names if not re.search(rf"    (def )?{name}[:(]", family)] == []
+
+
+def test_what_the_documents_say_of_a_stage_of_ones_own_is_there() -> None:
+    page = (DOCS / "how-to/custom-code.md").read_text(encoding="utf-8")
+    table = page.partition("The stage has:")[2].partition("The outcome has:")[0]
+    stage, progress = ((ROOT / f"cosmos_core/run/{name}.py").read_text() for name in ("stage", "progress"))
+    names, methods = re.findall(r"`stage\.(\w+)", table), re.findall(r"`(\w+)\(", table)
+    assert len(names) > 8 and [name for name in names if not re.search(rf"    (?:def )?{name}[:(]", stage)] == []
+    assert len(methods) > 3 and [name for name in methods if f"def {name}(" not in progress] == []
 
 
 def test_the_readme_is_short_and_each_measured_result_links_to_its_proof() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from cosmos_core.config.capabilities import check_capabilities
+from cosmos_core.config.capabilities import check_capabilities, unique_notices
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import Values
 from cosmos_core.config.mesh import check_mesh
@@ -105,8 +105,9 @@ def is_accepted(pipeline: Pipeline, without_keys: Sequence[str], folder: Path) -
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_loads_without_a_word_about_old_or_dead_names(file: str) -> None:
-    assert load(file).notices == ()
+def test_no_key_is_old_or_without_effect(file: str) -> None:
+    pipeline = load(file)
+    assert pipeline.notices == () and [notice for notice in unique_notices(pipeline) if "no effect" in notice] == []
 
 
 @pytest.mark.parametrize("file", RECIPES)
@@ -116,6 +117,11 @@ def test_the_header_has_the_four_fields_and_the_command_that_runs_the_file(file:
     assert re.match(rf"cosmos run {re.escape(file)}(?= |$)", found["Command"])
     for setting in re.findall(r"--set (\S+)", found["Command"]):
         load_pipeline(ROOT / file, [setting], all_kinds())
+    assert "not yet run on a GPU" in found["Status"]
+    read = {
+        split for recipe in load(file).recipes.values() for rows in recipe.datasets.values() for split in rows.split
+    }
+    assert set(re.findall(r"(\w+)\.jsonl", found["Data"])) <= read
 
 
 @pytest.mark.parametrize("file", RECIPES)
