@@ -141,11 +141,7 @@ def _has_same_content(pipeline: Pipeline, digest: str) -> bool:
 
 def _stages_before_publication(run: Run) -> list[str]:
     """Return the names of the stages that neither publish a model nor depend on a stage that publishes one."""
-    last = {
-        name
-        for publishing_stage in _list_publishing_stages(run)
-        for name in run.pipeline.with_dependents(publishing_stage)
-    }
+    last = set[str]().union(*map(run.pipeline.with_dependents, _list_publishing_stages(run)))
     return [stage.name for stage in run.pipeline.stages if stage.name not in last]
 
 

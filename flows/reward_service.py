@@ -18,7 +18,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 from pydantic import SecretStr
 
-from cosmos_core.launch.blocks import RewardService, read_service
+from cosmos_core.launch.blocks import RewardService, delete_service_block, read_service
 from cosmos_core.launch.managed_service import managed_service
 from cosmos_core.launch.service_health import ENQUEUE_URL, TOKEN
 from tasks.naming import flow_run_name
@@ -43,7 +43,11 @@ def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
     ):
         url = variables[ENQUEUE_URL].partition("/api/")[0]
         RewardService(url=url, token=SecretStr(variables[TOKEN])).save(block, overwrite=True)
-        _wait_while(partial(_is_service_needed, client, block, of_flow_run))
+        try:
+            _wait_while(partial(_is_service_needed, client, block, of_flow_run))
+        finally:  # the flow run that asked for the service may have been killed
+            with suppress(httpx.HTTPError):
+                delete_service_block(client, block)
 
 
 def _wait_while(is_needed: Callable[[], bool]) -> None:

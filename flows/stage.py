@@ -1,5 +1,6 @@
 """Flow `stage`: run one stage of an existing run, as a deployment for another work pool or started by a person."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -46,5 +47,5 @@ def check_inputs(run: Run, name: str) -> None:
         if problem:
             raise ConfigError(
                 f"{run.path}: stage {name!r} starts from {upstream!r}, but {problem}; run stage {upstream!r} first, or "
-                f"the whole: cosmos resume {run.path}"
+                f"the whole: cosmos resume {shlex.quote(str(run.path))}"
             )

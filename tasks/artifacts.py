@@ -5,12 +5,15 @@ Prefect keeps every version of an artifact, so each artifact except the progress
 minute. If the Prefect server does not respond, a warning is logged and the stage continues.
 """
 
-import base64
+import hashlib
 import logging
+import math
 import re
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,7 @@ _PROGRESS_PERIOD_SECONDS = 3.0
 _TABLE_PERIOD_SECONDS = 30.0
 _SAMPLES_PERIOD_SECONDS = 600.0
 _MAX_TABLE_ROWS = 20
+_MAX_PLOTTED_LINES = 10_000
 _MAX_LETTERS = 1000  # maximum number of characters of one prompt or completion in a table
 
 
@@ -64,14 +68,23 @@ class StageArtifacts:
         self._progress_id: UUID | None = None
         self._next_progress_time = 0.0
         self._next_table_time = time.monotonic() + _TABLE_PERIOD_SECONDS
+        self._thread: threading.Thread | None = None
 
     def update(self, progress: Position) -> None:
-        """Publish the progress of the worker every 3 s, its metrics every 30 s and its samples every 10 minutes."""
+        """Publish the progress of the worker every 3 s, its metrics every 30 s and its samples every 10 minutes, in a
+        thread: Prefect repeats a request to a server that does not respond for minutes."""
+        is_due = time.monotonic() >= min(self._next_progress_time, self._next_table_time, self._next_samples_time)
+        if is_due and not (self._thread and self._thread.is_alive()):
+            self._thread = threading.Thread(target=copy_context().run, args=(self._publish, progress), daemon=True)
+            self._thread.start()
+
+    def _publish(self, progress: Position) -> None:
         now = time.monotonic()
         with log_ui_errors():
-            if now >= self._next_progress_time and progress.total:
+            if now >= self._next_progress_time:
                 self._next_progress_time = now + _PROGRESS_PERIOD_SECONDS
-                self._show_progress(100.0 * progress.step / progress.total)
+                if progress.total:
+                    self._show_progress(100.0 * progress.step / progress.total)
             if now >= self._next_table_time:
                 self._next_table_time = now + _TABLE_PERIOD_SECONDS
                 self._show_metrics()
@@ -81,6 +94,8 @@ class StageArtifacts:
 
     def finish(self, result: Result) -> None:
         """Publish the final artifacts of a stage: the full progress bar, the last metrics, the curves and a card."""
+        if self._thread is not None:
+            self._thread.join()
         with log_ui_errors():
             self._show_progress(100.0)
             self._show_metrics()
@@ -110,7 +125,7 @@ class StageArtifacts:
             )
         if (grid_path := gallery.newest_grid_file(self._stage_path)) is not None:
             create_image_artifact(
-                image_url=gallery.png_uri(grid_path),
+                image_url=gallery.make_data_uri("image/png", grid_path.read_bytes()),
                 key=f"{self._key}-drawings",
                 description=f"{grid_path.parent.name}, {self._run_description}",
             )
@@ -130,15 +145,16 @@ class StageArtifacts:
         lines = self._metrics.update()
         if not lines:
             return
+        while len(lines) > _MAX_PLOTTED_LINES:  # a long training must fill neither the memory nor the time of the flow
+            del lines[: len(lines) // 2 : 2]
         keys = ["step", *sorted({key for line in lines[-_MAX_TABLE_ROWS:] for key in line} - {"step", "time"})]
         create_table_artifact(
-            [{key: line.get(key) for key in keys} for line in lines[-_MAX_TABLE_ROWS:]],
+            [{key: _to_json_value(line.get(key)) for key in keys} for line in lines[-_MAX_TABLE_ROWS:]],
             key=f"{self._key}-metrics",
             description=f"Newest steps, {self._run_description}",
         )
-        image = base64.b64encode(curves(lines)).decode()
         create_image_artifact(
-            image_url=f"data:image/png;base64,{image}",
+            image_url=gallery.make_data_uri("image/png", curves(lines)),
             key=f"{self._key}-curves",
             description=f"Curves, {self._run_description}",
         )
@@ -172,7 +188,9 @@ def card_key(pipeline: str) -> str:
 def _make_artifact_key(*parts: str) -> str:
     """Return an artifact key made of the names of pipeline and stage, in lower-case letters, digits and dashes, which
     Prefect requires. All runs of a pipeline share the key, so that Prefect shows the history of the artifact."""
-    return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower())
+    name = "-".join(parts).lower()
+    key = re.sub(r"[^a-z0-9]+", "-", name)
+    return key if name.isascii() else f"{key.strip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def conditions_table(conditions: Sequence[Condition]) -> str:
@@ -188,7 +206,12 @@ def conditions_table(conditions: Sequence[Condition]) -> str:
 def _make_sample_row(line: dict[str, Any], stage: Path) -> dict[str, Any]:
     texts = {"prompt": line.get("prompt", ""), "completion": completions.completion_text(line, stage)}
     truncated = {name: text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]}…" for name, text in texts.items()}
-    return {"step": line["step"], **truncated, "reward": line.get("reward")}
+    return {"step": line["step"], **truncated, "reward": _to_json_value(line.get("reward"))}
+
+
+def _to_json_value(value: Any) -> Any:
+    """Return a metric for a table of Prefect, which replaces NaN but not infinity, which JSON cannot represent."""
+    return str(value) if value in (math.inf, -math.inf) else value
 
 
 def _render_run_card(run: RunRecord) -> str:

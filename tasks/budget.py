@@ -30,19 +30,14 @@ class Budget:
             return None
         self._next_check_time = time.monotonic() + _CHECK_PERIOD_SECONDS
         gpu_hours = gpu_seconds_of_run(self._run.path) / 3600
-        if gpu_hours * self._price_per_gpu_hour < self._budget_limit:
+        if (cost := gpu_hours * self._price_per_gpu_hour) < self._budget_limit:
             return None
-        run_facts = read_facts(self._run.path)
-        configure_hint = "raise it in configure_run, and run the flow again"
-        resume_hint = (
-            configure_hint
-            if run_facts and run_facts.entrypoint
-            else f"{resume_command(self._run.path)} --budget AMOUNT"
-        )
+        resume_hint, run_facts = f"{resume_command(self._run.path)} --budget AMOUNT", read_facts(self._run.path)
+        if run_facts and run_facts.entrypoint:
+            resume_hint = "raise it in configure_run, and run the flow again"
         return OverBudget(
             f"run {self._run.id}: budget = {self._budget_limit:g} is spent: {gpu_hours:.4g} GPU hours at "
-            f"{self._price_per_gpu_hour:g} cost "
-            f"{gpu_hours * self._price_per_gpu_hour:.4g}; to continue: {resume_hint}"
+            f"{self._price_per_gpu_hour:g} cost {cost:.4g}; to continue: {resume_hint}"
         )
 
     def check(self) -> None:

@@ -15,7 +15,7 @@ from concurrent import futures
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 from uuid import UUID
 
 import httpx
@@ -30,6 +30,7 @@ from prefect.states import Cancelled as CancelledState
 from cosmos_core.errors import Cancelled, StageFailed
 from cosmos_core.launch import worker
 from cosmos_core.run.directory import Run
+from cosmos_core.run.liveness import note_stop
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ _CANCELLED_STATES = {StateType.CANCELLING, StateType.CANCELLED}
 _MAX_UNREACHABLE_SECONDS = 600.0
 _POLL_SECONDS = 1.0
 _MAX_REQUEST_SECONDS = 5.0
+_SCHEDULER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that cluster schedulers send before they end a job."""
 _executed_flow_runs: set[UUID] = set()
 
 
@@ -87,10 +90,14 @@ def confirm_cancellations() -> None:
                 client.set_flow_run_state(flow_run_id, CancelledState(message="cancelled: its process ends"))
 
 
-def stop_on_signals() -> None:
-    """Install signal handlers that let workers save a checkpoint before a Python flow ends, as in `cosmos run`."""
+def stop_on_signals(read_signal_names: Callable[[], Collection[str]]) -> None:
+    """Install signal handlers that let workers save a checkpoint before a Python flow ends, as in `cosmos run`.
+    `read_signal_names` returns the names of the signals of `train.signal_to_handle` in the recipes so far."""
 
-    def stop(number: int, frame: object) -> NoReturn:
+    def stop(number: int, frame: object) -> None:
+        if number in _SCHEDULER_SIGNALS and signal.Signals(number).name not in read_signal_names():
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         worker.stop_all()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -99,8 +106,7 @@ def stop_on_signals() -> None:
         raise TerminationSignal(signal=number)
 
     if threading.current_thread() is threading.main_thread():
-        # SIGUSR1 is the default of `train.signal_to_handle`; the recipes of a Python flow are read too late for others.
-        for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for signal_number in (signal.SIGTERM, signal.SIGINT, *_SCHEDULER_SIGNALS):
             signal.signal(signal_number, stop)
 
 
@@ -125,6 +131,7 @@ def stop_stages(run: Run, stages: list[PrefectFuture[Any]]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     worker.stop_all()
     wait(stages, timeout=max(run.pipeline.config.grace_seconds, worker.longest_grace()) + 5)
+    note_stop(run.path, [stage.name for stage in run.pipeline.stages])
 
 
 def publication_check() -> Callable[[], None]:

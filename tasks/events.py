@@ -53,8 +53,7 @@ def stage_failed(run: Run, name: str, error: CosmosError) -> None:
 
 def run_ended(run: Run, *, is_failed: bool) -> None:
     """Emit an event that a run failed, or that all its stages have results, with the metrics of the last stage that
-    reported metrics. Also emit an event if the budget of the run is spent."""
-    run_over_budget(run)
+    reported metrics."""
     stage_names = [stage.name for stage in run.pipeline.stages]
     if is_failed:
         failed_stages = [name for name in stage_names if read_state(run.stage_path(name)).state == "failed"]

@@ -1,6 +1,7 @@
 """Build the final states of task runs and flow runs: each has a name and a message of one line. An expected end, such
 as a refused gate, produces no traceback."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,9 +50,8 @@ def flow_state(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is_cancel
     """Return the final state of a flow run from the futures of its stages."""
     incomplete_states = {name: state_of(future) for name, future in futures.items() if not has_result(future)}
     if is_cancelled:
-        outcome_text = (
-            f"it goes on with: cosmos resume {run.path}" if incomplete_states else "all of its stages are complete"
-        )
+        resume_text = f"it goes on with: cosmos resume {shlex.quote(str(run.path))}"
+        outcome_text = resume_text if incomplete_states else "all of its stages are complete"
         return CancelledState(message=f"run {run.id}: cancelled; {outcome_text}")
     if not incomplete_states:
         return completed(run, list(futures))

@@ -22,6 +22,7 @@ from cosmos_core.config.compose import Pipeline, with_stage
 from cosmos_core.config.load import parse
 from cosmos_core.config.mesh import resolve_gpus
 from cosmos_core.config.schema.pipeline import BUDGET_KEYS, PipelineConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch import worker
 from cosmos_core.run.directory import (
@@ -202,8 +203,16 @@ class FlowInPython:
             if earlier_call := calls.get(name):
                 if (earlier_call.stage, earlier_call.tables) == (call.stage, call.tables):
                     return run, earlier_call.stages
-                _refuse_if_finished(run, earlier_call, call)
-                _forget_call(run, calls, name)
+                if read_state(run.stage_path(name)).state in FINISHED:
+                    old, new = ({**each.stage, **each.tables} for each in (earlier_call, call))
+                    keys = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
+                    raise ConfigError(
+                        f"stage {name!r} of run {run.id} is done with other settings ({', '.join(keys[:3])}); "
+                        "give the call another name, or the flow another run_id"
+                    )
+                # The flow will also make the calls again whose stages depend on this call.
+                removed = set[str]().union(*map(run.pipeline.with_dependents, earlier_call.stages))
+                calls = {each: other for each, other in calls.items() if removed.isdisjoint(other.stages)}
             run = _keep_stages_of_calls(run, calls)  # drops stages of a call that was killed before it was recorded
         run = self._add_stage(run, call, source)
         self._claim_run(run)
@@ -268,14 +277,9 @@ class FlowInPython:
         check_store(pipeline)
         if run is not None:
             return extend_run(run, pipeline)
-        return create_run(pipeline, run_id=self.run_id, entrypoint=self.entrypoint, parameters=self.parameters)
-
-
-def _forget_call(run: Run, calls: dict[str, Call], name: str) -> None:
-    """Remove a call, and all calls whose stages depend on its stages; the flow will make these calls again."""
-    removed_stages = {dependent for stage in calls[name].stages for dependent in run.pipeline.with_dependents(stage)}
-    for call_name in [call_name for call_name, call in calls.items() if removed_stages.intersection(call.stages)]:
-        del calls[call_name]
+        return create_run(
+            pipeline, run_id=self.run_id, is_name_fixed=True, entrypoint=self.entrypoint, parameters=self.parameters
+        )
 
 
 def _keep_stages_of_calls(run: Run, calls: Mapping[str, Call]) -> Run:
@@ -343,7 +347,7 @@ def _create_flow_state(context: FlowRunContext) -> FlowInPython:
     is_subflow = context.flow_run.parent_task_run_id is not None
     run_id, parameters = derive_run_identity(context.flow, context.parameters or {}, is_subflow=is_subflow)
     name, flow_run = context.flow.name, str(context.flow_run.id)
-    stop_on_signals()
+    stop_on_signals(_read_signal_names)
     confirm_cancellation_at_exit()
     tags: list[str] = []
     with log_ui_errors():
@@ -355,21 +359,20 @@ def _create_flow_state(context: FlowRunContext) -> FlowInPython:
     return FlowInPython(name, flow_run, run_id, f"{file}:{function}", parameters, tags, is_subflow)
 
 
+def _read_signal_names() -> set[str]:
+    """Return the signals on which the recipes of all executed flows ask to stop; before the first stage, the default
+    of a recipe."""
+    runs = [flow.run for flow in [*_flows_by_attempt.values()] if flow.run is not None]
+    recipes = [recipe for run in runs for recipe in run.pipeline.recipes.values()] or [Recipe()]
+    return {name for recipe in recipes for name in recipe.train.signal_to_handle}
+
+
 def _note_end(flow: object, flow_run: FlowRun, state: State[Any]) -> None:
-    for attempt in [*_flows_by_attempt.values()]:
-        if attempt.flow_run == str(flow_run.id):
-            attempt.end("completed" if state.is_completed() else "failed")
-
-
-def _refuse_if_finished(run: Run, previous_call: Call, call: Call) -> None:
-    name = call.stage["name"]
-    old_tables, new_tables = {**previous_call.stage, **previous_call.tables}, {**call.stage, **call.tables}
-    keys = [key for key in dict.fromkeys((*old_tables, *new_tables)) if old_tables.get(key) != new_tables.get(key)]
-    if read_state(run.stage_path(name)).state in FINISHED:
-        raise ConfigError(
-            f"stage {name!r} of run {run.id} is done with other settings ({', '.join(keys[:3])}); "
-            f"give the call another name, or the flow another run_id"
-        )
+    attempts = [attempt for attempt in [*_flows_by_attempt.values()] if attempt.flow_run == str(flow_run.id)]
+    for attempt in attempts:
+        attempt.end("completed" if state.is_completed() else "failed")
+    if runs := [attempt.run for attempt in attempts if attempt.run is not None]:
+        events.run_ended(runs[-1], is_failed=not state.is_completed())
 
 
 _flows_by_attempt: dict[str, FlowInPython] = {}

@@ -42,7 +42,7 @@ _MIRROR_PERIOD_SECONDS = 5.0
 _REPORT_PERIOD_SECONDS = 10.0
 _MAX_UNREACHABLE_SECONDS = 600.0
 _PENDING_SECONDS = 600.0
-_MAX_BACKOFF_SECONDS = 60.0
+_MAX_BACKOFF_EXPONENT = 6
 
 
 class Child(Document):
@@ -134,8 +134,11 @@ def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> Child:
     path = run.stage_path(stage.name)
     previous_child = read_document(path / CHILD_RUN_FILE, Child)
     if previous_child and previous_child.failures:
-        sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (previous_child.failures - 1)))
-    requested_child = _make_next_child(previous_child)
+        sleep_unless_stopping(backoff_seconds(previous_child.failures))
+    requested_child = previous_child or Child(flow_run="", attempt=0)
+    if requested_child.flow_run or not requested_child.token:  # else an earlier parent died before it got a response
+        changes = {"flow_run": "", "attempt": requested_child.attempt + 1, "token": uuid4().hex}
+        requested_child = requested_child.model_copy(update=changes)
     try:
         run_address = stage_sync.send_run()
         path.mkdir(parents=True, exist_ok=True)
@@ -160,15 +163,9 @@ def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> Child:
     return child
 
 
-def _make_next_child(previous_child: Child | None) -> Child:
-    """Return the child flow run to request from the server: a new one, or the one that an earlier parent requested
-    before it died without a response."""
-    if previous_child is None:
-        return Child(flow_run="", attempt=1, token=uuid4().hex)
-    if not previous_child.flow_run:
-        return previous_child
-    changes = {"flow_run": "", "attempt": previous_child.attempt + 1, "token": uuid4().hex}
-    return previous_child.model_copy(update=changes)
+def backoff_seconds(num_failures: int) -> float:
+    """Return the pause before the next attempt after consecutive failures: 1, 2, 4 ... 60 seconds."""
+    return min(60.0, 2.0 ** min(num_failures - 1, _MAX_BACKOFF_EXPONENT))
 
 
 class WaitReporter:

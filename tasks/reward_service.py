@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,19 +45,15 @@ def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
         ConfigError: the block or the deployment does not exist.
     """
     path, check_stop = run.stage_path(stage.name), partial(sleep_unless_stopping, 0)
+    recipe = run.pipeline.recipes[stage.name]
+    has_remote_rewards = recipe.train.train_policy.remote_rewards or recipe.validation.remote_rewards
+    # The environment of this process may contain the address of a reward service.
+    environment = os.environ if has_remote_rewards and run.pipeline.kind_of(stage).scores else {}
     service_context = _run_remote_service(stage, path) if stage.reward_service_pool else managed_service(
-        stage.reward_service, path, run.pipeline.config.python, check_stop, _get_reward_environment(run, stage)
+        stage.reward_service, path, run.pipeline.config.python, check_stop, environment
     )  # fmt: skip
     with service_context as variables:
         yield variables
-
-
-def _get_reward_environment(run: Run, stage: StageConfig) -> Mapping[str, str]:
-    """Return the environment of this process, which may contain the address of a reward service, if the stage uses
-    remote rewards; otherwise return an empty mapping."""
-    recipe = run.pipeline.recipes[stage.name]
-    uses_rewards = recipe.train.train_policy.remote_rewards or recipe.validation.remote_rewards
-    return os.environ if uses_rewards and run.pipeline.kind_of(stage).scores else {}
 
 
 @contextlib.contextmanager

@@ -60,14 +60,13 @@ from tasks.credentials import set_credentials
 from tasks.final_states import failed_state, flow_state, has_result, skipped_state
 from tasks.layout import prepare_stage_folder
 from tasks.naming import label_flow_run
-from tasks.remote_stage import count_lost_child, run_remote_stage
+from tasks.remote_stage import backoff_seconds, count_lost_child, run_remote_stage
 from tasks.reuse import find_result, fingerprint_of
 from tasks.reward_service import reward_service
 from tasks.store_sync import StageSync
 
 logger = logging.getLogger(__name__)
 
-_MAX_BACKOFF_SECONDS = 60.0
 _MAX_NAMED_STAGES = 3
 """Largest number of stages that the name of a flow run lists."""
 MAX_RETRIES = 100_000  # practically unlimited: `should_retry` decides about retries
@@ -114,6 +113,7 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
     if not is_local:
         write_report(run.path)
         show_run(run.path)
+        events.run_over_budget(run)
         events.run_ended(run, is_failed=not state.is_completed())
     return state
 
@@ -347,7 +347,8 @@ def _run_in_process(
     path = run.stage_path(stage.name)
     prepared_stage = prepare_stage_folder(run, stage, expected_fingerprint, on_line)
     state, start_time = read_state(path), time.time()
-    attempt_spans, attempt = state.closed_attempts(start_time), state.attempt + 1
+    # When an earlier attempt was killed with its flow is not known: such an attempt counts no time.
+    attempt_spans, attempt = state.closed_attempts(0.0), state.attempt + 1
     open_spans = [*attempt_spans, (start_time, None)]
     update_state(path, state="running", attempt=attempt, spans=open_spans, renewed=None, ended=None, error="")
     record_event(path, "started", f"attempt {attempt}")
@@ -382,7 +383,7 @@ def _record_launcher(path: Path) -> None:
         update_state(path, **launcher, failures=0, failed_with="", is_repeated=False)
     elif state.state == "failed":
         update_state(path, state="retrying")
-        worker.sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (state.failures - 1)))
+        worker.sleep_unless_stopping(backoff_seconds(state.failures))
 
 
 def _make_owner_check(path: Path, grace_seconds: float) -> Callable[[], None]:

@@ -225,14 +225,17 @@ def _make_call(
     tables: Values = {}
     after_handles = [after_argument] if isinstance(after_argument, StageHandle | str) else list(after_argument or ())
     predecessors = [_get_stage_name(flow, name, "after", after_handle) for after_handle in after_handles]
-    if _positional_key(kind) == "after" and kind.reads_model and predecessors and not recipe and "model" not in keys:
-        keys["model"], tables = _get_start_model(flow, predecessors[0])
+    is_after_positional = _positional_key(kind) == "after"
+    if is_after_positional and kind.reads_model and predecessors and not recipe and "model" not in keys and flow.run:
+        pipeline = flow.run.pipeline  # start from the same model as the first predecessor, with its recipe
+        keys["model"] = pipeline.starts_from(pipeline.stage(predecessors[0]))
+        tables = pipeline.recipes[predecessors[0]].model_dump(mode="json", exclude_none=True)
         predecessors += filter(None, [source_of(keys["model"])])
     if isinstance(recipe, Mapping):
         tables = dict(recipe)
     elif recipe:
         source = _find_recipe_file(flow, name, recipe)
-        tables = read_config(source, [])
+        tables, _ = read_config(source, [])
         if "pipeline" in tables:
             raise ConfigError(f"{source}: a recipe used by a stage cannot have a [pipeline] of its own")
     elif isinstance(keys.get("model"), StageHandle) and flow.run is not None:
@@ -268,14 +271,6 @@ def _find_handle(value: Any) -> StageHandle | None:
         return value
     elements = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return next(filter(None, map(_find_handle, elements)), None)
-
-
-def _get_start_model(flow: FlowInPython, name: str) -> tuple[str, Values]:
-    """Return the model from which a stage of the flow's run started (empty if its recipe names it), and its recipe."""
-    assert flow.run is not None
-    pipeline = flow.run.pipeline
-    recipe = pipeline.recipes[name].model_dump(mode="json", exclude_none=True)
-    return pipeline.starts_from(pipeline.stage(name)), recipe
 
 
 def _find_recipe_file(flow: FlowInPython, name: str, recipe: str | Path) -> Path:

@@ -53,7 +53,7 @@ class StageSync:
         Raises:
             ConfigError, UploadError: the store refuses access, cannot be reached, or has lost a file.
         """
-        stages_read = self._list_read_stages()
+        stages_read = {source_of(each.location) for each in self._run.pipeline.inputs(self._stage)}
         for name in self._stage.after:
             path = self._run.stage_path(name)
             local = read_result(path)
@@ -61,7 +61,8 @@ class StageSync:
             result = local if remote is None or (local and local["digest"] == remote["digest"]) else remote
             if result is None:
                 continue
-            was_fetched = name in stages_read and self._fetch_missing_outputs(result, path)
+            reads_outputs = self._stage.entry or name in stages_read  # rather than only metrics
+            was_fetched = reads_outputs and self._fetch_missing_outputs(result, path)
             if was_fetched or result is not local:
                 _write_result(path, result)
 
@@ -252,12 +253,6 @@ class StageSync:
         """Return the name of the run in the store, which differs from the run's id if another run has that id."""
         assert self._store is not None
         return self._store.put_run(self._run.path).rpartition("/")[2]
-
-    def _list_read_stages(self) -> set[str]:
-        """Return the names of the stages of which this stage reads output files rather than only metrics."""
-        if self._stage.entry:
-            return set(self._stage.after)
-        return {name for each in self._run.pipeline.inputs(self._stage) if (name := source_of(each.location))}
 
     def _local_output_files(self) -> dict[str, Path]:
         """Return the output files of the run's stages on this machine, by digest."""

@@ -28,12 +28,13 @@ class Repository:
     branches: dict[str, int] = field(default_factory=dict)
     tags: dict[str, int] = field(default_factory=dict)
 
+    def index(self, revision: str) -> int | None:
+        by_id = {commit["oid"]: index for index, commit in enumerate(self.commits)}
+        return (by_id | self.branches | self.tags).get(revision)
+
     def files(self, revision: str) -> dict[str, bytes] | None:
-        for index, commit in enumerate(self.commits):
-            if revision in {commit["oid"], *(name for name, at in (self.branches | self.tags).items() if at == index)}:
-                found: dict[str, bytes] = commit["files"]
-                return found
-        return None
+        index = self.index(revision)
+        return None if index is None else self.commits[index]["files"]
 
     def commit(self, branch: str, files: dict[str, bytes], message: str) -> str:
         oid = hashlib.sha1(f"{len(self.commits)}".encode()).hexdigest()
@@ -54,6 +55,8 @@ class Hub:
     url: str = ""
     retry_after: int = 0
     """Seconds that it asks for when it responds with a fault."""
+    role: str = "write"
+    """Role of the token."""
 
     def once(self, fault: str, part: str, times: int = 1) -> None:
         left = [times]
@@ -69,7 +72,7 @@ class Hub:
 
     def reset(self) -> None:
         self.requests.clear()
-        self.choose, self.retry_after = lambda what: "", 0
+        self.choose, self.retry_after, self.role = lambda what: "", 0, "write"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -115,7 +118,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _respond(self, what: str, path: list[str], body: bytes) -> tuple[int, Any, dict[str, str]]:
         if path[:2] == ["api", "whoami-v2"]:
-            return 200, {"name": "me", "type": "user"}, {}
+            token = {"displayName": "t", "role": self.hub.role}
+            return 200, {"name": "me", "type": "user", "auth": {"type": "access_token", "accessToken": token}}, {}
         if path[:2] == ["api", "validate-yaml"]:
             return 200, {"errors": [], "warnings": []}, {}
         if path[:3] == ["api", "repos", "create"]:
@@ -165,11 +169,11 @@ class _Handler(BaseHTTPRequestHandler):
                 return 200, {"files": files}, {}
             case ["commit", branch]:
                 return self._commit(name, branch, body)
-            case ["tag", _]:
+            case ["tag", revision]:
                 tag = json.loads(body)["tag"]
                 if tag in repository.tags:
                     return 409, {"error": "there"}, {}
-                repository.tags[tag] = len(repository.commits) - 1
+                repository.tags[tag] = repository.index(revision) or 0
                 return 200, {}, {}
             case ["branch", branch]:
                 if branch in repository.branches:

@@ -41,8 +41,8 @@ class Request:
 
 
 Choice = Callable[[Request], str]
-"""Of a request to what is done with it: "", "500", "503", "403", "reset", "truncate", "flip", "stall", "slow", or
-"lost": it is carried out, and the response is not sent."""
+"""Of a request to what is done with it: "", "500", "501", "503", "403", "reset", "truncate", "flip", "stall", "slow",
+or "lost": it is carried out, and the response is not sent."""
 
 
 @dataclass
@@ -129,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if request.fault == "slow":
             time.sleep(0.2)
-        if request.fault in {"500", "503", "403"}:
+        if request.fault in {"500", "501", "503", "403"}:
             self._refuse(int(request.fault))
             return
         body = request.body
@@ -167,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def _refuse(self, status: int) -> None:
-        code = {500: "InternalError", 503: "SlowDown", 403: "InvalidAccessKeyId"}[status]
+        code = {500: "InternalError", 501: "NotImplemented", 503: "SlowDown", 403: "InvalidAccessKeyId"}[status]
         content = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/xml")

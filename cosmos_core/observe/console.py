@@ -123,7 +123,9 @@ class Display:
                 line.progress = progress
                 if (metric := formatting.headline(progress.metrics)) and math.isfinite(metric[1]):
                     line.history[progress.step] = metric[1]
-                _update_eta_anchor(line, progress)
+                anchor = line.anchor
+                if progress.step and not (anchor and anchor.pid == progress.pid and anchor.step <= progress.step):
+                    line.anchor = progress
             is_due = now - line.printed_at >= MIN_LINE_INTERVAL_SECONDS and _get_progress_key(line) != line.last_subject
             if self._live_display is None and (has_changed or (state in ACTIVE and is_due)):
                 line.printed_at = now
@@ -207,7 +209,7 @@ class Display:
                     Text(self._describe_phase(line), style=style),
                     progress_bar if line.state != "waiting" else "",
                     _format_step(line).removeprefix("step "),
-                    Text("  ".join([*_numbers(line), *_seconds(line), *_memory(line)] if is_wide else _numbers(line))),
+                    Text("  ".join([*_numbers(line), *_resources(line)] if is_wide else _numbers(line))),
                     Text(sparkline(list(line.history.values())) if is_wide else "", style=style),
                     Text(time_text if elapsed_seconds is not None else "", style="dim"),
                 )
@@ -348,18 +350,14 @@ def _numbers(line: _StageDisplayState) -> list[str]:
     return [*numbers, f"{formatting.count(speed)} tok/s"] if speed is not None and line.state in ACTIVE else numbers
 
 
-def _seconds(line: _StageDisplayState) -> list[str]:
-    """Return the seconds of generation, scoring and training in the newest step; empty if only one is reported."""
+def _resources(line: _StageDisplayState) -> list[str]:
+    """Return the seconds of generation, scoring and training in the newest step if several are reported, and the
+    memory that training uses: GPU memory if it is measured, otherwise host memory."""
     metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
     times = [(name, metrics[f"time/{name}"]) for name in ("generate", "score", "train") if f"time/{name}" in metrics]
-    return [" ".join(f"{name} {formatting.duration(seconds)}" for name, seconds in times)] if len(times) > 1 else []
-
-
-def _memory(line: _StageDisplayState) -> list[str]:
-    """Return the text with the memory that training uses: GPU memory if it is measured, otherwise host memory."""
-    metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
+    time_texts = [" ".join(f"{name} {formatting.duration(seconds)}" for name, seconds in times)] * (len(times) > 1)
     memory_texts = [f"{name} {metrics[key]:.1f} GiB" for name, key in _MEMORY_METRICS.items() if key in metrics]
-    return memory_texts[:1]
+    return [*time_texts, *memory_texts[:1]]
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -381,12 +379,6 @@ def _progress_bar(line: _StageDisplayState, width: int, now: float) -> ProgressB
         return ProgressBar(total=1, completed=1, width=width)
     is_pulsing, num_done = not num_steps and line.state == "running", step if num_steps else 0
     return ProgressBar(total=num_steps or 1, completed=num_done, width=width, pulse=is_pulsing, animation_time=now)
-
-
-def _update_eta_anchor(line: _StageDisplayState, position: Position) -> None:
-    is_stale = line.anchor is not None and (line.anchor.pid != position.pid or line.anchor.step > position.step)
-    if (line.anchor is None or is_stale) and position.step:
-        line.anchor = position
 
 
 def _estimate_eta_seconds(line: _StageDisplayState) -> float | None:

@@ -61,7 +61,7 @@ def cost_of(run_path: Path) -> RunCost:
     """Return the GPU hours and the cost of a run so far."""
     pipeline, run_facts = read_pipeline(run_path), read_facts(run_path)
     price, budget = (
-        float(value) if isinstance(value := pipeline.get(key), int | float) else None
+        formatting.as_float(value) if isinstance(value := pipeline.get(key), int | float) else None
         for key in ("price_per_gpu_hour", "budget")
     )
     estimates = list(run_facts.estimate.values()) if run_facts else []

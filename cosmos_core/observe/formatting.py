@@ -3,8 +3,8 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from cosmos_core.config.conditions import LOWER_IS_BETTER, STDERR
 
@@ -16,22 +16,6 @@ _TABLE_METRIC_NAMES = {
 }  # fmt: skip
 _SHARED_METRICS = frozenset({"reward", "loss"})
 """Names of metrics that training and validation both report, computed from different rows or completions."""
-
-
-class Rank(Protocol):
-    """Interface of an object with the machine and the devices of a rank."""
-
-    @property
-    def host(self) -> str:
-        """Return the name of the machine."""
-
-    @property
-    def gpus(self) -> Sequence[str]:
-        """Return the names of the GPUs of the rank."""
-
-    @property
-    def threads(self) -> int:
-        """Return the number of CPU threads that torch uses in the rank."""
 
 
 def duration(seconds: float | None) -> str:
@@ -50,8 +34,9 @@ def duration(seconds: float | None) -> str:
     return f"{rounded // 86400}d{rounded % 86400 // 3600:02d}h"
 
 
-def machines(ranks: Iterable[Rank]) -> str:
-    """Return the machines of a stage's ranks as text such as `node-3 (8 ranks, NVIDIA H100, 16 threads)`."""
+def machines(ranks: Iterable[Any]) -> str:
+    """Return the machines of a stage's ranks as text such as `node-3 (8 ranks, NVIDIA H100, 16 threads)`; each rank has
+    the attributes `host`, `gpus` and `threads`."""
     rank_counts = Counter((rank.host, ", ".join(dict.fromkeys(rank.gpus)) or "cpu", rank.threads) for rank in ranks)
     return "; ".join(
         f"{host} ({num_ranks} rank{'' if num_ranks == 1 else 's'}, {device}, {threads} threads)"

@@ -44,14 +44,9 @@ class GeneratedSample:
     """Whether a reward was computed for the image or video."""
 
     @property
-    def is_video(self) -> bool:
-        """Return True if the sample is a video."""
-        return self.pixels.ndim == 4
-
-    @property
     def middle_frame(self) -> np.ndarray:
         """Return the image, or the middle frame of the video."""
-        return self.pixels[len(self.pixels) // 2] if self.is_video else self.pixels
+        return self.pixels[len(self.pixels) // 2] if self.pixels.ndim == 4 else self.pixels
 
     @property
     def caption(self) -> str:
@@ -129,22 +124,17 @@ def data_uri(path: Path) -> str:
     try:
         if path.suffix == VIDEO:
             content = path.read_bytes()
-            return "" if len(content) > _MAX_EMBEDDED_BYTES else _make_data_uri("video/mp4", content)
+            return "" if len(content) > _MAX_EMBEDDED_BYTES else make_data_uri("video/mp4", content)
         with Image.open(path) as image:
             buffer = io.BytesIO()
             _resize_pixels(np.asarray(image.convert("RGB")), *_cell_size([image.size[::-1]])).save(buffer, "PNG")
-            return _make_data_uri("image/png", buffer.getvalue())
+            return make_data_uri("image/png", buffer.getvalue())
     except OSError:
         return ""
 
 
-def png_uri(path: Path) -> str:
-    """Return a PNG file as a data: URI, in its original size."""
-    return _make_data_uri("image/png", path.read_bytes())
-
-
 def _write_sample(folder: Path, name: str, sample: GeneratedSample) -> str:
-    if not sample.is_video:
+    if sample.pixels.ndim == 3:
         _to_image(sample.pixels).save(folder / f"{name}.png")
         return f"{name}.png"
     _write_video(folder / f"{name}{VIDEO}", sample.pixels)
@@ -188,7 +178,8 @@ def _to_image(pixels: np.ndarray) -> Any:
     return Image.fromarray(pixels)
 
 
-def _make_data_uri(mime_type: str, content: bytes) -> str:
+def make_data_uri(mime_type: str, content: bytes) -> str:
+    """Return the content of a file as a data: URI."""
     return f"data:{mime_type};base64,{base64.b64encode(content).decode()}"
 
 

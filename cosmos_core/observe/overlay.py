@@ -30,7 +30,11 @@ def build(paths: Sequence[Path]) -> str:
         raise ConfigError(f"cosmos compare --html takes 2 to {MAX_LINES} different runs; these are {', '.join(names)}")
     runs = [read_run(path) for path in paths]
     stages = list(dict.fromkeys(stage.name for run in runs for stage in run.stages))
-    curves = [(name, svg) for name in stages if (svg := _draw_stage_curves(runs, name))]
+    lines_by_stage = [
+        (name, {run.path.name: stage.curves for run in runs for stage in run.stages if stage.name == name})
+        for name in stages
+    ]
+    curves = [(name, svg) for name, lines in lines_by_stage if (svg := overlay_svg(lines, REPORT_PANELS))]
     page_template = environment().get_template(_PAGE_TEMPLATE)
     return page_template.render(
         runs=runs, settings=_list_changed_settings(runs), metrics=_compare_metrics(runs, stages), curves=curves
@@ -62,8 +66,3 @@ def _compare_metrics(runs: Sequence[RunRecord], stages: Sequence[str]) -> list[d
             verdict = formatting.judge_change(key, numbers[1] - numbers[0]) if len(numbers) == 2 else ""
             rows.append({"stage": name, "key": key, "values": values, "verdict": verdict})
     return rows
-
-
-def _draw_stage_curves(runs: Sequence[RunRecord], name: str) -> str:
-    curves = {run.path.name: stage.curves for run in runs for stage in run.stages if stage.name == name}
-    return overlay_svg(curves, REPORT_PANELS)

@@ -1,7 +1,6 @@
 """Compare a run with the previous run of the same pipeline: changed settings and metrics."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +14,19 @@ _MAX_VALUE_LETTERS = 60
 _EXCLUDED_KEYS = ("recipe", "overrides")
 
 
-@dataclass(frozen=True)
-class PreviousRun:
-    """Previous run of the same pipeline, and its differences from the present run."""
-
-    run: RunRecord
-    settings: tuple[tuple[str, str, str], ...]
-    """Key, old value and new value of each changed setting; a change that all stages share is listed once."""
-    num_omitted: int
-    metrics: tuple[tuple[str, str, str, str, str], ...]
-    """Stage, metric, old value, new value and verdict (`better`, `worse` or empty) for each metric of both runs."""
-
-
-def compare_with_previous(run: RunRecord) -> PreviousRun | None:
-    """Return the differences between a run and the previous run of its pipeline; None if it is the first run."""
+def compare_with_previous(run: RunRecord) -> dict[str, Any] | None:
+    """Return the previous run of the pipeline of a run, and its differences from the run: key, old and new value of
+    each changed setting, where a change that all stages share is listed once; and stage, metric, old value, new value
+    and verdict (`better`, `worse` or empty) for each metric of both runs. Return None for a first run."""
     run_ids = [run_facts.run_id for run_facts in runs_in(run.path.parent) if run_facts.pipeline == run.facts.pipeline]
     if run.path.name not in run_ids or run_ids.index(run.path.name) == 0:
         return None
     previous_run = read_run(run.path.parent / run_ids[run_ids.index(run.path.name) - 1])
     settings = tuple(_list_changed_settings(resolved(previous_run.path), resolved(run.path)))
-    return PreviousRun(
-        previous_run, settings[:_MAX_SETTINGS], max(0, len(settings) - _MAX_SETTINGS),
-        tuple(_compare_metrics(previous_run, run))
-    )  # fmt: skip
+    return {
+        "run": previous_run, "settings": settings[:_MAX_SETTINGS],
+        "num_omitted": max(0, len(settings) - _MAX_SETTINGS), "metrics": tuple(_compare_metrics(previous_run, run)),
+    }  # fmt: skip
 
 
 def resolved(path: Path) -> dict[str, dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ class StageRecord:
     def seconds(self) -> float | None:
         """Return the total run time of all attempts in seconds; None if it waits, was reused or has no attempt."""
         has_run_here = self.state.spans and self.status not in {"waiting", "reused"}
-        return self.state.seconds(time.time()) if has_run_here else None
+        return self.state.seconds(time.time() if self.died_at is None else self.died_at) if has_run_here else None
 
     @property
     def warnings(self) -> list[str]:
@@ -182,13 +183,8 @@ class StageRecord:
     @cached_property
     def conditions(self) -> list[Condition]:
         """Return the conditions of the stage, if it is a gate that has passed or refused; otherwise an empty list."""
-        entries = read_json(self.path / CONDITIONS) if self.has_refused else self.info.get("conditions")
+        entries = read_json(self.path / CONDITIONS) if self.status == "refused" else self.info.get("conditions")
         return parsed(entries, Condition) if isinstance(entries, list) else []
-
-    @property
-    def has_refused(self) -> bool:
-        """Return True if the stage is a gate that refused."""
-        return self.status == "refused"
 
     @cached_property
     def best_step(self) -> BestStep | None:
@@ -272,14 +268,14 @@ class RunRecord:
     def end_time(self) -> float:
         """Return the unix time at which the last stage ended, or the current time while the run is active."""
         end_times = [end for stage in self.stages if (end := stage.died_at or stage.state.ended)]
-        return max(end_times) if end_times and self.outcome != "running" else time.time()
+        return time.time() if self.outcome == "running" else max(end_times, default=self.began)
 
     @property
     def refused_stages(self) -> set[str]:
         """Return the names of all direct and indirect predecessors of the gates that refused."""
         predecessors = {stage.name: stage.after for stage in self.stages}
         refused_names: set[str] = set()
-        pending_names = [name for stage in self.stages if stage.has_refused for name in stage.after]
+        pending_names = [name for stage in self.stages if stage.status == "refused" for name in stage.after]
         while pending_names:
             refused_names.add(name := pending_names.pop())
             pending_names += [
@@ -304,9 +300,8 @@ class RunRecord:
     @property
     def trained_models(self) -> list[StageRecord]:
         """Return the stages whose model is on this machine, except stages whose model a gate refused."""
-        refused_names = self.refused_stages
-        model_stages = [stage for stage in self.stages if stage.kind.makes == "model" and stage.info.get("model")]
-        model_stages = [stage for stage in model_stages if stage.name not in refused_names]
+        names = {stage.name for stage in self.stages if stage.kind.makes == "model"} - self.refused_stages
+        model_stages = [stage for stage in self.stages if stage.name in names and stage.info.get("model")]
         return [stage for stage in model_stages if (stage.path / str(stage.info["model"])).exists()]
 
     @property
@@ -326,7 +321,7 @@ def read_run(path: Path) -> RunRecord:
     for entry in entries:
         names = entry.get("after", ())
         parents[entry["name"]] = (names,) if isinstance(names, str) else tuple(names)
-    run_facts, depths = read_facts(path) or RunFacts(), dict[str, int]()
+    run_facts, depths = read_facts(path) or RunFacts(), _compute_depths(parents)
     stages = [_read_stage(path / "stages" / entry["name"], entry, parents, depths, run_facts) for entry in entries]
     name = str(pipeline.get("name") or run_facts.pipeline or "pipeline")
     return RunRecord(path, name, run_facts, tuple(sorted(stages, key=lambda stage: stage.depth)))
@@ -380,8 +375,7 @@ def _read_stage(
     kind = str(entry.get("kind") or (result["kind"] if result else ""))
     return StageRecord(
         path=path, name=name, kind=_read_recorded_kind(kind, run_facts.kinds), after=parents[name],
-        depth=_depth(name, parents, depths),
-        state=read_state(path), progress=read_progress(path), result=result,
+        depth=depths[name], state=read_state(path), progress=read_progress(path), result=result,
         sweep=next(iter(parsed([entry["sweep"]], BranchChoice)), None) if entry.get("sweep") else None,
     )  # fmt: skip
 
@@ -393,8 +387,14 @@ def _read_recorded_kind(name: str, recorded_kinds: dict[str, dict[str, Any]]) ->
         return StageKind(name=name, entry="", result_version=0)
 
 
-def _depth(name: str, parents: dict[str, tuple[str, ...]], depths: dict[str, int]) -> int:
-    if name not in depths:
-        depths[name] = 0  # ends the recursion if a damaged pipeline has a cycle
-        depths[name] = max((1 + _depth(each, parents, depths) for each in parents[name] if each in parents), default=0)
-    return depths[name]
+def _compute_depths(parents: dict[str, tuple[str, ...]]) -> dict[str, int]:
+    """Return `StageRecord.depth` by stage name, without recursion: the loop of a Python flow may add a thousand stages
+    that depend on each other."""
+    try:
+        names = [*TopologicalSorter(parents).static_order()]
+    except CycleError:  # the pipeline is damaged
+        names = [*parents]
+    depths: dict[str, int] = {}
+    for name in (name for name in names if name in parents):
+        depths[name] = max((1 + depths[each] for each in parents[name] if each in depths), default=0)
+    return depths

@@ -47,7 +47,8 @@ def build(run_path: Path, folder: Path | None = None) -> str:
         sample_rows=sample_rows(run_record), comparison=sections.comparison(run_record),
         sweeps=sweep_tables(run_record),
         before=compare_with_previous(run_record), cost=cost_of(run_path), resources=usage.resources(run_record),
-        gates=sections.gate_conditions(run_record), samples=sections.samples(run_record),
+        gates=[(stage, condition) for stage in run_record.stages for condition in stage.conditions],
+        samples=sections.samples(run_record),
         lineage=sections.lineage(run_record),
         loading=model_loading_code(run_record.model) if run_record.model else "", setting=sections.setting(run_record),
     )  # fmt: skip

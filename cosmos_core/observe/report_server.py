@@ -80,17 +80,14 @@ class _ReportRequestHandler(BaseHTTPRequestHandler):
         run_path = self.server.output_dir / match[1]
         file = run_path / match[2]
         try:  # symbolic links are not followed, because they may lead to any file of the server's user
-            return _read_page_or_log_tail(file) if file.resolve() == file and not _is_private(run_path) else None
+            if file.resolve() != file or _is_private(run_path):
+                return None
+            with file.open("rb") as stream:
+                if file.suffix == ".log":
+                    stream.seek(max(0, file.stat().st_size - _MAX_LOG_BYTES))
+                return stream.read()
         except OSError:
             return None
-
-
-def _read_page_or_log_tail(file: Path) -> bytes:
-    """Return the content of a file; for a log, only the last 16 MiB."""
-    with file.open("rb") as stream:
-        if file.suffix == ".log":
-            stream.seek(max(0, file.stat().st_size - _MAX_LOG_BYTES))
-        return stream.read()
 
 
 def _is_private(run_path: Path) -> bool:

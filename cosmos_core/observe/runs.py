@@ -25,20 +25,16 @@ def table_of_runs(output_dir: Path, max_runs: int) -> Table:
         run = read_run(output_dir / run_facts.run_id)
         num_done = sum(stage.status in FINISHED for stage in run.stages)
         total_seconds = sum(stage.seconds or 0.0 for stage in run.stages)
+        stage_metrics = (formatting.table_metrics(stage.metrics) for stage in reversed(run.stages))
+        last_metrics = next(filter(None, stage_metrics), dict[str, float]())
+        metrics_text = ", ".join(f"{name} {_format_value(value)}" for name, value in last_metrics.items())
         table.add_row(
             run_facts.run_id, run.name, formatting.clock(run_facts.started), formatting.duration(total_seconds),
-            f"{num_done}/{len(run.stages)}", run.outcome, _format_last_metrics(run)
+            f"{num_done}/{len(run.stages)}", run.outcome, metrics_text
         )  # fmt: skip
         interruption_messages += [f"{run_facts.run_id}: {message}"] if (message := pause_or_death(run)) else []
     table.caption = "\n".join(interruption_messages) or None
     return table
-
-
-def _format_last_metrics(run: RunRecord) -> str:
-    for stage in reversed(run.stages):
-        if last_metrics := formatting.table_metrics(stage.metrics):
-            return ", ".join(f"{name} {_format_value(value)}" for name, value in last_metrics.items())
-    return ""
 
 
 def run_differences(first_path: Path, second_path: Path, kinds: StageKinds) -> Iterator[str | Table]:

@@ -13,7 +13,7 @@ from typing import Any
 from cosmos_core.observe import formatting, gallery
 from cosmos_core.observe.costs import cost_card
 from cosmos_core.observe.plots import REPORT_PANELS, curves_svg
-from cosmos_core.observe.record import Condition, RunRecord, Sample, StageRecord, time_overhead
+from cosmos_core.observe.record import RunRecord, Sample, StageRecord, time_overhead
 from cosmos_core.observe.sweeps import stages_in_branches
 from cosmos_core.run.files import Document, parsed, read_json
 from cosmos_core.run.stage import PROFILES
@@ -99,11 +99,6 @@ def samples(run: RunRecord) -> dict[str, Any]:
         reference = next((line.reference for line in lines if line and line.reference), "")
         rows.append({"prompt": prompt, "reference": reference, "lines": lines})
     return {"stages": stages, "rows": rows, "total": len(prompts)}
-
-
-def gate_conditions(run: RunRecord) -> list[tuple[StageRecord, Condition]]:
-    """Return every condition of every gate with the measured value."""
-    return [(stage, condition) for stage in run.stages for condition in stage.conditions]
 
 
 def lineage(run: RunRecord) -> list[dict[str, Any]]:

@@ -16,24 +16,14 @@ def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
     Raises:
         ConfigError: the stage has no log yet.
     """
-    log = _find_newest_log(run_path, stage)
-    log_tail = FileTail(log)
-    is_last = False
+    logs = sorted(run_path.glob(f"stages/{stage or '*'}/logs/attempt_*.log"), key=lambda path: path.stat().st_mtime)
+    if not logs:
+        raise ConfigError(f"{run_path}: {f'stage {stage!r} has' if stage else 'no stage has'} logged anything yet")
+    log_tail, is_last = FileTail(logs[-1]), False
     while not is_last:
-        is_last = not (follow and _is_running(log.parent.parent))
+        state = read_state(logs[-1].parent.parent)
+        is_last = not (follow and state.state == "running" and not is_dead(state, time.time()))
         sys.stdout.write(log_tail.text(is_last=is_last))
         sys.stdout.flush()
         if not is_last:
             time.sleep(0.2)
-
-
-def _is_running(stage_path: Path) -> bool:
-    state = read_state(stage_path)
-    return state.state == "running" and not is_dead(state, time.time())
-
-
-def _find_newest_log(run_path: Path, stage: str) -> Path:
-    logs = sorted(run_path.glob(f"stages/{stage or '*'}/logs/attempt_*.log"), key=lambda path: path.stat().st_mtime)
-    if not logs:
-        raise ConfigError(f"{run_path}: {f'stage {stage!r} has' if stage else 'no stage has'} logged anything yet")
-    return logs[-1]

@@ -23,7 +23,7 @@ def training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tuple[st
     for stage in run.stages:
         entry = entries.get(stage.name)
         if stage.kind.trains_model and entry and isinstance(entry.get("overrides"), dict):
-            model = str(entry.get("model") or flat(entry["overrides"]).get("policy.model_name_or_path", ""))
+            model = _find_base_model(entry)
             base_model = (
                 f"what stage {model.removeprefix(_STAGE_PREFIX)} made" if model.startswith(_STAGE_PREFIX) else model
             )
@@ -50,9 +50,7 @@ def sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]
         if stage.kind.trains_model and entry:
             data_stages = _trace_data_stages(entries, stage.name)
             prepare_stages = [name for name in data_stages if name in stages and (stages[name].path / "data").is_dir()]
-            base_model = str(
-                entry.get("model") or flat(entry.get("overrides") or {}).get("policy.model_name_or_path", "")
-            )
+            base_model = _find_base_model(entry)
             model_stage = (
                 stages.get(base_model.removeprefix(_STAGE_PREFIX)) if base_model.startswith(_STAGE_PREFIX) else None
             )
@@ -65,6 +63,10 @@ def sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]
                 ):
                     shown_rows[name] = (stage, row)
     return list(shown_rows.values())
+
+
+def _find_base_model(entry: dict[str, Any]) -> str:
+    return str(entry.get("model") or flat(entry.get("overrides") or {}).get("policy.model_name_or_path", ""))
 
 
 def _read_stage_entries(run: RunRecord) -> dict[str, dict[str, Any]]:
@@ -97,7 +99,9 @@ def _describe_data(run: RunRecord, entries: dict[str, dict[str, Any]], stage_nam
         settings = flat(entries[name].get("overrides") or {})
         dataset_names = [settings.get(f"train.train_policy.dataset.{key}") for key in ("name", "local_dir")]
         mixture = settings.get("train.train_policy.datasets")
-        dataset_names += [_describe_mixture(mixture)] if isinstance(mixture, list) else []
+        datasets = [each for each in mixture if isinstance(each, dict)] if isinstance(mixture, list) else []
+        weights = [(each.get("name"), each.get("weight")) for each in datasets]
+        dataset_names.append(", ".join(f"{each}{f' x {weight:g}' if weight else ''}" for each, weight in weights))
         source = source or next((str(value) for value in dataset_names if value), "")
         data_reference = str(entries[name].get("data") or "")
         if not data_reference.startswith(_STAGE_PREFIX):
@@ -112,14 +116,6 @@ def _describe_data(run: RunRecord, entries: dict[str, dict[str, Any]], stage_nam
         and isinstance(split_statistics.get("rows"), int)
     ]
     return ", ".join([source, *row_count_texts] if source else row_count_texts)
-
-
-def _describe_mixture(datasets: list[Any]) -> str:
-    """Return the names of mixed data sets as text, each with its weight if it has one."""
-    dataset_weights = [
-        (dataset.get("name"), dataset.get("weight")) for dataset in datasets if isinstance(dataset, dict)
-    ]
-    return ", ".join(f"{name}{f' x {weight:g}' if weight else ''}" for name, weight in dataset_weights)
 
 
 def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> list[tuple[str, str]]:

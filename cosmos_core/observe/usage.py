@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Any
 
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord
@@ -12,26 +12,15 @@ from cosmos_core.run.gpu_time import closed_intervals, gpu_seconds
 _NUM_BINS = 10
 
 
-@dataclass(frozen=True)
-class ResourceUse:
-    """Resources that the worker of one stage used."""
-
-    stage: StageRecord
-    machines: str
-    gpu_hours: float
-    tokens_per_second: float | None
-    size: int
-    """Total size of the stage's output files in bytes."""
-
-
-def resources(run: RunRecord) -> list[ResourceUse]:
-    """Return the resources of each stage that ran a worker process in this run."""
+def resources(run: RunRecord) -> list[dict[str, Any]]:
+    """Return the resources of each stage that ran a worker process in this run: its machines, GPU hours, tokens per
+    second and the size of its output files in bytes."""
     return [
-        ResourceUse(
-            stage=stage, machines=formatting.machines(stage.ranks), gpu_hours=_compute_gpu_hours(stage),
-            tokens_per_second=_median_tokens_per_second(stage),
-            size=sum(file["size"] for file in stage.result["outputs"]) if stage.result else 0,
-        )
+        {
+            "stage": stage, "machines": formatting.machines(stage.ranks), "gpu_hours": _compute_gpu_hours(stage),
+            "tokens_per_second": _median_tokens_per_second(stage),
+            "size": sum(file["size"] for file in stage.result["outputs"]) if stage.result else 0,
+        }
         for stage in run.stages
         if stage.seconds is not None and stage.kind.in_worker
     ]  # fmt: skip
@@ -51,31 +40,20 @@ def _median_tokens_per_second(stage: StageRecord) -> float | None:
     return speeds[len(speeds) // 2] if speeds else None
 
 
-@dataclass(frozen=True)
-class HistogramBin:
-    """Bin of two histograms of rewards, one for the first and one for the second half of the logged steps."""
-
-    low: float
-    high: float
-    first: float
-    """Fraction of the rewards in the first half of the logged steps that lie in this bin, in percent of the largest
-    fraction of any bin."""
-    last: float
-    num_first_half: int
-    num_second_half: int
-
-
-def reward_bins(stage: StageRecord) -> list[HistogramBin]:
+def reward_bins(stage: StageRecord) -> list[dict[str, float]]:
     """Return the bins of two histograms of the logged rewards of a training, one for each half of its logged steps;
-    empty if fewer than two steps or two different rewards were logged."""
+    empty if fewer than two steps or two different rewards were logged. `first` and `last` are the fractions of the
+    rewards of each half that lie in a bin, in percent of the largest fraction of any bin."""
     logged_rewards = [(line.step, value) for line in stage.samples for value in (line.rewards or [line.reward])]
     rewards = [(step, value) for step, value in logged_rewards if value is not None and math.isfinite(value)]
     steps = sorted({step for step, _ in rewards})
     values = [value for _, value in rewards]
-    if stage.kind.feed != "rollouts" or len(steps) < 2 or min(values) == max(values):
+    if stage.kind.feed != "rollouts" or len(steps) < 2:
         return []
     middle_step, min_reward = steps[len(steps) // 2], min(values)
     bin_width = (max(values) - min_reward) / _NUM_BINS
+    if not 0 < bin_width < math.inf:
+        return []
     halves = [
         [value for step, value in rewards if (step >= middle_step) == is_second_half]
         for is_second_half in (False, True)
@@ -89,10 +67,10 @@ def reward_bins(stage: StageRecord) -> list[HistogramBin]:
     ]
     max_fraction = max(map(max, fractions_by_half))
     return [
-        HistogramBin(
-            min_reward + i * bin_width, min_reward + (i + 1) * bin_width, 100 * fractions_by_half[0][i] / max_fraction,
-            100 * fractions_by_half[1][i] / max_fraction,
-            counts[0][i], counts[1][i],
-        )
+        {
+            "low": min_reward + i * bin_width, "high": min_reward + (i + 1) * bin_width,
+            "first": 100 * fractions_by_half[0][i] / max_fraction, "num_first_half": counts[0][i],
+            "last": 100 * fractions_by_half[1][i] / max_fraction, "num_second_half": counts[1][i],
+        }
         for i in range(_NUM_BINS)
     ]  # fmt: skip

@@ -27,6 +27,8 @@ _VARIABLE_PREFIX = "PROD_S3_CHECKPOINT_"
 _ENDPOINT_VARIABLES = (f"{_VARIABLE_PREFIX}ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _ACCESS_ERRORS = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
 _MISSING_ERRORS = {"404", "NoSuchKey", "NotFound"}
+_CONFLICT_ERRORS = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey"}
+"""Errors of a write whose condition does not hold for the stored object."""
 _BLOCK = 1 << 20
 _CONNECT_SECONDS = 10.0
 _MAX_ATTEMPTS = 6
@@ -145,15 +147,23 @@ class Bucket:
         """Return the URL of an object or a prefix."""
         return f"{SCHEME}{self.name}/{key}"
 
-    def check(self) -> None:
-        """Check that the bucket exists and that the store accepts the credentials.
+    def check(self, key: str) -> None:
+        """Check that the bucket exists and that the credentials may write the object `key`, without writing it.
 
         Raises:
             ConfigError: the bucket does not exist, or the store refuses the credentials.
             UploadError: the store does not respond.
         """
+        from botocore.exceptions import ClientError
+
         with translate_errors(f"{SCHEME}{self.name}"):
             self.client.head_bucket(Bucket=self.name)
+            try:
+                upload = self.client.create_multipart_upload(Bucket=self.name, Key=key)
+                self.client.abort_multipart_upload(Bucket=self.name, Key=key, UploadId=upload["UploadId"])
+            except ClientError as error:
+                if error.operation_name == "CreateMultipartUpload" and _read_error_code(error) in _ACCESS_ERRORS:
+                    raise
 
     def clock(self) -> float:
         """Return the time by the clock of the store, in seconds since 1970."""
@@ -224,6 +234,18 @@ class Bucket:
             if condition:  # replace the altered object, but no object that another process has written since
                 condition = {"IfMatch": response["ETag"]}
         raise UploadError(f"{SCHEME}{self.name}/{key} arrived altered {_MAX_TRANSFERS} times")
+
+    def exchange(self, key: str, data: bytes, etag: str) -> str:
+        """Replace the small object that has this ETag, or create the object if `etag` is empty; return the new ETag, or
+        an empty string if the stored object has another ETag."""
+        from botocore.exceptions import ClientError
+
+        try:
+            return self.write(key, data, **({"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}))
+        except ClientError as error:
+            if _read_error_code(error) not in _CONFLICT_ERRORS:
+                raise
+        return ""
 
     def remove(self, key: str) -> None:
         """Remove an object if it exists."""
@@ -354,11 +376,6 @@ def translate_errors(location: str, error_class: type[CosmosError] = UploadError
         raise error_class(f"{location}: the store responds with {code}{end}") from error
     except (BotoCoreError, ConnectionError) as error:
         raise error_class(f"{location}: {' '.join(str(error).split())}{end}") from error
-
-
-def is_failed_precondition(error: Exception) -> bool:
-    """Return True if a store refused a write because the condition of the write does not hold for the stored object."""
-    return _read_error_code(error) in {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey"}
 
 
 def _read_error_code(error: Any) -> str:

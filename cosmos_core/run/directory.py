@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -109,10 +110,11 @@ class Run:
 
 
 def create_run(
-    pipeline: Pipeline, *, run_id: str = "", entrypoint: str = "", parameters: dict[str, Any] | None = None
-) -> Run:
-    """Create the directory of a new run; create nothing if the pipeline cannot run here. For a flow in Python,
-    `entrypoint` and `parameters` are saved in `run.json`.
+    pipeline: Pipeline, *, run_id: str = "", is_name_fixed: bool = False, entrypoint: str = "",
+    parameters: dict[str, Any] | None = None
+) -> Run:  # fmt: skip
+    """Create the directory of a new run, which gets no other name than `run_id` if `is_name_fixed`; create nothing if
+    the pipeline cannot run here. For a flow in Python, `entrypoint` and `parameters` are saved in `run.json`.
 
     Raises:
         ConfigError: this version does not support a setting, the output folder is not writable, or `run_id` is invalid.
@@ -123,7 +125,7 @@ def create_run(
     # Threads, privacy and revisions are resolved once per run, so that the run can be resumed on a machine with another
     # number of cores, and after its models and data sets on the Hub have changed.
     original_pipeline, is_private = pipeline, pipeline.config.private
-    if is_private is None and umask() & 0o077 == 0o077:  # umask: new files are readable only for their owner
+    if is_private is None and umask() & 0o077 == 0o077:  # new files are readable only for their owner
         is_private = True
     resolved_settings = {"threads": threads(pipeline), "private": is_private}
     pipeline = replace(pipeline, config=pipeline.config.model_copy(update=resolved_settings))
@@ -148,7 +150,8 @@ def create_run(
     )
     timestamps = (recipe.train.timestamp for recipe in pipeline.recipes.values())
     run_id = run_id or next(filter(None, timestamps), time.strftime("%Y%m%d%H%M%S"))
-    run_path = _create_run_folder(output_dir, run_id, tomli_w.dumps(pipeline.as_toml()), run_facts)
+    pipeline_text, num_names = tomli_w.dumps(pipeline.as_toml()), 1 if is_name_fixed else 999
+    run_path = _create_run_folder(output_dir, run_id, pipeline_text, run_facts, num_names)
     list_runs(output_dir)
     return open_run(run_path, pipeline.kinds)
 
@@ -178,13 +181,12 @@ def open_or_create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
     """
     existing_path = pipeline.output_dir.expanduser().absolute() / run_id
     if not run_id or not (existing_path / PIPELINE).is_file():
-        return create_run(pipeline, run_id=run_id)
-    budget_keys = {f"pipeline.{key}" for key in BUDGET_KEYS}
-    if changed_keys := [key for key in differing_keys(existing_path, pipeline) if key not in budget_keys]:
+        return create_run(pipeline, run_id=run_id, is_name_fixed=bool(run_id))
+    keys = differing_keys(existing_path, pipeline)
+    if changed_keys := [key for key in keys if key.removeprefix("pipeline.") not in BUDGET_KEYS]:
         raise ConfigError(
             f"run {run_id} exists and was made with other settings ({', '.join(changed_keys[:3])}); leave the run id "
-            f"out, "
-            f"or resume it as it is"
+            "out, or resume it as it is"
         )
     return with_budget(open_run(existing_path, pipeline.kinds), pipeline.config)
 
@@ -243,9 +245,8 @@ def claim(run: Run, start_time: float | None = None) -> Lock:
     """
     if lock := try_claim(run, start_time):
         return lock
-    raise ConfigError(
-        f"run {run.id} is being run by another process; wait for it (cosmos status {run.path}) or stop it"
-    )
+    command = f"cosmos status {shlex.quote(str(run.path))}"
+    raise ConfigError(f"run {run.id} is being run by another process; wait for it ({command}) or stop it")
 
 
 def try_claim(run: Run, start_time: float | None = None) -> Lock | None:
@@ -254,8 +255,8 @@ def try_claim(run: Run, start_time: float | None = None) -> Lock | None:
     if not lock.try_acquire():
         lock.release()
         return None
-    stage_paths, own_hosts = (run.path / "stages").glob("*"), {"", socket.gethostname()}
-    foreign_paths = {path for path in stage_paths if read_state(path).launcher_host not in own_hosts}
+    own_hosts = {"", socket.gethostname()}
+    foreign_paths = {path for path in run.path.glob("stages/*") if read_state(path).launcher_host not in own_hosts}
     remove_leftovers(run.path, lambda file: not foreign_paths.isdisjoint(file.parents))
     note_holder(run.path, time.time() if start_time is None else start_time)
     if run.has_new_money:  # another process may have added stages since the run was opened
@@ -281,8 +282,7 @@ def find_run(name: str, output_dir: Path) -> Path:
     newest_runs_hint = f"; newest there: {', '.join(run_ids[-3:])}" if run_ids else ""
     raise ConfigError(
         f"no run {repr(name) if name else 'at all'} in {output_dir}{newest_runs_hint}; give its path, or the folder "
-        f"of runs with "
-        "--output-dir"
+        "of runs with --output-dir"
     )
 
 
@@ -317,24 +317,23 @@ def create_writable(folder: Path) -> Path:
     return folder
 
 
-def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, run_facts: RunFacts) -> Path:
-    """Create the folder of a run atomically; append a number to the name if a run of this name exists."""
+def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, run_facts: RunFacts, num_names: int) -> Path:
+    """Create the folder of a run atomically. If a run of this name exists, append a number up to `num_names` to it."""
     if not _RUN_ID_PATTERN.fullmatch(run_id):
         raise ConfigError(
             f"run_id = {run_id!r} must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
         )
-    (output_dir / SHARED_FOLDER).mkdir(exist_ok=True)
-    for leftover_folder in (output_dir / SHARED_FOLDER).glob("new-*"):
+    shared_folder = output_dir / SHARED_FOLDER
+    shared_folder.mkdir(exist_ok=True)
+    for leftover_folder in shared_folder.glob("new-*"):
         with suppress(FileNotFoundError):  # another command may have removed the folder
             if time.time() - leftover_folder.stat().st_mtime > _ABANDONED_AGE_SECONDS:
                 shutil.rmtree(leftover_folder, ignore_errors=True)
-    with tempfile.TemporaryDirectory(
-        prefix="new-", dir=output_dir / SHARED_FOLDER, ignore_cleanup_errors=True
-    ) as folder:
+    with tempfile.TemporaryDirectory(prefix="new-", dir=shared_folder, ignore_cleanup_errors=True) as folder:
         new_folder = Path(folder) / "run"
         (new_folder / "stages").mkdir(parents=True)
         write_text(new_folder / PIPELINE, pipeline)
-        for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
+        for suffix in ("", *(f"-{number}" for number in range(2, num_names + 1))):
             run_path = output_dir / f"{run_id}{suffix}"
             if run_path.exists():
                 continue
@@ -346,7 +345,7 @@ def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, run_facts: 
                     raise
             else:
                 return run_path
-    raise ConfigError(f"run_id = {run_id!r}: every suffix of it is taken in {output_dir}")
+    raise ConfigError(f"run_id = {run_id!r} is taken in {output_dir}; wait if a process runs it, or choose another")
 
 
 def read_facts(run_path: Path) -> RunFacts | None:
@@ -365,8 +364,8 @@ def list_runs(output_dir: Path) -> None:
     """Write `runs.json` for other programs; this package reads the run directories instead."""
     with Lock(output_dir / SHARED_FOLDER / "runs.lock") as lock:
         lock.acquire()
-        listed_keys = {"run_id", "pipeline", "started"}
-        write_json(output_dir / RUNS, [run_facts.model_dump(include=listed_keys) for run_facts in runs_in(output_dir)])
+        keys = {"run_id", "pipeline", "started"}
+        write_json(output_dir / RUNS, [run_facts.model_dump(include=keys) for run_facts in runs_in(output_dir)])
 
 
 def differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
@@ -378,7 +377,8 @@ def differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
     """
     run_facts = read_facts(run_path)
     if run_facts is None:
-        raise ConfigError(f"{run_path / 'run.json'} is damaged; continue the run as it is: cosmos resume {run_path}")
+        command = f"cosmos resume {shlex.quote(str(run_path))}"
+        raise ConfigError(f"{run_path / 'run.json'} is damaged; continue the run as it is: {command}")
     changes = _changed_values(pipeline, read_toml(run_path / PIPELINE))
     return [key for key, value in changes.items() if key not in run_facts.fixed or run_facts.fixed[key] != value]
 
@@ -394,5 +394,7 @@ def _flatten_value(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
         return {k: v for key, item in value.items() for k, v in _flatten_value(item, f"{prefix}{key}.").items()}
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return {k: v for item in value for k, v in _flatten_value(item, f"{prefix}{item.get('name', '')}.").items()}
+        names = [item.get("name", "") for item in value]  # two data sets of a mixture may have the same name
+        named_items = {f"{name}[{i}]" if names.count(name) > 1 else name: value[i] for i, name in enumerate(names)}
+        return _flatten_value(named_items, prefix)
     return {prefix.rstrip("."): value}

@@ -259,6 +259,8 @@ def copy_file(source: str | Path, target: str | Path) -> None:
                     raise
                 # The kernel cannot copy between these file systems; copyfileobj continues at the current offsets.
                 shutil.copyfileobj(source_file, target_file)
+            target_file.flush()
+            os.fsync(target_file.fileno())  # a manifest that is written later names the copy
         shutil.copystat(source, temporary_path)
 
 

@@ -116,6 +116,7 @@ def fingerprint(
     libraries += QUANTIZATION if is_read("export.formats") else ()
     libraries += recipe.policy.modality.evaluation_libraries if kind.keys_by_modality else ()
     machine_properties = stage_facts(pipeline, is_group=(world_size or 1) > 1)
+    runs_rewards = kind.scores or kind.trains_model
     ingredients: dict[str, Any] = {
         "kind": kind.name,
         "result_version": kind.result_version,
@@ -127,24 +128,22 @@ def fingerprint(
         "versions": {
             name: machine_properties.versions[name] for name in libraries if name in machine_properties.versions
         },
-        **({"code": {}} if kind.scores or kind.trains_model else {}),
+        **({"code": {}} if runs_rewards else {}),
         **_digests_by_role(inputs_and_digests, code_labels),
         **_collect_stage_keys(stage, kind),
     }
     if stage.entry:
         ingredients["entry"]["arguments"] = stage.arguments
-    code_roles = ("data", "reward") if kind.scores or kind.trains_model else ("data",)
-    if any(each.role in code_roles and _uses_reasoning_gym(each) for each in inputs):
+    if any(  # the package `reasoning-gym` generates or scores rows
+        (each.role, each.form) == ("data", "literal")
+        or (runs_rewards and (each.role, each.location) == ("reward", GENERATED_REWARD))
+        for each in inputs
+    ):
         ingredients["generators"] = measure_workers((GENERATORS,), pipeline.config.python).versions
     if kind.trains_model and (packages := kernel_packages(recipe)):
         ingredients["kernels"] = measure_workers(tuple(packages), pipeline.config.python).versions
     ingredients = json.loads(json.dumps(ingredients, sort_keys=True, default=str))
     return Fingerprint(_hash_ingredients(ingredients), ingredients, tuple(_read(*each) for each in inputs_and_digests))
-
-
-def _uses_reasoning_gym(each: Input) -> bool:
-    """Return True if the package `reasoning-gym` generates the rows of an input or scores them."""
-    return (each.role, each.form) == ("data", "literal") or (each.role, each.location) == ("reward", GENERATED_REWARD)
 
 
 def _affects_result(stage_input: Input, kind: StageKind, is_key_read: Callable[[str], bool]) -> bool:

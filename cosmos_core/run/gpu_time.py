@@ -50,10 +50,8 @@ def gpu_seconds(intervals: list[GpuInterval]) -> float:
 def intervals_of_run(run_path: Path) -> dict[str, list[GpuInterval]]:
     """Return the intervals in which each stage of a run held GPUs, including intervals of superseded attempts."""
     intervals_by_stage: dict[str, list[GpuInterval]] = {}
-    for folder in sorted((run_path / "superseded").glob("*")):
-        intervals_by_stage.setdefault(folder.name.rpartition(".")[0], []).extend(closed_intervals(folder))
-    for folder in sorted((run_path / "stages").glob("*")):
-        intervals_by_stage.setdefault(folder.name, []).extend(closed_intervals(folder))
+    for folder in (*sorted(run_path.glob("superseded/*")), *sorted(run_path.glob("stages/*"))):
+        intervals_by_stage.setdefault(folder.name.partition(".")[0], []).extend(closed_intervals(folder))
     return {name: intervals for name, intervals in intervals_by_stage.items() if intervals}
 
 

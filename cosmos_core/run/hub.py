@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.error_handling import set_future
 from cosmos_core.errors import CosmosError, DataError, ModelError
 
@@ -38,23 +36,18 @@ def pin_hub_revisions(pipeline: Pipeline) -> Pipeline:
     commits: dict[Repository, str] = {}  # stages that name the same repository read the same commit
     recipes = {}
     for stage in pipeline.stages:
-        try:
-            recipes[stage.name] = _pin_recipe(pipeline, stage, commits)
-        except CosmosError as error:
-            raise type(error)(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
-    return replace(pipeline, recipes=recipes)
-
-
-def _pin_recipe(pipeline: Pipeline, stage: StageConfig, commits: dict[Repository, str]) -> Recipe:
-    recipe = pipeline.recipes[stage.name]
-    for each in pipeline.inputs(stage):
-        if each.form == "hub":
+        recipe = pipeline.recipes[stage.name]
+        for each in (each for each in pipeline.inputs(stage) if each.form == "hub"):
             revision_key = _REVISION_KEYS.get(each.role) or f"{each.key.removesuffix('.name')}.revision"
             revision = each.revision or _DEFAULT_BRANCH
             repository: Repository = ("dataset" if each.role == "data" else "model", each.location, revision)
-            commits[repository] = commits.get(repository) or commit_of(repository)
+            try:
+                commits[repository] = commits.get(repository) or commit_of(repository)
+            except CosmosError as error:
+                raise type(error)(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
             recipe = with_value(recipe, revision_key, commits[repository])
-    return recipe
+        recipes[stage.name] = recipe
+    return replace(pipeline, recipes=recipes)
 
 
 def commit_of(repository: Repository, seconds: float = _HUB_TIMEOUT_SECONDS) -> str:
@@ -125,8 +118,7 @@ def _unknown_commit_error(repository: Repository, reason: str) -> CosmosError:
     error_class, repo_noun = (ModelError, "model") if repo_type == "model" else (DataError, "data set")
     return error_class(
         f"the {repo_noun} {repo_name!r}: no folder here, and which commit {revision!r} is on the Hub cannot be found "
-        f"out: "
-        f"{' '.join(reason.split())}; check the name, download it, or write the commit as its revision"
+        f"out: {' '.join(reason.split())}; check the name, download it, or write the commit as its revision"
     )
 
 

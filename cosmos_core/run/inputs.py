@@ -52,7 +52,11 @@ def check_inputs(pipeline: Pipeline) -> None:
                 if stage_input.role == "reward" and (kind.scores or stage_input.key == EVALUATION_REWARDS):
                     _check_reward(stage_input)
             if kind.trains_model:
-                _check_gpu(recipe)
+                if recipe.policy.enable_liger_kernel and measure_workers(is_group=True).device == "cpu":
+                    key = "policy.enable_liger_kernel"
+                    raise ConfigError(
+                        f"{key} = true: these kernels need an NVIDIA GPU, and this machine has none; leave it out"
+                    )
                 if not stage.work_pool:  # a stage of a work pool is checked by the machine that runs it
                     _check_compiler(recipe, pipeline.config.python)
             unused = {} if kind.trains_model else kernel_packages(recipe)
@@ -61,8 +65,7 @@ def check_inputs(pipeline: Pipeline) -> None:
                     extra_name = _EXTRA_BY_PACKAGE.get(package, package)
                     raise ConfigError(
                         f"{key}: the package {package} is not installed; pip install 'cosmos-posttrain[{extra_name}]' "
-                        f"or "
-                        f"leave it out"
+                        "or leave it out"
                     )
         except (ConfigError, DataError, ModelError, RewardError) as error:
             raise type(error)(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
@@ -79,8 +82,7 @@ def check_located(inputs: Sequence[Input]) -> None:
         if stage_input.role == "weights" and model_input is not None and model_input.form != "folder":
             raise ModelError(
                 f"{stage_input.key} = {stage_input.location!r}: its configuration is {model_input.location!r}, which "
-                f"has to be a folder; "
-                f"download it"
+                "has to be a folder; download it"
             )
         if stage_input.role == "data" and stage_input.form == "code":
             _check_code(stage_input)
@@ -113,8 +115,8 @@ def _check_checkpoint(setting_key: str, policy_folder: Path) -> None:
     if os.path.isdir(policy_folder) and any(policy_folder.glob("*.pth")):
         raise ModelError(
             f"{setting_key} = {str(policy_folder)!r}: a pickled checkpoint of Cosmos-RL, which could run any code "
-            f"when read; start "
-            f"from the safetensors folder of that run: policy.model_name_or_path = '.../safetensors/step_N'"
+            "when read; start from the safetensors folder of that run: policy.model_name_or_path = "
+            "'.../safetensors/step_N'"
         )
     is_policy_folder = policy_folder.name == "policy" and re.fullmatch(r"step_\d+", policy_folder.parent.name)
     if not is_policy_folder or not os.path.isfile(policy_folder / "manifest.json"):
@@ -193,14 +195,6 @@ def _list_required_packages(recipe: Recipe) -> dict[str, str]:
     if GENERATED_REWARD in {*recipe.train.train_policy.rewards, *recipe.validation.reward_function}:
         packages.setdefault(GENERATORS, f"the reward {GENERATED_REWARD}")
     return packages | kernel_packages(recipe)
-
-
-def _check_gpu(recipe: Recipe) -> None:
-    if recipe.policy.enable_liger_kernel and measure_workers(is_group=True).device == "cpu":
-        raise ConfigError(
-            "policy.enable_liger_kernel = true: these kernels need an NVIDIA GPU, and this machine has none; leave it "
-            "out"
-        )
 
 
 def _check_compiler(recipe: Recipe, python: str) -> None:

@@ -79,25 +79,34 @@ def lineage(stage_path: Path) -> list[Link]:
     result = read_result(stage_path)
     if result is None:
         raise ConfigError(f"{stage_path} has no result.json: the stage did not finish")
-    return list(_walk_upstream(stage_path, result, 0, set()))
+    return list(_walk_upstream(stage_path, result))
 
 
-def _walk_upstream(stage_path: Path, result: Result, depth: int, visited: set[Path]) -> Iterator[Link]:
-    visited.add(stage_path)
-    run_label = f"run {stage_path.parent.parent.name}"
-    content_status = find_damage(stage_path, result) or "verified"
-    gpu_seconds = float(result.get("gpu_seconds", 0.0))
-    yield Link(depth, result["name"], result["kind"], result["digest"], run_label, content_status, gpu_seconds)
-    for source in parsed(result.get("sources", ()), Source):
-        yield Link(depth + 1, Path(source.name).name, source.kind, source.digest, source.name, _source_status(source))
-    for name, recorded_input in result["inputs"].items():
-        upstream_path = stage_path.parent / name
-        upstream_result = read_result(upstream_path)
-        if upstream_result is None or upstream_result["digest"] != recorded_input["digest"]:
-            content_status = "gone" if upstream_result is None else "made again since: its content is another"
-            yield Link(depth + 1, name, "", recorded_input["digest"], run_label, content_status)
-        elif upstream_path not in visited:
-            yield from _walk_upstream(upstream_path, upstream_result, depth + 1, visited)
+def _walk_upstream(stage_path: Path, result: Result) -> Iterator[Link]:
+    run_label, visited = f"run {stage_path.parent.parent.name}", set[Path]()
+    # A stack instead of recursion: the loop of a Python flow may add a thousand stages that depend on each other.
+    pending: list[Link | tuple[int, Path, Result]] = [(0, stage_path, result)]
+    while pending:
+        entry = pending.pop()
+        if isinstance(entry, Link):
+            yield entry
+            continue
+        depth, path, result = entry
+        if path in visited:
+            continue
+        visited.add(path)
+        content_status, gpu_seconds = find_damage(path, result) or "verified", float(result.get("gpu_seconds", 0.0))
+        yield Link(depth, result["name"], result["kind"], result["digest"], run_label, content_status, gpu_seconds)
+        for source in parsed(result.get("sources", ()), Source):
+            source_name, status = Path(source.name).name, _source_status(source)
+            yield Link(depth + 1, source_name, source.kind, source.digest, source.name, status)
+        for name, recorded_input in reversed(result["inputs"].items()):
+            upstream_result = read_result(path.parent / name)
+            if upstream_result is None or upstream_result["digest"] != recorded_input["digest"]:
+                content_status = "gone" if upstream_result is None else "made again since: its content is another"
+                pending.append(Link(depth + 1, name, "", recorded_input["digest"], run_label, content_status))
+            else:
+                pending.append((depth + 1, path.parent / name, upstream_result))
 
 
 def _source_status(source: Source) -> str:

@@ -6,12 +6,13 @@ no lease.
 """
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 from cosmos_core.run.files import Document, Seconds, read_document, write_json
 from cosmos_core.run.process import identify_process, is_alive, ran_on_this_machine
-from cosmos_core.run.state import ACTIVE, State
+from cosmos_core.run.state import ACTIVE, FINISHED, State, read_state
 
 LEASE_SECONDS = 120.0
 """Seconds without a renewal after which a launcher on another machine counts as dead; longer than clock skew and delays
@@ -30,8 +31,8 @@ class Holder(Document):
     since: Seconds = 0.0
     """Time at which the command of the process began, in seconds since 1970."""
     flow_state: Literal["", "running", "completed", "failed", "stopped"] = ""
-    """State of the Python flow that the process executes; empty: the run is of a TOML file or an earlier version;
-    `stopped`: the command for a TOML file was interrupted."""
+    """State of the Python flow that the process executes; empty: the run is of a TOML file or an earlier version.
+    `stopped`, also for a TOML file: the flow was asked to stop before its end."""
 
     @property
     def is_this_process(self) -> bool:
@@ -82,6 +83,12 @@ def note_flow_state(run_path: Path, flow_state: str) -> None:
         write_json(holder_file, {**holder.model_dump(), "flow_state": flow_state}, durable=False)
 
 
+def note_stop(run_path: Path, stages: Iterable[str]) -> None:
+    """Record that the flow of a TOML file was asked to stop, unless all of its `stages` are finished."""
+    if not all(read_state(run_path / "stages" / name).state in FINISHED for name in stages):
+        note_flow_state(run_path, "stopped")
+
+
 def is_flow_running(run_path: Path) -> bool:
     """Return True if a Python flow executes a run, also between two stages, unless its process is known to have
     ended."""
@@ -89,14 +96,16 @@ def is_flow_running(run_path: Path) -> bool:
     return holder is not None and holder.flow_state == "running" and start_of_dead_holder(run_path) is None
 
 
-def outcome_of_flow(run_path: Path) -> Literal["done", "failed", "running", "died"]:
+def outcome_of_flow(run_path: Path) -> Literal["done", "failed", "stopped", "running", "died"]:
     """Return the outcome of a run whose stages are finished: a Python flow may still execute code of its own, may have
-    raised an error there, or its process may have been killed. The run of a TOML file is done."""
+    raised an error or been stopped there, or its process may have been killed. The run of a TOML file is done."""
     holder = read_holder(run_path)
-    if holder is None or holder.flow_state in {"", "completed", "stopped"}:
+    if holder is None or holder.flow_state in {"", "completed"}:
         return "done"
     if holder.flow_state == "failed":
         return "failed"
+    if holder.flow_state == "stopped":
+        return "stopped"
     return "running" if is_flow_running(run_path) else "died"
 
 

@@ -22,5 +22,5 @@ def pipeline_arguments(index: Mapping[str, Any]) -> str:
 def pipeline_needs(index: Mapping[str, Any]) -> str:
     """Return a Python comment that names the packages to install before loading a pipeline; empty if diffusers is
     enough."""
-    is_guarded = str(index.get("_class_name", "")).startswith("Cosmos") and "safety_checker" not in index
+    is_guarded = str(index.get("_class_name", "")).startswith("Cosmos") and not any(index.get("safety_checker", ()))
     return "  # pip install cosmos_guardrail, or give a safety_checker" if is_guarded else ""

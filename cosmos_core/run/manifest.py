@@ -5,6 +5,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,23 +85,28 @@ def commit(
         StageFailed: an output that the program named is missing.
         ConfigError: a metric is no number, or `info` holds a value without a TOML type.
     """
-    _check_outcome(outcome, stage_path.name)
+    name = stage_path.name
+    for key, value in outcome.metrics.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"stage {name!r} returned the metric {key} = {value!r}; a metric is a number")
+    try:
+        tomli_w.dumps(without_none(dict(outcome.info)))
+    except TypeError as error:
+        raise ConfigError(f"stage {name!r} returned info that cannot be kept: {error}; use TOML types") from error
     files = []
     for output in outcome.outputs:
         path = stage_path / output
         if not path.exists():
-            raise StageFailed(f"stage {stage_path.name!r} named the output {output!r} but did not write it")
+            raise StageFailed(f"stage {name!r} named the output {output!r} but did not write it")
         files += [_describe_file(stage_path, file) for file in files_below(path)]
     result = {
-        "name": stage_path.name,
+        "name": name,
         "kind": kind,
         "fingerprint": fingerprint,
         "created": time.time(),
         "metrics": outcome.metrics,
         "info": outcome.info,
-        "inputs": {
-            key: {"fingerprint": value["fingerprint"], "digest": value["digest"]} for key, value in inputs.items()
-        },
+        "inputs": {key: {"fingerprint": each["fingerprint"], "digest": each["digest"]} for key, each in inputs.items()},
         "sources": [source.model_dump() for source in sources],
         "outputs": files,
         "reused_from": None,
@@ -117,16 +123,6 @@ def digest_of(result: Result) -> str:
     metrics = {key: value for key, value in result["metrics"].items() if not key.startswith(volatile_prefixes)}
     canonical_json = json.dumps([file_lines, metrics, result["info"]], sort_keys=True)
     return hashlib.sha256(canonical_json.encode()).hexdigest()
-
-
-def _check_outcome(outcome: Outcome, name: str) -> None:
-    for key, value in outcome.metrics.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"stage {name!r} returned the metric {key} = {value!r}; a metric is a number")
-    try:
-        tomli_w.dumps(without_none(dict(outcome.info)))
-    except TypeError as error:
-        raise ConfigError(f"stage {name!r} returned info that cannot be kept: {error}; use TOML types") from error
 
 
 def read_result(stage_path: Path) -> Result | None:
@@ -163,7 +159,8 @@ def find_damage(stage_path: Path, result: Result, *, ignores_cache: bool = False
     if digest_of(result) != result["digest"]:
         return "result.json itself was altered"
     if has_new_times:
-        write_json(stage_path / RESULT, result)
+        with suppress(OSError):  # the run may be a copy on a read-only disk, and its files are intact without the write
+            write_json(stage_path / RESULT, result)
     return None
 
 

@@ -6,6 +6,7 @@ The environment of MLflow selects server and account, such as `MLFLOW_TRACKING_U
 import os
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from cosmos_core.errors import ConfigError
@@ -42,14 +43,11 @@ def keyed_run(client: Any, experiment: str, key: str, name: str, tags: Mapping[s
             if client.get_experiment_by_name(experiment) is None:
                 raise
         existing_experiment = client.get_experiment_by_name(experiment)
-    search_arguments = (
-        ([existing_experiment.experiment_id], f"tags.`{RUN_KEY_TAG}` = '{key}'"),
-        {"order_by": ["attributes.start_time ASC"]},
-    )
-    if not client.search_runs(*search_arguments[0], **search_arguments[1]):
-        client.create_run(existing_experiment.experiment_id, tags={**tags, RUN_KEY_TAG: key}, run_name=name)
-    # The second search returns the first run if the client repeated a request whose response was lost.
-    return client.search_runs(*search_arguments[0], **search_arguments[1])[0]
+    experiment_id, key_filter = existing_experiment.experiment_id, f"tags.`{RUN_KEY_TAG}` = '{key}'"
+    search_runs = partial(client.search_runs, [experiment_id], key_filter, order_by=["attributes.start_time ASC"])
+    if not search_runs():
+        client.create_run(experiment_id, tags={**tags, RUN_KEY_TAG: key}, run_name=name)
+    return search_runs()[0]  # the first run if the client repeated a request whose response was lost
 
 
 def metric_name(name: str) -> str:

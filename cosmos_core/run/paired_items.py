@@ -32,11 +32,6 @@ class PairedDifferences:
         """Return the mean of the differences per item."""
         return math.fsum(self.differences) / len(self.differences)
 
-    @property
-    def negate(self) -> PairedDifferences:
-        """Return the comparison with all differences negated, for a metric whose lower values are better."""
-        return PairedDifferences(tuple(-difference for difference in self.differences), self.is_binary)
-
     def p_value(self, margin: float = 0.0) -> float:
         """Return the probability (p-value) of a mean difference as high as this one or higher if the true mean
         difference is `margin`.

@@ -62,15 +62,15 @@ def decide_from_results(
             damage = find_damage(stage_path, result, ignores_cache=ignores_cache) or ""
             if not damage:
                 return Decision("reuse", "done in this run", stage_path, result)
-    for other_stage_path in _list_finished_stages(output_dir, expected.value):
-        result = read_result(other_stage_path)
-        if other_stage_path != stage_path and result is not None and result["fingerprint"] == expected.value:
-            other_damage = find_damage(other_stage_path, result, ignores_cache=ignores_cache)
+    entry_files = sorted(fingerprint_folder(output_dir, expected.value).glob("*.json"), reverse=True)
+    for entry in (entry for entry in map(read_object, entry_files) if isinstance(entry.get("stage"), str)):
+        other_path = output_dir / entry["stage"]
+        result, run_label = read_result(other_path), f"run {other_path.parent.parent.name}"
+        if other_path != stage_path and result is not None and result["fingerprint"] == expected.value:
+            other_damage = find_damage(other_path, result, ignores_cache=ignores_cache)
             if not other_damage:
-                return Decision(
-                    "adopt", f"same fingerprint as {_describe_run(other_stage_path)}", other_stage_path, result
-                )
-            damage = damage or f"{_describe_run(other_stage_path)}: {other_damage}"
+                return Decision("adopt", f"same fingerprint as {run_label}", other_path, result)
+            damage = damage or f"{run_label}: {other_damage}"
     return Decision("run", f"made before, but {damage}") if damage else None
 
 
@@ -186,15 +186,6 @@ def _read_saved_fingerprints(output_dir: Path, pipeline: str, stage: str) -> dic
         if fingerprint := _parse_fingerprint(document):
             fingerprints[str(run["run_id"])] = fingerprint, str(document.get("work_pool", ""))
     return fingerprints
-
-
-def _list_finished_stages(output_dir: Path, fingerprint_value: str) -> list[Path]:
-    entries = map(read_object, sorted(fingerprint_folder(output_dir, fingerprint_value).glob("*.json"), reverse=True))
-    return [output_dir / entry["stage"] for entry in entries if isinstance(entry.get("stage"), str)]
-
-
-def _describe_run(stage_path: Path) -> str:
-    return f"run {stage_path.parent.parent.name}"
 
 
 def _explain_new_fingerprint(output_dir: Path, pipeline: str, stage: str, current_fingerprint: Fingerprint) -> str:

@@ -36,7 +36,6 @@ class Position(Document):
     checkpoint_step: int | None = None
     metrics: dict[str, Any] = {}
     """Latest metrics that the program of the stage reported."""
-    started: float = 0.0
     heartbeat: float = 0.0
     compile_seconds: float = 0.0
     """Seconds in the phase `compile` so far, which are not part of the step time."""
@@ -64,7 +63,7 @@ class Progress:
         self._last_step_time: float | None = None
         self._compile_start = ("start", 0.0)
         self._lock = threading.RLock()  # other threads call `warn` and `report_checkpoint`; a write may log a warning
-        self._position = Position(pid=os.getpid(), started=time.time())
+        self._position = Position(pid=os.getpid())
         self._write(force=True)
 
     @property

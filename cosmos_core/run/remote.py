@@ -157,14 +157,14 @@ def _download_objects(url: str, objects: list[Object], folder: Path, pause: Call
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.rglob(".*.tmp"):  # of a process that was killed: the caller holds the lock of this folder
         leftover.unlink()
-    total_bytes = sum(each.size for each in objects)
+    paths = [(each, folder / _get_relative_path(url, each)) for each in objects]
+    missing = [(each, path) for each, path in paths if not (path.is_file() and path.stat().st_size == each.size)]
+    total_bytes = sum(each.size for each, _ in missing)
     if total_bytes > shutil.disk_usage(folder).free:
         raise DataError(f"{url} has {total_bytes} bytes, more than are free in {folder.parent}; make room")
 
-    def get(stored_object: Object) -> None:
+    def get(stored_object: Object, path: Path) -> None:
         pause()
-        path = folder / _get_relative_path(url, stored_object)
-        if not (path.is_file() and path.stat().st_size == stored_object.size):
-            bucket.download(stored_object.key, path, stored_object.etag)
+        bucket.download(stored_object.key, path, stored_object.etag)
 
-    run_threads(get, ((each,) for each in objects), _MAX_PARALLEL_FILES, "fetch")
+    run_threads(get, missing, _MAX_PARALLEL_FILES, "fetch")

@@ -54,8 +54,8 @@ class ArtifactStore:
         self._content_store = ContentStore(self._bucket, self._key("objects"), pause)
 
     def check(self) -> None:
-        """Check that the bucket can be reached, without changing anything."""
-        self._bucket.check()
+        """Check that the bucket can be reached and written, without storing anything."""
+        self._bucket.check(self._key("made"))
 
     def put_run(self, run_path: Path, *, has_grown: bool = False) -> str:
         """Store `pipeline.toml` and `run.json` of a run unless they are stored, and return its URL for

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import UploadError
-from cosmos_core.run.bucket import Bucket, is_failed_precondition, run_threads
+from cosmos_core.run.bucket import Bucket, run_threads
 from cosmos_core.run.files import copy_file, sha256
 from cosmos_core.upload.transfer import Journal, Transfer
 
@@ -155,26 +155,19 @@ class ContentStore:
         return f"{self._prefix}/{digest[:2]}/{digest}"
 
 
-def write_document(bucket: Bucket, key: str, value: dict[str, Any], **conditional_headers: str) -> str:
-    """Replace a JSON document in one request and return its new ETag. Keyword arguments are conditional
-    headers for `Bucket.write`, for example `IfMatch`."""
-    text = json.dumps(value)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return bucket.write(key, json.dumps({"sha256": digest, "text": text}).encode(), **conditional_headers)
+def write_document(bucket: Bucket, key: str, value: dict[str, Any]) -> None:
+    """Replace a JSON document in one request."""
+    bucket.write(key, _encode_document(value))
 
 
 def exchange_document(bucket: Bucket, key: str, value: dict[str, Any], etag: str) -> str:
-    """Replace the JSON document that has this ETag, or create the document if `etag` is empty; return the new ETag, or
-    an empty string if the stored document has another ETag."""
-    from botocore.exceptions import ClientError
+    """Replace the JSON document that has this ETag, or create it if `etag` is empty; see `Bucket.exchange`."""
+    return bucket.exchange(key, _encode_document(value), etag)
 
-    conditional_headers = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
-    try:
-        return write_document(bucket, key, value, **conditional_headers)
-    except ClientError as error:
-        if not is_failed_precondition(error):
-            raise
-    return ""
+
+def _encode_document(value: dict[str, Any]) -> bytes:
+    text = json.dumps(value)
+    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "text": text}).encode()
 
 
 def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]:

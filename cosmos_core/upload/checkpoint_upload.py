@@ -44,46 +44,37 @@ class CheckpointUploader:
         self._bucket, self._stage_path = Bucket(name), stage_path
         self._uploaded_names: set[str] = set()
 
-    def push(self, stop: threading.Event | None = None, check: Callable[[], None] = lambda: None) -> list[str]:
-        """Upload every complete checkpoint that is not stored yet; return the names of these checkpoints, `step_N`.
-        Between requests `check` is called, which may raise an error to end the upload.
+    def push(self, pause: Callable[[], None] = lambda: None) -> Iterator[str]:
+        """Upload every complete checkpoint that is not stored yet; yield the name of each, `step_N`, when it is stored.
+        `pause` is called between requests and during waits; it may raise an error to end the upload.
 
         Raises:
             ConfigError, UploadError: the store refuses a request or cannot be reached; files already sent remain.
         """
         with Lock(self._stage_path / "sending.lock") as lock:  # several upload stages may send these checkpoints
-            lock.acquire(poll=check)
-            return self._push(stop, check)
+            lock.acquire(poll=pause)
+            for name, manifest in saved_manifests(self._stage_path).items():
+                if name not in self._uploaded_names and self._push_checkpoint(name, manifest, pause):
+                    yield name
 
-    def _push(self, stop: threading.Event | None, check: Callable[[], None]) -> list[str]:
-        sent_names = []
-        for name, manifest in saved_manifests(self._stage_path).items():
-            if name in self._uploaded_names or (stop is not None and stop.is_set()):
-                continue
-            staging_path, url = self._stage_path / "sending" / name, self._bucket.url(self._prefix)
-            with translate_errors(url), linked(manifest.parent, staging_path) as folder:
-                if folder is None:
-                    continue
-                # A training that began anew has other checkpoints of the same names.
-                if self._bucket.read(self._key(name, MANIFEST)) != (folder / MANIFEST).read_bytes():
-                    self._bucket.remove(self._key(name, MANIFEST))
-                    self._send_checkpoint(name, folder, stop, check)
-                    sent_names.append(name)
-            self._uploaded_names.add(name)
-        return sent_names
-
-    def _send_checkpoint(
-        self, name: str, folder: Path, stop: threading.Event | None, check: Callable[[], None]
-    ) -> None:
-        def pause() -> None:
-            check()
-            if stop is not None and stop.is_set():
-                raise _UploadStopped
-
-        transfer = Transfer(self._bucket, Journal(self._stage_path / _JOURNAL_FILE), pause)
-        files: dict[str, Any] = read_object(folder / MANIFEST).get("files", {})
-        transfer.send({self._key(name, file): (folder / file, entry["sha256"]) for file, entry in files.items()})
-        self._bucket.write(self._key(name, MANIFEST), (folder / MANIFEST).read_bytes())
+    def _push_checkpoint(self, name: str, manifest: Path, pause: Callable[[], None]) -> bool:
+        """Upload a checkpoint unless it is stored or was removed; return True if it was uploaded."""
+        staging_path, url = self._stage_path / "sending" / name, self._bucket.url(self._prefix)
+        with translate_errors(url), linked(manifest.parent, staging_path) as folder:
+            if folder is None:
+                return False
+            # A training that began anew has other checkpoints of the same names.
+            is_stored = self._bucket.read(self._key(name, MANIFEST)) == (folder / MANIFEST).read_bytes()
+            if not is_stored:
+                self._bucket.remove(self._key(name, MANIFEST))
+                transfer = Transfer(self._bucket, Journal(self._stage_path / _JOURNAL_FILE), pause)
+                files: dict[str, Any] = read_object(folder / MANIFEST).get("files", {})
+                transfer.send({
+                    self._key(name, file): (folder / file, entry["sha256"]) for file, entry in files.items()
+                })  # fmt: skip
+                self._bucket.write(self._key(name, MANIFEST), (folder / MANIFEST).read_bytes())
+        self._uploaded_names.add(name)
+        return not is_stored
 
     def _key(self, name: str, file: str) -> str:
         return f"{self._prefix}/{name}/policy/{file}"
@@ -115,12 +106,16 @@ def upload_checkpoints_during(stage_path: Path, url: str) -> Iterator[None]:
 
 
 def _upload_until_stopped(stage_path: Path, url: str, stop_event: threading.Event) -> None:
+    def pause() -> None:
+        if stop_event.is_set():
+            raise _UploadStopped
+
     lower_cpu_priority()
     uploader = None
     while not stop_event.wait(_POLL_SECONDS):
         try:
             uploader = uploader or CheckpointUploader(stage_path, url)
-            for name in uploader.push(stop_event):
+            for name in uploader.push(pause):
                 record_event(stage_path, "sent", f"{name} to {url}")
         except _UploadStopped:
             return

@@ -1,9 +1,10 @@
 """Publication target `file`: folders `<target>/<version>/`, and a link `<target>/latest`, which is replaced last."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ class FileTarget:
 
     def versions(self) -> list[str]:
         """Return all stored versions in the order in which they were published."""
-        records = [file for file in self.folder.glob(f"*/{RECORD_FILE}") if not file.parent.is_symlink()]
+        # Names with a dot are unfinished copies.
+        records = [file for file in self.folder.glob(f"[!.]*/{RECORD_FILE}") if not file.parent.is_symlink()]
         return [file.parent.name for file in sorted(records, key=lambda file: (file.stat().st_mtime, file))]
 
     def where(self, version: str) -> str:
@@ -85,7 +87,7 @@ class FileTarget:
         with self._translate_errors("written"):
             if damage_message := self._find_damage(self.folder / version, self.record_of(version)):
                 raise UploadError(f"{self.folder / version}: {damage_message}; the pointer was not moved")
-            self._move_pointer(version, with_version(self.history(), version) if history is None else history)
+            self._move_pointer(version, history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Copy the files of a model, verify the copies and point `latest` to them; return the folder of the version."""
@@ -98,7 +100,7 @@ class FileTarget:
             if damage_message := self._find_damage(path, record):
                 raise UploadError(f"{path}: {damage_message} after the copy; the pointer was not moved")
             self._pause()
-            self._move_pointer(version, with_version(self.history(), version))
+            self._move_pointer(version)
         return str(path)
 
     @contextmanager
@@ -127,10 +129,17 @@ class FileTarget:
                 return f"{name} is missing or altered"
         return ""
 
-    def _move_pointer(self, version: str, history: list[str]) -> None:
-        temporary_link = self.folder / f".latest.{os.getpid()}.tmp"
-        temporary_link.unlink(missing_ok=True)
-        temporary_link.symlink_to(version)
-        os.replace(temporary_link, self.folder / "latest")
-        write_json(self.folder / HISTORY_FILE, history)
-        sync_folder(self.folder)
+    def _move_pointer(self, version: str, history: list[str] | None = None) -> None:
+        descriptor = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with suppress(OSError):  # NFS cannot lock folders
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # a publication at the same time must not overwrite the history
+            new_history = with_version(self.history(), version) if history is None else history
+            temporary_link = self.folder / f".latest.{os.getpid()}.tmp"
+            temporary_link.unlink(missing_ok=True)
+            temporary_link.symlink_to(version)
+            os.replace(temporary_link, self.folder / "latest")
+            write_json(self.folder / HISTORY_FILE, new_history)
+            sync_folder(self.folder)
+        finally:
+            os.close(descriptor)

@@ -42,13 +42,18 @@ class HubTarget:
         self._pause: Callable[[], None] = lambda: None
 
     def check(self) -> None:
-        """Check that the Hub accepts the token, without changing anything.
+        """Check that the Hub accepts the token and that the token may write, without changing anything.
 
         Raises:
             ConfigError, UploadError: the Hub refuses the token, or cannot be reached.
         """
         with self._translate_errors():
-            call_with_timeout(_CHECK_TIMEOUT_SECONDS, lambda: self._retry(self.api.whoami, _CHECK_TIMEOUT_SECONDS / 2))
+            account: dict[str, Any] = call_with_timeout(
+                _CHECK_TIMEOUT_SECONDS, lambda: self._retry(self.api.whoami, _CHECK_TIMEOUT_SECONDS / 2)
+            )
+        access_token = (account.get("auth") or {}).get("accessToken") or {}
+        if access_token.get("role") == "read":
+            raise ConfigError(f"hub://{self._repository_name}: HF_TOKEN may only read; set it to one that may write")
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
         """Set the function `pause`, which is called between attempts and before the commit. The target keeps no journal
@@ -107,13 +112,15 @@ class HubTarget:
             if branch != "main":
                 self._retry(lambda: self.api.create_branch(self.repository, branch=branch, exist_ok=True))
             # A commit may have succeeded although its response was lost, so `_commit` first compares the stored files.
-            self._retry(lambda: self._commit(folder, version, record, branch))
-            if damage_message := self._retry(lambda: self._find_damage(folder, record, branch)):
+            commit_id = self._retry(lambda: self._commit(folder, version, record, branch))
+            # The branch may have the commit of another publication by now.
+            if damage_message := self._retry(lambda: self._find_damage(folder, record, commit_id)):
                 raise UploadError(f"hub://{self.repository}: {damage_message} after the commit")
-            self._retry(lambda: self.api.create_tag(self.repository, tag=version, revision=branch, exist_ok=True))
+            self._retry(lambda: self.api.create_tag(self.repository, tag=version, revision=commit_id, exist_ok=True))
         return self.where(version)
 
-    def _commit(self, folder: Path, version: str, record: dict[str, Any], branch: str) -> None:
+    def _commit(self, folder: Path, version: str, record: dict[str, Any], branch: str) -> str:
+        """Return the id of a commit with the files of a version: the newest commit of the branch, or a new commit."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         try:
@@ -121,12 +128,15 @@ class HubTarget:
         except DamagedRecord:
             stored_record = {}  # the commit replaces the damaged record
         is_already_sent = stored_record.get("version") == version and stored_record["files"] == record["files"]
-        if is_already_sent and not self._find_damage(folder, record, branch):
-            return
         head = self.api.repo_info(self.repository, revision=branch)
+        if is_already_sent and not self._find_damage(folder, record, head.sha):
+            return str(head.sha)
         names = [name for name in record["files"] if name != _MODEL_CARD_FILE]
         operations: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in names]
-        self.api.preupload_lfs_files(self.repository, operations, revision=branch)
+        try:
+            self.api.preupload_lfs_files(self.repository, operations, revision=branch)
+        except (RuntimeError, PermissionError, TimeoutError) as error:  # the transfer of a file failed, by LFS or Xet
+            raise ConnectionError(str(error)) from error
         self._pause()  # check for a stop request before the commit, which publishes the uploaded files
         operations.append(
             CommitOperationAdd(_MODEL_CARD_FILE, _render_model_card(folder / _MODEL_CARD_FILE, record).encode())
@@ -135,9 +145,10 @@ class HubTarget:
         kept_paths = {operation.path_in_repo for operation in operations} | _KEPT_FILES
         stale_files = [file.rfilename for file in head.siblings or () if file.rfilename not in kept_paths]
         operations += [CommitOperationDelete(name) for name in stale_files]
-        self.api.create_commit(
+        commit = self.api.create_commit(
             self.repository, operations, commit_message=f"Publish {version}", revision=branch, parent_commit=head.sha
         )
+        return str(commit.oid)
 
     def _find_damage(self, folder: Path, record: dict[str, Any], revision: str) -> str:
         """Return a message about the first file whose digest on the Hub differs: the SHA-256 of a large file, the git

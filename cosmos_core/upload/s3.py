@@ -6,6 +6,7 @@ was verified. `AWS_ENDPOINT_URL` or `PROD_S3_CHECKPOINT_ENDPOINT_URL` has the ad
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,12 @@ class S3Target:
         self.transfer = Transfer(self.bucket)
 
     def check(self) -> None:
-        """Check that the bucket can be reached, without changing anything.
+        """Check that the bucket can be reached and written, without storing anything.
 
         Raises:
-            ConfigError, UploadError: the bucket cannot be reached.
+            ConfigError, UploadError: the bucket cannot be reached or written.
         """
-        self.bucket.check()
+        self.bucket.check(self._key(POINTER_FILE))
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
         """Keep a journal of the upload in `folder`; call `pause` between parts and before the pointer moves."""
@@ -49,7 +50,8 @@ class S3Target:
         Raises:
             DamagedRecord: the record is missing or damaged.
         """
-        record = self._read_json(f"{version}/{RECORD_FILE}")
+        with translate_errors(self.where(version)):
+            record = _decode_json(self.bucket.read(self._key(f"{version}/{RECORD_FILE}")))
         if not is_publication_record(record):
             raise DamagedRecord(f"{self.where(version)}/{RECORD_FILE} is missing or damaged; publish again")
         return record
@@ -60,7 +62,11 @@ class S3Target:
         Raises:
             DamagedRecord: `latest.json` cannot be read.
         """
-        pointer = self._read_json(POINTER_FILE)
+        with translate_errors(self.where(POINTER_FILE)):
+            return self._parse_history(self.bucket.read(self._key(POINTER_FILE)))
+
+    def _parse_history(self, data: bytes | None) -> list[str]:
+        pointer = _decode_json(data)
         if pointer is None:
             return []
         versions = pointer.get("history") if isinstance(pointer, dict) else None
@@ -101,7 +107,7 @@ class S3Target:
             keys = {*files, self._key(f"{version}/{RECORD_FILE}")}
             self.transfer.send(files)
             for extra_key in {each.key for each in self.bucket.list_objects(self._key(f"{version}/"))} - keys:
-                self.bucket.client.delete_object(Bucket=self.bucket.name, Key=extra_key)
+                self.bucket.remove(extra_key)
             self.bucket.write(self._key(f"{version}/{RECORD_FILE}"), _encode_json(record))
         self.transfer.pause()
         self.point_to(version)
@@ -118,27 +124,36 @@ class S3Target:
             for name in record["files"]:
                 if self.bucket.head(self._key(f"{version}/{name}")) is None:
                     raise UploadError(f"{self.where(version)}/{name} is gone; {_POINTER_UNCHANGED_NOTE}")
-            new_history = with_version(self._read_history(), version) if history is None else history
-            self.bucket.write(self._key(POINTER_FILE), _encode_json({"version": version, "history": new_history}))
+            while not self._replace_pointer(version, history):
+                self.transfer.pause()  # another publication moved the pointer after it was read
 
-    def _read_history(self) -> list[str]:
-        """Return the history in `latest.json`; an empty list if the file is damaged, so that it can be replaced."""
+    def _replace_pointer(self, version: str, history: list[str] | None) -> bool:
+        """Replace `latest.json`, also if it is damaged; return False if it was changed after it was read."""
+        from botocore.exceptions import ClientError
+
+        key = self._key(POINTER_FILE)
+        data, etag = self.bucket.read_tagged(key)
+        with suppress(DamagedRecord):
+            history = self._parse_history(data) if history is None else history
+        pointer = _encode_json({"version": version, "history": with_version(history or [], version)})
         try:
-            return self.history()
-        except DamagedRecord:
-            return []
+            return bool(self.bucket.exchange(key, pointer, etag))
+        except ClientError as error:
+            if error.response["Error"].get("Code") != "NotImplemented":
+                raise
+            return bool(self.bucket.write(key, pointer))  # the store has no conditional writes
 
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
 
-    def _read_json(self, name: str) -> Any:
-        with translate_errors(self.where(name)):
-            data = self.bucket.read(self._key(name))
-        try:
-            return None if data is None else json.loads(data)
-        except ValueError:
-            return {}
-
 
 def _encode_json(value: Any) -> bytes:
     return json.dumps(value, indent=1).encode()
+
+
+def _decode_json(data: bytes | None) -> Any:
+    """Return the value of JSON data; None if there is no data, and an empty dict if it is damaged."""
+    try:
+        return None if data is None else json.loads(data)
+    except ValueError:
+        return {}

@@ -12,7 +12,8 @@ from cosmos_core.run.state import State
 from cosmos_core.upload.bundle import Bundle, ContentStore, Entry, bundle_of, read_document, write_document
 
 _EVENTS_FILE, _STATE_FILE = "events.jsonl", "state.json"
-_PUSHED_PATTERNS = ("*.json", "*.jsonl", "visual_output/**/*", f"{PROFILES}/*.operators.json")
+# `wandb/id` and the like: another machine continues the same run in a tracking service.
+_PUSHED_PATTERNS = ("*.json", "*.jsonl", "*/id", "visual_output/**/*", f"{PROFILES}/*.operators.json")
 _FINAL_PATTERNS = (*_PUSHED_PATTERNS, "logs/*.log")  # logs are stored after the attempt, with secrets masked
 _EXCLUDED_FILES = {RESULT, "pool.json", "stored.jsonl", "saves.jsonl", "upload.jsonl"}
 _MAX_BYTES_BY_SUFFIX = {".jsonl": 64 << 20}

@@ -100,7 +100,7 @@ class Transfer:
                 self.journal.note(verified=key, sha256=sha256, etag=object_info["etag"])
                 return
             is_sent = False
-            self.bucket.client.delete_object(Bucket=self.bucket.name, Key=key)
+            self.bucket.remove(key)
             self.journal.note(gone=key)
         raise UploadError(
             f"{self.bucket.url(key)} arrived altered {_MAX_ATTEMPTS} times: its sha256 is not that of {file}"

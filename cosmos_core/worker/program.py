@@ -84,7 +84,10 @@ def run_program(stage: Stage) -> None:
     world_size = stage.recipe.policy.parallelism.world_size if stage.kind.has_mesh else 1
     if world_size == 1 and not _has_engines(stage):
         _report_hardware(stage, [measure(LIBRARIES)])
-    program = _import_program(stage.entry)
+    with without_garbage_collection():
+        program = import_user_code(stage.entry)
+    if not callable(program):
+        raise ConfigError(f"{stage.entry!r} is {type(program).__name__}, not a function")
     try:
         inspect.signature(program).bind(stage, **stage.config.arguments)
     except TypeError as error:
@@ -93,7 +96,9 @@ def run_program(stage: Stage) -> None:
     if world_size > 1 or engine_group is not None:
         worker_group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(world_size, actors=engine_group)
         outcome = worker_group.run(
-            partial(run_rank, stage.path, program), lambda: stage.stop_requested, stage.progress.beat
+            _with_service_variables(stage, partial(run_rank, stage.path, program)),
+            lambda: stage.stop_requested,
+            stage.progress.beat,
         )
     else:
         outcome = _run_with_metrics(stage, program)
@@ -110,13 +115,23 @@ def _create_engine_group(stage: Stage) -> Any:
     if not _has_engines(stage):
         return None
     return importlib.import_module("cosmos_core.cluster.actors").ActorGroup(
-        partial(importlib.import_module("cosmos_core.train.generation").open_replica, stage.path),
+        _with_service_variables(
+            stage, partial(importlib.import_module("cosmos_core.train.generation").open_replica, stage.path)
+        ),
         partial(num_requested_engines, stage.path, stage.recipe.num_engines),
         name="RolloutEngine",
         shares_gpus=stage.recipe.mode == "colocated_separated",
         processes=stage.recipe.rollout.parallelism.tp_size,
         overlaps=any(stage.recipe.train.train_policy.lookahead[:2]),
     )
+
+
+def _with_service_variables(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function as one that first sets the variables of this process that rewards, tools and metric sinks
+    need, because ranks and engines on a Ray cluster do not inherit them."""
+    properties = importlib.import_module("cosmos_core.cluster.properties")
+    names = (*stage.recipe.secret_env, *stage.recipe.rollout.multi_turn_config.tool_env)
+    return partial(properties.call_with_variables, properties.service_variables(names), function)
 
 
 def run_rank(path: Path, program: Callable[..., Outcome], messages: Any) -> Outcome:
@@ -197,15 +212,6 @@ class _WarningHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):  # a full disk must not raise in the code that logs
             self._progress.warn(masked(record.getMessage()))
-
-
-def _import_program(entry: str) -> Callable[..., Outcome]:
-    """Return the function at the import path `entry`."""
-    with without_garbage_collection():
-        program: Callable[..., Outcome] = import_user_code(entry)
-    if not callable(program):
-        raise ConfigError(f"{entry!r} is {type(program).__name__}, not a function")
-    return program
 
 
 def _listen_for_stop(stage: Stage) -> None:

@@ -1,5 +1,6 @@
 """Stage kind `gate`: stop the run unless metrics are good enough compared with a number or the published model."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def run(stage: Stage) -> Outcome:
     published: dict[str, float] = (record or {}).get("metrics", {})
     report: list[dict[str, Any]] = []
     failure_messages: list[str] = []
+    entry: dict[str, Any]
     for condition in map(parse_condition, stage.config.require):
         first_index = len(report)
         for name, measured in _find_measured_metrics(condition, stage, None if record is None else published):
@@ -48,7 +50,10 @@ def run(stage: Stage) -> Outcome:
             noise = (
                 0.0 if record is None or paired else _compute_noise_margin(stage, condition, name, measured, published)
             )
-            entry = _report_condition(condition, name, measured[name], condition.limit(published.get(name)), noise)
+            value, limit = measured[name], condition.limit(published.get(name))
+            entry = {"condition": condition.text, "value": value, "bound": limit}
+            entry["passed"] = condition.is_satisfied(value, limit, noise)
+            entry |= ({"metric": name} if "*" in condition.metric else {}) | ({"noise": noise} if noise else {})
             if paired is not None and measured[name] == measured[name]:  # skip NaN, which differs from itself
                 entry |= _compare_items(condition, paired, stage.config.confidence)
             report.append(entry)
@@ -61,21 +66,12 @@ def run(stage: Stage) -> Outcome:
     return Outcome(metrics=metrics, info={"conditions": [*report]})
 
 
-def _report_condition(
-    condition: MetricCondition, name: str, value: float, limit: float | None, noise: float
-) -> dict[str, Any]:
-    """Return the report of a gate's condition: its text, the measured value, the bound and whether it holds."""
-    entry: dict[str, Any] = {"condition": condition.text, "value": value, "bound": limit}
-    entry["passed"] = condition.is_satisfied(value, limit, noise)
-    return entry | ({"metric": name} if "*" in condition.metric else {}) | ({"noise": noise} if noise else {})
-
-
 def _compare_items(condition: MetricCondition, paired: PairedDifferences, confidence: float) -> dict[str, JsonValue]:
     """Return whether a comparison per benchmark item passes, and its statistics, for the report of a gate."""
-    is_higher_better = condition.comparison.startswith(">")
-    p_value = paired.p_value(condition.offset) if is_higher_better else paired.negate.p_value(-condition.offset)
-    statistics = paired.describe(confidence)
-    distance = (paired.mean - condition.offset) * (1 if is_higher_better else -1)
+    sign = 1 if condition.comparison.startswith(">") else -1
+    gains = replace(paired, differences=tuple(sign * difference for difference in paired.differences))
+    p_value, statistics = gains.p_value(sign * condition.offset), paired.describe(confidence)
+    distance = (paired.mean - condition.offset) * sign
     num_required = num_required_items(statistics["items"], statistics["detectable"], distance)
     return {"passed": p_value <= 1 - confidence, "paired": statistics | {"p_value": p_value, "needed": num_required}}
 

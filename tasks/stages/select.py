@@ -49,7 +49,12 @@ def run(stage: Stage) -> Outcome:
     outputs: tuple[str, ...] = ()
     if model_stages:
         outputs = (str(info["model"]),)
-        _link_files(Path(source["path"]) / outputs[0], stage.path / outputs[0])
+        model_path, target = Path(source["path"]) / outputs[0], stage.path / outputs[0]
+        for file in files_below(model_path):
+            link_path = target / file.relative_to(model_path) if file != model_path else target
+            link_path.parent.mkdir(parents=True, exist_ok=True)
+            link_path.unlink(missing_ok=True)
+            link_or_copy(file, link_path)
     chosen_stage = Path(source["path"]).name
     return Outcome(
         outputs=outputs, metrics=_merge_branch_metrics(stage, best_branch), info=info | {"chosen": chosen_stage}
@@ -68,12 +73,3 @@ def _read_metric(stage: Stage, sweep_branch: SweepBranch, metric: str) -> float:
             f"reported: {', '.join(sorted(metrics)) or 'nothing'}"
         )
     return float(metrics[metric])
-
-
-def _link_files(source: Path, target: Path) -> None:
-    """Hard-link the files of `source` below `target`, or copy them where the file system has no hard links."""
-    for file in files_below(source):
-        link_path = target / file.relative_to(source) if file != source else target
-        link_path.parent.mkdir(parents=True, exist_ok=True)
-        link_path.unlink(missing_ok=True)
-        link_or_copy(file, link_path)

@@ -2,6 +2,7 @@
 the pointer to the current version is moved last."""
 
 import logging
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,9 +113,10 @@ def _find_superseded_version(
         return ""
     for version in sorted(versions):
         if not target.damage(folder, version, {"files": weight_digests}):
-            promote_command = f"cosmos promote {stage.config.target} {version}"
+            promote_command = f"cosmos promote {shlex.quote(stage.config.target)} {version}"
             if not hasattr(target, "point_to"):
-                promote_command = f"cosmos resume {stage.run_path} --from-stage {stage.name}, not cosmos promote,"
+                run_argument = shlex.quote(str(stage.run_path))
+                promote_command = f"cosmos resume {run_argument} --from-stage {stage.name}, not cosmos promote,"
             logger.warning(
                 "%s is not what is published now, which stays; %s publishes it again",
                 target.where(version),
@@ -149,4 +151,4 @@ def _send_checkpoints(stage: Stage, check: Callable[[], None]) -> None:
     if checkpoint_config.upload_s3 == "all" and target_parent and target_parent.startswith(checkpoint_config.s3_url()):
         for name, result in stage.inputs.items():
             url = checkpoint_url(target_parent, name, stage.run_path.name)
-            CheckpointUploader(Path(result["path"]), url).push(check=check)
+            list(CheckpointUploader(Path(result["path"]), url).push(check))

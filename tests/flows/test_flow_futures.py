@@ -24,6 +24,7 @@ from tasks import custom
 from tasks.flow_run import FlowInPython, unfinished_stage
 from tests.conftest import PROGRAMS, wait_until
 from tests.flows.test_flows_in_python import GROW, folder, grown, starts
+from tests.flows.test_retrain import events_of
 
 __all__ = ["folder"]
 
@@ -72,6 +73,37 @@ def test_two_executions_of_a_flow_both_end_and_share_its_stages(folder: Path) ->
         executions = [pool.submit(copy_context().run, both, is_first) for is_first in (True, False)]
         assert [execution.result() for execution in executions] == [2.0, 2.0]
     assert starts(folder) == ["first", "second", "third"]
+
+
+def test_two_first_executions_of_a_flow_at_once_make_one_run(folder: Path) -> None:
+    begin = threading.Barrier(2)
+
+    @flow
+    def first(number: int, run_id: str = "one") -> float:
+        begin.wait(60)
+        return grown("model").metrics["size"]
+
+    with ThreadPoolExecutor(2) as pool:
+        executions = [pool.submit(copy_context().run, first, number, return_state=True) for number in range(2)]
+        states = [execution.result() for execution in executions]
+    assert [path.parent.name for path in folder.glob("outputs/*/run.json")] == ["one"]
+    assert any(state.is_completed() for state in states)
+    refusals = [str(state.message) for state in states if not state.is_completed()]
+    assert all("another process" in message or "run_id = 'one' is taken" in message for message in refusals)
+
+
+def test_the_end_of_a_flow_is_an_event(folder: Path) -> None:
+    @flow
+    def sized(refuse: bool, run_id: str) -> None:
+        custom(GROW, name="model", retries=0, arguments={"refuse": refuse} if refuse else {})
+
+    for refuse, run_id, expected in (
+        (False, "well", ["cosmos.stage.completed", "cosmos.run.completed"]),
+        (True, "ill", ["cosmos.stage.failed", "cosmos.run.failed"]),
+    ):
+        sized(refuse, run_id, return_state=True)
+        wait_until(lambda name=run_id: len(events_of(name)) == 2, 30, "the server has both events")
+        assert [event["event"] for event in events_of(run_id)] == expected
 
 
 def test_a_flow_is_running_until_its_own_code_has_ended(folder: Path) -> None:

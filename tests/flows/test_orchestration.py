@@ -230,6 +230,24 @@ def test_samples_are_artifacts_unless_the_run_is_private(tmp_path: Path, private
         assert keys["drawings"]["data"].startswith("data:image/png;base64,")
 
 
+def test_the_table_of_a_long_training_is_json_and_its_curves_fill_no_memory(tmp_path: Path) -> None:
+    stage = tmp_path / "run-8" / "stages" / "sft"
+    lines = [{"step": step, "time": 1.0, "loss": 1 / step} for step in range(1, 25_001)]
+    write_lines(stage / "metrics.jsonl", [*lines, {"step": 25_001, "time": 1.0, "loss": math.inf}])
+    result: Any = {"name": "sft", "kind": "sft", "metrics": {}, "outputs": [], "info": {}, "fingerprint": "f" * 64}
+    shown_artifacts = StageArtifacts(PipelineConfig(name="long"), stage)
+
+    @flow
+    def show() -> None:
+        shown_artifacts.finish(result)
+
+    shown = artifacts_of(show(return_state=True).state_details.flow_run_id)
+    rows = json.loads(shown["long-sft-metrics"]["data"], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert rows[-1] == {"step": 25_001, "loss": "inf"} and [row["step"] for row in rows] == [*range(24_982, 25_002)]
+    kept = [line["step"] for line in shown_artifacts._metrics.lines]
+    assert len(kept) <= 10_000 and kept == sorted(kept) and kept[0] < 20
+
+
 def test_a_flow_run_that_is_cancelled_and_not_told_so_saves_and_ends_and_publishes_nothing(tmp_path: Path) -> None:
     learn = f'entry = "{PROGRAMS}/learning.py:learn"'
     counting = f'entry = "{PROGRAMS}/released.py:count"\narguments = {{ release = "FOLDER/go" }}'

@@ -232,12 +232,12 @@ def test_the_polling_of_a_worker_outlasts_its_server(monkeypatch: pytest.MonkeyP
             asyncio.run(poll(name))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_flow_in_python_stops_its_workers_on_the_signals_of_a_scheduler(number: signal.Signals) -> None:
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     handlers = {each: signal.getsignal(each) for each in numbers}
     try:
-        stop_on_signals()
+        stop_on_signals(lambda: {number.name} - {"SIGTERM"})
         with worker.stoppable(), pytest.raises(TerminationSignal):
             os.kill(os.getpid(), number)
             time.sleep(5)
@@ -247,3 +247,10 @@ def test_a_flow_in_python_stops_its_workers_on_the_signals_of_a_scheduler(number
             signal.signal(each, handler)
         with worker.stoppable():
             assert not worker.is_stopping(), "the next run begins without the request"
+
+
+def test_a_signal_that_no_recipe_names_ends_a_flow_in_python_as_it_ends_any_process() -> None:
+    program = "import os, signal; from tasks.cancellation import stop_on_signals; "
+    program += "stop_on_signals(lambda: {'SIGUSR2'}); os.kill(os.getpid(), signal.SIGUSR1); print('it goes on')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGUSR1, "")

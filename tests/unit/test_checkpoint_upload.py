@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,9 @@ def test_each_complete_checkpoint_is_sent_once_and_its_manifest_last(tmp_path: P
     checkpoint(tmp_path, 2)
     (checkpoint(tmp_path, 4) / "manifest.json").unlink()
     assert url.endswith("/sft/saves/20250101000000")
-    assert CheckpointUploader(tmp_path, url).push() == ["step_2"]
+    assert list(CheckpointUploader(tmp_path, url).push()) == ["step_2"]
     assert sent(proxy) == [f"step_2/policy/{name}" for name in ("rank_0.safetensors", "manifest.json")]
-    assert CheckpointUploader(tmp_path, url).push() == []
+    assert list(CheckpointUploader(tmp_path, url).push()) == []
     assert not list((tmp_path / "sending").iterdir())
 
 
@@ -56,7 +57,8 @@ def test_a_training_that_began_anew_replaces_what_it_sent_before(tmp_path: Path,
         file.write_bytes(text)
         files = {file.name: {"size": 1, "sha256": hashlib.sha256(text).hexdigest()}}
         (file.parent / "manifest.json").write_text(json.dumps({"step": 2, "files": files}))
-        assert CheckpointUploader(stage, url).push() == ["step_2"] and CheckpointUploader(stage, url).push() == []
+        assert list(CheckpointUploader(stage, url).push()) == ["step_2"]
+        assert list(CheckpointUploader(stage, url).push()) == []
         key = url.removeprefix("s3://models/") + "/step_2/policy"
         assert Bucket("models").read(f"{key}/{file.name}") == text
         assert json.loads(Bucket("models").read(f"{key}/manifest.json") or b"")["files"] == files
@@ -95,7 +97,7 @@ def test_they_are_sent_while_the_training_goes_on_and_a_store_that_fails_costs_n
         wait_until(lambda: proxy.requests, 20, "it is tried")
     wait_until(lambda: "not sent" in (tmp_path / "events.jsonl").read_text(), 5, "it is said")
     proxy.reset()
-    assert CheckpointUploader(tmp_path, url).push() == ["step_4"], "the stage that publishes sends it"
+    assert list(CheckpointUploader(tmp_path, url).push()) == ["step_4"], "the stage that publishes sends it"
     assert "step_2 to s3://models/" in (tmp_path / "events.jsonl").read_text()
 
 
@@ -136,7 +138,10 @@ def test_one_sender_at_a_time_which_may_be_stopped(tmp_path: Path, url: str) -> 
     with Lock(tmp_path / "sending.lock") as other:
         other.acquire()
         with pytest.raises(InterruptedError):
-            CheckpointUploader(tmp_path, url).push(check=stop)
+            list(CheckpointUploader(tmp_path, url).push(stop))
+        with upload_checkpoints_during(tmp_path, url):
+            wait_until(lambda: "saves" in {thread.name for thread in threading.enumerate()}, 5, "it waits")
+            time.sleep(1.5)  # longer than it waits before it looks for checkpoints
     with pytest.raises(InterruptedError):
-        CheckpointUploader(tmp_path, url).push(check=stop)
-    assert CheckpointUploader(tmp_path, url).push() == ["step_2"]
+        list(CheckpointUploader(tmp_path, url).push(stop))
+    assert list(CheckpointUploader(tmp_path, url).push()) == ["step_2"]

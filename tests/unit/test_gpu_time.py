@@ -87,6 +87,9 @@ def test_a_run_shows_its_cost_beside_the_estimate_of_the_same_settings(tmp_path:
     update_state(run.stage_path("first"), holds=[hold(1, 1, 0.0, 1800.0)])
     assert str(cost_of(run.path)) == "18 for 0.500 GPU hours, estimated 36, budget 5.000"
     assert cost_of(first.path).estimated_hours is None
+    text = (run.path / "pipeline.toml").read_text()
+    (run.path / "pipeline.toml").write_text(text.replace("per_gpu_hour = 36", f"per_gpu_hour = 1{'0' * 400}"))
+    assert str(cost_of(run.path)).startswith("inf for 0.500 GPU hours"), "a price that was edited by hand"
     save_estimate(pipeline, first.output_dir, {"first": None, "second": 0.0})
     assert cost_of(create_run(priced).path).estimated_hours is None
 

@@ -12,8 +12,10 @@ from cosmos_core.cli import lineage as show_lineage
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError, CosmosError
 from cosmos_core.run.directory import create_run
-from cosmos_core.run.files import sha256
+from cosmos_core.run.files import sha256, write_json
 from cosmos_core.run.lineage import lineage, public_name, stage_of
+from cosmos_core.run.manifest import commit
+from cosmos_core.types import Outcome
 from cosmos_core.upload.file import FileTarget
 from tasks.kinds import all_kinds
 from tasks.stage import run_stage
@@ -59,6 +61,18 @@ def test_lineage_shows_a_shared_stage_once_and_ends_with_an_error_over_an_altere
     ):
         show_lineage(str(stages["last"]))
     assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_lineage_walks_back_over_a_thousand_stages_in_a_row(tmp_path: Path) -> None:
+    stages = tmp_path / "run" / "stages"
+    (stages / "s0").mkdir(parents=True)
+    result = commit(stages / "s0", Outcome(), kind="sft", fingerprint="f", inputs={})
+    record = {"fingerprint": "f", "digest": result["digest"]}  # the same, because no stage has outputs
+    for number in range(1, 1200):
+        (stages / f"s{number}").mkdir()
+        made = result | {"name": f"s{number}", "inputs": {f"s{number - 1}": record}}
+        write_json(stages / f"s{number}" / "result.json", made, durable=False)
+    assert [(link.depth, link.name) for link in lineage(stages / "s1199")] == [(i, f"s{1199 - i}") for i in range(1200)]
 
 
 def test_lineage_ends_at_the_data_and_the_model_that_no_stage_made(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,20 @@ import pytest
 from typer.testing import CliRunner
 
 from cosmos_core.cli import app
+from cosmos_core.launch import worker
 from cosmos_core.launch.clean import _may_run
 from cosmos_core.launch.reap import _has_lost_launcher
 from cosmos_core.observe import formatting
 from cosmos_core.observe.console import print_status
-from cosmos_core.observe.record import read_run
+from cosmos_core.observe.record import read_run, time_overhead
 from cosmos_core.observe.resuming import resume_instructions
 from cosmos_core.observe.runs import is_inactive
 from cosmos_core.run.directory import Run, claim, create_run
-from cosmos_core.run.liveness import LEASE_SECONDS, Approval, note_approval, note_flow_state
+from cosmos_core.run.liveness import LEASE_SECONDS, Approval, note_approval, note_flow_state, note_stop
 from cosmos_core.run.process import identify_process, start_time
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.state import update_state
+from tasks.cancellation import stop_stages
 from tests.unit.run_folder import counting_run, load_recipe, make_inputs
 
 MOMENT = time.mktime((2025, 10, 9, 20, 14, 0, 0, 0, -1))
@@ -148,11 +151,15 @@ def test_a_run_that_was_killed_before_its_first_stage_or_between_two_died(tmp_pa
         flow.kill()
     began = formatting.format_time(read_run(run.path).facts.started)
     assert f"died after {began}, resume with: cosmos resume {run.path}" in status(run)
+    assert time_overhead(read_run(run.path))["wall"] == 0.0, "its time does not grow after its death"
     update_state(run.stage_path("first"), state="done", ended=MOMENT)
     assert "died after 2025-10-09 20:14, resume with: " in status(run)
     with claim(run):
         assert read_run(run.path).outcome == "running"
-        note_flow_state(run.path, "stopped")
+        with worker.stoppable(), ThreadPoolExecutor(1) as thread:  # outside of the main thread, whose signals it sets
+            thread.submit(stop_stages, run, []).result()
+        with worker.stoppable():
+            assert not worker.is_stopping(), "the next test begins without the request"
     assert read_run(run.path).outcome == "stopped" and is_inactive(read_run(run.path))
     claim(run).release()
     assert read_run(run.path).outcome == "running", "the next command for the run"
@@ -174,6 +181,11 @@ def test_a_flow_that_was_killed_in_its_own_code_died_and_one_that_lives_is_kept(
     note_flow_state(run.path, "completed")  # the end of an execution that another one has replaced
     assert "died after 2025-10-09 20:14, resume with: " in status(run) and is_inactive(read_run(run.path))
     assert _has_lost_launcher(run.path) and not _may_run(run.path)
+    claim(run).release()
+    note_stop(run.path, [stage.name for stage in run.pipeline.stages])
+    assert read_run(run.path).outcome == "done", "a command for a TOML file that was stopped after its last stage"
+    note_flow_state(run.path, "stopped")
+    assert read_run(run.path).outcome == "stopped", "a flow in Python that was stopped in its own code"
 
 
 def test_the_last_line_of_a_stopped_run_says_where_each_training_begins_again(tmp_path: Path) -> None:

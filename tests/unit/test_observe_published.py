@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import io
+import re
+import socket
+import time
 from pathlib import Path
 
 import pytest
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
+from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.observe import report
 from cosmos_core.observe.console import print_summary
 from cosmos_core.observe.record import read_run
 from cosmos_core.run.files import read_object
-from tasks.artifacts import _render_run_card
+from cosmos_core.run.progress import Position
+from tasks.artifacts import StageArtifacts, _render_run_card, card_key
 from tests.unit.observed_runs import Page, finished_run, write, write_lines
 
 
@@ -45,8 +51,29 @@ def test_metrics_beyond_every_float_cost_neither_the_page_nor_the_summary(tmp_pa
     stage = run / "stages" / "grpo"
     lines = [{"step": 1, "reward/mean": metric}, {"step": 2, "reward/mean": -metric}]
     write_lines(stage / "metrics.jsonl", lines)
+    samples = [{"step": step, "prompt": "p", "completion": "c", "reward": metric * (3 - 2 * step)} for step in (1, 2)]
+    write_lines(stage / "samples.jsonl", samples)
     write(stage / "result.json", read_object(stage / "result.json") | {"metrics": {"reward/mean": metric}})
     out = io.StringIO()
     print_summary(run, stream=out)
     told = "1e+308" if metric > 0 else "-inf"
     assert f"reward {told}" in out.getvalue() and told in Page(report.build(run)).text
+
+
+def test_a_server_that_does_not_respond_holds_up_no_stage(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/api"
+        with temporary_settings({PREFECT_API_URL: address, PREFECT_CLIENT_MAX_RETRIES: 0}):
+            artifacts, begin = StageArtifacts(PipelineConfig(name="held"), tmp_path / "run/stages/sft"), time.time()
+            for step in (1, 2):
+                artifacts.update(Position(step=step, total=2))
+            assert time.time() - begin < 5
+            thread = artifacts._thread
+        assert thread is not None and thread.is_alive()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_pipelines_whose_names_differ_in_letters_that_keys_lack_share_no_artifacts() -> None:
+    keys = [card_key(name) for name in ("数学", "物理", "Übung 1", "übung-1", "math")]
+    assert len({*keys}) == 5 and keys[-1] == "math-run" and all(re.fullmatch("[a-z0-9][a-z0-9-]*", key) for key in keys)

@@ -226,6 +226,12 @@ def test_a_graph_with_many_paths_is_read_at_once(tmp_path: Path) -> None:
     assert [stage.depth for stage in read_run(tmp_path).stages] == list(range(40))
 
 
+def test_a_flow_in_python_of_a_thousand_stages_in_a_row_is_read(tmp_path: Path) -> None:
+    stages = [f'[[pipeline.stages]]\nname = "s{i}"\nafter = ["s{i - 1}"]\n' for i in range(1200)]
+    (tmp_path / "pipeline.toml").write_text("[pipeline]\n" + "".join(reversed(stages)))
+    assert [stage.depth for stage in read_run(tmp_path).stages] == list(range(1200))
+
+
 def test_stages_come_after_what_they_wait_for(tmp_path: Path) -> None:
     names = [stage.name for stage in read_run(finished_run(tmp_path)).stages]
     for name, _, after, *_ in STAGES:

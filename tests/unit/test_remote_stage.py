@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from prefect.exceptions import ObjectNotFound
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError, Preempted, StageFailed
+from cosmos_core.launch.service_health import ENQUEUE_URL, TOKEN
 from cosmos_core.run.directory import Run, create_run, supersede_stage
 from cosmos_core.run.files import read_json, write_json
 from cosmos_core.run.plan import plan_stages, register_result
@@ -198,6 +199,20 @@ def test_a_reward_service_waits_for_a_server_that_is_started_again(monkeypatch: 
     said[:] = [httpx.ConnectError("gone for good")] * 100
     reward_service._wait_while(is_wanted)
     assert said
+
+
+def test_a_reward_service_whose_stage_was_killed_leaves_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks: set[str] = set()
+    block = SimpleNamespace(save=lambda name, overwrite: blocks.add(name))
+    server = SimpleNamespace(read_flow_run=lambda flow_run: SimpleNamespace(state_type=StateType.CRASHED))
+    variables = {ENQUEUE_URL: "http://127.0.0.1:1/api/reward/enqueue", TOKEN: "t"}
+    monkeypatch.setattr(reward_service, "managed_service", lambda *_, **__: nullcontext(variables))
+    monkeypatch.setattr(reward_service, "get_client", lambda sync_client: nullcontext(server))
+    monkeypatch.setattr(reward_service, "RewardService", lambda **_: block)
+    monkeypatch.setattr(reward_service, "read_service", lambda client, name: variables if name in blocks else None)
+    monkeypatch.setattr(reward_service, "delete_service_block", lambda client, name: blocks.remove(name))
+    reward_service.reward_service.fn("rewards.toml", "run-1", str(uuid.uuid4()))
+    assert not blocks
 
 
 class Services:

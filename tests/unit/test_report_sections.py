@@ -33,9 +33,9 @@ def test_the_page_sets_the_run_beside_the_one_before_it(tmp_path: Path) -> None:
     result = json.loads((old / "stages/eval-grpo/result.json").read_text())
     write(old / "stages/eval-grpo/result.json", {**result, "metrics": {"validation/accuracy": 0.9}})
     found = compare_with_previous(read_run(run))
-    assert found is not None and found.run.path == old
-    assert found.settings == (("sft.train.epoch", "7", "–"),)
-    assert ("eval-grpo", "validation/accuracy", "0.900", "0.705", "worse") in found.metrics
+    assert found is not None and found["run"].path == old
+    assert found["settings"] == (("sft.train.epoch", "7", "–"),)
+    assert ("eval-grpo", "validation/accuracy", "0.900", "0.705", "worse") in found["metrics"]
     assert f'<p class="note">run {old.name}' in report.build(run)
     assert compare_with_previous(read_run(old)) is None and "Beside the run before" not in report.build(old)
 
@@ -63,8 +63,9 @@ def test_the_rewards_of_a_training_are_spread_over_bins_early_and_late(tmp_path:
     write_lines(run / "stages/grpo/samples.jsonl", lines)
     [grpo] = [stage for stage in read_run(run).stages if stage.name == "grpo"]
     bins = reward_bins(grpo)
-    assert [(each.num_first_half, each.num_second_half) for each in bins] == [(1, 0), (1, 0), *[(0, 0)] * 7, (0, 2)]
-    assert (bins[0].first, bins[-1].last, bins[-1].high) == (50.0, 100.0, 1.0)
+    counts = [(each["num_first_half"], each["num_second_half"]) for each in bins]
+    assert counts == [(1, 0), (1, 0), *[(0, 0)] * 7, (0, 2)]
+    assert (bins[0]["first"], bins[-1]["last"], bins[-1]["high"]) == (50.0, 100.0, 1.0)
     assert report.build(run).count('class="range"') == 10
 
 
@@ -73,9 +74,9 @@ def test_the_page_says_what_each_stage_used(tmp_path: Path) -> None:
     write(run / "stages/sft/facts.json", [{"host": "node-3", "gpus": ["NVIDIA H100"], "threads": 8}] * 2)
     write_lines(run / "stages/sft/metrics.jsonl",
                 [{"step": s, "throughput/tokens_per_second": 100.0 * s} for s in (1, 2, 3)])  # fmt: skip
-    used = {use.stage.name: use for use in resources(read_run(run))}
-    assert used["sft"].gpu_hours == pytest.approx(2 * 61 / 3600)
-    assert (used["sft"].tokens_per_second, used["sft"].size) == (200.0, 3_660_000)
+    used = {use["stage"].name: use for use in resources(read_run(run))}
+    assert used["sft"]["gpu_hours"] == pytest.approx(2 * 61 / 3600)
+    assert (used["sft"]["tokens_per_second"], used["sft"]["size"]) == (200.0, 3_660_000)
     assert "prepare" not in used, "it was reused"
     page = report.build(run)
     assert "node-3 (2 ranks, NVIDIA H100, 8 threads)" in page and ">0.03<" in page

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core import cli
-from cosmos_core.config.compose import load_pipeline
+from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import (
     EXIT_USAGE,
@@ -89,6 +89,8 @@ def test_a_run_id_that_is_taken_gets_a_suffix(tmp_path: Path) -> None:
     pipeline = counting_run(tmp_path).pipeline
     names = [create_run(pipeline, run_id="mine").id for _ in range(3)]
     assert names == ["mine", "mine-2", "mine-3"]
+    with pytest.raises(ConfigError, match=r"run_id = 'mine' is taken in .*; wait if a process runs it"):
+        create_run(pipeline, run_id="mine", is_name_fixed=True)  # another process made it after the first look
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "-x", "a\0b", "x" * 101, "two words"])
@@ -326,3 +328,28 @@ def test_a_training_that_runs_is_asked_by_a_file_in_its_stage(
     (stage / "stage.toml").touch()
     cli.app([name, str(run.path), *options], standalone_mode=False)
     assert (stage / file).is_file()
+
+
+def test_each_data_set_of_a_mixture_is_compared_with_that_of_the_existing_run(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+
+    def mixture(weight: float) -> Pipeline:
+        tables = (f"{{name='{tmp_path}/rows.jsonl', label='{n}', weight={w}}}" for n, w in (("a", weight), ("b", 1.0)))
+        load_recipe(tmp_path)
+        text = (tmp_path / "recipe.toml").read_text()
+        dataset = f'dataset.name = "{tmp_path}/rows.jsonl"'
+        (tmp_path / "recipe.toml").write_text(text.replace(dataset, f"datasets = [{', '.join(tables)}]"))
+        return load_pipeline(tmp_path / "recipe.toml", (), all_kinds())
+
+    open_or_create_run(mixture(1.0), run_id="mine")
+    with pytest.raises(ConfigError, match=r"datasets\.[^ ]*rows\.jsonl\[0\]\.weight"):
+        open_or_create_run(mixture(2.0), run_id="mine")
+    assert open_or_create_run(mixture(1.0), run_id="mine").id == "mine"
+
+
+def test_a_command_to_copy_quotes_the_path_of_a_run(tmp_path: Path) -> None:
+    (folder := tmp_path / "my runs").mkdir()
+    run = counting_run(folder)
+    with claim(run), pytest.raises(ConfigError) as caught:
+        claim(run)
+    assert f"(cosmos status '{run.path}')" in str(caught.value)

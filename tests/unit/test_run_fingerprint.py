@@ -304,6 +304,8 @@ def test_the_code_and_the_models_of_a_reward_service_count(tmp_path: Path) -> No
     (tmp_path / "rewards.toml").write_text("no TOML")
     found.append(value())
     assert found[0] == found[1] and len(set(found)) == 4
+    (tmp_path / "rewards.toml").write_text("reward_args = 3")  # the service reports it
+    assert value() not in found
     (tmp_path / "rewards.toml").write_text('[[reward_args]]\nreward_type = "mine"\nentry = "json:loads"\n')
     run = counting_run(tmp_path, f"first.reward_service='{tmp_path}/rewards.toml'")
     inputs = run.pipeline.inputs(run.pipeline.stage("first"))

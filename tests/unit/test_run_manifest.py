@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -337,3 +338,25 @@ def test_a_plan_of_a_missing_input_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         plan_stages(pipeline, pipeline.kinds, tmp_path / "outputs")
     assert str(caught.value) == f"train.train_policy.dataset.name = '{tmp_path}/rows.jsonl': no such file or folder"
+
+
+def test_a_copy_of_a_run_on_a_read_only_disk_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, value: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    shutil.copytree(made(tmp_path / "s"), tmp_path / "copy")  # with other inodes
+    monkeypatch.setattr("cosmos_core.run.manifest.write_json", refuse)
+    assert problem_of(tmp_path / "copy") is None
+    (tmp_path / "copy" / "c.txt").write_text("twO")
+    assert problem_of(tmp_path / "copy") == "c.txt was altered"
+
+
+def test_what_is_taken_over_is_on_the_disk_before_its_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), sync(file)))
+    result = read_result(made(tmp_path / "s"))
+    assert result is not None
+    synced.clear()
+    adopt(tmp_path / "s", tmp_path / "t", result)
+    assert [Path(name).name.split(".")[1] for name in synced[:3]] == ["a", "c", "result"]

@@ -18,9 +18,11 @@ from cosmos_core.errors import (
     GateFailed,
     StageFailed,
 )
+from cosmos_core.observe.record import read_run
 from cosmos_core.run.directory import open_run
 from cosmos_core.run.manifest import read_result
-from cosmos_core.run.state import read_state
+from cosmos_core.run.process import identify_process
+from cosmos_core.run.state import read_state, update_state
 from tasks.kinds import all_kinds
 from tasks.stage import run_stage, should_retry
 from tests.conftest import processes_below, wait_until
@@ -103,6 +105,22 @@ def test_the_time_of_a_gate_ends_with_its_refusal(tmp_path: Path) -> None:
     with pytest.raises(GateFailed):
         run_stage(open_run(run.path, all_kinds()), "gate")
     assert read_state(run.stage_path("gate")).seconds(time.time() + 3600) < 60
+
+
+def test_a_stage_that_was_killed_in_the_process_of_its_flow_takes_no_more_time(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    gate = '\n[[pipeline.stages]]\nname = "gate"\nkind = "gate"\nafter = "second"\nrequire = "count > 0"\n'
+    with open(run.path / "pipeline.toml", "a") as file:
+        file.write(gate)
+    for name in ("first", "second"):
+        finish(run, name, count=1.0)
+    hour_ago = time.time() - 3600
+    dead = identify_process() | {"launcher_started": 0.5}
+    update_state(run.stage_path("gate"), state="running", attempt=1, spans=[(hour_ago, None)], **dead)
+    [gate_record] = [stage for stage in read_run(run.path).stages if stage.name == "gate"]
+    assert (gate_record.status, gate_record.seconds) == ("died", 0.0)
+    run_stage(open_run(run.path, all_kinds()), "gate")
+    assert read_state(run.stage_path("gate")).seconds(time.time()) < 60, "the pause before the resume does not count"
 
 
 def test_what_is_verified_may_have_kept_size_time_and_inode(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ class FakeWandB:
         history = self.history.setdefault(arguments["id"], {})
 
         def log(values: dict[str, float], step: int) -> None:
-            assert step not in history and step >= max(history, default=0)
-            history[step] = values
+            assert not history.get(step, {}).keys() & values and step >= max(history, default=0)
+            history[step] = history.get(step, {}) | values
 
         return SimpleNamespace(
             starting_step=max(history) + 1 if history else 0,
@@ -132,6 +132,29 @@ def test_a_resumed_stage_sends_what_could_not_be_sent_before(tmp_path: Path, wan
     train(make_stage(tmp_path / "r1", "wandb"), 5, 9)
     (history,) = wandb.history.values()
     assert {step: values["loss"] for step, values in history.items()} == {step: loss(step) for step in range(10)}
+
+
+def interrupted(folder: Path, sink: str) -> Stage:
+    """A training that was stopped in the validation of step 3, then of step 5 in its second attempt: each is resumed
+    from the checkpoint of that step."""
+    validated = {"validation/loss": 0.5, "time/validate": 1.0}
+    for start, last in ((0, 3), (3, 5), (5, 6)):
+        stage = make_stage(folder / "r1", sink)
+        with send_to_sinks(stage):
+            stage.metrics.remove_later_lines(start)
+            if start:
+                stage.metrics.log(start, {**validated, "validation/at": start})
+            for step in range(start + 1, last + 1):
+                stage.metrics.log(step, {"loss": loss(step)})
+    return stage
+
+
+def test_a_validation_that_was_cut_off_is_sent_by_the_next_attempt(tmp_path: Path, wandb: FakeWandB) -> None:
+    interrupted(tmp_path, "wandb")
+    (history,) = wandb.history.values()
+    assert {step: values["loss"] for step, values in history.items()} == {step: loss(step) for step in range(1, 7)}
+    late = {step: values for step, values in history.items() if "validation/at" in values}
+    assert {step: values["validation/step"] for step, values in late.items()} == {4: 3, 6: 5}
 
 
 def test_a_validation_that_is_tried_again_is_sent_once(tmp_path: Path, wandb: FakeWandB) -> None:
@@ -237,6 +260,12 @@ def test_tensorboard_shows_every_step_once_after_a_resume(tmp_path: Path) -> Non
     assert tensorboard_scalars(resumed, "reward/mean") == [(step, step / 2) for step in range(10)]
     times = [line["time"] for line in read_metrics(stage.path / "metrics.jsonl")]
     assert [event.wall_time for event in tensorboard_events(resumed, "loss")] == times
+
+
+def test_tensorboard_keeps_the_step_whose_validation_was_cut_off(tmp_path: Path) -> None:
+    stage = interrupted(tmp_path, "tensorboard")
+    assert [step for step, _ in tensorboard_scalars(stage, "loss")] == list(range(1, 7))
+    assert tensorboard_scalars(stage, "validation/at") == [(3, 3.0), (5, 5.0)]
 
 
 def test_tensorboard_has_each_step_while_the_stage_still_runs(tmp_path: Path) -> None:

@@ -102,6 +102,20 @@ def test_the_checkpoints_of_a_stopped_training_stay_with_its_run(store: Artifact
     assert store.checkpoints("f-rl", stage).names() == []
 
 
+def test_a_training_that_moves_to_another_machine_has_the_same_runs_in_trackers(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
+    here, there = (tmp_path / machine / "stages" / "rl" for machine in ("b1", "there"))
+    for sink in ("wandb", "mlflow", "trackio"):
+        (here / sink).mkdir(parents=True)
+        (here / sink / "id").write_text(f"of {sink}")
+    store.record("b1", here, "here").push()
+    store.record("b1", there, "there").pull()
+    assert {file.parent.name: file.read_text() for file in there.glob("*/id")} == {
+        "wandb": "of wandb", "mlflow": "of mlflow", "trackio": "of trackio",
+    }  # fmt: skip
+
+
 def test_what_is_young_stays_and_a_stage_that_is_made_now_stops_it(store: ArtifactStore) -> None:
     before = keys()
     assert retention(keep=0, older_than_seconds=3600).remove() == (0, 0)

@@ -23,7 +23,7 @@ from cosmos_core.upload.base import open_target
 from cosmos_core.upload.mlflow import MlflowTarget
 from tests.conftest import wait_until
 from tests.unit.test_deploy_nginx import free_port
-from tests.unit.test_sinks import loss, make_stage, train
+from tests.unit.test_sinks import interrupted, loss, make_stage, train
 
 ROOT = Path(__file__).parents[2]
 ALL = {step: loss(step) for step in range(1, 10)}
@@ -76,6 +76,14 @@ def test_a_resumed_stage_continues_its_run_on_mlflow(mlflow: Any, tmp_path: Path
     expected = {"cosmos.run": "r1", "cosmos.stage": "sft", "cosmos.kind": "sft", "cosmos.group": "sweep"}
     assert expected.items() <= run.data.tags.items()
     assert run.data.params["logging.experiment_name"] == "small"
+
+
+def test_a_validation_that_was_cut_off_reaches_mlflow(mlflow: Any, tmp_path: Path) -> None:
+    interrupted(tmp_path, "mlflow")
+    (run,) = mlflow_runs(mlflow)
+    assert mlflow_losses(mlflow, run) == {step: loss(step) for step in range(1, 7)}
+    points = mlflow.get_metric_history(run.info.run_id, "validation/at")
+    assert [(point.step, point.value) for point in points] == [(3, 3.0), (5, 5.0)]
 
 
 def test_a_stage_that_failed_or_is_made_again_on_mlflow(mlflow: Any, tmp_path: Path) -> None:

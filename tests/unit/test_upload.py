@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -97,13 +99,22 @@ def test_the_pointer_goes_back_to_an_older_version_that_is_published_again(tmp_p
         assert (tmp_path / "published" / "latest" / "model.safetensors").read_text() == version
 
 
+def test_publications_at_once_are_all_in_the_history(tmp_path: Path) -> None:
+    source, versions = model(tmp_path / "model"), [f"v{number}" for number in range(10, 30)]
+    with ThreadPoolExecutor(len(versions)) as pool:
+        publish = partial(FileTarget(tmp_path / "published").publish, source, record=record_of(source))
+        list(pool.map(publish, versions))
+    assert sorted(FileTarget(tmp_path / "published").history()) == versions
+
+
 def test_the_pointer_can_be_moved_to_any_whole_version(tmp_path: Path) -> None:
     target = FileTarget(tmp_path / "published")
     assert target.history() == []
     for version in ("v1", "v2"):
         source = model(tmp_path / version, version)
         target.publish(source, version, record_of(source, accuracy=0.5))
-    assert target.history() == ["v1", "v2"]
+    shutil.copytree(tmp_path / "published" / "v2", tmp_path / "published" / ".v2.123.tmp")
+    assert target.history() == target.versions() == ["v1", "v2"], "an unfinished copy is no version"
     target.point_to("v1", ["v1"])
     assert os.readlink(tmp_path / "published" / "latest") == "v1" and target.history() == ["v1"]
     (tmp_path / "published" / "v2" / "model.safetensors").write_text("damaged")
@@ -281,6 +292,8 @@ def test_a_target_is_kept_so_that_a_run_can_be_resumed_from_any_folder(
 
 PUBLISH = """
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from cosmos_core.upload.file import FileTarget
 from tests.unit.test_upload import record_of

@@ -113,7 +113,7 @@ def test_a_version_before_the_published_one_is_whole_though_the_branch_has_anoth
         ("429", "POST /api/models/team/sums/commit", 2), ("503", "POST /api/models/team/sums/commit", 1),
         ("lost", "POST /api/models/team/sums/commit", 1), ("drop", "POST /api/models/team/sums/commit", 1),
         ("500", "preupload", 1), ("429", "repos/create", 1), ("lost", "POST /api/models/team/sums/tag", 1),
-        ("502", "GET /team/sums/resolve", 1), ("drop", "PUT /blobs", 1),
+        ("502", "GET /team/sums/resolve", 1), ("drop", "PUT /blobs", 1), ("403", "PUT /blobs", 1),
     ],
 )  # fmt: skip
 def test_a_busy_hub_gets_each_version_once(fault: str, part: str, times: int, tmp_path: Path, server: Hub) -> None:
@@ -147,6 +147,28 @@ def test_an_upload_that_is_to_stop_does_not_wait_as_long_as_a_busy_hub_asks(
     with pytest.raises(Preempted):
         sums.publish(folder, "v1", record)
     assert len(server.requests) == 1
+
+
+def test_of_two_publications_at_once_each_tag_has_its_own_files(tmp_path: Path, server: Hub) -> None:
+    first, second = model(tmp_path / "m", "v1"), model(tmp_path / "n", "v2")
+
+    def choose(what: str) -> str:
+        if what.startswith("POST") and "/tag/" in what:
+            server.reset()
+            target().publish(second[0], "v2", second[1])
+        return ""
+
+    server.choose = choose
+    target().publish(first[0], "v1", first[1])
+    repository = server.repositories["team/sums"]
+    assert [(repository.files(tag) or {})["model.safetensors"] for tag in ("v1", "v2")] == [b"v1", b"v2"]
+
+
+def test_a_token_that_may_only_read_is_refused_before_anything_runs(server: Hub) -> None:
+    target().check()
+    server.role = "read"
+    with pytest.raises(ConfigError, match=r"^hub://team/sums: HF_TOKEN may only read; set it to one that may write$"):
+        target().check()
 
 
 def test_a_cancel_while_the_files_are_sent_makes_no_commit(tmp_path: Path, server: Hub) -> None:

@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, takewhile
 from typing import Any, Protocol
@@ -48,7 +47,8 @@ class Sink(Protocol):
 
     starting_step: int
     """First step that the metric sink has not stored. Earlier attempts' lines of `metrics.jsonl` from this step on are
-    sent before new lines."""
+    sent before new lines. New lines of earlier steps are not sent, except validation metrics that are logged for the
+    first time."""
 
     def log(self, line: dict[str, Any]) -> None:
         """Receive one line of `metrics.jsonl`: `step`, `time` (seconds since 1970) and metrics by name."""
@@ -111,6 +111,9 @@ class _SinkThread:
     def __init__(self, name: str, find_opener: Callable[[str], Opener], stage: Stage) -> None:
         self._name, self._find_opener, self._stage = name, find_opener, stage
         self._line_queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        # Read now, because a training that resumes removes the lines of later steps.
+        lines = read_metrics(stage.metrics.path)
+        self._validated_steps = {line["step"] for line in lines if len(_keep_validation_metrics(line)) > 2}
         self._exit_code = EXIT_CRASH
         self._thread: threading.Thread | None = None
 
@@ -141,14 +144,20 @@ class _SinkThread:
 
     def _send_lines(self, first_line: dict[str, Any]) -> None:
         sink = self._find_opener(self._name)(self._stage, first_line["step"])
-        # Send earlier lines that the metric sink lacks because it was unreachable or an attempt was killed.
+        # Send earlier lines that the metric sink lacks because it was unreachable or an attempt was killed. The first
+        # line may be the validation of a step that an earlier attempt trained, or repeat the line of such a step.
         earlier_lines = takewhile(
             lambda line: line["time"] != first_line["time"], read_metrics(self._stage.metrics.path)
         )
-        missing_lines = (line for line in earlier_lines if line["step"] < first_line["step"])
-        for line in chain(missing_lines, [first_line], iter(self._line_queue.get, None)):
+        for line in earlier_lines:
+            is_repeated = line["step"] >= first_line["step"] and len(line.keys() & first_line.keys()) > 2
+            if line["step"] >= sink.starting_step and not is_repeated:
+                sink.log(line)
+        for line in chain([first_line], iter(self._line_queue.get, None)):
             if line["step"] >= sink.starting_step:
                 sink.log(line)
+            elif line["step"] not in self._validated_steps and len(metrics := _keep_validation_metrics(line)) > 2:
+                sink.log(metrics)
         sink.close(self._exit_code)
 
     def _log_warning(self, problem: str) -> None:
@@ -157,25 +166,21 @@ class _SinkThread:
         logger.warning(message, self._name, reason)
 
 
+def _keep_validation_metrics(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of `metrics.jsonl` with only its step, its time and its validation metrics."""
+    return {name: value for name, value in line.items() if name in {"step", "time"} or name.startswith("validation/")}
+
+
 def numbers(line: dict[str, Any]) -> dict[str, float]:
     """Return the numeric metrics of a line of `metrics.jsonl`."""
     metrics = {name: value for name, value in line.items() if name not in {"step", "time"}}
     return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
 
 
-@dataclass(frozen=True)
-class SinkNames:
-    """Names under which an experiment tracking service (W&B, MLflow, trackio) stores the metrics of a stage."""
-
-    project: str
-    group: str
-    name: str
-    key: str
-    """Identifier that all attempts of a stage share; a stage that is made again has a new folder and identifier."""
-
-
-def names_of_run(stage: Stage, sink: str) -> SinkNames:
-    """Return the names of a stage's run in a tracking service; the identifier is saved in its subfolder `sink`."""
+def names_of_run(stage: Stage, sink: str) -> tuple[str, str, str, str]:
+    """Return project, group, name and identifier of a stage's run in a tracking service (W&B, MLflow, trackio). All
+    attempts of a stage share the identifier, which is saved in its subfolder `sink`; a stage that is made again has a
+    new folder and identifier."""
     config, run_facts = stage.recipe.logging, read_facts(stage.run_path) or RunFacts()
     title = f"{config.experiment_name or run_facts.pipeline or 'cosmos'}-{stage.run_path.name}"
     path = stage.path / sink / "id"
@@ -183,4 +188,4 @@ def names_of_run(stage: Stage, sink: str) -> SinkNames:
         path.parent.mkdir(exist_ok=True)
         write_text(path, uuid.uuid4().hex)
     key = path.read_text(encoding="utf-8")
-    return SinkNames(config.project_name, config.group_name or title, f"{title}-{stage.name}", key)
+    return config.project_name, config.group_name or title, f"{title}-{stage.name}", key

@@ -27,17 +27,17 @@ class MlflowSink:
     package = "mlflow-skinny"
 
     def __init__(self, stage: Stage, first_step: int) -> None:
-        self._client, names = open_client(), names_of_run(stage, "mlflow")
+        self._client, (project, group, name, key) = open_client(), names_of_run(stage, "mlflow")
         from mlflow.entities import Param
 
         tags = {"cosmos.run": stage.run_path.name, "cosmos.stage": stage.name, "cosmos.kind": stage.kind.name}
-        run = keyed_run(self._client, names.project, names.key, names.name, {**tags, "cosmos.group": names.group})
+        run = keyed_run(self._client, project, key, name, {**tags, "cosmos.group": group})
         self._run_id = run.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
         settings = flat(stage.recipe.model_dump(mode="json"))
         # MLflow refuses to change parameters of a resumed run.
-        new_settings = {key: value for key, value in settings.items() if metric_name(key) not in run.data.params}
-        params = [Param(metric_name(key), str(each)[:_MAX_VALUE_CHARACTERS]) for key, each in new_settings.items()]
+        new_settings = {each: value for each, value in settings.items() if metric_name(each) not in run.data.params}
+        params = [Param(metric_name(each), str(value)[:_MAX_VALUE_CHARACTERS]) for each, value in new_settings.items()]
         for batch_start in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._run_id, params=params[batch_start : batch_start + _MAX_PARAMS])
         self.starting_step = int(run.data.metrics.get(_NEWEST_STEP_METRIC, -1)) + 1

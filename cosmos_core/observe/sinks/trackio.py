@@ -22,9 +22,9 @@ class TrackioSink:
     def __init__(self, stage: Stage, first_step: int) -> None:
         import trackio
 
-        names = names_of_run(stage, "trackio")
+        project, group, name, key = names_of_run(stage, "trackio")
         self._run = trackio.init(
-            project=names.project, name=f"{names.name}-{names.key[:6]}", group=names.group, resume="allow",
+            project=project, name=f"{name}-{key[:6]}", group=group, resume="allow",
             config=stage.recipe.model_dump(mode="json"), embed=False, auto_log_gpu=False, auto_log_cpu=False,
         )  # fmt: skip
         self.starting_step = int(self._run._next_step)

@@ -27,17 +27,16 @@ class WandbSink:
         import wandb
 
         self._stage_path, self._media_log_interval = stage.path, stage.recipe.logging.multi_modal_log_interval
-        names = names_of_run(stage, "wandb")
+        project, group, name, key = names_of_run(stage, "wandb")
         self._run = wandb.init(
-            project=names.project, group=names.group, job_type=stage.kind.name, name=names.name, id=names.key,
+            project=project, group=group, job_type=stage.kind.name, name=name, id=key,
             resume="allow", config=stage.recipe.model_dump(), dir=str(stage.path),
             settings=wandb.Settings(
                 silent=True, console="off", disable_git=True, disable_code=True, save_code=False, x_disable_stats=True,
                 x_disable_machine_info=True, x_save_requirements=False, init_timeout=_INIT_SECONDS,
             ),
         )  # fmt: skip
-        self._newest_step = 0
-        self.starting_step = int(self._run.starting_step)
+        self.starting_step = self._newest_step = int(self._run.starting_step)
 
     def log(self, line: dict[str, Any]) -> None:
         """Send one line of `metrics.jsonl`. wandb accepts no step below the newest step, so metrics of a late
