@@ -43,10 +43,8 @@ def fill_batches(lengths: Sequence[int], order: Sequence[int], budget: Budget) -
 def _select_next_candidate(
     lengths: Sequence[int], batch: list[int], candidate_rows: list[int], budget: Budget
 ) -> int | None:
-    max_length, total_length = (
-        max(lengths[row_index] for row_index in batch),
-        sum(lengths[row_index] for row_index in batch),
-    )
+    batch_lengths = [lengths[row_index] for row_index in batch]
+    max_length, total_length = max(batch_lengths), sum(batch_lengths)
     best_candidate: tuple[int, int, int] | None = None
     for candidate_index, row_index in enumerate(candidate_rows):
         length = lengths[row_index]
@@ -100,8 +98,6 @@ class BalancedStepPlan:
 
     def _plan_micro_batches(self, epoch: int) -> list[list[int]]:
         if self._newest_step[0] != epoch:
-            self._newest_step = (
-                epoch,
-                fill_batches(self._row_lengths, self._epoch_order_fn(epoch).tolist(), self._budget),
-            )
+            order = self._epoch_order_fn(epoch).tolist()
+            self._newest_step = epoch, fill_batches(self._row_lengths, order, self._budget)
         return self._newest_step[1]

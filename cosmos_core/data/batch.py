@@ -86,20 +86,13 @@ def shared_rows(
     position_tensors = [torch.arange(start, end) for _, start, end, _ in segments]
     prompt_segments = [prompt_segment for *_, prompt_segment in segments]
     if missing:
-        id_tensors, position_tensors = (
-            [*id_tensors, torch.full((missing,), pad_id)],
-            [*position_tensors, torch.arange(missing)],
-        )
-        segment_bounds, prompt_segments = (
-            np.append(segment_bounds, segment_bounds[-1] + missing),
-            [*prompt_segments, -1],
-        )
+        id_tensors.append(torch.full((missing,), pad_id))
+        position_tensors.append(torch.arange(missing))
+        segment_bounds = np.append(segment_bounds, segment_bounds[-1] + missing)
+        prompt_segments.append(-1)
     ids_1P, positions_1P = torch.cat(id_tensors).unsqueeze(0), torch.cat(position_tensors).unsqueeze(0)
     inputs = {"input_ids": ids_1P, "position_ids": positions_1P, **packed_bounds(segment_bounds, prompt_segments)}
-    return Rows(
-        inputs,
-        [int(segment_bounds[numbers[row_index]]) - segments[numbers[row_index]][1] for row_index in range(len(rows))],
-    )
+    return Rows(inputs, [int(segment_bounds[numbers[i]]) - segments[numbers[i]][1] for i in range(len(rows))])
 
 
 def packed_bounds(bounds: np.ndarray, prompts: Sequence[int] | None = None) -> dict[str, Any]:

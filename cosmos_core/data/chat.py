@@ -6,7 +6,7 @@
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,12 +131,8 @@ class ToolText:
         """Find the text between turns; `end_ids` are the tokens that end an assistant turn."""
         self._tokenizer, self._render_settings = tokenizer, render_settings
         self._end_tokens = {str(tokenizer.decode([token])): token for token in end_ids}
-        special_tokens = [token for token in tokenizer.all_special_tokens if len(token) > 2]
-        self._marks = (
-            re.compile("|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))))
-            if special_tokens
-            else None
-        )
+        special_tokens = [re.escape(token) for token in tokenizer.all_special_tokens if len(token) > 2]
+        self._special_tokens = re.compile("|".join(sorted(special_tokens, key=len, reverse=True)) or "(?!)")
         self._assistant_form: Message | None = None
         with limit_resources(f"{_CONFIG_KEY}: the chat template"):
             self._assistant_form = self._select_assistant_form()
@@ -197,8 +193,7 @@ class ToolText:
         if call_text:
             raise ModelError(
                 f"{_CONFIG_KEY}.enable_tools: the chat template of {self._tokenizer.name_or_path!r} writes a tool "
-                f"call as "
-                f"{call_text.strip()[:200]!r}, which is not read; calls are read as Hermes writes them, "
+                f"call as {call_text.strip()[:200]!r}, which is not read; calls are read as Hermes writes them, "
                 f'<tool_call>{{"name": ..., "arguments": ...}}</tool_call>: give a template that writes that with '
                 f"{_CONFIG_KEY}.custom_chat_template_path, or take another model"
             )
@@ -232,9 +227,7 @@ class ToolText:
         return None
 
     def _render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
-        options = {
-            name: value for name, value in self._render_settings.options.items() if name != "continue_final_message"
-        }
+        options = replace(self._render_settings, continue_final_message=False).options
         text: Any = self._tokenizer.apply_chat_template(
             messages,
             tools=list(self._render_settings.tools) or None,
@@ -246,12 +239,12 @@ class ToolText:
 
     def _escape_special_tokens(self, text: str) -> str:
         """Insert a space into each special token in the text of a tool result, so that no special token ends a turn."""
-        return self._marks.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text) if self._marks else text
+        return self._special_tokens.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
 
 def _changed_turn_error(tokenizer: PreTrainedTokenizerBase, reason: str = "") -> ModelError:
     return ModelError(
         f"{_CONFIG_KEY}: the chat template of {tokenizer.name_or_path!r} does not keep what it has written of an "
-        f"assistant's "
-        f"turn, up to its end token, when a tool result follows{reason}; give another with custom_chat_template_path"
+        f"assistant's turn, up to its end token, when a tool result follows{reason}; give another with "
+        "custom_chat_template_path"
     )

@@ -62,8 +62,7 @@ def clean_training_rows(
         Preempted: a stop was requested.
     """
     config = stage.recipe.train.train_policy.clean
-    if config is None:
-        return CleanedRows(rows, {}, [])
+    assert config is not None
     counts: Counter[str] = Counter()
     examples: list[str] = []
     is_dropped = np.zeros(len(rows), dtype=bool)
@@ -136,11 +135,8 @@ def _iterate_readable_rows(
             if stage.stop_requested:
                 raise Preempted(f"stopped after {row_number} rows were compared; preparing starts anew")
         with suppress(DataError):
-            yield (
-                row_number,
-                location,
-                list(texts_of(row_kind.read(pack_row(row, location) if pack_row else row, location, policy))),
-            )
+            packed_row = pack_row(row, location) if pack_row else row
+            yield row_number, location, list(texts_of(row_kind.read(packed_row, location, policy)))
 
 
 def _normalise_turns(texts: Iterable[str]) -> tuple[list[str], list[list[str]]]:
@@ -225,10 +221,8 @@ class HeldOutIndex:
 
     def match(self, row: ComparedRow, keys: Sequence[int]) -> dict[str, Any] | None:
         """Return the match of a training row with a held-out row; None if no held-out row matches."""
-        candidate_indices = sorted(
-            {row_index for key in enumerate(keys) for row_index in self._rows_by_key.get(key, ())}
-        )
-        match = row.match((self._rows[row_index] for row_index in candidate_indices), self._threshold)
+        candidates = sorted({candidate for key in enumerate(keys) for candidate in self._rows_by_key.get(key, ())})
+        match = row.match((self._rows[candidate] for candidate in candidates), self._threshold)
         return match and {**match, "match": "held_out_row"}
 
 
@@ -265,9 +259,8 @@ def find_duplicates(keys: np.ndarray, rows: ComparedRows, threshold: float) -> I
         is_key_shared[:, column] = key_counts[inverse_indices] > 1
     rows_by_key: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for position in np.flatnonzero(is_key_shared.any(axis=1)).tolist():
-        row_keys = [
-            (column, int(keys[position, column])) for column in np.flatnonzero(is_key_shared[position]).tolist()
-        ]
+        shared_columns = np.flatnonzero(is_key_shared[position]).tolist()
+        row_keys = [(column, int(keys[position, column])) for column in shared_columns]
         candidates = sorted({candidate for key in row_keys for candidate in rows_by_key[key]})
         if match := rows[position].match((rows[candidate] for candidate in candidates), threshold):
             yield position, match

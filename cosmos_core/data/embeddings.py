@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -36,16 +35,18 @@ def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
     Raises:
         DataError: the file is damaged, holds other objects than arrays, or lacks one of the names.
     """
-    if path.suffix.lower() == ".safetensors":
-        try:
-            tensors = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"{path.name}: damaged safetensors file, {first_line(error)}") from error
-    else:
-        if len(names) != 1:
-            raise DataError(f"{path.name}: a pickle has one array, and the model needs {', '.join(names)}; write "
-                            "safetensors with these names")  # fmt: skip
-        tensors = {names[0]: torch.from_numpy(_read_pickled_array(path))}
+
+    def convert(error: Exception) -> Exception:
+        # A damaged pickle may claim an array that exceeds the memory, so only errors of the disk are raised unchanged.
+        is_disk_error = isinstance(error, OSError) and is_machine_error(error)
+        return error if is_disk_error else DataError(f"{path.name}: it is damaged: {first_line(error)}")
+
+    is_pickle = path.suffix.lower() != ".safetensors"
+    if is_pickle and len(names) != 1:
+        raise DataError(f"{path.name}: a pickle has one array, and the model needs {', '.join(names)}; write "
+                        "safetensors with these names")  # fmt: skip
+    with convert_errors(convert):
+        tensors = {names[0]: torch.from_numpy(_read_pickled_array(path))} if is_pickle else load_file(path)
     if missing_names := set(names) - tensors.keys():
         raise DataError(
             f"{path.name}: it has {', '.join(sorted(tensors))}, and the model needs {', '.join(sorted(missing_names))}"
@@ -63,14 +64,9 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def _read_pickled_array(path: Path) -> np.ndarray:
-    """Return the array of a pickle, which may be inside lists of one element; raise DataError, and load nothing, if the
+    """Return the array of a pickle, which may be inside lists of one element; raise an error, and load nothing, if the
     pickle is damaged or holds other objects."""
-
-    def convert(error: Exception) -> Exception:
-        is_disk_error = isinstance(error, OSError) and is_machine_error(error)
-        return error if is_disk_error else DataError(f"{path.name}: {first_line(error)}")
-
-    with convert_errors(convert, ()), open(path, "rb") as file:
+    with open(path, "rb") as file:
         value = _ArrayUnpickler(file).load()
     while isinstance(value, list) and len(value) == 1:
         value = value[0]

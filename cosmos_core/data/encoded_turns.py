@@ -1,8 +1,11 @@
 """Conversations that a column holds in other forms than turns: as JSON, as in CSV files, or in Python's notation, as
-pandas writes lists, or as Alpaca's `history`."""
+pandas writes lists and arrays, or as Alpaca's `history`."""
 
 import ast
 import re
+import tokenize
+from io import StringIO
+from itertools import pairwise
 from typing import Any
 
 from cosmos_core.data.tool_calls import parse_json
@@ -36,8 +39,11 @@ def decode_history(value: Any, location: str) -> list[dict[str, Any]]:
 
 
 def _parse_literal(text: str) -> Any:
-    """Return the value of a Python literal; None if the text is none."""
+    """Return the value of a Python literal, which may lack the commas between dictionaries, as NumPy writes them; None
+    if the text is none."""
     try:
-        return ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        tokens = [token.string for token in tokenize.generate_tokens(StringIO(text.strip()).readline)]
+        neighbours = pairwise([*filter(str.strip, tokens), ""])
+        return ast.literal_eval(" ".join("}," if pair == ("}", "{") else pair[0] for pair in neighbours))
+    except (ValueError, SyntaxError, MemoryError, RecursionError, tokenize.TokenError):
         return None

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
-from itertools import chain, count, islice
+from itertools import chain, count, islice, repeat
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,7 +36,10 @@ from cosmos_core.transient import is_machine_error
 _BLOCK_CHARACTERS = 1 << 20  # characters that are read from a file at a time
 _ROWS_PER_BATCH = 1024
 _JSON_WHITESPACE = re.compile(r"[ \t\n\r]*")
+_MEDIA_FEATURE = re.compile(r"\b(Audio|Image|Mesh|Nifti|Pdf|Video)\(")
+"""Pattern of the types of columns that `datasets` decodes on access."""
 _CSV_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+_TOOL_KEYS = {"tools", "tool_calls", "function_call"}
 _OPEN_BY_SUFFIX: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 Located = tuple[str, Row]
@@ -51,6 +54,10 @@ class RowPart:
     num_rows: int
     read: Callable[[], Iterator[Located]]
 
+    def select(self, start: int, end: int) -> RowPart:
+        """Return the rows from number `start` up to number `end`, which is excluded."""
+        return RowPart(self.name, end - start, lambda: islice(self.read(), start, end))
+
 
 @contextmanager
 def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
@@ -64,7 +71,9 @@ def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
             file.seek(num_bom_bytes)
         try:
             yield TextIOWrapper(file, encoding="utf-8", newline=newline)
-        except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            if is_machine_error(error):  # bz2 too raises OSError, for damaged data
+                raise
             raise DataError(f"{path.name} is damaged: {first_line(error)}; compress it again") from error
         except UnicodeDecodeError:
             file.seek(0)
@@ -260,12 +269,18 @@ def dataset_part(dataset: Any, name: str) -> RowPart:
 
 
 def _read_undecoded_rows(dataset: Any) -> Iterator[Row]:
-    """Yield rows with images as stored (path and bytes), since decoding the pixels of every row would be wasteful."""
-    if "Image(" not in str(dataset.features):
+    """Yield rows with media as stored (path and bytes), since decoding the media of every row would be wasteful, and
+    needs further packages for audio and videos."""
+    media_columns = [name for name, feature in dataset.features.items() if _MEDIA_FEATURE.search(str(feature))]
+    if not media_columns:
         yield from dataset
         return
-    for table in dataset.with_format("arrow").iter(_ROWS_PER_BATCH):
-        yield from table.to_pylist()
+    media_tables = dataset.select_columns(media_columns).with_format("arrow").iter(_ROWS_PER_BATCH)
+    media_rows = chain.from_iterable(table.to_pylist() for table in media_tables)
+    other_rows = chain(dataset.remove_columns(media_columns), repeat({}))
+    for media_row, other_row in zip(media_rows, other_rows, strict=False):
+        row = media_row | other_row
+        yield {name: row[name] for name in dataset.column_names}
 
 
 def _number_rows(name: str, rows: Iterable[Row]) -> Iterator[Located]:
@@ -277,19 +292,19 @@ def _number_rows(name: str, rows: Iterable[Row]) -> Iterator[Located]:
             row = next(row_iterator, None)
         if row is None:
             return
-        yield location, {name: remove_nulls(value) if name == "tools" else _remove_null_arguments(value)
-                      for name, value in row.items()}  # fmt: skip
+        yield location, _remove_null_arguments(row)
 
 
 def _remove_null_arguments(value: Any) -> Any:
-    """Return turns without the null arguments that Arrow adds to tool calls, which a model would learn to write."""
-    if not isinstance(value, list) or not any(isinstance(turn, dict) and turn.get("tool_calls") for turn in value):
-        return value
-    return [
-        {**turn, "tool_calls": remove_nulls(turn["tool_calls"])} if isinstance(turn, dict) and "tool_calls" in turn
-        else turn
-        for turn in value
-    ]  # fmt: skip
+    """Return a row, turn or list without the null arguments that Arrow adds to tools and tool calls, which a model
+    would learn to write."""
+    if isinstance(value, dict):
+        return {
+            name: remove_nulls(element) if name in _TOOL_KEYS else _remove_null_arguments(element)
+            for name, element in value.items()
+        }
+    is_list_of_turns = isinstance(value, list) and value and isinstance(value[0], dict)
+    return [_remove_null_arguments(turn) for turn in value] if is_list_of_turns else value
 
 
 def reader_errors(description: str) -> AbstractContextManager[None]:

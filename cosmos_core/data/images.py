@@ -8,7 +8,6 @@ marks, to parts without a source, or precede the first user text. Nothing is fet
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import os
 import re
@@ -49,7 +48,8 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
     column_images = next((images for column in COLUMNS if (images := _as_image_list(row.get(column)))), [])
     if column_images:
         turns = [{**turn, "content": _split_at_image_marks(turn["content"])} for turn in turns]
-    if column_images and not any(_count_images(turn) for turn in turns):
+    contents = [turn["content"] for turn in turns if isinstance(turn["content"], list)]
+    if column_images and not any(part["type"] == "image" for content in contents for part in content):
         turns = _insert_images(turns, len(column_images), location)
     unused_images: Iterator[Any] = iter(column_images)
     sources: list[Any] = []
@@ -57,9 +57,7 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
     for turn in turns:
         content = turn["content"]
         if isinstance(content, list):
-            for part in content:
-                if part["type"] == "image":
-                    sources.append(_take_image_source(part, unused_images))
+            sources += [_take_image_source(part, unused_images) for part in content if part["type"] == "image"]
             content = [_IMAGE_PART if part["type"] == "image" else part for part in content]
         placeholder_turns.append({**turn, "content": content})
     num_missing_images, num_unused_images = sum(source is None for source in sources), sum(1 for _ in unused_images)
@@ -68,12 +66,11 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
             f"{location}: the turns show {len(sources)} images and the row has "
             f"{len(sources) - num_missing_images + num_unused_images}; write <image> once for each image"
         )
-    if marked_turn := next(
-        (turn for turn in turns if isinstance(turn["content"], str) and _has_image_mark(turn)), None
-    ):
+    texts = [turn["content"] for turn in turns if isinstance(turn["content"], str)]
+    if marked_text := next(filter(re.compile(r"\A\s*<image>|<image>\s*\Z").search, texts), None):
         raise DataError(
-            f"{location}: the turn {marked_turn['content'][:40]!r} shows an image, and the row names none; give it a "
-            f"column `image` or `images`"
+            f"{location}: the turn {marked_text[:40]!r} shows an image, and the row names none; give it a column "
+            "`image` or `images`"
         )
     return placeholder_turns, sources
 
@@ -86,14 +83,16 @@ def read_image(source: Any, root: Path, location: str) -> tuple[ImageRef, Image]
     """
     path, content = _locate_image(source, location)
     if content is not None:
-        return ImageRef(None, content, _digest(content)), _decode_image(content, f"{location}: the image in the row")
+        image_ref = ImageRef(None, content, hashlib.sha256(content).hexdigest())
+        return image_ref, _decode_image(content, f"{location}: the image in the row")
     assert path is not None
     # os.path.expanduser keeps the name of an unknown user, for which Path.expanduser raises.
     image_path = Path(os.path.expanduser(path))
     image_path = image_path if image_path.is_absolute() else root / image_path
     file_bytes = _read(image_path, f"{location}: image {path!r}")
     name = image_path.relative_to(root) if image_path.is_relative_to(root) else image_path.absolute()
-    return ImageRef(str(name), None, _digest(file_bytes)), _decode_image(file_bytes, f"{location}: image {image_path}")
+    image_ref = ImageRef(str(name), None, hashlib.sha256(file_bytes).hexdigest())
+    return image_ref, _decode_image(file_bytes, f"{location}: image {image_path}")
 
 
 def open_image(image_ref: ImageRef) -> Image:
@@ -106,11 +105,9 @@ def open_image(image_ref: ImageRef) -> Image:
         return _decode_image(image_ref.content, "the image of a prepared row")
     assert image_ref.path is not None
     image_bytes = _read(Path(image_ref.path), f"image {image_ref.path} of the prepared rows")
-    if _digest(image_bytes) != image_ref.sha256:
-        raise DataError(
-            f"image {image_ref.path} is not the one that was prepared; run the prepare stage again (cosmos resume "
-            "--from-stage NAME)"
-        )
+    if hashlib.sha256(image_bytes).hexdigest() != image_ref.sha256:
+        remedy = "run the prepare stage again (cosmos resume --from-stage NAME)"
+        raise DataError(f"image {image_ref.path} is not the one that was prepared; {remedy}")
     return _decode_image(image_bytes, f"image {image_ref.path}")
 
 
@@ -130,15 +127,6 @@ def _split_at_image_marks(content: Any) -> Any:
         parts += [dict(_IMAGE_PART)] if text_index else []
         parts += [{"type": "text", "text": text}] if text else []
     return parts
-
-
-def _count_images(turn: Message) -> int:
-    content = turn["content"]
-    return 0 if isinstance(content, str) else sum(part["type"] == "image" for part in content)
-
-
-def _has_image_mark(turn: Message) -> bool:
-    return bool(re.search(r"\A\s*<image>|<image>\s*\Z", turn["content"]))
 
 
 def _insert_images(turns: list[Message], num_images: int, location: str) -> list[Message]:
@@ -188,7 +176,7 @@ def _decode_data_uri(uri: str, location: str) -> bytes:
         if not uri_header.endswith(";base64"):
             raise ValueError("it is not ;base64")
         return base64.b64decode(data, validate=True)
-    except (ValueError, binascii.Error) as error:
+    except ValueError as error:
         raise DataError(f"{location}: the image {uri[:30]!r}... cannot be decoded: {error}") from error
 
 
@@ -215,10 +203,6 @@ def convert_to_rgb(image: Image) -> Image:
         is_16_bit = image.mode != "I" or pixel_values.max(initial=0) > np.iinfo(np.uint8).max
         image = pillow.fromarray((pixel_values >> 8 * is_16_bit).clip(0, 255).astype(np.uint8))
     return image.convert("RGB")
-
-
-def _digest(image_bytes: bytes) -> str:
-    return hashlib.sha256(image_bytes).hexdigest()
 
 
 def _decode_image(content: bytes, description: str) -> Image:

@@ -14,8 +14,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from cosmos_core.data.bounds import limit_resources
 from cosmos_core.data.messages import Message, SkippedRow, texts_of
-from cosmos_core.data.rendering import Tools, render, render_template
-from cosmos_core.data.spans import Render, Span, prefix_spans, spans_by_placeholders, trimmed
+from cosmos_core.data.rendering import Tools, check_tools, render, render_template
+from cosmos_core.data.spans import Span, prefix_spans, spans_by_placeholders, trimmed
 from cosmos_core.data.turn_weights import is_trained_turn
 from cosmos_core.errors import DataError
 
@@ -46,6 +46,7 @@ def find_learned_spans(
     if not any(_has_content(turn) for turn in turns if is_trained_turn(turn)):
         raise SkippedRow(location, "without an assistant turn to learn")
     turns, rendered_text = render(owner, turns, location, tools=tools)
+    check_tools(tools, rendered_text, location)
     tokenizer = owner.tokenizer if isinstance(owner, ProcessorMixin) else owner
     special_tokens, end_token_texts = added_tokens(tokenizer), _decode_end_tokens(tokenizer, end_ids)
     render_messages = partial(render_template, owner, where=location, tools=tools)
@@ -53,7 +54,12 @@ def find_learned_spans(
         spans = _find_marked_spans(owner, tokenizer, turns, rendered_text, tools)
     has_generation_marks, assistant_turns = spans is not None, [turn for turn in turns if turn["role"] == "assistant"]
     if spans is None or not all(map(is_trained_turn, assistant_turns)):
-        turn_spans = _find_turn_spans(render_messages, turns, rendered_text, special_tokens)
+        has_many_turns = len(turns) > _MIN_PLACEHOLDER_TURNS
+        turn_spans = None if has_many_turns else prefix_spans(render_messages, turns, rendered_text)
+        if turn_spans is None:
+            turn_spans = spans_by_placeholders(render_messages, turns, rendered_text, special_tokens)
+        if turn_spans is None and has_many_turns:
+            turn_spans = prefix_spans(render_messages, turns, rendered_text)
         if turn_spans is None:
             raise _make_location_error(turns, location)
         trained_spans = [span for span, turn in zip(turn_spans, assistant_turns, strict=True) if is_trained_turn(turn)]
@@ -65,17 +71,6 @@ def find_learned_spans(
         _extend_to_end_token(span, rendered_text, end_token_texts, has_generation_marks=has_generation_marks)
         for span in spans
     ]
-
-
-def _find_turn_spans(
-    render_messages: Render, turns: list[Message], rendered_text: str, special_tokens: Sequence[str]
-) -> list[Span] | None:
-    """Return the span of each assistant turn for a template without {% generation %} marks; None if this fails."""
-    has_many_turns = len(turns) > _MIN_PLACEHOLDER_TURNS
-    spans = None if has_many_turns else prefix_spans(render_messages, turns, rendered_text)
-    if spans is None:
-        spans = spans_by_placeholders(render_messages, turns, rendered_text, special_tokens)
-    return prefix_spans(render_messages, turns, rendered_text) if spans is None and has_many_turns else spans
 
 
 def _select_trained_spans(
@@ -139,8 +134,7 @@ def _make_location_error(turns: list[Message], location: str) -> DataError:
         return SkippedRow(location, "that begins with the assistant, in a way that the chat template hides")
     return DataError(
         f"{location}: the assistant's turns cannot be found in what the chat template renders, which reorders turns, "
-        f"or "
-        "one of them quotes the text between two turns; put {% generation %} and {% endgeneration %} around them in "
+        "or one of them quotes the text between two turns; put {% generation %} and {% endgeneration %} around them in "
         "the model's chat template, or leave the row out"
     )
 

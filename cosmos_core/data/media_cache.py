@@ -22,7 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cosmos_core.run.files import copy_file, follow_umask, read_json, remove_leftovers, sha256, sync_folder, write_json
+from cosmos_core.models.disk import translate_disk_errors
+from cosmos_core.run.files import follow_umask, read_json, remove_leftovers, sha256, sync_folder, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,8 @@ class MediaCache:
             for key, entry in encoded_entries.items()
             for name, tensor in entry.items()
         }
-        save_file(tensors, temporary_path)
+        with translate_disk_errors(str(path), lambda: "what was encoded before it stays encoded"):
+            save_file(tensors, temporary_path)
         follow_umask(temporary_path)
         digest = sha256(temporary_path, durable=True)
         size = temporary_path.stat().st_size
@@ -111,10 +113,6 @@ class MediaCache:
         sync_folder(path.parent)
         skip_reasons = {key: entry for key, entry in entries.items() if isinstance(entry, str)}
         write_json(self._record_path(shard), {"size": size, "sha256": digest, "refused": skip_reasons})
-
-    def copy(self, shard: str, target: Path) -> None:
-        """Copy a shard to `target`, as a copy-on-write clone if the file system supports it."""
-        copy_file(self.path(shard), target)
 
     def shapes(self, shard: str, name: str) -> dict[str, list[int]]:
         """Return the shape of one tensor of each entry of a shard, by key, from the header of its file."""

@@ -9,6 +9,7 @@ Shapes: C channels, F frames (videos alone), H height, W width, all of the laten
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.lazy import IndexedSequence
 from cosmos_core.data.prepared import open_table
 from cosmos_core.errors import DataError, first_line
+from cosmos_core.types import Prompt
 
 TENSORS = "tensors"
 """Name of the folder with the shards of tensors, in the folder of the prepared tables."""
@@ -30,6 +32,7 @@ NULL_TEXT = b"null text"
 _MAX_CACHED_BYTES = 64 << 20
 """Maximum bytes of rows that are cached in memory after their first read."""
 _MAX_OPEN_SHARDS = 128
+_REFERENCE_KEYS = ("reference", "answer", "label")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +50,7 @@ class MediaRow:
     """Log-variance of the posterior of the latent, in the shape of `mean`; None: the latent is `mean`."""
 
 
-@dataclass(frozen=True, slots=True)
-class MediaPrompt:
-    """Prompt to sample images or clips from, with its embedding."""
-
-    row: int
-    """Row number in the prepared file: the same prompt in every process and epoch."""
-    prompt: str
-    text: dict[str, Tensor]
-    """Embedding of the prompt, as `text_embedding` returns it, without a batch dimension."""
-    metadata: dict[str, Any]
-    """Values that the data set's row has in addition to the prompt, for reward functions."""
-
-
-RowT = TypeVar("RowT", MediaRow, MediaPrompt)
+RowT = TypeVar("RowT", MediaRow, Prompt)
 
 
 class _MediaTable(IndexedSequence[RowT]):
@@ -123,14 +113,31 @@ class MediaRows(_MediaTable[MediaRow]):
         return row
 
 
-class MediaPrompts(_MediaTable[MediaPrompt]):
-    """Prompts to sample images or clips from, by row."""
+class MediaPrompts(_MediaTable[Prompt]):
+    """Prompts to sample images or clips from, by row, with their text embeddings."""
 
-    def item(self, index: int) -> MediaPrompt:
+    def __init__(self, table: pa.Table, folder: Path, reference_key: str = "", clips: MediaRows | None = None) -> None:
+        """Wrap a table of prompts.
+
+        `reference_key` is the metadata key of the reference that rewards compare with; empty: see `find_reference`.
+        `clips` are the clips of the same rows, for rollouts that are conditioned on first frames."""
+        super().__init__(table, folder)
+        self._reference_key, self._clips = reference_key, clips
+
+    def item(self, index: int) -> Prompt:
         metadata = json.loads(self._value("metadata", index))
-        return MediaPrompt(
-            index, self._value("prompt", index), self._read_tensors(self._value("text", index)), metadata
-        )
+        return Prompt(
+            index, (), self._value("prompt", index), find_reference(metadata, self._reference_key),
+            embedding=self._read_tensors(self._value("text", index)), metadata=metadata,
+            conditioning_clip=self._clips[index].mean.float() if self._clips is not None else None,
+        )  # fmt: skip
+
+
+def find_reference(metadata: Mapping[str, Any], reference_key: str) -> str:
+    """Return the reference that rewards compare with, from the metadata key `reference_key`; if empty, from a usual
+    key."""
+    reference_keys = (reference_key,) if reference_key else _REFERENCE_KEYS
+    return next((str(metadata[name]) for name in reference_keys if metadata.get(name) is not None), "")
 
 
 def open_media(folder: Path, split: str) -> MediaRows:
@@ -138,10 +145,13 @@ def open_media(folder: Path, split: str) -> MediaRows:
     return MediaRows(open_table(folder, split, row_kind("media")), folder)
 
 
-def open_media_prompts(folder: Path, split: str) -> MediaPrompts:
+def open_media_prompts(
+    folder: Path, split: str, reference_key: str = "", clips: MediaRows | None = None
+) -> MediaPrompts:
     """Return the prompts of a split of a prepare stage's data folder, whose rows have prompts alone or also media;
-    errors are those of `open_table`."""
-    return MediaPrompts(open_table(folder, split, row_kind("media_prompts"), row_kind("media")), folder)
+    errors are those of `open_table`. `reference_key` and `clips` are arguments of `MediaPrompts`."""
+    table = open_table(folder, split, row_kind("media_prompts"), row_kind("media"))
+    return MediaPrompts(table, folder, reference_key, clips)
 
 
 @lru_cache(maxsize=_MAX_OPEN_SHARDS)

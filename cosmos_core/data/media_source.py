@@ -20,7 +20,7 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from cosmos_core.config.prompt_sets import find_prompt_set, metadata_of, prompt_files
 from cosmos_core.config.schema.dataset import DatasetConfig, data_suffix
@@ -28,6 +28,8 @@ from cosmos_core.data.formats import Located
 from cosmos_core.data.rows import HELD_OUT_SPLITS, load_rows
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.run.content import files_of
+from cosmos_core.run.files import sha256
+from cosmos_core.transient import is_machine_error
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".avif", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".webm", ".mkv", ".avi", ".m4v", ".mpg", ".mpeg")
@@ -41,7 +43,6 @@ _MEDIA_KEYS = ("image", "img", "jpg", "png", "webp", "video", "mp4", "file_name"
 _METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _MEDIA_FOLDERS = ("videos", "images")
 _EMBEDDING_FOLDERS = ("text_embeddings", "t5_xxl", "t5")
-_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +62,9 @@ class Content:
         Raises:
             OSError: the file cannot be read.
         """
-        if self.path is None:
-            return hashlib.sha256(self.content_bytes).hexdigest()
-        digest, remaining_bytes = hashlib.sha256(), self.size
-        with self.open() as file:
-            while block := file.read(_BLOCK_BYTES if remaining_bytes is None else min(_BLOCK_BYTES, remaining_bytes)):
-                digest.update(block)
-                remaining_bytes = None if remaining_bytes is None else remaining_bytes - len(block)
-        return digest.hexdigest()
-
-    def open(self) -> BinaryIO:
-        """Open the file of the content, and seek to the first byte of the content."""
-        assert self.path is not None
-        file = open(self.path, "rb")  # noqa: SIM115 - the caller closes it
-        file.seek(self.offset)
-        return file
+        if self.path is not None and self.size is None:
+            return sha256(self.path)
+        return hashlib.sha256(self.read()).hexdigest()
 
     def read(self) -> bytes:
         """Return the bytes of the content.
@@ -85,7 +74,8 @@ class Content:
         """
         if self.path is None:
             return self.content_bytes
-        with self.open() as file:
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
             return file.read() if self.size is None else file.read(self.size)
 
 
@@ -213,7 +203,7 @@ def _read_paired_files(folder: Path) -> Iterator[Item]:
         try:
             json_value = json.loads(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
-            yield Item(file.name, "", problem=f"{file.name}: malformed JSON, {first_line(error)}")
+            yield Item(file.name, "", problem=f"{file.name}: malformed JSON, {reason_of(error)}")
             continue
         if isinstance(json_value, dict) and not _has_prompt(json_value) and file.stem in media_by_stem:
             json_value |= {"prompt": caption} if (caption := _read_caption(caption_file_by_stem.get(file.stem))) else {}
@@ -236,8 +226,16 @@ def _read_caption(file: Path | None) -> str | None:
     """Return the text of a caption file; empty if unreadable, None if there is none."""
     try:
         return None if file is None else file.read_text(encoding="utf-8-sig").strip()
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        reason_of(error)
         return ""
+
+
+def reason_of(error: Exception) -> str:
+    """Return in one line why a row cannot be used; raise an error of the disk again, since a retry may succeed."""
+    if is_machine_error(error):
+        raise error
+    return first_line(error)
 
 
 def _read_metas_folder(folder: Path) -> Iterator[Item]:
@@ -250,7 +248,7 @@ def _read_metas_folder(folder: Path) -> Iterator[Item]:
         try:
             prompt = file.read_text(encoding="utf-8-sig").strip()
         except (OSError, ValueError) as error:
-            yield Item(location, "", problem=f"{location}: {first_line(error)}")
+            yield Item(location, "", problem=f"{location}: {reason_of(error)}")
             continue
         embedding = embedding_by_stem.get(file.stem)
         if not prompt and embedding is None:
@@ -299,7 +297,7 @@ def _items_from_tar(path: Path) -> Iterator[Item]:
                 yield _item_from_members(archive, path, members_by_suffix)
             _check_tar_end(path, archive.offset)
     except (tarfile.TarError, OSError) as error:
-        yield Item(path.name, "", problem=f"{path.name}: damaged tar file, {first_line(error)}")
+        yield Item(path.name, "", problem=f"{path.name}: damaged tar file, {reason_of(error)}")
 
 
 def _check_tar_end(path: Path, offset: int) -> None:
@@ -341,20 +339,21 @@ def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 def _read_prompt_lines(files: Iterable[Path], dataset_path: Path) -> Iterator[Item]:
     """Yield an item for each line of text or JSON Lines files; blank lines are skipped."""
     for file in files:
-        with open(file, encoding="utf-8-sig", errors="replace") as lines:
-            for line_number, line in enumerate(lines, start=1):
-                if not line.strip():
+        is_text = file.suffix.lower() == ".txt"
+        with open(file, encoding="utf-8-sig", errors="surrogateescape") as lines:
+            for line_number, line in enumerate(map(str.strip, lines), start=1):
+                if not line:
                     continue
                 location = f"{file.name}:{line_number}"
-                if file.suffix.lower() == ".txt":
-                    yield Item(location, line.strip(), metadata_of(line.strip(), dataset_path))
-                    continue
                 try:
-                    json_value = json.loads(line)
+                    line.encode()
+                    json_value = {**metadata_of(line, dataset_path), "prompt": line} if is_text else json.loads(line)
+                except UnicodeEncodeError:
+                    yield Item(location, "", problem=f"{location}: it is not UTF-8; save the file as UTF-8")
                 except (ValueError, RecursionError) as error:
                     yield Item(location, "", problem=f"{location}: malformed JSON, {first_line(error)}")
-                    continue
-                yield _item_from_json(json_value, location, None, None)
+                else:
+                    yield _item_from_json(json_value, location, None, None)
 
 
 def _item_of_row(located_row: Located, folder: Path) -> Item:
@@ -396,5 +395,4 @@ def _find_prompt_key(json_object: dict[str, Any]) -> str | None:
 
 
 def _has_prompt(json_object: dict[str, Any]) -> bool:
-    key = _find_prompt_key(json_object)
-    return key is not None and bool(json_object[key].strip())
+    return any(isinstance(text := json_object.get(name), str) and text.strip() for name in PROMPT_KEYS)

@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeVar
-
-from torch import Tensor
+from typing import NamedTuple, TypeVar
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -19,9 +17,10 @@ from cosmos_core.data.kinds.base import TRAIN, VALIDATION
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.media_cache import digest_of
 from cosmos_core.data.media_pixels import FrameSettings
-from cosmos_core.data.media_source import Content, Item, Items, open_items
+from cosmos_core.data.media_source import Content, Item, Items, open_items, reason_of
 from cosmos_core.data.rows import held_out_mask
 from cosmos_core.errors import ConfigError, DataError
+from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.run.stage import Stage
 
 _NUM_DECODER_THREADS = 4  # number of decoding threads, which run in parallel since Pillow and PyAV release the GIL
@@ -30,25 +29,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Encoders(Protocol):
-    """Encoders of text and pixels: the part of a diffusion model's adapter that a `prepare` stage needs."""
-
-    residency: Any
-    """Location of the encoders' weights, a `models.offload.ComponentOffload`."""
-
-    def text_embedding(self, prompts: list[str]) -> dict[str, Tensor]:
-        """Return the embeddings of prompts, each with a batch dimension."""
-
-    def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return mean and log-variance of the normalised latents of pixels (BC[F]HW) in [-1, 1]. The log-variance is
-        None for a deterministic VAE."""
-
-
 @dataclass(frozen=True)
 class Source:
     """Encoders that load their weights on first use, with the properties that do not require the weights."""
 
-    encoders: Encoders
+    encoders: DiffusionModel
     digest: str
     """Digest of the encoders' weights and of all settings that determine their output."""
     multiple: int = 16
@@ -91,14 +76,9 @@ def frame_settings(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Fr
     """Return the settings for decoding the media of a data set to pixels.
 
     Raises:
-        ConfigError: the model does not support the size or the number of frames.
+        ConfigError: the model does not support the number of frames.
     """
     diffusers_config = recipe.policy.diffusers
-    for name, size in zip(("height", "width"), diffusers_config.inference_size, strict=True):
-        if size % source.multiple:
-            raise ConfigError(
-                f"policy.diffusers.inference_size: {name} = {size} must be a multiple of {source.multiple}"
-            )
     num_frames = diffusers_config.train_frames if source.is_video else 0
     if source.is_video and (num_frames - 1) % source.frame_multiple:
         raise ConfigError(
@@ -184,6 +164,7 @@ def _make_row(item: Item, frame_config: FrameSettings, needs_media: bool) -> Row
         if item.content is not None:
             media_key = digest_of("media", item.content.digest(), item.content.is_video, repr(frame_config))
     except OSError as error:
+        reason_of(error)
         return f"{error.strerror}: {error.filename}"
     metadata = json.dumps(item.metadata, ensure_ascii=False, default=str)
     try:

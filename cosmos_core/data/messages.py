@@ -99,19 +99,17 @@ def has_value(row: Row, column: str) -> bool:
     return column in row and dict.get(row, column) is not None
 
 
-def plain_text_columns(row: Row, *columns: str | tuple[str, ...]) -> list[str] | None:
+def plain_text_columns(row: Row, *columns: tuple[str, ...]) -> list[str] | None:
     """Return the texts of columns for a model without a chat template; None if a text is missing or holds turns.
 
-    A tuple in `columns` lists alternative names of one column, of which the first that exists is used. The texts are
-    meant to be concatenated as they are.
+    Each tuple lists alternative names of one column, of which the first that exists is used. The texts are meant to be
+    concatenated as they are.
     """
-    if any(has_value(row, name) for name in _CONVERSATION_COLUMNS):
+    if any(has_value(row, name) for name in _CONVERSATION_COLUMNS) or read_system_prompt(row):
         return None
-    names = [[column] if isinstance(column, str) else column for column in columns]
-    present_columns = [next((name for name in alternatives if has_value(row, name)), "") for alternatives in names]
-    column_values = [decode_conversation(row[name]) for name in present_columns if name]
-    is_text = len(column_values) == len(columns) and all(isinstance(value, str) for value in column_values)
-    return column_values if is_text and not read_system_prompt(row) else None
+    present_columns = [next((name for name in alternatives if has_value(row, name)), "") for alternatives in columns]
+    column_values: list[Any] = [decode_conversation(row[name]) if name else None for name in present_columns]
+    return column_values if all(isinstance(value, str) for value in column_values) else None
 
 
 def read_conversation(
@@ -246,7 +244,7 @@ def as_turns(row: Row, column: str, role: str, location: str, with_images: bool 
         return read_turns(value, column, location, with_images)
     history: list[Message] = []
     if column == "instruction":
-        value = "\n\n".join([value, *filter(None, (_read_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS))])
+        value = "\n\n".join(filter(None, [value, *(_read_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS)]))
         history = decode_history(row.get("history"), location)
     turns = [*history, {"role": role, "content": value}]
     return [{**turn, "content": read_content(turn["content"], location, with_images)} for turn in turns]
@@ -283,8 +281,9 @@ def _turn(turn: Any, location: str, with_images: bool) -> Message:
     weight_field = pop_turn_weight(turn, _STANDARD_ROLES[role], location)
     if "role" not in turn:
         turn = {key: value for key, value in turn.items() if key in _SHAREGPT_KEYS}
+    default_content = None if {"tool_calls", "function_call"}.isdisjoint(turn) else ""
     call_field = pop_calls(turn, location)
-    content = read_content(turn.get("content", turn.pop("value", "" if call_field else None)), location, with_images)
+    content = read_content(turn.get("content", turn.pop("value", default_content)), location, with_images)
     if role == "function_call" and (calls := calls_of(content)):
         content, call_field = "", {"tool_calls": calls}
     return {**turn, "role": _STANDARD_ROLES[role], "content": content, **call_field, **weight_field}

@@ -78,13 +78,10 @@ class MinHashBands:
         self._band_size = next(
             n for n in band_sizes if 1 - (1 - threshold**n) ** (_NUM_PERMUTATIONS // n) >= _TARGET_RECALL or n == 1
         )
+        self.count = _NUM_PERMUTATIONS // self._band_size
+        """Number of keys that each set of n-grams has."""
         self._empty_minhash = MinHash(num_perm=_NUM_PERMUTATIONS, hashfunc=int)
         self._hash_powers = _compute_hash_powers(self._band_size)
-
-    @property
-    def count(self) -> int:
-        """Return the number of keys that each set of n-grams has."""
-        return _NUM_PERMUTATIONS // self._band_size
 
     def keys(self, grams: np.ndarray) -> np.ndarray:
         """Return one key per band, uint64, of a set of hashes of n-grams."""

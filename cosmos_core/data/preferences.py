@@ -67,7 +67,10 @@ def read_preference(
     prompt = [] if prompt_column is None else as_turns(row, prompt_column, "user", location, with_images)
     if len(prompt) == 1 and (texts := remove_repeated_prompt(prompt[0]["content"], chosen_completion, other)):
         chosen_completion, other = (text.lstrip() for text in texts)
-    chosen, rejected = _make_response_turns(chosen_completion), _make_response_turns(other)
+    chosen, rejected = (
+        [{"role": "assistant", "content": each}] if isinstance(each, str) else each
+        for each in (chosen_completion, other)
+    )
     if "assistant" not in {chosen[0]["role"], rejected[0]["role"]}:
         shared_turns = chosen[: num_shared(chosen, rejected)]
         chosen, rejected = chosen[len(shared_turns) :], rejected[len(shared_turns) :]
@@ -75,10 +78,8 @@ def read_preference(
     if any(not turns or turns[0]["role"] != "assistant" for turns in (chosen, rejected)):
         raise SkippedRow(location, "whose chosen and rejected answer different prompts")
     if any(turn.get("weight") == 0 for turn in (*chosen, *rejected)):
-        raise DataError(
-            f"{location}: weight = 0 in `chosen` or `rejected` or loss = false: they are compared as a whole; leave "
-            f"it out"
-        )
+        problem = "weight = 0 in `chosen` or `rejected` or loss = false"
+        raise DataError(f"{location}: {problem}: they are compared as a whole; leave it out")
     if not prompt and prompt_column is None:
         raise MissingColumn(
             f"{location}: no prompt among the columns {columns_of(row)}; name it `prompt`, or set "
@@ -183,7 +184,3 @@ def _split_plain_preference(chosen: str, rejected: str, location: str) -> Prefer
     if prompt in {chosen, rejected}:
         raise SkippedRow(location, "with an empty answer")
     return Preference(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
-
-
-def _make_response_turns(response: list[Message] | str) -> list[Message]:
-    return [{"role": "assistant", "content": response}] if isinstance(response, str) else response

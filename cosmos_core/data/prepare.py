@@ -147,9 +147,8 @@ def _read_first_texts(stage: Stage, source: _RowSource) -> Iterator[str]:
     pack_row = _make_opener(stage, source.recipe).packer()
     for location, row in islice(source.rows, _NUM_COMPARED_ROWS):
         with suppress(DataError):
-            yield from texts_of(
-                tokenised_kind(policy.rows).read(pack_row(row, location) if pack_row else row, location, policy)
-            )
+            packed_row = pack_row(row, location) if pack_row else row
+            yield from texts_of(tokenised_kind(policy.rows).read(packed_row, location, policy))
 
 
 def _set_prompt_rendering(
@@ -178,8 +177,7 @@ def _write_split(
     Raises:
         DataError: too many rows cannot be read, or no row of a data set is left to write.
     """
-    counts = Counts(jobs[0].kind, jobs[0].column, jobs[0].num_free_tokens)
-    counts_of_sources = [Counts(job.kind, job.column, job.num_free_tokens) for job in jobs]
+    counts, counts_of_sources = Counts(jobs[0]), [Counts(job) for job in jobs]
     with pa.ipc.new_file(path, jobs[0].schema) as file, closing(_tokenise_sources(stage, jobs, sources)) as chunks:
         for i, chunk in chunks:
             if chunk.batch.num_rows:
@@ -262,7 +260,7 @@ def _split_each_source(stage: Stage) -> tuple[list[_RowSource], list[_RowSource]
         dataset: RowsConfig = policy.dataset
         if isinstance(dataset, SourceConfig):
             source_recipe = recipe.derive(train=recipe.train.derive(train_policy=policy))
-            mixture_fields = {"label": dataset.source, "weight": dataset.weight}
+            mixture_fields = {"label": dataset.label, "weight": dataset.weight}
         rows = load_rows(dataset, config_key, None if stage.data is not None else _make_opener(stage, source_recipe))
         train_sources.append(_RowSource(rows, source_recipe, dataset, **mixture_fields))
     if validation.dataset.name:
@@ -312,7 +310,8 @@ def read_stop_tokens(model: str, revision: str | None, tokenizer: PreTrainedToke
     generation_config = load_generation_config(model, revision)
     stop_ids: Any = generation_config and generation_config.eos_token_id
     stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
-    return tuple(token_id for token_id in (tokenizer.eos_token_id, *stop_ids) if token_id is not None)
+    # Some published files have -1 for no token.
+    return tuple(token_id for token_id in (tokenizer.eos_token_id, *stop_ids) if token_id is not None and token_id >= 0)
 
 
 def _make_job(stage: Stage, split: str, source: _RowSource) -> Job:

@@ -36,7 +36,7 @@ from cosmos_core.models.families import open_family
 from cosmos_core.registry import code_digest
 from cosmos_core.run.content import files_of_model
 from cosmos_core.run.digests import shared_digest_cache
-from cosmos_core.run.files import SHARED_FOLDER, replaced_folder, write_json
+from cosmos_core.run.files import SHARED_FOLDER, copy_file, replaced_folder, write_json
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome
 
@@ -129,8 +129,8 @@ def source_of(stage: Stage) -> Source:
     policy = stage.recipe.policy
     model_family = open_family(stage.model, policy, "cuda" if torch.cuda.is_available() else "cpu")
     size, has_buckets = policy.diffusers.inference_size, stage.recipe.train.train_policy.dataset.aspect_ratio_buckets
-    for bucket_size in bucket_sizes(size, model_family.size_multiple) if has_buckets else [size]:
-        model_family.latent_shape(*bucket_size)
+    for image_size in [size, *(bucket_sizes(size, model_family.size_multiple) if has_buckets else ())]:
+        model_family.latent_shape(*image_size)
     model_folder = model_family.folder.path
     digest_cache = shared_digest_cache(stage.run_path.parent)
     weights_digest = digest_cache.digest_files(
@@ -156,15 +156,17 @@ def prepare(stage: Stage, source: Source) -> Outcome:
     work = _SplitEncoder(stage, source)
     with replaced_folder(stage.path / "data") as folder:
         (folder / TENSORS).mkdir()
-        null_text = work.texts([Keyed(digest_of("text", ""), "")], folder)
+        null_text = work.encode_null_text(folder)
         metrics: dict[str, float] = {}
         notices: list[JsonValue] = []
         for name, split in splits.items():
-            num_rows, skip_reasons = work.write(name, split, next(iter(null_text.values())), folder)
+            num_rows, skip_reasons = work.write(name, split, null_text, folder)
             metrics |= {f"data/{name}_rows": float(num_rows), f"data/{name}_skipped_rows": float(len(skip_reasons))}
-            for notice in _skipped_message(name, skip_reasons, split.total):
-                logger.warning("%s", notice)
-                notices.append(notice)
+            if skip_reasons:
+                num_others = len(skip_reasons) - _MAX_NAMED_ROWS
+                named = "; ".join(skip_reasons[:_MAX_NAMED_ROWS]) + f" and {num_others} more" * (num_others > 0)
+                notices.append(f"{name}: {len(skip_reasons)} of {split.total} rows skipped: {named}")
+                logger.warning("%s", notices[-1])
         write_json(folder / "statistics.json", metrics)
     logger.info("%d texts and %d images or clips were encoded, the others were known", *work.num_encoded)
     metrics |= {"data/encoded_texts": float(work.num_encoded[0]), "data/encoded_media": float(work.num_encoded[1])}
@@ -212,10 +214,10 @@ class _SplitEncoder:
             file.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
         return len(records), skip_reasons
 
-    def texts(self, texts: Sequence[Keyed[str]], folder: Path) -> dict[str, dict[str, str]]:
-        """Encode texts, and return the shard and entry of each embedding by the key of the text."""
-        shard_key = self._ensure_shard(list(texts), self._encode_texts, folder, 0)
-        return {keyed_text.key: {"shard": shard_key, "entry": keyed_text.key} for keyed_text in texts}
+    def encode_null_text(self, folder: Path) -> dict[str, str]:
+        """Encode the empty text, and return the shard and entry of its embedding."""
+        key = digest_of("text", "")
+        return {"shard": self._ensure_shard([Keyed(key, "")], self._encode_texts, folder, 0), "entry": key}
 
     def _encode_entries(self, split: Split, *, is_media: bool, folder: Path) -> _EncodedEntries:
         """Encode the texts or the media of a split shard by shard, and return the locations of the outputs."""
@@ -250,7 +252,7 @@ class _SplitEncoder:
             self._cache.write(shard_key, dict(zip(item_keys, entries, strict=True)))
             self.num_encoded[shard_id] += len(item_keys)
         if not (target_path := folder / TENSORS / f"{shard_key}.safetensors").exists():
-            self._cache.copy(shard_key, target_path)
+            copy_file(self._cache.path(shard_key), target_path)
         self._stage.progress.beat()
         return shard_key
 
@@ -352,14 +354,3 @@ def _check_skipped(name: str, skip_reasons: Sequence[str], split: Split, num_rem
         )
     if not num_remaining:
         raise DataError(f"{name}: no row is left of {split.total}; give others")
-
-
-def _skipped_message(name: str, skip_reasons: Sequence[str], total_rows: int) -> list[str]:
-    """Return a line about the rows that were left out, with the first reasons; no line if no row was left out."""
-    if not skip_reasons:
-        return []
-    remainder = f" and {len(skip_reasons) - _MAX_NAMED_ROWS} more" if len(skip_reasons) > _MAX_NAMED_ROWS else ""
-    return [
-        f"{name}: {len(skip_reasons)} of {total_rows} rows skipped: "
-        f"{'; '.join(skip_reasons[:_MAX_NAMED_ROWS])}{remainder}"
-    ]

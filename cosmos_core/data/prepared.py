@@ -103,8 +103,7 @@ def check_ids(folder: Path, num_embeddings: int) -> None:
             )
             raise DataError(
                 f"{table[LOCATION_COLUMN][row_index]}: token id {max_token_id} has no embedding, of which the model "
-                f"has "
-                f"{num_embeddings:,}; save the tokenizer of the model beside it, or resize its embeddings"
+                f"has {num_embeddings:,}; save the tokenizer of the model beside it, or resize its embeddings"
             )
 
 

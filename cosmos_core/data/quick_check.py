@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
-from cosmos_core.config.schema.dataset import RowsConfig
+from cosmos_core.config.schema.dataset import RowsConfig, generator_of
 from cosmos_core.data.kinds.base import VALIDATION
 from cosmos_core.data.kinds.registry import tokenised_kind
 from cosmos_core.data.messages import Row, SkippedRow, read_conversation
@@ -20,8 +20,6 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
 _NUM_ROWS, _NUM_GENERATED_ROWS = 200, 8  # number of rows to read of a split, and of a generator, which may be slow
-
-Reader = Callable[[Row, str], object]
 
 
 def run(stage: Stage) -> Outcome:
@@ -48,12 +46,12 @@ def run(stage: Stage) -> Outcome:
     return Outcome()
 
 
-def _check_first_rows(dataset: RowsConfig, config_key: str, read_row: Reader) -> None:
+def _check_first_rows(dataset: RowsConfig, config_key: str, read_row: Callable[[Row, str], object]) -> None:
     """Read the first rows of a data set, and raise DataError if too many of them cannot be used; `config_key` is the
     name of the data set's table in the TOML, for messages."""
     rows, max_fraction = load_rows(dataset, config_key), dataset.max_skipped_fraction
     errors: list[DataError] = []
-    num_checked_rows = min(_NUM_GENERATED_ROWS if rows.is_generated else _NUM_ROWS, len(rows))
+    num_checked_rows = min(_NUM_GENERATED_ROWS if generator_of(dataset.name) else _NUM_ROWS, len(rows))
     for location, row in islice(rows, num_checked_rows):
         try:
             read_row(row, location)

@@ -135,10 +135,9 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Locate
             unread_counts.update(row.unread_columns)
             counts["other_column"] += bool(job.column) and row.get(job.column) is None
             counts["text_alone"] += job.kind.omits_response(row, job.column)
-        except RefusedRow as error:
-            skipped_rows.append(SkippedSource(error.reason, location, f"{location}: {error.reason}"))
-        except SkippedRow as skipped_error:
-            skipped_rows.append(SkippedSource(skipped_error.reason, location))
+        except SkippedRow as skipped:
+            refusal = f"{location}: {skipped.reason}" if isinstance(skipped, RefusedRow) else ""
+            skipped_rows.append(SkippedSource(skipped.reason, location, refusal))
         except DataError as error:
             skipped_rows.append(SkippedSource("that cannot be read", str(error), str(error)))
     column_arrays = [
@@ -207,11 +206,8 @@ def read_images(
     assert job.root is not None
     placeholder_turns, sources = align_images(turns, row, location)
     refs_and_images = [read_image(source, job.root, location) for source in sources]
-    return (
-        placeholder_turns,
-        [asdict(image_ref) for image_ref, _ in refs_and_images],
-        [image for _, image in refs_and_images],
-    )
+    image_refs = [asdict(image_ref) for image_ref, _ in refs_and_images]
+    return placeholder_turns, image_refs, [image for _, image in refs_and_images]
 
 
 def processor_for(job: Job) -> ProcessorMixin:

@@ -61,7 +61,7 @@ def render(
             last_error = error
     written = _with_json_arguments(turns)
     if written != turns and (
-        not renderings or any(uses_python_notation(turn.get("tool_calls"), renderings[0][2]) for turn in turns)
+        not renderings or any(uses_python_notation(turn.get("tool_calls", []), renderings[0][2]) for turn in turns)
     ):
         return render(
             owner, written, location, add_generation_prompt=add_generation_prompt, tools=tools, options=options
@@ -112,10 +112,20 @@ def _check_extra_keys(messages: list[Message], text: str, location: str) -> None
         thoughts = messages[-1].get(key)
         if isinstance(thoughts, str) and thoughts.strip()[-20:] not in text:
             raise RefusedRow(location, f"with `{key}` that the chat template leaves out")
-    for call in (call for message in messages for call in message.get("tool_calls") or []):
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if isinstance(function, dict) and str(function.get("name", "")) not in text:
-            raise RefusedRow(location, "with a tool call that the chat template leaves out")
+    if _lacks_a_name([call for message in messages for call in message.get("tool_calls", ())], text):
+        raise RefusedRow(location, "with a tool call that the chat template leaves out")
+
+
+def check_tools(tools: Tools, text: str, location: str) -> None:
+    """Raise RefusedRow if the rendering `text` lacks the name of one of a row's tools: the model would learn to call
+    tools that its prompt does not describe."""
+    if _lacks_a_name(tools or [], text):
+        raise RefusedRow(location, "with `tools` that the chat template leaves out")
+
+
+def _lacks_a_name(calls_or_tools: list[Any], text: str) -> bool:
+    functions = (each.get("function", each) for each in calls_or_tools)
+    return any(isinstance(function, dict) and str(function.get("name", "")) not in text for function in functions)
 
 
 def _to_template_error(error: Exception) -> TemplateError:

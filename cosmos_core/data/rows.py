@@ -11,8 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import chain, compress, islice
+from itertools import chain, compress
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,6 @@ from cosmos_core.config.media import media_settings
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.dataset import (
     DATA_SUFFIXES,
-    GENERATED,
     DatasetConfig,
     RowsConfig,
     data_suffix,
@@ -42,6 +40,8 @@ _TRAIN_SPLIT = "train"
 _SLICE_REGEX = re.compile(r"(.+?)\[(-?\d+%?)?:(-?\d+%?)?\]")
 _SHARD_REGEX = re.compile(r"(.+)-\d{5}-of-\d{5}\b")
 """Start of the name of one of the files into which `datasets` divides a split; the group is the split."""
+_INFO_FILES = ("dataset_info.json", "dataset_infos.json")
+"""Descriptions of data sets, which Hub data sets and other programs have in the folders of their data files."""
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 
 
@@ -58,21 +58,13 @@ class Rows:
     def __len__(self) -> int:
         return self._num_all_rows if self._row_mask is None else int(self._row_mask.sum())
 
-    @property
-    def is_generated(self) -> bool:
-        """Return whether a generator makes the rows, which may be slow."""
-        return any(row_part.name.startswith(GENERATED) for row_part in self._row_parts)
-
     def __iter__(self) -> Iterator[Located]:
         rows = chain.from_iterable(row_part.read() for row_part in self._row_parts)
         return rows if self._row_mask is None else compress(rows, self._row_mask)
 
-    def first(self, count: int | None) -> Rows:
-        """Return the first `count` rows; None returns all rows."""
-        if count is None or count >= len(self):
-            return self
-        row_mask = np.ones(self._num_all_rows, bool) if self._row_mask is None else self._row_mask
-        return Rows(self._row_parts, self.folder, row_mask & (np.cumsum(row_mask) <= count))
+    def first(self, count: int) -> Rows:
+        """Return the first `count` rows."""
+        return self.where(np.arange(len(self)) < count)
 
     def where(self, chosen_rows: np.ndarray) -> Rows:
         """Return the rows that the mask `chosen_rows`, with an entry per row, selects."""
@@ -100,11 +92,11 @@ def load_rows(dataset: RowsConfig, key: str = "dataset", opener: Opener | None =
     # Path.expanduser and Path.exists raise for some names, unlike the functions of os.path.
     path = Path(os.path.expanduser(dataset.name))
     if os.path.exists(path):
-        path = _find_data_folder(path, dataset.subset)
+        path = _find_data_folder(path, dataset.subset, key)
         row_parts = [row_part for split in dataset.split for row_part in _find_split_parts(path, split, key)]
     elif is_code(dataset.name) and opener:
         row_parts = [opener.make_part(dataset.name, key)]
-    elif _looks_like_path(dataset.name):
+    elif dataset.name.startswith((".", "/", "~")) or dataset.name.count("/") > 1 or data_suffix(dataset.name):
         location_note = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
         raise DataError(
             f"{key}.name = {str(path)!r}: it does not exist{location_note}; give a file, a folder or a Hub id"
@@ -157,10 +149,6 @@ def held_out_mask(num_rows: int, test_size: int | float, seed: int) -> np.ndarra
     return is_held_out
 
 
-def _looks_like_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or bool(data_suffix(name))
-
-
 def _find_split_parts(path: Path, split: str, config_key: str) -> list[RowPart]:
     """Return the parts of a split, or of a slice in the notation of `datasets`: `train[:48]`, `train[10%:]`."""
     match = _SLICE_REGEX.fullmatch(split)
@@ -168,24 +156,17 @@ def _find_split_parts(path: Path, split: str, config_key: str) -> list[RowPart]:
         return _load_local_parts(path, split, config_key)
     row_parts = _load_local_parts(path, match[1], config_key)
     num_rows = sum(row_part.num_rows for row_part in row_parts)
-    start_row, end_row, _ = slice(
-        *(_parse_slice_bound(bound_text, num_rows) for bound_text in match.groups()[1:])
-    ).indices(num_rows)
+    bounds = [_parse_slice_bound(bound_text, num_rows) for bound_text in match.groups()[1:]]
+    start_row, end_row, _ = slice(*bounds).indices(num_rows)
     selected_parts, row_offset = [], 0
     for row_part in row_parts:
         part_start, part_end = max(start_row - row_offset, 0), min(end_row - row_offset, row_part.num_rows)
         if part_start < part_end:
-            selected_parts.append(
-                RowPart(row_part.name, part_end - part_start, partial(_slice_rows, row_part, part_start, part_end))
-            )
+            selected_parts.append(row_part.select(part_start, part_end))
         row_offset += row_part.num_rows
     if not selected_parts:
         raise DataError(f"{config_key}.split = {split!r} names no row of {num_rows}; name others")
     return selected_parts
-
-
-def _slice_rows(row_part: RowPart, start_row: int, end_row: int) -> Iterator[Located]:
-    return islice(row_part.read(), start_row, end_row)
 
 
 def _parse_slice_bound(bound_text: str | None, num_rows: int) -> int | None:
@@ -220,7 +201,7 @@ def _is_saved_dataset(folder: Path) -> bool:
 
 def _find_data_files(folder: Path) -> list[Path]:
     files = (file for file in folder.iterdir() if data_suffix(file.name) and not file.name.startswith("."))
-    return sorted(file for file in files if file.is_file())
+    return sorted(file for file in files if file.is_file() and file.name not in _INFO_FILES)
 
 
 def _has_split_name(file: Path, split: str) -> bool:
@@ -246,7 +227,9 @@ def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
     if not split_files and split == _TRAIN_SPLIT and len(split_names) < 2:  # files without split names are for training
         split_files = [file for file in files if not any(_has_split_word(file, name) for name in HELD_OUT_SPLITS)]
     if not split_files:
-        folder_contents = ", ".join(file.name for file in files[:5]) or f"no data file{_describe_subfolders(folder)}"
+        names = " or ".join(repr(str(subfolder)) for subfolder in _find_data_subfolders(folder)[:5])
+        hint = f", and its folders are not looked into; name {names}" if names else ""
+        folder_contents = ", ".join(file.name for file in files[:5]) or f"no data file{hint}"
         remedy = f"; set {config_key}.split to one of {', '.join(sorted(split_names))}" if split_names else ""
         raise DataError(
             f"{config_key}.name: {folder} has no file for the split {split!r}; it holds {folder_contents}{remedy}"
@@ -254,15 +237,19 @@ def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
     return split_files
 
 
-def _find_data_folder(path: Path, subset: str) -> Path:
+def _find_data_folder(path: Path, subset: str, config_key: str) -> Path:
     """Return the path with the data files of a data set. A copy of a Hub data set has its files in a sub-folder: the
-    one named `subset`, or else the only sub-folder with data files."""
+    one named `subset`, or the only sub-folder with data files, which for the default configuration is often `data`."""
     if not path.is_dir() or _is_saved_dataset(path):
         return path
     if subset and (path / subset).is_dir():
         return path / subset
-    subfolders = _find_data_subfolders(path)
-    return subfolders[0] if len(subfolders) == 1 and not _find_data_files(path) else path
+    subfolders = [] if _find_data_files(path) else _find_data_subfolders(path)
+    names = [subfolder.name for subfolder in subfolders]
+    if names and names != ["data"] and subset not in {"", "default"}:
+        known = f"the folders {', '.join(names[:5])} in {path}"
+        raise DataError(f"{config_key}.subset = {subset!r} is none of {known}; name one")
+    return subfolders[0] if len(subfolders) == 1 else path
 
 
 def _find_data_subfolders(folder: Path) -> list[Path]:
@@ -271,12 +258,6 @@ def _find_data_subfolders(folder: Path) -> list[Path]:
         subfolder for subfolder in folder.iterdir() if subfolder.is_dir() and not subfolder.name.startswith(".")
     )
     return sorted(subfolder for subfolder in visible_subfolders if _find_data_files(subfolder))
-
-
-def _describe_subfolders(folder: Path) -> str:
-    """Return the part of a message that names sub-folders with data files."""
-    names = " or ".join(repr(str(subfolder)) for subfolder in _find_data_subfolders(folder)[:5])
-    return f", and its folders are not looked into; name {names}" if names else ""
 
 
 def _load_saved_split(path: Path, split: str, config_key: str) -> RowPart:
@@ -303,7 +284,7 @@ def _load_hub_split(dataset: RowsConfig, split: str, config_key: str) -> RowPart
         raise DataError(
             f"{config_key}.name = {dataset.name!r} is no local file and could not be had from the Hub: "
             f"{first_line(error)}; "
-            "check the name, the split and the network, or give a local path"
+            f"check the name, {config_key}.subset and split, and the network, or give a local path"
         ) from error
     return dataset_part(hub_dataset, f"{dataset.name}[{split}]")
 

@@ -74,11 +74,9 @@ def trimmed(span: Span, text: str, closing_tokens: Sequence[str]) -> Span:
     return (start, start + len(stripped_text)) if stripped_text.endswith(tuple(closing_tokens)) else span
 
 
-def num_shared(first_sequence: Sequence[Any], second_sequence: Sequence[Any]) -> int:
+def num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the length of the common prefix of two sequences."""
-    return sum(
-        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first_sequence, second_sequence, strict=False))
-    )
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _find_assistant_turns(messages: list[Message]) -> list[int]:
@@ -138,9 +136,8 @@ def _find_generation_prompt(render: Render, preceding_messages: list[Message]) -
     if not text_with_prompt.startswith(text_without_prompt):
         return None
     last_text = _get_last_text(preceding_messages)
-    return text_without_prompt[text_without_prompt.rfind(last_text) + len(last_text) :], text_with_prompt[
-        len(text_without_prompt) :
-    ]
+    turn_end = text_without_prompt[text_without_prompt.rfind(last_text) + len(last_text) :]
+    return turn_end, text_with_prompt[len(text_without_prompt) :]
 
 
 def _get_last_text(preceding_messages: list[Message]) -> str:
@@ -159,10 +156,7 @@ def _split_at_generation_prompt(
     if candidate in template_part:
         return template_part[: template_part.rfind(candidate) + len(candidate)], ""
     # Search after the user's text: it may contain the generation prompt, or, if short, occur in the generation prompt.
-    preceding_text = next(
-        (candidate_text for candidate_text in (last_text + turn_end, last_text) if candidate_text in template_part),
-        None,
-    )
+    preceding_text = next((text for text in (last_text + turn_end, last_text) if text in template_part), None)
     if preceding_text is None or not generation_prompt:
         return template_part, ""
     search_start = template_part.rfind(preceding_text) + len(preceding_text) if preceding_text else 0

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from cosmos_core.data.kinds.base import TokenisedKind
 from cosmos_core.errors import DataError
+
+if TYPE_CHECKING:
+    from cosmos_core.data.records import Job
 
 _MAX_REASONS = 5
 """Maximum number of reasons in a notice: a chat template may give a different reason for each row."""
@@ -64,12 +66,9 @@ class _FirstItemCounter:
 class Counts:
     """Statistics of one split, collected chunk by chunk."""
 
-    def __init__(
-        self, row_kind: TokenisedKind, conversation_column: str = "", token_limits: tuple[int, int] | None = None
-    ) -> None:
-        """Start with counts of 0; `conversation_column` is the column that the recipe names, or empty; `token_limits`
-        has the limits of `Job.num_free_tokens`."""
-        self._row_kind, self._conversation_column, self._token_limits = row_kind, conversation_column, token_limits
+    def __init__(self, job: Job) -> None:
+        """Start with counts of 0, for rows that are converted with the settings of `job`."""
+        self._row_kind, self._conversation_column, self._token_limits = job.kind, job.column, job.num_free_tokens
         self._row_lengths: list[np.ndarray] = []
         self._counts, self._unread_counts = Counter[str](), Counter[str]()
         self._skipped_by_reason: dict[str, _FirstItemCounter] = {}
@@ -135,8 +134,8 @@ class Counts:
         if count := self._counts["text_alone"]:
             lines.append(
                 f"{count} of {self.num_rows} rows are learned as the text of column {self._conversation_column!r} "
-                f"alone, and have a "
-                "response in another column; leave train.train_policy.conversation_column_name out to learn that"
+                "alone, and have a response in another column; leave train.train_policy.conversation_column_name out "
+                "to learn that"
             )
         if self._token_limits and (
             count := sum(int((each > self._token_limits[0]).sum()) for each in self._row_lengths)

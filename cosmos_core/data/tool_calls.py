@@ -1,6 +1,7 @@
 """Conversion of tools and tool calls in rows, from the formats of OpenAI and ShareGPT to the form of chat templates."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from cosmos_core.errors import DataError
@@ -27,20 +28,21 @@ def read_tools(row: dict[str, Any], location: str) -> list[Any] | None:
 
 def pop_calls(turn: dict[str, Any], location: str) -> dict[str, Any]:
     """Remove the tool calls of a turn, and return the field `tool_calls` with decoded arguments; empty if the turn has
-    none. The calls are a list or its JSON, or `function_call`, an older form of OpenAI's interface.
+    none. The calls are a list or its JSON, or `function_call`, an older form of OpenAI's interface, or its JSON.
 
     Raises:
-        DataError: the calls are not a list of objects.
+        DataError: the calls are not a list of objects, or `function_call` is no object.
     """
-    if isinstance(turn.get("function_call"), dict):
-        turn["tool_calls"] = [{"type": "function", "function": turn.pop("function_call")}]
-    if "tool_calls" not in turn:
-        return {}
-    calls = turn.pop("tool_calls")
+    calls = turn.pop("tool_calls", [])
+    if function := turn.pop("function_call", None):
+        calls = [parse_json(function) if isinstance(function, str) else function]
     decoded_calls = parse_json(calls) if isinstance(calls, str) else calls
     if not isinstance(decoded_calls, list) or not all(isinstance(call, dict) for call in decoded_calls):
-        raise DataError(f"{location}: tool_calls holds {str(calls)[:40]!r}; write a list of objects, or leave it out")
-    return {"tool_calls": decode_arguments(decoded_calls)}
+        key, form = ("function_call", "an object") if function else ("tool_calls", "a list of objects")
+        raise DataError(f"{location}: {key} holds {str(function or calls)[:40]!r}; write {form}, or leave it out")
+    if function:
+        decoded_calls = [{"type": "function", "function": call} for call in decoded_calls]
+    return {"tool_calls": decode_arguments(decoded_calls)} if decoded_calls else {}
 
 
 def calls_of(text: Any) -> list[Any] | None:
@@ -52,36 +54,30 @@ def calls_of(text: Any) -> list[Any] | None:
     return decode_arguments([{"type": "function", "function": call} for call in calls])
 
 
-def decode_arguments(calls: Any) -> Any:
+def decode_arguments(calls: list[Any]) -> list[Any]:
     """Return tool calls with their arguments decoded from JSON strings, which OpenAI's interface uses, to objects. Chat
     templates serialise arguments to JSON, and would quote the string."""
-    return _convert_arguments(calls, _decode_object)
+    return [_convert_arguments(call, _decode_object) for call in calls]
 
 
-def with_texts(calls: Any) -> Any:
+def with_texts(calls: list[Any]) -> list[Any]:
     """Return tool calls with their arguments as JSON strings, for chat templates that concatenate them with strings."""
-    return _convert_arguments(
-        calls, lambda each: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False)
-    )
+    return [
+        _convert_arguments(call, lambda each: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False))
+        for call in calls
+    ]
 
 
-def uses_python_notation(calls: Any, text: str) -> bool:
+def uses_python_notation(calls: list[Any], text: str) -> bool:
     """Return whether a rendering has arguments in Python's notation: the chat template then expects JSON strings."""
-    listed_calls = calls if isinstance(calls, list) else []
-    functions = [call.get("function", call) for call in listed_calls if isinstance(call, dict)]
-    arguments_of_calls = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    functions = [function for call in calls if isinstance(function := call.get("function", call), dict)]
+    arguments_of_calls = [function.get("arguments") for function in functions]
     return any(arguments and isinstance(arguments, dict) and str(arguments) in text for arguments in arguments_of_calls)
 
 
-def _convert_arguments(calls: Any, convert_fn: Any) -> Any:
-    return [_convert_call_arguments(call, convert_fn) for call in calls] if isinstance(calls, list) else calls
-
-
-def _convert_call_arguments(call: Any, convert_fn: Any) -> Any:
-    if not isinstance(call, dict):
-        return call
+def _convert_arguments(call: dict[str, Any], convert_fn: Callable[[Any], Any]) -> dict[str, Any]:
     if isinstance(function := call.get("function"), dict):
-        return {**call, "function": _convert_call_arguments(function, convert_fn)}
+        return {**call, "function": _convert_arguments(function, convert_fn)}
     return {**call, "arguments": convert_fn(call["arguments"])} if "arguments" in call else call
 
 

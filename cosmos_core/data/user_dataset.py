@@ -81,8 +81,8 @@ class Opener:
         if unsupported_methods := [name for name in _UNSUPPORTED_METHODS if name in methods]:
             raise ConfigError(
                 f"train.train_policy.data_packer = {policy.data_packer!r} has {', '.join(unsupported_methods)}, which "
-                f"nothing calls "
-                "here: batches are made by the model's adapter; remove it, or write an algorithm of your own"
+                "nothing calls here: batches are made by the model's adapter; remove it, or write an algorithm of your "
+                "own"
             )
         method_name = tokenised_kind(policy.rows).packer_method
         with user_code_errors(f"train.train_policy.data_packer = {policy.data_packer!r}", user_object):

@@ -53,8 +53,6 @@ def visual_tokens(
         RefusedRow: the chat template refuses the conversation.
         ModelError: the processor has no chat template, or its tokenizer returns no offsets of tokens.
     """
-    if not processor.tokenizer.is_fast:
-        raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
     rendered_text, spans = find_learned_spans(processor, turns, where, tools, end_ids)
     return _expand_images(processor, rendered_text, spans, images, where)
 
@@ -74,8 +72,6 @@ def visual_prompt(
         SkippedRow: the prompt is longer than `max_length`.
         RefusedRow, ModelError: see `render`.
     """
-    if not processor.tokenizer.is_fast:
-        raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
     _, text = render(
         processor, turns, location, add_generation_prompt=render_settings.add_generation_prompt,
         tools=list(render_settings.tools) or None,
@@ -102,13 +98,14 @@ def _expand_images(
     processor: ProcessorMixin, rendered_text: str, spans: list[Span], images: list[Image], location: str
 ) -> VisualTokens:
     """Return the tokens of the rendered text with each image expanded."""
+    if not processor.tokenizer.is_fast:
+        raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
     image_placeholder = image_word(processor)
     num_placeholders = rendered_text.count(image_placeholder)
     if num_placeholders != len(images):
         raise DataError(
             f"{location}: the turns show {len(images)} images, and the chat template writes {image_placeholder!r} "
-            f"{num_placeholders} times; it may take images in turns of the user alone, or the text may contain that "
-            f"word"
+            f"{num_placeholders} times; it may take images in turns of the user alone, or the text may have that word"
         )
     bos_token = processor.tokenizer.bos_token
     try:

@@ -90,8 +90,11 @@ def run(stage: Stage) -> Outcome:
     outputs, metrics = list(unquantized_outcome.outputs), dict(unquantized_outcome.metrics)
     formats: dict[str, JsonValue] = {UNQUANTIZED_FORMAT: unquantized_outcome.info["model"]}
     for plan in export_plans:
-        quantized_outcome, verification = _write_and_verify(stage, plan, unquantized_outcome, rows)
+        write = partial(_write_quantized, stage, plan, unquantized_outcome)
+        quantized_outcome = _resume_or_run(stage, plan.name, write)
         folder = stage.path / quantized_outcome.outputs[0]
+        verify = partial(_verify_quantized, stage, plan, unquantized_outcome, folder, rows)
+        verification = _resume_or_run(stage, f"{plan.name}-proof", verify)
         model_card = (stage.path / str(unquantized_outcome.info["model"]) / "README.md").read_text(encoding="utf-8")
         write_text(folder / "README.md", model_card + _render_card_section(plan, verification, split_name, len(rows)))
         outputs += quantized_outcome.outputs
@@ -120,7 +123,11 @@ def plans(stage: Stage) -> list[Plan]:
         revision = stage.recipe.policy.model_revision
         model = model_without_weights(stage.model, revision=revision, dtype=torch.bfloat16)
     layers = find_layers(model)
-    format_plans = [Plan(name, scheme_of(name, layers), layers, vllm_problem(name)) for name in vllm_formats]
+    problems = [vllm_problem(name, model.config, stage.model) for name in vllm_formats]
+    format_plans = [
+        Plan(name, scheme_of(name, layers), layers, problem)
+        for name, problem in zip(vllm_formats, problems, strict=True)
+    ]
     for plan in format_plans:
         if plan.problem and not config.unproven:
             remedy = "leave it out, or set export.unproven = true"
@@ -166,16 +173,6 @@ def _resume_or_run(stage: Stage, name: str, operation: Callable[[], Outcome]) ->
     outcome_fields = {"outputs": list(outcome.outputs), "metrics": outcome.metrics, "info": outcome.info}
     write_json(file, {"fingerprint": stage.fingerprint, **outcome_fields})
     return outcome
-
-
-def _write_and_verify(
-    stage: Stage, plan: Plan, unquantized_outcome: Outcome, rows: list[Row]
-) -> tuple[Outcome, Outcome]:
-    """Write the quantised model of a plan, compare it with the unquantised model, and return both outcomes."""
-    quantized_outcome = _resume_or_run(stage, plan.name, lambda: _write_quantized(stage, plan, unquantized_outcome))
-    folder = stage.path / quantized_outcome.outputs[0]
-    run_verification = partial(_verify_quantized, stage, plan, unquantized_outcome, folder, rows)
-    return quantized_outcome, _resume_or_run(stage, f"{plan.name}-proof", run_verification)
 
 
 def _write_quantized(stage: Stage, plan: Plan, unquantized_outcome: Outcome) -> Outcome:

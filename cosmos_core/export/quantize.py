@@ -74,8 +74,7 @@ def find_layers(model: PreTrainedModel) -> Layers:
     if expert_names:
         raise ModelError(
             f"{class_name} is a mixture of experts ({expert_names[0]}), whose fused weights are not quantised; leave "
-            f"the "
-            f"quantised formats out of export.formats"
+            f"the quantised formats out of export.formats"
         )
     if not block_layers:
         raise ModelError(f"{class_name} has no linear layers in decoder blocks to quantise; see export.formats")
@@ -169,10 +168,8 @@ def _quantize_file(file: Path, target: Path, scheme: QuantizationScheme, layers:
                 tensors[key] = tensor.clone()
                 continue
             quantized_tensors = quantize_weight(tensor, scheme)
-        tensors |= {
-            f"{key.removesuffix('weight')}{name}": quantized_tensor
-            for name, quantized_tensor in quantized_tensors.items()
-        }
+        for name, quantized_tensor in quantized_tensors.items():
+            tensors[f"{key.removesuffix('weight')}{name}"] = quantized_tensor
         del tensor
     partial_file = target.with_suffix(".partial")
     with open(partial_file, "wb") as output_file:

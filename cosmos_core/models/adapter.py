@@ -53,8 +53,7 @@ def load_saved_settings(lora: LoraConfig, tied_names: Sequence[str] = ()) -> pef
     if str(saved_config.init_lora_weights).startswith(_BASE_CHANGING_METHODS):
         raise ModelError(
             f"{_KEY} = '{folder}': it began with a part of the base weights ({saved_config.init_lora_weights}) and "
-            f"fits no "
-            f"untouched base; save it again with PEFT's path_initial_model_for_weight_conversion"
+            f"fits no untouched base; save it again with PEFT's path_initial_model_for_weight_conversion"
         )
     saved_modules = () if saved_config.ensure_weight_tying else tuple(saved_config.modules_to_save or ())
     if untied_names := [name for name in tied_names if name.endswith(saved_modules)]:
@@ -86,10 +85,8 @@ def load_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{_KEY}: {file} cannot be read: {error}; copy it again") from error
     expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    for problem, tensor_names in (
-        ("no", expected.keys() - state.keys()),
-        ("the unknown", state.keys() - expected.keys()),
-    ):
+    problems = {"no": expected.keys() - state.keys(), "the unknown": state.keys() - expected.keys()}
+    for problem, tensor_names in problems.items():
         if tensor_names:
             raise ModelError(f"{_KEY}: {file} has {problem} {min(tensor_names)}; it is of another model or adapter")
     for name, tensor in state.items():

@@ -168,14 +168,9 @@ class CausalLM:
             return None
         if self._merges_prompts:
             return merge_prompts(samples, order, size, num_ranks)
-        should_split_by_length = (
-            not self._is_packed and self.device.type == "cpu" and not (self.mesh and self.mesh.pipeline)
-        )
-        return (
-            split_by_length(samples, order, size, num_ranks, self._padded_row_length)
-            if should_split_by_length
-            else None
-        )
+        if self._is_packed or self.device.type != "cpu" or (self.mesh and self.mesh.pipeline):
+            return None
+        return split_by_length(samples, order, size, num_ranks, self._padded_row_length)
 
     def collate(self, samples: Sequence[Sample], indices: Sequence[int], padding_sample: Sample) -> TokenBatch:
         collated_samples, device = samples or [_mask_all_tokens(padding_sample)], self.device
@@ -184,15 +179,8 @@ class CausalLM:
         prompt_groups = group_by_prompt(collated_samples) if self._merges_prompts and has_rollout_logprobs else []
         total_shared_tokens = sum(num_shared_tokens([collated_samples[i] for i in group]) for group in prompt_groups)
         if prompt_groups and is_worth_sharing(sum(map(len, ids)), total_shared_tokens):
-            shared_prompt_lengths = [
-                prompt_length(collated_samples[group[0]]) * (len(group) > 1) for group in prompt_groups
-            ]
-            rows = shared_rows(
-                ids,
-                [*zip(prompt_groups, shared_prompt_lengths, strict=True)],
-                self._input_processing.pad_id,
-                self._padded_row_length,
-            )
+            groups = [(group, prompt_length(collated_samples[group[0]]) * (len(group) > 1)) for group in prompt_groups]
+            rows = shared_rows(ids, groups, self._input_processing.pad_id, self._padded_row_length)
         else:
             rows = rows_of(
                 ids, self._input_processing.pad_id, packed=self._is_packed, num_tokens_of=self._padded_row_length
@@ -204,7 +192,8 @@ class CausalLM:
             assert self._input_processing.vision is not None
             del inputs["position_ids"]  # the model computes positions itself, sometimes 2-D image positions
             image_inputs = self._input_processing.vision.inputs(collated_samples, rows.inputs["input_ids"])
-            inputs |= {name: tensor.to(device, self._image_dtype(tensor)) for name, tensor in image_inputs.items()}
+            for name, tensor in image_inputs.items():
+                inputs[name] = tensor.to(device, self.model.dtype if tensor.is_floating_point() else None)
         if self.has_model_loss:
             inputs |= to_device(sequences_of(rows.inputs, [len(row_ids) for row_ids in ids]), device)
         trained_indices_N = torch.from_numpy(positions).to(device)
@@ -326,9 +315,6 @@ class CausalLM:
         """Return the length to which rows of `length` tokens are padded, for kernels and context parallelism."""
         length = kernel_length(length, self.device, getattr(torch, self._train.param_dtype))
         return length + -length % (self.mesh.context.size() if self.mesh and self.mesh.context else 1)
-
-    def _image_dtype(self, tensor: Tensor) -> torch.dtype:
-        return self.model.dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def _mask_all_tokens(sample: Sample) -> Sample:

@@ -54,7 +54,13 @@ class CosmosPredict(SanaVideo):
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:
         with self._working("text_encoder"):
-            prompt_embeddings = [self._encode_prompt(prompt) for prompt in prompts]
+            prompt_embeddings = [
+                self.pipeline.encode_prompt(
+                    [prompt], do_classifier_free_guidance=False, device=self.device,
+                    max_sequence_length=self.config.max_prompt_length,
+                )[0].cpu()
+                for prompt in prompts
+            ]  # fmt: skip
         return {"prompt_embeds": torch.cat(prompt_embeddings)}
 
     def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
@@ -136,12 +142,6 @@ class CosmosPredict(SanaVideo):
     def load_denoiser(self, dtype: torch.dtype) -> Any:
         substitute_torchvision()
         return super().load_denoiser(dtype)
-
-    def _encode_prompt(self, prompt: str) -> Tensor:
-        return self.pipeline.encode_prompt(
-            [prompt], do_classifier_free_guidance=False, device=self.device,
-            max_sequence_length=self.config.max_prompt_length,
-        )[0].cpu()  # fmt: skip
 
 
 def substitute_torchvision() -> None:

@@ -117,9 +117,9 @@ class Denoiser:
 
     def batching_key(self, sample: FlowSample) -> Any:
         """Return the group of a sample: samples of a group have equal shapes of latents and text, and all or none of
-        them have noise and guidance, so that they can be stacked."""
+        them have guidance, so that they can be stacked."""
         text_shapes = tuple(sorted((name, tuple(value.shape)) for name, value in sample.text.items()))
-        return tuple(sample.latents.shape), text_shapes, sample.noise is None, sample.negative is None
+        return tuple(sample.latents.shape), text_shapes, sample.negative is None
 
     def assigned_batch(self, sample: FlowSample) -> Hashable | None:
         return None
@@ -132,22 +132,20 @@ class Denoiser:
 
     def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], padding_sample: FlowSample) -> FlowBatch:
         """Collate samples to model inputs and add noise to latents; without samples, collate the sample
-        `padding_sample`."""
+        `padding_sample`. All or none of the samples of an update have noise, which may be created on access."""
         collated_samples = samples or [padding_sample]
         latents = self._stack_latents([sample.latents for sample in collated_samples])
         sigma_B = torch.tensor([sample.sigma for sample in collated_samples], dtype=torch.float64, device=self.device)
         conditioning_counts = [sample.num_conditioning_frames for sample in collated_samples]
         num_conditioning_B = torch.tensor(conditioning_counts, device=self.device) if any(conditioning_counts) else None
         inputs = {"noisy": latents}
-        if collated_samples[0].noise is not None:
-            noise = self._stack_latents([sample.noise for sample in collated_samples if sample.noise is not None])
+        noises = [noise for sample in collated_samples if (noise := sample.noise) is not None]
+        if noises:
+            noise = self._stack_latents(noises)
             noisy = self.family.add_noise(latents, noise, sigma_B.to(latents.dtype), num_conditioning_B)
             inputs = {"noisy": noisy, "latents": latents, "noise": noise}
-        negative_text = None
-        if collated_samples[0].negative is not None:
-            negative_text = self._stack_text_inputs(
-                [sample.negative for sample in collated_samples if sample.negative is not None]
-            )
+        negatives = [sample.negative for sample in collated_samples if sample.negative is not None]
+        negative_text = self._stack_text_inputs(negatives) if negatives else None
         text_inputs = self._stack_text_inputs([sample.text for sample in collated_samples])
         return FlowBatch(samples, indices, inputs, sigma_B, text_inputs, negative_text, num_conditioning_B)
 

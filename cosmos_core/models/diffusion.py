@@ -30,8 +30,6 @@ Text = dict[str, Tensor]
 Predict = Callable[..., Tensor]
 """`DiffusionModel.predict` with a bound denoiser: `(latents, sigma_B, text, num_conditioning_B)` to the velocity."""
 
-TIMESTEPS = 1000.0
-"""Default factor from noise level to timestep; `DiffusionModel.num_timesteps` is the factor of a given pipeline."""
 _MAX_TABLE_DIFFERENCE = 1e-5
 """Maximum difference between two tables of noise levels that counts as rounding."""
 
@@ -108,7 +106,10 @@ class DiffusionModel:
         try:
             scheduler.set_timesteps(num_steps)
         except (ValueError, ImportError) as error:
-            raise ConfigError(f"{error_prefix}its scheduler has no table of noise levels here: {error}") from error
+            remedy = "name another in policy.diffusers.sample.sigma_schedule"
+            raise ConfigError(
+                f"{error_prefix}its scheduler has no table of noise levels here: {error}; {remedy}"
+            ) from error
         sigmas_N = scheduler.sigmas.double()
         has_expected_shape = sigmas_N.shape == exact_levels_N.shape
         if has_expected_shape and (sigmas_N - exact_levels_N).abs().max() < _MAX_TABLE_DIFFERENCE:
@@ -133,9 +134,7 @@ class DiffusionModel:
         """Return a mask (B, 1, F, 1, 1) with 1 for trained and 0 for conditioning frames; None: all are trained."""
         if num_conditioning_B is None or not num_conditioning_B.any():
             return None
-        frame_index_F = torch.arange(latents.shape[2], device=latents.device)
-        is_trained_BF = frame_index_F[None] >= num_conditioning_B.to(latents.device)[:, None]
-        return is_trained_BF.to(latents.dtype)[:, None, :, None, None]
+        return flow.trained_frames_mask(latents, num_conditioning_B).to(latents.dtype)
 
     def predict(
         self,
@@ -156,8 +155,10 @@ class DiffusionModel:
         arguments = self.nft_prepare_transformer_input(latents, sigma_B, text, num_conditioning_B)
         dtype = dtype or latents.dtype
         # Half precision cannot represent a timestep such as 961.3, so `timestep` stays float32.
-        cast_inputs = {name: value if name == "timestep" else _cast(value, dtype) for name, value in arguments.items()}
-        velocity = self.velocity_of(denoiser(**cast_inputs, return_dict=False)[0], latents).to(latents.dtype)
+        for name, value in arguments.items():
+            if name != "timestep" and isinstance(value, Tensor) and value.is_floating_point():
+                arguments[name] = value.to(dtype)
+        velocity = self.velocity_of(denoiser(**arguments, return_dict=False)[0], latents).to(latents.dtype)
         mask = self.trained_frames_mask(latents, num_conditioning_B)
         return velocity if mask is None else velocity * mask
 
@@ -225,10 +226,8 @@ class DiffusionModel:
         if max_level is None or min_level is None:
             alphas_cumprod = self.folder.load("scheduler").alphas_cumprod.double()
             training_noise_levels = ((1 - alphas_cumprod) / alphas_cumprod).sqrt()
-            max_level, min_level = (
-                max_level or training_noise_levels[-1].item(),
-                min_level or training_noise_levels[0].item(),
-            )
+            max_level = max_level or training_noise_levels[-1].item()
+            min_level = min_level or training_noise_levels[0].item()
         return float(max_level), float(min_level)
 
     @property
@@ -239,7 +238,7 @@ class DiffusionModel:
     @property
     def num_timesteps(self) -> float:
         """Return the factor by which the scheduler converts a noise level to the network's timestep."""
-        return float(self.scheduler.get("num_train_timesteps") or TIMESTEPS)
+        return float(self.scheduler.get("num_train_timesteps") or 1000.0)
 
     @property
     def train_shift(self) -> float:
@@ -298,7 +297,8 @@ class DiffusionModel:
         """Return the pipeline without its denoiser; text encoders in `policy.diffusers.dtype`, the VAE in float32."""
         pipeline_class = self.folder.pipeline_class
         component_names = set(inspect.signature(pipeline_class.__init__).parameters) & set(self.folder.components)
-        components = {name: self._load(name) for name in sorted(component_names - {self.denoiser_name, "vae"})}
+        separate_names = {self.denoiser_name, "vae", *self.component_placeholders()}
+        components = {name: self._load(name) for name in sorted(component_names - separate_names)}
         return self.make_pipeline(components | {"vae": self.vae, self.denoiser_name: None})
 
     @cached_property
@@ -391,8 +391,3 @@ class DiffusionModel:
         components = [component for component in named_components if component is not None]
         with torch.no_grad(), self.residency.on_device(components):
             yield components[-1] if components else None
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast a floating-point tensor to `dtype`; return any other value unchanged."""
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cosmos_core.models.disk import write_export
 from cosmos_core.models.generation_config import default_generation_config, save_generation_config
 from cosmos_core.models.lora import FOLDER, is_adapted, merge_adapter, merged_state_dict, save_adapter
+from cosmos_core.models.quantized_base import without_quantization
 
 
 def export_model(
@@ -36,10 +37,11 @@ def export_model(
         StageFailed: the disk is full or broken.
     """
     with write_export(target, extra_files) as staging_folder:
-        with merge_adapter(model), default_generation_config(model):
+        with merge_adapter(model), default_generation_config(model), without_quantization(model):
             model.save_pretrained(staging_folder, state_dict=_cast_weights(model, dtype), max_shard_size=max_shard_size)
         _export_config(model, dtype).save_pretrained(staging_folder)
         save_generation_config(model, staging_folder)
+        tokenizer.init_kwargs.pop("auto_map", None)
         tokenizer.save_pretrained(staging_folder)
         if is_adapted(model):
             save_adapter(model, staging_folder / FOLDER)
@@ -59,6 +61,7 @@ def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str
 
 def _export_config(model: PreTrainedModel, dtype: torch.dtype | None) -> Any:
     config = copy.deepcopy(model.config)
+    vars(config).pop("auto_map", None)  # the weights are those of a class of transformers, not of the model's own code
     for model_config in filter(None, [config, *(getattr(config, name) for name in config.sub_configs)]):
         if dtype is not None:
             model_config.dtype = dtype

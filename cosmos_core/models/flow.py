@@ -48,6 +48,14 @@ def broadcast_per_sample(values_B: Tensor, latents: Tensor) -> Tensor:
     return values_B.to(latents).reshape(-1, *[1] * (latents.ndim - 1)) if values_B.ndim else values_B.to(latents)
 
 
+def trained_frames_mask(latents: Tensor, num_conditioning_B: Tensor) -> Tensor:
+    """Return a mask (B, 1, F, 1, 1) of the frames of latents: False for the first frames of each sample, which are
+    conditioning frames."""
+    frame_index_F = torch.arange(latents.shape[2], device=latents.device)
+    is_trained_BF = frame_index_F[None] >= num_conditioning_B.to(latents.device)[:, None]
+    return is_trained_BF[:, None, :, None, None]
+
+
 def mean_per_sample(values: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the mean of `values` of each sample over the elements with mask 1; conditioning frames have mask 0. If the
     mask is None or a scalar, the mean is over all elements of the sample."""
@@ -100,8 +108,8 @@ def loss_weights(sigma_B: Tensor, scheme: str) -> Tensor:
     The weight is sigma^-2 for `sigma_sqrt`, 2 / (pi (1 - 2 sigma + 2 sigma^2)) for `cosmap`, and 1 for all other
     schemes, which weight noise levels by the density from which `draw_noise_levels` samples.
     """
-    if scheme == "sigma_sqrt":
-        return sigma_B**-2
+    if scheme == "sigma_sqrt":  # lower levels, which the tables of diffusers lack, would have unlimited weights
+        return sigma_B.clamp(min=1 / _NUM_TRAIN_NOISE_LEVELS) ** -2
     if scheme == "cosmap":
         return 2 / (math.pi * (1 - 2 * sigma_B + 2 * sigma_B**2))
     return torch.ones_like(sigma_B)

@@ -30,6 +30,7 @@ from cosmos_core.models.chat_templates import set_template
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.lora import merge_adapter, merged_state_dict
 from cosmos_core.models.model_files import check_weights, locate_model, model_error, read_object, translate_load_errors
+from cosmos_core.models.quantized_base import MXFP4, dequantize_options
 from cosmos_core.models.recompute import Recompute, recompute_activations
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -51,7 +52,9 @@ def load_tokenizer(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         read_object(Path(model_source, name), model)
     with translate_load_errors("tokenizer", model):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(model_source), **load_options)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(model_source), trust_remote_code=False, **load_options
+        )
     if not isinstance(tokenizer.model_max_length, int | float):
         problem = f"tokenizer_config.json has model_max_length = {tokenizer.model_max_length!r}"
         raise model_error(model, f"{problem}, which is no number of tokens; write one, or leave it out")
@@ -76,10 +79,14 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
         elif (model_source / "model_index.json").is_file():
             remedy = "it is a pipeline of diffusers, which cosmos diffusion-sft trains"
         raise model_error(model, f"the folder has no config.json; {remedy}")
+    if isinstance(model_source, Path) and (model_source / "adapter_config.json").is_file():
+        # `from_pretrained` would load the adapter too, and `load_sharded` would not.
+        problem = "the folder has a model and an adapter (adapter_config.json)"
+        raise model_error(model, f"{problem}; move the adapter to a folder for policy.lora.lora_path")
     for name in ("config.json", "generation_config.json"):
         read_object(Path(model_source, name), model)
     with translate_load_errors("config.json", model):
-        return AutoConfig.from_pretrained(str(model_source), **load_options)
+        return AutoConfig.from_pretrained(str(model_source), trust_remote_code=False, **load_options)
 
 
 def load_model(
@@ -105,11 +112,14 @@ def load_model(
     generation_config = load_generation_config(model, revision)
     if generation_config is not None:
         load_options["generation_config"] = generation_config
+    load_options |= (quantization := dequantize_options(config))
     with translate_load_errors("weights", model):
         loaded_model, loading_info = cls.from_pretrained(
             str(model_source), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
             **load_options, **_select_attention(cls, config),
         )  # fmt: skip
+    if quantization and quantization["quantization_config"].quant_method == MXFP4:
+        loaded_model.__dict__.pop("_weight_conversions")  # with these, transformers leaves experts out of saved weights
     check_loaded_tensors(loaded_model, loading_info, model)
     for name, tensor in loaded_model.state_dict().items():
         if problem := nonfinite_message(name, tensor):
@@ -152,10 +162,8 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
         if max_length > max_stable_length:
             raise ModelError(
                 f"policy.model_max_length = {max_length}: the model's {rope_settings['rope_type']!r} positions change "
-                f"for "
-                f"every row of a batch that has one of more than {max_stable_length} tokens, so a loss would depend "
-                f"on its "
-                f"neighbours; make it at most {max_stable_length}"
+                f"for every row of a batch that has one of more than {max_stable_length} tokens, so a loss would "
+                f"depend on its neighbours; make it at most {max_stable_length}"
             )
 
 
@@ -236,7 +244,10 @@ def check_loaded_tensors(loaded: PreTrainedModel, info: dict[str, Any], model: s
         "of another shape than config.json says": mismatched_names,
         "that config.json ties to others, but the files do not": tied_names - loaded.all_tied_weights_keys.keys(),
     }
-    messages = [f"{len(keys)} tensors {problem}: {_format_names(keys)}" for problem, keys in problems.items() if keys]
+    messages = [
+        f"{len(names)} tensors {problem}: {', '.join(sorted(names)[:3])}{', ...' * (len(names) > 3)}"
+        for problem, names in problems.items() if names
+    ]  # fmt: skip
     if info.get("error_msgs"):
         messages.append("; ".join(info["error_msgs"]))
     if messages:
@@ -249,8 +260,3 @@ def nonfinite_message(name: str, tensor: Tensor) -> str:
     if not tensor.is_floating_point() or not tensor.numel() or torch.stack(tensor.aminmax()).isfinite().all():
         return ""
     return f"tensor {name} holds NaN or infinity; take an undamaged checkpoint"
-
-
-def _format_names(names: set[str]) -> str:
-    first_names = sorted(names)[:3]
-    return ", ".join(first_names) + (", ..." if len(names) > len(first_names) else "")

@@ -85,10 +85,8 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
             ExactLora(model, config, _ADAPTER_NAME)
     except (ValueError, TypeError, re.error) as error:
         if lora.target_modules is None:
-            raise ConfigError(
-                f"{_KEY}.target_modules is left out, and PEFT has none for {type(model).__name__}; give 'all-linear' "
-                f"or a list"
-            ) from error
+            problem = f"{_KEY}.target_modules is left out, and PEFT has none for {type(model).__name__}"
+            raise ConfigError(f"{problem}; give 'all-linear' or a list") from error
         raise ConfigError(f"{_KEY}: PEFT refuses {type(model).__name__}: {' '.join(str(error).split())}") from error
     layers_by_name: Mapping[str, Any] = adapted_layers(model)
     if refused_names := [name for name in tied_names if name in layers_by_name]:
@@ -221,18 +219,12 @@ def _build_peft_config(model: Any, lora: LoraConfig, should_keep_ties: bool) -> 
         double_rank = [name for name in names_of_targets(model) if name.endswith(tuple(double_rank))]
     # Two stacked projections need twice the rank, at an unchanged scale: alpha / r, or alpha / sqrt(r).
     alpha_growth = math.sqrt(2) if lora.use_rslora else 2
-    doubled_rank = {
-        f".*{re.escape(name)}": 2 * rank_pattern.get(get_pattern_key(list(rank_pattern), name), lora.r)
-        for name in double_rank
-    }
-    raised_alpha = {
-        f".*{re.escape(name)}": alpha_growth
-        * alpha_pattern.get(get_pattern_key(list(alpha_pattern), name), lora.lora_alpha)
-        for name in double_rank
-    }
-    config_class: Any = (
-        peft.LoraConfig
-    )  # Any: the type annotations of LoraConfig are narrower than the values that it accepts
+    doubled_rank, raised_alpha = dict[str, int](), dict[str, float]()
+    for name in double_rank:
+        rank = rank_pattern.get(get_pattern_key(list(rank_pattern), name), lora.r)
+        alpha = alpha_pattern.get(get_pattern_key(list(alpha_pattern), name), lora.lora_alpha)
+        doubled_rank[f".*{re.escape(name)}"], raised_alpha[f".*{re.escape(name)}"] = 2 * rank, alpha_growth * alpha
+    config_class: Any = peft.LoraConfig  # the type annotations of this class are narrower than what it accepts
     return config_class(
         task_type="CAUSAL_LM" if isinstance(model, PreTrainedModel) else None,
         r=lora.r,

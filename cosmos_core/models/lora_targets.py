@@ -107,14 +107,8 @@ def names_of_targets(model: nn.Module) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     for name in _find_stacked_parameters(model):
         parent_name, _, child_name = name.rpartition(".")
-        names += [
-            name,
-            *(
-                f"{parent_name}.{projection}"
-                for projections in _FUSED.get(child_name, ())
-                for projection in projections
-            ),
-        ]
+        names.append(name)
+        names += [f"{parent_name}.{each}" for projections in _FUSED.get(child_name, ()) for each in projections]
     return names
 
 

@@ -25,7 +25,9 @@ def placeholders(model: nn.Module) -> Iterator[None]:
     replacements: dict[nn.Parameter, nn.Parameter] = {}
     if torch.get_default_device().type != "meta":
         device = next((buffer.device for buffer in model.buffers() if not buffer.is_meta), torch.device("cpu"))
-        replacements = {p: _expand_scalar(p, device) for p in model.parameters() if p.is_meta}
+        for parameter in filter(lambda each: each.is_meta, model.parameters()):
+            scalar = torch.zeros((), dtype=parameter.dtype, device=device)
+            replacements[parameter] = nn.Parameter(scalar.expand(parameter.shape), parameter.requires_grad)
     _replace_parameters(model, replacements)
     try:
         yield
@@ -33,11 +35,6 @@ def placeholders(model: nn.Module) -> Iterator[None]:
         for parameter, replacement in replacements.items():
             parameter.requires_grad_(replacement.requires_grad)
         _replace_parameters(model, {replacement: parameter for parameter, replacement in replacements.items()})
-
-
-def _expand_scalar(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    scalar = torch.zeros((), dtype=parameter.dtype, device=device)
-    return nn.Parameter(scalar.expand(parameter.shape), parameter.requires_grad)
 
 
 def _replace_parameters(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:

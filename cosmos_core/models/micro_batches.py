@@ -118,8 +118,6 @@ def merge_prompts(
             batch_tokens[-1] += num_new_tokens
     batch_order = sorted(range(len(batches)), key=lambda batch_index: -batch_tokens[batch_index])
     rank_tokens = sum(batch_tokens[batch_index] for batch_index in batch_order[::num_ranks])
-    return (
-        [batches[batch_index] for batch_index in batch_order]
-        if is_worth_sharing(num_tokens / num_ranks, rank_tokens)
-        else None
-    )
+    if not is_worth_sharing(num_tokens / num_ranks, rank_tokens):
+        return None
+    return [batches[batch_index] for batch_index in batch_order]

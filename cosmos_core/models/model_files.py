@@ -164,6 +164,9 @@ def _check_pickled_weights(file: Path, model: str) -> None:
 def _describe_load_error(component: str, model: str, error: Exception) -> ModelError:
     if "automatic conversion of the weights" in str(error):
         return merge_error(model)
+    if "trust_remote_code" in str(error):
+        problem = f"its {component} needs code that is not part of transformers (auto_map), which is never run"
+        return model_error(model, f"{problem}; take a model of a family that transformers has")
     if not os.path.exists(os.path.expanduser(model)) and not hub_is_reachable():
         problem = f"the Hugging Face Hub cannot be reached from here, and its cache has no {component} of that name"
         remedy = "give a local folder or download the model first"

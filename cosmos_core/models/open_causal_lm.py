@@ -68,7 +68,7 @@ def open_model(stage: Stage) -> CausalLM:
     if train.compile:
         watch_compiling(stage.progress)
         compile_blocks(model)
-    extra_files = processor_files(stage.model, policy.model_revision)
+    extra_files = processor_files(stage.model, policy.model_revision, policy.chat_template)
     input_processing = InputProcessing(
         choose_pad_id(tokenizer, model), vision, tokenizer, extra_files, num_ids=count_ids(tokenizer)
     )
@@ -90,8 +90,7 @@ def open_image_reader(stage: Stage) -> ImageReader | None:
         if getattr(parallelism, key) > 1:
             raise ConfigError(
                 f"policy.parallelism.{key} = {getattr(parallelism, key)}: this version shards models that are shown "
-                f"images "
-                f"by dp_shard_size and dp_replicate_size alone; set {key} = 1"
+                f"images by dp_shard_size and dp_replicate_size alone; set {key} = 1"
             )
     if stage.recipe.train.train_policy.has_token_based_batches:
         raise ConfigError(

@@ -13,7 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -71,10 +71,8 @@ def enable_packing(
     text_config = model.config.get_text_config()
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
     if not layer_types <= _PACKABLE_LAYER_TYPES or getattr(text_config, "attention_chunk_size", None):
-        return (
-            f"layers of kind {', '.join(sorted(layer_types - _PACKABLE_LAYER_TYPES) or ['chunked_attention'])} mix "
-            f"what is packed"
-        )
+        unsupported_types = sorted(layer_types - _PACKABLE_LAYER_TYPES) or ["chunked_attention"]
+        return f"layers of kind {', '.join(unsupported_types)} mix what is packed"
     attention_name = text_config._attn_implementation
     if attention_name not in _PACKED_ATTENTION_NAMES:
         return f"attention is computed by {attention_name!r}"
@@ -86,9 +84,7 @@ def enable_packing(
     for dtype in dict.fromkeys([*dtypes, *([compute_dtype] if (has_kernel or not dtypes) and compute_dtype else [])]):
         _set_attention(model, attention_name)
         is_different = not _is_packing_exact(model, roots, attention_name, dtype)
-        if (
-            any_rank(is_different) if roots else is_different
-        ):  # pipeline ranks test different layers, so combine the results
+        if any_rank(is_different) if roots else is_different:  # pipeline ranks test different layers
             _set_attention(model, attention_name)
             return "packed sequences have other logits than separate ones"
     return ""
@@ -117,16 +113,12 @@ def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch
     was_training = model.training
     model.eval()
     with torch.autocast(_compute_device(model).type, dtype, enabled=dtype != model.dtype):
-        outputs = [
-            _compute_probe_outputs(model, roots, each.inputs)
-            for each in (rows_of(token_rows, 0, packed=True), shared_row)
-        ]
+        separate_outputs = _compute_probe_outputs(model, roots, rows_of(token_rows, 0, packed=True).inputs)
+        shared_outputs = _compute_probe_outputs(model, roots, shared_row.inputs)
     model.train(was_training)
-    unpacked_outputs, num_prompt_tokens = outputs[0], len(prompt)
-    expected_output = torch.cat(
-        [unpacked_outputs[: len(token_rows[0])], unpacked_outputs[len(token_rows[0]) + num_prompt_tokens :]]
-    )
-    return _is_close(outputs[1], expected_output, dtype)
+    first_length = len(token_rows[0])
+    expected_outputs = torch.cat([separate_outputs[:first_length], separate_outputs[first_length + len(prompt) :]])
+    return _is_close(shared_outputs, expected_outputs, dtype)
 
 
 def packed_attention(
@@ -222,18 +214,10 @@ def packed_eager_attention(
     return _attend_per_sequence(bounds, attend, query, key, value), None
 
 
-def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return the mask of the attention `sdpa`, or None if there are neither padding tokens nor cached keys."""
-    return None if _needs_no_mask(kwargs) else sdpa_mask(*args, **kwargs)
-
-
-def packed_eager_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return the mask of the attention `eager`, or None if there are neither padding tokens nor cached keys."""
-    return None if _needs_no_mask(kwargs) else eager_mask(*args, **kwargs)
-
-
-def _needs_no_mask(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("attention_mask") is None and kwargs.get("q_length") == kwargs.get("kv_length")
+def _make_mask(make_full_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
+    """Return the result of `make_full_mask`, or None if there are neither padding tokens nor cached keys."""
+    has_padding, has_cache = kwargs.get("attention_mask") is not None, kwargs.get("q_length") != kwargs.get("kv_length")
+    return make_full_mask(*args, **kwargs) if has_padding or has_cache else None
 
 
 def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
@@ -364,6 +348,6 @@ def _is_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-AttentionMaskInterface.register(PACKED_ATTENTION, packed_mask)
+AttentionMaskInterface.register(PACKED_ATTENTION, partial(_make_mask, sdpa_mask))
 AttentionInterface.register(_PACKED_ATTENTION_NAMES["eager"], packed_eager_attention)
-AttentionMaskInterface.register(_PACKED_ATTENTION_NAMES["eager"], packed_eager_mask)
+AttentionMaskInterface.register(_PACKED_ATTENTION_NAMES["eager"], partial(_make_mask, eager_mask))

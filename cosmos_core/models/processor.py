@@ -19,7 +19,7 @@ from transformers.utils import cached_file, is_torchvision_available
 from cosmos_core.data.images import open_image
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.models.hf import load_config
-from cosmos_core.models.model_files import locate_model, model_error
+from cosmos_core.models.model_files import locate_model, translate_load_errors
 from cosmos_core.types import ImageRef
 
 FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
@@ -27,8 +27,9 @@ FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocesso
 _PIXEL_LIMIT_KEYS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
-def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]:
+def processor_files(model: str, revision: str | None = None, chat_template: str | None = None) -> dict[str, bytes]:
     """Return the content of the processor files of a model folder or Hub id, by file name; empty for a text-only model.
+    With a `chat_template` that replaces the model's, the file with the template of the model is left out.
 
     Raises:
         ModelError: the folder does not exist, or the Hub id cannot be fetched.
@@ -38,7 +39,9 @@ def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,  # offline, a file that is not in the cache counts as missing
     }
-    paths = {name: cached_file(str(model_source), name, **load_options) for name in FILES}
+    # transformers prefers this file to `chat_template.jinja`, in which an export has the template that replaces it.
+    names = [name for name in FILES if chat_template is None or name != "chat_template.json"]
+    paths = {name: cached_file(str(model_source), name, **load_options) for name in names}
     return {name: Path(path).read_bytes() for name, path in paths.items() if path is not None}
 
 
@@ -56,14 +59,12 @@ def load_processor(
         return None
     cls: Any = PROCESSOR_MAPPING.get(type(load_config(model, revision)), None)
     model_source, load_options = locate_model(model, revision)
-    try:
+    load_options["trust_remote_code"] = False
+    with translate_load_errors("processor", model):
         if cls is not None and "video_processor" in cls.get_attributes() and not is_torchvision_available():
             processor = _load_without_videos(cls, str(model_source), load_options)
         else:
             processor = AutoProcessor.from_pretrained(str(model_source), **load_options)
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise model_error(model, f"cannot load the processor: {reason}") from error
     if getattr(processor, "image_processor", None) is None:
         return None
     if processor.chat_template is None:  # older checkpoints store the template only in tokenizer_config.json
@@ -139,9 +140,9 @@ class ImageReader:
     def num_tokens_before_images(self, token_ids: Sequence[int]) -> int:
         """Return the number of tokens before the first image token. A policy may sample image tokens although there is
         no image; such a completion is truncated before its first image token."""
-        [is_image_token] = (
-            self._mark_image_tokens(torch.tensor([list(token_ids)])).bool().tolist() if token_ids else [[]]
-        )
+        if not token_ids:
+            return 0
+        [is_image_token] = self._mark_image_tokens(torch.tensor([list(token_ids)])).bool().tolist()
         return is_image_token.index(True) if True in is_image_token else len(is_image_token)
 
     def inputs(self, rows: Sequence[RowWithImages], input_ids_BT: Tensor) -> dict[str, Tensor]:

@@ -30,11 +30,9 @@ def check_rows(config: PretrainedConfig, folder: Path, build: Callable[[], PreTr
         return ""
     problem = f"rows of up to {longest_length:,} tokens are longer than the {max_positions:,} positions of the model"
     model = build()
-    modules = (module for module in model.modules() if module is not model.get_input_embeddings())
-    if any(
-        isinstance(module, nn.Embedding) and module.num_embeddings in (max_positions, max_positions + 2)
-        for module in modules
-    ):
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    sizes = {each.num_embeddings for each in embeddings if each is not model.get_input_embeddings()}
+    if not sizes.isdisjoint({max_positions, max_positions + 2}):
         raise ModelError(f"{problem}; lower policy.model_max_length")
     return (
         f"{problem} (max_position_embeddings), so it learns positions that it never saw; lower policy.model_max_length"

@@ -1,7 +1,6 @@
 """Stable Diffusion 3 and 3.5: two CLIP models and a T5 encode the prompt, and a VAE encodes the image."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,26 +40,16 @@ class SD3(DiffusionModel):
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:
         """Encode prompts to text inputs of the denoiser. Without a T5, its embeddings are zeros, as in the pipeline."""
-        prompt_list = list(prompts)
-        with self._working("text_encoder", "text_encoder_2", "text_encoder_3"), self._set_embedding_size():
-            token_embeddings, _, pooled_embedding, _ = self.pipeline.encode_prompt(
+        pipeline, prompt_list = self.pipeline, list(prompts)
+        if pipeline.transformer is None:  # without a T5, the pipeline reads the size of an embedding from its denoiser
+            settings = self.folder.settings(self.denoiser_name)
+            pipeline.transformer = SimpleNamespace(config=SimpleNamespace(**settings))
+        with self._working("text_encoder", "text_encoder_2", "text_encoder_3"):
+            token_embeddings, _, pooled_embedding, _ = pipeline.encode_prompt(
                 prompt_list, prompt_list, prompt_list, device=self.device, do_classifier_free_guidance=False,
                 max_sequence_length=self.config.max_prompt_length,
             )  # fmt: skip
         return {"prompt_embeds": token_embeddings.cpu(), "pooled_prompt_embeds": pooled_embedding.cpu()}
-
-    @contextmanager
-    def _set_embedding_size(self) -> Iterator[None]:
-        """Set a dummy denoiser during the block, from which the pipeline reads the embedding size if it has no T5."""
-        if self.pipeline.transformer is not None:
-            yield
-            return
-        embedding_size = self.folder.settings(self.denoiser_name).get("joint_attention_dim")
-        self.pipeline.transformer = SimpleNamespace(config=SimpleNamespace(joint_attention_dim=embedding_size))
-        try:
-            yield
-        finally:
-            self.pipeline.transformer = None
 
     def nft_prepare_transformer_input(
         self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_conditioning_B: Tensor | None = None

@@ -194,10 +194,11 @@ def _plan_loading(
     cannot be read in slices, or an empty string; raise ModelError if files or tensors are wrong."""
     if getattr(network.config, "quantization_config", None):
         return "its weights are quantized"
-    is_kept_float32 = _match_float32_names(network, dtype)
-    for name, tensor in network.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and is_kept_float32(name):
-            tensor.data = tensor.data.float()
+    if float32_names := list(network._get_dtype_plan(dtype)):
+        is_kept_float32 = build_glob_alternation(float32_names)[0].search
+        for name, tensor in network.state_dict(keep_vars=True).items():
+            if tensor.is_floating_point() and is_kept_float32(name):
+                tensor.data = tensor.data.float()
     with translate_load_errors("weights", model):
         open_files = [safe_open(file, framework="pt") for file in files]
         slices = {key: file.get_slice(key) for file in open_files for key in file.keys()}  # noqa: SIM118
@@ -250,7 +251,10 @@ def _group_file_tensors(
     network.__dict__["_weight_conversions"] = [conversion for conversion in weight_conversions if conversion.was_used()]
     groups = []
     for name, (transform, sources) in sources_by_target.items():
-        meta_tensors = [_make_meta_tensor(file_slice) for _, _, file_slice in sources]
+        meta_tensors = [
+            torch.empty(each.get_shape(), dtype=str_to_torch_dtype.get(each.get_dtype(), torch.float32), device="meta")
+            for _, _, each in sources
+        ]
         try:
             converted_weights = _convert_tensors(name, transform, sources, meta_tensors, network, loading_info)
         except SkipParameters:
@@ -265,11 +269,6 @@ def _group_file_tensors(
             elif tensor.shape != model_state[key].shape:
                 loading_info.mismatched_keys.add((key, tuple(tensor.shape), tuple(model_state[key].shape)))  # type: ignore[arg-type]
     return groups, loading_info
-
-
-def _make_meta_tensor(source: Any) -> Tensor:
-    dtype = str_to_torch_dtype.get(source.get_dtype(), torch.float32)
-    return torch.empty(source.get_shape(), dtype=dtype, device="meta")
 
 
 def _convert_tensors(
@@ -378,11 +377,6 @@ def _allocate_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Par
             stride=parameter.stride(),
         )  # fmt: skip
     return nn.Parameter(local_tensor, requires_grad=parameter.requires_grad)
-
-
-def _match_float32_names(network: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], object]:
-    dtype_plan = network._get_dtype_plan(dtype)
-    return build_glob_alternation(list(dtype_plan))[0].search if dtype_plan else lambda name: None
 
 
 def _initialise_buffers(network: PreTrainedModel, device: torch.device) -> None:

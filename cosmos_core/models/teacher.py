@@ -26,6 +26,9 @@ TEACHER = "teacher"
 """Name under which `TrainerView.evaluate` selects the weights of the teacher."""
 
 TEACHER_KEY = "distillation.model_name_or_path"
+_OWN_SETTINGS = (
+    "master_dtype", "param_dtype", "logprob_dtype", "fsdp_offload", "fsdp_reshard_after_forward", "sequence_packing",
+)  # fmt: skip
 
 
 def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapter) -> CausalLM:
@@ -84,8 +87,7 @@ def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizer
         raise ModelError(
             f"{TEACHER_KEY} = {teacher.model_name_or_path!r}: {len(differing_tokens)} of {len(policy_ids)} tokens of "
             f"the policy have another id in its tokenizer or none: {first_token!r} is {policy_ids[first_token]} here "
-            f"and "
-            f"{mismatch_text} there; take a teacher of the policy's family"
+            f"and {mismatch_text} there; take a teacher of the policy's family"
         )
 
 
@@ -102,16 +104,7 @@ def choose_pad_id(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) ->
 
 def teacher_settings(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:
     """Return the train settings of the recipe with the dtypes and the sharding of the teacher."""
-    return train.derive(
-        master_dtype=teacher.master_dtype,
-        param_dtype=teacher.param_dtype,
-        logprob_dtype=teacher.logprob_dtype,
-        fsdp_offload=teacher.fsdp_offload,
-        fsdp_reshard_after_forward=teacher.fsdp_reshard_after_forward,
-        sequence_packing=teacher.sequence_packing,
-        fp8=FP8Config(),
-        compile=False,
-    )
+    return train.derive(**{name: getattr(teacher, name) for name in _OWN_SETTINGS}, fp8=FP8Config(), compile=False)
 
 
 @contextmanager

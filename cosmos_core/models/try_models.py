@@ -72,13 +72,15 @@ def open_image_generator(model: str, name: str, device: torch.device) -> Respond
     Raises:
         ModelError: the pipeline cannot be loaded.
     """
-    from diffusers import DiffusionPipeline
+    from cosmos_core.models.diffusion import DiffusionModel
+    from cosmos_core.models.pipeline_folder import PipelineFolder
 
     try:
-        pipeline = DiffusionPipeline.from_pretrained(model).to(device)
+        pipeline = DiffusionModel.load_pipeline(PipelineFolder(model), torch.float32).to(device)
+    except ImportError as error:  # a component, such as the guardrail of Cosmos, needs a package
+        raise ModelError(f"{model}: the pipeline cannot be loaded: {first_line(error)}") from error
     except (OSError, ValueError, AttributeError, KeyError) as error:  # the folder lacks files
         raise ModelError(f"{model}: the pipeline cannot be loaded: {first_line(error)}; export it again") from error
-    pipeline.set_progress_bar_config(disable=True)
 
     def respond(prompt: str, number: int) -> str:
         output = pipeline(prompt=prompt, generator=torch.Generator("cpu").manual_seed(number))

@@ -44,6 +44,7 @@ from cosmos_core.models.first_layers import (
 from cosmos_core.models.lora import FOLDER, has_changed_base, is_adapted, merge_adapter, merged_state_dict
 from cosmos_core.models.model_files import model_error, translate_load_errors
 from cosmos_core.models.new_interpreter import call_in_interpreter, pool_of_one_process
+from cosmos_core.models.quantized_base import dequantize_options, without_quantization
 
 _WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 _PROBE_INPUT_SHAPE = (2, 16)
@@ -93,7 +94,8 @@ def verify_export(
     """
     with pool_of_one_process() as pool:
         with merge_adapter(model):
-            expected_tensors = revert_weight_conversion(model, merged_state_dict(model))
+            with without_quantization(model):
+                expected_tensors = revert_weight_conversion(model, merged_state_dict(model))
             checks = _check_files(expected_tensors, target, dtype)
             available_memory = psutil.virtual_memory().available if memory is None else memory
             first_layers = num_fitting_layers(model, dtype, int(available_memory * _MAX_MEMORY_FRACTION))
@@ -128,8 +130,9 @@ def _check_files(
     differing_keys: list[str] = []
     for file, key, tensor in tensors_of(export_folder):
         file_by_key[key] = file.name
-        if key in expected_tensors and not are_bits_equal(tensor, _cast_floating_point(expected_tensors[key], dtype)):
-            differing_keys.append(key)
+        if (expected := expected_tensors.get(key)) is not None:
+            expected = expected.detach().to("cpu", dtype if expected.is_floating_point() else None)
+            differing_keys += [] if are_bits_equal(tensor, expected) else [key]
     keys_by_storage: dict[tuple[int, torch.Size], set[str]] = {}
     for key, tensor in expected_tensors.items():
         keys_by_storage.setdefault((tensor.data_ptr(), tensor.shape), set()).add(key)
@@ -142,15 +145,12 @@ def _check_files(
         )
     index = export_folder / _WEIGHTS_INDEX_FILE
     if index.exists() and json.loads(index.read_text(encoding="utf-8"))["weight_map"] != file_by_key:
-        raise ProgramError(
-            f"export {export_folder} failed the check 'keys': {_WEIGHTS_INDEX_FILE} does not match the files; run the "
-            f"stage again"
-        )
+        remedy = f"{_WEIGHTS_INDEX_FILE} does not match the files; run the stage again"
+        raise ProgramError(f"export {export_folder} failed the check 'keys': {remedy}")
     if differing_keys:
         raise ProgramError(
             f"export {export_folder} failed the check 'bytes': {format_names(sorted(differing_keys))} on disk is not "
-            f"what was "
-            "trained; it must not be used, check the disk and run the stage again"
+            "what was trained; it must not be used, check the disk and run the stage again"
         )
     return ["keys", "bytes"]
 
@@ -188,8 +188,7 @@ def _check_reload(
         if reloaded_tokenizer != _describe_tokenizer(tokenizer):
             raise ProgramError(
                 f"export {export_folder} failed the check 'tokenizer': the reloaded one encodes {_PROBE_TEXT!r} "
-                f"otherwise "
-                "or has another chat template; save the tokenizer again from the base model"
+                "otherwise or has another chat template; save the tokenizer again from the base model"
             )
         checks.append("tokenizer")
     return logits_BTV, checks
@@ -259,9 +258,8 @@ def _compare_logits(
     if not difference <= tolerance:  # `not <=` instead of `>`, so that NaN fails too
         raise ProgramError(
             f"export {export_folder} failed the check {check_name!r}: logits of the "
-            f"{_COMPARED_MODEL_NAMES[check_name]} differ by "
-            f"{difference:.2g} from the trainer's, more than {tolerance:.2g}; compare its config.json with that of "
-            f"the base model"
+            f"{_COMPARED_MODEL_NAMES[check_name]} differ by {difference:.2g} from the trainer's, more than "
+            f"{tolerance:.2g}; compare its config.json with that of the base model"
         )
     return f"{check_name}{layers_suffix}: max difference {difference:.1g} <= {tolerance:.1g}"
 
@@ -317,6 +315,7 @@ def _load_with_adapter(folder: Path, probe_inputs: Probe) -> Any:
         base_model_name, config=config, revision=revision, dtype=probe_inputs.dtype,
         attn_implementation=probe_inputs.attention,
         generation_config=GenerationConfig(),  # transformers may refuse the generation config of the base model
+        **dequantize_options(config),
     )  # fmt: skip
     return PeftModel.from_pretrained(base_model, str(folder)).float()
 
@@ -333,10 +332,6 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[object]:
     return [tokenizer.encode(_PROBE_TEXT), tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.pad_token_id]
-
-
-def _cast_floating_point(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
 
 
 def are_bits_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:

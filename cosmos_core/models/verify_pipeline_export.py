@@ -79,10 +79,8 @@ def _check_denoiser_tensors(expected_tensors: dict[str, Tensor], export_folder: 
         exported_keys.add(key)
         if key in expected_tensors and not are_bits_equal(tensor, expected_tensors[key]):
             changed_keys.append(key)
-    missing_keys, unexpected_keys = (
-        sorted(expected_tensors.keys() - exported_keys),
-        sorted(exported_keys - expected_tensors.keys()),
-    )
+    missing_keys = sorted(expected_tensors.keys() - exported_keys)
+    unexpected_keys = sorted(exported_keys - expected_tensors.keys())
     if missing_keys or unexpected_keys or changed_keys:
         raise StageFailed(
             f"export {export_folder} failed the check 'tensors': missing {format_names(missing_keys)}, unexpected "
@@ -174,31 +172,25 @@ def _generate_in_interpreter(probes: Sequence[Probe]) -> list[Tensor]:
 def _check_equal_images(check_name: str, expected_image: Tensor, exported_image: Tensor, export_folder: Path) -> str:
     if are_bits_equal(expected_image, exported_image):
         return f"{check_name}: bit-identical"
-    difference = (
-        float((expected_image - exported_image).abs().max())
-        if expected_image.shape == exported_image.shape
-        else float("inf")
-    )
+    is_same_shape = expected_image.shape == exported_image.shape
+    difference = float((expected_image - exported_image).abs().max()) if is_same_shape else float("inf")
     raise StageFailed(
         f"export {export_folder} failed the check {check_name!r}: what a fresh interpreter draws differs by "
-        f"{difference:.2g} from "
-        f"what the policy draws; it must not be used, run the stage again"
+        f"{difference:.2g} from what the policy draws; it must not be used, run the stage again"
     )
-
-
-def generate_images(probes: Sequence[Probe]) -> list[np.ndarray]:
-    """Return the images of the probes; the fresh interpreter runs this function."""
-    return [generate_image(probe) for probe in probes]
 
 
 @torch.no_grad()
-def generate_image(probe: Probe) -> np.ndarray:
-    """Load a pipeline, with its adapter if it has one, as a user would, and return the image of the probe."""
-    torch.set_num_threads(probe.num_threads)
-    folder = PipelineFolder(str(probe.folder))
-    pipeline = find_family(folder, probe.model_class).load_pipeline(folder, probe.dtype)
-    if probe.adapter is not None:
-        pipeline.load_lora_weights(str(probe.adapter))
-        if not pipeline.get_active_adapters():
-            raise StageFailed("load_lora_weights attached nothing")
-    return _generate_images(pipeline, probe.settings, prompt=[_PROBE_PROMPT]).numpy()
+def generate_images(probes: Sequence[Probe]) -> list[np.ndarray]:
+    """Load the pipeline of each probe, with its adapter if it has one, as a user would, and return its image."""
+    images = []
+    for probe in probes:
+        torch.set_num_threads(probe.num_threads)
+        folder = PipelineFolder(str(probe.folder))
+        pipeline = find_family(folder, probe.model_class).load_pipeline(folder, probe.dtype)
+        if probe.adapter is not None:
+            pipeline.load_lora_weights(str(probe.adapter))
+            if not pipeline.get_active_adapters():
+                raise StageFailed("load_lora_weights attached nothing")
+        images.append(_generate_images(pipeline, probe.settings, prompt=[_PROBE_PROMPT]).numpy())
+    return images

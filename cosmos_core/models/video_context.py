@@ -257,14 +257,10 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _all_reduce(tensor, group)
+        summed_tensor = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed_tensor, group=group)
+        return summed_tensor
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _all_reduce(gradients[0], ctx.group), None
-
-
-def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    summed_tensor = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(summed_tensor, group=group)
-    return summed_tensor
+        return _SumOverRanks.apply(gradients[0], ctx.group), None

@@ -87,23 +87,11 @@ def rows_of(
         best_completion, worst_completion = best_and_worst
         turns = {"prompt": [*prompt], "chosen": turns_of(best_completion), "rejected": turns_of(worst_completion)}
         rewards = {"reward": best_completion.reward, "rejected_reward": worst_completion.reward}
-        return [
-            {
-                **turns,
-                **rewards,
-                "seed": best_completion.seed,
-                "rejected_seed": worst_completion.seed,
-                **provenance_columns,
-            }
-        ]
+        seeds = {"seed": best_completion.seed, "rejected_seed": worst_completion.seed}
+        return [{**turns, **rewards, **seeds, **provenance_columns}]
     return [
-        {
-            "conversations": [*prompt, *turns_of(completion)],
-            "reward": completion.reward,
-            "seed": completion.seed,
-            **provenance_columns,
-        }
-        for completion in eligible
+        {"conversations": [*prompt, *turns_of(each)], "reward": each.reward, "seed": each.seed, **provenance_columns}
+        for each in eligible
     ]
 
 

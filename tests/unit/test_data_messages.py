@@ -7,9 +7,10 @@ import pickle
 from datetime import date
 from decimal import Decimal
 
+import numpy as np
 import pytest
 
-from cosmos_core.data.kinds.media_prompts import find_reference
+from cosmos_core.data.media_rows import find_reference
 from cosmos_core.data.messages import (
     SkippedRow,
     propose_merged_turns,
@@ -32,6 +33,8 @@ SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
         {"messages": [ASKED, ANSWERED]},
         {"conversation": SHAREGPT},
         {"messages": str([ASKED, ANSWERED])},  # as pandas writes a list to CSV
+        {"messages": str(np.array([ASKED, ANSWERED]))},  # as pandas writes what it has read from parquet
+        {"instruction": "", "input": "q", "output": "a"},
         {"conversations": SHAREGPT},
         {"mine": [ASKED, ANSWERED], "messages": [ASKED]},
         {"prompt": "q", "response": "a"},

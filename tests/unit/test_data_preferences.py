@@ -13,7 +13,7 @@ from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.messages import SkippedRow
 from cosmos_core.data.preferences import read_preference
 from cosmos_core.data.prepare import run
-from cosmos_core.errors import DataError
+from cosmos_core.errors import DataError, ModelError
 from cosmos_core.run.files import read_json
 from cosmos_core.run.stage import Stage
 from tests.effects.change import SFT, recipe, stage_of
@@ -97,6 +97,11 @@ def test_a_prompt_that_plain_texts_repeat_is_learned_once_and_a_greeting_is_none
     assert byte_tokenizer(template).decode(pairs.chosen[0][0]).count("Human") == 1
     found = [[text.removesuffix("<|im_end|>").strip() for text in texts] for texts in answers(pairs, template)]
     assert found == [["4.", "Five."], ["Hi!", "Hide."]]
+
+
+def test_a_system_prompt_without_a_chat_template_is_refused_and_not_left_out(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no chat template; set policy\.chat_template"):
+        pairs_of(tmp_path, [{"prompt": "p", "chosen": "a", "rejected": "b"}], "", system_prompt="Be brief.")
 
 
 def test_an_answer_is_learned_with_its_end_and_earlier_answers_are_not(tmp_path: Path) -> None:

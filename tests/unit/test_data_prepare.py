@@ -202,8 +202,11 @@ def test_a_column_of_tools_reaches_the_template(tmp_path):
     with_tools = "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}" + CHATML
     byte_tokenizer(with_tools).save_pretrained(tmp_path / "model")
     row = {"question": "q", "answer": "a", "tools": json.dumps([{"type": "function", "function": {"name": "add"}}])}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    broken = {**row, "tools": json.dumps([{"type": "function", "function": {"name": "half \ud800"}}])}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(broken) + "\n")
     run(make_stage(tmp_path / "s", tmp_path / "model", sft(tmp_path / "a.jsonl")))
+    skipped = read_json(tmp_path / "s" / "data" / "statistics.json")["train"]["skipped"]
+    assert list(skipped) == ["with half a character (a lone surrogate)"]
     ids, _ = open_sequences(tmp_path / "s" / "data", "train")[0]
     assert byte_tokenizer(with_tools).decode(ids).startswith("add\n<|im_start|>user\nq<|im_end|>")
     run(make_stage(tmp_path / "rl", tmp_path / "model", grpo(tmp_path / "a.jsonl")))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.data_term import WithDataTerm, sft_term
-from cosmos_core.algorithms.grpo import Grpo
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import StageContext
@@ -27,7 +26,7 @@ from cosmos_core.train.feeds import sft_rows
 from cosmos_core.train.trainer import Trainer
 from tasks.kinds import all_kinds
 from tests.unit.tiny_model import save_tiny_model
-from tests.unit.trainers import NoView, grpo, score_in, trainer_of
+from tests.unit.trainers import Given, NoView, grpo, score_in, trainer_of
 
 TRAIN = TrainConfig.model_validate(
     {"param_dtype": "float32", "optm_grad_norm_clip": 0.0, "optm_lr": 1e-9, "train_policy": {"type": "grpo"}}
@@ -151,16 +150,21 @@ def test_a_resumed_training_goes_on_with_the_rows_behind_those_it_has_learned() 
     second = beside()
     second.load_state_dict(first.state_dict())
     assert begun + learned(second, 2) == whole
-    assert second.state_dict()["algorithm"] == {"num_steps": 3}
+    assert second.state_dict() == {"algorithm": {}, "num_updates": 6}
 
 
 def test_it_goes_on_from_a_checkpoint_that_had_no_data_term() -> None:
     found = beside()
     found.load_state_dict({"num_steps": 7})
-    assert found.state_dict() == {"algorithm": {"num_steps": 7}, "num_updates": 0}
-    plain = Grpo(GrpoConfig())
-    plain.load_state_dict(found.state_dict())
-    assert plain.state_dict() == {"num_steps": 7}
+    assert found.state_dict() == {"algorithm": {}, "num_updates": 0}
+
+
+def test_the_reference_is_reset_after_train_steps_whether_or_not_they_had_samples() -> None:
+    algorithm = WithDataTerm(grpo(GrpoConfig(kl_beta=0.1, reference_reset_interval=2)), lambda _: sft_term([], 0.1))
+    view = Given()
+    for step in range(3, 7):  # a resumed training goes on counting
+        algorithm.after_train_step(step, view)
+    assert view.resets == [("reference", True)] * 2
 
 
 def test_fewer_rows_than_a_step_has_are_told() -> None:

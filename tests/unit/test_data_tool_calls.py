@@ -7,6 +7,8 @@ import json
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from cosmos_core.config.schema.dataset import DatasetConfig
@@ -40,6 +42,11 @@ def openai_before_tools(arguments: Any) -> dict[str, Any]:
     return {"messages": [ASKED, {"role": "assistant", "content": None, "function_call": call}]}
 
 
+def older_call_as_json(arguments: Any) -> dict[str, Any]:
+    first, called = openai_before_tools(arguments)["messages"]
+    return {"messages": [first, {**called, "function_call": json.dumps(called["function_call"])}]}
+
+
 def calls_as_json(arguments: Any) -> dict[str, Any]:
     first, called = openai(arguments)["messages"]
     return {"messages": [first, {**called, "tool_calls": json.dumps(called["tool_calls"])}]}
@@ -64,7 +71,9 @@ def learned_turns(template: str, turns: Any) -> list[str]:
     return learned(tokenizer, *conversation_tokens(tokenizer, turns, "row"))
 
 
-@pytest.mark.parametrize("form", [openai, sharegpt, sharegpt_with_calls, openai_before_tools, calls_as_json])
+@pytest.mark.parametrize(
+    "form", [openai, sharegpt, sharegpt_with_calls, openai_before_tools, older_call_as_json, calls_as_json]
+)
 @pytest.mark.parametrize("arguments", ['{"city": "Paris"}', {"city": "Paris"}])
 @pytest.mark.parametrize(
     ("template", "written"),
@@ -82,6 +91,23 @@ def test_arguments_are_learned_as_they_are_called(form: Any, arguments: Any, tem
 @pytest.mark.parametrize(("arguments", "written"), [("", "{}"), ("{}", "{}"), ("Paris", '"Paris"'), ("[1]", '"[1]"')])
 def test_no_arguments_are_an_empty_object_and_what_is_no_object_stays(arguments: str, written: str) -> None:
     assert learned_of(openai(arguments), AS_JSON) == [f"weather({written})<|im_end|>"]
+
+
+def test_a_turn_whose_list_of_calls_is_empty_calls_nothing() -> None:
+    for calls in ({"tool_calls": []}, {"function_call": ""}):
+        assert read_conversation({"messages": [ASKED, {**ANSWERED, **calls}]}, "row") == [ASKED, ANSWERED]
+        with pytest.raises(SkippedRow, match="without an assistant turn to learn"):
+            learned_of({"messages": [ASKED, {**ANSWERED, "content": None, **calls}]}, AS_JSON)
+    with pytest.raises(DataError, match=r"turn 2 of 'messages': function_call holds 'f\(x\)'; write an object"):
+        read_conversation({"messages": [ASKED, {**ANSWERED, "function_call": "f(x)"}]}, "row")
+
+
+def test_tools_that_the_template_leaves_out_are_refused_unless_a_turn_describes_them() -> None:
+    tools, tokenizer = [{"type": "function", "function": {"name": "look_up"}}], byte_tokenizer(CHATML)
+    with pytest.raises(RefusedRow, match="with `tools` that the chat template leaves out"):
+        conversation_tokens(tokenizer, [ASKED, ANSWERED], "row", tools)
+    told = {"role": "system", "content": json.dumps(tools)}
+    assert learned(tokenizer, *conversation_tokens(tokenizer, [told, ASKED, ANSWERED], "row", tools))
 
 
 @pytest.mark.parametrize("names", [("role", "content"), ("from", "value")])
@@ -136,6 +162,13 @@ def test_a_null_that_was_written_in_the_schema_of_a_tool_is_kept_and_one_of_arro
     assert found is not None and "strict" not in found[0]["function"]
     if suffix != ".parquet":
         assert found == [SCHEMA]
+
+
+def test_a_call_of_the_older_form_has_the_arguments_that_it_was_written_with(tmp_path: Any) -> None:
+    rows = [openai_before_tools({"city": "Paris"}), openai_before_tools({"days": 1})]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = [read_conversation(row, where) for where, row in load_rows(DatasetConfig(name=str(tmp_path / "a.parquet")))]
+    assert [turns[1]["tool_calls"][0]["function"]["arguments"] for turns in found] == [{"city": "Paris"}, {"days": 1}]
 
 
 @pytest.mark.parametrize("role", ["developer", "tool"])

@@ -264,6 +264,7 @@ def test_the_loading_line_says_what_the_folder_has_not(tmp_path: Path) -> None:
     assert bare.endswith(f"from_pretrained({str(tmp_path)!r}, text_encoder_3=None, tokenizer_3=None)")
     guarded = line("Cosmos2_5_PredictBasePipeline")
     assert guarded.endswith("')  # pip install cosmos_guardrail, or give a safety_checker")
+    assert line("Cosmos2_5_PredictBasePipeline", safety_checker=none) == guarded
     assert line("SanaPipeline").endswith(f"from_pretrained({str(tmp_path)!r})")
 
 
@@ -302,3 +303,10 @@ def test_a_prompt_longer_than_the_pipeline_takes_is_refused_before_anything_is_e
     policy = PolicyConfig(is_diffusers=True, diffusers=DiffusersConfig(max_prompt_length=600))
     with pytest.raises(ConfigError, match=r"max_prompt_length = 600: the T5 of a .* takes at most 512 tokens"):
         open_family(str(model), policy)
+
+
+def test_a_guardrail_that_the_folder_names_is_not_loaded(tmp_path: Path) -> None:
+    folder = tiny_pipelines.save("cosmos_predict", tmp_path / "cosmos_predict")
+    index = json.loads((folder / INDEX).read_text()) | {"safety_checker": ["cosmos_guardrail", "CosmosSafetyChecker"]}
+    (folder / INDEX).write_text(json.dumps(index))
+    assert len(opened(folder).text_embedding(PROMPTS)["prompt_embeds"]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -335,9 +336,50 @@ def test_check_refuses_ranks_that_cannot_share_a_clip(
         ({"policy.lora.lora_path": "here"}, "this version begins diffusion adapters anew"),
         ({"policy.is_diffusers": False, "train.train_policy.trainer_type": "diffusion_sft"}, "set it to true"),
         ({"train.train_policy.trainer_type": "dpo"}, "trainer_type = 'dpo' does not train such models; give one"),
+        ({"policy.model_safetensor_path": "here"}, "policy.model_safetensor_path"),
+        ({"policy.chat_template": "chatml"}, "policy.chat_template"),
+        ({"logging.report_mfu": True}, "logging.report_mfu = true is for language models"),
+        ({"train.sequence_packing": True}, "train.sequence_packing = true is for language models"),
+        ({"rollout.multi_turn_config.enable": True}, "rollout.multi_turn_config.enable = true is for language models"),
     ],
 )
 def test_what_is_not_done_is_refused_in_one_line(settings: dict[str, Any], said: str) -> None:
     config = recipe({**{key: BASE[key] for key in ("train.train_policy.type", "policy.is_diffusers")}, **settings})
     problems = list(config.policy.refusals(StageContext(config, all_kinds()["sft"])))
     assert [problem for problem in problems if said in problem]
+
+
+FLOW_SFT = {"type": "sft"}
+NFT, DDRL = ({"type": "grpo", "trainer_type": name} for name in ("diffusion_nft", "ddrl"))
+GIVEN = {"max_conditional_frames": 1, "data_beta": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("policy", "diffusers", "said"),
+    [
+        (FLOW_SFT | {"system_prompt": "s"}, {}, "system_prompt is for rows of text; leave it out"),
+        (FLOW_SFT | {"enable_dp_load_balancing": True}, {}, "enable_dp_load_balancing is for rows of text"),
+        (NFT | {"system_prompt": "s"}, {}, "system_prompt has no meaning with trainer_type = 'diffusion_nft'"),
+        (NFT | {"variant": "gspo"}, {}, "variant has no meaning with trainer_type = 'diffusion_nft'"),
+        (DDRL, {"train_frames": 9, "inference_frames": 5, "flow_rl": GIVEN}, "train_frames = 9: .*_frames = 5"),
+        (DDRL | {"dataset": {"aspect_ratio_buckets": True}}, {"flow_rl": GIVEN}, "aspect_ratio_buckets = true: "),
+    ],
+)
+def test_keys_that_do_not_fit_the_rows_of_a_diffusion_model_are_refused(
+    policy: dict[str, Any], diffusers: dict[str, Any], said: str
+) -> None:
+    train_values = {"train_policy": policy, "max_num_steps": 1}
+    values = {"policy": {"is_diffusers": True, "diffusers": diffusers}, "train": train_values}
+    config = Recipe.model_validate(values, context={"notices": []})
+    kind = all_kinds()["sft" if policy["type"] == "sft" else "rl"]
+    assert re.search(said, " | ".join(config.train.train_policy.refusals(StageContext(config, kind))))
+
+
+def test_check_asks_a_scheduler_for_no_table_that_the_recipe_gives(inputs: Inputs, tmp_path: Path) -> None:
+    model = tiny_pipelines.save("sd3", tmp_path / "sd3")
+    file = model / "scheduler/scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dynamic_shifting": True}))
+    with pytest.raises(ConfigError, match=r"no table of noise levels .*policy.diffusers.sample.sigma_schedule$"):
+        check.run(stage_of(tmp_path / "a", recipe(BASE), model=model, data=inputs.data("sd3")))
+    given = recipe({**BASE, "policy.diffusers.sample.sigma_schedule": "flow"})
+    check.run(stage_of(tmp_path / "b", given, model=model, data=inputs.data("sd3")))

@@ -94,6 +94,16 @@ def test_an_export_holds_exactly_the_cast_weights_and_the_dtype(tmp_path: Path, 
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_an_export_names_no_code_that_it_does_not_have(tmp_path: Path) -> None:
+    model, tokenizer = make_model("qwen3", tied=True), make_tokenizer()
+    model.config.auto_map = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+    tokenizer.init_kwargs["auto_map"] = {"AutoTokenizer": ["mine.Tokenizer", None]}
+    export_model(model, tokenizer, tmp_path / "m", dtype=None)
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "auto_map" not in json.loads((tmp_path / "m" / name).read_text())
+    assert model.config.auto_map
+
+
 @pytest.mark.usefixtures("own_interpreter")
 @pytest.mark.parametrize(
     ("family", "tied", "dtype"), [("qwen3", True, torch.bfloat16), ("llama", False, torch.float32)]

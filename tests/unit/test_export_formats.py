@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,8 @@ def test_an_unproven_format_is_refused_unless_it_is_wanted(model: Path, tmp_path
 def test_a_head_size_that_vllm_has_no_attention_for_is_named(model: Path, tmp_path: Path) -> None:
     AutoConfig.from_pretrained(model, head_dim=24).save_pretrained(tmp_path / "narrow")
     stage = exported(tmp_path, model, ["bf16", "int8"])
+    with pytest.raises(ConfigError, match=r"has 'int8', but vLLM on CPU has no attention for head_dim = 24 .*unproven"):
+        plans(replace(stage, model=str(tmp_path / "narrow")))
     with pytest.raises(StageFailed, match=r"head_dim = 24 .*; leave the format out of export.formats"):
         _in_fresh_interpreter(stage, save_logprobs, tmp_path / "narrow", True, ROWS, tmp_path / "logprobs")
 

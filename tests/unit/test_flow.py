@@ -68,3 +68,8 @@ def test_tables_are_those_of_the_schedulers() -> None:
 def test_the_plain_table_goes_from_1_to_0_and_is_shifted() -> None:
     table_N = flow.flow_schedule(4, 3.0)
     assert table_N.tolist() == pytest.approx([1.0, 0.9, 0.75, 0.5, 0.0], abs=1e-12)
+
+
+def test_no_sample_outweighs_those_at_the_lowest_level_of_diffusers() -> None:
+    weights_B = flow.loss_weights(torch.tensor([0.0, 1e-6, 1e-3, 0.5], dtype=torch.float64), "sigma_sqrt")
+    assert weights_B.tolist() == pytest.approx([1e6, 1e6, 1e6, 4.0])

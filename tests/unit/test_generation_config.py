@@ -75,3 +75,9 @@ def test_what_transformers_refuses_to_load_is_left_out_by_name(
     assert AutoModelForCausalLM.from_pretrained(target).generation_config.temperature == 0.6
     tokenizer = load_tokenizer(str(folder))
     assert read_stop_tokens(str(folder), None, tokenizer) == (tokenizer.eos_token_id,)
+
+
+def test_a_negative_number_is_no_token_that_ends_a_completion(folder: Path) -> None:
+    (folder / FILE).write_text(json.dumps({"eos_token_id": [-1, 257]}))
+    tokenizer = load_tokenizer(str(folder))
+    assert read_stop_tokens(str(folder), None, tokenizer) == (tokenizer.eos_token_id, 257)

@@ -287,6 +287,10 @@ def test_what_other_programs_leave_beside_prompts_does_no_harm(tmp_path):
     assert [(item.prompt, item.problem) for item in items_of(folder)] == [("one", "")]
     (tmp_path / "prompts.txt").write_text("one\ntwo\n", encoding="utf-8-sig")
     assert [item.prompt for item in items_of(tmp_path / "prompts.txt")] == ["one", "two"]
+    (tmp_path / "prompts.txt").write_bytes("a café\n".encode("latin-1") + b"two\n")
+    assert [(item.prompt, item.problem.partition(";")[0]) for item in items_of(tmp_path / "prompts.txt")] == [
+        ("", "prompts.txt:1: it is not UTF-8"), ("two", "")
+    ]  # fmt: skip
 
 
 def test_public_prompt_sets_are_read_with_what_their_rewards_compare_with(test_data):
@@ -387,3 +391,6 @@ def test_embeddings_are_read_from_safetensors_and_from_pickles_of_arrays_alone(t
     with pytest.raises(DataError, match="a pickle may hold numpy arrays alone"):
         read_embedding(tmp_path / "3.pickle", ("embeds",))
     assert not (tmp_path / "called").exists()
+    (tmp_path / "4.safetensors").write_bytes(b"torn")
+    with pytest.raises(DataError, match=r"4\.safetensors: it is damaged: "):
+        read_embedding(tmp_path / "4.safetensors", ("embeds",))

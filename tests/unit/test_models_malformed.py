@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoProcessor
 
-from cosmos_core.errors import EXIT_USAGE, ModelError
+from cosmos_core.errors import EXIT_USAGE, ConfigError, ModelError
 from cosmos_core.models.hf import load_config, load_model, load_tokenizer
 from cosmos_core.models.model_files import translate_load_errors
+from cosmos_core.models.processor import load_processor
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.train import check
 from tests.unit.test_train import SFT, make_stage, recipe
 from tests.unit.tiny_model import save_tiny_model
+from tests.unit.tiny_vlms import save_vlm
 
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"
@@ -231,16 +233,38 @@ def test_nothing_is_said_of_a_model_that_is_right(folders: Path, tmp_path: Path,
     assert all(torch.equal(whole.state_dict()[name], tensor) for name, tensor in other.state_dict().items())
 
 
+def test_a_rate_of_a_module_that_is_not_there_is_told_by_the_check(folders: Path, tmp_path: Path) -> None:
+    rates = recipe(SFT, optm_lr={"global": 1e-5, "model.layer": 1e-4})
+    with pytest.raises(ConfigError, match=r"train\.optm_lr: no weight is trained with the rate of 'model\.layer'"):
+        check.run(make_stage(tmp_path / "stage", "sft", rates, folders / "single"))
+
+
 def test_a_table_for_the_kind_of_rope_is_no_crash(folders: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(folders / "single", tmp_path / "model"))
     config(rope_parameters={"rope_type": {"a": 1}, "rope_theta": 1e4})(folder)
     line(lambda: check.run(make_stage(tmp_path / "stage", "sft", recipe(SFT), folder)))
 
 
-def test_an_adapter_in_place_of_a_model_is_told_what_it_is(tmp_path: Path) -> None:
+def test_an_adapter_in_place_of_a_model_or_beside_it_is_told_what_it_is(folders: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError, match="it is an adapter: name its base here, and the folder in"):
         load_config(str(tmp_path))
+    shutil.copytree(folders / "single", tmp_path, dirs_exist_ok=True)
+    with pytest.raises(ModelError, match=r"a model and an adapter \(adapter_config\.json\); move the adapter to a fol"):
+        load_model(str(tmp_path), dtype=torch.float32)
+
+
+def test_code_in_the_folder_of_a_model_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda _: "yes")  # transformers asks on a terminal
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')\nclass Mine: pass\n")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    mapped = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine", "AutoTokenizer": ["mine.Mine", None]}}
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps(mapped))
+    for load, part in ((load_config, "config.json"), (load_tokenizer, "tokenizer")):
+        with pytest.raises(ModelError, match=rf"its {part} needs code .* \(auto_map\), which is never run; take"):
+            load(str(tmp_path))
+    assert not (tmp_path / "was_run").exists()
 
 
 @pytest.mark.parametrize("names", [None, [], ["QWen3LMHeadModel"]])
@@ -285,6 +309,15 @@ def test_what_the_machine_lacks_is_not_blamed_on_the_model(error: Exception) -> 
     with pytest.raises(type(error)) as caught, translate_load_errors("weights", "any/model"):
         raise error
     assert caught.value is error
+
+
+def test_a_full_disk_is_not_blamed_on_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", fail)
+    with pytest.raises(OSError, match="No space left on device"):
+        load_processor(str(save_vlm("llava", tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "org/" + "a" * 300, "./" + "a" * 300, "~" + "a" * 300])

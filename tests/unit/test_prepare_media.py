@@ -8,9 +8,12 @@ import os
 import signal
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from cosmos_core.data.media_cache import Keyed, digest_of, shards_of
@@ -20,7 +23,8 @@ from cosmos_core.data.media_source import Content
 from cosmos_core.data.media_splits import frame_settings
 from cosmos_core.data.prepare import run as run_stage
 from cosmos_core.data.prepare_media import CACHE, Source, prepare, source_of
-from cosmos_core.errors import ConfigError, DataError, Preempted
+from cosmos_core.data.prepared import open_held_out
+from cosmos_core.errors import ConfigError, DataError, Preempted, StageFailed
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import open_family
 from cosmos_core.run.files import SHARED_FOLDER, files_below, sha256
@@ -134,9 +138,18 @@ def test_a_disk_that_fails_ends_the_stage_and_is_not_remembered_as_a_damaged_ima
     def failing(content):
         raise OSError(errno.EIO, "Input/output error")
 
+    def full(tensors, path):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    parts = ("data.media_pixels._decode_image", "data.media_source.sha256", "data.media_source.Path.read_text")
+    for part in parts:
+        with monkeypatch.context() as patch:
+            patch.setattr(f"cosmos_core.{part}", lambda *args, **settings: failing(args))
+            with pytest.raises(OSError, match="Input/output error"):
+                prepared(stage_path(runs), source)
     with monkeypatch.context() as patch:
-        patch.setattr("cosmos_core.data.media_pixels._decode_image", failing)
-        with pytest.raises(OSError, match="Input/output error"):
+        patch.setattr("cosmos_core.data.media_cache.save_file", full)
+        with pytest.raises(StageFailed, match="what was encoded before it stays encoded"):
             prepared(stage_path(runs), source)
     assert prepared(stage_path(runs, 2), source)[0].metrics["data/train_rows"] == 3
 
@@ -249,9 +262,12 @@ def test_prompts_alone_and_held_out_prompts(tmp_path, runs):
     )  # fmt: skip
     assert encoders.media == 0
     prompts = open_media_prompts(stage_path(runs) / "data", "train")
-    assert [prompts[i].prompt for i in range(2)] == ["a dog", "a cat"]
+    assert [prompts[i].text for i in range(2)] == ["a dog", "a cat"]
     held_out = open_media_prompts(stage_path(runs) / "data", "validation")[0]
-    assert (held_out.prompt, held_out.metadata) == ("a cow", {"count": 2})
+    assert (held_out.text, held_out.metadata) == ("a cow", {"count": 2})
+    policy: Any = SimpleNamespace(response_column_name="count")
+    asked = open_held_out(stage_path(runs) / "data", policy, policy).prompts
+    assert asked is not None and asked[0].reference == "2"
     with pytest.raises(DataError, match="holds media_prompts, but media to learn"):
         open_media(stage_path(runs) / "data", "train")
 

@@ -23,7 +23,7 @@ from tests.unit.test_data_prepare import grpo, make_stage, model, sft, write_row
 
 ROOT = Path(__file__).parents[2]
 HOME = "cosmos_core/data/kinds/"
-READERS = {"Sequences", "LabelledSequences", "Pairs", "Prompts", "MediaRows", "NoisyRows", "MediaPromptList"}
+READERS = {"Sequences", "LabelledSequences", "Pairs", "Prompts", "MediaRows", "NoisyRows", "MediaPrompts"}
 
 
 def questions(path: str, text: str) -> Iterator[str]:

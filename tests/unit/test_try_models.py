@@ -58,3 +58,12 @@ def test_prompts_and_completions_are_printed_as_they_are(
     alone, _, side_by_side = capsys.readouterr().out.partition("\n")
     assert alone == completion
     assert side_by_side.startswith("[/user] hi") and side_by_side.count("[/INST] :smile:") == 2
+
+
+def test_a_pipeline_without_a_t5_is_loaded_and_one_that_needs_a_package_is_refused_in_one_line(tmp_path: Path) -> None:
+    bare = tiny_pipelines.save("sd3", tmp_path / "bare", has_t5=False)
+    assert callable(try_models.open_image_generator(str(bare), "bare", torch.device("cpu")))
+    guarded = tiny_pipelines.save("cosmos_predict", tmp_path / "guarded")
+    with pytest.raises(ModelError, match=r"guarded: the pipeline cannot be loaded: .*cosmos_guardrail") as caught:
+        try_models.open_image_generator(str(guarded), "guarded", torch.device("cpu"))
+    assert "\n" not in str(caught.value)

@@ -9,7 +9,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
 
-def save_tiny_model(folder: Path, *, tied: bool = True) -> Path:
+def save_tiny_model(folder: Path, *, tied: bool = True, head_dim: int = 32) -> Path:
     """Write model and tokenizer to `folder`; weights are large enough that answers depend on the prompt."""
     names = [*sorted(ByteLevel.alphabet()), "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokenizer = Qwen2Tokenizer(
@@ -18,7 +18,7 @@ def save_tiny_model(folder: Path, *, tied: bool = True) -> Path:
     )  # fmt: skip
     config = Qwen3Config(
         vocab_size=len(names) + 1, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=tied,
+        num_key_value_heads=1, head_dim=head_dim, max_position_embeddings=256, tie_word_embeddings=tied,
         initializer_range=0.2, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )  # fmt: skip

@@ -58,9 +58,6 @@ class LabelledKind(SequencesKind):
     def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
         return {VALIDATION: self.name}
 
-    def omits_response(self, row: Row, column: str) -> bool:
-        return False
-
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
         label, record = read_label(row, where), super().record(tokenizer, job, row, where)
         return record._replace(values=(label, *record.values))

@@ -11,7 +11,7 @@ from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.data.flow_sample import FlowSample, NoiseSampler, seed_of
 from cosmos_core.data.kinds.base import VALIDATION, HeldOut, HeldOutRows, Seed
-from cosmos_core.data.kinds.media_prompts import ENTRY, MediaPromptList, MediaPromptsKind
+from cosmos_core.data.kinds.media_prompts import ENTRY, MediaPromptsKind
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
 from cosmos_core.types import Prompt
 
@@ -56,7 +56,7 @@ class MediaKind(MediaPromptsKind):
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
         is_conditioned = policy.has_rollouts and model.diffusers.flow_rl.max_conditional_frames
         clips = open_media(folder, split) if is_conditioned else None
-        return MediaPromptList(open_media_prompts(folder, split), getattr(policy, "response_column_name", ""), clips)
+        return open_media_prompts(folder, split, getattr(policy, "response_column_name", ""), clips)
 
     def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
         """Return the prompts to sample images or clips from, and the media unless training learns from rollouts."""

@@ -19,6 +19,7 @@ from cosmos_core.data.messages import Message, Row, SkippedRow, plain_text_colum
 from cosmos_core.data.preferences import Preference, read_preference, remove_repeated_prompt
 from cosmos_core.data.prepared import mixture_of, open_table, split_path
 from cosmos_core.data.records import Job, Record, Ref, check_characters, processor_for, read_images, tokenise_turns
+from cosmos_core.data.rendering import Tools
 from cosmos_core.data.sample import Sample
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.data.visual import truncate_visual_tokens, visual_tokens
@@ -90,19 +91,20 @@ class PairsKind(TokenisedKind):
 
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
         preference = self.reader(row, where, *job.conversation, with_images=job.root is not None)
-        if not tokenizer.chat_template and (texts := plain_text_columns(row, "prompt", ("chosen",), ("rejected",))):
+        # As in `SequencesKind`: a processor may have the chat template, which a system prompt needs.
+        is_plain = not tokenizer.chat_template and job.root is None and not job.conversation[1]
+        if is_plain and (texts := plain_text_columns(row, ("prompt",), ("chosen",), ("rejected",))):
             preference = Preference(texts[0], *(remove_repeated_prompt(*texts) or texts[1:]))
         prompt, *completions = preference
-        check_characters([prompt, *completions], where)
+        tools = read_tools(row, where)
+        check_characters([prompt, *completions, tools], where)
         if job.root is not None:
             if not isinstance(prompt, str):
-                return _make_visual_record(
-                    job, [[*_remove_prompt_loss(prompt), *turns] for turns in completions], row, where
-                )
+                conversations = [[*_remove_prompt_loss(prompt), *turns] for turns in completions]
+                return _make_visual_record(job, conversations, tools, row, where)
             align_images([], row, where)  # refuse images, since plain text has no turn to show an image in
         record_values: list[list[int]] = []
         is_truncated = is_merged = False
-        tools = read_tools(row, where)
         for completion in completions:
             if isinstance(prompt, str) or isinstance(completion, str):
                 tokens, has_merged_turns = continued_tokens(tokenizer, str(prompt), str(completion), where), False
@@ -123,9 +125,9 @@ def _check_pair_differs(record_values: list[list[int]], location: str, *, is_tru
         raise SkippedRow(location, f"with equal chosen and rejected{truncation_note}")
 
 
-def _make_visual_record(job: Job, conversations: list[list[Message]], row: Row, location: str) -> Record:
+def _make_visual_record(job: Job, conversations: list[list[Message]], tools: Tools, row: Row, location: str) -> Record:
     """Return the record of two conversations that begin with the same turns; only these shared turns show images."""
-    processor, tools = processor_for(job), read_tools(row, location)
+    processor = processor_for(job)
     record_values: list[list[int]] = []
     image_refs: list[list[Ref]] = []
     is_truncated = is_merged = False

@@ -30,6 +30,7 @@ from cosmos_core.data.prepared import (
     split_path,
 )
 from cosmos_core.data.records import Job, Record, check_characters, processor_for, read_images, tokenise_turns
+from cosmos_core.data.rendering import check_tools
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.data.user_dataset import RENDERED_COLUMN
 from cosmos_core.data.visual import visual_prompt
@@ -103,12 +104,16 @@ class PromptsKind(TokenisedKind):
         messages, reference_response = _read_prompt_row(
             row, where, policy, with_images=has_images, keeps_last=render_settings.continue_final_message
         )
-        check_characters([messages, reference_response], where)
+        tools = read_tools(row, where)
+        check_characters([messages, reference_response, tools], where)
         reward_columns = columns_for_rewards(
             {name: value for name, value in row.items() if name != RENDERED_COLUMN}, messages,
             policy.prompt_column_name if isinstance(policy, RlConfig) else "",
         )  # fmt: skip
-        if tools := read_tools(row, where):
+        if (rendered_prompt := row.get(RENDERED_COLUMN)) is not None:
+            ids, text = tokenize_text(tokenizer, rendered_prompt, job.max_tokens, where)
+            return Record((ids, text, reference_response, reward_columns, *job.no_images, where), False, {})
+        if tools:
             render_settings = replace(render_settings, tools=tuple(tools))
         if job.root is not None:
             processor = processor_for(job)
@@ -117,14 +122,13 @@ class PromptsKind(TokenisedKind):
                 lambda turns: visual_prompt(processor, turns, images, job.max_tokens, where, render_settings),
                 placeholder_turns,
             )
+            check_tools(tools, text, where)
             counts = {"images": len(image_refs), "image_tokens": tokens.num_image_tokens}
             return Record((tokens.ids, text, reference_response, reward_columns, image_refs, where), is_merged, counts)
-        if (rendered_prompt := row.get(RENDERED_COLUMN)) is not None:
-            ids, text = tokenize_text(tokenizer, rendered_prompt, job.max_tokens, where)
-            return Record((ids, text, reference_response, reward_columns, where), False, {})
         (ids, text), is_merged = tokenise_turns(
             lambda turns: tokenize_prompt(tokenizer, turns, job.max_tokens, where, render_settings), messages
         )
+        check_tools(tools, text, where)
         return Record((ids, text, reference_response, reward_columns, where), is_merged, {})
 
 

@@ -24,6 +24,7 @@ from cosmos_core.data.prepared import (
     split_path,
 )
 from cosmos_core.data.records import Job, Record, check_characters, processor_for, read_images, tokenise_turns
+from cosmos_core.data.rendering import Tools
 from cosmos_core.data.sample import Sample
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.data.user_dataset import LABELS, TOKENS, UNTRAINED_LABEL
@@ -96,7 +97,7 @@ class SequencesKind(TokenisedKind):
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
         if TOKENS in row:
             return _make_tokenised_record(job, row, where)
-        texts = None if tokenizer.chat_template else plain_text_columns(row, "prompt", ("completion", "response"))
+        texts = None if tokenizer.chat_template else plain_text_columns(row, ("prompt",), ("completion", "response"))
         if texts and job.root is None and not job.conversation[1]:  # a system prompt needs a chat template
             check_characters(texts, where)
             if not texts[1].strip():
@@ -105,12 +106,12 @@ class SequencesKind(TokenisedKind):
             counts = {"truncated_rows": int(len(tokens[0]) > job.max_tokens), "continued_rows": 1}
             return Record((*truncate_tokens(tokens, job.max_tokens, where), where), False, counts)
         conversation = self.reader(row, where, *job.conversation, with_images=job.root is not None)
-        check_characters(conversation, where)
+        tools = read_tools(row, where)
+        check_characters([conversation, tools], where)
         if job.root is not None:
             if not isinstance(conversation, str):
-                return _visual_sequence(job, conversation, row, where)
+                return _visual_sequence(job, conversation, tools, row, where)
             align_images([], row, where)  # refuse images, since plain text has no turn to show an image in
-        tools = read_tools(row, where)
         tokens, is_merged = tokenise_turns(
             lambda turns: conversation_tokens(tokenizer, turns, where, tools, job.end_ids), conversation
         )
@@ -129,17 +130,15 @@ def _make_tokenised_record(job: Job, row: Row, location: str) -> Record:
     if len(ids) != len(labels) or any(m and token_id != b for token_id, b, m in zip(ids, labels, mask, strict=True)):
         raise DataError(
             f"{location}: {LABELS} must have a label for each of {TOKENS}: the token itself, or {UNTRAINED_LABEL} "
-            f"where "
-            f"it is not learned; there are {len(ids)} and {len(labels)}"
+            f"where it is not learned; there are {len(ids)} and {len(labels)}"
         )
     ids_and_mask = truncate_tokens((ids, mask), job.max_tokens, location)
     return Record((*ids_and_mask, *job.no_images, location), False, {"truncated_rows": len(ids) > job.max_tokens})
 
 
-def _visual_sequence(job: Job, conversation: list[Message], row: Row, location: str) -> Record:
+def _visual_sequence(job: Job, conversation: list[Message], tools: Tools, row: Row, location: str) -> Record:
     processor = processor_for(job)
     placeholder_turns, image_refs, images = read_images(job, conversation, row, location)
-    tools = read_tools(row, location)
     tokens, is_merged = tokenise_turns(
         lambda turns: visual_tokens(processor, turns, images, location, tools, job.end_ids), placeholder_turns
     )

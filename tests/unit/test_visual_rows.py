@@ -1,0 +1,75 @@
+"""Rows and chat templates of a model that reads images, where they are not those of a model of text."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.data.kinds.pairs import open_pairs
+from cosmos_core.data.kinds.prompts import open_prompts
+from cosmos_core.models.hf import load_tokenizer
+from cosmos_core.models.processor import load_processor, processor_files
+from tests.unit.test_data_images import CAT, prepare
+from tests.unit.tiny_vlms import PARTS, save_vlm
+
+TEXTS = """
+class Texts:
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return "USER: hi ASSISTANT: "
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_vlm("llava", tmp_path_factory.mktemp("model"), PARTS)
+
+
+def move_template(model: Path, folder: Path) -> Path:
+    """A copy of the model as transformers 4 saved it: its processor alone has the template."""
+    shutil.copytree(model, folder)
+    template = folder / "chat_template.jinja"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template.read_text()}))
+    template.unlink()
+    return folder
+
+
+def test_a_prompt_that_a_data_set_has_rendered_gets_no_template_around_it(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.py").write_text(TEXTS)
+    policy: dict[str, Any] = {"type": "grpo", "reward_function": "exact_match", "dataset": {"name": "texts.py:Texts"}}
+    (prompt,) = open_prompts(prepare(tmp_path / "a", model, [], train_policy=policy), "train")
+    assert (prompt.text, prompt.images) == ("USER: hi ASSISTANT: ", ())
+
+
+def test_pairs_of_text_are_rendered_by_the_template_of_the_processor(tmp_path: Path, model: Path) -> None:
+    folder = move_template(model, tmp_path / "model")
+    image = f"data:image/png;base64,{base64.b64encode(CAT).decode()}"
+    row = {"prompt": "What is it?", "chosen": "A cat.", "rejected": "A dog.", "image": image}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    policy: dict[str, Any] = {"trainer_type": "dpo", "dataset": {"name": str(tmp_path / "rows.jsonl")}}
+    pairs = open_pairs(prepare(tmp_path / "a", folder, [], train_policy=policy), "train")
+    text = load_tokenizer(str(folder)).decode(pairs.chosen[0][0])
+    assert text.startswith("USER: <image>") and text.endswith("What is it? ASSISTANT: A cat.<|im_end|>")
+
+
+def test_an_export_has_no_other_template_than_the_one_that_was_trained(tmp_path: Path, model: Path) -> None:
+    folder, export, template = move_template(model, tmp_path / "model"), tmp_path / "export", tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    for chat_template, expected in ((None, PARTS.replace("IMAGE", "<image>")), (str(template), template.read_text())):
+        load_tokenizer(str(folder), None, chat_template).save_pretrained(export)
+        shutil.copy(folder / "config.json", export)
+        for name, content in processor_files(str(folder), None, chat_template).items():
+            (export / name).write_bytes(content)
+        processor = load_processor(str(export))
+        assert processor is not None and processor.chat_template == expected
+        shutil.rmtree(export)
