@@ -15,7 +15,7 @@ from lm_eval import evaluator
 
 from cosmos_core.errors import ModelError, Preempted
 from cosmos_core.evaluate.benchmarks import open_benchmarks
-from cosmos_core.evaluate.engines.registry import engine_of, open_model
+from cosmos_core.evaluate.engines import check_engine, engine_of, open_model
 from cosmos_core.evaluate.results import describe_tasks, item_table, metrics_of, texts_of
 from cosmos_core.models.hf import load_config, load_tokenizer
 from cosmos_core.models.model_files import check_weights
@@ -37,6 +37,7 @@ def check(stage: Stage) -> Outcome:
         ConfigError, DataError, ModelError: a task or the model has a problem.
     """
     architecture = _describe_model(stage)
+    check_engine(stage)
     item_counts = open_benchmarks(stage.recipe.evaluate).num_items
     items_text = ", ".join(f"{name} ({count} items)" for name, count in item_counts.items())
     return Outcome(info={"found": f"{architecture}, engine {engine_of(stage.recipe)}; {items_text}"})

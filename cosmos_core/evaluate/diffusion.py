@@ -109,6 +109,8 @@ def _score_prompts(
     family = open_family(stage.model, stage.recipe.policy, device)
     dtype = getattr(torch, stage.recipe.train.param_dtype)
     pipeline = type(family).load_pipeline(family.folder, dtype).to(device)
+    # One call of the pipeline may take longer than a stage may be silent.
+    getattr(pipeline, family.denoiser_name).register_forward_pre_hook(lambda *_: stage.progress.beat())
     batch_size, call_settings = settings.batch_size or 1, _call_settings(family)
     with open_rewards(stage, dict.fromkeys(settings.rewards, 1.0 / len(settings.rewards))) as score_groups:
         stage.progress.phase("evaluate")
@@ -154,6 +156,8 @@ def _sample(
         output_type="pt", return_dict=False, **call_settings,
     )[0]  # fmt: skip
     pixels_uint8 = (torch.as_tensor(pixels).float().clamp(0, 1) * 255).round().to("cpu", torch.uint8)
+    if pixels_uint8.ndim == 5 and pixels_uint8.shape[1] == 1:  # as in training, a video of one frame is an image
+        pixels_uint8 = pixels_uint8[:, 0]
     return list(pixels_uint8.movedim(-3, -1).contiguous().split(num_samples))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from cosmos_core.config.prompt_sets import find_prompt_set
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.evaluate import EvaluateConfig
-from cosmos_core.data.kinds.media_prompts import find_reference
+from cosmos_core.data.media_rows import find_reference
 from cosmos_core.data.media_source import open_items
 from cosmos_core.errors import DataError
 from cosmos_core.types import Prompt
@@ -32,6 +32,8 @@ def read_prompt_sets(settings: EvaluateConfig) -> dict[str, list[Prompt]]:
 
 def _read_prompt_set(location: str, limit: int | None) -> list[Prompt]:
     path = find_prompt_set(location, _CONFIG_KEY) or Path(os.path.expanduser(location))
+    if not os.path.exists(path):  # readers would take it for the name of a data set on the Hub
+        raise DataError(f"{_CONFIG_KEY}: {location} does not exist; give a file, a folder or the name of a known set")
     split = "test" if path.is_dir() else "train"
     prompts: list[Prompt] = []
     for item in islice(open_items(DatasetConfig(name=str(path), split=(split,)), _CONFIG_KEY)(), limit):

@@ -19,8 +19,8 @@ class AestheticReward:
         predictor_file = Path(settings.options.get("predictor", ""))
         if not predictor_file.is_file():
             raise RewardError(
-                "the reward 'aesthetic' needs options.predictor: the file of LAION's layers over CLIP, such as "
-                "sac+logos+ava1-l14-linearMSE.pth, or the same as safetensors"
+                "the reward 'aesthetic' needs predictor, in [custom.aesthetic] of a recipe or in options of a service: "
+                "the file of LAION's layers over CLIP, such as sac+logos+ava1-l14-linearMSE.pth, or as safetensors"
             )
         self._clip = ClipModel("aesthetic", settings, _DEFAULT_MODEL)
         self._linear_layers = _load_linear_layers(predictor_file, self._clip.device)

@@ -14,8 +14,10 @@ completions are lists, and the function returns a list with one result per compl
 import asyncio
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cosmos_core.config.source_weights import weights_of
@@ -37,7 +39,6 @@ Rewards: TypeAlias = "dict[str, float] | RemoteRewardConfig"
 Scored = tuple[float, dict[str, float]]
 
 _REWARDS_PACKAGE = "cosmos_core.rewards"
-_CONFIG_KEY = "train.train_policy.reward_function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,8 @@ class Reward:
             try:
                 is_final_result = isinstance(result, ValueError) or (result is None and self.binding.takes_group)
                 group_results.append(result if is_final_result else _parse_score(result))
-            except ValueError as error:
-                group_results.append(error)
+            except Exception as error:  # noqa: BLE001 - a tensor of several numbers raises a RuntimeError
+                group_results.append(error if isinstance(error, ValueError) else ValueError(error_on_one_line(error)))
         return group_results
 
     def _call(self, arguments: tuple[list[Any], dict[str, Any]]) -> Any:
@@ -117,11 +118,18 @@ def load_reward(name: str) -> Reward:
     Raises:
         RewardError: the function is missing, cannot be imported, takes no completion, or has an unsupported parameter.
     """
-    function = _load_function(name)
+    if not is_import_path(name) and name not in (reward_names := offered_names(_REWARDS_PACKAGE)):
+        raise RewardError(
+            f"there is no reward {name!r}; one of your own is module:function or path/file.py:function"
+            f"{suggestion(name, reward_names)}"
+        )
     try:
+        function = import_user_code(name if is_import_path(name) else f"{_REWARDS_PACKAGE}.{name}:{name}")
+        if not callable(function):
+            raise RewardError(f"{name!r} is a {type(function).__name__}, not a function")
         return Reward(name, function, bind(name, function))
-    except RewardError as error:
-        raise RewardError(f"{_CONFIG_KEY}: {error}") from None
+    except (ConfigError, RewardError) as error:
+        raise RewardError(f"reward {error}") from error
 
 
 def metric_names(rewards: Iterable[str]) -> dict[str, str]:
@@ -160,21 +168,6 @@ def require_reference(reference: str) -> str:
     return reference.strip()
 
 
-def _load_function(name: str) -> Callable[..., Any]:
-    if not is_import_path(name) and name not in (reward_names := offered_names(_REWARDS_PACKAGE)):
-        raise RewardError(
-            f"{_CONFIG_KEY}: there is no reward {name!r}; one of your own is module:function or path/file.py:function"
-            f"{suggestion(name, reward_names)}"
-        )
-    try:
-        function = import_user_code(name if is_import_path(name) else f"{_REWARDS_PACKAGE}.{name}:{name}")
-    except ConfigError as error:
-        raise RewardError(f"{_CONFIG_KEY}: {error}") from error
-    if not callable(function):
-        raise RewardError(f"{_CONFIG_KEY}: {name!r} is a {type(function).__name__}, not a function")
-    return function
-
-
 def to_json_value(value: Any) -> Any:
     """Return a value as JSON types: numbers of numpy and torch as Python numbers, and non-finite numbers as None."""
     if hasattr(value, "tolist"):
@@ -188,7 +181,10 @@ def to_json_value(value: Any) -> Any:
 
 def error_on_one_line(error: BaseException, location: str = "") -> str:
     """Return the class and message of an error on one line of at most 500 characters, with its location."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    try:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+    except Exception:  # noqa: BLE001 - the `__str__` of a user's exception may fail
+        text = f"{type(error).__name__} without a message"
     return (text if len(text) <= 500 else text[:497] + "...") + f" ({location})" * bool(location)
 
 
@@ -201,7 +197,7 @@ def all_invalid(description: str, scores: Iterable[Score]) -> CosmosError:
 
 def _parse_score(result: Any) -> Scored:
     if isinstance(result, Mapping) and "score" in result:  # verl's format, in which text values are only for logs
-        metrics = {k: v for k, v in result.items() if k != "score" and isinstance(v, int | float)}
+        metrics = {k: v for k, v in result.items() if k != "score" and isinstance(v, Real)}
         result = (result["score"], metrics)
     value, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(metrics, Mapping):
@@ -220,7 +216,7 @@ def _to_finite_float(value: Any, description: str) -> float:
         raise ValueError(f"{description} nothing; the rule is a number, or (number, dict of numbers)")
     if not isinstance(value, int | float):
         raise ValueError(f"{description} a {type(value).__name__}; the rule is a number, or (number, dict of numbers)")
-    if not math.isfinite(value):
+    if not abs(value) <= sys.float_info.max:  # also true for NaN, and for an integer that no float can hold
         raise ValueError(f"{description} {value}; the rule is a finite number")
     return float(value)
 

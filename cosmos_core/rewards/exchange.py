@@ -122,18 +122,12 @@ class ReplicaState:
 
     num_pending: list[int]
     """Number of pending requests at each replica."""
-    counts: dict[str, int]
-    """Numbers of events of the client, by name, such as `throttled`."""
     avoided_until: dict[int, float] = field(default_factory=dict)
     """Monotonic time in seconds until which a failed replica is avoided, by the index of the replica."""
 
     def seconds_avoided(self, replica: int) -> float:
         """Return the number of seconds for which other replicas are preferred; 0 if the replica is not avoided."""
         return max(0.0, self.avoided_until.get(replica, 0.0) - time.monotonic())
-
-    def has_available_replica(self) -> bool:
-        """Return True if at least one replica did not fail recently."""
-        return not all(self.seconds_avoided(replica) for replica in range(len(self.num_pending)))
 
 
 class MissingScores(Exception):
@@ -199,10 +193,8 @@ class ServiceRequest:
                     return str(response_content["uuid"])
             if response.status_code in _ENQUEUE_REFUSAL_CODES or response.is_redirect:
                 raise RewardError(f"the reward service at {url} refuses a request: {_reason(response)}")
-            if response.status_code == 429:
-                self._replica_state.counts["throttled"] += 1
             self._mark_replica_failed(_retry_after_seconds(response))
-            if not self._replica_state.has_available_replica():
+            if all(self._replica_state.seconds_avoided(i) for i in range(len(self._service.replicas))):
                 reason = f"the reward service at {url} does not take the request: {_reason(response)}"
                 await self._pause_before_retry(response, reason)
 

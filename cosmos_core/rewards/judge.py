@@ -4,14 +4,17 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError, UnprocessableEntityError
 
+from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.run.files import read_object, user_cache, write_text
 
 _MAX_RETRIES = 3
+_PLACEHOLDER = re.compile(r"\{(prompt|reference|completion)\}")
 _REPLY_FORMAT = '\n\nReply with JSON: {{"reason": one sentence, "score": a whole number from 0 to {highest}}}.'
 
 
@@ -22,7 +25,7 @@ async def judge(
     0 if the judge's reply was in the cache. For a reply without a score, return a `ValueError`.
 
     Raises:
-        openai.OpenAIError: the server refuses the request, or cannot be reached after several attempts.
+        openai.OpenAIError: the server refuses the key or the model, or cannot be reached after several attempts.
     """
     api_key = os.environ.get(judge_config["key_env"]) or "none"
     async with AsyncOpenAI(base_url=judge_config["endpoint"], api_key=api_key, max_retries=_MAX_RETRIES) as client:
@@ -42,10 +45,13 @@ async def _request_score(
     reply = read_object(cache_file) if config["cache"] else {}
     token_counts = {"prompt_tokens": 0.0, "completion_tokens": 0.0}
     if "text" not in reply:
-        response = await client.chat.completions.create(**request)
-        reply = {"text": response.choices[0].message.content or ""}
-        if response.usage is not None:
-            token_counts = {name: float(getattr(response.usage, name)) for name in token_counts}
+        try:
+            response = await client.chat.completions.create(**request)
+            reply = {"text": response.choices[0].message.content or ""}
+        except (BadRequestError, UnprocessableEntityError, AttributeError, LookupError, TypeError) as error:
+            # Only this completion has no score: it is too long for the judge, or the reply is none of a chat.
+            return ValueError(error_on_one_line(error))
+        token_counts = {name: float(getattr(response.usage, name, 0) or 0) for name in token_counts}
     judge_score = _score(reply["text"], config["highest_score"])
     if isinstance(judge_score, ValueError):
         return judge_score
@@ -56,10 +62,8 @@ async def _request_score(
 
 
 def _build_request(config: Mapping[str, Any], text_fields: Mapping[str, str]) -> dict[str, Any]:
-    message = config["template"]
-    # Replace the placeholder of the completion last, because its text may contain other placeholders.
-    for name in ("prompt", "reference", "completion"):
-        message = message.replace("{" + name + "}", text_fields[name])
+    # All placeholders are replaced in one pass, because the texts may contain placeholders too.
+    message = _PLACEHOLDER.sub(lambda match: text_fields[match[1]], config["template"])
     score_schema = {"type": "integer", "minimum": 0, "maximum": config["highest_score"]}
     properties = {"reason": {"type": "string"}, "score": score_schema}
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
@@ -76,7 +80,9 @@ def _build_request(config: Mapping[str, Any], text_fields: Mapping[str, str]) ->
 
 
 def _score(text: str, highest_score: int) -> float | ValueError:
-    """Return the score in a judge's reply, whose JSON may be in a code block; a `ValueError` if it has no score."""
+    """Return the score in a judge's reply, whose JSON may follow reasoning or be in a code block; a `ValueError` if the
+    reply has no score."""
+    text = text.rpartition("</think>")[2]
     try:
         score = json.loads(text[text.find("{") : text.rfind("}") + 1])["score"]
     except (ValueError, KeyError, TypeError):

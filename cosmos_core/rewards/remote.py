@@ -53,18 +53,13 @@ class _Scores:
 
 
 class RemoteRewards:
-    """Client that scores completions by the functions of a reward service.
-
-    `beat` is called while the client waits. `counts` has the number of requests, of completions that were sent again
-    (`resent`), of pauses because the service was full (`throttled`), and of completions without a score (`missing`).
-    """
+    """Client that scores completions by the functions of a reward service; `beat` is called while it waits."""
 
     def __init__(
         self, config: RemoteRewardConfig, service: Service, *, beat: Callable[[], None] = lambda: None
     ) -> None:
         self._config, self._service, self._heartbeat = config, service, beat
-        self.counts = dict.fromkeys(("requests", "resent", "throttled", "missing"), 0)
-        self._replica_state = ReplicaState([0] * len(service.replicas), self.counts)
+        self._replica_state = ReplicaState([0] * len(service.replicas))
         self._vae: WanLatents | None = None
         self._vae_lock = threading.Lock()
 
@@ -88,7 +83,6 @@ class RemoteRewards:
         unscored_indices, attempt = list(range(len(requests))), 1
         while unscored_indices and attempt <= 1 + (config.retries if config.missing_score == "retry" else 0):
             if attempt > 1:
-                self.counts["resent"] += len(unscored_indices)
                 message = "%d completions have no score (%s); they are sent again"
                 log.warning(message, len(unscored_indices), scores_by_request[unscored_indices[0]].error)
             for i in unscored_indices:
@@ -96,7 +90,6 @@ class RemoteRewards:
             self._run_in_thread(self._score_batches([(requests[i], scores_by_request[i]) for i in unscored_indices]))
             unscored_indices = [i for i in unscored_indices if scores_by_request[i].error]
             attempt += 1
-        self.counts["missing"] += len(unscored_indices)
         if unscored_indices and config.missing_score == "fail":
             raise StageFailed(
                 f"{len(unscored_indices)} completions have no score: {scores_by_request[unscored_indices[0]].error}"
@@ -141,7 +134,6 @@ class RemoteRewards:
         self, client: httpx.AsyncClient, slots: asyncio.Semaphore, batch: Sequence[tuple[Mapping[str, Any], _Scores]]
     ) -> None:
         async with slots:
-            self.counts["requests"] += 1
             service_request = ServiceRequest(self._service, client, self._config.timeout_seconds, self._replica_state)
             batch_scores = [batch_scores for _, batch_scores in batch]
             try:
@@ -211,18 +203,19 @@ def _encode_batch(
         fields["media_type"] = "image"
     if any(request.get("reference") for request in requests):
         fields["references"] = [request.get("reference") or "" for request in requests]
-    return encode_request(to_json_value(fields | _geneval_fields(requests)), array)
+    return encode_request(to_json_value(fields | _row_fields(requests)), array)
 
 
-def _geneval_fields(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the object specifications in rows of GenEval, in the format that the reward `gen_eval` expects."""
+def _row_fields(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the columns of rows as `metadata`; of rows of GenEval, the object specifications in fields of their own,
+    as the reward `gen_eval` expects."""
     rows = [{k: v for k, v in (request.get("metadata") or {}).items() if k != "video_fps"} for request in requests]
-    if not all("include" in row and "tag" in row for row in rows):
-        return {"metadata": rows} if any(rows) else {}
-    fields = {"geneval_tags": [row["tag"] for row in rows], "geneval_includes": [row["include"] for row in rows]}
-    if any("exclude" in row for row in rows):
-        fields["geneval_excludes"] = [row.get("exclude", []) for row in rows]
-    return fields
+    fields: dict[str, Any] = {}
+    if all("include" in row and "tag" in row for row in rows):
+        fields = {f"geneval_{name}s": [row.pop(name) for row in rows] for name in ("tag", "include")}
+        if any("exclude" in row for row in rows):
+            fields["geneval_excludes"] = [row.pop("exclude", []) for row in rows]
+    return fields | ({"metadata": rows} if any(rows) else {})
 
 
 def _record_metrics(

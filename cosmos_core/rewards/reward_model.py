@@ -12,7 +12,6 @@ and the reward models, so they import large packages only when a model is loaded
 
 import importlib.util
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -114,6 +113,8 @@ def load_served(name: str, entry: str, settings: Settings) -> Scorer:
             f'"path/file.py:thing"{suggestion(name, reward_names)}'
         )
     reward = load_reward(name)
+    if "judge_config" in reward.binding.keywords:
+        raise RewardError(f"reward_type = {name!r} has its settings in recipes alone; name it in reward_function there")
     required_options = [option for option in _OPTION_PARAMETERS if option in reward.binding.keywords]
     if missing_options := [f"options.{option}" for option in required_options if option not in settings.options]:
         raise RewardError(
@@ -139,18 +140,13 @@ def _clean_column(key: str, column: Any, num_items: int, errors: list[str]) -> A
             name: _clean_column(f"{key}.{name}", subcolumn, num_items, [""] * num_items)
             for name, subcolumn in column.items()
         }
-    if hasattr(column, "tolist"):
-        column = column.tolist()
-    if not isinstance(column, list) or len(column) != num_items:
+    json_values = to_json_value(column)
+    if not isinstance(json_values, list) or len(json_values) != num_items:
         raise ValueError(f"returned no list of {num_items} values as {key!r}")
-    json_numbers: list[Any] = []
-    for i, value in enumerate(column):
-        number = value.item() if hasattr(value, "item") else value
-        if isinstance(number, float) and not math.isfinite(number):
-            errors[i] = errors[i] or f"{key} is {number}"
-            number = None
-        json_numbers.append(to_json_value(number))
-    return json_numbers
+    for i, (value, json_value) in enumerate(zip(column, json_values, strict=True)):
+        if json_value is None and value is not None:
+            errors[i] = errors[i] or f"{key} is {value}"
+    return json_values
 
 
 def require_packages(name: str, extra: str, *modules: str) -> None:

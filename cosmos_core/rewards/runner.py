@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from traceback import print_exception
 from typing import Any, NamedTuple
 
@@ -59,32 +59,6 @@ class _RewardCall(NamedTuple):
     requests: Sequence[Mapping[str, Any]]
     """Request of one completion, or of all completions of a prompt if the function takes lists."""
     takes_lists: bool
-
-
-class _TimeoutMonitor:
-    """Monitor that cancels the remaining calls of a reward if `max_timeouts` calls have timed out and none has
-    finished, because each call would occupy a process until its deadline."""
-
-    def __init__(self, calls: Sequence[tuple[str, Future[Any]]], max_timeouts: int, beat: Callable[[], None]) -> None:
-        self._max_timeouts, self._beat = max_timeouts, beat
-        self._futures_by_reward: dict[str, list[Future[Any]]] = {}
-        for reward, future in calls:
-            self._futures_by_reward.setdefault(reward, []).append(future)
-        self.cancelled: set[str] = set()
-        """Names of rewards whose remaining calls were cancelled after timeouts."""
-
-    def check(self) -> None:
-        """Call `beat`, and cancel rewards whose calls have all timed out so far."""
-        self._beat()
-        for reward in self._futures_by_reward.keys() - self.cancelled:
-            futures = self._futures_by_reward[reward]
-            done_futures = [future for future in futures if future.done()]
-            if len(done_futures) < self._max_timeouts:
-                continue
-            if all(isinstance(done_future.exception(), TimeoutError) for done_future in done_futures):
-                self.cancelled.add(reward)
-                for future in futures:
-                    future.cancel()
 
 
 class RewardRunner(WorkerPool):
@@ -198,10 +172,11 @@ class RewardRunner(WorkerPool):
                 i: pool.schedule(_score_completions, args=calls[i], timeout=self._timeout_of(calls[i].reward))
                 for i in pending_indices
             }
+            cancelled: set[str] = set()
             named_futures = [(calls[i].reward, future) for i, future in futures.items()]
-            timeout_monitor = _TimeoutMonitor(named_futures, self._max_timeouts, self._beat)
+            check = partial(self._cancel_hanging_rewards, named_futures, cancelled)
             max_timeout = max(self._timeout_of(calls[i].reward) for i in pending_indices)
-            if not wait_for_futures(futures.values(), max_timeout + START_SECONDS, timeout_monitor.check):
+            if not wait_for_futures(futures.values(), max_timeout + START_SECONDS, check):
                 self.close()  # the pool is unusable: a request was lost with its process, or no process started
             pending_indices, is_broken = [], False
             for i, future in futures.items():
@@ -212,14 +187,26 @@ class RewardRunner(WorkerPool):
                     is_broken |= isinstance(error, BrokenProcessPool)
                     reason = self._reason(error, reward)
                     results[i] = [_RewardResult(error=reason)] * len(calls[i].requests)
-                    if reward not in timeout_monitor.cancelled:
+                    if reward not in cancelled:
                         pending_indices.append(i)
                         log.warning("reward %s: %s (attempt %d of %d)", reward, reason, attempt, self._retries + 1)
-            for reward in timeout_monitor.cancelled:
+            for reward in cancelled:
                 log.warning("reward %s: its first %d calls were not done in %g s; the rest is given up",
                             reward, self._max_timeouts, self._timeout_of(reward))  # fmt: skip
             attempt, num_broken_pools = attempt + (not is_broken), num_broken_pools + is_broken
         return results
+
+    def _cancel_hanging_rewards(self, calls: Sequence[tuple[str, Future[Any]]], cancelled: set[str]) -> None:
+        """Call `beat`, and cancel the remaining calls of each reward whose first calls have all timed out, because each
+        call would occupy a process until its deadline; add the names of these rewards to `cancelled`."""
+        self._beat()
+        for reward in {name for name, _ in calls} - cancelled:
+            futures = [future for name, future in calls if name == reward]
+            exceptions = [future.exception() for future in futures if future.done()]
+            if len(exceptions) >= self._max_timeouts and all(isinstance(each, TimeoutError) for each in exceptions):
+                cancelled.add(reward)
+                for future in futures:
+                    future.cancel()
 
     def _timeout_of(self, reward: str) -> float:
         return self._timeouts.get(reward, self._timeout)

@@ -5,9 +5,11 @@ dtype, shape and strides in twenty opcodes. The opcodes are parsed as data, and 
 expected names and never called. All allocations are smaller than the file. Other objects that torch saves are refused.
 """
 
+import io
 import math
 import pickletools
 import struct
+import zipfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,39 +87,22 @@ def read_tensor(content: memoryview) -> np.ndarray:
 
 def _read_zip_files(content: memoryview) -> dict[str, memoryview]:
     """Return the files in an uncompressed zip archive by name, from the directory at its end."""
-    archive_end = bytes(content[-_DIRECTORY_SEARCH_BYTES:])
-    directory_offset = archive_end.rfind(b"PK\x05\x06")
-    if directory_offset < 0 or len(archive_end) - directory_offset < 22:
-        raise NotATensorError("it has no directory")
-    num_entries, directory_size, directory_start = struct.unpack_from("<H2L", archive_end, directory_offset + 10)
-    zip64_offset = archive_end.rfind(b"PK\x06\x06", 0, directory_offset)
-    if 0xFFFF in (num_entries,) or 0xFFFFFFFF in (directory_size, directory_start):
-        if zip64_offset < 0 or directory_offset - zip64_offset < 56:
-            raise NotATensorError("it has no directory")
-        num_entries, directory_size, directory_start = struct.unpack_from("<3Q", archive_end, zip64_offset + 32)
-    if directory_start + directory_size > len(content) or directory_start < len(content) - len(archive_end):
-        raise NotATensorError("its directory is too long")
+    archive_end = content[-_DIRECTORY_SEARCH_BYTES:]
+    with convert_errors(lambda error: NotATensorError("it has no directory, or a damaged one"), NotATensorError):
+        entries = zipfile.ZipFile(io.BytesIO(archive_end)).infolist()
     archive_files: dict[str, memoryview] = {}
-    directory, entry_offset = bytes(content[directory_start : directory_start + directory_size]), 0
-    for _ in range(num_entries):
-        if directory[entry_offset : entry_offset + 4] != b"PK\x01\x02" or len(directory) - entry_offset < 46:
-            raise NotATensorError("its directory is damaged")
-        compression_method, compressed_size, file_size, name_length, extra_length, comment_length = struct.unpack_from(
-            "<10x1H8x2L3H", directory, entry_offset
-        )
-        [header_offset] = struct.unpack_from("<L", directory, entry_offset + 42)
-        name = directory[entry_offset + 46 : entry_offset + 46 + name_length].decode("utf-8", "replace")
-        entry_offset += 46 + name_length + extra_length + comment_length
-        if compression_method or compressed_size != file_size:
+    for entry in entries:
+        if entry.compress_type or entry.compress_size != entry.file_size:
             raise NotATensorError("it is packed")
-        archive_files[name] = _read_zip_member(content, header_offset, file_size)
+        header_offset = entry.header_offset + len(content) - len(archive_end)
+        archive_files[entry.filename] = _read_zip_member(content, header_offset, entry.file_size)
     if len({name.partition("/")[0] for name in archive_files}) != 1:
         raise NotATensorError("it is an archive of something else")
     return archive_files
 
 
 def _read_zip_member(content: memoryview, header_offset: int, file_size: int) -> memoryview:
-    if bytes(content[header_offset : header_offset + 4]) != SIGNATURE or header_offset + 30 > len(content):
+    if not 0 <= header_offset <= len(content) - 30 or bytes(content[header_offset : header_offset + 4]) != SIGNATURE:
         raise NotATensorError("its directory is wrong")
     name_length, extra_length = struct.unpack_from("<2H", content, header_offset + 26)
     data_offset = header_offset + 30 + name_length + extra_length

@@ -11,7 +11,7 @@ import pytest
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from cosmos_core.evaluate import program
-from cosmos_core.evaluate.engines.registry import engine_of, open_model
+from cosmos_core.evaluate.engines import engine_of, open_model
 from tests.effects.change import SFT, Change, changes, stage_of
 from tests.tiny_pipelines import save
 from tests.unit.benchmark_tasks import save_model, write_tasks

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tomli_w
 
@@ -15,6 +16,7 @@ from cosmos_core.launch.managed_service import managed_service
 from cosmos_core.rewards.exchange import service_of
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.reward_model import Item, Settings, load_served
+from cosmos_core.rewards.service.worker import make_items
 
 OVERLONG = {"max_tokens": 100, "overlong": {"buffer_length": 40, "penalty_factor": 2.0}}
 
@@ -36,6 +38,19 @@ def test_overlong_takes_from_options_what_no_request_has() -> None:
     assert reward.score(items) == {"overlong": [0.0, -0.5, -2.0, -2.0]}
     with pytest.raises(RewardError, match=r"^the reward 'overlong' needs options.overlong, which no request has; for"):
         load_served("overlong", "", Settings(options={"max_tokens": 100}))
+
+
+def test_the_judge_has_its_settings_in_recipes_alone() -> None:
+    with pytest.raises(RewardError, match=r"^reward_type = 'judge' has its settings in recipes alone; name it in"):
+        load_served("judge", "", Settings())
+
+
+def test_a_column_of_the_row_does_not_replace_the_turns_of_the_completion() -> None:
+    turns = [{"role": "assistant", "content": "4"}]
+    job = {"prompts": ["2 + 2?"], "media": "text", "completions": ["4"], "turns": [turns], "num_tokens": [3]}
+    columns = {"turns": ["of another model"], "num_tokens": 99, "level": 1}
+    [item] = make_items({**job, "metadata": [columns]}, np.zeros((1, 0)))
+    assert item.info == {"turns": turns, "num_tokens": 3, "level": 1}
 
 
 def test_a_text_reward_passes_its_self_test(tmp_path: Path) -> None:

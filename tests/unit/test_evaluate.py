@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,16 @@ def test_a_head_size_that_vllm_lacks_on_cpu_is_one_line(tmp_path: Path) -> None:
     stage = evaluate_stage(tmp_path, engine="vllm", max_length=128)
     config = json.loads((tmp_path / "model/config.json").read_text())
     (tmp_path / "model/config.json").write_text(json.dumps(config | {"head_dim": 16}))
-    with pytest.raises(ConfigError, match=r"vLLM on CPU has no attention for head_dim = 16 .*evaluate.engine = 'hf'"):
-        program.run(stage)
+    said = r"vLLM on CPU has no attention for head_dim = 16 .*evaluate.engine = 'hf'"
+    for call in (program.check, program.run):
+        with pytest.raises(ConfigError, match=said):
+            call(stage)
+
+
+def test_an_engine_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ConfigError, match=r"evaluate.engine = 'vllm': vLLM is not installed; .* set it to 'auto'"):
+        program.check(evaluate_stage(tmp_path, engine="vllm"))
 
 
 def test_a_group_has_metrics_too(tmp_path: Path) -> None:

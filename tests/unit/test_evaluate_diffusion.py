@@ -171,6 +171,8 @@ def test_a_prompt_set_that_cannot_be_read_is_refused(models: Path, tmp_path: Pat
 
 def test_a_prompt_set_without_a_split_names_only_keys_that_exist(tmp_path: Path) -> None:
     settings = EvaluateConfig(prompts=(str(tmp_path / "set"),), rewards=("clip_score",))
+    with pytest.raises(DataError, match=r"^evaluate.prompts: \S+/set does not exist; give a file, a folder"):
+        read_prompt_sets(settings)
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train-00000-of-00001.jsonl").write_text('{"prompt": "red"}\n')
     with pytest.raises(
@@ -219,3 +221,16 @@ def test_a_reward_of_texts_is_refused_and_the_stage_takes_one_gpu(models: Path, 
         with pytest.raises(RewardError, match="'overlong' scores texts, and samples are images or videos"):
             program_of(stage)
     assert num_reserved_gpus(stage.kind, stage.recipe) == 1
+
+
+def test_a_clip_of_one_frame_is_an_image_and_each_pass_of_the_denoiser_is_a_sign_of_life(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"policy.diffusers.inference_frames": 1, "evaluate.limit": 1, "evaluate.samples_per_prompt": 1}
+    stage = evaluation(tmp_path, save("sana_video", models / "frame"), **settings)
+    (tmp_path / "rewards.py").write_text(REWARDS.replace("return float(", "media.size and 0; return float("))
+    beats: list[str] = []
+    monkeypatch.setattr(type(stage.progress), "beat", lambda progress: beats.append("beat"))
+    program.run(stage)
+    assert (stage.path / "visual_output" / "step_0" / "0-0.png").exists()
+    assert len(beats) >= 4, "two batches of two steps"

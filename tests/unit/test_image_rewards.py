@@ -264,7 +264,7 @@ def test_dance_grpo_hands_on_the_video_that_it_was_given(tmp_path: Path) -> None
         ("hpsv3", "'hpsv3' needs hpsv3, not installed here; install hpsv3 in its own environment"),
         ("dance_grpo", "'dance_grpo' needs fastvideo, not installed here; install av and DanceGRPO's fastvideo"),
         ("unified_reward", "needs endpoint_url"),
-        ("aesthetic", "needs options.predictor"),
+        ("aesthetic", "needs predictor, in [custom.aesthetic] of a recipe"),
         ("nothing", "there is no such reward"),
     ],
 )

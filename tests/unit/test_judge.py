@@ -24,10 +24,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def scores(url: str, texts: list[str], **settings: Any) -> list[Score]:
+def scores(url: str, texts: list[str], prompt: str = "2 + 2?", **settings: Any) -> list[Score]:
     """Return the scores of completions of one prompt."""
     config = JudgeConfig(endpoint=url, model="m", key_env="MY_KEY", **settings).model_dump()
-    requests = [{"to_be_evaluated": text, "reference": "four {prompt}", "prompt": "2 + 2?"} for text in texts]
+    requests = [{"to_be_evaluated": text, "reference": "four {prompt}", "prompt": prompt} for text in texts]
     environment = ("MY_KEY", "XDG_CACHE_HOME")
     with RewardRunner(
         {"judge": 1.0},
@@ -58,6 +58,20 @@ def test_scores_are_divided_by_the_highest_and_replies_without_one_are_invalid()
         "2 + 2?" in requests[0]["messages"][1]["content"] and "four {prompt}" in requests[0]["messages"][1]["content"]
     )
     assert requests[0]["response_format"]["json_schema"]["schema"]["properties"]["score"]["maximum"] == 10
+
+
+def test_what_one_completion_provokes_costs_its_score_alone_and_placeholders_of_texts_stay() -> None:
+    def complete(request: dict[str, Any]) -> str | bytes:
+        is_bad = "no chat" in request["messages"][1]["content"]
+        return b'{"choices": null}' if is_bad else '<think>{}</think>{"reason": "ok", "score": 5}'
+
+    with chat_server(complete=complete) as (url, requests):
+        good, bad = scores(url, ["good", "no chat"], prompt="2 + {completion}?")
+    assert good.value == 0.5 and bad.value is None and "TypeError" in bad.error
+    assert all("2 + {completion}?" in request["messages"][1]["content"] for request in requests)
+    with chat_server(status=400, complete=judged) as (url, _):
+        [score] = scores(url, ["4"])
+    assert score.is_raised and "BadRequestError: Error code: 400" in score.error
 
 
 def test_the_same_completion_is_judged_once_unless_the_rubric_changes(cache: Path) -> None:

@@ -98,6 +98,15 @@ def test_verl_rows_keep_the_answer_below_a_column(tmp_path: Path) -> None:
     assert scores(tmp_path, code, "a", columns=row) == [1.0]
 
 
+def test_a_number_beyond_every_float_costs_one_score_and_numbers_of_numpy_are_metrics(tmp_path: Path) -> None:
+    huge, good = scores(tmp_path, "def f(completions): return [10 ** 400, 1.0]", "a", "b")
+    assert "the rule is a finite number" in str(huge) and good == 1.0
+    (tmp_path / "mine.py").write_text(
+        "from numpy import float32\ndef f(completion): return {'score': 1, 'acc': float32(0.5), 'pred': 'x'}"
+    )
+    assert load_reward(f"{tmp_path}/mine.py:f")({"to_be_evaluated": "a"}) == (1.0, {"acc": 0.5})
+
+
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
@@ -115,6 +124,7 @@ def test_what_cannot_be_bound_is_refused_with_the_signature_wanted(code: str, re
     (tmp_path / "mine.py").write_text(code)
     with pytest.raises(RewardError, match=reason) as refusal:
         load_reward(f"{tmp_path}/mine.py:f")
+    assert str(refusal.value).startswith("reward '"), "it may be a reward of training, validation or a service"
     assert "not offered" in str(refusal.value) or "def f(completion, reference, **others)" in str(refusal.value)
 
 

@@ -84,6 +84,35 @@ def test_a_function_of_a_group_is_called_once_and_what_fails_costs_that_group_al
     assert [each.scores[0].is_raised for each in scored] == [False, False, True, False, True, True]
 
 
+UNREADABLE = """
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("it has no text")
+
+class Several:
+    def item(self):
+        raise RuntimeError("several numbers")
+
+def lists(completions):
+    return [Several() if text == "several" else 1.0 for text in completions]
+
+def mute(completion):
+    if completion == "mute":
+        raise Mute
+    return 1.0
+"""
+
+
+def test_a_result_or_an_error_that_cannot_be_read_costs_its_own_completion(tmp_path):
+    file = tmp_path / "unreadable.py"
+    file.write_text(UNREADABLE)
+    with RewardRunner({f"{file}:lists": 1.0, f"{file}:mute": 1.0}, timeout_seconds=5, num_workers=1) as runner:
+        [scored] = runner.score_groups([group_of("several", "mute", "c")])
+    assert [score.value for score in scored.scores] == [None, None, 2.0]
+    assert "RuntimeError: several numbers" in scored.scores[0].error
+    assert "Mute without a message" in scored.scores[1].error
+
+
 def test_a_reward_of_weight_zero_is_a_metric_to_filter_groups_by(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def act(completion, reference):\n    return float(completion)\n")

@@ -146,7 +146,7 @@ def test_it_asks_again_while_scores_are_not_ready_or_the_service_is_full_or_fail
     ) as server:
         remote = RemoteRewards(config(), server.service)
         assert [score.value for score in remote.score(images(9))] == [9.0]
-    assert remote.counts == {"requests": 1, "resent": 0, "throttled": 1, "missing": 0}
+    assert not pulls and not enqueues
     assert len({sent.headers["Idempotency-Key"] for sent in server.enqueued}) == 1
 
 
@@ -190,7 +190,6 @@ def test_a_response_without_a_number_is_invalid_and_never_0(said: dict[str, Any]
         remote = RemoteRewards(config(missing_score="drop_group"), server.service)
         [score] = remote.score(images(1))
     assert score.value is None
-    assert remote.counts["missing"] == 1
     assert score.error and re.search(reason, score.error)
 
 
@@ -201,7 +200,6 @@ def test_a_function_of_weight_0_without_a_number_costs_its_metrics_alone() -> No
         remote = RemoteRewards(asked, server.service)
         [score] = remote.score(images(0))
     assert (score.value, score.metrics, score.error) == (2.0, {"mean": 2.0}, "")
-    assert remote.counts["missing"] == 0
 
 
 def never(sent: Sent) -> Reply:
@@ -213,7 +211,7 @@ def test_a_score_that_does_not_come_is_asked_for_again_and_then_missing() -> Non
         remote = RemoteRewards(config(timeout_seconds=0.2, retries=2), server.service)
         [score] = remote.score(images(1))
     assert (score.value, score.error) == (None, "no score of 'mean' after 0.2 s")
-    assert remote.counts == {"requests": 3, "resent": 2, "throttled": 0, "missing": 1}
+    assert len(server.enqueued) == 3
 
 
 def test_a_missing_score_fails_the_stage_where_that_is_asked_for() -> None:

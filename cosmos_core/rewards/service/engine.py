@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -290,23 +289,13 @@ class Engine:
             "endpoint_api_key": os.environ.get(api_key[1:], "") if api_key.startswith("$") else api_key,
         }  # fmt: skip
         start_message = {"name": reward.reward_type, "entry": reward.entry, "settings": settings, "path": [os.getcwd()]}
-        return Program(
-            reward.reward_type, reward.interpreter, start_message, reward.all_devices, env=reward.env,
-            work_dir=reward.work_dir, tmp_dir=reward.tmp_dir, batch_size=reward.batch_size,
-            batch_seconds=self.config.batch_seconds, timeout_seconds=reward.timeout_seconds,
-            load_seconds=reward.load_seconds, attempts=self.config.attempts,
-        )  # fmt: skip
+        return Program(reward.reward_type, start_message, reward, self.config.batch_seconds, self.config.attempts)
 
     def _decoder_program(self) -> Program:
         decode_args = self.config.decode_args
-        start_message = {
-            "name": "",
-            "entry": "",
-            "settings": {"model_path": self.config.vae, "dtype": decode_args.dtype},
-        }
-        return Program(
-            "", sys.executable, start_message, (decode_args.device,), batch_size=1, attempts=self.config.attempts
-        )
+        settings = {"model_path": self.config.vae, "dtype": decode_args.dtype}
+        processes = RewardArgs(reward_type="decoder", device=decode_args.device, batch_size=1)
+        return Program("", {"name": "", "entry": "", "settings": settings}, processes, 0.0, self.config.attempts)
 
 
 def _open_store(config: ServiceConfig, replica_id: str) -> Store:

@@ -48,7 +48,7 @@ def render(engine: Engine, statuses: Counter[tuple[str, int]]) -> str:
 
 def _render_row(name: str, engine: Engine) -> str:
     pool = engine.pools[name]
-    counts, num_devices = pool.counts, len(pool.program.devices)
+    counts, num_devices = pool.counts, len(pool.program.reward.all_devices)
     processes_cell = f"<td class={'ok' if pool.ready == num_devices else 'bad'}>{pool.ready} of {num_devices}</td>"
     cell_values = (
         len(pool.queue), pool.in_flight, counts.items, f"{counts.seconds / counts.items:.4f}" if counts.items else "",

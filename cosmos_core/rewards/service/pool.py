@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from cosmos_core.environment import environment_for_user_code
+from cosmos_core.rewards.service.config import RewardArgs
 from cosmos_core.rewards.service.request import Request
 
 _START_PROGRAM = """
@@ -57,18 +58,11 @@ class Program:
 
     name: str
     """Name of the reward; empty: the decoder of latents."""
-    python: str
     start: Mapping[str, Any]
     """Name, user code (`entry`) and settings of the reward; a process also gets its device."""
-    devices: tuple[str, ...]
-    env: tuple[str, ...] = ()
-    work_dir: str = ""
-    tmp_dir: str = ""
-    batch_size: int = 16
-    batch_seconds: float = 0.0
-    timeout_seconds: float = 300.0
-    load_seconds: float = 900.0
-    attempts: int = 5
+    reward: RewardArgs
+    batch_seconds: float
+    attempts: int
 
 
 @dataclass
@@ -115,9 +109,9 @@ class Pool:
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.facts: Mapping[str, Any] = {}
         """Properties of the model that a process reports after loading."""
-        self._num_load_attempts_left = program.attempts * len(program.devices)
+        self._num_load_attempts_left = program.attempts * len(program.reward.all_devices)
         self._has_queued_jobs = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._keep_process_running(device)) for device in program.devices]
+        self._tasks = [asyncio.create_task(self._keep_process_running(device)) for device in program.reward.all_devices]
 
     def submit(self, job: Job) -> None:
         """Queue a request for the next batch."""
@@ -213,20 +207,22 @@ class Pool:
 
     async def _next_batch(self, process: Process) -> list[Job]:
         """Wait for the next batch: several requests, or a single request that is retried."""
-        while not self.queue:
-            self._has_queued_jobs.clear()
-            await process.wait_while_alive(self._has_queued_jobs.wait())
-        if self.program.batch_seconds and sum(job.request.count for job in self.queue) < self.program.batch_size:
-            await asyncio.sleep(self.program.batch_seconds)
         jobs: list[Job] = []
-        while self.queue and (not jobs or self._fits_in_batch(jobs)):
-            jobs.append(self.queue.popleft())
-        return jobs or await self._next_batch(process)
+        while not jobs:
+            while not self.queue:
+                self._has_queued_jobs.clear()
+                await process.wait_while_alive(self._has_queued_jobs.wait())
+            num_items = sum(job.request.count for job in self.queue)
+            if self.program.batch_seconds and num_items < self.program.reward.batch_size:
+                await asyncio.sleep(self.program.batch_seconds)  # another process may take the jobs
+            while self.queue and (not jobs or self._fits_in_batch(jobs)):
+                jobs.append(self.queue.popleft())
+        return jobs
 
     def _fits_in_batch(self, jobs: Sequence[Job]) -> bool:
         next_job = self.queue[0]
         num_items = sum(job.request.count for job in jobs) + next_job.request.count
-        return not jobs[0].attempts and not next_job.attempts and num_items <= self.program.batch_size
+        return not jobs[0].attempts and not next_job.attempts and num_items <= self.program.reward.batch_size
 
     def _record_error(self, text: str) -> None:
         log.warning("reward %s: %s", self.program.name or "decoder", text)
@@ -249,20 +245,21 @@ class Process:
         Raises:
             ProcessLost: the process could not start or load.
         """
-        program = self._program
-        environment = environment_for_user_code(program.env) | {"PYTHONUNBUFFERED": "1"}
-        if program.tmp_dir:
-            environment["TMPDIR"] = program.tmp_dir
+        start_message, reward = self._program.start, self._program.reward
+        environment = environment_for_user_code(reward.env) | {"PYTHONUNBUFFERED": "1"}
+        if reward.tmp_dir:
+            environment["TMPDIR"] = reward.tmp_dir
         try:
             self._process = await asyncio.create_subprocess_exec(
-                program.python, "-c", _START_PROGRAM, _PACKAGE_FOLDER,
+                reward.interpreter, "-c", _START_PROGRAM, _PACKAGE_FOLDER,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
-                cwd=program.work_dir or None, start_new_session=True, limit=_MAX_LINE_BYTES,
+                cwd=reward.work_dir or None, start_new_session=True, limit=_MAX_LINE_BYTES,
             )  # fmt: skip
         except OSError as error:
-            raise ProcessLost(f"{program.python} cannot be started: {error}") from error
-        start_message = {**program.start, "settings": {**program.start["settings"], "device": self._device}}
-        reply, _ = await self._exchange({**start_message, "arrays": []}, [], program.load_seconds, "loaded")
+            raise ProcessLost(f"{reward.interpreter} cannot be started: {error}") from error
+        settings = {**start_message["settings"], "device": self._device}
+        header = {**start_message, "settings": settings, "arrays": []}
+        reply, _ = await self._exchange(header, [], reward.load_seconds, "loaded")
         if "ready" not in reply:
             raise ProcessLost(str(reply.get("error", "it said something else than that it is ready")))
         self.is_ready, self.facts = True, reply
@@ -277,7 +274,7 @@ class Process:
         arrays = [job.request.array for job in jobs]
         array_headers = [(list(array.shape), array.dtype.str) for array in arrays]
         header = {"id": self._batch_number, "jobs": [job.request.job for job in jobs], "arrays": array_headers}
-        reply, result_arrays = await self._exchange(header, arrays, self._program.timeout_seconds, "done")
+        reply, result_arrays = await self._exchange(header, arrays, self._program.reward.timeout_seconds, "done")
         num_results = len(jobs) if reply.get("error") else len(reply.get("results", result_arrays))
         if reply.get("id") != self._batch_number or num_results != len(jobs):
             raise ProcessLost("its process said something about another batch")

@@ -128,9 +128,11 @@ def make_items(job: Mapping[str, Any], array: np.ndarray) -> list[Item]:
     items = []
     for i in range(num_items):
         fields = {target_field: job[name][i] for name, target_field in _ITEM_FIELDS.items() if name in job}
-        info = {target_field: job[name][i] for name, target_field in _INFO_FIELDS.items() if name in job}
+        info: dict[str, Any] = {}
         for name in ("video_infos", "metadata"):
             info |= job[name][i] if name in job else {}
+        # A column of the row, such as `turns`, does not replace what the completion has.
+        info |= {target_field: job[name][i] for name, target_field in _INFO_FIELDS.items() if name in job}
         for name in ("geneval_only_strict", "ocr_use_gpu"):
             info |= {name: job[name]} if name in job else {}
         items.append(Item(prompt=job["prompts"][i], media=_item_media(media_type, array, i), info=info, **fields))

