@@ -31,17 +31,14 @@ Groups = Sequence[Sequence[float | None]]
 
 def advantages(
     groups: Groups, *, algo: str = "grpo", normalise_std: bool = True, num_tokens: Sequence[Sequence[int]] | None = None
-) -> tuple[list[list[float | None]], dict[str, int]]:
-    """Return the advantage of each reward, and counts of groups and completions.
+) -> tuple[list[list[float | None]], float]:
+    """Return the advantage of each reward, and the fraction of the groups whose rewards, two or more, are all equal.
 
     Args:
         groups: rewards of the completions of each group.
         algo: name of the advantage rule, a key of `ADVANTAGE_RULES`.
         normalise_std: whether the rule `grpo` divides by the standard deviation; False: it only subtracts the mean.
         num_tokens: number of trained tokens of each completion, its weight in REINFORCE++; None: 1 per completion.
-
-    The counts are `groups`, `constant_groups` (two or more equal rewards), `single_groups` (one valid reward),
-    `empty_groups` (no valid reward), and `invalid` completions.
 
     Raises:
         RewardError: the rule does not support negative rewards.
@@ -51,10 +48,8 @@ def advantages(
     group_advantages = advantage_fn([np.asarray(each, dtype=np.float64) for each in valid_rewards])
     if algo.startswith("reinforce++"):
         token_counts = num_tokens or [[1] * len(rewards) for rewards in groups]
-        reward_count_pairs = (
-            zip(*rewards_and_counts, strict=True) for rewards_and_counts in zip(groups, token_counts, strict=True)
-        )
-        lengths = [[token_count for reward, token_count in each if _is_valid(reward)] for each in reward_count_pairs]
+        pairs = (zip(*each, strict=True) for each in zip(groups, token_counts, strict=True))
+        lengths = [[token_count for reward, token_count in each if _is_valid(reward)] for each in pairs]
         whitened_values = iter(
             whiten(np.concatenate([*group_advantages, np.zeros(0)]), np.concatenate([*lengths, np.zeros(0)]))
         )
@@ -64,13 +59,8 @@ def advantages(
         [float(next(values_of_group)) if _is_valid(reward) else None for reward in rewards]
         for rewards, values_of_group in zip(groups, advantage_iterators, strict=True)
     ]
-    return advantage_rows, {
-        "groups": len(valid_rewards),
-        "constant_groups": sum(len(each) > 1 and max(each) == min(each) for each in valid_rewards),
-        "single_groups": sum(len(each) == 1 for each in valid_rewards),
-        "empty_groups": sum(not each for each in valid_rewards),
-        "invalid": sum(map(len, groups)) - sum(map(len, valid_rewards)),
-    }
+    num_constant_groups = sum(len(each) > 1 and max(each) == min(each) for each in valid_rewards)
+    return advantage_rows, num_constant_groups / max(1, len(valid_rewards))
 
 
 def _is_valid(reward: float | None) -> TypeGuard[float]:

@@ -87,12 +87,8 @@ def means(metric_totals: Mapping[str, Tensor]) -> dict[str, float]:
     """
     sums_and_counts = {name: metric.tolist() for name, metric in metric_totals.items()}
     averages = {name: metric_sum / count for name, (metric_sum, count) in sums_and_counts.items() if count}
-    mean_squares = {
-        key.removesuffix("_square"): mean for key, mean in averages.items() if key.endswith("_square") and mean
-    }
-    effective_sizes = {
-        name: averages[name] ** 2 / mean_square for name, mean_square in mean_squares.items() if name in averages
-    }
-    return averages | {
-        f"{name}_effective_sample_size": effective_size for name, effective_size in effective_sizes.items()
-    }
+    for key, mean in list(averages.items()):
+        name = key.removesuffix("_square")
+        if mean and name != key and name in averages:
+            averages[f"{name}_effective_sample_size"] = averages[name] ** 2 / mean
+    return averages

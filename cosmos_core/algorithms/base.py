@@ -22,6 +22,7 @@ from cosmos_core.algorithms.aggregate import Metrics
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.distillation import DistillationConfig
+from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.base import Wants as AnyWants
@@ -44,15 +45,12 @@ class Loss:
     """Per-token values whose quantiles are reported: metric name to a one-dimensional tensor."""
 
 
-LossFunction = Callable[[MicroBatch], Loss]
-
-
 @dataclass(frozen=True, slots=True)
 class Update:
     """Samples and loss of one optimizer step."""
 
     samples: Sequence[Any]
-    loss: LossFunction
+    loss: Callable[[MicroBatch], Loss]
     """Function from a micro-batch to its loss.
 
     The denominator of the loss is computed over all samples of the optimizer step, before the first backward pass.
@@ -152,6 +150,15 @@ class Algorithm:
         `view` computes outputs with the current weights, those after the optimizer steps that were already yielded.
         """
         raise AssertionError(f"{type(self).__name__} has no updates")
+
+    def after_train_step(self, step: int, view: TrainerView) -> None:
+        """End train step `step`, counted from 1, which may have had no samples and thus no update.
+
+        The default resets the reference policy at the steps that the config sets.
+        """
+        config = self.config
+        if isinstance(config, GrpoConfig) and (interval := config.reference_reset_interval) and step % interval == 0:
+            view.reset("reference", optimizer=config.reset_optimizer_with_reference)
 
     def measure(self, chunks: Iterable[Sequence[Any]], view: TrainerView, size: int) -> dict[str, float]:
         """Return metrics of held-out samples: loss in nats per token, perplexity, and top-1 accuracy of the labels.

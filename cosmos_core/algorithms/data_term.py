@@ -51,6 +51,9 @@ class WithDataTerm(Algorithm):
             update_index, self._num_updates = self._num_updates, self._num_updates + 1
             yield replace(update, data=self._make_data_term(update_index))
 
+    def after_train_step(self, step: int, view: TrainerView) -> None:
+        self._algorithm.after_train_step(step, view)
+
     def measure(self, chunks: Iterable[Sequence[Any]], view: TrainerView, size: int) -> dict[str, float]:
         return self._algorithm.measure(chunks, view, size)
 

@@ -52,9 +52,10 @@ class DiffusionNft(FlowRl):
 
         return Update(samples, loss, extra_weights=(OLD_POLICY, *self._reference_weights))
 
-    def after_train_step(self, view: TrainerView) -> None:
+    def after_train_step(self, step: int, view: TrainerView) -> None:
         decay = old_policy_decay(self.diffusers.weight_copy_decay_type, self._num_updates)
         view.move_towards_policy(OLD_POLICY, 1 - decay)
+        super().after_train_step(step, view)
 
     def _make_samples(self, rollout: FlowRollout) -> list[SeededSample]:
         """Return a sample of the rollout for each selected noise level of its sampler. The seed selects the levels."""

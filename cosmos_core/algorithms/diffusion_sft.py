@@ -7,7 +7,6 @@ Shapes: B samples, dots for the dimensions of a latent.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.models.base import MicroBatch
-from cosmos_core.models.flow import velocity
+from cosmos_core.models.flow import mean_per_sample, velocity
 
 
 def flow_error(predicted: Tensor, target: Tensor, mask: Tensor) -> Tensor:
@@ -24,9 +23,7 @@ def flow_error(predicted: Tensor, target: Tensor, mask: Tensor) -> Tensor:
     `mask` is 1 for trained frames and 0 for conditioning frames.
     """
     loss_dtype = torch.promote_types(predicted.dtype, torch.float32)
-    weights = mask.to(loss_dtype).expand_as(predicted).flatten(1)
-    squared_errors = (predicted.to(loss_dtype) - target.to(loss_dtype)).square().flatten(1)
-    return (squared_errors * weights).sum(1) / weights.sum(1)
+    return mean_per_sample((predicted.to(loss_dtype) - target.to(loss_dtype)).square(), mask)
 
 
 def flow_loss(micro_batch: MicroBatch, num_samples: int) -> Loss:
@@ -56,18 +53,12 @@ class DiffusionSft(Algorithm):
         error_sum, num_samples = 0.0, 0
         for samples in chunks:
             for sample, row in zip(samples, view.evaluate(samples, size=size), strict=True):
-                error_sum += _velocity_error(sample, row["velocity"])
+                assert sample.noise is not None
+                error = row["velocity"] - velocity(sample.latents, sample.noise).to(row["velocity"])
+                # The first frames of a clip may be conditioning frames; latents of an image have none.
+                error_sum += error[:, sample.num_conditioning_frames :].double().square().mean().item()
                 num_samples += 1
         return {"loss": error_sum / max(1, num_samples), "samples": float(num_samples)}
-
-
-def _velocity_error(sample: FlowSample, predicted: Tensor) -> float:
-    """Return the mean squared error of the predicted velocity of one sample over its trained frames."""
-    assert sample.noise is not None
-    target = velocity(sample.latents, sample.noise).to(predicted)
-    first_trained_frame = sample.num_conditioning_frames
-    trained_frames: Any = (slice(None), slice(first_trained_frame, None)) if first_trained_frame else slice(None)
-    return (predicted[trained_frames] - target[trained_frames]).double().square().mean().item()
 
 
 ALGORITHM = DiffusionSft

@@ -154,11 +154,9 @@ def unmask_prompt(sample: Sample, num_prompt_tokens: int) -> Sample:
     """
     mask = sample.loss_mask.copy()
     mask[1:num_prompt_tokens] = 1
-    rollout_logprobs = sample.rollout_logprobs
-    if rollout_logprobs is not None:
-        rollout_logprobs = np.concatenate(
-            [np.full(max(0, num_prompt_tokens - 1), np.nan, dtype=rollout_logprobs.dtype), rollout_logprobs]
-        )
+    assert sample.rollout_logprobs is not None
+    unknown_logprobs = np.full(max(0, num_prompt_tokens - 1), np.nan, dtype=np.float32)
+    rollout_logprobs = np.concatenate([unknown_logprobs, sample.rollout_logprobs])
     return replace(sample, loss_mask=mask, rollout_logprobs=rollout_logprobs)
 
 

@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Any, Literal
 
 import numpy as np
@@ -66,9 +65,6 @@ def diffusion_advantages(
     The advantage is None if the reward is invalid, or if the group's rewards are all equal without `keeps_constant`.
     """
     rewards_by_group = [[score.value for score in scores] for scores in groups]
-    valid_rewards = [
-        [value for value in values if value is not None and math.isfinite(value)] for values in rewards_by_group
-    ]
     normalised = (
         _sum_normalised_rewards(groups, settings) if settings.each else _normalise_rewards(rewards_by_group, settings)
     )
@@ -76,12 +72,10 @@ def diffusion_advantages(
     advantages: list[list[float | None]] = [
         [None] * len(row) if is_constant[g] and not settings.keeps_constant else row for g, row in enumerate(normalised)
     ]
-    num_valid_groups = sum(bool(values) for values in valid_rewards)
+    valid_rewards = [[value for value in values if value is not None] for values in rewards_by_group]
+    constant_flags = [float(is_constant[g]) for g, values in enumerate(valid_rewards) if values]
     return advantages, {
-        "reward/constant_groups": sum(
-            is_constant_group and bool(v) for is_constant_group, v in zip(is_constant, valid_rewards, strict=True)
-        )
-        / max(1, num_valid_groups),
+        "reward/constant_groups": float(np.mean(constant_flags or [0.0])),
         "reward/group_std": float(np.mean([float(np.std(values)) for values in valid_rewards if values] or [0.0])),
     }
 
@@ -130,16 +124,10 @@ def diversity(groups: Sequence[ScoredGroup]) -> float:
     """
     distances = []
     for group in groups:
-        latents = [
-            completion.diffusion_sample.latents
-            for completion in group.group.completions
-            if completion.diffusion_sample is not None
-        ]
-        pair_distances = [
-            (latents_a - latents_b).square().mean().sqrt().item() for latents_a, latents_b in combinations(latents, 2)
-        ]
-        if pair_distances:
-            distances.append(float(np.mean(pair_distances)))
+        samples = [completion.diffusion_sample for completion in group.group.completions]
+        latents = [sample.latents.flatten() for sample in samples if sample is not None]
+        if len(latents) > 1:
+            distances.append(torch.pdist(torch.stack(latents)).mean().item() / math.sqrt(len(latents[0])))
     return float(np.mean(distances)) if distances else 0.0
 
 
@@ -176,20 +164,17 @@ class RewardMonitor:
         for name in self._monitored_rewards if is_reward_rising else ():
             if name in baselines and current[name] < baselines[name] - (1 - self._min_fraction) * abs(baselines[name]):
                 alarm_names.append(name)
-        self._log_alarm(alarm_names, current, baselines)
+        if alarm_names and not self._is_alarm_on:
+            changes = [f"{name} {baselines[name]:.4g} at first, {current[name]:.4g} now" for name in alarm_names]
+            remedy = "look at the samples, raise kl_beta or add a data term"
+            logger.warning("the reward may be hacked: %s; %s", ", ".join(changes), remedy)
+        self._is_alarm_on = bool(alarm_names)
         return {
             "watch/diversity": current["diversity"],
             "watch/relative_diversity": relative_diversity,
             **{f"watch/{name}": current[name] for name in self._monitored_rewards if math.isfinite(current[name])},
             "watch/alarm": float(bool(alarm_names)),
         }
-
-    def _log_alarm(self, alarms: Sequence[str], current: Mapping[str, float], first: Mapping[str, float]) -> None:
-        if alarms and not self._is_alarm_on:
-            changes = ", ".join(f"{name} {first[name]:.4g} at first, {current[name]:.4g} now" for name in alarms)
-            remedy = "look at the samples, raise kl_beta or add a data term"
-            logger.warning("the reward may be hacked: %s; %s", changes, remedy)
-        self._is_alarm_on = bool(alarms)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the baseline values and whether the alarm is on, to be saved in a checkpoint."""
@@ -209,21 +194,6 @@ class RewardMonitor:
 def _mean(values: Sequence[float | None]) -> float:
     valid_values = [value for value in values if value is not None]
     return float(np.mean(valid_values)) if valid_values else math.nan
-
-
-def make_rollouts(
-    groups: Sequence[ScoredGroup], values: Sequence[Sequence[float | None]], seeds: Any
-) -> list[FlowRollout]:
-    """Return the completions that have an advantage as rollouts.
-
-    `values` has the advantages of the completions of each group; `seeds(group, k)` returns the seed of completion k.
-    """
-    return [
-        FlowRollout(completion.diffusion_sample, scored_group.group.prompt, value, seeds(scored_group.group, k))
-        for scored_group, row in zip(groups, values, strict=True)
-        for k, (completion, value) in enumerate(zip(scored_group.group.completions, row, strict=True))
-        if value is not None and completion.diffusion_sample is not None
-    ]
 
 
 def make_noise(shape: Sequence[int], seed: int) -> Tensor:

@@ -23,7 +23,6 @@ from cosmos_core.algorithms.flow_credit import (
     RewardMonitor,
     diffusion_advantages,
     make_noise,
-    make_rollouts,
 )
 from cosmos_core.config.schema.flow_rl import FlowPolicyConfig
 from cosmos_core.rollout.base import request_seed
@@ -69,7 +68,7 @@ class FlowRl(Algorithm):
         monitored_rewards = [name for name, weight in weights.items() if not weight]
         self._reward_monitor = RewardMonitor(config.least_diversity, monitored_rewards)
         self._weights = {name: weight for name, weight in weights.items() if weight}
-        self._num_steps = self._num_updates = 0
+        self._step = self._num_updates = 0
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Any], dict[str, float]]:
         """Return the completions that have a valid reward, with their advantages, and metrics of the groups.
@@ -77,7 +76,7 @@ class FlowRl(Algorithm):
         Groups whose rewards are all equal are included only if `keeps_equal_groups` is set.
         """
         if groups:
-            self._num_steps = groups[0].group.step  # also after train steps without samples, and after `train.resume`
+            self._step = groups[0].group.step
         settings = CreditSettings(
             std_scope="batch" if self.diffusers.sample.global_std else "group",
             divides_by_std=not self.config.unbiased_advantage,
@@ -87,7 +86,13 @@ class FlowRl(Algorithm):
         advantages, metrics = diffusion_advantages([group.scores for group in groups], settings)
         if self.diffusers.flow_rl.exp_reward:
             advantages = [[None if a is None else -math.exp(min(-a, _MAX_EXPONENT)) for a in row] for row in advantages]
-        return make_rollouts(groups, advantages, self._noise_seed), metrics | self._reward_monitor.metrics(groups)
+        rollouts = [
+            FlowRollout(completion.diffusion_sample, each.group.prompt, value, self._noise_seed(each.group, k))
+            for each, row in zip(groups, advantages, strict=True)
+            for k, (completion, value) in enumerate(zip(each.group.completions, row, strict=True))
+            if value is not None and completion.diffusion_sample is not None
+        ]
+        return rollouts, metrics | self._reward_monitor.metrics(groups)
 
     def updates(self, samples: Sequence[FlowRollout], view: TrainerView) -> Iterator[Update]:
         """Yield optimizer steps of at most `batch_size_per_optimize` completions.
@@ -97,29 +102,19 @@ class FlowRl(Algorithm):
         for batch in equal_batches(len(samples), self.config.batch_size_per_optimize):
             if (update := self.make_optimizer_update(samples[batch])) is not None:
                 if self.data_term is not None:
-                    update = replace(update, data=self.data_term(self._num_steps, self._num_updates))
+                    update = replace(update, data=self.data_term(self._step, self._num_updates))
                 yield update
                 self._num_updates += 1
-        self._num_steps += 1
-        self.after_train_step(view)
-        reset_interval = self.config.reference_reset_interval
-        if reset_interval and self._num_steps % reset_interval == 0:
-            view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
 
     def make_optimizer_update(self, rollouts: Sequence[FlowRollout]) -> Update | None:
         """Return the optimizer step that trains on `rollouts`; None if the rollouts give no learning signal."""
         raise NotImplementedError(type(self).__name__)
 
-    def after_train_step(self, view: TrainerView) -> None:
-        """Update the algorithm's state at the end of a train step; subclasses override it, the default does nothing."""
-
     def state_dict(self) -> dict[str, Any]:
-        step_counts = {"num_steps": self._num_steps, "num_updates": self._num_updates}
-        return {**step_counts, "watch": self._reward_monitor.state_dict()}
+        return {"num_updates": self._num_updates, "watch": self._reward_monitor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_steps = int(state.get("num_steps", 0))
-        self._num_updates = int(state.get("num_updates", self._num_steps))
+        self._num_updates = int(state.get("num_updates", 0))
         self._reward_monitor.load_state_dict(state.get("watch", {}))
 
     @property

@@ -31,10 +31,6 @@ from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.scorer import RequestedOutputs
 from cosmos_core.types import Completion, Prompt, Sampling, ScoredGroup
 
-_OBJECTIVES = {"grpo": "clip", "dapo": "clip"}
-"""Objectives by variant (`trainer_type`), for variants whose name differs from that of their objective."""
-_RATIO_CAPS = {"dppo_tv": 20.0, "dppo_kl": 20.0}
-_RATIO_CAP = 5.0
 _AIPO_OBJECTIVES = {"weighted": "aipo", "clamped": "aipo_clamped"}
 
 
@@ -86,19 +82,16 @@ class Grpo(Algorithm):
         super().__init__(config, custom, sampling)
         self._requested_outputs = RequestedOutputs(config.temperature)
         self._correction = _make_correction(config, sampling)
-        objective = (
-            _AIPO_OBJECTIVES[config.aipo_form] if config.aipo_rho else _OBJECTIVES.get(config.variant, config.variant)
-        )
+        objective = {"grpo": "clip", "dapo": "clip"}.get(config.variant, config.variant)
+        objective = _AIPO_OBJECTIVES[config.aipo_form] if config.aipo_rho else objective
         self._settings = PolicySettings(
             epsilon_low=config.epsilon_low, epsilon_high=config.epsilon_high,
             lower_bound_ratio=config.lower_bound_ratio, kl_beta=0.0 if config.kl_in_reward else config.kl_beta,
             unbiased_kl_estimate=config.unbiased_kl_estimate, kl_estimator=config.kl_estimator, objective=objective,
-            ratio_cap=config.aipo_rho or config.ratio_cap or _RATIO_CAPS.get(objective, _RATIO_CAP),
+            ratio_cap=config.aipo_rho or config.ratio_cap or (20.0 if objective.startswith("dppo") else 5.0),
             sapo_temperature_pos=config.sapo_temperature_pos, sapo_temperature_neg=config.sapo_temperature_neg,
             entropy_coeff=config.entropy_coeff, off_policy_masking_delta=config.off_policy_masking_delta,
         )  # fmt: skip
-        self._num_steps = 0
-        """Number of completed train steps, which determines when the reference policy is reset."""
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
         """Return the completions with a valid reward as samples, and metrics; completions with an invalid reward do not
@@ -114,7 +107,7 @@ class Grpo(Algorithm):
         ]
         excludes = config.mask_truncated_completions
         is_truncated = [[excludes and each.finish_reason == "length" for each in g.group.completions] for g in groups]
-        advantage_rows, group_counts = advantages(
+        advantage_rows, constant_fraction = advantages(
             [[score.value for score in group.scores] for group in groups],
             algo="grpo" if config.algo == "gdpo" else config.algo,
             normalise_std=not config.unbiased_advantage,
@@ -129,7 +122,7 @@ class Grpo(Algorithm):
                 for name in weights
             ]
             advantage_rows = gdpo_advantages(reward_columns, list(weights.values()))
-        metrics = {"reward/constant_groups": group_counts["constant_groups"] / max(1, group_counts["groups"])}
+        metrics = {"reward/constant_groups": constant_fraction}
         samples, num_ignored, num_sampled, num_invalid, num_completions = [], 0, 0, 0, 0
         for g, group in enumerate(groups):
             columns = [each[g] for each in (draft_samples, advantage_rows, num_ignored_tokens, is_truncated)]
@@ -195,22 +188,12 @@ class Grpo(Algorithm):
             yield replace(
                 self._make_update(_UpdateInputs(*batch_inputs, is_first=iteration_index == 0)), metrics=metrics
             )
-        self._num_steps += 1
-        if self.config.reference_reset_interval and self._num_steps % self.config.reference_reset_interval == 0:
-            view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
 
     def _high_entropy_masks(self, samples: Sequence[Sample], view: TrainerView) -> list[Tensor] | None:
         if self.config.top_entropy_quantile == 1:
             return None
         rows = view.evaluate(samples, RequestedOutputs(self.config.temperature, entropy="value"))
         return high_entropy_masks(samples, [row["entropy"] for row in rows], self.config.top_entropy_quantile)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_steps": self._num_steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        # A checkpoint of a training with a data term has the state one level deeper.
-        self._num_steps = int(state.get("algorithm", state).get("num_steps", 0))
 
     def _make_update(self, inputs: _UpdateInputs) -> Update:
         config, step_samples = self.config, inputs.all_samples
@@ -266,7 +249,12 @@ class Grpo(Algorithm):
             weights_BS = torch.where(is_sampled_BS, weights_BS, 1.0)
         if (high_entropy_BS := _align_micro_batch_rows(inputs.high_entropy, micro_batch)) is not None:
             weights_BS = high_entropy_BS if weights_BS is None else high_entropy_BS * weights_BS
-        teacher_terms = self._teacher_terms(micro_batch, inputs, reference_logprobs)
+        teacher_terms: TeacherLoss | None = None
+        if self.teacher and (teacher_logprobs := _align_micro_batch_rows(inputs.teacher, micro_batch)) is not None:
+            outputs, before_BS = micro_batch.outputs, reference_logprobs.before_BS
+            policy_logprobs = outputs["top_logprobs"] if self.teacher.top_k else before_BS
+            masks = micro_batch.mask_BS, reference_logprobs.sampled_BS
+            teacher_terms = teacher_loss(self.teacher, policy_logprobs, teacher_logprobs, *masks)
         advantages_B = micro_batch.logprobs_BS.new_tensor([sample.advantage for sample in micro_batch.samples])
         token_advantages_BS = teacher_terms.advantages_BS if teacher_terms else None
         if (returns_BS := _align_micro_batch_rows(inputs.returns, micro_batch)) is not None:
@@ -285,18 +273,6 @@ class Grpo(Algorithm):
             return policy.loss_BT, metrics
         loss_BT = policy.loss_BT if teacher_terms.loss_BS is None else policy.loss_BT + teacher_terms.loss_BS
         return loss_BT, add_metrics(metrics, teacher_terms.metrics)
-
-    def _teacher_terms(
-        self, micro_batch: MicroBatch, inputs: _UpdateInputs, references: _ReferenceLogprobs
-    ) -> TeacherLoss | None:
-        """Return the teacher's contribution to the loss of a micro-batch; None: no teacher."""
-        teacher_logprobs_BS = _align_micro_batch_rows(inputs.teacher, micro_batch)
-        if self.teacher is None or teacher_logprobs_BS is None:
-            return None
-        policy_logprobs_BS = micro_batch.outputs["top_logprobs"] if self.teacher.top_k else references.before_BS
-        return teacher_loss(
-            self.teacher, policy_logprobs_BS, teacher_logprobs_BS, micro_batch.mask_BS, references.sampled_BS
-        )
 
 
 ALGORITHM = Grpo

@@ -103,7 +103,7 @@ class Kto(Algorithm):
             sources += [sample.source for sample in labelled_samples]
             logps.append(_sum_logprobs(view, labelled_samples, "policy", size))
             references.append(logps[-1].new_tensor([sample.reference_logprob for sample in labelled_samples]))
-            if self.config.kto.loss_type == "kto":
+            if self.config.kto.loss_type == "kto" and len(mismatched_samples) > 1:  # else the response is the row's own
                 mismatched_reference_B = logps[-1].new_tensor(
                     [sample.reference_logprob for sample in mismatched_samples]
                 )

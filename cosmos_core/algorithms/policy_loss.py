@@ -79,7 +79,8 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
         loss_BT = apply_mask(loss_BT, ~is_off_policy_B1)
     ratio_BT = probability_ratio(log_ratio_BT)
     metrics["ratio"] = token_metric(ratio_BT, mask_BT)
-    metrics["approx_kl"] = token_metric(k3(logprobs_BT, logprobs_BT - log_ratio_BT)[0], mask_BT)
+    # The tokens are samples of the old policy, so this is an estimate of KL(old policy || policy).
+    metrics["approx_kl"] = token_metric(k3(logprobs_BT - log_ratio_BT, logprobs_BT)[0], mask_BT)
     if inputs.entropy_BT is not None:
         metrics["entropy"] = token_metric(inputs.entropy_BT, mask_BT)
         if settings.entropy_coeff:
@@ -91,8 +92,6 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
         metrics["kl_clamped"] = token_metric(is_clamped_BT, mask_BT)
         if settings.kl_beta:
             loss_BT = loss_BT + settings.kl_beta * (kl_BT * ratio_BT if settings.unbiased_kl_estimate else kl_BT)
-    assert inputs.ref_logprobs_BT is not None or not settings.kl_beta, "kl_beta > 0 needs ref_logprobs_BT"
-    assert inputs.entropy_BT is not None or not settings.entropy_coeff, "entropy_coeff needs entropy_BT"
     return PolicyLoss(apply_mask(loss_BT, mask_BT), metrics)
 
 

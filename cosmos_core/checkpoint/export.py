@@ -59,7 +59,8 @@ def export_causal_lm(stage: Stage) -> Outcome:
     stage.progress.phase("load")
     revision, folder, step = stage.recipe.policy.model_revision, stage.path / "pinned", pinned_step(stage)
     chat_template = stage.recipe.policy.chat_template
-    tokenizer, files = load_tokenizer(stage.model, revision, chat_template), processor_files(stage.model, revision)
+    tokenizer = load_tokenizer(stage.model, revision, chat_template)
+    files = processor_files(stage.model, revision, chat_template)
     export_model(pinned_model(stage, step), tokenizer, folder, dtype=None, extra_files=files)
     stage.model = str(folder)
     try:
@@ -70,15 +71,15 @@ def export_causal_lm(stage: Stage) -> Outcome:
 
 def _export(stage: Stage, step: int) -> Outcome:
     dtype: torch.dtype = getattr(torch, stage.recipe.train.param_dtype)
-    revision = stage.recipe.policy.model_revision
+    revision, chat_template = stage.recipe.policy.model_revision, stage.recipe.policy.chat_template
     stage.progress.phase("load")
-    tokenizer = load_tokenizer(stage.model, revision, stage.recipe.policy.chat_template)
+    tokenizer = load_tokenizer(stage.model, revision, chat_template)
     model = load_model(stage.model, revision=revision, dtype=torch.float32)
     target = stage.path / export_folder(step)
     stage.progress.phase("export")
     adapter = adapter_files(stage)
     readme_content = model_card(stage, loading_instructions(stage, auto_class(model.config).__name__)).encode()
-    extra_files = {"README.md": readme_content, **adapter, **processor_files(stage.model, revision)}
+    extra_files = {"README.md": readme_content, **adapter, **processor_files(stage.model, revision, chat_template)}
     export_model(model, tokenizer, target, dtype=dtype, extra_files=extra_files)
     if stage.stop_requested:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")

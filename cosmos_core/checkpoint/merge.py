@@ -183,6 +183,6 @@ def _check_same_tensors(first_model: _Tensors, other_model: _Tensors, *, allow_e
         name = differing_names[0]
         raise ModelError(
             f"merge: {len(differing_names)} tensors differ, such as {name}: {shapes.get(name, 'missing')} in "
-            f"{first_model.model}, "
-            f"{other_shapes.get(name, 'missing')} in {other_model.model}; merge models of one architecture"
+            f"{first_model.model}, {other_shapes.get(name, 'missing')} in {other_model.model}; merge models of one "
+            f"architecture"
         )

@@ -4,18 +4,17 @@ Reading a checkpoint never runs code: tensors are safetensors, everything else i
 distributed checkpoint (DCP) has pickled metadata, so the safetensors storage of DCP is used instead.
 """
 
+import json
 import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from cosmos_core.checkpoint.rank_files import EXTRA_FILE, extra_name
 from cosmos_core.checkpoint.state import (
@@ -89,53 +88,30 @@ def _has_complete_records(manifest: dict[str, Any]) -> bool:
     return all(isinstance(record, dict) and record.keys() >= {"size", "sha256"} for record in file_records.values())
 
 
-def newest_complete_step(folder: Path, fingerprint: str, hashed_steps: Container[int] = ()) -> int | None:
-    """Return the step of the newest intact checkpoint, and log a warning for each newer checkpoint that is not intact.
-
-    For steps in `hashed_steps`, which this process wrote, only sizes of files are compared.
+def newest_complete_step(folder: Path, steps: Sequence[int], find_obstacle: Callable[[int], str | None]) -> int | None:
+    """Return the newest of `steps` whose checkpoint `find_obstacle` finds intact; the first rank logs a warning for
+    each newer checkpoint.
 
     Raises:
         ModelError: a checkpoint folder has pickled shards of Cosmos-RL, which are not read.
     """
-    for step in reversed(saved_steps(folder)):
-        refuse_pickled_shards(step_folder(folder, step) / "policy")
-        reason = resume_obstacle(folder, step, fingerprint, is_hashed=step in hashed_steps)
-        if reason is None:
-            return step
-        logger.warning("checkpoint %s is passed over: %s", step_folder(folder, step), reason)
-    return None
-
-
-def load_latest(
-    folder: Path, state: TrainState, fingerprint: str, send_heartbeat: Callable[[], None] = lambda: None
-) -> int | None:
-    """Load the newest complete checkpoint into `state` on every rank and return its step; None: no checkpoint.
-
-    `state.extra` becomes the values that this rank saved, or, if the number of ranks has changed, the values of the
-    first rank with `rng` set to None. The random generators are not changed: call `restore_rng` after everything that
-    reseeds them, such as the start of a rollout engine. `send_heartbeat` is called before each file is hashed, as a
-    heartbeat.
-
-    Raises:
-        ModelError: the checkpoint is of another model, or was written by Cosmos-RL.
-    """
-    step = newest_complete_step_on_ranks(folder, fingerprint, send_heartbeat)
-    if step is not None:
-        _fill(state, step_folder(folder, step) / "policy")
-    return step
-
-
-def newest_complete_step_on_ranks(folder: Path, fingerprint: str, send_heartbeat: Callable[[], None]) -> int | None:
-    """Return the step of the newest intact checkpoint on every rank, as a collective; None: no intact checkpoint."""
-    for step in broadcast_object(saved_steps(folder)[::-1]):
+    for step in reversed(steps):
         if is_first():
             refuse_pickled_shards(step_folder(folder, step) / "policy")
-        reason = resume_obstacle_on_ranks(folder, step, fingerprint, send_heartbeat)
+        reason = find_obstacle(step)
         if reason is None:
             return step
         if is_first():
             logger.warning("checkpoint %s is passed over: %s", step_folder(folder, step), reason)
     return None
+
+
+def newest_complete_step_on_ranks(folder: Path, fingerprint: str, send_heartbeat: Callable[[], None]) -> int | None:
+    """Return the step of the newest intact checkpoint on every rank, as a collective; None: no intact checkpoint."""
+    steps = broadcast_object(saved_steps(folder))
+    return newest_complete_step(
+        folder, steps, lambda step: resume_obstacle_on_ranks(folder, step, fingerprint, send_heartbeat)
+    )
 
 
 def resume_obstacle_on_ranks(
@@ -174,24 +150,32 @@ def load_from(policy_folder: Path, state: TrainState, send_heartbeat: Callable[[
     hashed.
 
     Raises:
-        ModelError: the checkpoint is damaged, of another model, or was written by Cosmos-RL.
+        ModelError: the checkpoint is damaged, of another model, was written by Cosmos-RL, or is deleted meanwhile.
     """
     step = int(policy_folder.parent.name.removeprefix("step_"))
     refuse_pickled_shards(policy_folder)
     if reason := resume_obstacle_on_ranks(policy_folder.parent.parent, step, None, send_heartbeat):
         raise ModelError(f"checkpoint {policy_folder}: {reason}; name another one, or none")
-    _fill(state, policy_folder)
+    try:
+        fill_state(state, policy_folder)
+    except Exception as error:  # of several types if another run, which still trains, has deleted its checkpoint
+        if policy_folder.is_dir():
+            raise
+        reason = f"{policy_folder.parent.name} is gone"
+        raise ModelError(f"checkpoint {policy_folder}: {reason}; name another one, or none") from error
     return step
 
 
-def _fill(state: TrainState, policy_folder: Path) -> None:
-    """Load the intact checkpoint in the folder `policy_folder` into `state`."""
+def fill_state(state: TrainState, policy_folder: Path) -> None:
+    """Load the intact checkpoint in the folder `policy_folder` into `state` on every rank.
+
+    `state.extra` becomes the values that this rank saved, or, if the number of ranks has changed, the values of the
+    first rank with `rng` set to None. The random generators are not changed: call `restore_rng` after everything that
+    reseeds them, such as the start of a rollout engine.
+    """
     storage_reader = dcp.HuggingFaceStorageReader(str(policy_folder))
-    saved_metadata: dict[str, tuple[torch.Size, torch.dtype]] = {}
-    for name, tensor_metadata in storage_reader.read_metadata().state_dict_metadata.items():
-        assert isinstance(tensor_metadata, TensorStorageMetadata)
-        saved_metadata[name] = (tensor_metadata.size, tensor_metadata.properties.dtype)
-    tensors = allocate_tensors(state, saved_metadata)
+    metadata: dict[str, Any] = storage_reader.read_metadata().state_dict_metadata
+    tensors = allocate_tensors(state, {name: (each.size, each.properties.dtype) for name, each in metadata.items()})
     with unwrap_checkpoint_errors():
         dcp.load(tensors, storage_reader=storage_reader, no_dist=True)
     adopt_optimizer_tensors(state, tensors)
@@ -204,8 +188,8 @@ def _read_extra(policy: Path) -> dict[str, Any]:
     without the states of its random generators."""
     saved_num_ranks = read_manifest(policy).get("ranks", 1)
     has_same_ranks = saved_num_ranks == num_ranks()
-    extra_values = read_json(policy / (extra_name(rank_number()) if has_same_ranks else EXTRA_FILE))
-    assert isinstance(extra_values, dict)  # the digest of this file was verified before
+    extra_file = policy / (extra_name(rank_number()) if has_same_ranks else EXTRA_FILE)
+    extra_values: dict[str, Any] = json.loads(extra_file.read_bytes())  # the digest was verified before
     if not has_same_ranks:
         logger.info(
             "%s was saved by %d ranks, here are %d: random numbers begin anew", policy, saved_num_ranks, num_ranks()

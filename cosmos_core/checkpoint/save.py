@@ -124,7 +124,9 @@ class Checkpointer:
         Raises:
             ModelError: the checkpoint is of another model, or was written by Cosmos-RL.
         """
-        if (step := resume.load_latest(self._folder, state, self._fingerprint, self._send_heartbeat)) is not None:
+        step = resume.newest_complete_step_on_ranks(self._folder, self._fingerprint, self._send_heartbeat)
+        if step is not None:
+            resume.fill_state(state, step_folder(self._folder, step) / "policy")
             self._hashed_steps.add(step)
         return step
 
@@ -157,9 +159,9 @@ class Checkpointer:
         The first rank then commits the checkpoint, records the best step, deletes old checkpoints, and calls
         `on_saved`. If the disk of a rank is full or broken, all ranks raise the same `StageFailed`.
         """
-        file_records, problem = {}, ""
+        file_records, problem, name = {}, "", f"checkpoint step_{step} in {self._folder}"
         try:
-            with translate_disk_errors(self._describe_checkpoint(step), self._describe_newest_complete):
+            with translate_disk_errors(name, self._describe_newest_complete):
                 file_records = write_rank(self._temporary_folder(step), tensors, extra)
         except StageFailed as error:
             problem = str(error)
@@ -175,7 +177,7 @@ class Checkpointer:
         try:
             if problem:
                 raise StageFailed(problem)
-            with translate_disk_errors(self._describe_checkpoint(step), self._describe_newest_complete):
+            with translate_disk_errors(name, self._describe_newest_complete):
                 self._commit(step, [rank_records for rank_records, _ in rank_results])
         finally:
             shutil.rmtree(self._temporary_folder(step), ignore_errors=True)
@@ -224,9 +226,6 @@ class Checkpointer:
         """Return the temporary folder into which the ranks write the files of a step."""
         return self._folder / f".step_{step}.parts.tmp"
 
-    def _describe_checkpoint(self, step: int) -> str:
-        return f"checkpoint step_{step} in {self._folder}"
-
     def _delete_old_checkpoints(self, newest: int, best: BestStep | None) -> None:
         """Delete the oldest checkpoints beyond `max_keep`, except the checkpoint of the best step.
 
@@ -235,7 +234,8 @@ class Checkpointer:
         """
         if self._max_keep == -1:
             return
-        steps = [step for step in saved_steps(self._folder) if step <= newest and self._has_same_fingerprint(step)]
+        policies = {n: step_folder(self._folder, n) / "policy" for n in saved_steps(self._folder) if n <= newest}
+        steps = [n for n, p in policies.items() if resume.read_manifest(p).get("fingerprint") == self._fingerprint]
         deleted_steps = [step for step in steps[: -self._max_keep] if best is None or step != best.step]
         if deleted_steps and resume.resume_obstacle(self._folder, newest, self._fingerprint, is_hashed=True) is None:
             for step in deleted_steps:
@@ -247,12 +247,11 @@ class Checkpointer:
                 except OSError as error:  # such as EBUSY of NFS, where other processes still read files
                     logger.warning("checkpoint step_%d in %s cannot be deleted: %s", step, self._folder, error)
 
-    def _has_same_fingerprint(self, step: int) -> bool:
-        manifest = resume.read_manifest(step_folder(self._folder, step) / "policy")
-        return manifest.get("fingerprint") == self._fingerprint
-
     def _newest_complete_step(self) -> int | None:
-        return resume.newest_complete_step(self._folder, self._fingerprint, self._hashed_steps)
+        def find_obstacle(step: int) -> str | None:
+            return resume.resume_obstacle(self._folder, step, self._fingerprint, is_hashed=step in self._hashed_steps)
+
+        return resume.newest_complete_step(self._folder, saved_steps(self._folder), find_obstacle)
 
     def _describe_newest_complete(self) -> str:
         step = self._newest_complete_step()

@@ -45,7 +45,7 @@ class TrainState:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    extra: dict[str, JsonValue] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     """Step, data position, result of `capture_rng` and other JSON values that the training loop needs to resume."""
     named_weights: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """Weight sets other than the policy's, by the name of the set ("ema", "old", "reference") and of the parameter."""
@@ -193,16 +193,17 @@ def restore_rng(rng_states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(_decode_rng_state(encoded_state), device)
 
 
-def seed_rng(*seed_values: int, keeps_torch: bool = False) -> None:
-    """Seed the random generators of Python, NumPy and torch with a digest of `seed_values`.
+def seed_rng(seed: int, step: int, rank: int, *, keeps_torch: bool = False) -> None:
+    """Seed the random generators of Python and NumPy with a digest of `seed` and `step`, those of torch also of `rank`.
 
-    `keeps_torch`: whether to leave the generators of torch unchanged.
+    The generators of Python and NumPy are equal on all ranks, which call the algorithm, user code, with the same
+    samples and need the same results. `keeps_torch`: whether to leave the generators of torch unchanged.
     """
-    digest = hashlib.sha256(repr(seed_values).encode()).digest()
+    digest, rank_digest = (hashlib.sha256(repr(each).encode()).digest() for each in ((seed, step), (seed, step, rank)))
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[:4]))
     if not keeps_torch:
-        torch.manual_seed(int.from_bytes(digest[:7]))
+        torch.manual_seed(int.from_bytes(rank_digest[:7]))
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:

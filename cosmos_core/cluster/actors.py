@@ -65,12 +65,6 @@ class ActorHandle:
 
     actor: Any
 
-    def __hash__(self) -> int:
-        return hash(self.actor._actor_id)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ActorHandle) and self.actor._actor_id == other.actor._actor_id
-
     def call(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
         """Call a method of the object and return a future of its result.
 
@@ -111,12 +105,8 @@ def _find_bundle_gpus(scheduling_strategies: Sequence[Any], gpus_per_bundle: int
     `scheduling_strategies` are Ray's scheduling strategies, one per reserved bundle.
     """
     ray_remote: Any = ray.remote
-    get_visible_devices = ray_remote(num_cpus=0, num_gpus=gpus_per_bundle)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
-    return list(
-        ray.get(
-            [get_visible_devices.options(scheduling_strategy=strategy).remote() for strategy in scheduling_strategies]
-        )
-    )
+    get_gpus = ray_remote(num_cpus=0, num_gpus=gpus_per_bundle)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
+    return list(ray.get([get_gpus.options(scheduling_strategy=each).remote() for each in scheduling_strategies]))
 
 
 class Actors:
@@ -137,9 +127,7 @@ class Actors:
         self._actor_group, self._num_threads = actor_group, threads
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         shares_gpus = has_gpus and actor_group.shares_gpus
-        gpus_per_actor = 0.0
-        if has_gpus:
-            gpus_per_actor = SHARED_GPU_FRACTION if shares_gpus else float(actor_group.processes)
+        gpus_per_actor = SHARED_GPU_FRACTION if shares_gpus else float(actor_group.processes * has_gpus)
         self._placements = placements if has_gpus or not actor_group.shares_gpus else ()
         self._max_actors = len(placements) if shares_gpus else math.inf
         self._visible_devices = [""] * len(placements)
@@ -149,13 +137,10 @@ class Actors:
             gpus_per_actor, self._visible_devices = 0.0, _find_bundle_gpus(placements, actor_group.processes)
         ray_remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
         # On an embedded cluster actors reserve no CPU cores, so that more actors can start later.
-        resource_options = {
-            "num_cpus": 0 if is_embedded else actor_group.processes,
-            "num_gpus": gpus_per_actor,
-            "max_restarts": -1,
-        }
-        actor_class = type(actor_group.name, (_ObjectActor,), {})
-        self._remote_class = ray_remote(**resource_options, max_concurrency=_MAX_CONCURRENT_CALLS)(actor_class)
+        num_cpus, actor_class = 0 if is_embedded else actor_group.processes, type(actor_group.name, (_ObjectActor,), {})
+        self._remote_class = ray_remote(
+            num_cpus=num_cpus, num_gpus=gpus_per_actor, max_restarts=-1, max_concurrency=_MAX_CONCURRENT_CALLS
+        )(actor_class)
         self.handles: list[ActorHandle] = []
         self._num_requested = 0
         self.resize(lambda handles: None)
@@ -176,14 +161,10 @@ class Actors:
         if target == previous_count:
             return
         for actor_index in range(previous_count, target):
-            actor_options: dict[str, Any] = {}
-            visible_devices = ""
-            if actor_index < len(self._placements):
-                actor_options, visible_devices = (
-                    {"scheduling_strategy": self._placements[actor_index]},
-                    self._visible_devices[actor_index],
-                )
-            actor = self._remote_class.options(**actor_options).remote(
+            is_placed = actor_index < len(self._placements)
+            options = {"scheduling_strategy": self._placements[actor_index]} if is_placed else {}
+            visible_devices = self._visible_devices[actor_index] if is_placed else ""
+            actor = self._remote_class.options(**options).remote(
                 self._actor_group.make, self._num_threads, visible_devices
             )
             self.handles.append(ActorHandle(actor))

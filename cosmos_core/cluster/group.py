@@ -122,7 +122,8 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
     if torch.cuda.is_available():
         torch.cuda.set_device(rendezvous.device)
         backend = "cpu:gloo,cuda:nccl"
-    tcp_store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.size)
+    # Ranks that form a smaller group meet in the store, for which some may load or compile for minutes longer.
+    tcp_store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.size, timeout=dist.default_pg_timeout)
     dist.init_process_group(backend, store=tcp_store, rank=rendezvous.rank, world_size=rendezvous.size)
     yield
     dist.destroy_process_group()  # not called after an error, because closing the group makes other ranks fail

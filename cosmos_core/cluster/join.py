@@ -34,18 +34,11 @@ def is_cluster_node(address: str) -> bool:
     local_addresses = {
         each.address for interface_addresses in psutil.net_if_addrs().values() for each in interface_addresses
     }
-    if (
-        cluster_address[0].startswith("127.") or cluster_address[0] in local_addresses
-    ):  # this machine is the head node of the cluster
+    if cluster_address[0].startswith("127.") or cluster_address[0] in local_addresses:  # the head node of the cluster
         return True
-    for process in psutil.process_iter(["cmdline"]):
-        for argument in process.info["cmdline"] or ():
-            if (
-                argument.startswith(_GCS_ADDRESS_FLAG)
-                and _resolve_address(argument.removeprefix(_GCS_ADDRESS_FLAG)) == cluster_address
-            ):
-                return True
-    return False
+    arguments = (each for process in psutil.process_iter(["cmdline"]) for each in process.info["cmdline"] or ())
+    addresses = (each.removeprefix(_GCS_ADDRESS_FLAG) for each in arguments if each.startswith(_GCS_ADDRESS_FLAG))
+    return any(_resolve_address(raylet_address) == cluster_address for raylet_address in addresses)
 
 
 @contextmanager

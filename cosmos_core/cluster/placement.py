@@ -21,7 +21,8 @@ def resource_bundles(ray: Any, size: int, actor_group: ActorGroup | None, *, is_
     trainings could block each other, each with ranks but without an engine.
 
     Raises:
-        ConfigError: the bundles exceed the GPUs or CPUs of the cluster, so that Ray would wait forever.
+        ConfigError: the bundles exceed the GPUs or CPUs of the cluster, or one exceeds those of each machine, so that
+            Ray would wait forever.
     """
     resources = ray.cluster_resources()
     num_gpus, num_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
@@ -41,14 +42,21 @@ def resource_bundles(ray: Any, size: int, actor_group: ActorGroup | None, *, is_
     if total_amounts["GPU"] > num_gpus:
         raise ConfigError(
             f"the mesh takes {size} GPUs{engine_description}, of {num_gpus} that the Ray cluster has; make "
-            f"policy.parallelism "
-            f"smaller"
+            f"policy.parallelism smaller"
         )
     if total_amounts["CPU"] > num_cpus:
         raise ConfigError(
             f"{size} ranks and what is beside them take {total_amounts['CPU']} CPUs, of {num_cpus} that the Ray "
-            f"cluster has; "
-            f"give it more, or make policy.parallelism smaller"
+            f"cluster has; give it more, or make policy.parallelism smaller"
+        )
+    largest_bundle, machines = required_bundles[-1], [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if actor_group is not None and not any(
+        all(machine.get(name, 0) >= count for name, count in largest_bundle.items()) for machine in machines
+    ):
+        amounts_text = " and ".join(f"{count} {name}s" for name, count in largest_bundle.items())
+        raise ConfigError(
+            f"rollout.parallelism.tp_size = {actor_group.processes}: an engine takes {amounts_text} of one machine, "
+            f"and no machine of the Ray cluster has them; make it smaller"
         )
     return required_bundles
 
@@ -61,14 +69,15 @@ def ranks_of_bundle(actor_group: ActorGroup | None, *, has_gpus: bool) -> int:
 def reserve_bundles(
     ray: Any, bundles: list[dict[str, int]], should_stop: Callable[[], bool], poll: Callable[[], None]
 ) -> list[Any]:
-    """Reserve all resource bundles at once, and return Ray's scheduling strategy for each bundle.
+    """Reserve all resource bundles at once, and return Ray's scheduling strategy for each bundle; of equal bundles,
+    those on one machine are neighbours.
 
     `should_stop` and `poll` are called repeatedly while the cluster lacks free resources.
 
     Raises:
         Preempted: a stop was requested while this function waited.
     """
-    from ray.util.placement_group import placement_group
+    from ray.util.placement_group import placement_group, placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group = placement_group(bundles, strategy="PACK")
@@ -78,4 +87,7 @@ def reserve_bundles(
         if should_stop():
             raise Preempted("asked to stop while the ranks wait for room in the Ray cluster")
     ray.get(ready_ref)
-    return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(bundles))]
+    # Ray distributes equal bundles over machines in any order, and neighbouring ranks exchange the most data.
+    node_ids = placement_group_table(group)["bundles_to_node_id"]
+    indices = sorted(range(len(bundles)), key=lambda i: (bundles[i] != bundles[0], node_ids[i]))
+    return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in indices]

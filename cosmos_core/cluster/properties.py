@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ _VARIABLE_NAMES = frozenset({
     "TRANSFORMERS_OFFLINE",
 })  # fmt: skip
 _VARIABLE_PREFIXES = ("GLOO_", "NCCL_", "TORCH", "VLLM_")
+_SERVICE_PREFIXES = ("COSMOS_", "HF_", "MLFLOW_", "REMOTE_REWARD_", "TRACKIO_", "WANDB_")
 
 
 def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
@@ -35,7 +36,11 @@ def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
         try:
             num_gpus = int(ray.cluster_resources().get("GPU", 0))
             ray_remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
-            measure_node = ray_remote(num_cpus=1, num_gpus=1 if num_gpus else 0)(measure)
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            best_node = max(nodes, key=lambda node: [node["Resources"].get(name, 0) for name in ("GPU", "CPU")])
+            # The call takes no CPU or GPU of the node, all of which another training may have for days.
+            node_resource = f"node:{best_node['NodeManagerAddress']}"
+            measure_node = ray_remote(num_cpus=0, resources={node_resource: 0.001})(measure)
             node_properties: MachineProperties = ray.get(measure_node.remote(list(libraries)))
         finally:
             ray.shutdown()
@@ -53,6 +58,21 @@ def variables_of_ranks() -> dict[str, str]:
         for name, value in os.environ.items()
         if name in _VARIABLE_NAMES or name.startswith(_VARIABLE_PREFIXES)
     }
+
+
+def service_variables(names: Sequence[str]) -> dict[str, str]:
+    """Return the environment variables of this process with which ranks and actors reach services and metric sinks, and
+    those in `names`.
+
+    They may be secrets, so they are sent as arguments of a call: Ray logs the variables of its runtime environment.
+    """
+    return {name: each for name, each in os.environ.items() if name in names or name.startswith(_SERVICE_PREFIXES)}
+
+
+def call_with_variables(variables: Mapping[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Set environment variables in this process, then call a function and return its result."""
+    os.environ.update(variables)
+    return function(*arguments)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from mmap import mmap
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,18 +23,6 @@ from cosmos_core.parallel.fsdp import full_tensors, local_shard, shard_bounds
 from cosmos_core.parallel.mesh import all_gather_object, any_rank, broadcast_object, rank_number
 
 _ALIGNMENT = 64
-
-
-class FullTensor(NamedTuple):
-    """Shape and dtype of a full tensor, which are known before the tensor is gathered."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of the tensor in bytes."""
-        return self.shape.numel() * self.dtype.itemsize
 
 
 class Gatherer:
@@ -59,16 +46,19 @@ class Gatherer:
         # Two buffers: a loop over tensors may still refer to a tensor of the previous call during the next call.
         self._memories: list[_SharedMemory | None] = [None, None]
 
-    def gather_full(self, tensor_specs: Mapping[str, FullTensor]) -> dict[str, Tensor]:
-        """Return the requested full tensors by name; their memory is reused when all references to them are gone."""
+    def gather_full(self, tensor_specs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the requested full tensors by name; their memory is reused when all references to them are gone.
+
+        `tensor_specs` has tensors of the same shape and dtype, which may be on the meta device.
+        """
         if self._is_shared and (shared_memory := self._reusable_memory(tensor_specs)) is not None:
             return self._gather_by_shared_memory(shared_memory, tensor_specs)
         tensors = dict(full_tensors({name: self.tensors[name] for name in tensor_specs if name in self.tensors}))
         return {name: tensors[name] for name in tensor_specs}
 
-    def _reusable_memory(self, tensor_specs: Mapping[str, FullTensor]) -> _SharedMemory | None:
+    def _reusable_memory(self, tensor_specs: Mapping[str, Tensor]) -> _SharedMemory | None:
         """Return unreferenced shared memory that fits the requested tensors; None if a rank cannot map it."""
-        num_bytes = sum(_round_up_to_alignment(tensor_spec.num_bytes) for tensor_spec in tensor_specs.values())
+        num_bytes = sum(_round_up_to_alignment(tensor_spec.nbytes) for tensor_spec in tensor_specs.values())
         shared_memory = self._memories.pop(0)
         # The collective is also a barrier: a fast rank must not overwrite data that a slow rank still reads.
         if any_rank(shared_memory is None or shared_memory.size < num_bytes or shared_memory.is_in_use):
@@ -79,13 +69,13 @@ class Gatherer:
         return shared_memory
 
     def _gather_by_shared_memory(
-        self, shared_memory: _SharedMemory, tensor_specs: Mapping[str, FullTensor]
+        self, shared_memory: _SharedMemory, tensor_specs: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return the requested full tensors as views of shared memory that all ranks have filled with their shards."""
         tensors, byte_offset = {}, 0
         for name, tensor_spec in tensor_specs.items():
             tensors[name] = shared_memory.tensor(byte_offset, tensor_spec)
-            byte_offset += _round_up_to_alignment(tensor_spec.num_bytes)
+            byte_offset += _round_up_to_alignment(tensor_spec.nbytes)
             if self._is_writer(name):
                 tensor = self.tensors[name].detach()
                 tensors[name][shard_bounds(tensor)].copy_(local_shard(tensor))
@@ -115,10 +105,10 @@ class _SharedMemory:
         # The storage of each tensor references the view.
         return sys.getrefcount(self._memory_view) > self._num_references
 
-    def tensor(self, byte_offset: int, tensor_spec: FullTensor) -> Tensor:
+    def tensor(self, byte_offset: int, tensor_spec: Tensor) -> Tensor:
         """Return the memory from byte offset `byte_offset` as a tensor with the shape and dtype of `tensor_spec`,
         without a copy."""
-        numel = tensor_spec.shape.numel()
+        numel = tensor_spec.numel()
         if not numel:
             return torch.empty(tensor_spec.shape, dtype=tensor_spec.dtype, device="cpu")
         return torch.frombuffer(self._memory_view, dtype=tensor_spec.dtype, count=numel, offset=byte_offset).view(

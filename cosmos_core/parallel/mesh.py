@@ -3,18 +3,24 @@
 Axes from the outermost to the innermost: pp, dp_replicate, dp_shard, cp, tp; ep reuses dp_shard x cp.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.parallel import exchange
 
 T = TypeVar("T")
+
+_POLL_SECONDS = 0.02
+_ARRIVALS, _HEARTBEATS = "cosmos/arrivals", "cosmos/heartbeats"
+"""Keys of counters in the store of the process group."""
 
 
 @dataclass(frozen=True)
@@ -133,3 +139,24 @@ def any_rank(flag: bool) -> bool:
 def first_error_of_ranks(problem: str | None) -> str | None:
     """Return on all ranks the `problem` of the lowest rank with a nonempty error message; None: no rank has one."""
     return next((rank_problem for rank_problem in all_gather_object(problem) if rank_problem), None)
+
+
+def send_heartbeat(beat: Callable[[], None]) -> None:
+    """Call `beat`, and report to the ranks in `wait_for_ranks` that this rank is alive."""
+    beat()
+    if not is_single_rank():
+        _get_default_store().add(_HEARTBEATS, 1)
+
+
+def wait_for_ranks(beat: Callable[[], None]) -> None:
+    """Wait until all ranks have called this function, for longer than a collective may take; call `beat` when another
+    rank has sent a heartbeat."""
+    if is_single_rank():
+        return
+    store, num_heartbeats = _get_default_store(), 0
+    num_expected = -(-store.add(_ARRIVALS, 1) // num_ranks()) * num_ranks()
+    while store.add(_ARRIVALS, 0) < num_expected:
+        time.sleep(_POLL_SECONDS)
+        if (new_num_heartbeats := store.add(_HEARTBEATS, 0)) > num_heartbeats:
+            num_heartbeats = new_num_heartbeats
+            beat()

@@ -114,6 +114,7 @@ class AsyncGroupSource:
             for position in range(self._position, self._position + len(sampled_groups)):
                 self._scored.pop(position, None)
             self._position, self._step = self._position + len(sampled_groups), step + 1
+            self._num_groups_needed = None
         self.sampled = sampled_groups
         if not sampled_groups:
             return [], {}
@@ -250,8 +251,11 @@ class AsyncGroupSource:
         )
 
     def _num_groups(self, num_steps: int) -> int:
-        """Return the number of groups that the next `num_steps` steps need."""
-        return self.steps.first(self._step + num_steps) - self.steps.first(self._step)
+        """Return the number of groups that the next `num_steps` steps need; 0 or less if there are no such steps."""
+        num_groups = self.steps.first(self._step + num_steps) - self.steps.first(self._step)
+        if num_steps <= 0 or self._num_groups_needed is None:
+            return num_groups
+        return num_groups + self._num_groups_needed - self.steps.count(self._step)
 
     def _score_finished(self) -> None:
         """Wait briefly for engines to finish groups, and score finished groups."""
@@ -282,13 +286,10 @@ def steps_of(
 
     def take_prompts(start_position: int, count: int) -> list[Any]:
         end_position = min(start_position + count, num_steps * num_groups)
-        steps = (
-            range(start_position // num_groups, -(-end_position // num_groups))
-            if end_position > start_position
-            else range(0)
-        )
+        if end_position <= start_position:
+            return []
+        steps = range(start_position // num_groups, -(-end_position // num_groups))
         prompts = [prompt for step in steps for prompt in get_step_prompts(step)]
-        first_position = start_position // num_groups * num_groups
-        return prompts[start_position - first_position : end_position - first_position]
+        return prompts[start_position - steps[0] * num_groups : end_position - steps[0] * num_groups]
 
     return take_prompts

@@ -68,7 +68,7 @@ class EngineSettings:
     dtype: torch.dtype
     """Dtype that the engine computes in."""
     custom: Mapping[str, Any] = field(default_factory=dict)
-    """The recipe's `[custom]` table, for user-defined engines."""
+    """The recipe's `[custom]` table, for user-defined engines, and with limits of the sizes of images."""
     is_separate: bool = False
     """Whether the engine runs in a process without the trainer's weights, where `model` has only shapes."""
     vision: ImageReader | None = None
@@ -151,33 +151,16 @@ class Engine(Protocol):
         ...
 
 
-class EngineWrapper(Engine):
-    """Base class of engines that wrap another engine; subclasses override at least `submit` and `completed`."""
+class EngineWrapper:
+    """Base class of engines that wrap another engine, whose other methods they have; subclasses define at least
+    `submit` and `completed`."""
 
     def __init__(self, inner: Engine) -> None:
         self._inner = inner
         self.name, self.weight_format, self.ranks_per_engine = inner.name, inner.weight_format, inner.ranks_per_engine
-        self.link = getattr(inner, "link", None)
 
-    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-        return self._inner.load_weights(version, buckets)
-
-    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        return self._inner.logprobs(token_ids)
-
-    def sleep(self, level: Literal[1, 2] = 1) -> None:
-        self._inner.sleep(level)
-
-    def wake(self) -> None:
-        self._inner.wake()
-
-    @property
-    def sleep_level(self) -> int:
-        """Return the level of the deepest sleep since the last weight load; 0: no sleep, or none recorded."""
-        return getattr(self._inner, "sleep_level", 0)
-
-    def close(self) -> None:
-        self._inner.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from cosmos_core.errors import StageFailed, first_line
+from cosmos_core.errors import ConfigError, StageFailed, first_line
 from cosmos_core.rollout.replica import Description
 from cosmos_core.types import Group, Prompt, Sampling
 
@@ -267,6 +267,11 @@ class EnginePool:
                 return
             self._reopen_dead_engine(engine, error)
             return
+        except ConfigError as error:
+            if engine.last_death == -math.inf:
+                raise
+            # The settings are possible, but for example the trainer now has the memory of the GPU that both share.
+            raise StageFailed(f"an engine that died cannot be opened again: {error}") from error
         if engine.description is None:
             engine.description, engine.last_progress = result, current_time
             logger.info("rollout engine %s, process %d, is open", result.name, result.pid)

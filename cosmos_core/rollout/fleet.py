@@ -9,23 +9,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
 from cosmos_core.errors import BY_NAME, CosmosError, StageFailed, serialise_error
-from cosmos_core.parallel.mesh import broadcast_object, is_first
+from cosmos_core.parallel.mesh import any_rank, broadcast_object, is_first
 from cosmos_core.rollout.base import Bucket, LoadReceipt, WeightFormat
 from cosmos_core.rollout.engine_pool import POLL_SECONDS, EngineHandle, EnginePool
-from cosmos_core.rollout.transfer import EngineProcess, HostLink, NativeTransfer, WeightLink, WeightLoad
+from cosmos_core.rollout.transfer import EngineProcess, HostLink, NativeLink, NativeTransfer, WeightLoad
 from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
-
-
-class _Reply(NamedTuple):
-    process: EngineProcess
-    value: Any
 
 
 class Fleet:
@@ -70,6 +65,7 @@ class Fleet:
         """The lowest version of weights among the engines that have weights."""
         self.resync: Callable[[], object] = lambda: None
         """Function that sends the last published weights to engines without weights; all ranks call it together."""
+        self._release_cached_memory()
         if is_first():
             self._pool.start()
         name, self.weight_format, error_record = broadcast_object(self._wait_for_first_engine() if is_first() else None)  # type: ignore[misc]
@@ -130,14 +126,14 @@ class Fleet:
         """Load weights into every open engine, see `Engine.load_weights`; engines that die in the load are skipped."""
         self._release_cached_memory()
         num_sent, weight_load = 0, WeightLoad(self._pool, self._find_processes_to_load() if is_first() else [])
-        weight_link: WeightLink = (
+        weight_link: HostLink | NativeLink = (
             self._native.link(weight_load) if self._native and not self._loads_only_new else HostLink(weight_load)
         )
         if is_first():
             self._pool.is_loading = True
             load_options = {"background": self._swap_mode != "disabled", "timeout_seconds": self._pool.timeout_seconds}
             load_replies = self._call_processes(weight_load.processes, "begin_load", version, **load_options)
-            weight_load.processes = [load_reply.process for load_reply in load_replies]
+            weight_load.processes = [process for process, _ in load_replies]
         has_new_engine = any(process.member.version is None for process in weight_load.processes)
         try:
             for bucket in buckets:
@@ -172,15 +168,17 @@ class Fleet:
         """Let engines that share the trainer's GPUs sleep, see `Engine.sleep`; other engines stay awake."""
         self.sleep_level = max(self.sleep_level, int(self._sleeps_in_training))
         self._call_sharing_engines("sleep")
+        self._release_cached_memory()  # as a barrier: no rank trains while the engine on its GPU still has its memory
 
     def wake(self) -> None:
         self._release_cached_memory()
         self._call_sharing_engines("wake")
 
     def _release_cached_memory(self) -> None:
-        """Release torch's cached memory on GPUs that the trainer shares with engines."""
+        """Release torch's cached memory on GPUs that the trainer shares with engines, and wait until all ranks have."""
         if self._sleeps_in_training:
             torch.cuda.empty_cache()
+            any_rank(False)
 
     def close(self) -> None:
         """End the communication with the engines, whose processes the process manager ends; see `Engine.close`."""
@@ -231,14 +229,14 @@ class Fleet:
 
     def _call_processes(
         self, processes: Sequence[EngineProcess], method: str, *arguments: Any, **keywords: Any
-    ) -> list[_Reply]:
+    ) -> list[tuple[EngineProcess, Any]]:
         """Call a method of each engine process and return the replies; processes that died are marked as lost."""
         futures = [(process, process.member.handle.call(method, *arguments, **keywords)) for process in processes]
         self._pool.await_all([(process.member, reply_future) for process, reply_future in futures])
         replies = []
         for process, reply_future in futures:
             try:
-                replies.append(_Reply(process, reply_future.result()))
+                replies.append((process, reply_future.result()))
             except ConnectionError as error:
                 self._pool.mark_dead(*process, error)
         return replies

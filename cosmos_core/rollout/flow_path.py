@@ -9,8 +9,8 @@ Shapes: B samples, N steps, dots for the dimensions of a latent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -55,24 +55,13 @@ class Path:
         def stack_steps(tensors: Sequence[Tensor]) -> Tensor | None:
             return torch.stack([step_tensor[sample_index] for step_tensor in tensors]) if tensors else None
 
-        latents_before, latents_after, transition_means = map(
-            stack_steps, (self.latents_before, self.latents_after, self.transition_means)
-        )
-        noise_levels, log_probs = tuple(sigmas_N.tolist()), tuple(each[sample_index].item() for each in self.log_probs)
+        log_probs = tuple(each[sample_index].item() for each in self.log_probs)
         num_frames = 0 if self.num_conditioning_B is None else int(self.num_conditioning_B[sample_index])
-        latents = self.latents[sample_index].clone()
+        before, after, means = map(stack_steps, (self.latents_before, self.latents_after, self.transition_means))
+        latents, sigmas = self.latents[sample_index].clone(), tuple(sigmas_N.tolist())
         return DiffusionSample(
-            pixels,
-            latents,
-            noise_levels,
-            version,
-            self.steps,
-            latents_before,
-            latents_after,
-            transition_means,
-            log_probs,
-            num_frames,
-        )
+            pixels, latents, sigmas, version, self.steps, before, after, means, log_probs, num_frames
+        )  # fmt: skip
 
 
 def table_of(model: DiffusionModel, sampling: FlowSampling) -> Tensor:
@@ -109,12 +98,7 @@ class ConditioningFrames:
 
     def insert_frames(self, x: Tensor) -> Tensor:
         """Return the latents `x` with the conditioning frames inserted."""
-        return torch.where(self.trained_frames_mask(x), x, self.latents.to(x))
-
-    def trained_frames_mask(self, x: Tensor) -> Tensor:
-        """Return a mask of the frames that are not conditioning frames, (B, 1, F, 1, 1)."""
-        frames_F = torch.arange(x.shape[2], device=x.device)
-        return (frames_F[None] >= self.num_B.to(x.device)[:, None])[:, None, :, None, None]
+        return torch.where(flow.trained_frames_mask(x, self.num_B), x, self.latents.to(x))
 
 
 def num_conditioning_frames(frame_range: tuple[int, int], max_frames: int, seed: int, step: int, prompt_id: int) -> int:
@@ -159,21 +143,10 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
         if i in path.steps:
             path.latents_before.append(x.cpu())
             path.latents_after.append(next_latents.cpu())
-            trained_frames_mask = conditioning.trained_frames_mask(x) if conditioning else None
-            path.log_probs.append(log_prob(transition, next_latents, trained_frames_mask).cpu())
+            mask = flow.trained_frames_mask(x, conditioning.num_B) if conditioning else None
+            path.log_probs.append(log_prob(transition, next_latents, mask).cpu())
             if sampling.keeps_means:
                 path.transition_means.append(transition.mean.cpu())
         x = next_latents
-    recorded_tensors = (path.latents_before, path.latents_after, path.transition_means, path.log_probs)
-    return Path(
-        insert_conditioning(x).cpu(), path.steps, *recorded_tensors, conditioning.num_B if conditioning else None
-    )
-
-
-def apply_guidance(
-    velocity: Velocity, unconditional_velocity: Velocity, guidance_fn: Callable[..., Any], guidance_scale: float
-) -> Velocity:
-    """Return the velocity of classifier-free guidance; for a scale of at most 1, the velocity of the prompt alone."""
-    if guidance_scale <= 1:
-        return velocity
-    return lambda x, sigma_B: guidance_fn(velocity(x, sigma_B), unconditional_velocity(x, sigma_B), guidance_scale)
+    num_conditioning_B = conditioning.num_B if conditioning else None
+    return replace(path, latents=insert_conditioning(x).cpu(), num_conditioning_B=num_conditioning_B)

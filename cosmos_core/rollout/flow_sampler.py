@@ -9,7 +9,6 @@ Other modules: sampling steps (`flow_path`), noise levels and inputs of the netw
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,7 +20,6 @@ from cosmos_core.rollout.flow_path import (
     SHARED_NOISE,
     ConditioningFrames,
     Path,
-    apply_guidance,
     denoise,
     num_conditioning_frames,
     stochastic_steps,
@@ -29,13 +27,8 @@ from cosmos_core.rollout.flow_path import (
 )
 from cosmos_core.types import Completion, DiffusionSample, Group, Prompt, Sampling
 
-
-@dataclass(frozen=True, slots=True)
-class _CompletionRow:
-    """Completion to sample: number `k` of a prompt."""
-
-    prompt: Prompt
-    k: int
+_CompletionRow = tuple[Prompt, int]
+"""Completion to sample: a prompt, and the number of the completion."""
 
 
 class FlowSamplerEngine:
@@ -49,6 +42,7 @@ class FlowSamplerEngine:
         if settings.flow is None:
             raise ConfigError("rollout.backend = 'flow_sampler' draws images and videos; take 'vllm' for text")
         self._source: FlowSource = settings.flow
+        self._beat = settings.beat
         self._max_samples_per_pass = settings.rollout.n_generation_mini_batch
         self._version = 0
         self._waiting_batches: deque[tuple[Sequence[Prompt], Sampling, int]] = deque()
@@ -71,7 +65,7 @@ class FlowSamplerEngine:
             return []
         prompts, sampling, step = self._waiting_batches.popleft()
         count = sampling.num_completions
-        rows = [_CompletionRow(prompt, k) for prompt in prompts for k in range(count)]
+        rows = [(prompt, k) for prompt in prompts for k in range(count)]
         num_rows = len(prompts) * min(self._max_samples_per_pass or count, count) * self._num_ranks
         batches = (rows[row_start : row_start + num_rows] for row_start in range(0, len(rows), num_rows))
         samples = (each for batch in batches for each in self._sample_by_shape(batch, sampling, step))
@@ -108,11 +102,9 @@ class FlowSamplerEngine:
         of tokens. All ranks have all rows, so all ranks form the same groups.
         """
         indices_by_shape: dict[tuple[Any, ...], list[int]] = {}
-        for i, row in enumerate(rows):
-            embedding = row.prompt.embedding
-            indices_by_shape.setdefault(
-                tuple((name, tuple(embedding[name].shape)) for name in sorted(embedding)), []
-            ).append(i)
+        for i, (prompt, _) in enumerate(rows):
+            shapes = tuple((name, tuple(tensor.shape)) for name, tensor in sorted(prompt.embedding.items()))
+            indices_by_shape.setdefault(shapes, []).append(i)
         samples: dict[int, DiffusionSample] = {}
         for indices in indices_by_shape.values():
             samples |= zip(indices, self._sample_on_ranks([rows[i] for i in indices], sampling, step), strict=True)
@@ -142,21 +134,18 @@ class FlowSamplerEngine:
         max_frames = (
             min(self._source.model.max_conditioning_frames, latent_shape[1] - 1) if len(latent_shape) == 4 else 0
         )
-        all_clip_latents = [row.prompt.conditioning_clip for row in rows]
-        if not max_frames or not sampling.flow.given_frame_range[1] or any(clip is None for clip in all_clip_latents):
+        all_clip_latents = [prompt.conditioning_clip for prompt, _ in rows]
+        frame_range = sampling.flow.given_frame_range
+        if not max_frames or not frame_range[1] or any(clip is None for clip in all_clip_latents):
             return None
-        if mismatched_clip := next(
-            (clip for clip in all_clip_latents if tuple(clip.shape) != tuple(latent_shape)), None
-        ):
+        if other_shapes := {tuple(clip.shape) for clip in all_clip_latents} - {tuple(latent_shape)}:
             raise DataError(
-                f"a clip has latents of shape {tuple(mismatched_clip.shape)} and what is drawn {tuple(latent_shape)}: "
-                f"frames "
+                f"a clip has latents of shape {min(other_shapes)} and what is drawn {tuple(latent_shape)}: frames "
                 f"can be given of clips of one size alone; set policy.diffusers.train_frames to inference_frames, or "
                 f"policy.diffusers.flow_rl.max_conditional_frames to 0"
             )
-        frame_range = sampling.flow.given_frame_range
         frame_counts = [
-            num_conditioning_frames(frame_range, max_frames, sampling.seed, step, row.prompt.id) for row in rows
+            num_conditioning_frames(frame_range, max_frames, sampling.seed, step, prompt.id) for prompt, _ in rows
         ]
         device = self._source.device
         return ConditioningFrames(torch.stack(all_clip_latents).to(device), torch.tensor(frame_counts, device=device))
@@ -168,40 +157,41 @@ class FlowSamplerEngine:
         sigmas_N = table_of(model, settings)
         num_frames = settings.num_frames if model.is_video else 1
         latent_shape = model.latent_shape(*settings.size, num_frames)
-        generators = [_make_generator(sampling.seed, step, row.prompt.id, row.k) for row in rows]
+        generators = [_make_generator(sampling.seed, step, prompt.id, k) for prompt, k in rows]
         noise = torch.stack([torch.randn(latent_shape, generator=generator) for generator in generators])
         if settings.same_noise:
-            shared_generators = [_make_generator(sampling.seed, step, row.prompt.id, SHARED_NOISE) for row in rows]
+            shared_generators = [_make_generator(sampling.seed, step, prompt.id, SHARED_NOISE) for prompt, _ in rows]
             noise = torch.stack([torch.randn(latent_shape, generator=generator) for generator in shared_generators])
-        text_embedding = _stack_embeddings([row.prompt.embedding for row in rows], self._source.device)
-        null_embedding = _stack_embeddings([self._source.null_text or {}] * len(rows), self._source.device)
+        device, is_guided = self._source.device, settings.guidance_scale > 1
+        text_embedding = _stack_embeddings([prompt.embedding for prompt, _ in rows], device)
+        null_embedding = _stack_embeddings([self._source.null_text or {}] * len(rows), device) if is_guided else {}
         steps = stochastic_steps(settings, sampling.seed, step)
         conditioning_frames = self._conditioning_frames(rows, sampling, step, latent_shape)
         num_conditioning_B = conditioning_frames.num_B if conditioning_frames else None
 
         def sample(predict: Callable[..., Tensor]) -> Path:
-            velocity = apply_guidance(
-                lambda x, sigma_B: predict(x, sigma_B, text_embedding, num_conditioning_B),
-                lambda x, sigma_B: predict(x, sigma_B, null_embedding, num_conditioning_B),
-                model.apply_guidance,
-                settings.guidance_scale,
-            )
-            return denoise(
-                velocity, noise.to(self._source.device), sigmas_N, settings, generators, steps, conditioning_frames
-            )
+            def velocity(x: Tensor, sigma_B: Tensor) -> Tensor:
+                self._beat()
+                conditional = predict(x, sigma_B, text_embedding, num_conditioning_B)
+                if not is_guided:
+                    return conditional
+                unconditional = predict(x, sigma_B, null_embedding, num_conditioning_B)
+                return model.apply_guidance(conditional, unconditional, settings.guidance_scale)
+
+            return denoise(velocity, noise.to(device), sigmas_N, settings, generators, steps, conditioning_frames)
 
         with self._source.weights(settings.weights), torch.no_grad():
             sampling_path = model.pipeline_with_logprob(sample, self._source.predict)
-            pixels = decode_latents(model, sampling_path.latents)
+            pixels = decode_latents(model, sampling_path.latents, device)
         if num_frames == 1 and pixels.ndim == 5:
             pixels = pixels[:, 0]
         return [sampling_path.to_sample(b, pixels[b].clone(), sigmas_N, self._version) for b in range(len(rows))]
 
 
-def decode_latents(model: Any, latents: Tensor) -> Tensor:
-    """Return latents decoded to uint8 pixels (see `to_bytes`); a GPU decodes one sample at a time, because a VAE needs
-    gigabytes of memory for each sample."""
-    decode_batch_size = 1 if latents.is_cuda else len(latents)
+def decode_latents(model: Any, latents: Tensor, device: torch.device) -> Tensor:
+    """Return latents on the CPU, decoded on `device` to uint8 pixels (see `to_bytes`); a GPU decodes one sample at a
+    time, because a VAE needs gigabytes of memory for each sample."""
+    decode_batch_size = len(latents) if device.type == "cpu" else 1
     return torch.cat([to_bytes(model.decode(latent_batch)) for latent_batch in latents.split(decode_batch_size)])
 
 

@@ -107,17 +107,6 @@ class SyncGroupSource:
         throughput_metrics = _throughput_metrics(scored_groups, generation_seconds, time.perf_counter() - start_time)
         return scored_groups, group_metrics(scored_groups) | throughput_metrics | lag_metrics(scored_groups, step)
 
-    def generate_groups(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> list[Group]:
-        """Generate the groups of `prompts`, and return the groups in the order of the prompts."""
-        prompts_per_batch = self.batch_size * num_ranks()
-        self.progress.phase("generate")
-        groups: list[Group] = []
-        for batch_start in range(0, len(prompts), prompts_per_batch):
-            groups += generate(self.engine, prompts[batch_start : batch_start + prompts_per_batch], sampling, step)
-            self.progress.beat()
-            self.on_wait(step)
-        return groups
-
     def generate_repeated(self, prompts: Sequence[Prompt], step: int, num_samplings: Counter[int]) -> list[Group]:
         """Generate the groups of `prompts`, and return the groups in the order of the prompts.
 
@@ -128,9 +117,16 @@ class SyncGroupSource:
             batches.setdefault(num_samplings[prompt.id], []).append(i)
             num_samplings[prompt.id] += 1
         groups_by_index: dict[int, Group] = {}
+        prompts_per_batch = self.batch_size * num_ranks()
+        self.progress.phase("generate")
         for num_repeats, indices in batches.items():
-            groups = self.generate_groups([prompts[i] for i in indices], step, reseed(self.sampling, num_repeats))
-            groups_by_index |= zip(indices, groups, strict=True)
+            for batch_start in range(0, len(indices), prompts_per_batch):
+                batch = indices[batch_start : batch_start + prompts_per_batch]
+                sampling = reseed(self.sampling, num_repeats)
+                groups = generate(self.engine, [prompts[i] for i in batch], sampling, step)
+                groups_by_index |= zip(batch, groups, strict=True)
+                self.progress.beat()
+                self.on_wait(step)
         return [groups_by_index[i] for i in range(len(prompts))]
 
     def sleep_until_next_step(self, step: int) -> None:
@@ -256,8 +252,7 @@ def check_scores(step: int, groups: Sequence[ScoredGroup], metrics: Sequence[str
     if unknown_metrics := [name for name in metrics if name not in metric_names]:
         raise RewardError(
             f"train.train_policy.filter_reward_metric: no reward reports {', '.join(map(repr, unknown_metrics))}; "
-            f"take of "
-            f"{', '.join(map(repr, metric_names)) or 'none'}"
+            f"take of {', '.join(map(repr, metric_names)) or 'none'}"
         )
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -60,7 +61,7 @@ class HfEngine:
         self._max_model_len = settings.max_model_len
         self._dtype = settings.dtype
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
-        self._vision = settings.vision
+        self._vision, self._beat = settings.vision, settings.beat
         self._max_samples_per_pass = settings.rollout.n_generation_mini_batch
         self._version = 0
         self._receiver = Receiver()
@@ -86,33 +87,18 @@ class HfEngine:
     def _generate_batch(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
         """Generate the groups of `prompts` in one batch, or in several with a few completions of each group."""
         num_completions, chunk_size = sampling.num_completions, self._max_samples_per_pass or sampling.num_completions
-        completion_chunks = [
-            self._rows(
-                prompts, sampling, step, range(first_completion, min(first_completion + chunk_size, num_completions))
-            )
-            for first_completion in range(0, num_completions, chunk_size)
-        ]
-        return [
-            Group(p, tuple(row for chunk in completion_chunks for row in chunk[i]), step) for i, p in enumerate(prompts)
-        ]
-
-    def _rows(
-        self, prompts: Sequence[Prompt], sampling: Sampling, step: int, completion_indices: range
-    ) -> list[list[Completion]]:
-        """Return for each prompt the completions whose numbers, counted from 0, are in `completion_indices`."""
-        with self._inference_mode():
-            tokens_RT, logprobs_RT, lengths_R = self._sample(prompts, sampling, step, completion_indices)
-        completions = []
-        for tokens, logprobs, length in zip(tokens_RT.tolist(), logprobs_RT.tolist(), lengths_R.tolist(), strict=True):
-            ends_with_stop = tokens[length - 1] in self._stop_ids
-            completion_result = completion(
-                self._tokenizer, tokens[:length], logprobs[:length], version=self._version,
-                ends_with_stop=ends_with_stop, vision=self._vision,
-            )  # fmt: skip
-            completions.append(completion_result)
-        return [
-            completions[i : i + len(completion_indices)] for i in range(0, len(completions), len(completion_indices))
-        ]
+        completions: list[list[Completion]] = [[] for _ in prompts]
+        for first_completion in range(0, num_completions, chunk_size):
+            ks = range(first_completion, min(first_completion + chunk_size, num_completions))
+            with self._inference_mode():
+                rows = [each.tolist() for each in self._sample(prompts, sampling, step, ks)]
+            for row, (tokens, logprobs, length) in enumerate(zip(*rows, strict=True)):
+                row_completion = completion(
+                    self._tokenizer, tokens[:length], logprobs[:length], version=self._version,
+                    ends_with_stop=tokens[length - 1] in self._stop_ids, vision=self._vision,
+                )  # fmt: skip
+                completions[row // len(ks)].append(row_completion)
+        return [Group(prompt, tuple(each), step) for prompt, each in zip(prompts, completions, strict=True)]
 
     def abort(self) -> None:
         """Discard all queued prompts."""
@@ -152,11 +138,15 @@ class HfEngine:
     def _inference_mode(self) -> Iterator[None]:
         """Return a context manager without dropout and gradients, in which the model may use a key-value cache."""
         model, was_training = self._model, self._model.training
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
         model.eval()
+        # On a GPU `cumsum` raises an error in deterministic mode, although it adds up a row in a fixed order.
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
         try:
             with torch.no_grad(), torch.autocast(model.device.type, self._dtype, enabled=self._dtype != model.dtype):
                 yield
         finally:
+            torch.use_deterministic_algorithms(is_deterministic)
             model.train(was_training)
 
     def _sample(
@@ -164,7 +154,10 @@ class HfEngine:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens RT, log-probabilities RT and lengths R; entries beyond the length of a row are undefined."""
         device, k = self._model.device, len(ks)
-        input_ids_PT, mask_PT = self._pad_left(prompts)
+        token_ids = [torch.tensor(prompt.token_ids) for prompt in prompts]
+        pad_token_id = self._tokenizer.pad_token_id or 0
+        input_ids_PT = pad_sequence(token_ids, True, pad_token_id, padding_side="left").to(device)
+        mask_PT = pad_sequence([torch.ones_like(ids) for ids in token_ids], True, padding_side="left").to(device)
         max_new_tokens_B = (self._max_model_len - mask_PT.sum(-1)).clamp(max=sampling.max_tokens).repeat_interleave(k)
         uniforms_RT = _draw_uniform_numbers(prompts, sampling, step, ks).to(device)
         positions_PT = (mask_PT.cumsum(-1) - 1).clamp(min=0)
@@ -214,20 +207,6 @@ class HfEngine:
             logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, inputs)
         return tokens_RT, logprobs_RT, lengths_R
 
-    def _pad_left(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
-        padded_length = max(len(prompt.token_ids) for prompt in prompts)
-        pad_token_id = self._tokenizer.pad_token_id or 0
-        padded_rows = [
-            [pad_token_id] * (padded_length - len(row_prompt.token_ids)) + list(row_prompt.token_ids)
-            for row_prompt in prompts
-        ]
-        mask = [
-            [0] * (padded_length - len(row_prompt.token_ids)) + [1] * len(row_prompt.token_ids)
-            for row_prompt in prompts
-        ]
-        device = self._model.device
-        return torch.tensor(padded_rows, device=device), torch.tensor(mask, device=device)
-
     def _image_inputs(self, prompts: Sequence[Prompt], input_ids_PT: Tensor) -> dict[str, Tensor]:
         """Return the images of prompts as model inputs; the model computes the positions of rows with images itself."""
         if not prompts[0].images:
@@ -245,6 +224,7 @@ class HfEngine:
 
     def _forward(self, input_ids: Tensor, cache: DynamicCache, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the logits at the last position of each row; `inputs` holds masks, positions and images."""
+        self._beat()
         output = self._model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs)
         return output.logits[:, -1]
 

@@ -50,10 +50,8 @@ def quantize(weight_EOI: Tensor) -> tuple[Tensor, Tensor]:
     N, the exponents plus 127.
     """
     # Experts are quantized one at a time, because intermediate values need as much memory as the float weights.
-    quantized_experts = [_quantize_expert(weight_OI) for weight_OI in weight_EOI]
-    return torch.stack([blocks for blocks, _ in quantized_experts]), torch.stack(
-        [scales for _, scales in quantized_experts]
-    )
+    blocks, scales = zip(*map(_quantize_expert, weight_EOI), strict=True)
+    return torch.stack(blocks), torch.stack(scales)
 
 
 def _quantize_expert(weight_OI: Tensor) -> tuple[Tensor, Tensor]:

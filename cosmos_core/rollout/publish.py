@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.lora import adapted_layers, merge_adapter, names_without_adapter
-from cosmos_core.parallel.gather import FullTensor, Gatherer
+from cosmos_core.parallel.gather import Gatherer
 from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, storage_of
 from cosmos_core.rollout.fleet import Fleet
 
@@ -124,8 +124,7 @@ class WeightPublisher:
             if not mean_difference <= tolerance:  # `not <=` also rejects a difference of NaN
                 raise StageFailed(
                     f"weight sync: engine and trainer differ by {mean_difference:.3g} nats per token, more than "
-                    f"{tolerance} "
-                    f"in {str(self.dtype).removeprefix('torch.')}; the engine did not take all weights"
+                    f"{tolerance} in {str(self.dtype).removeprefix('torch.')}; the engine did not take all weights"
                 )
             logger.info(
                 "weights of version %d: engine and trainer differ by %.3g nats per token", version, mean_difference
@@ -150,8 +149,8 @@ class _WeightUnit:
     adapters and splitting fused experts also need several tensors at once.
     """
 
-    tensors: dict[str, FullTensor] = field(default_factory=dict)
-    """Tensors to gather, by key in the state dict."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors to gather, on the meta device if the model is sharded, by key in the state dict."""
     plain_names: dict[str, str] = field(default_factory=dict)
     """State-dict key of each weight, by name in a model without adapters; tied weights have two names and one key."""
     adapted: dict[str, Any] = field(default_factory=dict)
@@ -159,7 +158,7 @@ class _WeightUnit:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor_spec.num_bytes for tensor_spec in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class _Weights:
@@ -220,7 +219,7 @@ def _units(full_model: PreTrainedModel) -> list[_WeightUnit]:
             # A layer with an adapter belongs to the unit of its parent, a weight to that of its module's parent.
             parent_name = (adapted_layer or (plain_name or key).rpartition(".")[0]).rpartition(".")[0]
             weight_unit = unit_by_module.setdefault(parent_name, _WeightUnit())
-            weight_unit.tensors[key] = FullTensor(state_dict[key].shape, state_dict[key].dtype)
+            weight_unit.tensors[key] = state_dict[key]
         unit_by_name[key] = weight_unit
         if adapted_layer:
             weight_unit.adapted[adapted_layer] = adapter_layers[adapted_layer]
@@ -233,7 +232,7 @@ def _make_factor_units(full_model: PreTrainedModel) -> list[_WeightUnit]:
     """Return a unit for each factor of the LoRA adapter, which has the name of its key in the state dict."""
     state, names = full_model.state_dict(keep_vars=True), names_without_adapter(full_model)
     factor_keys = [key for key, name in names.items() if not name]
-    return [_WeightUnit({key: FullTensor(state[key].shape, state[key].dtype)}, {key: key}) for key in factor_keys]
+    return [_WeightUnit({key: state[key]}, {key: key}) for key in factor_keys]
 
 
 def _pack_buckets(weight_units: Sequence[_WeightUnit], bucket_bytes: int) -> list[list[_WeightUnit]]:

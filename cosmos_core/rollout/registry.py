@@ -3,12 +3,15 @@
 The engine of `rollout/some_name.py` is its class `SomeNameEngine`.
 """
 
+import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from transformers import PretrainedConfig
+
 from cosmos_core.parallel.mesh import all_gather_object, is_single_rank, num_ranks, rank_number
-from cosmos_core.registry import class_name, import_object, is_import_path
+from cosmos_core.registry import class_name, import_object, import_user_code, is_import_path
 from cosmos_core.rollout.base import Engine, EngineSettings, EngineWrapper
 from cosmos_core.rollout.turns import Turns
 from cosmos_core.types import Group, Prompt, Sampling
@@ -16,6 +19,14 @@ from cosmos_core.types import Group, Prompt, Sampling
 _FALLBACK_ENGINE = "hf"
 
 logger = logging.getLogger(__name__)
+
+
+def check_engine(backend: str, config: PretrainedConfig, folder: str) -> None:
+    """Check that the engine that `rollout.backend` names can run a model; raise a `ConfigError` if not."""
+    if backend == "vllm" and importlib.util.find_spec("vllm") is not None:
+        from cosmos_core.rollout.vllm import check_head_size
+
+        check_head_size(config, folder)
 
 
 def make_engine(settings: EngineSettings) -> Engine:
@@ -27,8 +38,9 @@ def make_engine(settings: EngineSettings) -> Engine:
     Raises:
         ConfigError: there is no such engine, or it does not support the model or the settings.
     """
+    name = settings.rollout.backend
     if settings.flow is not None:  # a diffusion engine distributes samples over ranks itself
-        return _make_engine(settings.rollout.backend, settings)
+        return _make_engine(name, settings)
     text_config = settings.model.config.get_text_config()
     max_positions = getattr(text_config, "max_position_embeddings", None) or settings.max_model_len
     if max_positions < settings.max_model_len:
@@ -36,16 +48,8 @@ def make_engine(settings: EngineSettings) -> Engine:
             "rollout: sequences end at the model's %d positions, not at %d", max_positions, settings.max_model_len
         )
         settings = replace(settings, max_model_len=max_positions)
-    engine = _make_local_engine(settings)
-    if settings.rollout.multi_turn_config.enable:
-        engine = Turns(engine, settings)
-    return engine if is_single_rank() else DataParallel(engine)
-
-
-def _make_local_engine(settings: EngineSettings) -> Engine:
-    name = settings.rollout.backend
     try:
-        return _make_engine(name, settings)
+        engine = _make_engine(name, settings)
     except ImportError as error:
         if name == _FALLBACK_ENGINE or is_import_path(name):
             raise
@@ -53,12 +57,19 @@ def _make_local_engine(settings: EngineSettings) -> Engine:
         logger.warning(
             "rollout.backend = %r cannot be imported (%s); using %r in its place", name, reason, _FALLBACK_ENGINE
         )
-    return _make_engine(_FALLBACK_ENGINE, settings)
+        engine = _make_engine(_FALLBACK_ENGINE, settings)
+    if settings.rollout.multi_turn_config.enable:
+        engine = Turns(engine, settings)
+    return engine if is_single_rank() else DataParallel(engine)
 
 
 def _make_engine(name: str, settings: EngineSettings) -> Engine:
-    import_path = name if is_import_path(name) else f"cosmos_core.rollout.{name}:{class_name(name)}Engine"
-    engine: Engine = import_object(import_path)(settings)
+    engine_class = (
+        import_user_code(name)
+        if is_import_path(name)
+        else import_object(f"cosmos_core.rollout.{name}:{class_name(name)}Engine")
+    )
+    engine: Engine = engine_class(settings)
     return engine
 
 

@@ -50,8 +50,6 @@ class PackedBucket(NamedTuple):
     """Name, dtype, shape, first byte and end byte of each tensor in the array."""
 
 
-_ABANDONED_LOAD_MARKER = PackedBucket(np.empty(0, np.uint8), [])
-"""Placeholder that ends the queue of buckets of an abandoned weight load."""
 _ALIGNMENT = 16  # bytes of alignment of each tensor, since a view as a wider dtype needs an aligned offset
 
 
@@ -69,8 +67,8 @@ class _NativeBucket:
 class _WeightLoad:
     """A weight load in progress."""
 
-    buckets: queue.Queue[PackedBucket | _NativeBucket | None]
-    """Queue of the buckets to load; an entry of None marks the end of the load."""
+    buckets: queue.Queue[PackedBucket | _NativeBucket | StageFailed | None]
+    """Queue of the buckets to load; None marks the end of the load, an error the end of an abandoned load."""
     result: Future[LoadReceipt]
     seconds: float
     """Time limit for the next bucket to arrive or to be loaded."""
@@ -81,8 +79,14 @@ class _WeightLoad:
 class Replica:
     """Rollout engine with the thread that runs it."""
 
-    def __init__(self, open_engine: Callable[[Callable[[], None]], Engine]) -> None:
-        """Open the engine in its thread; `open_engine` gets the function that the engine calls during waits."""
+    def __init__(
+        self, open_engine: Callable[[Callable[[], None]], Engine], *, should_wait_for_trainer: bool = False
+    ) -> None:
+        """Open the engine in its thread; `open_engine` gets the function that the engine calls during waits.
+
+        With `should_wait_for_trainer`, the engine is opened when the first session begins: vLLM measures the memory
+        that the trainer leaves on a GPU, so the trainer must have its model by then.
+        """
         self._commands: queue.Queue[Callable[[Engine], None]] = queue.Queue()
         self._group_condition = threading.Condition()
         self._finished_groups: list[Group] = []
@@ -92,7 +96,9 @@ class Replica:
         self._load: _WeightLoad | None = None
         self._version: int | None = None
         self._description_future: Future[Description] = Future()
-        threading.Thread(target=self._run_engine, args=(open_engine,), daemon=True).start()
+        self._engine_thread = threading.Thread(target=self._run_engine, args=(open_engine,), daemon=True)
+        if not should_wait_for_trainer:
+            self._engine_thread.start()
 
     def begin(self, session: str) -> Description:
         """Wait until the engine is open, and start a session; requests of earlier sessions are discarded.
@@ -100,6 +106,9 @@ class Replica:
         Raises:
             CosmosError: the engine cannot be opened.
         """
+        with self._group_condition:
+            if self._engine_thread.ident is None:
+                self._engine_thread.start()
         description = self._description_future.result()
 
         def reset_session(engine: Engine) -> None:
@@ -113,7 +122,7 @@ class Replica:
 
         if self._load is not None and not self._load.result.done():  # the trainer died during the weight load
             if self._load.is_scheduled:
-                self._load.buckets.put(_ABANDONED_LOAD_MARKER, timeout=self._load.seconds)
+                self._load.buckets.put(StageFailed("weight sync: the trainer has gone"), timeout=self._load.seconds)
             self._load = None
         self._run_on_engine_thread(reset_session)
         return description
@@ -333,6 +342,6 @@ def _iterate_buckets(weight_load: _WeightLoad, engine: Engine) -> Iterator[Bucke
             bucket.received.set_result(None)  # the trainer gathers the next bucket while this one is loaded
             yield bucket.header.placeholder()
             continue
-        if bucket.data is _ABANDONED_LOAD_MARKER.data:
-            raise StageFailed("weight sync: the trainer has gone")
+        if isinstance(bucket, StageFailed):
+            raise bucket
         yield unpack(bucket)

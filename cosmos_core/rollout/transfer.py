@@ -5,11 +5,13 @@ only after the whole bucket has arrived. If a native transfer fails, the host li
 later buckets of that version.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from cosmos_core.error_handling import log_errors
 from cosmos_core.errors import first_line
@@ -82,30 +84,21 @@ class WeightLoad:
         return [i for i, process in enumerate(self.processes) if id(process) in failed_ids]
 
 
-class WeightLink(Protocol):
-    """Transfer of the buckets of one weight load from ranks to engines; all ranks call its methods together."""
-
-    def send(self, bucket: Bucket) -> None:
-        """Send a bucket, which is equal on all ranks, to all engines of the load."""
-        ...
-
-    def end(self) -> None:
-        """Release the memory of the link after the last bucket."""
-        ...
-
-
 class HostLink:
-    """Link through host memory: the first rank packs a bucket into an array, which all engines read."""
+    """Transfer of the buckets of one weight load through host memory: the first rank packs a bucket, which is equal on
+    all ranks, into an array, which all engines read. All ranks call the methods of a link together."""
 
     def __init__(self, weight_load: WeightLoad) -> None:
         self._load = weight_load
 
     def send(self, bucket: Bucket, only: Sequence[int] = ()) -> None:
+        """Send a bucket to all engines of the load, or to those at the positions `only`."""
         if processes := self._load.processes:
             packed_reference = processes[0].member.handle.put(pack(bucket))
             self._load.finish(self._load.start("bucket", [()] * len(only or processes), packed_reference, only))
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """Do nothing, because the link keeps no memory."""
 
 
 @dataclass
@@ -141,7 +134,7 @@ class NativeTransfer:
         self.transport, self._ranks_per_engine = transport, ranks_per_engine
         self.connection = Connection()
 
-    def link(self, load: WeightLoad) -> WeightLink:
+    def link(self, load: WeightLoad) -> HostLink | NativeLink:
         """Return the native link if the engines of the load are or can be connected, else the host link."""
         is_native = broadcast_object(self._connect(load) if is_first() else False)
         return NativeLink(self, load) if is_native else HostLink(load)
@@ -193,6 +186,7 @@ class NativeLink:
         self._has_failed = False
 
     def send(self, bucket: Bucket) -> None:
+        """Send a bucket, which is equal on all ranks, to all engines of the load."""
         if self._has_failed:
             self._host_link.send(bucket)
             return
@@ -211,6 +205,7 @@ class NativeLink:
                 self._host_link.send(bucket, missing_engines)
 
     def end(self) -> None:
+        """Release the memory of the link after the last bucket."""
         self._transfer.transport.end_load()
         if not self._has_failed:
             self._transfer.connection.num_failures = 0

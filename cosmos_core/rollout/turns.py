@@ -13,14 +13,22 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any, Literal
 
+import torch.distributed as dist
+
 from cosmos_core.data.chat import ToolText, open_tools, prompt_rendering
-from cosmos_core.parallel.mesh import num_ranks
+from cosmos_core.parallel import exchange
+from cosmos_core.parallel.mesh import num_ranks, rank_number, send_heartbeat, wait_for_ranks
 from cosmos_core.rollout.base import EngineSettings, EngineWrapper, UnfinishedGroup, stop_token_ids
 from cosmos_core.tools.base import ToolCall, ToolResult, parse_calls
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment, Turn
+
+_MAX_TOOL_TIME = timedelta(days=1)
+"""Time for which the ranks of an engine wait for the tools that its first rank calls; the tools have a time limit."""
 
 
 @dataclass
@@ -70,8 +78,12 @@ class Turns(EngineWrapper):
             self.step: Callable[[], list[Group]] = lambda: self._continue_groups(inner_engine.step())
         if hasattr(inner_engine, "abort"):
             self.abort = self._abort
+        self._engine_ranks: dist.ProcessGroup | None = None
+        if (ranks_per_engine := inner_engine.ranks_per_engine) > 1:
+            self._engine_ranks, _ = dist.new_subgroups(ranks_per_engine, timeout=_MAX_TOOL_TIME, backend="gloo")
         num_workers = max(1, len(os.sched_getaffinity(0)) // num_ranks())
-        self._tool_runner = open_tools(config, num_workers, settings.beat)
+        self._beat = settings.beat
+        self._tool_runner = open_tools(config, num_workers, partial(send_heartbeat, settings.beat))
         if self._has_tools:
             chat_rendering = prompt_rendering(config, self._tool_runner.schemas())
             self._text = ToolText(settings.tokenizer, chat_rendering, self._stop_ids)
@@ -83,14 +95,17 @@ class Turns(EngineWrapper):
             self._first[prompt.id, step].append(sampling)
 
     def completed(self) -> list[Group]:
+        """Return the groups whose conversations have all ended; see `Engine.completed`."""
         while groups := self._inner.completed():
             if complete_groups := self._continue_groups(groups):
                 return complete_groups
+        wait_for_ranks(self._beat)  # the tools of a rank may take longer than a collective of the other ranks
         return []
 
     def close(self) -> None:
+        """End the processes of tools, and close the inner engine."""
         self._tool_runner.close()
-        super().close()
+        self._inner.close()
 
     def _continue_groups(self, groups: Sequence[Group]) -> list[Group]:
         """Continue the conversations whose turns have ended; return the groups that are done."""
@@ -151,11 +166,7 @@ class Turns(EngineWrapper):
 
     def _submit_next_turns(self, conversations: Sequence[_Conversation]) -> None:
         """Call the tools that `conversations` request, and submit the next turns of the conversations."""
-        tool_results = iter(
-            self._tool_runner.results(
-                [tool_call for turn_sampling in conversations for tool_call in turn_sampling.calls]
-            )
-        )
+        tool_results = iter(self._call_tools([call for conversation in conversations for call in conversation.calls]))
         prompts_by_settings: dict[tuple[Sampling, int], list[tuple[Prompt, int]]] = defaultdict(list)
         for conversation in conversations:
             named_tool_results = [(tool_call.name or "unknown", next(tool_results)) for tool_call in conversation.calls]
@@ -170,6 +181,16 @@ class Turns(EngineWrapper):
             max_turn_tokens = max(num_tokens for _, num_tokens in prompts)
             turn_sampling = replace(sampling, num_completions=1, max_tokens=max_turn_tokens)
             self._inner.submit([prompt for prompt, _ in prompts], turn_sampling, step)
+
+    def _call_tools(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """Return the results of tool calls. The ranks of one engine must continue with the same tokens, so its first
+        rank calls the tools for all of them."""
+        if self._engine_ranks is None or not calls:
+            return self._tool_runner.results(calls)
+        first_rank = dist.get_global_rank(self._engine_ranks, 0)
+        results = self._tool_runner.results(calls) if rank_number() == first_rank else []
+        fields = exchange.broadcast([(each.text, each.is_error) for each in results], first_rank, self._engine_ranks)
+        return [ToolResult(*each) for each in fields]
 
     def _next_prompt(
         self, conversation: _Conversation, tool_results: Sequence[tuple[str, ToolResult]]

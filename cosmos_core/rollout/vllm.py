@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig
 
+from cosmos_core.config.media import PIXEL_KEYS
 from cosmos_core.config.schema.rollout import VLLM_TEMPERATURES
 from cosmos_core.data.images import open_image
 from cosmos_core.errors import ConfigError, StageFailed
@@ -40,7 +41,7 @@ from cosmos_core.rollout.vllm_link import VllmLink
 from cosmos_core.rollout.vllm_memory import unique_names, unlink_shared_memory
 from cosmos_core.rollout.vllm_process import keep_process_group, restore_process_state
 from cosmos_core.rollout.vllm_ranks import (
-    discard_load,
+    end_load,
     end_ranks_together,
     engine_rank_arguments,
     has_ranks,
@@ -63,6 +64,8 @@ _CPU_ENVIRONMENT = {
 _OWN_GPU_ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 """Environment of ranks that see one GPU each: it disables vLLM features that need to see the GPUs of other ranks."""
 _WEIGHTS, _KV_CACHE = "weights", "kv_cache"
+_COMMON_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 256)
+"""Head sizes that vLLM's CPU attention has; it is imported, which takes seconds, only to look for another."""
 _CPU_MAX_BATCHED_TOKENS = 4096
 """Maximum number of tokens in one forward pass on CPU."""
 
@@ -78,7 +81,7 @@ class VllmEngine:
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
-        self._vision, self._is_separate = settings.vision, settings.is_separate
+        self._vision, self._is_separate, self._beat = settings.vision, settings.is_separate, settings.beat
         self._version = 0
         self._asleep_tags: list[str] = []
         """Names of vLLM's allocations that are released until `wake`."""
@@ -141,6 +144,7 @@ class VllmEngine:
         """Run one forward pass if a request is in flight, and return the groups that are complete."""
         finished_groups, self._finished_in_probe = self._finished_in_probe, []
         if self._in_flight and not finished_groups:
+            self._beat()
             # A separate process has no trainer state to restore, and restoring costs time for every token.
             with nullcontext() if self._is_separate else restore_process_state():
                 finished_groups = [
@@ -170,6 +174,8 @@ class VllmEngine:
         self._wake_allocation(_KV_CACHE)
         with restore_process_state():
             self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight))
+            if self._vision is not None:  # embeddings of images are of the old weights too
+                self._llm.llm_engine.reset_encoder_cache()
             for request_state in self._llm.llm_engine.output_processor.request_states.values():
                 group, k = self._in_flight[request_state.external_req_id]
                 group.earlier.setdefault(k, []).append((request_state.detokenizer.num_output_tokens(), self._version))
@@ -188,7 +194,7 @@ class VllmEngine:
                 }
                 self._llm.collective_rpc("reload_weights", kwargs=reload_arguments)
         except Exception:
-            self._llm.collective_rpc(discard_load)
+            self._llm.collective_rpc(end_load)
             raise
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
@@ -277,8 +283,7 @@ class VllmEngine:
         if sampling.temperature != 0 and not min_temperature <= sampling.temperature <= max_temperature:
             raise ConfigError(
                 f"temperature = {sampling.temperature}: vLLM samples between {min_temperature} and {max_temperature} "
-                f"and takes 0 for greedy; "
-                "or set rollout.backend = 'hf'"
+                f"and takes 0 for greedy; or set rollout.backend = 'hf'"
             )
         return self._vllm.SamplingParams(
             temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
@@ -307,20 +312,26 @@ def import_vllm() -> Any:
     return vllm
 
 
+def head_size_problem(model_config: PretrainedConfig, folder: str) -> str:
+    """Return the reason why vLLM cannot run a model on a CPU, where it lacks the head size; empty: it can."""
+    config = model_config.get_text_config()
+    num_heads = getattr(config, "num_attention_heads", 0)
+    head_size = getattr(config, "head_dim", None) or (config.hidden_size // num_heads if num_heads else 0)
+    if torch.cuda.is_available() or not head_size or head_size in _COMMON_HEAD_SIZES:
+        return ""
+    set_environment()
+    with restore_process_state():
+        import_vllm()
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    if head_size in (supported_head_sizes := CPUAttentionBackend.get_supported_head_sizes()):
+        return ""
+    return f"vLLM on CPU has no attention for head_dim = {head_size} of {folder!r}, only for {supported_head_sizes}"
+
+
 def check_head_size(model_config: PretrainedConfig, folder: str, remedy: str = "set rollout.backend = 'hf'") -> None:
     """Raise a `ConfigError` if vLLM's CPU attention does not support the head size; the first request would crash."""
-    if torch.cuda.is_available():
-        return
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    config = model_config.get_text_config()
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    supported_head_sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if head_size not in supported_head_sizes:
-        raise ConfigError(
-            f"vLLM on CPU has no attention for head_dim = {head_size} of {folder!r}, only for {supported_head_sizes}; "
-            f"{remedy}"
-        )
+    if problem := head_size_problem(model_config, folder):
+        raise ConfigError(f"{problem}; {remedy}")
 
 
 def _holds_mxfp4(settings: EngineSettings) -> bool:
@@ -330,9 +341,11 @@ def _holds_mxfp4(settings: EngineSettings) -> bool:
 
 def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     rollout_config, has_gpu = settings.rollout, torch.cuda.is_available()
+    revision = getattr(settings.model.config, "_commit_hash", None)
     arguments: dict[str, Any] = {
         "model": settings.folder,
-        "revision": getattr(settings.model.config, "_commit_hash", None),
+        "revision": revision,
+        "tokenizer_revision": revision,
         "dtype": str(settings.dtype).removeprefix("torch."),
         "max_model_len": settings.max_model_len,
         "tensor_parallel_size": rollout_config.parallelism.tp_size,
@@ -342,12 +355,16 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # log-probabilities after temperature, top-k and top-p
         # The model's own sampling defaults must not apply to settings that the recipe leaves unset.
         "generation_config": "vllm",
-        "skip_tokenizer_init": True,
+        # vLLM needs a tokenizer for the processor of a model that takes images, even if no prompt has any.
+        "skip_tokenizer_init": not getattr(settings.model.config, "sub_configs", None),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
     if has_ranks(settings):
         arguments |= engine_rank_arguments(is_cpu=not has_gpu)
+    if settings.vision is not None:  # the limits with which the prompts got their tokens
+        image_sizes = settings.custom.get("vision") or {}
+        arguments["mm_processor_kwargs"] = {key: image_sizes[key] for key in PIXEL_KEYS if key in image_sizes}
     if rollout_config.n_generation_mini_batch:
         arguments["max_num_seqs"] = rollout_config.batch_size * rollout_config.n_generation_mini_batch
     if rollout_config.quantization != "none" and not has_gpu:

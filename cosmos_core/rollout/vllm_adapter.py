@@ -29,7 +29,8 @@ class VllmAdapter:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._scale_by_layer = scales_of(settings.model)
-        self._max_rank = _find_max_rank(settings)
+        state_dict = settings.model.state_dict()
+        self.max_rank = max(len(state_dict[f"{layer}.lora_A.default.weight"]) for layer in self._scale_by_layer)
         self.request: Any = None
         """Object by which vLLM requests name the adapter; None until a version is loaded, while the policy equals the
         base weights."""
@@ -37,7 +38,7 @@ class VllmAdapter:
     @property
     def arguments(self) -> dict[str, Any]:
         """Return the adapter arguments of the vLLM engine."""
-        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(r for r in _RANKS if r >= self._max_rank)}
+        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(r for r in _RANKS if r >= self.max_rank)}
 
     def load(self, llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the LoRA factors by those of a new version, which vLLM reads from a temporary file."""
@@ -49,7 +50,7 @@ class VllmAdapter:
             scaled_factor = tensor.detach().cpu().float() * (self._scale_by_layer[layer] if factor == "B" else 1.0)
             weights[f"base_model.model.{layer}.lora_{factor}.weight"] = scaled_factor.contiguous()
         target_modules = sorted({layer.rpartition(".")[2] for layer in self._scale_by_layer})
-        config = {"r": self._max_rank, "lora_alpha": self._max_rank, "target_modules": target_modules, "bias": "none"}
+        config = {"r": self.max_rank, "lora_alpha": self.max_rank, "target_modules": target_modules, "bias": "none"}
         with tempfile.TemporaryDirectory(prefix="cosmos-adapter-") as folder:
             save_file(weights, Path(folder) / "adapter_model.safetensors")
             (Path(folder) / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -65,12 +66,8 @@ def adapter_of(settings: EngineSettings) -> VllmAdapter | None:
         return None
     if any(layer.rpartition(".")[2] not in _SUPPORTED_LAYERS for layer in scales_of(settings.model)):
         return None
-    return VllmAdapter(settings) if _find_max_rank(settings) <= _RANKS[-1] and _is_lora_supported(settings) else None
-
-
-def _find_max_rank(settings: EngineSettings) -> int:
-    state_dict = settings.model.state_dict()
-    return max(len(state_dict[f"{layer}.lora_A.default.weight"]) for layer in scales_of(settings.model))
+    adapter = VllmAdapter(settings)
+    return adapter if adapter.max_rank <= _RANKS[-1] and _is_lora_supported(settings) else None
 
 
 def _is_lora_supported(settings: EngineSettings) -> bool:

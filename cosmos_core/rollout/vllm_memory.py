@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from cosmos_core.parallel.mesh import broadcast_object
 
 
 @contextmanager
@@ -19,12 +19,11 @@ def unique_names() -> Iterator[None]:
     """Return a context manager in which an engine that starts gives its ranks' shared memory a unique name."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    name_prefix = [secrets.token_hex(8)]
-    dist.broadcast_object_list(name_prefix)
+    name_prefix = broadcast_object(secrets.token_hex(8))
     original_name_fn = _CPUSHMDistributed.make_group_name
 
     def unique_name(communicator: Any) -> str:
-        return f"{name_prefix[0]}-{original_name_fn(communicator).lstrip('/')}"
+        return f"{name_prefix}-{original_name_fn(communicator).lstrip('/')}"
 
     _CPUSHMDistributed.make_group_name = staticmethod(unique_name)  # type: ignore[method-assign]
     try:

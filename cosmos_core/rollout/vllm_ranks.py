@@ -49,14 +49,15 @@ def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:
     llm.collective_rpc(begin_weights)
     for bucket in buckets:
         llm.collective_rpc(load_bucket, args=() if bucket[0][1].is_meta else (pack(bucket),))
-    llm.collective_rpc(end_weights)
+    llm.collective_rpc(end_load)
 
 
 # vLLM calls the functions below in each rank, with the rank's worker.
 
 
-def discard_load(worker: Any) -> None:
-    """Discard an incomplete weight load on a rank, since vLLM would continue it with the next load's tensors."""
+def end_load(worker: Any) -> None:
+    """End the weight load of a rank; an incomplete load must end too, or vLLM would continue it with the tensors of the
+    next load."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -88,9 +89,3 @@ def load_bucket(worker: Any, bucket: PackedBucket | None = None) -> None:
     tensors = unpack(bucket) if bucket is not None else worker.weight_link.take()
     with set_current_vllm_config(worker.vllm_config):
         worker.model_runner.get_model().load_weights(tensors)
-
-
-def end_weights(worker: Any) -> None:
-    """Finish the weight load of a rank."""
-    discard_load(worker)
-    worker.model_runner.reset_encoder_cache()

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 from cosmos_core.cluster.group import RanksMustRestart
 from cosmos_core.errors import BY_NAME, CosmosError, serialise_error
@@ -26,13 +26,6 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.5
 
 
-class FinishedValidation(NamedTuple):
-    """Result of a finished validation: the validated step and its metrics."""
-
-    step: int
-    metrics: dict[str, float]
-
-
 class AsyncValidation:
     """Runner of one asynchronous validation at a time; all ranks call its methods together."""
 
@@ -44,8 +37,8 @@ class AsyncValidation:
         self._completions, self._fleet, self._resync, self._beat = completions, fleet, resync, beat
         self.step: int | None = None
         """Number of the step that is being validated; None: no validation is running."""
-        self.on_end: Callable[[FinishedValidation], None] = lambda result: None
-        """Function called on every rank with the result when a validation has ended."""
+        self.on_end: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+        """Function called on every rank with the step and the metrics when a validation has ended."""
         self._done_event = threading.Event()
         self._metrics: dict[str, float] = {}
         self._error_info: tuple[str, str] | None = None
@@ -83,7 +76,7 @@ class AsyncValidation:
             if name == WeightsUnavailable.__name__:
                 raise RanksMustRestart(f"validation of step {step}: {message}")
             raise BY_NAME[name](message)
-        self.on_end(FinishedValidation(step, metrics))
+        self.on_end(step, metrics)
 
     def wait(self, step: int, on_wait: Callable[[], None]) -> None:
         """Wait until no validation is running. `on_wait` is called repeatedly during the wait and may raise. `step`:
@@ -93,8 +86,10 @@ class AsyncValidation:
                 self._done_event.wait(_POLL_SECONDS)
             self._beat()
             self.check()
+            if self.step is None:  # do not stop here: the loop has yet to log the train step
+                return
             on_wait()
-            if self.step is not None and broadcast_object(self._fleet.needs_weights if is_first() else None):
+            if broadcast_object(self._fleet.needs_weights if is_first() else None):
                 self._resync(step)
 
     def _score_completions(self, step: int, asked: Sequence[Future[Group]]) -> None:

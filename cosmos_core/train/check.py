@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import meta_device_safe_creation_ops
 
+from cosmos_core.algorithms.registry import algorithm_class
 from cosmos_core.config.inputs import source_of
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.pipeline import BLOCK
@@ -38,11 +39,14 @@ from cosmos_core.registry import suggestion
 from cosmos_core.rewards.exchange import ping, service_of
 from cosmos_core.rewards.service.config import read_config
 from cosmos_core.rewards.wan_latents import inspect_vae
+from cosmos_core.rollout.registry import check_engine
 from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool_names
 from cosmos_core.train.check_rewards import call_rewards, first_prompts, groups_of_rows
 from cosmos_core.train.feeds import unused_rows_message
+from cosmos_core.train.hooks import Hooks
 from cosmos_core.train.measure import Rewards, reward_weights, trained_rewards
+from cosmos_core.train.optim import check_module_paths
 from cosmos_core.types import JsonValue, Outcome
 
 _MAX_EXAMPLES = 5  # maximum number of rows that the report shows as examples
@@ -55,6 +59,9 @@ def run(stage: Stage) -> Outcome:
     Raises:
         ConfigError, DataError, ModelError, RewardError: the first problem.
     """
+    if stage.kind.trains_model:  # import code of the user, to report its errors before the run
+        algorithm_class(stage.recipe.train.train_policy)
+        Hooks(stage)
     if stage.recipe.policy.is_diffusers:
         return Outcome(info=_check_diffusion(stage))
     revision = stage.recipe.policy.model_revision
@@ -83,6 +90,8 @@ def run(stage: Stage) -> Outcome:
             raise ModelError(
                 f"{stage.model}/{FILE}: vLLM refuses to load {', '.join(refused_settings)}; remove it there"
             )
+        if _completes_prompts(stage):
+            check_engine(stage.recipe.rollout.backend, config, stage.model)
         if stage.kind.trains_model:
             check_export_possible(config, tokenizer, stage.model)
             lines += _precision_line(config, stage.recipe.train.param_dtype)
@@ -133,10 +142,18 @@ def _check_model(stage: Stage) -> list[str]:
         if stage.kind.trains_model:
             mark_trained_weights(model, policy)
             load_balancing_settings(model, policy.aux_loss_coeff)
+            check_module_paths(model, stage.recipe.train)
     lines = _adapter_lines(model, policy.lora)
     if is_pipelined:
         apply_pp(model, parallelism, 0)
     return lines
+
+
+def _completes_prompts(stage: Stage) -> bool:
+    """Return True if a rollout engine completes training or held-out prompts with the model of the stage."""
+    recipe, has_endpoint = stage.recipe, stage.kind.table == "sample" and bool(stage.recipe.sample.endpoint)
+    is_validated = StageContext(recipe, stage.kind).measures_held_out and recipe.completes_held_out
+    return is_validated or (stage.kind.completes_prompts and not has_endpoint)
 
 
 def _precision_line(config: PretrainedConfig, dtype: str) -> list[str]:
@@ -159,8 +176,10 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
     family = families_module.open_family(stage.model, policy)
     lines = [f"{family.folder.class_name}, {family.folder.component_class(family.denoiser_name).__name__}"]
     family.latent_shape(*policy.diffusers.inference_size, policy.diffusers.inference_frames if family.is_video else 1)
-    for num_steps in {policy.diffusers.sample.num_steps, policy.diffusers.sample.eval_num_steps}:
-        family.set_scheduler_timestep(num_steps)
+    sample = policy.diffusers.sample
+    if family.schedule and not sample.sigma_schedule:  # `schedule` refuses a pipeline that is no flow
+        for num_steps in {sample.num_steps, sample.eval_num_steps}:
+            family.set_scheduler_timestep(num_steps)
     if stage.kind.makes == "data":
         splits = importlib.import_module("cosmos_core.data.prepare_media").preview(stage)
         lines += [line for line, *_ in splits.values()]
@@ -173,6 +192,7 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
         with torch.device("meta"):
             denoiser = family.folder.build(family.denoiser_name)
             mark_trained_weights(denoiser, policy, family.lora_targets)
+            check_module_paths(denoiser, stage.recipe.train)
         lines += _adapter_lines(denoiser, policy.lora)
     num_frames = policy.diffusers.inference_frames if family.is_video else 1
     return {"found": "; ".join(lines + check_rewards(stage, num_frames))}

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from cosmos_core.config.source_weights import SourceWeights, weights_of
-from cosmos_core.data.kinds.media_prompts import find_reference
 from cosmos_core.data.kinds.prompts import find_prompts
+from cosmos_core.data.media_rows import find_reference
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.base import metric_names
 from cosmos_core.run.stage import CHECKED_PROMPTS, Stage

@@ -192,16 +192,13 @@ def sharded(memory: Memory, recipe: Recipe) -> Memory:
     in_flight = {"1F1B": mesh.pp_size, "Interleaved1F1B": 2 * mesh.pp_size - 1, "GPipe": mini_batch}
     rows = min(mini_batch, in_flight[mesh.pp_schedule] * mesh.pp_micro_batch_size) if mesh.pp_size > 1 else mini_batch
     num_ranks = prod((abs(mesh.dp_shard_size), mesh.cp_size, mesh.tp_size, mesh.pp_size))
-    device_factor = 0 if recipe.train.fsdp_offload else 1
+    names = ("weights", "gradients", "optimizer", "reference", "average")
+    shards = {each: 0 if recipe.train.fsdp_offload else -(-getattr(memory, each) // num_ranks) for each in names}
     activations, activation_divisor = memory.activations, mesh.cp_size * mesh.tp_size * mesh.pp_size * mini_batch
     return Memory(
-        weights=device_factor * -(-memory.weights // num_ranks),
-        gradients=device_factor * -(-memory.gradients // num_ranks),
-        optimizer=device_factor * -(-memory.optimizer // num_ranks),
-        reference=device_factor * -(-memory.reference // num_ranks),
         casts=None if memory.casts is None else -(-memory.casts // num_ranks),
         activations=None if activations is None else -(-activations * rows // activation_divisor),
-        average=device_factor * -(-memory.average // num_ranks),
+        **shards,
     )
 
 
@@ -330,14 +327,17 @@ def _balanced_training_length(recipe: Recipe, prepared_folder: Path | None) -> _
 
 
 def _checkpoint_bytes(recipe: Recipe, memory: Memory, parameters: int, trainable: int, steps: int | None) -> int:
-    """Return the bytes of the checkpoints that are kept, with optimizer state, and of the exported model."""
-    ckpt = recipe.train.ckpt
+    """Return the bytes of the checkpoints that are kept, with optimizer state, and of the exported model. Every
+    validated step counts as the best so far, of which a checkpoint is saved."""
+    ckpt, validates = recipe.train.ckpt, recipe.validation.enable
     num_checkpoints = 1  # the checkpoint after the last step is always saved
     if ckpt.enable_checkpoint:
         steps_per_epoch = max(1, (steps or 0) // recipe.train.epoch)
         save_freq = max(0, ckpt.save_freq_in_epoch) * steps_per_epoch or ckpt.save_freq
-        num_saved = ckpt.max_keep if steps is None else -(-steps // save_freq)
-        num_checkpoints = max(1, num_saved if ckpt.max_keep == -1 else min(num_saved, ckpt.max_keep))
+        frequencies = (save_freq, *([recipe.validation.freq] if validates else []))
+        num_saved = len({steps, *(n for frequency in frequencies for n in range(frequency, steps or 0, frequency))})
+        max_kept = max(1, ckpt.max_keep) + validates  # the best checkpoint is kept in addition
+        num_checkpoints = max_kept if steps is None else num_saved if ckpt.max_keep == -1 else min(num_saved, max_kept)
     weight_bytes = trainable * _itemsize(recipe.train.master_dtype)  # checkpoints do not have frozen parameters
     checkpoint_bytes = weight_bytes + memory.optimizer + memory.reference + memory.average
     return num_checkpoints * checkpoint_bytes + parameters * _itemsize(recipe.train.param_dtype)

@@ -190,8 +190,7 @@ def sft_rows(rows: HeldOutRows, recipe: Recipe) -> Callable[[int], Update]:
     if len(rows) < data_term.batch_size:
         raise DataError(
             f"train.train_policy.data_term has {len(rows)} rows, fewer than batch_size = {data_term.batch_size}; "
-            f"lower it, "
-            f"or give more rows"
+            f"lower it, or give more rows"
         )
     max_tokens = getattr(train.train_policy, "max_token_len_per_mini_batch", None)
 

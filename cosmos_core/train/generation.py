@@ -179,7 +179,8 @@ def _make_native_transfer(recipe: Recipe) -> NativeTransfer | None:
 
 def open_replica(path: Path) -> Replica:
     """Open the engine of the stage in the folder `path` in a separate process, without the trainer's weights."""
-    return Replica(partial(_open_separate_engine, path))
+    is_on_trainer_gpu = load_stage(path).recipe.mode == "colocated_separated"
+    return Replica(partial(_open_separate_engine, path), should_wait_for_trainer=is_on_trainer_gpu)
 
 
 def _open_separate_engine(path: Path, beat: Callable[[], None]) -> Engine:

@@ -67,8 +67,7 @@ class LogprobDrift:
         if exceeds_tolerance and self._stops_training:
             raise StageFailed(
                 f"step {step}: engines and trainer differ by {logprob_difference:.3g} nats per token, of which "
-                f"rounding and "
-                f"sampling explain {tolerance:.3g}; rollout.stop_on_alarm = false goes on"
+                f"rounding and sampling explain {tolerance:.3g}; rollout.stop_on_alarm = false goes on"
             )
         return {"watch/alarm": float(exceeds_tolerance)}
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -31,7 +30,6 @@ from cosmos_core.train.profile import StepProfiler
 from cosmos_core.train.stop import StopRequested, check_stop
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.train.validation import Validation
-from cosmos_core.types import JsonValue
 
 
 @dataclass
@@ -191,6 +189,7 @@ class Loop:
                 self.average.update(self._num_updates)
             if self.utilization:
                 self.utilization.add(update)
+        self.algorithm.after_train_step(self.step + 1, self.trainer)
         self.trainer.drop_gradients()  # a colocated engine may need the memory of the gradients
         metrics |= _mean_over_updates(updates)
         metrics |= self.watch(self.step + 1, metrics)
@@ -239,19 +238,19 @@ class Loop:
         if start_step:
             self.feed.load_state_dict(state.feed or {"step": start_step})
             self.algorithm.load_state_dict(state.algorithm)
-            self._num_updates = int(str(state.extra.get("num_updates", start_step)))
+            self._num_updates = int(state.extra.get("num_updates", start_step))
             # Random generators are restored last, because starting an engine advances and reseeds them.
             rng, saved_seed_rank = state.extra["rng"], state.extra.get("seed_rank", self._seed_rank)
             # On another mesh, ranks that share a sample would draw different numbers, for example of dropout.
             if any_rank(rng is None or saved_seed_rank != self._seed_rank):
                 seed_rng(self.stage.seed, start_step, self._seed_rank)
             else:
-                restore_rng(_as_dict(rng))
+                restore_rng(rng)
         else:  # torch's random generators were seeded when the model was opened, on every rank with the same seed
             seed_rng(self.stage.seed, 0, self._seed_rank, keeps_torch=self._seed_rank == 0)
         self.validation.load_state_dict(start_step, state.extra if own_step else {})
         if own_step:
-            self._last_metrics = {str(key): float(value) for key, value in _as_dict(state.extra["metrics"]).items()}
+            self._last_metrics = dict(state.extra["metrics"])
             self.stage.progress.report_checkpoint(own_step)
         if start_step:
             self._hooks("load_checkpoint_hook", step=start_step)
@@ -272,10 +271,10 @@ class Loop:
         self.stage.progress.phase("save")
         self._hooks("save_checkpoint_hook", step=self.step)
         state = self._make_train_state()
-        metrics: dict[str, JsonValue] = {**self._last_metrics}
         state.extra = {
-            "step": self.step, "total_steps": self.feed.total_steps, "rng": capture_rng(), "metrics": metrics,
-            "seed_rank": self._seed_rank, "num_updates": self._num_updates, **self.validation.state_dict(self.step),
+            "step": self.step, "total_steps": self.feed.total_steps, "num_updates": self._num_updates,
+            "rng": capture_rng(), "seed_rank": self._seed_rank, "metrics": self._last_metrics,
+            **self.validation.state_dict(self.step),
         }  # fmt: skip
         self.stage.metrics.sync()
         self.checkpointer.save(self.step, state, self._best_to_save)
@@ -318,8 +317,3 @@ def _memory_metrics() -> dict[str, float]:
     if torch.cuda.is_available():
         memory_gib["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return memory_gib
-
-
-def _as_dict(value: JsonValue) -> dict[str, Any]:
-    assert isinstance(value, dict)
-    return value

@@ -57,7 +57,8 @@ def row_metrics(
 
     `on_wait` is called before each chunk of rows, and may raise.
     """
-    rows_per_chunk = COMPARED_ROWS if rows.has_reference_pair else size
+    mesh = trainer.adapter.mesh
+    rows_per_chunk = COMPARED_ROWS if rows.has_reference_pair else size * (mesh.data.size() if mesh else 1)
 
     def chunks() -> Iterator[list[Any]]:
         for start in range(0, len(rows), rows_per_chunk):
@@ -100,7 +101,7 @@ def completion_metrics(
     return {
         **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
         "validation/reward": float(reward_values.mean()),
-        "validation/reward_stderr": _standard_error(groups),
+        **_standard_error(groups),
         "validation/invalid": float(num_completions - len(reward_values)),
         **({"validation/length_mean": float(np.mean(lengths))} if lengths else {}),
         "validation/prompts": float(len(groups)),
@@ -110,10 +111,13 @@ def completion_metrics(
     }
 
 
-def _standard_error(groups: Sequence[ScoredGroup]) -> float:
-    """Return the standard error of the mean reward over prompts; completions of one prompt are not independent."""
+def _standard_error(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return the standard error of the mean reward over prompts, which a single prompt does not show; completions of
+    one prompt are not independent."""
     group_means = [np.mean(values) for g in groups if (values := [s.value for s in g.scores if s.value is not None])]
-    return float(np.std(group_means, ddof=1) / math.sqrt(len(group_means))) if len(group_means) > 1 else 0.0
+    if len(group_means) < 2:
+        return {}
+    return {"validation/reward_stderr": float(np.std(group_means, ddof=1) / math.sqrt(len(group_means)))}
 
 
 def _full_reward_of_group(group: ScoredGroup, full_reward: float | dict[str, float | None] | None) -> float | None:
@@ -145,7 +149,7 @@ class Completions:
 
     def __init__(self, prompts: Sequence[Prompt], engine: Engine, score: ScoreGroups, stage: Stage) -> None:
         self._prompts = prompts
-        self._engine, self._score_groups, self._stage = engine, score, stage
+        self._engine, self.score, self._stage = engine, score, stage
         self._sampling = validation_sampling(stage.recipe)
         self._full_reward = full_reward(stage.recipe)
         self._has_rewards = bool(reward_weights(stage.recipe)) or self._sampling.flow is None
@@ -166,7 +170,7 @@ class Completions:
         for start in range(0, len(self._prompts), size):
             self._stage.progress.advance(start, len(self._prompts))
             generated_groups = generate(self._engine, self._prompts[start : start + size], self._sampling, _SEED_STEP)
-            groups += self._score_groups(generated_groups)
+            groups += self.score(generated_groups)
             check_stop(self._stage)
         self._engine.sleep()
         return self.log_metrics(step, groups)
@@ -175,10 +179,6 @@ class Completions:
     def validation_requests(self) -> tuple[Sequence[Prompt], Sampling, int]:
         """Return the held-out prompts, their sampling settings, and the value that replaces the step in their seeds."""
         return self._prompts, self._sampling, _SEED_STEP
-
-    def score(self, groups: Sequence[Group]) -> list[ScoredGroup]:
-        """Return groups of held-out completions with the scores of their completions."""
-        return self._score_groups(groups)
 
     def log_metrics(self, step: int, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return the metrics of scored groups; the first rank adds some of the groups to `samples.jsonl`."""

@@ -38,7 +38,8 @@ class NamedWeights:
 
     def equals_policy(self, name: str) -> bool:
         """Return whether the set `name` equals the policy bit by bit; for sharded weights, on this rank's shards."""
-        return all(_is_same_weight(weight, self.tensors[name][n]) for n, weight in self.policy.items())
+        pairs = ((local_shard(weight), local_shard(self.tensors[name][n])) for n, weight in self.policy.items())
+        return all(torch.equal(weight.to(named_weight.dtype), named_weight) for weight, named_weight in pairs)
 
     @torch.no_grad()
     def lerp(self, name: str, weight: float) -> None:
@@ -87,8 +88,3 @@ def _swap_tensors(tensor: Tensor, other_tensor: Tensor) -> None:
     tensor_copy = tensor.clone()
     tensor.copy_(other_tensor)
     other_tensor.copy_(tensor_copy)
-
-
-def _is_same_weight(tensor: Tensor, other_tensor: Tensor) -> bool:
-    tensor, other_tensor = local_shard(tensor), local_shard(other_tensor)
-    return torch.equal(tensor.to(other_tensor.dtype), other_tensor)

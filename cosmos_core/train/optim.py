@@ -6,14 +6,14 @@ its schedule. The trainer decides when to step and handles non-finite gradients.
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError
-from cosmos_core.parallel.fsdp import group_by_mesh, local_shard, scale_gradients, total_norm
+from cosmos_core.parallel.fsdp import group_by_mesh, scale_gradients, total_norm
 from cosmos_core.registry import suggestion
 from cosmos_core.train.muon import MuonWithAdamW, hidden_matrices
 
@@ -33,7 +33,7 @@ def build_optimizer(
         ConfigError: a module path or the model has no trained parameters.
     """
     learning_rates = _learning_rates(train)
-    _check_module_paths(full_model or model, learning_rates)
+    check_module_paths(full_model or model, train)
     groups: list[dict[str, Any]] = []
     matrices = hidden_matrices(full_model or model) if train.optm_name == "Muon" else None
     for path, trained_parameters in _parameters_by_path(model, learning_rates).items():
@@ -55,13 +55,16 @@ def build_optimizer(
     implementation_flags = (
         {} if is_8bit else {"fused": train.optm_impl == "fused", "foreach": train.optm_impl == "foreach"}
     )
-    return _optimizer_class(train.optm_name)(
+    module = importlib.import_module("torchao.optim" if is_8bit else "torch.optim")
+    optimizer_class = MuonWithAdamW if train.optm_name == "Muon" else getattr(module, train.optm_name)
+    optimizer: torch.optim.Optimizer = optimizer_class(
         [group for group in groups if group["params"]],
         lr=learning_rates[GLOBAL],
         betas=train.optm_betas,
         eps=train.epsilon,
         **implementation_flags,
     )
+    return optimizer
 
 
 def learning_rate_factor(step: int, total_steps: int | None, train: TrainConfig) -> float:
@@ -129,23 +132,6 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
     return float(norm)
 
 
-def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """Return the optimizer class: from torch, from torchao for 8-bit moments, or `MuonWithAdamW`."""
-    if name == "Muon":
-        return MuonWithAdamW
-    return getattr(importlib.import_module("torchao.optim" if name.endswith("8bit") else "torch.optim"), name)
-
-
-def reset_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Reset the optimizer's moments and step counts to 0."""
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                local_value = local_shard(value)
-                # Copy zeros, because torchao's 8-bit moments do not implement `zero_`.
-                local_value.copy_(torch.zeros(local_value.shape, device=local_value.device))
-
-
 def _learning_rates(train: TrainConfig) -> dict[str, float]:
     assert not isinstance(train.optm_lr, tuple)  # the capability check rejects a list of learning rates
     return train.optm_lr if isinstance(train.optm_lr, dict) else {GLOBAL: train.optm_lr}
@@ -166,7 +152,13 @@ def _parameters_by_path(model: torch.nn.Module, paths: Mapping[str, float]) -> d
     return groups
 
 
-def _check_module_paths(model: torch.nn.Module, paths: Mapping[str, float]) -> None:
+def check_module_paths(model: torch.nn.Module, train: TrainConfig) -> None:
+    """Check that each module path of `optm_lr` has trained parameters.
+
+    Raises:
+        ConfigError: a module path has none.
+    """
+    paths = _learning_rates(train)
     groups = _parameters_by_path(model, paths)
     for path in [path for path in paths if path not in groups]:
         module_names = [name for name, _ in model.named_modules() if name]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
+from cosmos_core.config.load import parse
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.methods import METHODS, Method
@@ -28,7 +29,9 @@ from cosmos_core.data.messages import Row, SkippedRow, columns_of, texts_of
 from cosmos_core.data.records import check_characters
 from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import CosmosError, DataError, MissingColumn, ModelError
+from cosmos_core.models.families import find_family
 from cosmos_core.models.hf import load_config, load_tokenizer, model_without_weights
+from cosmos_core.models.pipeline_folder import PipelineFolder
 from cosmos_core.registry import import_user_code, is_code
 
 Setting = tuple[str, Any, str]
@@ -40,6 +43,7 @@ _GIB = 2**30
 _STATE_BYTES = 16  # bytes for each trained weight: the weight, its gradient and both moments of Adam in float32
 _STATE_FRACTION = 0.7  # fraction of memory for weights and optimizer state; the rest is for activations
 _COLUMNS = ("prompt", "response", "chosen", "rejected")
+_DATASET = "train.train_policy.dataset"
 
 
 class Options(NamedTuple):
@@ -53,6 +57,17 @@ class Options(NamedTuple):
     reward: str = ""
     chosen: str = ""
     rejected: str = ""
+    rows: dict[str, Any] = {}
+    """Keys of the data set that select its rows, from `--set`: `subset`, `split` and `revision`."""
+
+    @property
+    def dataset(self) -> DatasetConfig:
+        """Return the data set that the options name.
+
+        Raises:
+            ConfigError: a key has a value that it cannot have.
+        """
+        return parse(DatasetConfig, {"name": self.data, **self.rows}, source="--set", prefix=_DATASET)
 
 
 @dataclass(frozen=True)
@@ -86,6 +101,7 @@ def propose(options: Options, machine: Machine) -> Iterator[Setting]:
     method = METHODS[options.method]
     yield "policy.model_name_or_path", options.model, "--model"
     yield from ((key, value, f"cosmos {method.command}") for key, value in method.settings.items())
+    yield from ((f"{_DATASET}.{key}", value, "--set") for key, value in options.rows.items())
     if is_code(options.reward):  # import the reward now, to report its errors before rows are prepared
         import_user_code(options.reward)
     make_settings = _image_settings if row_kind(method.rows).has_media else _text_settings
@@ -96,7 +112,7 @@ def propose(options: Options, machine: Machine) -> Iterator[Setting]:
 
 
 def _text_settings(options: Options, method: Method, machine: Machine) -> Iterator[Setting]:
-    rows = load_rows(DatasetConfig(name=options.data), "train.train_policy.dataset")
+    rows = load_rows(options.dataset, _DATASET)
     sampled_rows = list(islice(rows, _NUM_ROWS))
     if not sampled_rows:
         raise DataError(f"--data {options.data}: no rows")
@@ -105,7 +121,7 @@ def _text_settings(options: Options, method: Method, machine: Machine) -> Iterat
     complete_rows = (each for each in sampled_rows if all(each[1].get(name) is not None for name in names))
     located_row = next(complete_rows, sampled_rows[0])
     columns, reason = _infer_columns(options, method, *located_row)
-    yield "train.train_policy.dataset.name", options.data, f"--data; {len(rows):,} rows"
+    yield f"{_DATASET}.name", options.data, f"--data; {len(rows):,} rows"
     yield from ((f"train.train_policy.{name}_column_name", column, reason) for name, column in columns.items())
     config, tokenizer = load_config(options.model), load_tokenizer(options.model)
     tokenised_rows = tokenised_kind(method.rows)
@@ -179,9 +195,7 @@ def _longest_row_length(
         try:
             texts = list(_iterate_row_texts(read_column(row, row_location)))
             check_characters(texts, row_location)
-        except SkippedRow:
-            continue
-        except DataError as error:
+        except DataError as error:  # a skipped row too
             row_error = row_error or error
             continue
         longest = max(longest, sum(len(tokenizer(text)["input_ids"]) + 8 for text in texts))
@@ -245,13 +259,11 @@ def _batch_settings(samples_completions: bool, num_rows: int, max_rows: int, num
 
 
 def _image_settings(options: Options, method: Method, machine: Machine) -> Iterator[Setting]:
-    """Yield the settings of a diffusion model, whose number of weights is estimated from its file sizes."""
+    """Yield the settings of a diffusion model, whose size is read from its configuration."""
     if Path(options.model).is_dir() and not (Path(options.model) / "model_index.json").is_file():
         raise ModelError(f"--model {options.model}: no pipeline of diffusers; cosmos sft trains a language model")
     num_items, item_problem = 0, ""
-    for item in islice(
-        open_items(DatasetConfig(name=options.data), "train.train_policy.dataset")(), _NUM_TRAINED_IMAGES
-    ):
+    for item in islice(open_items(options.dataset, _DATASET)(), _NUM_TRAINED_IMAGES):
         num_items += item.content is not None and not item.problem
         item_problem = item_problem or item.problem
     if not num_items:
@@ -260,11 +272,16 @@ def _image_settings(options: Options, method: Method, machine: Machine) -> Itera
     key = "local_dir" if Path(options.data).is_dir() else "name"
     shown = f"{num_items:,}{' or more' * (num_items == _NUM_TRAINED_IMAGES)}"
     yield f"train.train_policy.dataset.{key}", options.data, f"--data; {shown} images and videos with a caption"
-    files = list((Path(options.model) / "transformer").glob("*.safetensors"))
-    # Assume 10 billion weights for a model on the Hub, which has no local files to measure.
-    num_params = sum(file.stat().st_size for file in files) // 4 if files else 10**10
-    if image_size := _training_image_size(Path(options.model)):
-        yield "policy.diffusers.inference_size", [image_size, image_size], "what the model was made for"
+    num_params = 10**10  # assumed for a model on the Hub, which is not downloaded here
+    if Path(options.model).is_dir():
+        folder = PipelineFolder(options.model)
+        family = find_family(folder)(folder, DiffusersConfig())
+        with torch.device("meta"):
+            num_params = sum(weight.numel() for weight in folder.build(family.denoiser_name).parameters())
+        latent_size = folder.settings(family.denoiser_name).get("sample_size")
+        if isinstance(latent_size, int) and not family.is_video:
+            image_size = latent_size * family.pixels_per_latent[1]
+            yield "policy.diffusers.inference_size", [image_size, image_size], "what the model was made for"
     if max_prompt_length := _prompt_length(Path(options.model)):
         yield "policy.diffusers.max_prompt_length", max_prompt_length, "tokens that the tokenizer takes"
     yield from _size_settings(method, num_params, machine)
@@ -276,16 +293,6 @@ def _image_settings(options: Options, method: Method, machine: Machine) -> Itera
     if num_items >= 10:
         yield "train.train_policy.dataset.test_size", max(1, min(8, num_items // 20)), f"held out of {shown}, and drawn"
         yield from _validation_settings("the loss of held-out images, and drawings of their captions")
-
-
-def _training_image_size(model: Path) -> int | None:
-    """Return the side length in pixels of the images that a model was trained on; None if the model's files lack it."""
-    try:
-        latent_size = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))["sample_size"]
-        block_channels = json.loads((model / "vae" / "config.json").read_text(encoding="utf-8"))["block_out_channels"]
-        return int(latent_size) * 2 ** (len(block_channels) - 1)
-    except (OSError, KeyError, TypeError, ValueError):
-        return None
 
 
 def _prompt_length(model: Path) -> int | None:

@@ -66,12 +66,9 @@ def adopt_checkpoint(stage: Stage) -> None:
     policy_folders = [
         step_folder(folder, step) / "policy" for step, folder in checkpoints if folder.parent.name == stage.name
     ]
-    complete_folders = [
-        policy for policy in policy_folders if policy.parent not in skipped_steps and read_manifest(policy)
-    ]
-    newest_folder = max(
-        complete_folders, key=lambda policy_folder: (policy_folder / MANIFEST).stat().st_mtime, default=None
-    )
+    manifests = {policy: read_manifest(policy) for policy in policy_folders if policy.parent not in skipped_steps}
+    complete_folders = [policy for policy, manifest in manifests.items() if manifest]
+    newest_folder = max(complete_folders, key=lambda policy: manifests[policy].get("created", 0.0), default=None)
     hint = f"; to go on from other settings: train.resume = '{newest_folder}'" if newest_folder else ""
     logger.log(
         log_level,

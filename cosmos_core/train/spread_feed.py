@@ -120,14 +120,10 @@ class SpreadRolloutFeed(RolloutFeed):
 def _sample_state(sample: Sample) -> dict[str, Any]:
     values = {field.name: getattr(sample, field.name) for field in fields(sample)}
     values["images"] = [
-        {**asdict(image), "content": None if image.content is None else _bytes_to_tensor(image.content)}
+        {**asdict(image), "content": image.content and torch.frombuffer(bytearray(image.content), dtype=torch.uint8)}
         for image in sample.images
     ]
     return {name: torch.from_numpy(each) if isinstance(each, np.ndarray) else each for name, each in values.items()}
-
-
-def _bytes_to_tensor(content: bytes) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
 
 
 def _restore_sample(state: dict[str, Any]) -> Sample:

@@ -22,11 +22,9 @@ from cosmos_core.parallel.mesh import all_gather_object
 from cosmos_core.parallel.pipeline import clip_over_stages, sum_tied_gradients
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.named_weights import NamedWeights
-from cosmos_core.train.optim import build_optimizer, clip_gradients, reset_moments, set_learning_rate
+from cosmos_core.train.optim import build_optimizer, clip_gradients, set_learning_rate
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "max": 1.0}
-
-ConsumeBatch = Callable[[MicroBatch], Tensor | None]
 
 
 class Plan(NamedTuple):
@@ -136,7 +134,7 @@ class Trainer:
         """Set named weights to the policy's current weights; with `optimizer`, also reset the optimizer's moments."""
         self.named_weights.reset(weights)
         if optimizer:
-            reset_moments(self.optimizer)
+            self.optimizer.state.clear()  # optimizers begin missing state with zeros
 
     def move_towards_policy(self, weights: str, fraction: float) -> None:
         """Move named weights towards the policy: weights + fraction * (policy - weights)."""
@@ -208,7 +206,7 @@ class Trainer:
         self,
         adapter: ModelAdapter,
         samples: Sequence[Any],
-        consume: ConsumeBatch,
+        consume: Callable[[MicroBatch], Tensor | None],
         request: Wants,
         *,
         size: int | None = None,

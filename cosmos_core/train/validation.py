@@ -9,7 +9,7 @@ from typing import Any
 from cosmos_core.checkpoint.best import BestStep, select_best
 from cosmos_core.config.schema.validation import ValidationConfig
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.async_validation import AsyncValidation, FinishedValidation
+from cosmos_core.train.async_validation import AsyncValidation
 from cosmos_core.types import JsonValue
 
 MetricsFn = Callable[[int], dict[str, float]]
@@ -146,10 +146,10 @@ class Validation:
         if step:  # untrained weights (step 0) never count as the best step
             self.best = select_best(self.best, step, metrics)
 
-    def _finish_async_validation(self, finished: FinishedValidation) -> None:
+    def _finish_async_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a finished validation, and publish the current weights if publishing was postponed."""
-        self._finish_validation(finished.step, finished.metrics)
-        self._record(finished.step, finished.metrics)
+        self._finish_validation(step, metrics)
+        self._record(step, metrics)
         if self._is_publish_postponed:
             self._is_publish_postponed = False
             self.publish(self._step)

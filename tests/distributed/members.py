@@ -52,6 +52,11 @@ def listeners(driver: int) -> set[tuple[str, int]]:
     return {(each.laddr.ip, each.laddr.port) for each in sockets if each.status == psutil.CONN_LISTEN}
 
 
+def patience(stop: threading.Event) -> float:
+    """Seconds for which a rank waits in the store for another."""
+    return dist.distributed_c10d._get_default_store().timeout.total_seconds()
+
+
 def refuse(stop: threading.Event) -> None:
     """The last rank refuses while the others wait for it."""
     if dist.get_rank() == dist.get_world_size() - 1:

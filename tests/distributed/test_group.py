@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import socket
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -24,7 +26,7 @@ from configs.demo import arithmetic
 from cosmos_core.cluster.actors import ActorGroup, _ObjectActor
 from cosmos_core.cluster.group import WorkerGroup, network_interface_to, num_threads, open_store
 from cosmos_core.cluster.join import join_cluster
-from cosmos_core.cluster.placement import resource_bundles
+from cosmos_core.cluster.placement import reserve_bundles, resource_bundles
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
@@ -116,6 +118,10 @@ def test_what_computes_beside_the_ranks_has_half_of_the_cores(monkeypatch: pytes
 @pytest.mark.parametrize("launcher", [LocalGroup, pytest.param(WorkerGroup, marks=pytest.mark.full)])
 def test_the_answer_is_that_of_the_first_rank(launcher: Any) -> None:
     assert launcher(2).run(members.total) == 3.0
+
+
+def test_ranks_wait_for_each_other_in_their_store_as_long_as_in_a_collective() -> None:
+    assert LocalGroup(1).run(members.patience) == dist.default_pg_timeout.total_seconds() == 1800
 
 
 @pytest.mark.parametrize("launcher", [LocalGroup, pytest.param(WorkerGroup, marks=pytest.mark.full)])
@@ -217,15 +223,29 @@ def test_a_machine_outside_of_the_cluster_joins_it_with_its_token_and_leaves_it(
         (3, {}, {"CPU": 4, "GPU": 2}, "the mesh takes 3 GPUs, of 2 that the Ray cluster has"),
         (2, {"processes": 1}, {"CPU": 4, "GPU": 2}, "the mesh takes 2 GPUs, and a rollout engine 1, of 2 that"),
         (2, {"processes": 1}, {"CPU": 2}, "2 ranks and what is beside them take 3 CPUs, of 2 that the Ray cluster has"),
+        (4, {"processes": 4}, {"CPU": 16, "GPU": 16}, [{"CPU": 1, "GPU": 1}] * 4 + [{"CPU": 4, "GPU": 4}]),
+        (4, {"processes": 9}, {"CPU": 16, "GPU": 16}, "tp_size = 9: an engine takes 9 CPUs and 9 GPUs of one machine"),
     ],
 )
 def test_ranks_and_an_engine_have_room_or_are_refused(size: int, beside: Any, there: Any, found: Any) -> None:
-    ray, actors = SimpleNamespace(cluster_resources=lambda: there), ActorGroup(dict, lambda: 1, **beside)
+    machines = 2 if there["CPU"] == 16 else 1
+    node = {"Alive": True, "Resources": {name: count / machines for name, count in there.items()}}
+    ray = SimpleNamespace(cluster_resources=lambda: there, nodes=lambda: [node] * machines)
+    actors = ActorGroup(dict, lambda: 1, **beside)
     if isinstance(found, str):
         with pytest.raises(ConfigError, match=found):
             resource_bundles(ray, size, actors if beside else None, is_embedded=False)
     else:
         assert resource_bundles(ray, size, actors if beside else None, is_embedded=False) == found
+
+
+def test_neighbouring_ranks_are_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: Any = importlib.import_module("ray.util.placement_group")
+    monkeypatch.setattr(groups, "placement_group", lambda bundles, strategy: SimpleNamespace(ready=lambda: None))
+    monkeypatch.setattr(groups, "placement_group_table", lambda group: {"bundles_to_node_id": dict(enumerate("babaa"))})
+    ray = SimpleNamespace(wait=lambda refs, timeout: (refs, []), get=lambda ref: None)
+    found = reserve_bundles(ray, [{"GPU": 1}] * 4 + [{"GPU": 2}], lambda: False, lambda: None)
+    assert [each.placement_group_bundle_index for each in found] == [1, 3, 0, 2, 4], "the engine's is the last"
 
 
 @pytest.mark.parametrize("launcher", [LocalGroup, pytest.param(WorkerGroup, marks=pytest.mark.full)])

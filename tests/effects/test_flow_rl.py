@@ -140,6 +140,7 @@ def learned(recipe: Recipe) -> list[Any]:
         found.append(metrics)
         for update in algorithm.updates(samples, view):
             found.append((len(update.samples), _loss(update)))
+        algorithm.after_train_step(step + 1, view)
     return [*found, view.fractions]
 
 

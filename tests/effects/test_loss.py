@@ -147,8 +147,9 @@ def test_it_changes_when_the_reference_is_reset(change: Change, expected: list[t
         policy = side.train.train_policy
         assert isinstance(policy, GrpoConfig)
         algorithm = grpo(policy)
-        for _ in range(4):
+        for step in range(1, 5):
             assert len(list(algorithm.updates(samples(), view))) == 1
+            algorithm.after_train_step(step, view)
         found.append(view.resets)
     assert found == [[("reference", True)] * 2, expected]
 

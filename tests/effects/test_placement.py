@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -65,6 +68,29 @@ def test_it_changes_the_engines_beside_the_ranks(change: Change, expected: tuple
         return 0 if group is None else group.target_size()
 
     assert (count(change.before, tmp_path / "before"), count(change.after, tmp_path / "after")) == expected
+
+
+def test_ranks_and_engines_of_a_cluster_get_the_keys_that_the_recipe_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Change("train.train_policy.reward_env", ("MY_KEY",), APART).after
+    for name in ("MY_KEY", "REMOTE_REWARD_TOKEN", "NO_CONCERN_OF_IT"):
+        monkeypatch.setenv(name, name.lower())
+    call = pickle.loads(pickle.dumps(worker._with_service_variables(stage_of(tmp_path, config, kind="rl"), os.getpid)))
+    for name in ("MY_KEY", "REMOTE_REWARD_TOKEN", "NO_CONCERN_OF_IT"):
+        monkeypatch.delenv(name)
+    assert call() == os.getpid()
+    assert (os.environ["MY_KEY"], os.environ["REMOTE_REWARD_TOKEN"]) == ("my_key", "remote_reward_token")
+    assert "NO_CONCERN_OF_IT" not in os.environ
+
+
+@pytest.mark.parametrize(("mode", "waits"), [("disaggregated", False), ("colocated_separated", True)])
+def test_engines_on_the_gpus_of_ranks_wait_for_them(mode: str, waits: bool, tmp_path: Path) -> None:
+    stage = stage_of(tmp_path, Change("mode", mode, GRPO).after, kind="rl")
+    stage.save()
+    with mock.patch.object(generation, "Replica") as replica:
+        generation.open_replica(stage.path)
+    assert replica.call_args.kwargs == {"should_wait_for_trainer": waits}
 
 
 def test_engines_apart_are_scored_by_what_scores_those_inside(tmp_path: Path) -> None:

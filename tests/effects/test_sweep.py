@@ -99,6 +99,6 @@ def test_it_changes_how_many_run_at_once(change: Change, expected: int, tmp_path
 def test_it_changes_the_columns_of_the_report(change: Change, expected: tuple[str, ...], tmp_path: Path) -> None:
     def columns(found: Pipeline) -> tuple[str, ...]:
         [table] = sweep_tables(read_run(create_run(found).path))
-        return table.keys
+        return table["keys"]
 
     assert tuple(map(columns, sides(change, tmp_path))) == ((), expected)

@@ -97,5 +97,6 @@ def test_nft_repeats_to_the_bit(tmp_path: Path) -> None:
             ]  # fmt: skip
             for update in algorithm.updates(rollouts, trainer):
                 trainer.update(update)
+            algorithm.after_train_step(step + 1, trainer)
         found.append([tensor.detach().cpu() for tensor in trainer.adapter.model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -62,7 +62,7 @@ THINGS = {
     ),
     "engine": Thing(
         _words("vllm hf flow_sampler"),
-        ("cosmos_core/rollout/", "cosmos_core/evaluate/engines/", *SCHEMA),
+        ("cosmos_core/rollout/", "cosmos_core/evaluate/engines.py", *SCHEMA),
         ("cosmos_core.rollout.vllm", "cosmos_core.rollout.hf", "cosmos_core.rollout.flow_sampler"),
     ),
     "upload target": Thing(

@@ -20,7 +20,7 @@ from cosmos_core.rollout.engine_pool import WeightsUnavailable
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import async_validation
-from cosmos_core.train.async_validation import AsyncValidation, FinishedValidation
+from cosmos_core.train.async_validation import AsyncValidation
 from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.loop import Loop
 from cosmos_core.train.setup import open_trainer
@@ -35,7 +35,7 @@ class Slow:
 
     def __init__(self, values: dict[int, float], asked: list[int]) -> None:
         self.values, self.validation_requests, self.step, self.left = values, asked, None, 0
-        self.on_end: Callable[[FinishedValidation], None] = lambda ended: None
+        self.on_end: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
 
     def begin(self, step: int) -> None:
         self.step, self.left = step, 2
@@ -45,7 +45,7 @@ class Slow:
         self.left -= 1
         if self.step is not None and self.left < 0:
             step, self.step = self.step, None
-            self.on_end(FinishedValidation(step, {"validation/reward": self.values[step]}))
+            self.on_end(step, {"validation/reward": self.values[step]})
 
     def wait(self, present: int, between: Callable[[], None]) -> None:
         while self.step is not None:
@@ -145,3 +145,19 @@ def test_every_rank_raises_what_ended_a_validation_on_the_first(
         apart.wait(4, lambda: None)
     assert type(found.value) is raised and str(found.value) == message
     assert apart.step is None
+
+
+def test_a_stop_while_a_validation_ends_waits_for_the_line_of_the_train_step() -> None:
+    def stop() -> None:
+        raise AssertionError("asked to stop although nothing is waited for")
+
+    metrics = {"validation/reward": 0.5}
+    completions: Any = SimpleNamespace(validation_requests=([], None, None), log_metrics=lambda step, groups: metrics)
+    fleet: Any = SimpleNamespace(version=4)
+    runner = AsyncValidation(completions, fleet, lambda version: None, lambda: None)
+    ended: list[tuple[int, float]] = []
+    runner.on_end = lambda step, found: ended.append((step, found["validation/reward"]))
+    runner.begin(4)
+    assert runner._done_event.wait(60)
+    runner.wait(5, stop)
+    assert ended == [(4, 0.5)]

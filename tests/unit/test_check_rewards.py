@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from cosmos_core.errors import RewardError
+from cosmos_core.errors import ConfigError, RewardError
 from cosmos_core.run.stage import CHECKED_PROMPTS
-from cosmos_core.train.check import check_rewards
+from cosmos_core.train.check import check_rewards, run
 from tests.conftest import Workspace
-from tests.effects.change import GRPO, recipe, stage_of
+from tests.effects.change import GRPO, SFT, recipe, stage_of
 from tests.unit.data_tokenizers import CHATML
 from tests.unit.tiny_model import save_tiny_model
 
@@ -65,6 +67,23 @@ def test_a_reward_that_scores_some_is_mentioned(code: str, said: str, tmp_path: 
     assert (";" in found) == bool(said)
 
 
+@pytest.mark.parametrize(
+    ("key", "name", "code", "reason"),
+    [
+        ("hooks.pre_training_hook", "missing", "def f(): pass", r"mine\.py has no 'missing'"),
+        ("train_policy.trainer_type", "f", "def f(): pass", "is no algorithm; it must be a subclass"),
+        ("train_policy.trainer_type", "f", "def f(", r"cannot be imported: SyntaxError: .*mine\.py:1"),
+    ],
+)
+def test_a_hook_or_an_algorithm_that_cannot_be_used_is_refused(
+    key: str, name: str, code: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    settings = {**GRPO, f"train.{key}": f"{tmp_path}/mine.py:{name}"}
+    with pytest.raises(ConfigError, match=reason):
+        run(stage_of(tmp_path / "stage", recipe(settings), kind="rl"))
+
+
 def test_the_command_calls_rewards_on_rows_that_another_stage_prepares(workspace: Workspace) -> None:
     (save_tiny_model(workspace.path / "model") / "chat_template.jinja").write_text(CHATML)
     rows = [{"prompt": f"{i} + 1?", "answer": str(i + 1), "level": i} for i in range(8)]
@@ -81,3 +100,13 @@ def test_the_command_calls_rewards_on_rows_that_another_stage_prepares(workspace
     assert "nothing is called 'rank' (columns of the row: prompt, answer, level)" in re.sub(
         r"\s+", " ", refused.stdout + refused.stderr
     )
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_a_head_size_that_vllm_lacks_on_cpu_is_refused_where_vllm_completes(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", head_dim=24)
+    scored = {**SFT, "validation.reward_function": "exact_match"}
+    for kind, settings in (("rl", GRPO), ("sample", GRPO), ("validate", scored), ("sft", SFT)):
+        stage = stage_of(tmp_path / kind, recipe({**settings, "policy.model_max_length": 64}), kind=kind, model=model)
+        with nullcontext() if kind == "sft" else pytest.raises(ConfigError, match=r"head_dim = 24 .*backend = 'hf'"):
+            run(stage)

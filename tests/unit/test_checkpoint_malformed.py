@@ -177,3 +177,36 @@ def test_a_checkpoint_that_its_own_run_deletes_meanwhile_is_passed_over(
     assert [path.name for path in (later.path / "checkpoints").iterdir()] == ["step_1"]
     monkeypatch.setattr(resume, "sha256", lambda file: file.with_name("deleted").read_bytes())
     assert "is gone" in str(resume_obstacle(folder, 1, None))
+
+
+@pytest.mark.parametrize("moment", ["fill_state", "allocate_tensors", "_read_extra"])
+def test_a_named_checkpoint_that_its_own_run_deletes_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    folder = save(tmp_path / "checkpoints", "a list")
+    function = getattr(resume, moment)
+
+    def delete_first(*arguments: Any) -> Any:
+        shutil.rmtree(folder / "step_1")
+        return function(*arguments)
+
+    monkeypatch.setattr(resume, moment, delete_first)
+    with pytest.raises(ModelError, match=r"checkpoint .*step_1/policy: .* is gone; name another one, or none"):
+        load_from(folder / "step_1/policy", make_state())
+
+
+def test_a_checkpoint_that_its_own_run_deletes_is_no_error_where_it_is_only_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = stage_of(tmp_path / "out/second/stages/sft", recipe({**SFT, "train.resume": True}))
+    save(tmp_path / "out/first/stages/sft/checkpoints", "a list", "another")
+    read = resume_from.read_manifest
+
+    def delete_after(policy: Path) -> dict[str, Any]:
+        content = read(policy)
+        shutil.rmtree(policy)
+        return content
+
+    monkeypatch.setattr(resume_from, "read_manifest", delete_after)
+    adopt_checkpoint(later)
+    assert "so this one starts at step 0" in caplog.text

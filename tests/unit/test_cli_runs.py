@@ -60,6 +60,22 @@ def said(*arguments: str) -> str:
     return done.output
 
 
+def test_a_flow_in_python_is_checked_when_it_runs() -> None:
+    done = CliRunner().invoke(app, ["check", "flow.py:main"])
+    assert isinstance(done.exception, ConfigError) and "flow.py:main is a flow in Python" in str(done.exception)
+
+
+def test_an_unknown_gpu_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('[policy]\nmodel_name_or_path = "./none"\n')
+    done = CliRunner().invoke(app, ["plan", str(tmp_path / "r.toml"), "--on", "h1000"])
+    assert isinstance(done.exception, ConfigError) and "--on h1000: known are" in str(done.exception)
+
+
+def test_a_tilde_behind_an_equals_sign_is_the_home_of_the_user(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(outputs.parent))
+    assert said("runs", "--output-dir=~/outputs") == said("runs", "--output-dir", str(outputs))
+
+
 def test_runs_lists_them_the_newest_last(outputs: Path) -> None:
     lines = [line for line in said("runs", "--output-dir", str(outputs)).splitlines() if "counting" in line]
     assert [line.split()[1] for line in lines] == ["one", "two"]

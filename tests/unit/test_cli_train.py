@@ -9,6 +9,8 @@ import pytest
 
 from cosmos_core import cli_train
 from cosmos_core.errors import ConfigError, CosmosError
+from cosmos_core.run.manifest import commit
+from cosmos_core.types import Outcome
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,24 @@ def test_a_number_is_the_id_of_a_run_and_never_a_model_of_the_hub(tmp_path: Path
     with pytest.raises(ConfigError, match="no run '20200101000000'"):
         cli_train._resolve_model("20200101000000", tmp_path)
     assert cli_train._resolve_model("org/model", tmp_path) == "org/model"
+
+
+def test_a_stage_is_named_by_the_id_of_its_run_and_a_folder_may_be_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for stage, model in (("sft", "safetensors"), ("publish", "s3://bucket/prefix")):
+        folder = tmp_path / f"outputs/20260101000000/stages/{stage}"
+        folder.mkdir(parents=True)
+        commit(folder, Outcome(info={"model": model}), kind="sft", fingerprint="f", inputs={})
+    (tmp_path / "2024").mkdir()
+    found = {
+        name: cli_train._resolve_model(name, Path("outputs"))
+        for name in ("20260101000000/stages/sft", "outputs/20260101000000/stages/publish", "2024")
+    }
+    assert [*found.values()] == ["outputs/20260101000000/stages/sft/safetensors", "s3://bucket/prefix", "2024"]
+    asked = {"method": "sft", "model": "m", "data": "./-rows.csv"}
+    assert str(cli_train._make_recipe_path(asked, "")) == "rows-sft.toml", "no option of cosmos run"
 
 
 def test_a_look_that_crashes_says_its_error_in_one_line() -> None:

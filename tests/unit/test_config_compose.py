@@ -315,10 +315,12 @@ def test_paths_are_looked_up_from_the_current_folder_then_beside_the_files_and_e
     (there / "rewards.py").write_text("")
     monkeypatch.chdir(here)
     more = '[validation.dataset]\nname = "held"\n[validation.reward_function]\n"rewards.py:mine" = 1.0\n'
-    (base / "base.toml").write_text(SFT.replace("org/model", "model").replace("org/rows", "rows") + more)
+    text = SFT.replace("org/model", "model").replace("org/rows", "rows")
+    (base / "base.toml").write_text(text.replace("enable_checkpoint", "upload_hf") + more)
     swept = 'kind = "sft"\nrecipe = "../base/base.toml"\nsweep = { grid = { "train.epoch" = [1] }, metric = "m" }'
     found = load(there, stages(f'name = "s"\n{swept}')).recipes
-    for recipe in (load(there, 'extends = "../base/base.toml"').recipes["sft"], found["s-data"], found["s-epoch-1"]):
+    assert {"s-data", "s-epoch-1", "s", "s-hub"} == set(found), "also of the choice and of the upload"
+    for recipe in (load(there, 'extends = "../base/base.toml"').recipes["sft"], *found.values()):
         assert recipe.policy.model_name_or_path == str(here / "model")
         assert recipe.train.train_policy.dataset.name == str(there / "rows")
         assert recipe.validation.reward_function == {f"{there}/rewards.py:mine": 1.0}

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
+from cosmos_core.config.compose import Pipeline, load_pipeline, with_stage
+from cosmos_core.config.files import read_config
+from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.errors import EXIT_USAGE
+from tasks.kinds import all_kinds
 from tests.conftest import Workspace
+from tests.unit.test_config_load import SFT, load
 from tests.unit.test_config_mutations import in_file, told
 
 # What a file holds, and what is said of it; empty: it is valid.
@@ -130,3 +136,47 @@ def test_the_command_says_it_in_one_line_with_exit_code_64(
     done = workspace.cosmos("check", "--schema-only", *arguments, code=EXIT_USAGE)
     assert done.stdout == ""
     assert done.stderr == f"cosmos: {said}\n"
+
+
+def test_a_file_is_read_once_so_that_it_may_be_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "recipe.toml"
+    os.mkfifo(pipe)
+
+    def write() -> None:
+        with open(pipe, "w", encoding="utf-8") as file:
+            file.write(SFT)
+            pipe.unlink()
+
+    threading.Thread(target=write, daemon=True).start()
+    assert load_pipeline(pipe, [], all_kinds()).recipes["sft"].train.epoch == 2
+
+
+def test_a_link_to_a_file_without_a_suffix_keeps_its_name(tmp_path: Path) -> None:
+    for name in ("blob", "real.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    for link, target, found in (("a.jsonl", "blob", "a.jsonl"), ("b.jsonl", "real.jsonl", "real.jsonl")):
+        (tmp_path / link).symlink_to(target)  # as in the cache of the Hub, whose files have no suffix
+        recipe = load(tmp_path, SFT.replace("org/rows", link)).recipes["sft"]
+        assert recipe.train.train_policy.dataset.name == str(tmp_path / found)
+
+
+def test_the_interpreter_of_workers_is_the_same_from_any_folder(tmp_path: Path) -> None:
+    for python, found in (("venv/bin/python", f"{os.getcwd()}/venv/bin/python"), ("python3", "python3")):
+        assert load(tmp_path, SFT, f"pipeline.python={python}").config.python == found
+
+
+def test_weights_of_a_user_that_is_not_there_are_missing(tmp_path: Path) -> None:
+    pipeline = load(tmp_path, SFT, "policy.model_safetensor_path=~nobody-of-that-name/w.safetensors")
+    [weights] = [each for each in pipeline.inputs(pipeline.stage("sft")) if each.role == "weights"]
+    assert weights.location == "~nobody-of-that-name/w.safetensors"
+
+
+def test_the_recipe_of_a_flow_names_files_that_are_beside_the_recipe_it_extends(tmp_path: Path) -> None:
+    for name, text in (("base/mine.py", ""), ("base/b.toml", SFT + 'reward_function = "mine.py:f"\n'),
+                       ("recipes/r.toml", 'extends = "../base/b.toml"')):  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    source = tmp_path / "recipes/r.toml"
+    empty = Pipeline(source, PipelineConfig(), {}, all_kinds())
+    recipe = with_stage(empty, {"name": "s", "kind": "sft"}, read_config(source, [])[0], source).recipes["s"]
+    assert recipe.validation.reward_function == {f"{tmp_path}/base/mine.py:f": 1.0}

@@ -35,6 +35,7 @@ def test_every_key_has_a_row_of_all_columns() -> None:
     named = [row[0].strip(" `") for row in rows]
     assert sorted(named) == sorted(key.name for key in all_keys() if not key.is_table or key.default)
     assert all(row[1].strip() and row[4].strip() and row[5].strip() for row in rows)
+    assert [key.name for key in all_keys() if "\n" in key.default] == [], "a default is in TOML syntax on one line"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from prefect.client.schemas.objects import WorkerStatus
 
 from cosmos_core.launch.doctor import Finding, run_checks
-from cosmos_core.launch.worker_report import versions
+from cosmos_core.launch.worker_report import recent_reports, versions
 from tests.unit.reward_server import serving
 
 STEP = "prefect.deployments.steps.set_working_directory"
@@ -50,17 +50,20 @@ class Server:
     def read_work_pools(self) -> list[Any]:
         return [SimpleNamespace(name=name, is_paused=name in self.paused, type="process") for name in self.pools]
 
-    def read_variables(self, *, limit: int) -> list[Any]:
+    def request(self, method: str, path: str, json: dict[str, Any]) -> Any:
+        """The variables with a name, in pages of at most 200."""
+        assert (method, path) == ("POST", "/variables/filter") and json["variables"]["name"]["like_"]
         now = datetime.now(UTC)
-        found = [SimpleNamespace(name="cosmos-retraining-1", value={"pool": "x"}, updated=now)]
+        found = [{"name": "my-cosmos-worker-count", "value": 3, "updated": now.isoformat()}]
         for changes in self.reports:
             value = {
                 **versions(), "pool": "gpu", "host": "node-3", "output_dir": "/runs", "free_bytes": 2**40,
                 "missing_folders": [], "time": now.timestamp(), **changes,
             }  # fmt: skip
             updated = now - timedelta(seconds=value.pop("age", 0.0))
-            found.append(SimpleNamespace(name=f"cosmos-worker-{value['pool']}-node-3", value=value, updated=updated))
-        return found
+            name = f"cosmos-worker-{value['pool']}-node-3"
+            found.append({"name": name, "value": value, "updated": updated.isoformat().replace("+00:00", "Z")})
+        return SimpleNamespace(json=lambda: found[json["offset"] : json["offset"] + 200])
 
     def read_workers_for_work_pool(self, name: str) -> list[Any]:
         return [SimpleNamespace(name=each, status=status) for each, status in self.pools[name]]
@@ -113,6 +116,11 @@ def test_a_cluster_that_is_well_has_nothing_wrong(tmp_path: Path) -> None:
 def test_what_is_wrong_is_said(given: dict[str, Any], what: str, told: str, tmp_path: Path) -> None:
     found = wrong(Server(**given), tmp_path)
     assert list(found) == [what] and told in found[what], found
+
+
+def test_every_worker_of_a_large_cluster_is_looked_at() -> None:
+    reports = list(recent_reports(Server(reports=[{"host": f"node-{number}"} for number in range(450)])))
+    assert [worker_report["host"] for worker_report, _ in reports] == [f"node-{number}" for number in range(450)]
 
 
 def test_ray_and_rewards_are_looked_for_where_the_environment_names_them(

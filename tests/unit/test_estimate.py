@@ -99,6 +99,9 @@ def test_disk_is_the_checkpoints_that_are_kept_and_the_model(tiny: Path, tmp_pat
     for saving, kept in (({"save_freq": 4}, 3), ({"save_freq": 1, "max_keep": -1}, 10)):
         found = of(tiny, counted(SFT, ckpt={"enable_checkpoint": True, **saving}), data)
         assert found.disk == kept * (once.disk - model) + model
+    validated = counted(SFT, ckpt={"enable_checkpoint": True, "save_freq": 10, "max_keep": 1})
+    validated = validated.derive(validation=validated.validation.derive(enable=True, freq=5))
+    assert of(tiny, validated, data).disk == 2 * (once.disk - model) + model, "the newest and the best"
     assert once.machine["flops"] > 0 and once.machine["memory"] > 1 << 30
 
 

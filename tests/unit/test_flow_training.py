@@ -10,13 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cosmos_core.algorithms import flow_rl
 from cosmos_core.data import prepare
 from cosmos_core.errors import Preempted
+from cosmos_core.rollout.base import generate
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import TrainingResult, run, train
 from tests import tiny_pipelines
 from tests.effects.change import recipe, stage_of
+from tests.unit.test_flow_rl import Run, scored
 from tests.unit.test_media_source import png
 
 REWARD = """
@@ -189,3 +192,16 @@ def test_real_images_are_learned_beside_rollouts(inputs: Inputs, name: str, tmp_
     stage = stage_of(tmp_path / "rl", config, kind="rl", model=inputs.folder / "sd3", data=tmp_path / "data/data")
     train(stage)
     assert all(0 < line["data/flow_error"] < 10 for line in metrics_of(stage))
+
+
+def test_noise_is_made_for_the_samples_of_a_micro_batch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(flow_rl, "make_noise", lambda shape, seed: made.append(seed) or torch.zeros(*shape))
+    training = Run("sd3", tmp_path / "model", "diffusion_nft")
+    groups = generate(training.engine, training.prompts, training.sampling, 0)
+    rollouts, _ = training.algorithm.credit([scored(group) for group in groups])
+    [update] = training.algorithm.updates(rollouts, training.trainer)
+    samples: list[Any] = [*update.samples]
+    assert len({training.adapter.batching_key(sample) for sample in samples}) == 1 and not made
+    training.adapter.collate(samples[:2], [0, 1], samples[0])
+    assert made == [sample.seed for sample in samples[:2]]

@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from cosmos_core.algorithms.kto import Kto
+from cosmos_core.config.schema.kto import KtoConfig
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.data import prepare, quick_check
 from cosmos_core.data.kinds.labelled import LabelledSequences
 from cosmos_core.data.kinds.registry import row_kind
+from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.run.progress import read_metrics
@@ -21,6 +26,7 @@ from cosmos_core.train.setup import run
 from tests.effects.change import SFT, recipe, stage_of
 from tests.unit.data_tokenizers import learned
 from tests.unit.tiny_model import save_tiny_model
+from tests.unit.trainers import Given
 
 KTO: dict[str, Any] = {
     **SFT, "train.train_policy.trainer_type": "kto", "train.compile": False, "train.param_dtype": "float32",
@@ -146,3 +152,9 @@ def test_a_step_of_one_row_has_no_kl_because_no_other_response_is_there(model: P
     run(at)
     divergences = [line["kl"] for line in read_metrics(at.path / "metrics.jsonl")]
     assert len(divergences) == 8 and divergences[1::2] == [0.0] * 4
+
+
+def test_a_held_out_row_alone_has_no_kl_either() -> None:
+    row = Sample(np.arange(3), np.array([0, 1, 1], dtype=np.uint8), reward=1.0, reference_logprob=-3.0)
+    metrics = Kto(KtoConfig(type="sft")).measure([[row, row]], Given(policy=[torch.full((2,), -1.0)]), 1)
+    assert metrics["rewards/chosen"] == pytest.approx(0.1) and metrics["kl"] == 0.0

@@ -11,6 +11,7 @@ from huggingface_hub import constants
 from cosmos_core.errors import EXIT_USAGE, ConfigError, CosmosError
 from cosmos_core.run.directory import create_run
 from tests.unit.run_folder import load_recipe, make_inputs
+from tests.unit.test_config_load import refused
 
 LONG = "a" * 300
 KEYS = (
@@ -41,3 +42,9 @@ def test_a_name_longer_than_a_path_can_be_is_refused_in_a_line_with_its_key(
     for key in NO_PATHS:
         with suppress(ConfigError):  # as a name that cannot be imported
             assert create_run(load_recipe(tmp_path, f"{key}={name}")).path.is_dir()
+
+
+def test_a_name_that_leaves_no_room_for_that_of_its_prepare_stage_is_refused(tmp_path: Path) -> None:
+    stage = 'kind = "sft"\noverrides.train.train_policy = { type = "sft", dataset.name = "org/rows" }\n'
+    text = f'[policy]\nmodel_name_or_path = "org/model"\n[[pipeline.stages]]\nname = "{"a" * 60}"\n{stage}'
+    assert "prepares its rows, NAME-data, may have 64 characters; shorten the name" in refused(tmp_path, text)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from cosmos_core.algorithms.base import TrainerView
+from cosmos_core.algorithms.sft import Sft
 from cosmos_core.checkpoint.best import BestStep
 from cosmos_core.checkpoint.save import Checkpointer
+from cosmos_core.config.schema.sft import SftConfig
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.errors import Preempted
 from cosmos_core.run.progress import read_metrics
@@ -101,3 +104,26 @@ def test_a_stop_cuts_off_the_loss_of_held_out_rows(
     with pytest.raises(Preempted, match="stopped after step 1 of 6; checkpoint saved"):
         train_stage(at)
     assert not any("validation/loss" in line for line in read_metrics(at.path / "metrics.jsonl"))
+
+
+def test_a_train_step_without_samples_is_a_step_of_the_algorithm(
+    inputs: Path,  # noqa: F811 - the fixture
+    tmp_path: Path,
+) -> None:
+    class Empty(RowFeed):
+        def samples(self, step: int) -> tuple[list[Any], dict[str, float]]:
+            return ([], {}) if step == 1 else super().samples(step)
+
+    class Counts(Sft):
+        steps: ClassVar[list[int]] = []
+
+        def after_train_step(self, step: int, view: TrainerView) -> None:
+            self.steps.append(step)
+
+    at = stage(tmp_path / "sft", inputs, steps=3)
+    assert at.data is not None
+    checkpointer = Checkpointer(at.path / "checkpoints", fingerprint="f", max_keep=-1, asynchronous=False)
+    feed = Empty(open_sequences(at.data, "train"), at.recipe)
+    algorithm = Counts(SftConfig(type="sft"))
+    Loop(at, open_trainer(at), feed, algorithm, checkpointer, validation(at, lambda step: {})).run()
+    assert algorithm.steps == [1, 2, 3]

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cosmos_core import machine_properties
-from cosmos_core.cluster.properties import variables_of_ranks
+from cosmos_core.cluster.properties import measure_cluster, variables_of_ranks
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch import worker
 from cosmos_core.machine_properties import MachineProperties, measure, measure_workers
@@ -159,3 +160,27 @@ def test_ranks_of_a_cluster_see_what_a_worker_sets_for_its_stage(
     assert found.keys() >= (set_for_stage.keys() | users.keys()) - not_theirs - {"WANDB_API_KEY"}
     assert not found.keys() & (not_theirs | {"WANDB_API_KEY"})
     assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_a_cluster_whose_gpus_are_all_taken_says_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray makes a call wait for the CPUs and GPUs that it takes."""
+    taken: list[dict[str, Any]] = []
+
+    def remote(**resources: Any) -> Any:
+        taken.append(resources)
+        return lambda function: SimpleNamespace(remote=lambda names: MachineProperties("n", ("H100",) * 8, 96, {}))
+
+    gpus = {"GPU": 8.0}
+    nodes = [
+        {"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 96.0}},
+        {"Alive": False, "NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 96.0, **gpus}},
+        {"Alive": True, "NodeManagerAddress": "10.0.0.3", "Resources": {"CPU": 96.0, **gpus}},
+    ]
+    ray = SimpleNamespace(
+        init=lambda **_: None, shutdown=lambda: None, cluster_resources=lambda: {"CPU": 192.0, **gpus},
+        nodes=lambda: nodes, remote=remote, get=lambda reply: reply,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert measure_cluster(["torch"]).gpus == ("H100",) * 8
+    assert taken == [{"num_cpus": 0, "resources": {"node:10.0.0.3": 0.001}}], "of the live machine that has GPUs"

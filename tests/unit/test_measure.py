@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import StageFailed
-from cosmos_core.train.measure import Completions, completion_metrics, full_reward, pass_at_k, reward_weights
+from cosmos_core.train.measure import (
+    Completions,
+    completion_metrics,
+    full_reward,
+    pass_at_k,
+    reward_weights,
+    row_metrics,
+)
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.unit.test_train import GRPO, make_stage, recipe
 
@@ -107,7 +115,9 @@ def test_several_completions_give_pass_at_k_over_prompts_with_so_many_valid_ones
     assert found["validation/pass@2"] == pytest.approx((3 / 6 + 1) / 2)
     assert found["validation/pass@4"] == 1.0 and "validation/pass@8" not in found
     assert found["validation/reward/right"] == pytest.approx(2.5 / 6)
-    assert "validation/pass@2" not in completion_metrics([group(1.0)], 1.0)
+    assert found["validation/reward_stderr"] == pytest.approx(0.25)
+    one = completion_metrics([group(1.0)], 1.0)
+    assert "validation/pass@2" not in one and "validation/reward_stderr" not in one, "one prompt shows no error"
 
 
 def test_accuracy_is_left_out_where_no_data_set_with_a_full_reward_has_a_valid_completion() -> None:
@@ -118,3 +128,19 @@ def test_accuracy_is_left_out_where_no_data_set_with_a_full_reward_has_a_valid_c
     ]
     found = completion_metrics(groups, {"sums": 1.0, "style": None, "": None})
     assert "validation/accuracy" not in found and found["validation/reward"] == 0.5
+
+
+def test_held_out_rows_fill_a_forward_pass_of_each_data_parallel_rank(tmp_path: Path) -> None:
+    data = SimpleNamespace(size=lambda: 4)
+    rank: Any = SimpleNamespace(adapter=SimpleNamespace(mesh=SimpleNamespace(data=data)))
+    algorithm: Any = SimpleNamespace(measure=lambda chunks, view, size: {"chunks": [len(chunk) for chunk in chunks]})
+
+    class Rows(list[int]):
+        has_reference_pair = False
+
+        def samples(self, positions: range) -> list[int]:
+            return list(positions)
+
+    held_out: Any = Rows(range(19))
+    progress = make_stage(tmp_path / "rl", "rl", recipe(GRPO)).progress
+    assert row_metrics(rank, algorithm, held_out, 2, progress) == {"validation/chunks": [8, 8, 3]}

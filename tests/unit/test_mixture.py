@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,8 @@ def test_each_stage_is_made_again_for_the_keys_that_it_reads(task: Path, tmp_pat
         return {stage.name: fingerprint_of(pipeline, stage.name).value for stage in pipeline.stages}
 
     before = stages()
+    renamed = write(tmp_path / "renamed.jsonl", [])
+    shutil.copy(task / "few.jsonl", renamed)  # prepared rows have the label, which follows from the name
     made_again = {
         key: {name for name, value in stages(**{key: value}).items() if value != before[name]}
         for key, value in {
@@ -238,10 +241,12 @@ def test_each_stage_is_made_again_for_the_keys_that_it_reads(task: Path, tmp_pat
             "system_prompt": "Add.",
             "reward_function": ["gsm8k"],
             "split": ["train[:4]"],
+            "name": renamed,
         }.items()
     }
     assert made_again == {
-        "weight": {"prepare"}, "system_prompt": {"prepare"}, "split": {"prepare"}, "reward_function": {"rl"}
+        "weight": {"prepare"}, "system_prompt": {"prepare"}, "split": {"prepare"}, "reward_function": {"rl"},
+        "name": {"prepare"}
     }  # fmt: skip
     (task / "few.jsonl").write_text((task / "few.jsonl").read_text() + '{"ask": "9+1=", "truth": "10"}\n')
     assert stages()["prepare"] != before["prepare"]

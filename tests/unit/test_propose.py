@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -157,6 +158,22 @@ def test_one_named_column_of_two_asks_for_the_option_of_the_other(tmp_path: Path
         settings(Options("sft", model, data)._replace(**{option: "Frage"}))
 
 
+def test_rows_of_a_split_that_is_set_are_looked_at_and_named_in_the_recipe(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split, column in (("test_sft", "nothing"), ("train_sft", "Antwort")):
+        table = pa.table({"Frage": [f"Was ist {i}?" for i in range(20)], column: ["Das ist eine Zahl."] * 20})
+        pyarrow.parquet.write_table(table, tmp_path / f"{split}-00000-of-00001.parquet")
+    with pytest.raises(DataError, match=r"no file for the split 'train'.*dataset\.split to one of test_sft, train_sft"):
+        settings(Options("sft", model, str(tmp_path)))
+    overrides = ["train.train_policy.dataset.split=train_sft", "train.epoch=1"]
+    cli_train.sft(model=model, data=str(tmp_path), dry_run=True, overrides=overrides)
+    recipe = capsys.readouterr().out
+    assert 'split = "train_sft"  # --set' in recipe and 'response_column_name = "Antwort"' in recipe
+    with pytest.raises(ConfigError, match=r"--set: train\.train_policy\.dataset\.subset"):
+        settings(Options("sft", model, str(tmp_path), rows={"subset": 3}))
+
+
 def test_a_null_in_the_first_row_is_left_to_the_preparation(tmp_path: Path, model: str) -> None:
     rows = [{"messages": None}, {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -169,6 +186,13 @@ def test_half_a_character_in_a_row_is_left_to_the_preparation(tmp_path: Path, mo
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = settings(Options("sft", model, str(tmp_path / "rows.jsonl")))
     assert found["policy.model_max_length"] == 64
+
+
+def test_rows_that_are_all_skipped_are_refused_with_the_reason_of_the_first(tmp_path: Path, model: str) -> None:
+    row = {"prompt": "Is it?", "chosen": "Yes.", "rejected": "Yes."}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    with pytest.raises(DataError, match=r"rows\.jsonl:1.* with equal chosen and rejected"):
+        settings(Options("dpo", model, str(tmp_path / "rows.jsonl")))
 
 
 @pytest.mark.parametrize(
@@ -258,3 +282,17 @@ def test_eval_writes_a_pipeline_of_benchmarks(
     assert recipe.policy.model_name_or_path == model and recipe.evaluate.tasks == ("gsm8k", "mmlu_*")
     assert (recipe.evaluate.limit, recipe.evaluate.apply_chat_template) == (20, True)
     assert path.read_text().splitlines()[1] == f"# cosmos eval --model {model} --tasks 'gsm8k, mmlu_*'"
+
+
+def test_the_size_of_a_pipeline_is_read_from_its_configuration(tmp_path: Path) -> None:
+    data = write_images(tmp_path / "images", {"a": "a square"})
+    wide, half = (tiny_pipelines.save("sana", tmp_path / name) for name in ("wide", "half"))
+    pipeline = diffusers.SanaPipeline.from_pretrained(half)
+    pipeline.transformer.to(torch.bfloat16).save_pretrained(half / "transformer")
+    said = [
+        [f"{key} {reason}" for key, _, reason in propose(Options("diffusion-sft", str(each), data), CPU)]
+        for each in (wide, half)
+    ]
+    assert said[0] == said[1], "the dtype of the files does not count"
+    found = settings(Options("diffusion-sft", str(wide), data))
+    assert found["policy.diffusers.inference_size"] == [64, 64]

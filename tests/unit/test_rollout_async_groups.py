@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rollout.groups import Filter
+from cosmos_core.rollout.groups import Filter, StepGroups
 from cosmos_core.types import Group, Prompt, Score, ScoredGroup
 from tests.conftest import wait_until
 from tests.unit.replicas import (
@@ -246,6 +246,29 @@ def test_a_step_whose_groups_were_dropped_gets_others_however_few_prompts_engine
                 assert handle.engine.seen == list(range(8 * (step + 1)))
             fleet.load_weights(step + 1, weights(step + 1))
         assert trained == list(range(1, 40, 2))
+        source.close()
+
+
+@pytest.mark.parametrize("needed", [(2, 2, 2), (1, 2, 2)])
+def test_a_step_gets_the_groups_that_it_needs_after_one_that_kept_fewer(needed: Sequence[int], tmp_path: Path) -> None:
+    """Groups of 2 completions for steps of 3, which by their numbers begin 2, 1 and 2 groups."""
+
+    def differ(groups: Sequence[Group]) -> list[ScoredGroup]:
+        return [ScoredGroup(group, (Score(1.0), Score(0.0))) for group in groups]
+
+    handle, waits = Threaded(), list[int]()
+    with fleet_of(handle, most_groups=40, sleeps_in_training=True) as fleet:
+        fleet.load_weights(0, weights(0))
+        source = source_of(
+            fleet, tmp_path, take=lambda start, count: PROMPTS[start : start + count], steps=StepGroups(3, 2),
+            filter=Filter(), score=differ, max_lag=0, max_steps_ahead=1, sleeps_in_training=True,
+            on_wait=lambda step: waits.append(step) if len(waits) < 20 else pytest.fail("it waits for prompts"),
+        )  # fmt: skip
+        for step, count in enumerate(needed):
+            groups, _ = source.next_groups(step, count)
+            assert len(groups) == count and not source._pending, "it sleeps with prompts in flight"
+            assert handle.engine.seen == list(range(sum(needed[: step + 1])))
+            fleet.load_weights(step + 1, weights(step + 1))
         source.close()
 
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from cosmos_core.errors import ConfigError, StageFailed
+from cosmos_core.rollout import fleet as fleet_module
 from cosmos_core.rollout.base import Bucket, LoadReceipt
+from cosmos_core.rollout.replica import Replica
 from tests.conftest import wait_until
 from tests.unit.replicas import PROMPTS, SAMPLING, Drawing, Threaded, fleet_of, weights
 
@@ -118,3 +121,46 @@ def test_prompts_whose_submission_an_engine_never_got_are_submitted_again() -> N
             wait_until(lambda: fleet.needs_weights, 5, "it is back")
             fleet.load_weights(1, weights(1))
         assert asked.result().prompt == PROMPTS[0] and handle.deaths == 0
+
+
+def test_no_engine_has_memory_of_a_gpu_before_or_after_all_ranks_leave_it_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handle = Threaded()
+    with fleet_of(handle, sleeps_in_training=True) as fleet:
+        calls = handle.engine.calls
+        monkeypatch.setattr(fleet_module, "any_rank", lambda flag: calls.append("all ranks"))
+        fleet.load_weights(1, weights(1))
+        fleet.wake()
+        fleet.sleep()
+    assert calls == ["all ranks", "all ranks", "wake", "sleep", "all ranks"]
+
+
+def test_an_engine_on_the_gpu_of_a_rank_is_opened_once_and_after_the_ranks_model() -> None:
+    opened: list[Any] = []
+
+    def open_engine(beat: Any) -> Any:
+        opened.append(beat)
+        return Drawing()
+
+    replica = Replica(open_engine, should_wait_for_trainer=True)
+    time.sleep(0.05)
+    assert opened == [], "no trainer has asked for it yet"
+    assert replica.begin("first").name == replica.begin("second").name == "drawing" and len(opened) == 1
+
+
+def test_an_engine_that_cannot_be_opened_again_fails_the_attempt_and_is_no_error_of_the_recipe() -> None:
+    made: list[Drawing] = []
+
+    def make() -> Drawing:
+        if made:
+            raise ConfigError("vLLM refuses 'model': Free memory on device cuda:0 is less than desired")
+        made.append(Drawing())
+        return made[0]
+
+    handle = Threaded(make)
+    with fleet_of(handle) as fleet:
+        fleet.load_weights(1, weights(1))
+        handle.kill()
+        with pytest.raises(StageFailed, match="an engine that died cannot be opened again: vLLM refuses 'model': Free"):
+            fleet.request(PROMPTS[0], SAMPLING, 1).result(60)

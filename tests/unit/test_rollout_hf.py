@@ -201,6 +201,27 @@ def test_generating_leaves_the_mode_of_the_trainer_as_it_was(engine: HfEngine, m
         assert model.training is training
 
 
+def test_deterministic_training_leaves_sampling_possible_on_a_gpu(
+    engine: HfEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes, beats, forward = set[bool](), list[None](), engine._forward
+
+    def look(*arguments: Any) -> torch.Tensor:
+        modes.add(torch.is_deterministic_algorithms_warn_only_enabled())
+        return forward(*arguments)
+
+    monkeypatch.setattr(engine, "_forward", look)
+    monkeypatch.setattr(engine, "_beat", lambda: beats.append(None))
+    torch.use_deterministic_algorithms(True)
+    try:
+        [group] = generate(engine, PROMPTS[:1], Sampling(num_completions=1, max_tokens=3, seed=1), 0)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert modes == {True} and len(beats) == group.completions[0].num_sampled, "each pass is a sign of life"
+
+
 def test_the_processed_distribution_is_that_of_transformers() -> None:
     torch.manual_seed(0)
     logits, history = torch.randn(6, 40) * 3, torch.randint(0, 40, (6, 8))

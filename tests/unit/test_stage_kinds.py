@@ -9,9 +9,12 @@ from pathlib import Path
 
 import tomli_w
 
+from cosmos_core.config.capabilities import unique_notices, unread_tables
 from cosmos_core.config.load import without_none
 from cosmos_core.run.stage import read_kind
 from tasks.kinds import all_kinds
+from tests.unit.test_config_compose import CHAIN, stages
+from tests.unit.test_config_load import GRPO, SFT, load
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,6 +44,45 @@ def test_what_the_kinds_are_for() -> None:
 def test_a_kind_that_a_stage_is_handed_is_the_declared_one() -> None:
     for kind in all_kinds().values():
         assert read_kind(tomllib.loads(tomli_w.dumps(without_none(asdict(kind))))) == kind
+
+
+def test_what_no_stage_of_a_pipeline_reads_is_said(tmp_path: Path) -> None:
+    only = "has no effect here: only stages of kind"
+    settings = ("evaluate.limit=3", "export.unproven=true", "distillation.enable=true")
+    assert [*unread_tables(load(tmp_path, SFT, *settings))] == [
+        f"distillation {only} 'rl' read it", f"evaluate {only} 'evaluate' read it"
+    ]  # fmt: skip
+    assert [*unread_tables(load(tmp_path, SFT, *settings[1:2], "train.ckpt.export_safetensors=false"))] == [
+        f"export {only} 'export' read it"
+    ]
+    gate = stages('name = "gate"\nkind = "gate"\nafter = "grpo"\nrequire = ["a > 0"]\nconfidence = 0.9')
+    assert unique_notices(load(tmp_path, CHAIN + gate, "grpo.reward_service='x.toml'")) == [
+        "stage 'grpo': reward_service = 'x.toml' has no effect here: no reward of it comes from a service; leave it "
+        "out, or set train.train_policy.use_remote_reward = true",
+        "stage 'gate': confidence = 0.9 has no effect here: no condition in require compares with published",
+    ]
+    assert unique_notices(load(tmp_path, CHAIN, "accuracy.validation.dataset.name=org/other")) == [
+        "stage 'accuracy': validation.dataset.name = 'org/other' has no effect here: stage 'grpo-data' prepares its "
+        "rows; set data to prepare rows of its own"
+    ]
+    merged = stages('name = "all"\nkind = "merge"\nafter = ["sft", "grpo"]\ndata = "stage:rows"')
+    assert unique_notices(load(tmp_path, CHAIN + merged)) == [
+        "stage 'all': data = 'stage:rows' has no effect here: kind merge reads no rows"
+    ]
+
+
+def test_a_table_that_is_switched_off_is_said_to_have_no_effect(tmp_path: Path) -> None:
+    tables = {
+        "distillation.model_name_or_path=org/teacher": "enable", "rollout.multi_turn_config.tools=['a:b']": "enable",
+        "train.train_policy.remote_reward.scale=2.0": "use_remote_reward",
+        "profiler.sub_profiler_config.do_profile=true": "enable_profiler",
+    }  # fmt: skip
+    for setting, switch in tables.items():
+        pipeline = load(tmp_path, GRPO, setting)
+        [said] = unique_notices(pipeline)
+        assert said.startswith(setting.partition("=")[0]) and said.endswith(f"has no effect here: {switch} is off")
+        again = load(tmp_path, tomli_w.dumps(load(tmp_path, GRPO).as_toml()))
+        assert unique_notices(again) == []
 
 
 def test_no_kind_is_asked_for_by_its_name_outside_the_folder_of_kinds() -> None:

@@ -291,8 +291,8 @@ def test_the_report_has_a_table_of_all_branches_the_best_first(tmp_path: Path) -
         finish(run, f"measure-optm_lr-{rate}", **{"validation/loss": loss})
     run_stage(run, "sft")
     [table] = sweep_tables(read_run(run.path))
-    assert (table.metric, table.mode, table.keys) == ("validation/loss", "min", ("train.optm_lr",))
-    assert [(row.name, row.settings, row.value, row.is_chosen) for row in table.rows] == [
+    assert (table["metric"], table["mode"], table["keys"]) == ("validation/loss", "min", ("train.optm_lr",))
+    assert [(row["name"], row["settings"], row["value"], row["is_chosen"]) for row in table["rows"]] == [
         ("sft-optm_lr-0_5", (0.5,), 0.25, True), ("sft-optm_lr-1e-5", (1e-5,), 0.75, False),
     ]  # fmt: skip
     page = build(run.path)

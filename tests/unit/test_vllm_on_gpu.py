@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.parallel import mesh
-from cosmos_core.rollout import vllm
+from cosmos_core.rollout import vllm, vllm_logits
 from cosmos_core.rollout.base import Receiver
 from cosmos_core.rollout.vllm import VllmEngine
 
@@ -27,7 +28,10 @@ class Recorder:
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
-        self.llm_engine = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
+        self.llm_engine = SimpleNamespace(
+            output_processor=SimpleNamespace(request_states={}),
+            reset_encoder_cache=lambda: calls.append("reset images"),
+        )
 
     def sleep(self, level: int) -> None:
         self.calls.append(f"sleep {level}")
@@ -55,7 +59,7 @@ def engine(calls: list[str]) -> VllmEngine:
     made: Any = object.__new__(VllmEngine)
     made._llm, made._adapter, made._has_ranks, made._convert_bucket = Recorder(calls), None, False, list
     made._receiver, made._in_flight, made._asleep_tags, made._version, made.sleep_level = Receiver(), {}, [], 0, 0
-    made.link = None
+    made.link = made._vision = None
     return made
 
 
@@ -75,6 +79,13 @@ def test_a_load_wakes_the_weights_alone_and_the_cache_after_it_each_with_torchs_
     assert calls == ["sleep 1", "empty", "wake weights", "empty", "wake kv_cache"]
 
 
+def test_a_load_ends_what_vllm_knows_of_images_in_its_scheduler_and_its_workers(calls: list[str]) -> None:
+    made: Any = engine(calls)
+    made._vision = object()
+    made.load_weights(1, [[("weight", torch.ones(2))]])
+    assert calls == ["reload_weights", "reset", "reset images"]
+
+
 @pytest.mark.parametrize("is_separate", [False, True])
 def test_ranks_that_see_one_gpu_each_reduce_by_nccl_alone(
     calls: list[str], is_separate: bool, monkeypatch: pytest.MonkeyPatch
@@ -87,13 +98,58 @@ def test_ranks_that_see_one_gpu_each_reduce_by_nccl_alone(
     rollout = RolloutConfig.model_validate({"parallelism": {"tp_size": 2}})
     settings: Any = SimpleNamespace(
         rollout=rollout, model=SimpleNamespace(config=SimpleNamespace()), folder="folder", is_separate=is_separate,
-        dtype=torch.bfloat16, max_model_len=64,
+        dtype=torch.bfloat16, max_model_len=64, vision=None,
     )  # fmt: skip
     found = vllm._engine_arguments(settings)
+    assert found["skip_tokenizer_init"] is True
     assert mesh.is_single_rank() is is_separate
     assert found["distributed_executor_backend"] == ("mp" if is_separate else "external_launcher")
     assert found.get("disable_custom_all_reduce", False) is not is_separate
     assert {os.environ.get(name) for name in vllm._OWN_GPU_ENVIRONMENT} == {None if is_separate else "0"}
+
+
+def test_a_model_that_takes_images_gets_the_tokenizer_without_which_vllm_makes_no_processor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = transformers.LlavaConfig()
+    config._commit_hash = "abc"
+    settings: Any = SimpleNamespace(
+        rollout=RolloutConfig(), model=SimpleNamespace(config=config), folder="folder", is_separate=True,
+        dtype=torch.bfloat16, max_model_len=64, vision=object(), custom={"vision": {"max_pixels": 784, "fps": 2}},
+    )  # fmt: skip
+    found = vllm._engine_arguments(settings)
+    assert not found["skip_tokenizer_init"] and found["tokenizer_revision"] == "abc"
+    assert found["mm_processor_kwargs"] == {"max_pixels": 784}
+    assert "requires_tokenizer and info.ctx.tokenizer is None" in source("multimodal/processing/processor.py")
+
+
+@pytest.mark.parametrize("num_further", [0, 1])
+def test_logits_of_a_prompt_are_those_of_its_tokens_also_with_the_position_that_a_gpu_adds(
+    num_further: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row, logits_TV = [5, 1, 7], torch.randn(3, 8)
+    logprobs = logits_TV.log_softmax(-1)
+
+    class Llm:
+        def __init__(self, **_: Any) -> None:
+            self.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
+
+        def collective_rpc(self, method: Any, args: Any) -> None:
+            method(SimpleNamespace(model_runner=SimpleNamespace(model=self.model)), *args)
+
+        def generate(self, prompts: Any, sampling: Any, use_tqdm: bool) -> list[Any]:
+            self.model.compute_logits(logits_TV[-1:])
+            self.model.compute_logits(logits_TV[: 2 + num_further])
+            said = [{token: SimpleNamespace(logprob=logprobs[i, token].item())} for i, token in enumerate(row[1:])]
+            return [SimpleNamespace(prompt_logprobs=[None, *said])]
+
+    fake = SimpleNamespace(LLM=Llm, SamplingParams=dict, TokensPrompt=dict)
+    monkeypatch.setattr(vllm_logits, "import_vllm", lambda: fake)
+    for name in ("set_environment", "load_config", "check_head_size"):
+        monkeypatch.setattr(vllm_logits, name, lambda *_: None)
+    [found] = vllm_logits.prompt_logits(tmp_path, [row])
+    assert torch.equal(found, logits_TV[:2])
 
 
 def parameters(module: str, function: str) -> list[str]:
@@ -118,6 +174,7 @@ def source(module: str) -> str:
         ("entrypoints/llm.py", "LLM.enqueue", {"prompts", "sampling_params", "lora_request", "use_tqdm"}),
         ("entrypoints/llm.py", "LLM.collective_rpc", {"method", "args", "kwargs"}),
         ("entrypoints/llm.py", "LLM.reset_prefix_cache", {"reset_running_requests"}),
+        ("v1/engine/llm_engine.py", "LLMEngine.reset_encoder_cache", {"self"}),
         ("v1/worker/gpu_worker.py", "Worker.reload_weights", {"kwargs"}),
         ("v1/worker/gpu/model_runner.py", "GPUModelRunner.reload_weights", {"kwargs"}),
         ("v1/worker/gpu_model_runner.py", "GPUModelRunner.reload_weights", {"weights_iterator"}),
@@ -142,9 +199,9 @@ def test_vllm_knows_the_arguments_and_variables_that_we_set() -> None:
     assert fields >= {
         "model", "revision", "dtype", "max_model_len", "tensor_parallel_size", "enforce_eager",
         "distributed_executor_backend", "logprobs_mode", "generation_config", "skip_tokenizer_init",
-        "disable_log_stats", "use_tqdm_on_load", "max_num_seqs", "quantization", "gpu_memory_utilization",
-        "enable_sleep_mode", "enable_chunked_prefill", "max_num_batched_tokens", "disable_custom_all_reduce",
-        "enable_lora", "max_loras", "max_lora_rank",
+        "tokenizer_revision", "disable_log_stats", "use_tqdm_on_load", "max_num_seqs", "quantization",
+        "gpu_memory_utilization", "enable_sleep_mode", "enable_chunked_prefill", "max_num_batched_tokens",
+        "disable_custom_all_reduce", "enable_lora", "max_loras", "max_lora_rank", "mm_processor_kwargs",
     }  # fmt: skip
     known = source("envs.py")
     ours = {**vllm._ENVIRONMENT, **vllm._CPU_ENVIRONMENT, **vllm._OWN_GPU_ENVIRONMENT}

@@ -153,7 +153,7 @@ class Cutting(EngineWrapper):
                 self._wire.is_cut = i == 1
                 yield bucket
 
-        return super().load_weights(version, noted())
+        return self._inner.load_weights(version, noted())
 
 
 class Counting(VllmEngine):
