@@ -183,6 +183,7 @@ def plan(
     refuse_parameters(parameters)
     from rich.console import Console
 
+    from cosmos_core.launch.machine import machine_of
     from cosmos_core.observe.plan_table import plan_table
     from cosmos_core.run import plan as planning
     from cosmos_core.run.hub import pin_hub_revisions
@@ -191,6 +192,7 @@ def plan(
 
     estimate = estimate or bool(on)
     pipeline = _compose_pipeline(configs, overrides)
+    machine_of(pipeline.config, on, ())  # refuses an unknown GPU before anything is measured
     unpinned_pipeline, output_dir = pipeline, _check_pipeline(pipeline, is_plan=estimate)
     try:
         pipeline = pin_urls(pin_hub_revisions(pipeline))
@@ -207,7 +209,6 @@ def plan(
         from cosmos_core.launch.cost import cost_table, costs
         from cosmos_core.launch.estimate import estimate_stages_in_worker, estimate_table
         from cosmos_core.launch.gpus import num_reserved_gpus
-        from cosmos_core.launch.machine import machine_of
         from cosmos_core.run.estimated import save_estimate
 
         estimates, mesh_gpus = list(estimate_stages_in_worker(pipeline, decisions)), check_meshes(pipeline)
@@ -218,9 +219,7 @@ def plan(
         console.print(estimate_table(estimates, mesh_gpus, pipeline.config.gpus_per_node))
         machine_spec = machine_of(pipeline.config, on, dict(estimates).values())
         stage_costs = costs(pipeline, decisions, dict(estimates), num_gpus | mesh_gpus, output_dir, machine_spec)
-        save_estimate(
-            unpinned_pipeline, output_dir, {stage_cost.name: stage_cost.gpu_seconds for stage_cost in stage_costs}
-        )
+        save_estimate(unpinned_pipeline, output_dir, {each.name: each.gpu_seconds for each in stage_costs})
         console.print(cost_table(pipeline, stage_costs, machine_spec))
 
 
@@ -236,6 +235,8 @@ def check(
     ] = 0,
 ) -> None:
     """Check a pipeline before it reserves GPUs: the schema, then models, tokenizers, rows and rewards in a worker."""
+    if entrypoint := flow_of(configs, is_toml_required=False):
+        raise ConfigError(f"{entrypoint} is a flow in Python, which checks a stage when it calls it; use cosmos plan")
     pipeline = _compose_pipeline(configs, overrides)
     if not schema_only:
         from cosmos_core.launch.check import check_stages_in_worker
@@ -334,13 +335,13 @@ def _exit_with_message(message: str, exit_code: int) -> None:
 
 def _compose_pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
     """Return the composed pipeline; print notes on standard error about settings that are ignored or changed."""
-    from cosmos_core.config.capabilities import unique_notices
+    from cosmos_core.config.capabilities import unique_notices, unread_tables
     from cosmos_core.config.compose import load_pipeline
     from cosmos_core.config.mesh import resolve_gpus
     from tasks.kinds import all_kinds
 
     pipeline = resolve_gpus(load_pipeline(configs[0], overrides, all_kinds(), configs[1:]))
-    note(unique_notices(pipeline))
+    note([*unique_notices(pipeline), *unread_tables(pipeline)])
     return pipeline
 
 

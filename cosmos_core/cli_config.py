@@ -64,7 +64,7 @@ def convert(file: File) -> None:
 
     _load_pipeline(file)  # raises ConfigError if the configuration is invalid
     notices: list[str] = []
-    config_values = read_config(file, notices)
+    config_values, _ = read_config(file, notices)
     if not config_values.get("pipeline", {}).get("stages"):  # stages may have other algorithms
         config_values = with_algorithm_keys(config_values, notices)
     note(notices)

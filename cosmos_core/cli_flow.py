@@ -7,13 +7,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import code_file, is_code
-
-if TYPE_CHECKING:
-    from cosmos_core.run.directory import RunFacts
 
 
 def flow_of(configs: Sequence[Path], *, is_toml_required: bool) -> str:
@@ -58,13 +55,17 @@ def refuse_parameters(assignments: Sequence[str]) -> None:
 
 def is_flow(run_path: Path) -> bool:
     """Return True if a run was created by a Python flow rather than from a TOML file."""
-    return bool(_read_facts_or_default(run_path).entrypoint)
+    from cosmos_core.run.directory import read_facts
+
+    run_facts = read_facts(run_path)
+    return run_facts is not None and bool(run_facts.entrypoint)
 
 
 def resume_flow(run_path: Path) -> int:
     """Run the flow of an existing run again, with its parameters and in its folder; return the exit code."""
-    run_facts = _read_facts_or_default(run_path)
-    run_path = run_path.absolute()
+    from cosmos_core.run.directory import RunFacts, read_facts
+
+    run_facts, run_path = read_facts(run_path) or RunFacts(), run_path.absolute()
     os.environ["COSMOS_OUTPUT_DIR"] = str(run_path.parent)
     if run_facts.working_directory:  # empty in runs of earlier versions
         if not os.path.isdir(run_facts.working_directory):
@@ -74,12 +75,6 @@ def resume_flow(run_path: Path) -> int:
             )
         os.chdir(run_facts.working_directory)
     return run_flow(run_facts.entrypoint, run_facts.parameters, run_path.name, run_path.parent)
-
-
-def _read_facts_or_default(run_path: Path) -> RunFacts:
-    from cosmos_core.run.directory import RunFacts, read_facts
-
-    return read_facts(run_path) or RunFacts()
 
 
 def run_flow(entrypoint: str, parameters: Mapping[str, Any], run_id: str, output_dir: Path) -> int:

@@ -12,7 +12,8 @@ import typer
 
 from cosmos_core.errors import ConfigError, CosmosError
 
-OutputDir = Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")]
+# A shell expands `~` in `--output-dir ~/runs`, but not in `--output-dir=~/runs`.
+OutputDir = Annotated[Path, typer.Option(help="Folder of runs.", callback=lambda path: Path(os.path.expanduser(path)))]
 RunName = Annotated[str, typer.Argument(help="Id or path of a run; empty: the newest run.")]
 _TABLE_WIDTH = 160
 _POLL_SECONDS = 1.0

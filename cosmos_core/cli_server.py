@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cosmos_core.cli_runs import OutputDir
+
 if TYPE_CHECKING:
     from cosmos_core.launch.doctor import Finding
 
@@ -59,7 +61,7 @@ def doctor(
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Check the Prefect server, its work pools, workers and deployments.")
     ] = False,
-    output_dir: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("outputs"),
+    output_dir: OutputDir = Path("outputs"),
 ) -> None:
     """Check this machine and suggest a remedy for each problem; with --cluster, check the Prefect server, its work
     pools, workers and deployments, Ray and rewards. The exit code is 1 if a check fails."""
@@ -88,7 +90,7 @@ def _cluster_findings(output_dir: Path) -> Iterator[Finding]:
 
 
 def serve_reports(
-    output_dir: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("outputs"),
+    output_dir: OutputDir = Path("outputs"),
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8765,
 ) -> None:
@@ -100,14 +102,14 @@ def serve_reports(
     from cosmos_core.observe.report_server import TOKEN, ReportServer
 
     token = os.environ.get(TOKEN) or secrets.token_urlsafe(24)
-    with ReportServer(output_dir.expanduser(), token, (host, port)) as server:
+    with ReportServer(output_dir, token, (host, port)) as server:
         typer.echo(f"reports of {server.output_dir} at http://{host}:{server.server_address[1]}/RUN/report.html")
         if TOKEN not in os.environ:
             typer.echo(f"password: {token}")
         server.serve_forever()
 
 
-def reap(output_dir: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("outputs")) -> None:
+def reap(output_dir: OutputDir = Path("outputs")) -> None:
     """Stop the remaining processes of runs whose flow died on this machine, and correct their recorded state."""
     from cosmos_core.launch import reap as leftovers
 
@@ -120,7 +122,7 @@ def reap(output_dir: Annotated[Path, typer.Option(help="Folder of runs.")] = Pat
 
 
 def clean(
-    output_dir: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("outputs"),
+    output_dir: OutputDir = Path("outputs"),
     store: Annotated[str, typer.Option(help="Clean the artifact store s3://BUCKET/PREFIX instead.")] = "",
     keep: Annotated[int, typer.Option(min=0, help="Number of newest runs to keep per pipeline.")] = 5,
     older_than: Annotated[str, typer.Option(help="Only runs without activity for this long, e.g. 12h or 30d.")] = "0s",
@@ -141,7 +143,7 @@ def clean(
     if store:
         _clean_store(store, num_kept_runs=keep, older_than_seconds=min_age_seconds, is_confirmed=yes)
         return
-    folder = output_dir.expanduser().absolute()
+    folder = output_dir.absolute()
     runs = retention.verdicts(folder, num_kept_runs=keep, older_than_seconds=min_age_seconds)
     for verdict in runs:
         outcome = f"stays: {verdict.reason_to_keep}" if verdict.reason_to_keep else "goes"

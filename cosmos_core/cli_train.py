@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cosmos_core.cli_runs import OutputDir
 from cosmos_core.config.schema.methods import DIFFUSION_SFT, DPO, GRPO, METHODS, SFT
 from cosmos_core.errors import EXIT_USAGE, ConfigError, CosmosError
 
@@ -29,6 +30,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the recipe withou
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the recipe.")]
 
 _FILE_HEADER = "# Written by cosmos, digest "
+_DATASET = ("train", "train_policy", "dataset")
+_ROW_KEYS = ("subset", "split", "revision")
 
 
 def sft(  # noqa: PLR0913 - the options of a command
@@ -85,25 +88,25 @@ def evaluate(  # noqa: PLR0913 - the options of a command
     include_path: Annotated[str, typer.Option(help="Folder with YAML files of your own tasks.")] = "",
     chat: Annotated[bool, typer.Option("--chat", help="Render prompts with the model's chat template.")] = False,
     save: Save = "", dry_run: DryRun = False, overrides: Set = [],  # noqa: B006
-    output_dir: Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")] = Path("outputs")
+    output_dir: OutputDir = Path("outputs")
 ) -> None:  # fmt: skip
     """Run public benchmarks on a model, or on the model of a run or a stage; of a diffusion model, sample prompt sets,
     which rewards score."""
     if bool(tasks) == bool(prompts) or bool(prompts) != bool(reward):
         raise ConfigError("give --tasks for a language model, or --prompts and --reward for a diffusion model")
     options = {"method": "eval", "model": model, "tasks": tasks, "prompts": prompts, "reward": reward}
-    settings = [
-        ("policy.model_name_or_path", _resolve_model(model, output_dir), "--model"),
-        *([("evaluate.tasks", _split_names(tasks), "--tasks")] if tasks else []),
-        *([("policy.is_diffusers", True, "--prompts")] if prompts else []),
-        *([("evaluate.prompts", _split_names(prompts), "--prompts")] if prompts else []),
-        *([("evaluate.rewards", _split_names(reward), "--reward")] if reward else []),
-        *([("policy.diffusers.inference_size", [size, size], "--size")] if size else []),
-        *([("evaluate.limit", limit, "--limit")] if limit else []),
-        *([("evaluate.include_path", include_path, "--include-path")] if include_path else []),
-        *([("evaluate.apply_chat_template", True, "--chat")] if chat else []),
+    model_setting = ("policy.model_name_or_path", _resolve_model(model, output_dir), "--model")
+    settings: list[tuple[str, Any, str]] = [
+        ("evaluate.tasks", _split_names(tasks), "--tasks"),
+        ("policy.is_diffusers", bool(prompts), "--prompts"),
+        ("evaluate.prompts", _split_names(prompts), "--prompts"),
+        ("evaluate.rewards", _split_names(reward), "--reward"),
+        ("policy.diffusers.inference_size", [size, size] if size else [], "--size"),
+        ("evaluate.limit", limit, "--limit"),
+        ("evaluate.include_path", include_path, "--include-path"),
+        ("evaluate.apply_chat_template", chat, "--chat"),
     ]
-    _save_and_run_recipe(options, settings, save, dry_run, overrides)
+    _save_and_run_recipe(options, [model_setting, *(each for each in settings if each[1])], save, dry_run, overrides)
 
 
 def _split_names(text: str) -> list[str]:
@@ -140,7 +143,7 @@ def try_model(
     prompt: Annotated[str, typer.Option(help="Single prompt; empty: read one per line from standard input.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a completion.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="Temperature; 0: greedy decoding.")] = 0.0,
-    output_dir: Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")] = Path("outputs"),
+    output_dir: OutputDir = Path("outputs"),
 ) -> None:
     """Chat with a model, or generate images with it: the model of a run or a stage, a folder, or a Hub id."""
     if len(models) > 2:
@@ -160,15 +163,15 @@ def _resolve_model(name: str, output_dir: Path) -> str:
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.manifest import read_result
 
-    path = Path(name)
-    if (path / "result.json").is_file():
+    paths = (Path(name), output_dir / name)
+    if path := next((each for each in paths if (each / "result.json").is_file()), None):
         result = read_result(path)
-        model_path = result["info"].get("model") if result else None
+        model_path = str(result["info"].get("model") or "") if result else ""
         if not model_path:
             raise ConfigError(f"{name}: this stage made no model")
-        return str(path / str(model_path))
-    is_run = (path / "pipeline.toml").is_file() or (output_dir / name / "pipeline.toml").is_file()
-    if not is_run and not name.isdecimal():  # such as 20260131093000, which is always meant as a run
+        return model_path if "://" in model_path else str(path / model_path)
+    is_run = any((each / "pipeline.toml").is_file() for each in paths)
+    if not is_run and (not name.isdecimal() or os.path.isdir(name)):  # 20260131093000 is always meant as a run
         return name
     run = read_run(find_run(name, output_dir))
     if run.model is None:
@@ -177,7 +180,7 @@ def _resolve_model(name: str, output_dir: Path) -> str:
 
 
 def _propose_and_run(command_options: dict[str, str], save: str, dry_run: bool, overrides: Sequence[str]) -> None:
-    _save_and_run_recipe(command_options, _propose_settings(command_options), save, dry_run, overrides)
+    _save_and_run_recipe(command_options, _propose_settings(command_options, overrides), save, dry_run, overrides)
 
 
 def _save_and_run_recipe(
@@ -194,9 +197,14 @@ def _save_and_run_recipe(
     _exec_run(path, options)
 
 
-def _propose_settings(command_options: dict[str, str]) -> list[tuple[str, Any, str]]:
-    """Return (key, value, reason) of each proposed setting, from a subprocess that may import torch."""
-    command = [sys.executable, "-m", "cosmos_core.train.propose", json.dumps(command_options)]
+def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] = ()) -> list[tuple[str, Any, str]]:
+    """Return (key, value, reason) of each proposed setting, from a subprocess that may import torch. It looks at the
+    rows that `overrides` select."""
+    from cosmos_core.config.override import parse_setting
+
+    settings = {setting.keys: setting.value for setting in map(parse_setting, overrides)}
+    rows = {keys[-1]: value for keys, value in settings.items() if keys[:-1] == _DATASET and keys[-1] in _ROW_KEYS}
+    command = [sys.executable, "-m", "cosmos_core.train.propose", json.dumps({**command_options, "rows": rows})]
     completed_process = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed_process.returncode == EXIT_USAGE:
         raise ConfigError(completed_process.stderr.strip().splitlines()[-1])
@@ -227,7 +235,8 @@ def _render_recipe(command_options: dict[str, str], settings: list[tuple[str, An
 
 
 def _make_recipe_path(command_options: dict[str, str], output_file: str) -> Path:
-    file_stem = Path(command_options.get("data") or command_options["model"]).name.split(".")[0] or "rows"
+    file_name = Path(command_options.get("data") or command_options["model"]).name
+    file_stem = file_name.split(".")[0].lstrip("-") or "rows"  # `cosmos run -x.toml` would read an option
     return Path(output_file or f"{file_stem}-{command_options['method']}.toml")
 
 

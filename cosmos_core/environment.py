@@ -42,8 +42,15 @@ _secret_values: set[str] = set()
 
 def environment_for_user_code(names: Iterable[str]) -> dict[str, str]:
     """Return the environment variables that user code receives: those that any program needs, and those in `names`."""
+    requested_names = set(names)
     return {
-        name: value for name, value in os.environ.items() if name in set(names) or _is_inherited_variable(name, value)
+        name: value
+        for name, value in os.environ.items()
+        if name in requested_names
+        or (
+            (name in _INHERITED_VARIABLES or name.startswith(_INHERITED_PREFIXES))
+            and not (_is_secret_name(name) or _URL_WITH_PASSWORD.search(value))
+        )
     }
 
 
@@ -165,11 +172,6 @@ def _collect_secrets(names: Iterable[str] = ()) -> list[str]:
             secrets.add(value)
         secrets.update(_URL_WITH_PASSWORD.findall(value) if "://" in value else ())
     return sorted((value for value in secrets if len(value) >= _MIN_SECRET_CHARACTERS), key=len, reverse=True)
-
-
-def _is_inherited_variable(name: str, value: str) -> bool:
-    is_inherited = name in _INHERITED_VARIABLES or name.startswith(_INHERITED_PREFIXES)
-    return is_inherited and not _is_secret_name(name) and not _URL_WITH_PASSWORD.search(value)
 
 
 @lru_cache(maxsize=1024)

@@ -1,21 +1,5 @@
 """All errors that a user can see, and the exit codes with which they end a process.
 
-    CosmosError
-    ├── ConfigError      the TOML, the command line or a graph of stages is wrong   exit 64
-    ├── DataError        a data file or a row in it is wrong                         exit 64
-    │   └── MissingColumn  a row lacks a column of a usual name                     exit 64
-    ├── ModelError       a model folder, tokenizer or checkpoint is wrong            exit 64
-    ├── RewardError      a reward function does not exist or cannot be used          exit 64
-    ├── Preempted        asked to stop; a checkpoint was saved                       exit 75
-    │   ├── Cancelled    stopped by a person, so not restarted automatically         exit 75
-    │   └── OverBudget   the budget of the run is spent                              exit 75
-    ├── StageFailed      a worker ended without a result, or its machine failed     exit 1
-    │   ├── ProgramError  its program raised an error that is not transient           exit 1
-    │   ├── GateFailed   a condition of a gate does not hold                          exit 65
-    │   └── DiskFull     there is no room to write                                    exit 1
-    └── UploadError      a target refused or lost what was sent                      exit 1
-        └── DamagedRecord  the record of published versions cannot be read          exit 1
-
 A message is one line: what is wrong with which value, the rule, the remedy. To add a class, give it the exit code that
 says whether trying again can help, and keep it picklable: positional string arguments only.
 """

@@ -41,7 +41,7 @@ from cosmos_core.parent import adopt_orphans
 from cosmos_core.registry import location_of
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import SHARED_FOLDER, disk_full, find_disk_error
-from cosmos_core.run.liveness import note_flow_state
+from cosmos_core.run.liveness import note_flow_state, note_stop
 from cosmos_core.run.progress import read_progress
 from cosmos_core.run.state import FINISHED, read_state
 
@@ -65,7 +65,7 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
                 flow_error = _run_to_completion(partial(post_train, **flow_parameters, return_state=True), run.path)
         except (KeyboardInterrupt, Preempted):
             is_interrupted = True
-            note_flow_state(run.path, "stopped")
+            note_stop(run.path, stage_names)
     kill_descendants()
     print_summary(run.path)
     code = EXIT_PREEMPTED if is_interrupted else exit_code(run)
@@ -116,6 +116,8 @@ def run_python_flow(
                 error = over_budget
             except (KeyboardInterrupt, Preempted):
                 is_interrupted = True
+                if (interrupted_run := current_run()) is not None:
+                    note_flow_state(interrupted_run.path, "stopped")
             except CosmosError as cosmos_error:
                 error = cosmos_error
     kill_descendants()

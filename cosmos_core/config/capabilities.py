@@ -4,9 +4,11 @@ A field declares its limits with marks (`planned`, `Only`, ...); `Table.refusals
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
-from cosmos_core.config.compose import Pipeline, stage_references
+from cosmos_core.config.compose import Pipeline, StageKinds, stage_references
+from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.inputs import existing_path, source_of
 from cosmos_core.config.override import IMPLIED_SUFFIX
 from cosmos_core.config.reported import check_gates
@@ -51,9 +53,8 @@ def _check_artifact_store(pipeline: Pipeline) -> None:
         source = source_of(stage.model) if stage.checkpoint else None
         if source is not None and (source_pool := pipeline.stage(source).work_pool) != stage.work_pool:
             raise ConfigError(
-                f"{pipeline.source}: stage {stage.name!r}: checkpoint = {stage.checkpoint!r} is where stage "
-                f"{source!r} runs, and with artifact_store machines share no disk; set work_pool = {source_pool!r} "
-                f"here too"
+                f"{pipeline.source}: stage {stage.name!r}: checkpoint = {stage.checkpoint!r} is where stage {source!r} "
+                f"runs, and with artifact_store machines share no disk; set work_pool = {source_pool!r} here too"
             )
 
 
@@ -163,10 +164,40 @@ def unique_notices(pipeline: Pipeline) -> list[str]:
     notices = [
         notice
         for stage in stages
-        for notice in (*_ignored_settings(stage.recipe), *_ignored_revisions(stage.recipe), *_disabled_settings(stage))
+        for notice in (
+            *_ignored_settings(stage.recipe),
+            *_ignored_revisions(stage.recipe),
+            *_disabled_settings(stage, pipeline.kinds),
+        )
     ]
     notices += [notice for stage in stages for table in active_tables(stage.recipe) for notice in table.notices(stage)]
-    return list(dict.fromkeys((*pipeline.notices, *notices, *_ignored_timeouts(pipeline))))
+    return list(
+        dict.fromkeys((*pipeline.notices, *notices, *_ignored_stage_keys(pipeline), *_ignored_row_keys(pipeline)))
+    )
+
+
+def unread_tables(pipeline: Pipeline) -> Iterator[str]:
+    """Yield a notice for each recipe table that is set and that only stages of other kinds than those of the pipeline
+    read. The pipeline must have all its stages, unlike that of a Python flow."""
+    if any(stage.entry for stage in pipeline.stages):  # a user function receives the whole recipe
+        return
+    stage_kinds = {stage.kind for stage in pipeline.stages}
+    for name in Recipe.model_fields:
+        readers = [
+            kind.name for kind in pipeline.kinds.values()
+            if any(key.partition(".")[0] == name for key in chain(kind.recipe_tables, *kind.keys_by_modality.values()))
+        ]  # fmt: skip
+        is_unread = bool(readers) and stage_kinds.isdisjoint(readers)
+        if is_unread and any(_has_settings(recipe, name) for recipe in pipeline.recipes.values()):
+            yield f"{name} has no effect here: only stages of kind {' or '.join(map(repr, readers))} read it"
+
+
+def _has_settings(recipe: Recipe, name: str) -> bool:
+    """Return True if a table of a recipe, or a key outside of tables, was set to another value than its default."""
+    value = getattr(recipe, name)
+    if not isinstance(value, Table):
+        return recipe.is_set(name)
+    return value != type(value)() and any(is_set for *_, is_set in active_fields(value))
 
 
 def _unsupported_settings(table: Table, stage: StageContext) -> Iterator[str]:
@@ -187,19 +218,51 @@ def _ignored_settings(recipe: Recipe) -> Iterator[str]:
             yield f"{key} = {as_toml(value)} has no effect here: {field_status.note}"
 
 
-def _disabled_settings(stage: StageContext) -> Iterator[str]:
+def _disabled_settings(stage: StageContext, kinds: StageKinds) -> Iterator[str]:
     for key, value, switch_name in unused_settings(stage.recipe):
-        if stage.kind.reads_key(key):
+        # Keys that do not change results, such as those of the profiler, are declared by no kind.
+        if stage.kind.reads_key(key) or not any(kind.reads_key(key) for kind in kinds.values()):
             yield f"{key} = {as_toml(value)} has no effect here: {switch_name} is off"
 
 
-def _ignored_timeouts(pipeline: Pipeline) -> Iterator[str]:
+def _ignored_stage_keys(pipeline: Pipeline) -> Iterator[str]:
     for stage in pipeline.stages:
-        if stage.timeout and not pipeline.kind_of(stage).in_worker:
+        recipe, kind, location = pipeline.recipes[stage.name], pipeline.kind_of(stage), f"stage {stage.name!r}"
+        if stage.timeout and not kind.in_worker:
             yield (
-                f"stage {stage.name!r}: timeout = {stage.timeout!r} has no effect here: kind {stage.kind} has no "
-                "worker that could be ended"
+                f"{location}: timeout = {stage.timeout!r} has no effect here: kind {stage.kind} has no worker that "
+                f"could be ended"
             )
+        if stage.confidence and not any(parse_condition(text).needs_published_model for text in stage.require):
+            yield (
+                f"{location}: confidence = {stage.confidence:g} has no effect here: no condition in require compares "
+                f"with published"
+            )
+        if stage.data and kind.entry and not kind.reads_data and not kind.reads_key("export.formats"):
+            yield f"{location}: data = {stage.data!r} has no effect here: kind {stage.kind} reads no rows"
+        has_remote_rewards = recipe.train.train_policy.remote_rewards or recipe.validation.remote_rewards
+        if stage.reward_service and not stage.entry and not has_remote_rewards:
+            yield (
+                f"{location}: reward_service = {stage.reward_service!r} has no effect here: no reward of it comes from "
+                f"a service; leave it out, or set train.train_policy.use_remote_reward = true"
+            )
+
+
+def _ignored_row_keys(pipeline: Pipeline) -> Iterator[str]:
+    """Yield a notice for each setting of rows in the recipe of a stage whose rows another recipe prepares."""
+    for stage in pipeline.stages:
+        kind, source, recipe = pipeline.kind_of(stage), source_of(stage.data), pipeline.recipes[stage.name]
+        if source is None or kind.reads_data != "prepared" or recipe == pipeline.recipes[source]:
+            continue
+        prepare_kind = pipeline.kind_of(pipeline.stage(source))
+        prepared_values = {key: value for key, _, value, _ in active_fields(pipeline.recipes[source])}
+        for key, field, value, is_set in active_fields(recipe):
+            is_ignored = is_set and prepare_kind.reads_key(key) and not kind.reads_key(key)
+            if is_ignored and status(field).name == "used" and prepared_values.get(key) != value:
+                yield (
+                    f"stage {stage.name!r}: {key} = {as_toml(value)} has no effect here: stage {source!r} prepares its "
+                    f"rows; set data to prepare rows of its own"
+                )
 
 
 def _ignored_revisions(recipe: Recipe) -> Iterator[str]:

@@ -19,7 +19,7 @@ import tomli_w
 
 from cosmos_core.config.compat.translate import with_algorithm_keys, with_current_keys
 from cosmos_core.config.conditions import parse_condition
-from cosmos_core.config.files import config_folders, read_config
+from cosmos_core.config.files import read_config
 from cosmos_core.config.inputs import STAGE_PREFIX, Input, existing_path, inputs_of, source_of
 from cosmos_core.config.load import (
     MAX_FILE_BYTES,
@@ -43,7 +43,7 @@ from cosmos_core.config.override import (
 )
 from cosmos_core.config.schema.clean import BENCHMARKS
 from cosmos_core.config.schema.marks import NamedThing
-from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
+from cosmos_core.config.schema.pipeline import STAGE_NAME_LENGTH, PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import convert_named_things
 from cosmos_core.config.schema.train import TrainConfig
@@ -153,9 +153,8 @@ def load_pipeline(
     """
     notices: list[str] = []
     with _shorten_errors():
-        shared_tables = read_config(path, notices, overriding_files)
-        files = (*reversed(overriding_files), path)
-        folders = [path.parent, *(folder for file in files for folder in config_folders(file))]
+        shared_tables, folders = read_config(path, notices, overriding_files)
+        folders = [path.parent, *folders]
         return _check_serializable(_compose_pipeline(path, shared_tables, overrides, kinds, notices, folders))
 
 
@@ -165,7 +164,8 @@ def with_stage(pipeline: Pipeline, stage: Values, tables: Values, source: Path) 
     Args:
         stage: keys of the new stage in `[[pipeline.stages]]`.
         tables: tables of the recipe of the new stage.
-        source: file that error messages name; relative paths in `tables` start from its folder.
+        source: file that error messages name, a recipe or the Python file of a flow; relative paths in `tables` start
+            from its folder, or from those of the files that a recipe extends.
 
     Raises:
         ConfigError: as `load_pipeline`.
@@ -175,7 +175,8 @@ def with_stage(pipeline: Pipeline, stage: Values, tables: Values, source: Path) 
         values = pipeline.as_toml()
         tables = with_current_keys(tables, f"{source}: stage {stage['name']!r}", notices)
         values["pipeline"].setdefault("stages", []).append({**stage, "overrides": tables})
-        return _check_serializable(_compose_pipeline(source, values, (), pipeline.kinds, notices, [source.parent]))
+        folders = [source.parent] if source.suffix == ".py" else read_config(source, [])[1]
+        return _check_serializable(_compose_pipeline(source, values, (), pipeline.kinds, notices, folders))
 
 
 @contextmanager
@@ -212,12 +213,11 @@ def _compose_pipeline(
     )
     values = merge({"name": path.stem, **{k: v for k, v in pipeline_table.items() if k != "stages"}}, settings.pipeline)
     config = parse(PipelineConfig, values, source=str(path), prefix="pipeline")
-    stages, recipes, tables_by_stage = [], {}, {}
+    stages, recipes, tables_by_stage, recipe_folders = [], {}, {}, {"": list[Path]()}
     for number, entry in enumerate(entries):
         stage = parse(StageConfig, apply_overrides(entry, settings), source=_describe_location(path, entry, number))
-        tables = tables_by_stage[stage.name] = merge(
-            merge(shared, _read_recipe_file(path, stage, notices)), stage.overrides
-        )
+        recipe_values, recipe_folders[stage.recipe] = _read_recipe_file(path, stage, notices)
+        tables = tables_by_stage[stage.name] = merge(merge(shared, recipe_values), stage.overrides)
         recipe_note = f" (recipe {stage.recipe})" if stage.recipe else ""
         location = f"{path}: stage {stage.name!r}{recipe_note}"
         recipes[stage.name] = parse(Recipe, with_algorithm_keys(tables, notices), source=location, notices=notices)
@@ -229,7 +229,7 @@ def _compose_pipeline(
     pipeline = _with_output_dir(pipeline)
     pipeline = with_sweeps(_sort_topologically(_with_prepared_data(pipeline)), tables_by_stage)
     pipeline = with_uploads(_sort_topologically(pipeline))
-    return _with_absolute_paths(_inherit_export_dtype(_sort_topologically(pipeline)), folders)
+    return _with_absolute_paths(_inherit_export_dtype(_sort_topologically(pipeline)), folders, recipe_folders)
 
 
 def _read_stage_entries(path: Path, pipeline_table: Any) -> list[Mapping[str, Any]]:
@@ -247,16 +247,16 @@ def _describe_location(path: Path, entry: Mapping[str, Any], entry_index: int) -
     return f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{entry_index}]"
 
 
-def _read_recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> Values:
+def _read_recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> tuple[Values, list[Path]]:
     if not stage.recipe:
-        return {}
+        return {}, []
     recipe_path = path.parent / stage.recipe
     if not os.path.exists(recipe_path):  # os.path.exists returns False for an invalid path; Path.exists raises
         raise ConfigError(f"{path}: stage {stage.name!r}: recipe = {stage.recipe!r}: no such file ({recipe_path})")
-    values = read_config(recipe_path, notices)
+    values, folders = read_config(recipe_path, notices)
     if "pipeline" in values:
         raise ConfigError(f"{recipe_path}: a recipe used by a stage cannot have a [pipeline] of its own")
-    return values
+    return values, folders
 
 
 def _stages_of_recipe(recipe: Recipe, kinds: StageKinds) -> tuple[StageConfig, ...]:
@@ -397,15 +397,11 @@ def _sort_topologically(pipeline: Pipeline) -> Pipeline:
             if upstream_stage is not None and stage.name not in ordered_pipeline.with_dependents(upstream_stage):
                 raise ConfigError(
                     f"{pipeline.source}: stage {stage.name!r}: {key} = {input_reference!r} but {upstream_stage!r} is "
-                    f"not in "
-                    f'its `after`; write after = ["{upstream_stage}"]'
+                    f'not in its `after`; write after = ["{upstream_stage}"]'
                 )
             predecessors += [upstream_stage] if upstream_stage else []
-        updated_fields = {
-            "after": tuple(dict.fromkeys(predecessors)),
-            "target": _find_gate_target(ordered_pipeline, stage),
-        }
-        sorted_stages.append(stage.model_copy(update=updated_fields))
+        target = _find_gate_target(ordered_pipeline, stage)
+        sorted_stages.append(stage.model_copy(update={"after": tuple(dict.fromkeys(predecessors)), "target": target}))
     return ordered_pipeline.with_stages(sorted_stages)
 
 
@@ -479,6 +475,11 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
             stages.append(_add_data_dependency(stage, name))
             continue
         name = f"{stage.name}{IMPLIED_SUFFIX}"
+        if len(name) > STAGE_NAME_LENGTH:
+            raise ConfigError(
+                f"{pipeline.source}: stage {stage.name!r}: the name of the stage that prepares its rows, NAME-data, "
+                f"may have {STAGE_NAME_LENGTH} characters; shorten the name, or name a prepare stage in data"
+            )
         if name in stages_by_name:
             raise ConfigError(
                 f"{pipeline.source}: stage {name!r}: the name is taken by the data of stage {stage.name!r}"
@@ -513,28 +514,39 @@ def _find_origin_model(pipeline: Pipeline, stages_by_name: Mapping[str, StageCon
     return "" if model == recipes[stage.name].policy.model_name_or_path else model
 
 
-def _with_absolute_paths(pipeline: Pipeline, folders: Sequence[Path]) -> Pipeline:
+def _with_absolute_paths(
+    pipeline: Pipeline, folders: Sequence[Path], recipe_folders: Mapping[str, Sequence[Path]]
+) -> Pipeline:
     """Return the pipeline with absolute local paths, so that a run can be resumed from any folder.
 
     A path is relative to the current folder, else to that of the pipeline's file, else to that of another file of the
-    stage's settings; `folders` are those of all files except recipe files, the pipeline's file first.
+    stage's settings; `folders` are those of all files except recipe files, the pipeline's file first, and
+    `recipe_folders` those of each recipe file.
     """
     stages, recipes = [], dict(pipeline.recipes)
     for stage in pipeline.stages:
-        recipe_folders = config_folders(pipeline.source.parent / stage.recipe) if stage.recipe else []
-        to_absolute = partial(_absolute_path, (Path.cwd(), folders[0], *recipe_folders, *folders[1:]))
+        to_absolute = partial(_absolute_path, (Path.cwd(), folders[0], *recipe_folders[stage.recipe], *folders[1:]))
         convert = partial(_convert_named_thing, to_absolute)
         stages.append(convert_named_things(stage, convert))
         recipe = convert_named_things(recipes[stage.name], convert)
         recipes[stage.name] = recipe.derive(custom=with_absolute_media(recipe.custom, to_absolute))
+    python = pipeline.config.python
+    if os.sep in python and not any(stage.work_pool for stage in stages):  # machines of pools have their own
+        # Links are not resolved, because the link in a virtual environment selects the environment.
+        pipeline = replace(pipeline, config=pipeline.config.derive(python=os.path.abspath(os.path.expanduser(python))))
     return pipeline.with_stages(stages, recipes)
 
 
 def _absolute_path(folders: Sequence[Path], text: str) -> str:
-    """Return the absolute path of `text` in the first of the folders that contains it; else `text`."""
+    """Return the absolute path of `text` in the first of the folders that contains it, with links resolved; else
+    `text`. A link to a file with another suffix keeps its name, because the suffix selects the format: files in the
+    Hub's cache have no suffix."""
     paths = (None if source_of(text) is not None else existing_path(text, folder) for folder in folders)
     path = next(filter(None, paths), None)
-    return str(path.resolve()) if path else text
+    if path is None:
+        return text
+    is_target_named = path.is_dir() or path.resolve().suffix == path.suffix
+    return str(path.resolve() if is_target_named else path.parent.resolve() / path.name)
 
 
 def _convert_named_thing(to_absolute: Callable[[str], str], named_thing: NamedThing, text: str) -> str:

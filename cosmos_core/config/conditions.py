@@ -74,13 +74,8 @@ def parse_condition(text: str) -> MetricCondition:
         is_lower_better = any(word in metric.rpartition("/")[2].lower() for word in LOWER_IS_BETTER)
         comparison, offset_sign = ("<=", "+") if is_lower_better else (">=", "-")
     elif match := _COMPARISON_PATTERN.fullmatch(text):
-        metric, comparison, offset_sign, offset_text, bound_text = (
-            match[1],
-            match[2],
-            match[3] or "+",
-            match[4] or "0",
-            match[5],
-        )
+        metric, comparison, bound_text = match[1], match[2], match[5]
+        offset_sign, offset_text = match[3] or "+", match[4] or "0"
     if not match or not _is_number(offset_text) or (bound_text is not None and not _is_number(bound_text)):
         raise ValueError(
             f"condition {text!r} must be METRIC >= NUMBER, METRIC >= {PUBLISHED}, METRIC >= {PUBLISHED} - NUMBER (also "

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import inspect
+import json
 import sys
 import tomllib
 import types
@@ -186,7 +187,7 @@ def toml_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'"{value}"'
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_text(item) for item in value if toml_text(item)) + "]"
     if isinstance(value, dict):

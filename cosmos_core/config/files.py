@@ -9,30 +9,24 @@ from cosmos_core.config.load import MAX_DEPTH, Values, merge, read_toml
 from cosmos_core.errors import ConfigError
 
 
-def read_config(path: Path, notices: list[str], overriding_files: Sequence[Path] = ()) -> Values:
+def read_config(path: Path, notices: list[str], overriding_files: Sequence[Path] = ()) -> tuple[Values, list[Path]]:
     """Return the tables of `path` merged over the files that it `extends`, with the files `overriding_files` merged
-    over the result and with current key names.
+    over the result and with current key names, and the folders of all these files by precedence.
 
     `extends` is a file or a list of files, relative to the file that contains it; later files take precedence.
 
     Raises:
         ConfigError: a file cannot be read, or the files extend each other in a circle.
     """
-    values = _read_with_bases(path, notices, ())
+    values, folders = _read_with_bases(path, notices, ())
     for file in overriding_files:
-        values = merge(values, _resolve_recipe_files(_read_with_bases(file, notices, ()), file))
-    return values
+        overriding_values, overriding_folders = _read_with_bases(file, notices, ())
+        values = merge(values, _resolve_recipe_files(overriding_values, file))
+        folders = overriding_folders + folders
+    return values, folders
 
 
-def config_folders(path: Path) -> list[Path]:
-    """Return the folder of a file that `read_config` has read, and those of the files that it `extends`, by
-    precedence."""
-    base_files = read_toml(path).get("extends", [])
-    base_files = [base_files] if isinstance(base_files, str) else base_files
-    return [path.parent, *(folder for file in reversed(base_files) for folder in config_folders(path.parent / file))]
-
-
-def _read_with_bases(path: Path, notices: list[str], including_files: tuple[Path, ...]) -> Values:
+def _read_with_bases(path: Path, notices: list[str], including_files: tuple[Path, ...]) -> tuple[Values, list[Path]]:
     resolved_path = Path(os.path.realpath(path))  # Path.resolve raises an error for a cycle of links
     if len(including_files) == MAX_DEPTH:
         raise ConfigError(f"{path}: behind {MAX_DEPTH} files that extend each other, the most that there may be")
@@ -51,15 +45,15 @@ def _read_with_bases(path: Path, notices: list[str], including_files: tuple[Path
     ):
         raise ConfigError(f"{path}: extends = {base_files!r}: must be a file or a list of files, relative to this one")
     merged_values: Values = {}
+    folders: list[Path] = []
     for base_file in base_files:
         file = path.parent / base_file
         if not os.path.exists(file):  # os.path.exists returns False for an invalid path; Path.exists raises
             raise ConfigError(f"{path}: extends = {base_file!r}: no such file ({file})")
-        merged_values = merge(
-            merged_values,
-            _resolve_recipe_files(_read_with_bases(file, notices, (*including_files, resolved_path)), file),
-        )
-    return merge(merged_values, values)
+        base_values, base_folders = _read_with_bases(file, notices, (*including_files, resolved_path))
+        merged_values = merge(merged_values, _resolve_recipe_files(base_values, file))
+        folders = base_folders + folders
+    return merge(merged_values, values), [path.parent, *folders]
 
 
 def _resolve_recipe_files(values: Values, config_file: Path) -> Values:

@@ -137,7 +137,7 @@ def _models(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterat
 
 def _weight_inputs(name: str) -> Iterator[Input]:
     """Yield the files that replace the weights in the model folder; yield `name` if it contains no such file."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # Path.expanduser raises an error for an unknown user
     candidates = [path] if os.path.isfile(path) else sorted(path.iterdir()) if os.path.isdir(path) else []
     files = [str(file) for file in candidates if file.name.endswith(WEIGHTS_SUFFIXES)]
     yield from (Input("policy.model_safetensor_path", "weights", file, "folder") for file in files or [name])
@@ -241,10 +241,11 @@ def _service_files(config_file: Path) -> Iterator[tuple[str, Path]]:
     """Yield the user code and the model folders in the configuration of a reward service, by name. Paths that do not
     exist here are left out, because the service may run on another machine."""
     try:
-        tables = read_toml(config_file).get("reward_args", [])
+        tables = read_toml(config_file).get("reward_args")
     except ConfigError:  # the reward service itself reports the error in its file
         return
-    names = [str(table.get(key, "")) for table in tables if isinstance(table, dict) for key in ("entry", "model_path")]
+    tables = [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
+    names = [str(table.get(key, "")) for table in tables for key in ("entry", "model_path")]
     for name in filter(None, dict.fromkeys(names)):
         module_name, _, _ = name.rpartition(":") if is_import_path(name) else (name, "", "")
         path = existing_path(module_name, Path.cwd()) or existing_path(module_name, config_file.parent)

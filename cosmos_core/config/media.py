@@ -11,7 +11,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 
 MEDIA_PATHS = ("annotation_path", "media_path")
-_PIXEL_KEYS = ("min_pixels", "max_pixels")
+PIXEL_KEYS = ("min_pixels", "max_pixels")
 _VIDEO_KEYS = ("fps", "nframes", "min_frames", "max_frames", "total_pixels")
 
 
@@ -50,9 +50,7 @@ def media_settings(recipe: Recipe) -> Media:
     return Media(
         **paths,
         pixels=tuple(
-            (key, _check_pixel_count(key, vision_table[key]))
-            for key in _PIXEL_KEYS
-            if vision_table.get(key) is not None
+            (key, _check_pixel_count(key, vision_table[key])) for key in PIXEL_KEYS if vision_table.get(key) is not None
         ),
         ignored_keys=tuple(f"custom.vision.{key}" for key in _VIDEO_KEYS if key in vision_table),
     )

@@ -160,7 +160,8 @@ def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model_config: Ma
     num_kv_heads, vocab_size = model_config.get("num_key_value_heads"), model_config.get("vocab_size")
     if key_prefix == "rollout.parallelism":  # vLLM pads the vocabulary, and copies key-value heads to several ranks
         vocab_size = None
-        num_kv_heads = None if num_kv_heads and mesh.tp_size % num_kv_heads == 0 else num_kv_heads
+        has_copies = isinstance(num_kv_heads, int) and num_kv_heads > 0 and mesh.tp_size % num_kv_heads == 0
+        num_kv_heads = None if has_copies else num_kv_heads
     quantities = (
         ("attention heads", num_heads),
         ("key-value heads", num_kv_heads),
@@ -198,8 +199,7 @@ def _check_pipeline_stages(key_prefix: str, mesh: ParallelismConfig, layers: int
         )
         raise ConfigError(
             f"{key_prefix}.pp_layers_per_stage = {mesh.pp_layers_per_stage} makes {num_stages} stages of the model's "
-            f"{layers} "
-            f"layers; the nearest is {nearest_size}"
+            f"{layers} layers; the nearest is {nearest_size}"
         )
 
 
@@ -220,8 +220,7 @@ def _check_batch_size(recipe: Recipe, num_shards: int) -> None:
     raise ConfigError(
         f"train.train_batch_per_replica = {train_config.train_batch_per_replica} must be a multiple of dp_shard_size x "
         f"mini_batch = {num_shards} x {policy.mini_batch}; the nearest is {nearest_batch_size}, or dp_shard_size = "
-        f"{divisor} with "
-        f"mini_batch = {gcd(train_config.train_batch_per_replica // divisor, policy.mini_batch)}"
+        f"{divisor} with mini_batch = {gcd(train_config.train_batch_per_replica // divisor, policy.mini_batch)}"
     )
 
 

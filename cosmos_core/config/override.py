@@ -129,8 +129,7 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
             parent_stage_name = first.removesuffix(IMPLIED_SUFFIX)
             raise ConfigError(
                 f"--set {setting.text!r}: stage {first!r} is implied by {parent_stage_name!r}; write it out in "
-                f"[[pipeline.stages]] "
-                f"to set a key of it, or set one of its recipe with {parent_stage_name}.KEY=VALUE"
+                f"[[pipeline.stages]] to set a key of it, or set one of its recipe with {parent_stage_name}.KEY=VALUE"
             )
         elif first in names:
             raise ConfigError(f"--set {setting.text!r}: {first!r} is a stage; write {first}.KEY=VALUE")

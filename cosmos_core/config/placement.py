@@ -27,8 +27,7 @@ def choose_default_mode(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
     return colocated_recipe.derive(mode="colocated"), (
         f"mode is left out, which means 'disaggregated' in a recipe of Cosmos-RL and takes {num_required} GPUs, and "
         f"there are {gpus}: mode = 'colocated'{change_text and f' and {change_text}'}, so that ranks train and "
-        f"generate in "
-        f"turns; set mode to choose"
+        f"generate in turns; set mode to choose"
     )
 
 

@@ -81,10 +81,7 @@ def _check_sweep(pipeline: Pipeline, stage: StageConfig) -> None:
     sweep, location = stage.sweep, _describe_stage(pipeline, stage)
     if sweep is None:
         return
-    is_selector, stage_names = (
-        pipeline.kind_of(stage).selects_branch,
-        [pipeline_stage.name for pipeline_stage in pipeline.stages],
-    )
+    is_selector, stage_names = pipeline.kind_of(stage).selects_branch, [each.name for each in pipeline.stages]
     for name in [*sweep.through, *(name for branch in sweep.branches for name in branch.stages)]:
         if name not in stage_names:
             raise ConfigError(
@@ -133,6 +130,7 @@ def _expand_sweep(
     selector_stage = StageConfig(
         name=sweep_stage.name,
         kind=next(name for name, kind in pipeline.kinds.items() if kind.selects_branch),
+        recipe=sweep_stage.recipe,
         after=branch_stages,
         sweep=sweep.model_copy(update={"grid": {}, "through": (), "branches": tuple(branches)}),
     )
@@ -280,14 +278,12 @@ def _replace_branch_references(
     if stage.data in branch_references:
         raise ConfigError(
             f"{location}: data = {stage.data!r} is in every branch of the sweep of {sweep_stage_name!r}; name the "
-            f"stage in its "
-            "sweep.through, or give it rows of its own"
+            f"stage in its sweep.through, or give it rows of its own"
         )
     if stage.model in branch_references and stage.checkpoint:
         raise ConfigError(
             f"{location}: checkpoint = {stage.checkpoint!r}: the choice of sweep {sweep_stage_name!r} has no "
-            f"checkpoints; name the "
-            "stage in its sweep.through"
+            f"checkpoints; name the stage in its sweep.through"
         )
     predecessors = tuple(dict.fromkeys(sweep_stage_name if name in member_names else name for name in stage.after))
     model = f"{STAGE_PREFIX}{sweep_stage_name}" if stage.model in branch_references else stage.model

@@ -1,13 +1,13 @@
 """Publication targets: a folder, `NAME://LOCATION`, or user code `file.py:Class` or `file.py:Class://LOCATION`."""
 
 import os
-import re
 from collections.abc import Callable
+
+from cosmos_core.registry import is_code
 
 TARGETS_FOLDER = "cosmos_core.upload"
 FOLDER = "file"
 """Name of the publication target that is a local folder, and the default for a target without a name."""
-_USER_CODE = re.compile(r".+\.py:\w+|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def split_target(target: str) -> tuple[str, str]:
@@ -15,7 +15,7 @@ def split_target(target: str) -> tuple[str, str]:
     name, separator, location = target.partition("://")
     if separator:
         return name, location
-    return (target, "") if _USER_CODE.fullmatch(target) else (FOLDER, target)
+    return (target, "") if is_code(target) else (FOLDER, target)
 
 
 def absolute_target(target: str, to_absolute: Callable[[str], str]) -> str:

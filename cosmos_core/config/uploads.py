@@ -51,8 +51,10 @@ def _requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConfig]]:
                 pipeline.config.name, source.name, is_last=is_last_source
             ).items():
                 name = f"{source.name[: STAGE_NAME_LENGTH - len(suffix) - 1]}-{suffix}"
-                model = f"{STAGE_PREFIX}{source.name}"
-                yield training, StageConfig(name=name, kind=publish, after=tuple(predecessors), model=model, target=url)
+                yield training, StageConfig(
+                    name=name, kind=publish, recipe=pipeline.stage(training).recipe, after=tuple(predecessors),
+                    model=f"{STAGE_PREFIX}{source.name}", target=url
+                )  # fmt: skip
 
 
 def _published_stages(pipeline: Pipeline) -> Iterator[tuple[StageConfig, str, bool]]:

@@ -76,10 +76,8 @@ def costs(
             num_steps, gpu_type = sizes["steps"] if sizes else None, machine.card if machine else ""
             time_from_history = _estimate_from_history(stage, num_steps, earlier_runs, gpu_type)
             seconds, time_source = time_from_history or _estimate_from_flops(pipeline, stage, sizes, gpus, machine)
-        memory_verdict, disk_bytes = (
-            _describe_memory_fit(sizes, machine, pipeline.recipes[stage.name].mode),
-            _estimate_disk_bytes(stage, sizes, earlier_runs),
-        )
+        memory_verdict = _describe_memory_fit(sizes, machine, pipeline.recipes[stage.name].mode)
+        disk_bytes = _estimate_disk_bytes(stage, sizes, earlier_runs)
         stage_costs.append(Cost(stage.name, seconds, gpus.get(stage.name, 0), memory_verdict, time_source, disk_bytes))
     return stage_costs
 

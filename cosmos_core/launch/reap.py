@@ -4,6 +4,7 @@ states."""
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import time
@@ -43,7 +44,8 @@ def reap(output_dir: Path) -> Iterator[str]:
             worker.reap(stage_path)
             reason = "its flow is gone; resume the run"
             update_state(stage_path, state="stopped", ended=time.time(), error_type="", error=reason)
-            yield f"{run_path.name}/{stage_path.name}: ended; it goes on with: cosmos resume {run_path}"
+            command = f"cosmos resume {shlex.quote(str(run_path))}"
+            yield f"{run_path.name}/{stage_path.name}: ended; it goes on with: {command}"
     if os.environ.get("PREFECT_API_URL"):
         yield from _correct_flow_runs(output_dir, {run_path.name for run_path in abandoned_runs})
 

@@ -105,12 +105,14 @@ def max_seconds_without_process(pid: str, hosts: Collection[str]) -> float:
 def recent_reports(client: Any) -> Iterator[tuple[dict[str, Any], float]]:
     """Yield each report of the last five minutes, with the seconds by which the clock of the reporting machine is ahead
     of the server's clock."""
-    for variable in client.read_variables(limit=200):
-        updated_at = variable.updated
-        if not variable.name.startswith(PREFIX) or not isinstance(variable.value, dict) or updated_at is None:
-            continue
-        if (datetime.now(UTC) - updated_at).total_seconds() < _REPORT_WINDOW_SECONDS:
-            yield variable.value, float(variable.value.get("time", 0.0)) - updated_at.timestamp()
+    request_body: dict[str, Any] = {"variables": {"name": {"like_": PREFIX}}, "offset": 0}
+    # One response of the server has at most 200 variables.
+    while variables := client.request("POST", "/variables/filter", json=request_body).json():
+        request_body |= {"offset": request_body["offset"] + len(variables)}
+        for variable in (each for each in variables if each["name"].startswith(PREFIX)):
+            updated_at = datetime.fromisoformat(variable["updated"])
+            if (datetime.now(UTC) - updated_at).total_seconds() < _REPORT_WINDOW_SECONDS:
+                yield variable["value"], float(variable["value"]["time"]) - updated_at.timestamp()
 
 
 def versions() -> dict[str, str]:

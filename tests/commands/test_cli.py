@@ -252,7 +252,7 @@ def test_other_mistakes_that_only_a_worker_can_see_are_one_line_a_stage(workspac
     done = workspace.cosmos("run", "bad.toml", code=64)
     code = f"{workspace.path}/empty.py"
     wanted = {name: said for name, (_, said) in BAD_ROWS.items()}
-    wanted["after-good"] = f"train.train_policy.reward_function: '{code}:f': {code} has no 'f'"
+    wanted["after-good"] = f"reward '{code}:f': {code} has no 'f'"
     lines = done.stderr.splitlines()
     assert len(lines) == len(wanted)
     for line, (name, said) in zip(lines, wanted.items(), strict=True):

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from cosmos_core.config.compose import load_pipeline
+from cosmos_core.registry import import_object
 from cosmos_core.run.files import sha256
 from cosmos_core.run.plan import plan_stages
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.state import read_state
 from tasks.kinds import all_kinds
 from tests.conftest import Workspace
+from tests.unit.tiny_model import save_tiny_model
 
 STEPS, GROUPS = 4, 2
 TOY_TASK = Path(__file__).parents[2] / "configs/demo/arithmetic.py"
@@ -92,6 +94,26 @@ kind = "upload"
 after = ["killed"]
 model = "stage:killed"
 target = "user/target.py:Shelf://SHELF"
+"""
+OF_PAGE = """
+[[pipeline.stages]]
+name = "task"
+kind = "custom"
+entry = "mine/stage.py:make"
+arguments = { num_rows = 12 }
+
+[[pipeline.stages]]
+name = "rl"
+kind = "rl"
+after = ["task"]
+data = "stage:task"
+
+[[pipeline.stages]]
+name = "publish"
+kind = "upload"
+after = ["rl"]
+model = "stage:rl"
+target = "mine/target.py:Shelf://SHELF"
 """
 MADE = ("task", "prompts", "whole", "killed")
 """Stages that are reused."""
@@ -186,3 +208,22 @@ def test_a_changed_file_of_the_users_is_another_result(
     finally:
         file.write_text(text)
     assert {stage for stage in MADE if decisions[stage].action in {"run", "depends"}} == set(made_again)
+
+
+@pytest.mark.full
+def test_the_files_of_the_page_run_as_they_are(workspace: Workspace) -> None:
+    page = Path(__file__).parents[2] / "docs/how-to/extending.md"
+    files = dict(re.findall(r"^```python\n# (mine/\w+\.py)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+    for name, code in files.items():
+        workspace.write(name, code)
+    save_tiny_model(workspace.path / "model")
+    settings = PIPELINE.partition("[[pipeline.stages]]")[0].replace("epsilon = 1e-6", "scale = 1.0")
+    for ours, theirs in (("user/", "mine/"), ("VarianceWeighted", "Reinforce"), ("_length = 40", "_length = 128")):
+        settings = settings.replace(ours, theirs)
+    settings = settings.replace("[policy]", '[policy]\nmodel_name_or_path = "model"\nchat_template = "chatml"')
+    workspace.write("p.toml", settings + OF_PAGE.replace("SHELF", str(workspace.path / "shelf")))
+    workspace.cosmos("run", "p.toml", timeout=600)
+    assert [line["reinforce/samples"] for line in lines(workspace, "rl")] == [4.0 * GROUPS] * STEPS
+    assert len((workspace.stage("rl") / "lines.jsonl").read_text().splitlines()) == STEPS
+    assert (workspace.path / "shelf/versions.jsonl").is_file()
+    assert import_object(f"{workspace.path}/mine/tools.py:add")(1, 2) == 3 and len(files) == 7

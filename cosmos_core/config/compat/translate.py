@@ -47,15 +47,13 @@ def with_current_keys(values: Values, source: str, notices: list[str]) -> Values
         current_value = target_table.get(new_key_name, value)
         if current_value not in (value, None) and new_key in source_of_key:
             raise ConfigError(
-                f"{source}: {source_of_key[new_key]} = {short_text(current_value)} and {old_key} = "
-                f"{short_text(value)} are both "
-                f"today's {new_key}; keep one of them"
+                f"{source}: {source_of_key[new_key]} = {short_text(current_value)} and {old_key} = {short_text(value)} "
+                f"are both today's {new_key}; keep one of them"
             )
         if current_value not in (value, None):
             raise ConfigError(
                 f"{source}: {old_key} = {short_text(value)} is today's {new_key}, which says "
-                f"{short_text(current_value)}; keep "
-                f"one of them"
+                f"{short_text(current_value)}; keep one of them"
             )
         target_table[new_key_name], source_of_key[new_key] = value, old_key
         notices.append(f"{old_key} is today's {new_key}")

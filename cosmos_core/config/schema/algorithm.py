@@ -94,7 +94,7 @@ class AlgorithmConfig(Table):
 
     def system_prompt_of(self, source: str) -> str:
         """Return the system prompt for rows of a data set of a mixture; for other rows that of the algorithm."""
-        prompt_by_source = {source_config.source: source_config.system_prompt for source_config in self.datasets}
+        prompt_by_source = {source_config.label: source_config.system_prompt for source_config in self.datasets}
         system_prompt = prompt_by_source.get(source)
         return str(getattr(self, "system_prompt", "")) if system_prompt is None else system_prompt
 
@@ -197,7 +197,7 @@ class AlgorithmConfig(Table):
             raise ValueError("datasets takes the place of dataset; name all data sets in datasets, or leave it out")
         if self.datasets and self.clean is not None:
             raise ValueError("clean searches the rows of one dataset, not of datasets; leave one of them out")
-        labels = [source_config.source for source_config in self.datasets]
+        labels = [source_config.label for source_config in self.datasets]
         if repeated_label := [label for label in labels if labels.count(label) > 1]:
             raise ValueError(f"datasets: two are called {repeated_label[0]!r} in metrics; give each a label")
         if len({source_config.weight is None for source_config in self.datasets}) > 1:
@@ -226,8 +226,7 @@ class AlgorithmConfig(Table):
                 if other_table.__base__ in {cls, cls.__base__} and name in other_table.model_fields:
                     raise ValueError(
                         f"{name} needs trainer_type = {other_table.algorithm!r}, not {cls.algorithm!r}; set it or "
-                        f"leave "
-                        f"{name} out"
+                        f"leave {name} out"
                     )
         return values
 

@@ -35,10 +35,4 @@ class DataTermConfig(Table):
     @property
     def dataset(self) -> DatasetConfig:
         """Return the data set of the supervised rows."""
-        return DatasetConfig(
-            name=self.name,
-            subset=self.subset,
-            revision=self.revision,
-            split=self.split,
-            max_skipped_fraction=self.max_skipped_fraction,
-        )
+        return DatasetConfig(**{name: value for name, value in self if name in DatasetConfig.model_fields})

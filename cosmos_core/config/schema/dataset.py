@@ -126,17 +126,13 @@ class SourceConfig(RowsConfig):
     """Reward functions of this data set; empty: those of the algorithm, or `reasoning_gym` for generated rows if the
     algorithm's are left out."""
 
-    @property
-    def source(self) -> str:
-        """Return the name of the data set in metrics."""
-        source_name = generator_of(self.name) or self.name.rstrip("/").rpartition("/")[2]
-        source_name = source_name[: len(source_name) - len(data_suffix(source_name))].rpartition(":")[2]
-        return self.label or re.sub(r"[^\w.-]+", "-", source_name)
-
     @model_validator(mode="after")
-    def _require_dataset_name(self) -> Self:
+    def _set_label(self) -> Self:
+        """Check name and label, and set an empty label: prepared rows hold it, and fingerprints omit names."""
         if not self.name.strip():
             raise ValueError("name is empty; give a file, a folder or a Hub id")
         if re.fullmatch(r"[\w.-]*", self.label) is None:
             raise ValueError(f"label = {self.label!r} must consist of letters, digits, '.', '_' and '-'")
-        return self
+        name = generator_of(self.name) or self.name.rstrip("/").rpartition("/")[2]
+        name = name[: len(name) - len(data_suffix(name))].rpartition(":")[2]
+        return self.derive(label=self.label or re.sub(r"[^\w.-]+", "-", name))

@@ -1,10 +1,14 @@
 """`[train.train_policy]` with `type = "sft"` of a diffusion model: supervised flow matching."""
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
 from cosmos_core.config.schema.marks import NamedThing, SupportedValues
 from cosmos_core.config.schema.supervised import SupervisedConfig
+from cosmos_core.config.schema.table import StageContext
 from cosmos_core.config.schema.value_types import NameOrImportPath
+
+_TEXT_KEYS = ("conversation_column_name", "system_prompt", "data_packer", "enable_dp_load_balancing")
 
 
 class DiffusionSftConfig(SupervisedConfig):
@@ -21,3 +25,8 @@ class DiffusionSftConfig(SupervisedConfig):
         NamedThing.CODE,
     ] = "diffusion_sft"
     """Algorithm: `diffusion_sft`, also written `sft`, or a user class `path/file.py:Class`."""
+
+    def refusals(self, stage: StageContext) -> Iterator[str]:
+        yield from super().refusals(stage)
+        for name in filter(self.is_set, _TEXT_KEYS):
+            yield f"train.train_policy.{name} is for rows of text; leave it out for a diffusion model"

@@ -15,6 +15,9 @@ from cosmos_core.types import FlowSampling
 if TYPE_CHECKING:
     from cosmos_core.config.schema.diffusers import DiffusersConfig
 
+_TEXT_KEYS = ("prompt_column_name", "system_prompt", "data_packer")
+"""Keys of `train.train_policy`, outside of `GrpoConfig`, that determine how rows of text are read."""
+
 
 class FlowPolicyConfig(GrpoConfig):
     """Keys that DiffusionNFT and FlowGRPO share: groups of images or videos of a prompt are scored and compared."""
@@ -42,10 +45,6 @@ class FlowPolicyConfig(GrpoConfig):
     """Learn also from real images or clips: rows are media with their prompts, and the diffusion loss on them is added
     to the loss of the rollouts with the weight `policy.diffusers.flow_rl.data_beta` (arXiv 2512.04332). False: rows are
     prompts."""
-
-    @property
-    def compares_in_group(self) -> bool:
-        return True
 
     @property
     def rows(self) -> str:  # type: ignore[override]
@@ -91,20 +90,31 @@ class FlowPolicyConfig(GrpoConfig):
         if max_conditioning_frames and self.rows != "media" and stage.kind.trains_model:
             yield (
                 f"policy.diffusers.flow_rl.max_conditional_frames = {max_conditioning_frames}: rollouts start from "
-                f"text "
-                f"alone, because rows are prompts; train.train_policy.learns_data = true makes them clips"
+                f"text alone, because rows are prompts; train.train_policy.learns_data = true makes them clips"
             )
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
         yield from super().refusals(stage)
-        data_beta = stage.recipe.policy.diffusers.flow_rl.data_beta
+        diffusers = stage.recipe.policy.diffusers
+        data_beta, max_given_frames = diffusers.flow_rl.data_beta, diffusers.flow_rl.max_conditional_frames
+        if self.rows == "media" and max_given_frames:
+            needs_clips = f"rollouts start from policy.diffusers.flow_rl.max_conditional_frames = {max_given_frames}"
+            if diffusers.train_frames != diffusers.inference_frames:
+                yield (
+                    f"policy.diffusers.train_frames = {diffusers.train_frames}: {needs_clips} frames of clips, which "
+                    f"must be as long as theirs; set it to inference_frames = {diffusers.inference_frames}"
+                )
+            if self.dataset.aspect_ratio_buckets:
+                yield (
+                    f"train.train_policy.dataset.aspect_ratio_buckets = true: {needs_clips} frames of clips, which "
+                    f"must have the size of theirs; set it to false"
+                )
         if self.rows == "media" and not data_beta:
             yield "policy.diffusers.flow_rl.data_beta = 0 leaves out the real images or clips; set it to about 0.01"
         if self.rows != "media" and data_beta:
             yield (
                 f"policy.diffusers.flow_rl.data_beta = {data_beta}: without train.train_policy.learns_data = true the "
-                f"rows "
-                f"are prompts alone; set it, and give images or clips with their prompts"
+                f"rows are prompts alone; set it, and give images or clips with their prompts"
             )
         if stage.recipe.mode != "colocated":
             yield (
@@ -116,8 +126,9 @@ class FlowPolicyConfig(GrpoConfig):
                 f"train.train_policy.bypass_reward = true makes all rewards equal, of which {self.trainer_type} learns "
                 f"nothing; leave it out"
             )
-        unused_keys = [name for name in GrpoConfig.__annotations__ if name not in (*self.used_keys, "trainer_type")]
-        for name in self.model_fields_set & set(unused_keys) & set(GrpoConfig.model_fields):
+        unused_keys = {*GrpoConfig.__annotations__, *_TEXT_KEYS} - {*self.used_keys, "trainer_type"}
+        unused_keys |= set() if self.variant in {"grpo", "dapo"} else {"variant"}
+        for name in sorted(self.model_fields_set & unused_keys & set(GrpoConfig.model_fields)):
             if getattr(self, name) != GrpoConfig.model_fields[name].default:
                 yield (
                     f"train.train_policy.{name} has no meaning with trainer_type = {self.trainer_type!r}; leave it out"

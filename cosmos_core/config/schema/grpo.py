@@ -191,16 +191,14 @@ class GrpoConfig(RlConfig):
         min_weight, max_weight = self.rollout_correction_low, self.rollout_correction_high
         if min_weight > max_weight:
             raise ValueError(
-                f"rollout_correction_low = {min_weight:g} is above rollout_correction_high = {max_weight:g}: no "
-                f"weight is between; "
-                f"swap them"
+                f"rollout_correction_low = {min_weight:g} is above rollout_correction_high = {max_weight:g}: no weight "
+                f"is between; swap them"
             )
         enabled_masks = [n for n in ("geometric_mask", "mean_k3_mask", "max_k3_mask") if getattr(self, n) is not None]
         if enabled_masks and self.use_rollout_logprobs_for_loss:
             raise ValueError(
                 f"{enabled_masks[0]} compares the old policy with the rollouts, and use_rollout_logprobs_for_loss = "
-                f"true "
-                "takes the one for the other; set one of them"
+                f"true takes the one for the other; set one of them"
             )
         if self.self_normalised_weights and not (self._has_rollout_correction or self.use_decoupled_loss):
             raise ValueError(

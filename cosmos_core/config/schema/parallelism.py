@@ -116,8 +116,7 @@ class PolicyParallelismConfig(ParallelismConfig):
         if stage.recipe.train.fsdp_offload and (self.ep_size > 1 or num_shards * self.cp_size == 1):
             yield (
                 f"train.fsdp_offload = true is for weights that dp_shard_size x cp_size = {num_shards} x "
-                f"{self.cp_size} "
-                f"ranks shard, with ep_size = 1; leave it out"
+                f"{self.cp_size} ranks shard, with ep_size = 1; leave it out"
             )
 
     def notices(self, stage: StageContext) -> Iterator[str]:

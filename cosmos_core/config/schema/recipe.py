@@ -103,19 +103,13 @@ class Recipe(Table):
     def datasets(self) -> dict[str, RowsConfig]:
         """Return the data sets of training, supervised and held-out rows and benchmarks, by the key of their table."""
         policy = self.train.train_policy
-        benchmarks = policy.clean.decontaminate_against if policy.clean else ()
-        supervised_datasets = (
-            {"train.train_policy.data_term": policy.supervised_rows.dataset} if policy.supervised_rows else {}
-        )
-        return {
-            **{key: source.dataset for key, source in policy.sources.items()},
-            **supervised_datasets,
-            "validation.dataset": self.validation.dataset,
-            **{
-                f"{BENCHMARKS}.{benchmark_index}": benchmark.dataset
-                for benchmark_index, benchmark in enumerate(benchmarks)
-            },
-        }
+        datasets: dict[str, RowsConfig] = {key: source.dataset for key, source in policy.sources.items()}
+        if policy.supervised_rows:
+            datasets["train.train_policy.data_term"] = policy.supervised_rows.dataset
+        datasets["validation.dataset"] = self.validation.dataset
+        for i, benchmark in enumerate(policy.clean.decontaminate_against if policy.clean else ()):
+            datasets[f"{BENCHMARKS}.{i}"] = benchmark.dataset
+        return datasets
 
     @property
     def teacher(self) -> DistillationConfig | None:
@@ -209,8 +203,7 @@ class Recipe(Table):
         if batch_size % mesh.pp_micro_batch_size:
             raise ValueError(
                 f"{setting_text}: train.train_batch_per_replica = {batch_size} must be a multiple of "
-                f"pp_micro_batch_size = "
-                f"{mesh.pp_micro_batch_size}"
+                f"pp_micro_batch_size = {mesh.pp_micro_batch_size}"
             )
         if train_config.fsdp_offload:
             raise ValueError(f"{setting_text} excludes train.fsdp_offload; set train.fsdp_offload = false")
@@ -271,7 +264,6 @@ class Recipe(Table):
         if validation_setting is not None and validation_setting != is_remote_in_training:
             raise ValueError(
                 f"validation.use_remote_reward = {str(validation_setting).lower()} must equal "
-                f"train.train_policy.use_remote_reward "
-                f"= {str(is_remote_in_training).lower()}; leave it out to inherit"
+                f"train.train_policy.use_remote_reward = {str(is_remote_in_training).lower()}; leave it out to inherit"
             )
         return self

@@ -130,7 +130,7 @@ class RlConfig(AlgorithmConfig):
             return {} if self.bypass_reward or self.use_remote_reward else self.reward_function
         source_pairs = zip(self.datasets, self.sources.values(), strict=True)
         weights_by_source = {
-            source_config.source: source_algorithm.reward_function for source_config, source_algorithm in source_pairs
+            source_config.label: source_algorithm.reward_function for source_config, source_algorithm in source_pairs
         }
         return SourceWeights({"": self.reward_function} | weights_by_source)
 

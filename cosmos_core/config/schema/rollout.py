@@ -212,9 +212,8 @@ class RolloutConfig(Table):
         for key, temperature in temperatures.items():
             if temperature != 0 and not min_temperature <= temperature <= max_temperature:
                 yield (
-                    f"{key} = {temperature}: vLLM samples between {min_temperature} and {max_temperature}, and takes "
-                    f"0 for greedy; or set "
-                    f"rollout.backend = 'hf'"
+                    f"{key} = {temperature}: vLLM samples between {min_temperature} and {max_temperature}, and takes 0 "
+                    f"for greedy; or set rollout.backend = 'hf'"
                 )
 
     def _disaggregated_errors(self, stage: StageContext) -> Iterator[str]:
@@ -245,11 +244,8 @@ class RolloutConfig(Table):
         the policy."""
         yield from self._engine_notices(stage)
         yield from self._native_transfer_notices(stage)
-        policy = stage.recipe.policy
-        model_max_length, has_text_rollouts = (
-            policy.model_max_length,
-            stage.kind.feed == "rollouts" and not policy.is_diffusers,
-        )
+        model_max_length = stage.recipe.policy.model_max_length
+        has_text_rollouts = stage.kind.feed == "rollouts" and not stage.recipe.policy.is_diffusers
         if has_text_rollouts and stage.recipe.may_split_groups:
             yield (
                 f"train.train_batch_per_replica = {stage.recipe.train.train_batch_per_replica}: groups of "

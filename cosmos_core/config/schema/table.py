@@ -172,14 +172,27 @@ def unused_settings(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, 
     """Yield (dotted path, value, name of the switch) of every key that was set and whose switch is off, so that it has
     no effect."""
     if table.switch and not getattr(table, table.switch):
+        yield from ((key, value, table.switch) for key, value in _changed_settings(table, prefix))
         return
     for name, field in type(table).model_fields.items():
         value, enabling_mark = getattr(table, name), find_mark(field, RequiresEnabledField)
-        if enabling_mark and not getattr(table, enabling_mark.switch):
-            if table.is_set(name) and not isinstance(value, Table):
-                yield f"{prefix}{name}", value, enabling_mark.switch
+        if not enabling_mark or getattr(table, enabling_mark.switch):
+            yield from unused_settings(value, f"{prefix}{name}.") if isinstance(value, Table) else ()
         elif isinstance(value, Table):
-            yield from unused_settings(value, f"{prefix}{name}.")
+            changes = _changed_settings(value, f"{prefix}{name}.") if name in table.model_fields_set else ()
+            yield from ((key, item, enabling_mark.switch) for key, item in changes)
+        elif table.is_set(name):
+            yield f"{prefix}{name}", value, enabling_mark.switch
+
+
+def _changed_settings(table: Table, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, value) of every key below a table that was set to another value than its default."""
+    defaults = type(table)()
+    for name in type(table).model_fields:
+        value = getattr(table, name)
+        if name in table.model_fields_set and value != getattr(defaults, name):
+            is_nested = isinstance(value, Table)
+            yield from _changed_settings(value, f"{prefix}{name}.") if is_nested else [(f"{prefix}{name}", value)]
 
 
 def active_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
