@@ -3,6 +3,7 @@
 `rollout/turns.py` joins sampled turns and the tool text that follows each of them.
 """
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -103,7 +104,7 @@ def _read_template(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{_CONFIG_KEY}.custom_chat_template_path = {path!r} cannot be read: {error}") from error
 
@@ -201,7 +202,8 @@ class ToolText:
     def _render_text_after_call(
         self, assistant_form: Message, results: Sequence[tuple[str, ToolResult]]
     ) -> tuple[str, str] | None:
-        """Return the end token of the assistant turn and the text after it; None if results change the turn's text."""
+        """Return the end token of an assistant turn, and the text after it, in which the tool results are rendered;
+        None if the chat template renders the assistant turn differently when tool results follow."""
         ids = [f"call{number:05d}" for number in range(len(results))]  # Mistral requires call ids of nine characters
         tool_calls = [
             {"type": "function", "id": call_id, "function": {"name": name, "arguments": {}}}

@@ -271,7 +271,7 @@ def find_duplicates(keys: np.ndarray, rows: ComparedRows, threshold: float) -> I
 
 
 def _words_to_compare(text: str) -> list[str]:
-    """Return the words of a benchmark's text that are compared with rows."""
+    """Return the words of a benchmark item that are compared with training rows to detect contamination."""
     return remove_signs(split_words(normalised(text)))
 
 

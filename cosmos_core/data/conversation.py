@@ -88,8 +88,8 @@ def tokenize_prompt(
     location: str,
     render_settings: PromptRendering = DEFAULT_RENDERING,
 ) -> tuple[list[int], str]:
-    """Return token ids and text of a prompt: the turns up to the one to complete, with the generation prompt of the
-    chat template unless `render_settings` has none.
+    """Return token ids and text of a prompt: the turns before the one to complete, followed by the generation prompt of
+    the chat template if `render_settings.add_generation_prompt` is set.
 
     `max_length` is the maximum number of tokens: `policy.model_max_length` minus one for a completion.
 

@@ -21,7 +21,7 @@ from functools import partial
 from io import TextIOWrapper
 from itertools import chain, count, islice, repeat
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -65,6 +65,8 @@ def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
     with ExitStack() as exit_stack:
         with reader_errors(f"{path.name} cannot be read"):
             file = exit_stack.enter_context(_OPEN_BY_SUFFIX.get(path.suffix.lower(), open)(path, "rb"))
+            if isinstance(file, bz2.BZ2File | lzma.LZMAFile):  # by default they end silently at a damaged later stream
+                cast(Any, file)._buffer.raw._trailing_error = ()
             num_bom_bytes = 0  # bytes of byte order marks, which some programs repeat with each save
             while file.read(len(BOM_UTF8)) == BOM_UTF8:
                 num_bom_bytes += len(BOM_UTF8)
@@ -116,7 +118,8 @@ def _parse_object(text: str, location: str) -> Row:
 
 
 def _read_json(path: Path) -> Iterator[Located]:
-    """Yield the rows of a JSON array of objects, alone or as in `{"data": [...]}`; read others as JSON Lines."""
+    """Yield the rows of a file with a JSON array of objects, alone or as in `{"data": [...]}`; read any other file as
+    JSON Lines."""
     with _open_text(path, "\n") as file:
         first_block = file.read(_BLOCK_CHARACTERS)
         if not first_block.lstrip().startswith("["):
@@ -238,8 +241,11 @@ def _open_parquet(path: Path) -> RowPart:
                 if record_batch is None:
                     return
                 record_batch.validate(full=True)
-                dataset = _wrap_table(pa.Table.from_batches([record_batch]))
-            yield from _read_undecoded_rows(dataset)
+                if "map<" in str(record_batch.schema.types):  # a type that Spark writes, and `datasets` does not read
+                    dataset = record_batch.to_pylist(maps_as_pydicts="strict")
+                else:
+                    dataset = _read_undecoded_rows(_wrap_table(pa.Table.from_batches([record_batch])))
+            yield from dataset
 
     return RowPart(path.name, num_rows, lambda: _number_rows(path.name, rows()))
 

@@ -5,10 +5,12 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, cast
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -22,7 +24,7 @@ from cosmos_core.errors import DataError
 _MIN_PLACEHOLDER_TURNS = 64
 """Number of turns above which `spans_by_placeholders` is tried before `prefix_spans`, whose time is quadratic."""
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*(end)?generation\s*([-+]?)%\}")
-_SPAN_START, _SPAN_END = "\ue000", "\ue001"  # private-use characters, which stand for the marks in a rendering
+_SPAN_START, _SPAN_END = "\ue000", "\ue001"  # private-use characters that replace {% generation %} marks
 _TEMPLATE_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
@@ -43,13 +45,20 @@ def find_learned_spans(
         SkippedRow: no assistant turn with content is learned.
         RefusedRow, ModelError: as in `render`.
     """
-    if not any(_has_content(turn) for turn in turns if is_trained_turn(turn)):
+    if not any(map(is_trained_turn, turns)):
         raise SkippedRow(location, "without an assistant turn to learn")
     turns, rendered_text = render(owner, turns, location, tools=tools)
     check_tools(tools, rendered_text, location)
     tokenizer = owner.tokenizer if isinstance(owner, ProcessorMixin) else owner
     special_tokens, end_token_texts = added_tokens(tokenizer), _decode_end_tokens(tokenizer, end_ids)
     render_messages = partial(render_template, owner, where=location, tools=tools)
+    if not any(map(str.strip, chain.from_iterable(texts_of(turn) for turn in turns if is_trained_turn(turn)))):
+        bare_turns = [
+            {"role": turn["role"], "content": turn["content"]} if is_trained_turn(turn) else turn for turn in turns
+        ]
+        with suppress(TemplateError):  # the template needs the other keys
+            if render_messages(bare_turns, False) == rendered_text:
+                raise SkippedRow(location, "without an assistant turn to learn")
     with limit_resources(f"{location}: the chat template"):
         spans = _find_marked_spans(owner, tokenizer, turns, rendered_text, tools)
     has_generation_marks, assistant_turns = spans is not None, [turn for turn in turns if turn["role"] == "assistant"]
@@ -122,15 +131,10 @@ def _decode_end_tokens(tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, .
     return tuple(dict.fromkeys(filter(None, [tokenizer.eos_token, *stop_token_texts])))
 
 
-def _has_content(message: Message) -> bool:
-    """Return whether a turn has text, or other keys that a chat template may render."""
-    return any(text.strip() for text in texts_of(message)) or len(message) > len(("role", "content"))
-
-
 def _make_location_error(turns: list[Message], location: str) -> DataError:
     """Return the error to raise if the assistant's turns cannot be located in the rendering."""
     first_role = next(turn["role"] for turn in turns if turn["role"] not in {"system", "developer"})
-    if first_role == "assistant":  # skip the row: other chat templates hide the first turn too
+    if first_role == "assistant":  # no DataError: several chat templates leave out such a first turn
         return SkippedRow(location, "that begins with the assistant, in a way that the chat template hides")
     return DataError(
         f"{location}: the assistant's turns cannot be found in what the chat template renders, which reorders turns, "
@@ -174,7 +178,7 @@ def _write_mark(tag: re.Match[str]) -> str:
     return f"{tag[0]}{{{{ '{_SPAN_END if tag[1] else _SPAN_START}' }}}}{{% if 1 %}}{{% endif {tag[2]}%}}"
 
 
-@lru_cache(maxsize=4)  # every row needs the tokens, and listing them is slow
+@lru_cache(maxsize=4)  # every row needs the special tokens, and listing them is slow
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the special and added tokens of a tokenizer as they appear in text, such as <|im_end|>."""
     return tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -28,6 +29,7 @@ from cosmos_core.run.files import follow_umask, read_json, remove_leftovers, sha
 logger = logging.getLogger(__name__)
 
 _CACHE_VERSION = 2  # version of the cache, to increase if the same bytes are decoded to other pixels or tokens
+_MIN_LEFTOVER_SECONDS = 3600  # age from which a temporary file counts as left by a killed process
 _TYPICAL_SHARD_ENTRIES, _MAX_SHARD_ENTRIES = 32, 128
 
 Entry = dict[str, Tensor]
@@ -71,7 +73,8 @@ class MediaCache:
         self.folder = root / encoders_digest
         self._encoders_digest = encoders_digest
         self.folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(self.folder)
+        # Processes on other machines may write to the cache too; their files have a recent modification time.
+        remove_leftovers(self.folder, lambda path: time.time() - path.lstat().st_mtime < _MIN_LEFTOVER_SECONDS)
 
     def key_of(self, keys: Sequence[str]) -> str:
         """Return the key of the shard whose entries have the keys `keys`."""
@@ -98,10 +101,10 @@ class MediaCache:
         is the reason why the item could not be encoded."""
         path = self.path(shard)
         temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        encoded_entries = {key: entry for key, entry in entries.items() if not isinstance(entry, str)}
         tensors = {
             f"{key}.{name}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for key, entry in encoded_entries.items()
+            for key, entry in entries.items()
+            if not isinstance(entry, str)
             for name, tensor in entry.items()
         }
         with translate_disk_errors(str(path), lambda: "what was encoded before it stays encoded"):

@@ -63,8 +63,8 @@ def bucket_sizes(size: Size, multiple: int) -> tuple[Size, ...]:
     """Return sizes of about the same area as `size`, from 1:2 to 2:1, whose sides are divisible by `multiple`."""
     base_side = math.sqrt(size[0] * size[1])
     sizes = []
-    for ratio_step in range(-_NUM_BUCKET_STEPS, _NUM_BUCKET_STEPS + 1):
-        ratio = 2.0 ** (ratio_step / _NUM_BUCKET_STEPS / 2)
+    for ratio_index in range(-_NUM_BUCKET_STEPS, _NUM_BUCKET_STEPS + 1):
+        ratio = 2.0 ** (ratio_index / _NUM_BUCKET_STEPS / 2)
         height, width = (
             max(multiple, round(side / multiple) * multiple) for side in (base_side * ratio, base_side / ratio)
         )
@@ -97,7 +97,7 @@ def _decoder_error(content: Content, error: Exception) -> Exception:
     return error if is_transient(error) else DataError(f"it cannot be decoded: {first_line(error)}")
 
 
-def is_enlarged(content: Content, frame_config: FrameSettings) -> bool:
+def is_upscaled(content: Content, frame_config: FrameSettings) -> bool:
     """Return True if an image has fewer pixels than it is resized to in height or in width; read its header only."""
     from PIL import Image as pillow
     from PIL.ExifTags import Base

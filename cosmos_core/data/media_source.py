@@ -94,7 +94,7 @@ class Item:
     lacks: str = ""
     """Reason why the item has no image or clip, for error messages; empty: the media file does not exist."""
     problem: str = ""
-    """Reason why the row cannot be used, in one line; empty if the row is usable."""
+    """Reason why the row or, if it has a prompt, its media cannot be used, in one line; empty if all is usable."""
 
 
 Items = Callable[[], Iterator[Item]]
@@ -170,7 +170,7 @@ def _find_media(path: Path) -> list[Path]:
 
 
 def _read_media_folder(path: Path) -> Iterator[Item]:
-    """Yield the items of a folder of pairs, and of its sub-folders with images or videos."""
+    """Yield the pairs of a media file and its caption in a folder, and in its sub-folders with images or videos."""
     yield from _read_paired_files(path)
     for folder in sorted({file.parent for file in _find_media(path)} - {path}):
         prefix = f"{folder.relative_to(path)}/"
@@ -239,8 +239,10 @@ def reason_of(error: Exception) -> str:
 
 
 def _read_metas_folder(folder: Path) -> Iterator[Item]:
-    """Yield an item for each metas/NAME.txt, with the video or image NAME."""
-    media_by_stem = {file.stem: file for file in _list_files(folder, _MEDIA_FOLDERS, _MEDIA_SUFFIXES)}
+    """Yield an item for each video or image NAME with a metas/NAME.txt, and for each metas/NAME.txt without media."""
+    media_by_stem: dict[str, list[Path]] = {}
+    for file in _list_files(folder, _MEDIA_FOLDERS, _MEDIA_SUFFIXES):
+        media_by_stem.setdefault(file.stem, []).append(file)
     embedding_by_stem = {file.stem: file for file in _list_files(folder, _EMBEDDING_FOLDERS, EMBEDDING_SUFFIXES)}
     text_files = _list_files(folder, ["metas"], [".txt"])
     for file in text_files:
@@ -254,9 +256,10 @@ def _read_metas_folder(folder: Path) -> Iterator[Item]:
         if not prompt and embedding is None:
             yield Item(location, "", problem=f"{location}: it is empty; write its prompt there")
             continue
-        yield _item_from_json({"prompt": prompt}, location, _make_content(media_by_stem.get(file.stem)), embedding)
+        for path in media_by_stem.get(file.stem, [None]):  # one text may describe several media files
+            yield _item_from_json({"prompt": prompt}, location, _make_content(path), embedding)
     for stem in sorted(media_by_stem.keys() - {file.stem for file in text_files}):
-        location = f"{media_by_stem[stem].parent.name}/{media_by_stem[stem].name}"
+        location = "/".join(media_by_stem[stem][0].parts[-2:])
         yield Item(location, "", problem=f"{location}: there is no metas/{stem}.txt with its prompt")
 
 
@@ -278,7 +281,8 @@ def _find_tar_files(path: Path) -> list[Path]:
 
 
 def _items_from_tar(path: Path) -> Iterator[Item]:
-    """Yield the items of a webdataset shard: consecutive members whose names agree up to the first dot."""
+    """Yield the items of a webdataset shard: consecutive members whose names agree up to the first dot. A damaged file
+    raises DataError, because the number of rows after the damage, which `max_skipped_fraction` limits, is unknown."""
     members_by_suffix: dict[str, tarfile.TarInfo] = {}
     name = ""
     try:
@@ -289,15 +293,16 @@ def _items_from_tar(path: Path) -> Iterator[Item]:
                     continue
                 stem, _, suffix = base_name.partition(".")
                 if members_by_suffix and f"{folder}/{stem}" != name:
-                    yield _item_from_members(archive, path, members_by_suffix)
+                    yield _item_from_members(path, members_by_suffix)
                     members_by_suffix = {}
                 name = f"{folder}/{stem}"
                 members_by_suffix[suffix.lower()] = member
             if members_by_suffix:
-                yield _item_from_members(archive, path, members_by_suffix)
+                yield _item_from_members(path, members_by_suffix)
             _check_tar_end(path, archive.offset)
     except (tarfile.TarError, OSError) as error:
-        yield Item(path.name, "", problem=f"{path.name}: damaged tar file, {reason_of(error)}")
+        reason = reason_of(error)
+        raise DataError(f"{path}: damaged tar file, {reason}; make it again, or remove it from the folder") from error
 
 
 def _check_tar_end(path: Path, offset: int) -> None:
@@ -312,28 +317,22 @@ def _check_tar_end(path: Path, offset: int) -> None:
         raise tarfile.ReadError(f"the header at byte {offset} is damaged, and nothing behind it can be read")
 
 
-def _item_from_members(archive: tarfile.TarFile, path: Path, members_by_suffix: dict[str, tarfile.TarInfo]) -> Item:
+def _item_from_members(path: Path, members_by_suffix: dict[str, tarfile.TarInfo]) -> Item:
     """Return the item of webdataset members with one name, which `members_by_suffix` has by file suffix."""
     location = f"{path.name}:{next(iter(members_by_suffix.values())).name}"
-    media_suffix = next((suffix for suffix in members_by_suffix if f".{suffix}" in _MEDIA_SUFFIXES), None)
-    content = None
-    if media_suffix is not None:
-        member = members_by_suffix[media_suffix]
-        content = Content(f".{media_suffix}" in VIDEO_SUFFIXES, path, member.offset_data, member.size)
+    contents = {
+        f".{suffix}": Content(f".{suffix}" in VIDEO_SUFFIXES, path, member.offset_data, member.size)
+        for suffix, member in members_by_suffix.items()
+    }
+    content = next((content for suffix, content in contents.items() if suffix in _MEDIA_SUFFIXES), None)
     try:
-        json_value = json.loads(_read_member(archive, members_by_suffix["json"])) if "json" in members_by_suffix else {}
-        caption_suffix = next((name[1:] for name in CAPTION_SUFFIXES if name[1:] in members_by_suffix), None)
+        json_value = json.loads(contents[".json"].read()) if ".json" in contents else {}
+        caption_suffix = next((suffix for suffix in CAPTION_SUFFIXES if suffix in contents), None)
         if caption_suffix is not None and isinstance(json_value, dict) and not _has_prompt(json_value):
-            json_value["prompt"] = _read_member(archive, members_by_suffix[caption_suffix]).decode("utf-8-sig").strip()
+            json_value["prompt"] = contents[caption_suffix].read().decode("utf-8-sig").strip()
     except (ValueError, RecursionError) as error:
         return Item(location, "", problem=f"{location}: {first_line(error)}")
     return _item_from_json(json_value, location, content, None)
-
-
-def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = archive.extractfile(member)
-    assert file is not None
-    return file.read()
 
 
 def _read_prompt_lines(files: Iterable[Path], dataset_path: Path) -> Iterator[Item]:
@@ -371,10 +370,12 @@ def _item_of_row(located_row: Located, folder: Path) -> Item:
     if isinstance(media_value, bytes):
         return _item_from_json(row_fields, location, Content(is_video, content_bytes=media_value), None)
     if isinstance(media_value, str) and "://" in media_value:
-        return Item(location, "", problem=f"{location}: {media_value[:80]!r} is a URL, which is not read; download it")
-    if isinstance(media_value, str):
+        problem = f"{location}: {media_value[:80]!r} is a URL, which is not read; download it"
+    elif isinstance(media_value, str):
         return _item_from_json(row_fields, location, Content(is_video, folder / os.path.expanduser(media_value)), None)
-    return Item(location, "", problem=f"{location}: column {key!r} holds neither a path nor the bytes of a file")
+    else:
+        problem = f"{location}: column {key!r} holds neither a path nor the bytes of a file"
+    return replace(_item_from_json(row_fields, location, None, None), problem=problem)
 
 
 def _item_from_json(json_object: Any, location: str, content: Content | None, embedding: Path | None) -> Item:

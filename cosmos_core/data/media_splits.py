@@ -66,6 +66,21 @@ class Split(NamedTuple):
     total: int
     config: DatasetConfig
 
+    def rows_with_items(self) -> Iterator[tuple[Row, Item]]:
+        """Read the data set again, and yield the rows of this split with their items.
+
+        Raises:
+            DataError: the data set changed after its keys were computed.
+        """
+        items = self.items()
+        for row in self.rows:
+            item = next(items, None)
+            if item is None or (row and (row.where, row.prompt) != (_replace_unencodable(item.where), item.prompt)):
+                name = self.config.local_dir or self.config.name
+                raise DataError(f"{name} changed while it was prepared; run the stage again when it is complete")
+            if row is not None:
+                yield row, item
+
     @property
     def kept_rows(self) -> list[Row]:
         """Return the rows of this split, without the entries for items of other splits."""
@@ -109,14 +124,14 @@ def _read_source_splits(stage: Stage, source: Source) -> dict[str, Split]:
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     config_key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
     dataset_config = policy.dataset.derive(name=str(stage.data), local_dir="") if stage.data else policy.dataset
-    train = _read_and_digest(stage, source, dataset_config, config_key, needs_media=row_kind(policy.rows).has_media)
+    train = _read_and_digest(stage, source, dataset_config, config_key, needs_media=True)
+    held_out_config: DatasetConfig | None = None
     if validation.dataset.name or validation.dataset.local_dir:
-        held_out_split = _read_and_digest(stage, source, validation.dataset, "validation.dataset", needs_media=False)
-        return {TRAIN: train, VALIDATION: held_out_split}
-    if stage.data is not None and ((stage.data / VALIDATION).is_dir() or any(stage.data.glob(f"{VALIDATION}.*"))):
-        held_out_split = _read_and_digest(
-            stage, source, dataset_config.derive(split=(VALIDATION,)), config_key, needs_media=False
-        )
+        held_out_config, config_key = validation.dataset, "validation.dataset"
+    elif stage.data is not None and ((stage.data / VALIDATION).is_dir() or any(stage.data.glob(f"{VALIDATION}.*"))):
+        held_out_config = dataset_config.derive(split=(VALIDATION,))
+    if held_out_config is not None:
+        held_out_split = _read_and_digest(stage, source, held_out_config, config_key, needs_media=False)
         return {TRAIN: train, VALIDATION: held_out_split}
     test_size = policy.dataset.test_size
     if test_size is None:
@@ -130,9 +145,11 @@ def _read_source_splits(stage: Stage, source: Source) -> dict[str, Split]:
 
 
 def _read_and_digest(stage: Stage, source: Source, config: DatasetConfig, key: str, *, needs_media: bool) -> Split:
-    """Read a data set once and compute the keys of its texts and media."""
+    """Read a data set once and compute the keys of its texts, and of its media if the algorithm learns from media.
+    `needs_media`: leave out rows without media in that case."""
     items = open_items(config, key)
-    frame_config = frame_settings(stage.recipe, config, source)
+    has_media = row_kind(stage.recipe.train.train_policy.rows).has_media
+    frame_config = frame_settings(stage.recipe, config, source) if has_media else None
     rows: list[Row | None] = []
     skip_reasons: list[str] = []
     for item, row_or_reason in map_in_threads(
@@ -150,18 +167,18 @@ def _read_and_digest(stage: Stage, source: Source, config: DatasetConfig, key: s
     return Split(items, rows, skip_reasons, len(rows), config)
 
 
-def _make_row(item: Item, frame_config: FrameSettings, needs_media: bool) -> Row | str:
-    """Return the row of an item, or the reason why the item is left out."""
-    if item.problem:
+def _make_row(item: Item, frame_config: FrameSettings | None, needs_media: bool) -> Row | str:
+    """Return the row of an item, or the reason why the item is left out; without `frame_config`, media are ignored."""
+    if item.problem and (frame_config or not item.prompt):
         return item.problem
-    if needs_media and item.content is None:
+    if needs_media and frame_config and item.content is None:
         return item.lacks or "there is no image or video beside it"
     try:
         text_key = digest_of("text", item.prompt)
         if item.embedding is not None:
             text_key = digest_of("embedding", Content(False, item.embedding).digest())
         media_key = ""
-        if item.content is not None:
+        if frame_config and item.content is not None:
             media_key = digest_of("media", item.content.digest(), item.content.is_video, repr(frame_config))
     except OSError as error:
         reason_of(error)

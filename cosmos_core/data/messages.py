@@ -30,9 +30,9 @@ _PAIR_COLUMNS = (
 )  # fmt: skip
 _RESPONSE_COLUMNS = ("output", "response", "completion", "answer")
 _INSTRUCTION_INPUT_COLUMNS = ("input", "context")  # columns of Alpaca and Dolly that continue `instruction`
-_PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages")
+PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages")
 _SYSTEM_COLUMNS = ("system", "system_prompt")
-_KNOWN_COLUMNS = {*_CONVERSATION_COLUMNS, *_PROMPT_COLUMNS, *_INSTRUCTION_INPUT_COLUMNS, *sum(_PAIR_COLUMNS, ())}
+_KNOWN_COLUMNS = {*_CONVERSATION_COLUMNS, *PROMPT_COLUMNS, *sum(_PAIR_COLUMNS, ())} - {*_INSTRUCTION_INPUT_COLUMNS}
 _REFERENCE_COLUMNS = ("answer", "response", "solution", "result")
 _STANDARD_ROLES = {
     "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
@@ -40,7 +40,6 @@ _STANDARD_ROLES = {
     "bard": "assistant", "function_call": "assistant", "observation": "tool", "function": "tool",
 }  # fmt: skip
 _SHAREGPT_KEYS = ("value", "content", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-_MEDIA_COLUMNS = ("image", "images", "video", "videos")
 IMAGE_MARK = re.compile("<image>")
 # LLaVA puts <image> or <video> at the start or end of a turn; elsewhere in a turn these are ordinary words.
 _MEDIA_MARK = re.compile(r"\A\s*<(image|video)>|<(image|video)>\s*\Z")
@@ -73,7 +72,7 @@ class ReadRow(Row):
         hidden_columns = _KNOWN_COLUMNS if "prompt" in column_names else column_names.keys()
         super().__init__({name: value for name, value in row.items() if name not in hidden_columns})
         self.update({standard_name: row[name] for standard_name, name in column_names.items()})
-        self._column_names, self._read_columns = column_names, set[str]()
+        self.column_names, self._read_columns = column_names, set[str]()
         self._columns = [
             name for name, value in row.items() if value is not None and not (isinstance(value, str) and not value)
         ]
@@ -90,7 +89,7 @@ class ReadRow(Row):
     @property
     def unread_columns(self) -> list[str]:
         """Return the names of the non-empty columns that have not been read."""
-        read_columns = {self._column_names.get(name, name) for name in self._read_columns}
+        read_columns = {self.column_names.get(name, name) for name in self._read_columns}
         return [name for name in self._columns if name not in read_columns]
 
 
@@ -108,7 +107,7 @@ def plain_text_columns(row: Row, *columns: tuple[str, ...]) -> list[str] | None:
     if any(has_value(row, name) for name in _CONVERSATION_COLUMNS) or read_system_prompt(row):
         return None
     present_columns = [next((name for name in alternatives if has_value(row, name)), "") for alternatives in columns]
-    column_values: list[Any] = [decode_conversation(row[name]) if name else None for name in present_columns]
+    column_values: list[Any] = [_read_value(row, name) if name else None for name in present_columns]
     return column_values if all(isinstance(value, str) for value in column_values) else None
 
 
@@ -186,7 +185,7 @@ def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit m
             raise DataError(f"{location}: column {name!r} (train_policy.{key}) is null; fill it, or leave the row out")
         if name and name not in row:
             raise DataError(f"{location}: no column {name!r} (train_policy.{key}); the row has {columns_of(row)}")
-    column = prompt_column or next((candidate for candidate in _PROMPT_COLUMNS if has_value(row, candidate)), "")
+    column = prompt_column or next((candidate for candidate in PROMPT_COLUMNS if has_value(row, candidate)), "")
     if not column:
         raise MissingColumn(
             f"{location}: no prompt among the columns {columns_of(row)}; set train.train_policy.prompt_column_name"
@@ -230,6 +229,10 @@ def _read_reference(row: Row, column: str, location: str) -> str | None:
     if not column:
         return None
     value = row[column]
+    turns = decode_conversation(value)
+    last = turns[-1] if isinstance(turns, list) and turns else None
+    if isinstance(last, dict) and _STANDARD_ROLES.get(str(last.get("role", last.get("from")))) == "assistant":
+        return "".join(texts_of(_turn(last, location, with_images=False)))
     try:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except TypeError:  # columnar formats have values without a JSON form, such as dates and bytes
@@ -239,15 +242,24 @@ def _read_reference(row: Row, column: str, location: str) -> str | None:
 def as_turns(row: Row, column: str, role: str, location: str, with_images: bool = False) -> list[Message]:
     """Return the turns in a column, or its text as one turn of `role`; `input` or `context` extend an `instruction`,
     and `history` precedes it."""
-    value = decode_conversation(row[column])
+    value = _read_value(row, column)
     if not isinstance(value, str):
         return read_turns(value, column, location, with_images)
-    history: list[Message] = []
-    if column == "instruction":
-        value = "\n\n".join(filter(None, [value, *(_read_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS)]))
-        history = decode_history(row.get("history"), location)
+    history = decode_history(row.get("history"), location) if _is_instruction(row, column) else []
     turns = [*history, {"role": role, "content": value}]
     return [{**turn, "content": read_content(turn["content"], location, with_images)} for turn in turns]
+
+
+def _is_instruction(row: Row, column: str) -> bool:
+    return (row.column_names if isinstance(row, ReadRow) else {}).get(column, column) == "instruction"
+
+
+def _read_value(row: Row, column: str) -> Any:
+    """Return the text of a column, which `input` or `context` extend if it is an `instruction`, or its turns."""
+    value = decode_conversation(row[column])
+    if isinstance(value, str) and _is_instruction(row, column):
+        value = "\n\n".join(filter(None, [value, *(_read_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS)]))
+    return value
 
 
 def _read_text(row: Row, column: str) -> str:
@@ -296,7 +308,7 @@ def read_content(content: Any, location: str, with_images: bool = False) -> Any:
         DataError: the content is neither text nor parts of text and images, or shows media that are not supported.
     """
     check_parts(content, location)
-    if with_images and isinstance(content, list) and any(_is_image_part(part) for part in content):
+    if with_images and isinstance(content, list) and any(is_image_part(part) for part in content):
         return [_normalise_part(part, location) for part in content]
     if isinstance(content, list) and all(map(_is_text_part, content)):
         return "".join(part["text"] for part in content)
@@ -309,7 +321,8 @@ def read_content(content: Any, location: str, with_images: bool = False) -> Any:
     return content
 
 
-def _is_image_part(part: Any) -> bool:
+def is_image_part(part: Any) -> bool:
+    """Return whether a part of a turn is an image."""
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # a tuple: `type` may be unhashable
 
 
@@ -320,7 +333,7 @@ def _is_text_part(part: Any) -> bool:
 
 def _normalise_part(part: Any, location: str) -> dict[str, Any]:
     """Normalise a part of a turn to `{"type": "text", "text": ...}`, or to `type` = `image` with the image's source."""
-    if _is_image_part(part):
+    if is_image_part(part):
         return {**{key: value for key, value in part.items() if value is not None}, "type": "image"}
     if _is_text_part(part):
         return {"type": "text", "text": part["text"]}
@@ -375,25 +388,3 @@ def columns_of(row: Row) -> str:
     """Return the escaped names of a row's columns for an error message, which marks those without a value."""
     names = [repr(name)[1:-1][:40] + " (null)" * (value is None) for name, value in row.items()]
     return ", ".join(names[:20]) + ", ..." * (len(names) > 20) or "(none)"
-
-
-def columns_for_rewards(row: Row, prompt: list[Message], prompt_column: str = "") -> str:
-    """Return the columns of a row as JSON without bytes and media columns, for reward functions. The key `prompt` holds
-    the prompt: as text if the column of the prompt is that text, else as turns. `prompt_column`: see `read_prompt`."""
-    column = prompt_column or next((name for name in _PROMPT_COLUMNS if has_value(row, name)), "")
-    values = [row[column]] if column in row else [*row.values()]
-    texts = [turn["content"] for turn in prompt if turn["role"] != "system"]
-    is_text = len(texts) == 1 and isinstance(texts[0], str) and texts[0] in values
-    columns = {name: value for name, value in row.items() if name not in _MEDIA_COLUMNS}
-    return json.dumps(_to_plain_json({**columns, "prompt": texts[0] if is_text else prompt}), default=str)
-
-
-def _to_plain_json(value: Any) -> Any:
-    """Return a value without bytes, and with NumPy values as Python ones, for JSON."""
-    if isinstance(value, dict):
-        if _is_image_part(value):
-            return {"type": "image"}
-        return {str(name): _to_plain_json(element) for name, element in value.items() if not isinstance(element, bytes)}
-    if isinstance(value, list | tuple):
-        return [_to_plain_json(element) for element in value]
-    return value.tolist() if hasattr(value, "tolist") else value

@@ -193,7 +193,7 @@ def _write_split(
                 raise Preempted(
                     f"stopped after {num_rows_done} of {total_rows} rows were tokenised; preparing starts anew"
                 )
-    # Remove LEARNED_HELD_OUT if no held-out prompt has a response.
+    # Remove the file of the split LEARNED_HELD_OUT if no held-out prompt has a response.
     if path.stem == LEARNED_HELD_OUT and not counts.num_rows:
         path.unlink()
     elif path.stem != LEARNED_HELD_OUT:
@@ -296,7 +296,7 @@ def _remove_pass_rates(dataset: RowsConfig) -> RowsConfig:
 
 
 def _kinds_by_split(recipe: Recipe) -> dict[str, str]:
-    """Return the kinds of rows that held-out rows are prepared as, by the name of the split for each kind."""
+    """Return the name of the row kind in each held-out split, by the name of the split."""
     kind = row_kind(recipe.train.train_policy.rows)
     return kind.held_out_row_kinds(has_rewards=bool(recipe.validation.reward_function))
 

@@ -25,7 +25,7 @@ from cosmos_core.data.embeddings import read_embedding
 from cosmos_core.data.kinds.base import TRAIN
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.media_cache import Entry, Keyed, MediaCache, digest_of, shards_of
-from cosmos_core.data.media_pixels import FrameSettings, bucket_sizes, frame_rate, is_enlarged, pixels_of
+from cosmos_core.data.media_pixels import FrameSettings, bucket_sizes, frame_rate, is_upscaled, pixels_of
 from cosmos_core.data.media_rows import NULL_TEXT, TENSORS
 from cosmos_core.data.media_source import Content
 from cosmos_core.data.media_splits import Row, Source, Split, frame_settings, map_in_threads, read_splits
@@ -79,10 +79,7 @@ def _preview_split(stage: Stage, source: Source, name: str, split: Split) -> tup
     if encodes_media(stage, name, split):
         frame_config = frame_settings(stage.recipe, split.config, source)
         stride = -(-num_remaining // _MAX_DECODED_MEDIA) or 1
-        rows_with_content = (
-            (row, item.content) for row, item in zip(split.rows, split.items(), strict=False) if row is not None
-        )
-        sampled_media = islice(rows_with_content, 0, None, stride)
+        sampled_media = islice(((row, item.content) for row, item in split.rows_with_items()), 0, None, stride)
         num_enlarged = 0
         for row, rate, decode_error, is_image_enlarged in map_in_threads(
             stage, lambda each: _inspect_row(*each, frame_config), sampled_media
@@ -106,12 +103,12 @@ def _preview_split(stage: Stage, source: Source, name: str, split: Split) -> tup
 
 
 def _inspect_row(row: Row, content: Content | None, frame_config: FrameSettings) -> tuple[Row, float, str, bool]:
-    """Return the row, the frame rate of its clip, the reason why its media cannot be decoded, or an empty text, and
-    whether its image is enlarged."""
+    """Return the row, the frame rate of its clip (0 if it has none), the reason why its media cannot be decoded (empty
+    if they can be), and whether they are enlarged."""
     pixels_or_error = _decode_or_explain(row.media, content, frame_config)
     if isinstance(pixels_or_error, str) or content is None:
         return row, 0.0, str(pixels_or_error), False
-    return row, frame_rate(content) if content.is_video else 0.0, "", is_enlarged(content, frame_config)
+    return row, frame_rate(content) if content.is_video else 0.0, "", is_upscaled(content, frame_config)
 
 
 def encodes_media(stage: Stage, name: str, split: Split) -> bool:
@@ -162,6 +159,12 @@ def prepare(stage: Stage, source: Source) -> Outcome:
         for name, split in splits.items():
             num_rows, skip_reasons = work.write(name, split, null_text, folder)
             metrics |= {f"data/{name}_rows": float(num_rows), f"data/{name}_skipped_rows": float(len(skip_reasons))}
+            num_cut_prompts = work.count_cut_prompts(split)
+            metrics[f"data/{name}_cut_prompts"] = float(num_cut_prompts)
+            if num_cut_prompts:
+                max_tokens = f"policy.diffusers.max_prompt_length = {stage.recipe.policy.diffusers.max_prompt_length}"
+                notices.append(f"{name}: {num_cut_prompts} prompts have more tokens than {max_tokens}, and are cut")
+                logger.warning("%s", notices[-1])
             if skip_reasons:
                 num_others = len(skip_reasons) - _MAX_NAMED_ROWS
                 named = "; ".join(skip_reasons[:_MAX_NAMED_ROWS]) + f" and {num_others} more" * (num_others > 0)
@@ -214,6 +217,17 @@ class _SplitEncoder:
             file.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
         return len(records), skip_reasons
 
+    def count_cut_prompts(self, split: Split) -> int:
+        """Return the number of prompts of a split whose end the text encoder ignores, because they are too long."""
+        model_folder = self._source.encoders.folder
+        tokenizer_name, num_added_tokens = self._source.encoders.prompt_tokenizer
+        if tokenizer_name not in model_folder.components:  # a pipeline of Stable Diffusion 3 without its T5
+            return 0
+        tokenizer = model_folder.load(tokenizer_name)
+        max_tokens = self._stage.recipe.policy.diffusers.max_prompt_length - num_added_tokens
+        encoded_rows = (row for row in split.kept_rows if row.text == digest_of("text", row.prompt))
+        return sum(len(tokenizer.encode(row.prompt)) > max_tokens for row in encoded_rows)
+
     def encode_null_text(self, folder: Path) -> dict[str, str]:
         """Encode the empty text, and return the shard and entry of its embedding."""
         key = digest_of("text", "")
@@ -221,15 +235,16 @@ class _SplitEncoder:
 
     def _encode_entries(self, split: Split, *, is_media: bool, folder: Path) -> _EncodedEntries:
         """Encode the texts or the media of a split shard by shard, and return the locations of the outputs."""
-        rows_and_items = ((row, item) for row, item in zip(split.rows, split.items(), strict=False) if row is not None)
         encoded_entries = _EncodedEntries({}, {}, {})
         if is_media:
             frame_config = frame_settings(self._stage.recipe, split.config, self._source)
             encode_items: Any = lambda items: self._encode_media(items, frame_config)  # noqa: E731
-            keyed_items: Iterable[Any] = (Keyed(row.media, (row.media, item.content)) for row, item in rows_and_items)
+            keyed_items: Iterable[Any] = (
+                Keyed(row.media, (row.media, item.content)) for row, item in split.rows_with_items()
+            )
         else:
             encode_items = self._encode_texts
-            keyed_items = (Keyed(row.text, item.embedding or row.prompt) for row, item in rows_and_items)
+            keyed_items = (Keyed(row.text, item.embedding or row.prompt) for row, item in split.rows_with_items())
         for shard in shards_of(keyed_items):
             shard_key = self._ensure_shard(shard, encode_items, folder, int(is_media))
             encoded_entries.skip_reasons.update(self._cache.skip_reasons(shard_key))
@@ -247,7 +262,11 @@ class _SplitEncoder:
             raise Preempted(f"stopped after {sum(self.num_encoded)} texts and media were encoded; they stay encoded")
         item_keys = [keyed_item.key for keyed_item in shard]
         shard_key = self._cache.key_of(item_keys)
-        if not self._cache.has_shard(shard_key):
+        # Refused media are decoded again, because a codec may have been installed since.
+        refused_keys = self._cache.skip_reasons(shard_key) if shard_id else {}
+        retried_items = [keyed_item.item for keyed_item in shard if keyed_item.key in refused_keys]
+        is_outdated = any(not isinstance(entry, str) for entry in encode(retried_items))
+        if is_outdated or not self._cache.has_shard(shard_key):
             entries = encode([keyed_item.item for keyed_item in shard])
             self._cache.write(shard_key, dict(zip(item_keys, entries, strict=True)))
             self.num_encoded[shard_id] += len(item_keys)
@@ -278,10 +297,11 @@ class _SplitEncoder:
         except DataError as error:
             return str(error)
         for name, reference_tensor in self._reference_embedding.items():
-            if _shape_without_tokens(embedding[name]) != _shape_without_tokens(reference_tensor):
+            shapes = embedding[name].shape, reference_tensor.shape
+            if len(shapes[0]) != len(shapes[1]) or shapes[0][1:] != shapes[1][1:]:
                 return (
-                    f"{path.name}: {name} is {list(embedding[name].shape)}, and the model's encoder gives "
-                    f"{list(reference_tensor.shape)}; only the number of tokens, the first of two, may be another"
+                    f"{path.name}: {name} is {list(shapes[0])}, and the model's encoder gives {list(shapes[1])}; only "
+                    "the number of tokens, the first of two, may be another"
                 )
         return embedding
 
@@ -319,11 +339,6 @@ class _SplitEncoder:
         for batch_index, (index, _) in enumerate(batch):
             latents[index] = {"mean": mean[batch_index]} | ({} if logvar is None else {"logvar": logvar[batch_index]})
         return latents
-
-
-def _shape_without_tokens(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the number of dimensions of an embedding, and its shape without the number of tokens."""
-    return tensor.ndim, *tensor.shape[1:]
 
 
 class _EncodedEntries(NamedTuple):

@@ -6,9 +6,11 @@ Error messages name a row by its location: "train.jsonl:12", in lines from 1, or
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress
@@ -36,10 +38,13 @@ from cosmos_core.registry import is_code
 from cosmos_core.run.stage import Stage
 from cosmos_core.transient import is_machine_error, is_network_error
 
+logger = logging.getLogger(__name__)
+
 _TRAIN_SPLIT = "train"
 _SLICE_REGEX = re.compile(r"(.+?)\[(-?\d+%?)?:(-?\d+%?)?\]")
-_SHARD_REGEX = re.compile(r"(.+)-\d{5}-of-\d{5}\b")
-"""Start of the name of one of the files into which `datasets` divides a split; the group is the split."""
+_SHARD_REGEX = re.compile(r"(.+)-\d{5}-of-(\d{5})\b")
+"""Start of the name of one of the files into which `datasets` divides a split; its groups are the split and the number
+of files."""
 _INFO_FILES = ("dataset_info.json", "dataset_infos.json")
 """Descriptions of data sets, which Hub data sets and other programs have in the folders of their data files."""
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
@@ -110,8 +115,8 @@ def load_rows(dataset: RowsConfig, key: str = "dataset", opener: Opener | None =
 
 
 def training_sources(stage: Stage) -> dict[str, AlgorithmConfig]:
-    """Return the algorithm's table for each data set of training rows, by the key that names the data set; the stage's
-    key `data` overrides the data sets of the recipe."""
+    """Return the algorithm's settings for each training data set, including the settings of that data set, by the
+    configuration key of the data set. The stage's key `data` replaces the data sets of the recipe."""
     policy = stage.recipe.train.train_policy
     name, config_key = str(stage.data), f"stage {stage.name!r}: data"
     if stage.data is None:
@@ -234,7 +239,27 @@ def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
         raise DataError(
             f"{config_key}.name: {folder} has no file for the split {split!r}; it holds {folder_contents}{remedy}"
         )
+    _check_file_names(split_files, config_key)
     return split_files
+
+
+def _check_file_names(files: list[Path], config_key: str) -> None:
+    """Refuse two files of one name and different suffixes, such as a file and its compressed copy, whose rows would be
+    read twice; warn if one of the files into which a split is divided is missing."""
+    file_by_stem: dict[str, Path] = {}
+    for file in files:
+        other = file_by_stem.setdefault(file.name[: -len(data_suffix(file.name))], file)
+        if other is not file:
+            raise DataError(
+                f"{config_key}.name: {file.parent} has {other.name} and {file.name}, and one is probably a copy of the "
+                "other; remove or rename one"
+            )
+    num_files = Counter(match.groups() for file in files if (match := _SHARD_REGEX.match(file.name)))
+    for (name, total), count in num_files.items():
+        if count < int(total):
+            logger.warning(
+                "%s: %s has %d of its %d files; the rows of the others are missing", config_key, name, count, int(total)
+            )
 
 
 def _find_data_folder(path: Path, subset: str, config_key: str) -> Path:

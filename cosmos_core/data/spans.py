@@ -188,7 +188,8 @@ def _find_turn_end(part: str, end_of_conversation: str, closing_tokens: Sequence
 def _locate_completions(
     rendered_text: str, texts_before: list[TextBeforeCompletion], text_after: str, turn_ends: list[str]
 ) -> list[Span] | None:
-    """Return the spans between the template's texts, each with the text that closes its turn; None if ambiguous."""
+    """Return the span of each completion and its turn's end, located by the template's texts around the completions;
+    None if these texts do not occur in `rendered_text`, or if several locations are possible."""
     template_texts = [part for part, _ in texts_before]
     search_start, search_end = len(template_texts[0]), len(rendered_text) - len(text_after)
     if (

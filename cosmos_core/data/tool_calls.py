@@ -69,7 +69,7 @@ def with_texts(calls: list[Any]) -> list[Any]:
 
 
 def uses_python_notation(calls: list[Any], text: str) -> bool:
-    """Return whether a rendering has arguments in Python's notation: the chat template then expects JSON strings."""
+    """Return whether the rendered text of calls has arguments as Python dicts: its chat template needs JSON strings."""
     functions = [function for call in calls if isinstance(function := call.get("function", call), dict)]
     arguments_of_calls = [function.get("arguments") for function in functions]
     return any(arguments and isinstance(arguments, dict) and str(arguments) in text for arguments in arguments_of_calls)

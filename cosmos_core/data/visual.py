@@ -44,7 +44,7 @@ def visual_tokens(
     tools: Tools = None,
     end_ids: tuple[int, ...] = (),
 ) -> VisualTokens:
-    """Return token ids and loss mask of turns whose parts show `images`, in this order.
+    """Return token ids and loss mask of `turns`; `images` are the images in the turns, in the same order.
 
     Raises:
         DataError: the chat template leaves out an image, the processor refuses one, or the assistant's text cannot be

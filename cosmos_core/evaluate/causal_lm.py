@@ -17,6 +17,7 @@ from cosmos_core.errors import ModelError, Preempted
 from cosmos_core.evaluate.benchmarks import open_benchmarks
 from cosmos_core.evaluate.engines import check_engine, engine_of, open_model
 from cosmos_core.evaluate.results import describe_tasks, item_table, metrics_of, texts_of
+from cosmos_core.models.chat_templates import set_template
 from cosmos_core.models.hf import load_config, load_tokenizer
 from cosmos_core.models.model_files import check_weights
 from cosmos_core.run.files import write_json, write_text
@@ -66,6 +67,8 @@ def run(stage: Stage) -> Outcome:
 
     stage.progress.phase("load")
     model = open_model(stage, stop_if_requested)
+    if settings.apply_chat_template:
+        set_template(model.tokenizer, stage.recipe.policy.chat_template)
     stage.progress.phase("evaluate", deadline_seconds=3600)
     evaluator.add_env_info = lambda storage: None  # skip lm-eval's slow list of packages
     results: Any = evaluator.simple_evaluate(
@@ -93,10 +96,13 @@ def run(stage: Stage) -> Outcome:
 
 def _describe_model(stage: Stage) -> str:
     """Check that the model has weights, a tokenizer and any needed chat template; return the model's architecture."""
-    revision = stage.recipe.policy.model_revision
-    config = load_config(stage.model, revision)
-    tokenizer = load_tokenizer(stage.model, revision)
-    if stage.recipe.evaluate.apply_chat_template and not tokenizer.chat_template:
-        raise ModelError(f"evaluate.apply_chat_template = true: {stage.model!r} has no chat template; set it to false")
+    policy, applies_template = stage.recipe.policy, stage.recipe.evaluate.apply_chat_template
+    config = load_config(stage.model, policy.model_revision)
+    tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template if applies_template else None)
+    if applies_template and not tokenizer.chat_template:
+        raise ModelError(
+            f"evaluate.apply_chat_template = true: {stage.model!r} has no chat template; set it to false, or "
+            "policy.chat_template to one"
+        )
     check_weights(stage.model)
     return next(iter(config.architectures or ()), type(config).__name__)

@@ -25,7 +25,7 @@ def read_prompt_sets(settings: EvaluateConfig) -> dict[str, list[Prompt]]:
     """
     try:
         return {name: _read_prompt_set(location, settings.limit) for name, location in settings.prompt_sets.items()}
-    except DataError as error:  # readers name the keys `name` and `split` of a data set, which prompt sets do not have
+    except DataError as error:  # messages of readers name the keys `name` and `split`, which prompt sets lack
         message = str(error).partition(f"; set {_CONFIG_KEY}.split")[0].replace(f"{_CONFIG_KEY}.name", _CONFIG_KEY)
         raise DataError(message.replace(f"{_CONFIG_KEY}.split =", f"{_CONFIG_KEY}: the split is")) from error
 

@@ -3,6 +3,7 @@
 `lora.py` adds adapters to a model and writes them.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def load_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
 
 def _resolve_adapter_folder(lora: LoraConfig) -> Path:
     assert lora.lora_path is not None
-    return Path(lora.lora_path).expanduser()
+    return Path(os.path.expanduser(lora.lora_path))  # unlike Path.expanduser, it keeps the name of an unknown user
 
 
 def _normalise_setting(value: Any) -> Any:

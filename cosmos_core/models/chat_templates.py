@@ -1,5 +1,6 @@
 """Built-in chat templates for `policy.chat_template`, which replaces the chat template of a tokenizer or adds one."""
 
+import os
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -32,7 +33,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
         return
     if name not in TEMPLATES:
         try:
-            tokenizer.chat_template = Path(name).expanduser().read_text(encoding="utf-8")
+            tokenizer.chat_template = Path(os.path.expanduser(name)).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{_KEY} = {name!r} is none of {', '.join(TEMPLATES)}, and no file: {error}") from None
         return

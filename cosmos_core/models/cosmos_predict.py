@@ -48,6 +48,7 @@ class GuardrailPlaceholder:
 class CosmosPredict(SanaVideo):
     """Cosmos-Predict2.5, whose network also receives clean conditioning frames and a mask that marks them."""
 
+    prompt_tokenizer = ("tokenizer", 22)
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
     pipeline_multiple = 16
     max_conditioning_frames = 2

@@ -41,6 +41,8 @@ class DiffusionModel:
     """Name of the pipeline component that is trained."""
     is_video: ClassVar[bool] = False
     """Whether latents have a dimension of frames."""
+    prompt_tokenizer: ClassVar[tuple[str, int]] = ("tokenizer", 0)
+    """Name of the tokenizer of prompts, and number of tokens that the pipeline's template adds to a prompt."""
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     """Suffixes of the names of modules that LoRA adapts if the recipe names no modules."""
     pipeline_multiple: ClassVar[int] = 1

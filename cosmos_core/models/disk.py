@@ -70,8 +70,8 @@ def _translate_disk_error(error: BaseException, name: str, describe_intact_files
 
 
 def _find_error_number(error: BaseException) -> int | None:
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    # safetensors is written in Rust, and has the error number only in the text of its exceptions.
-    match = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, SafetensorError) else None
+    # `SafetensorError`, which is raised by Rust code, and `shutil.Error` have the error number only in their texts.
+    match = re.search(r"(?:\(os error |\[Errno )(\d+)", str(error))
     return int(match[1]) if match else None

@@ -10,6 +10,7 @@ from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.lora import add_adapter
 from cosmos_core.models.meta_device import placeholders
+from cosmos_core.models.quantized_base import TRAINABLE_FORMATS, quantization_method
 from cosmos_core.registry import suggestion
 
 
@@ -21,11 +22,17 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, targets: Sequen
     adapt if the recipe names none; empty: the default modules of PEFT.
 
     Raises:
-        ConfigError: a name or pattern matches no weight, no weight remains to train, or `lora` is combined with another
-            of these settings.
+        ConfigError: a name or pattern matches no weight, no weight remains to train, `lora` is combined with another
+            of these settings, or all weights are to be trained and are quantized.
     """
     keys = [key for key in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, key)]
     if not keys and policy.lora is None:
+        method = quantization_method(model.config) if isinstance(model, PreTrainedModel) else None
+        if method and method not in TRAINABLE_FORMATS:
+            raise ConfigError(
+                f"policy.lora is not set, and the model's weights are quantized ({method}): only its norms and "
+                "embeddings would be trained; set policy.lora, or take the model without quantization"
+            )
         return
     # For recomputation, transformers makes the output of the embeddings require a gradient. Non-reentrant checkpoints
     # do not need this, and without it the backward pass ends at the first trained layer.

@@ -215,7 +215,7 @@ def _build_peft_config(model: Any, lora: LoraConfig, should_keep_ties: bool) -> 
         )
     rank_pattern, alpha_pattern = dict(lora.r_pattern or {}), dict(lora.alpha_pattern or {})
     double_rank = targets.double_rank
-    if rank_pattern or alpha_pattern:  # whose values may differ from layer to layer
+    if rank_pattern or alpha_pattern:  # then each layer may have another rank or alpha
         double_rank = [name for name in names_of_targets(model) if name.endswith(tuple(double_rank))]
     # Two stacked projections need twice the rank, at an unchanged scale: alpha / r, or alpha / sqrt(r).
     alpha_growth = math.sqrt(2) if lora.use_rslora else 2

@@ -36,8 +36,8 @@ def call_in_interpreter(
     folder: Path,
     poll: Callable[[], None] = lambda: None,
 ) -> T:
-    """Return the result of `function(*arguments)`, which reads the export in `folder`, called in the interpreter of
-    `pool`.
+    """Call `function(*arguments)` in the process of `pool`, and return the result. Error messages name `folder`, the
+    export that the function reads.
 
     `poll` is called every few seconds until the function returns. If `poll` raises an error, the interpreter
     is stopped.

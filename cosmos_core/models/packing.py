@@ -124,8 +124,9 @@ def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Compute the attention of packed rows, BKPD to BPKD; without `sequence_bounds`, compute the attention `sdpa`. The
-    signature is that of attention functions in transformers."""
+    """Compute the attention of packed rows; without `sequence_bounds` in `kwargs`, compute the attention `sdpa` of
+    transformers. As for any attention function of transformers, inputs have the shape (batch, heads, positions, head
+    size), and the output has the shape (batch, positions, heads, head size)."""
     bounds, window_size = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
     if bounds is None and not (window_size and attention_mask is None and query.shape[2] == key.shape[2]):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -182,7 +183,7 @@ def _cast_to_autocast(state: Tensor) -> Tensor:
 
 
 def _attend_varlen(states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
-    """Compute the attention of all sequences with one call of `varlen_attn`, BKPD to BPKD."""
+    """Compute the attention of all sequences with one call of `varlen_attn`; shapes as in `packed_attention`."""
     window_size, cu_seq_lens, max_length = kwargs.get("sliding_window"), kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
     query_PKD, key_PKD, value_PKD = (state.transpose(1, 2).squeeze(0) for state in states)
     output_PKD = varlen_attn(
@@ -268,7 +269,8 @@ def _stack_padded(states: Sequence[Tensor], length: int) -> Tensor:
 
 
 def _sliding_window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Return the causal mask PP of a sliding window: True where the query (row) attends to the key (column)."""
+    """Return the causal mask of a sliding window, (positions, positions): True where the query (row) attends to the key
+    (column)."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < window)
 
@@ -304,7 +306,8 @@ def _compute_device(model: PreTrainedModel) -> torch.device:
 
 @torch.no_grad()
 def _is_packing_exact(model: PreTrainedModel, roots: Sequence[Any], attention_name: str, dtype: torch.dtype) -> bool:
-    """Return True if packed rows have the same outputs as separate rows: logits, or last hidden states of each root.
+    """Return True if packed rows have the same outputs as separate rows: logits, or the last hidden states of each
+    module in `roots` if there are any.
 
     Separate rows use the attention `attention_name`, and all rows are computed in `dtype`. Afterwards packed attention
     is enabled.

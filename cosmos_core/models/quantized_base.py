@@ -8,15 +8,22 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-FP8, MXFP4 = "fp8", "mxfp4"
+TRAINABLE_FORMATS = FP8, MXFP4 = "fp8", "mxfp4"
+"""Formats that are dequantized when a model is loaded."""
+
+
+def quantization_method(config: PretrainedConfig) -> str | None:
+    """Return the name of the format in which a model stores quantized weights; None: its weights are not quantized."""
+    settings = getattr(config, "quantization_config", None)
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    return getattr(method, "value", method)
 
 
 def dequantize_options(config: PretrainedConfig) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that dequantize the weights of such a model; empty for other models."""
-    quantization = getattr(config, "quantization_config", None) or {}
-    if quantization.get("quant_method") not in {FP8, MXFP4}:
+    if quantization_method(config) not in TRAINABLE_FORMATS:
         return {}
-    return {"quantization_config": AutoQuantizationConfig.from_dict({**quantization, "dequantize": True})}
+    return {"quantization_config": AutoQuantizationConfig.from_dict({**config.quantization_config, "dequantize": True})}
 
 
 @contextmanager

@@ -23,6 +23,7 @@ class Sana(DiffusionModel):
         "attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0",
     )  # fmt: skip
 
+    prompt_tokenizer = ("tokenizer", 1)
     pipeline_multiple = 32
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:

@@ -120,7 +120,7 @@ class Scorer(nn.Module):
             head, request, num_top_ids, num_ids, dtype, max(1, max_chunk_bytes // (4 * self.vocabulary))
         )
         if derivative_N is not None:
-            derivative_N = derivative_N.to(dtype)  # the backward pass compares it with the actual derivative
+            derivative_N = derivative_N.to(dtype)  # the backward pass compares it with the gradient from autograd
         head_weights = head.trained_weights if torch.is_grad_enabled() else []
         outputs = _ChunkedScore.apply(chunk_scorer, hidden_NH, labels_N, top_ids_NK, derivative_N, *head_weights)
         return dict(zip(chunk_scorer.names, outputs, strict=True)) | balance_output
@@ -130,7 +130,7 @@ class Scorer(nn.Module):
         return self.model.base_model(**_select_model_inputs(inputs), use_cache=False).last_hidden_state
 
     def probe(self, inputs: dict[str, Any]) -> Tensor:
-        """Return the last hidden states outside of `forward`; FSDP also gathers the weights for this method."""
+        """Return `hidden(inputs)`; FSDP gathers the weights for a call of this method as for `forward`."""
         return self.hidden(inputs)
 
     @property

@@ -20,6 +20,7 @@ _MAX_PROMPT_TOKENS = 512
 class SD3(DiffusionModel):
     """Stable Diffusion 3; text inputs are token embeddings of three text encoders and the pooled output of two."""
 
+    prompt_tokenizer = ("tokenizer_3", 0)
     lora_targets = (
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",

@@ -8,7 +8,7 @@ Shape legend: B sequences, T tokens, V vocabulary.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -108,8 +109,10 @@ def verify_export(
     return checks
 
 
-def check_export_possible(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, model: str) -> None:
-    """Check before a training that the config and the tokenizer of its export can be saved and loaded again.
+def check_export_possible(
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, model: str, processor_files: Mapping[str, bytes]
+) -> None:
+    """Check before a training that the config, tokenizer and processor of its export can be saved and loaded again.
 
     Raises:
         ModelError: transformers cannot save them, or loads a different tokenizer.
@@ -117,6 +120,9 @@ def check_export_possible(config: PretrainedConfig, tokenizer: PreTrainedTokeniz
     with translate_load_errors("config and tokenizer that an export would have", model), TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        for name, content in processor_files.items():
+            Path(folder, name).write_bytes(content)
+        ProcessorMixin.get_processor_dict(folder)  # raises an error if the files of chat templates exclude each other
         if _describe_tokenizer(AutoTokenizer.from_pretrained(folder)) != _describe_tokenizer(tokenizer):
             raise model_error(model, "the tokenizer, saved by transformers, is another when it is loaded")
 
@@ -286,6 +292,7 @@ def compute_logits(folder: Path, probe_inputs: Probe) -> tuple[np.ndarray, list[
     model = _load_with_adapter(folder, probe_inputs) if has_adapter else _load_exported_model(folder, probe_inputs)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffer.to(probe_inputs.buffers.get(name, buffer.dtype)))
+    ProcessorMixin.get_processor_dict(folder)
     tokenizer = [] if has_adapter else _describe_tokenizer(AutoTokenizer.from_pretrained(folder))
     logits_BTV = model.eval()(input_ids=torch.from_numpy(probe_inputs.input_ids_BT), use_cache=False).logits
     return logits_BTV.float().numpy(), tokenizer

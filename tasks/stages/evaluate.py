@@ -15,7 +15,7 @@ KIND = StageKind(
     table="evaluate",
     recipe_tables=("evaluate",),
     keys_by_modality={
-        "causal_lm": ("rollout.backend", "rollout.parallelism.tp_size"),
+        "causal_lm": ("rollout.backend", "rollout.parallelism.tp_size", "policy.chat_template"),
         "diffusion": (
             "policy.diffusers.inference_size",
             "policy.diffusers.inference_frames",

@@ -21,6 +21,8 @@ class FakeEncoders:
     """The text's length and first letter as an embedding, the mean colour of pixels as a latent; counts its work."""
 
     residency = SimpleNamespace(keep_on_device=nullcontext)
+    prompt_tokenizer = ("words", 2)
+    folder = SimpleNamespace(components=("words",), load=lambda name: SimpleNamespace(encode=str.split))
 
     def __init__(self, die_at: int = 0) -> None:
         self.texts: list[str] = []

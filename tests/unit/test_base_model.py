@@ -75,7 +75,10 @@ def test_a_template_that_a_recipe_names_renders_rows_and_prompts(tmp_path: Path,
     assert open_prompts(tmp_path / "g" / "data", "train")[0].text == "<s>User: 1+1?\n\nAssistant:"
 
 
-@pytest.mark.parametrize(("named", "told"), [("chatml", r"needs the token <\|im_start\|>"), ("no.jinja", "no file")])
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [("chatml", r"needs the token <\|im_start\|>"), ("no.jinja", "no file"), ("~nobody/x", "no file")],
+)
 def test_a_template_that_cannot_be_had_is_told(model: Path, named: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         load_tokenizer(str(model), None, named)

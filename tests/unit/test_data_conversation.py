@@ -319,7 +319,15 @@ def test_a_first_token_alone_is_nothing_to_learn():
     assert truncate_tokens(([7, 8], [0, 1]), 10, "row") == ([7, 8], [0, 1])
 
 
-@pytest.mark.parametrize("answer", [[], [{"role": "assistant", "content": " \n"}]], ids=["none", "blank"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [],
+        [{"role": "assistant", "content": " \n"}],
+        [{"role": "assistant", "content": "", "toxic": False, "state": "OK"}],
+    ],
+    ids=["none", "blank", "labelled"],
+)
 def test_a_conversation_without_an_assistant_turn_is_skipped(answer):
     with pytest.raises(SkippedRow, match=r"a\.jsonl:9: skipped, without an assistant turn to learn"):
         conversation_tokens(byte_tokenizer(CHATML), [*TWO_TURNS[:1], *answer], "a.jsonl:9")

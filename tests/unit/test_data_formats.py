@@ -1,9 +1,12 @@
 """Files of rows whose names are not as their formats or splits write them."""
 
 import bz2
+import gzip
 import json
+import lzma
 import random
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -69,6 +72,39 @@ def test_damage_in_the_middle_of_a_compressed_file_is_told(tmp_path: Path) -> No
     (tmp_path / "a.jsonl.bz2").write_bytes(content)
     with pytest.raises(DataError, match=r"^a\.jsonl\.bz2 is damaged: .*; compress it again"):
         load_rows(DatasetConfig(name=str(tmp_path / "a.jsonl.bz2")))
+
+
+@pytest.mark.parametrize("compression", [bz2, gzip, lzma])
+def test_damage_in_a_later_stream_of_a_compressed_file_is_told(tmp_path: Path, compression: Any) -> None:
+    file = tmp_path / f"a.jsonl.{'xz' if compression is lzma else compression.__name__.replace('ip', '')}"
+    streams = [bytearray(compression.compress(json.dumps(row).encode() + b"\n")) for row in ROWS[:2]]
+    file.write_bytes(b"".join(streams))
+    assert values(load_rows(DatasetConfig(name=str(file)))) == ROWS[:2]
+    streams[1][1] ^= 1
+    file.write_bytes(b"".join(streams))
+    with pytest.raises(DataError, match=r" is damaged: .*; compress it again"):
+        load_rows(DatasetConfig(name=str(file)))
+
+
+def test_a_copy_of_a_file_is_refused_and_a_missing_one_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for index in (0, 2):
+        write_jsonl(tmp_path / f"train-0000{index}-of-00003.jsonl", ROWS[index : index + 1])
+    assert values(load_rows(DatasetConfig(name=str(tmp_path)))) == [ROWS[0], ROWS[2]]
+    assert "dataset: train has 2 of its 3 files; the rows of the others are missing" in caplog.text
+    (tmp_path / "train-00000-of-00003.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(DataError, match=r"has train-0\S*\.jsonl and train-0\S*\.jsonl\.gz, and one is .* a copy"):
+        load_rows(DatasetConfig(name=str(tmp_path)))
+
+
+def test_maps_of_a_parquet_file_are_objects(tmp_path: Path) -> None:
+    table = pa.table(
+        {"turns": pa.array([[[("role", "user"), ("content", "q")]]], pa.list_(pa.map_("string", "string")))}
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    rows = load_rows(DatasetConfig(name=str(tmp_path / "a.parquet")))
+    assert values(rows) == [{"turns": [{"role": "user", "content": "q"}]}]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "saved"])

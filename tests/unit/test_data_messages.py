@@ -12,7 +12,9 @@ import pytest
 
 from cosmos_core.data.media_rows import find_reference
 from cosmos_core.data.messages import (
+    ReadRow,
     SkippedRow,
+    plain_text_columns,
     propose_merged_turns,
     read_conversation,
     read_held_out,
@@ -81,6 +83,9 @@ def test_what_an_instruction_is_about_stands_behind_it():
         row = {"instruction": "Add.", name: "1 2"}
         assert read_conversation({**row, "output": "a"}, "row") == [asked, ANSWERED]
         assert read_prompt(row, "row", "instruction") == ([asked], "")
+        named = ReadRow({**row, "output": "a"}, {"prompt": "instruction", "response": "output"}, "row")
+        assert plain_text_columns(named, ("prompt",), ("response",)) == ["Add.\n\n1 2", "a"]
+        assert (read_conversation(named, "row"), named.unread_columns) == ([asked, ANSWERED], [])
 
 
 def test_the_history_of_an_instruction_precedes_it_and_repeated_turns_are_read_once():
@@ -283,6 +288,10 @@ def test_a_held_out_conversation_is_asked_up_to_its_last_answer():
     row = {"messages": [ASKED, ANSWERED, ASKED, {"role": "assistant", "content": "last"}]}
     assert read_held_out(row, "row", "", "be brief") == ([SYSTEM, ASKED, ANSWERED, ASKED], "last")
     assert read_held_out({"question": "q", "answer": "a"}, "row") == ([ASKED], "a")
+    assert read_held_out({"prompt": [ASKED], "response": [ANSWERED]}, "row") == ([ASKED], "a")
+    assert read_prompt({"prompt": "q", "response": SHAREGPT[1:]}, "row") == ([ASKED], "a")
+    edges = [{"from": "A", "to": "B"}]
+    assert read_prompt({"prompt": "q", "solution": edges}, "row") == ([ASKED], json.dumps(edges))
     with pytest.raises(DataError, match="row: plain text has no prompt to complete"):
         read_held_out({"text": "hello"}, "row")
 

@@ -122,6 +122,17 @@ def test_a_stopped_evaluation_goes_on_after_its_last_response(tmp_path: Path) ->
     assert not list(stopped.path.glob("responses*"))
 
 
+def test_a_model_without_a_chat_template_gets_the_one_of_the_recipe(tmp_path: Path) -> None:
+    stage = evaluate_stage(tmp_path, limit=1, apply_chat_template=True)
+    prompts = [program.run(stage) and pq.read_table(stage.path / "items.parquet")["prompt_hash"].to_pylist()]
+    template = (tmp_path / "model" / "chat_template.jinja").rename(tmp_path / "mine.jinja")
+    stage = evaluate_stage(tmp_path, limit=1, apply_chat_template=True)
+    stage.recipe = stage.recipe.derive(policy=stage.recipe.policy.derive(chat_template=str(template)))
+    assert "choice" in str(program.check(stage).info["found"])
+    prompts += [program.run(stage) and pq.read_table(stage.path / "items.parquet")["prompt_hash"].to_pylist()]
+    assert prompts[0] == prompts[1]
+
+
 def test_check_says_what_will_be_run(tmp_path: Path) -> None:
     assert program.check(evaluate_stage(tmp_path, limit=3)).info == {
         "found": "Qwen3ForCausalLM, engine hf; choice (3 items), copy (3 items)"
@@ -147,7 +158,9 @@ def test_what_cannot_be_run_is_refused_in_one_line(tmp_path: Path, call: Any, mo
     assert "set HF_HOME to that cache, or name a task of local files in evaluate.include_path" in message
     evaluate_stage(tmp_path)
     (tmp_path / "model" / "chat_template.jinja").unlink()
-    assert "has no chat template; set it to false" in refusal(ModelError, apply_chat_template=True)
+    assert "has no chat template; set it to false, or policy.chat_template" in refusal(
+        ModelError, apply_chat_template=True
+    )
     (tmp_path / "tasks" / "test.jsonl").unlink()
     assert "test.jsonl" in refusal(DataError)
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"):

@@ -102,6 +102,15 @@ def test_what_cannot_be_meant_is_refused_by_name(folder: Path, policy: dict[str,
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
+def test_quantized_weights_are_refused_without_an_adapter(folder: Path, method: str) -> None:
+    model = load_model(str(folder), dtype=torch.float32)
+    model.config.quantization_config = {"quant_method": method}
+    with pytest.raises(ConfigError, match=rf"quantized \({method}\): .*; set policy\.lora, or take the model without"):
+        mark_trained_weights(model, PolicyConfig())
+    mark_trained_weights(model, PolicyConfig.model_validate({"trainable_pattern": ["norm"]}))
+
+
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("pattern", ["layers\\.1\\.", "^lm_head", "embed_tokens"])
 def test_frozen_weights_keep_their_bits_and_the_others_get_the_gradient_of_full_training(

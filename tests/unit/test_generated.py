@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.messages import columns_for_rewards, read_prompt
+from cosmos_core.data.kinds.prompts import columns_for_rewards
+from cosmos_core.data.messages import read_prompt
 from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import CosmosError, DataError
 from cosmos_core.machine_properties import measure

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +17,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from cosmos_core.data.media_cache import Keyed, digest_of, shards_of
+from cosmos_core.data.media_cache import Keyed, MediaCache, digest_of, shards_of
 from cosmos_core.data.media_pixels import FrameSettings, pixels_of
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
 from cosmos_core.data.media_source import Content
 from cosmos_core.data.media_splits import frame_settings
 from cosmos_core.data.prepare import run as run_stage
-from cosmos_core.data.prepare_media import CACHE, Source, prepare, source_of
+from cosmos_core.data.prepare_media import CACHE, Source, _SplitEncoder, prepare, source_of
 from cosmos_core.data.prepared import open_held_out
 from cosmos_core.errors import ConfigError, DataError, Preempted, StageFailed
 from cosmos_core.models.diffusion import DiffusionModel
@@ -42,7 +43,8 @@ def test_each_row_has_the_embedding_of_its_prompt_and_the_latent_of_its_image(tm
     outcome, _ = prepared(stage_path(runs), write_pairs(tmp_path / "pairs", 5))
     rows = open_media(stage_path(runs) / "data", "train")
     assert outcome.metrics == {
-        "data/train_rows": 5.0, "data/train_skipped_rows": 0.0, "data/encoded_texts": 6.0, "data/encoded_media": 5.0,
+        "data/train_rows": 5.0, "data/train_skipped_rows": 0.0, "data/train_cut_prompts": 0.0,
+        "data/encoded_texts": 6.0, "data/encoded_media": 5.0,
     }  # fmt: skip
     assert [rows[i].prompt for i in range(5)] == [f"number {i}" for i in range(5)]
     row = rows[3]
@@ -196,6 +198,69 @@ def test_media_that_cannot_be_decoded_are_named_counted_and_skipped_up_to_a_shar
     assert "0002.json: there is no image or video beside it" in outcome.info["notices"][0]
     rows = open_media(stage_path(runs) / "data", "train")
     assert [rows[i].prompt for i in range(len(rows))] == ["number 0", "number 3"]
+
+
+def test_media_that_were_refused_are_encoded_once_they_can_be_decoded(tmp_path, runs, monkeypatch):
+    source, dataset = write_pairs(tmp_path / "pairs", 4), {"max_skipped_fraction": 1.0}
+    (source / "0001.png").write_bytes(png()[:40])
+
+    def encoded_media(run_id):
+        outcome, encoders = prepared(stage_path(runs, run_id), source, dataset=dataset)
+        return outcome.metrics["data/train_rows"], encoders.media
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cosmos_core.data.prepare_media.pixels_of", fail_without_codec)
+        with pytest.raises(DataError, match="no row is left"):
+            encoded_media(1)
+    assert encoded_media(2)[0] == 3
+    assert encoded_media(3) == (3, 0), "what is damaged stays refused, and nothing else is encoded again"
+
+
+def fail_without_codec(*args):
+    raise DataError("it cannot be decoded: no codec")
+
+
+def test_a_data_set_that_changes_while_it_is_prepared_is_refused(tmp_path, runs, monkeypatch):
+    source = write_pairs(tmp_path / "pairs", 4)
+    encode_null_text = _SplitEncoder.encode_null_text
+
+    def remove_row(self, folder):
+        (source / "0001.json").unlink()
+        (source / "0001.png").unlink()
+        return encode_null_text(self, folder)
+
+    monkeypatch.setattr(_SplitEncoder, "encode_null_text", remove_row)
+    with pytest.raises(DataError, match="pairs changed while it was prepared; run the stage again"):
+        prepared(stage_path(runs), source)
+
+
+def test_temporary_files_of_other_machines_stay_in_the_cache_for_an_hour(tmp_path):
+    files = [tmp_path / "encoders" / f".{name}.safetensors.999999999.tmp" for name in ("new", "old")]
+    files[0].parent.mkdir()
+    for file, age in zip(files, (60, 7200), strict=True):
+        file.touch()
+        os.utime(file, (time.time() - age,) * 2)
+    MediaCache(tmp_path, "encoders")
+    assert [file.exists() for file in files] == [True, False]
+
+
+def test_prompts_that_are_too_long_are_counted(tmp_path, runs, caplog):
+    (tmp_path / "prompts.txt").write_text("a b c d\na b c\na b c d e\n")
+    diffusers = {"max_prompt_length": 5}
+    outcome, _ = prepared(stage_path(runs), tmp_path / "prompts.txt", rows="media_prompts", diffusers=diffusers)
+    assert outcome.metrics["data/train_cut_prompts"] == 2
+    notice = "train: 2 prompts have more tokens than policy.diffusers.max_prompt_length = 5, and are cut"
+    assert outcome.info["notices"] == [notice] and caplog.text.count(notice) == 1
+
+
+@pytest.mark.parametrize("media", ["https://host/1.png", 7, "missing.png"])
+def test_bad_media_of_rows_from_which_prompts_alone_are_read_do_no_harm(tmp_path, runs, media):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a dog", "image": media, "count": 2}) + "\n")
+    prepared(stage_path(runs), tmp_path / "rows.jsonl", rows="media_prompts")
+    prompt = open_media_prompts(stage_path(runs) / "data", "train")[0]
+    assert (prompt.text, prompt.metadata) == ("a dog", {"count": 2})
+    with pytest.raises(DataError, match=r"1 of 1 rows of train cannot be used"):
+        prepared(stage_path(runs), tmp_path / "rows.jsonl")
 
 
 def test_names_that_are_no_utf_8_and_half_characters_are_told_as_text(tmp_path, runs):

@@ -12,8 +12,10 @@ import pytest
 
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.prompts import open_prompts
-from cosmos_core.models.hf import load_tokenizer
+from cosmos_core.errors import ModelError
+from cosmos_core.models.hf import load_config, load_tokenizer
 from cosmos_core.models.processor import load_processor, processor_files
+from cosmos_core.models.verify_export import check_export_possible
 from tests.unit.test_data_images import CAT, prepare
 from tests.unit.tiny_vlms import PARTS, save_vlm
 
@@ -73,3 +75,12 @@ def test_an_export_has_no_other_template_than_the_one_that_was_trained(tmp_path:
         processor = load_processor(str(export))
         assert processor is not None and processor.chat_template == expected
         shutil.rmtree(export)
+
+
+def test_a_check_refuses_templates_with_which_an_export_could_not_be_loaded(tmp_path: Path, model: Path) -> None:
+    folder = move_template(model, tmp_path / "model")
+    config, tokenizer, files = load_config(str(folder)), load_tokenizer(str(folder)), processor_files(str(folder))
+    check_export_possible(config, tokenizer, str(folder), files)
+    tokenizer.chat_template = {"default": "a", "rag": "b"}  # as transformers reads a list in tokenizer_config.json
+    with pytest.raises(ModelError, match=r"replace the legacy chat_template\.json file"):
+        check_export_possible(config, tokenizer, str(folder), files)

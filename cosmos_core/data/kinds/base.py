@@ -121,8 +121,8 @@ class RowKind(ABC):
         return self.visual_schema.with_metadata({**self.schema.metadata, IMAGE_ROOT: str(root).encode()})
 
     def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
-        """Return the kinds of rows that held-out rows are prepared as, by the name of the split for each kind. With
-        `has_rewards`, validation scores completions by reward functions."""
+        """Return the name of the row kind in each held-out split, by the name of the split. With `has_rewards`,
+        validation scores completions by reward functions."""
         return {VALIDATION: self.name}
 
     @abstractmethod

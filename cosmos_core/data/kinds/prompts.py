@@ -18,7 +18,16 @@ from cosmos_core.data.kinds.base import IDS, VALIDATION, HeldOut, TokenisedKind
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.lazy import IndexedSequence
-from cosmos_core.data.messages import Message, ReadRow, Row, columns_for_rewards, read_held_out, read_prompt
+from cosmos_core.data.messages import (
+    PROMPT_COLUMNS,
+    Message,
+    ReadRow,
+    Row,
+    has_value,
+    is_image_part,
+    read_held_out,
+    read_prompt,
+)
 from cosmos_core.data.order import Mixture
 from cosmos_core.data.prepared import (
     LEARNED_HELD_OUT,
@@ -37,6 +46,7 @@ from cosmos_core.data.visual import visual_prompt
 from cosmos_core.types import Prompt
 
 _COLUMNS = ("prompt_ids", "prompt_text", "reference", "metadata")
+_MEDIA_COLUMNS = ("image", "images", "video", "videos")
 
 
 class Prompts(IndexedSequence[Prompt]):
@@ -143,3 +153,25 @@ def _read_prompt_row(
     if not isinstance(row, ReadRow):
         row = ReadRow(row, policy.column_names, location)
     return read_held_out(row, location, policy.conversation_column_name, policy.system_prompt, with_images=with_images)
+
+
+def columns_for_rewards(row: Row, prompt: list[Message], prompt_column: str = "") -> str:
+    """Return the columns of a row as JSON without bytes and media columns, for reward functions. The key `prompt` holds
+    the prompt: as text if the column of the prompt is that text, else as turns. `prompt_column`: see `read_prompt`."""
+    column = prompt_column or next((name for name in PROMPT_COLUMNS if has_value(row, name)), "")
+    values = [row[column]] if column in row else [*row.values()]
+    texts = [turn["content"] for turn in prompt if turn["role"] != "system"]
+    is_text = len(texts) == 1 and isinstance(texts[0], str) and texts[0] in values
+    columns = {name: value for name, value in row.items() if name not in _MEDIA_COLUMNS}
+    return json.dumps(_to_plain_json({**columns, "prompt": texts[0] if is_text else prompt}), default=str)
+
+
+def _to_plain_json(value: Any) -> Any:
+    """Return a value without bytes, and with NumPy values as Python ones, for JSON."""
+    if isinstance(value, dict):
+        if is_image_part(value):
+            return {"type": "image"}
+        return {str(name): _to_plain_json(element) for name, element in value.items() if not isinstance(element, bytes)}
+    if isinstance(value, list | tuple):
+        return [_to_plain_json(element) for element in value]
+    return value.tolist() if hasattr(value, "tolist") else value
