@@ -32,7 +32,7 @@ Groups = Sequence[Sequence[float | None]]
 def advantages(
     groups: Groups, *, algo: str = "grpo", normalise_std: bool = True, num_tokens: Sequence[Sequence[int]] | None = None
 ) -> tuple[list[list[float | None]], float]:
-    """Return the advantage of each reward, and the fraction of the groups whose rewards, two or more, are all equal.
+    """Return the advantage of each reward, and the fraction of groups that have two or more valid rewards, all equal.
 
     Args:
         groups: rewards of the completions of each group.

@@ -58,7 +58,7 @@ class DiffusionNft(FlowRl):
         super().after_train_step(step, view)
 
     def _make_samples(self, rollout: FlowRollout) -> list[SeededSample]:
-        """Return a sample of the rollout for each selected noise level of its sampler. The seed selects the levels."""
+        """Return a training sample for each selected noise level of the rollout; the rollout's seed selects them."""
         sample, embedding = rollout.diffusion_sample, rollout.prompt.embedding
         sigmas, num_frames = sample.sigmas[:-1], sample.num_conditioning_frames
         num_selected = int(self.diffusers.timesteps_fraction * len(sigmas))

@@ -113,7 +113,7 @@ def _normalise_rewards(groups: Sequence[Sequence[float | None]], settings: Credi
 
 def _weighted_total(values: Sequence[float | None], weights: Mapping[str, float]) -> float | None:
     if all(value is None for value in values):
-        return None  # a single missing value is of a function that does not apply to the completion
+        return None  # no valid reward; if only some values are None, those functions do not apply to the completion
     return sum(weight * (value or 0.0) for value, weight in zip(values, weights.values(), strict=True))
 
 

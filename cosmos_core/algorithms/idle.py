@@ -36,7 +36,8 @@ def has_advantage_factor(config: GrpoConfig, settings: PolicySettings) -> bool:
 def exclude_idle(
     steps: Sequence[Sequence[Sample]], *, may_be_idle: bool
 ) -> tuple[list[Sample], list[slice], dict[str, float]]:
-    """Return the samples to run, the slice of each optimizer step in them, and the metric `METRIC`.
+    """Return a list of the samples to run through the model, the slice of the list for each optimizer step, and the
+    metric with the name `METRIC`.
 
     `steps` are the samples of each optimizer step; `may_be_idle`: whether an advantage of 0 means that there is no
     gradient.

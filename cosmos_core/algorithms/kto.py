@@ -89,7 +89,7 @@ class Kto(Algorithm):
         yield Update(samples, loss)
 
     def measure(self, chunks: Iterable[Sequence[Sample]], view: TrainerView, size: int) -> dict[str, float]:
-        """Return the loss (in total and of each data set) and the mean rewards of held-out rows, with one KL estimate.
+        """Return loss (total and per data set) and mean rewards of held-out rows, with one KL estimate for all rows.
 
         `chunks` alternate between the labelled sample of a row and a sample with the response of another row; both
         carry their reference log-probabilities. `size`: number of samples in a forward pass.
@@ -103,7 +103,7 @@ class Kto(Algorithm):
             sources += [sample.source for sample in labelled_samples]
             logps.append(_sum_logprobs(view, labelled_samples, "policy", size))
             references.append(logps[-1].new_tensor([sample.reference_logprob for sample in labelled_samples]))
-            if self.config.kto.loss_type == "kto" and len(mismatched_samples) > 1:  # else the response is the row's own
+            if self.config.kto.loss_type == "kto" and len(mismatched_samples) > 1:  # one row has no mismatched response
                 mismatched_reference_B = logps[-1].new_tensor(
                     [sample.reference_logprob for sample in mismatched_samples]
                 )

@@ -131,9 +131,10 @@ class Checkpointer:
         return step
 
     def name_best(self, best: BestStep | None) -> None:
-        """Write the best step to `best.json`, in the parent folder of the checkpoints; None: remove the file."""
+        """Write the best step to `best.json`, in the parent folder of the checkpoints; remove the file if `best` is
+        None, or if the checkpoint of the best step is gone."""
         file = self._folder.parent / BEST
-        if best is not None and is_first():
+        if best is not None and is_first() and step_folder(self._folder, best.step).exists():
             write_json(file, asdict(best))
         elif is_first():
             file.unlink(missing_ok=True)

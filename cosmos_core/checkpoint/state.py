@@ -106,8 +106,8 @@ def allocate_tensors(
     """
     target_tensors = model_tensors(state.model)
     parameters = dict(state.model.named_parameters())
-    rank_shapes = all_gather_object({name: tensor.shape for name, tensor in target_tensors.items()})
-    expected_shapes = {name: shape for shapes in rank_shapes for name, shape in shapes.items()}
+    shapes_by_rank = all_gather_object({name: tensor.shape for name, tensor in target_tensors.items()})
+    expected_shapes = {name: shape for shapes in shapes_by_rank for name, shape in shapes.items()}
     saved_shapes = {name: shape for name, (shape, _) in saved_metadata.items() if name.startswith(_MODEL_PREFIX)}
     if expected_shapes != saved_shapes:
         names = expected_shapes.keys() | saved_shapes.keys()

@@ -139,7 +139,8 @@ class Display:
 
     def message(self, text: str) -> None:
         """Print one line of text, above the live table if it is shown."""
-        if self._live_display is not None:  # no self._lock: rich takes it while holding its own lock, a deadlock
+        # Printing under `self._lock` could deadlock: rich holds its own lock while `_table` acquires `self._lock`.
+        if self._live_display is not None:
             self._console.print(Text(text))
             return
         with self._lock:

@@ -49,7 +49,7 @@ class _LayoutNode:
 
 
 def layout(run: RunRecord) -> Graph | None:
-    """Return the layout of the stages of a run; None if the run has no stages."""
+    """Compute where the boxes and edges of the graph of a run's stages are drawn; None if the run has no stages."""
     layout_nodes = _build_layout_nodes(run.stages)
     if not layout_nodes:
         return None

@@ -17,7 +17,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.launch.service_health import FILE as HEALTH
 from cosmos_core.run.directory import PIPELINE, RunFacts, read_facts
 from cosmos_core.run.files import Document, Seconds, json_objects, parsed, read_document, read_json, read_object
-from cosmos_core.run.liveness import is_dead, outcome_between_stages, outcome_of_flow, read_approval, read_holder
+from cosmos_core.run.liveness import is_dead, outcome_of_flow, read_approval, read_holder, state_without_active_stage
 from cosmos_core.run.loading import pipeline_arguments, pipeline_needs
 from cosmos_core.run.manifest import STORE_KEY, Result, read_result
 from cosmos_core.run.progress import Position, read_metrics, read_progress
@@ -245,8 +245,8 @@ class RunRecord:
     @property
     def outcome(self) -> str:
         """Return the displayed outcome of the run: `failed`, `refused`, `stopped` or `died` if a stage has this status,
-        `outcome_of_flow` if all stages are finished, `waiting` for approval, `declined`, `outcome_between_stages` if no
-        stage is active, otherwise `running`."""
+        `outcome_of_flow` if all stages are finished, `waiting` for approval, `declined`,
+        `state_without_active_stage` if no stage is active, otherwise `running`."""
         # A report stage shows the outcome, so its own status must not affect the outcome.
         states = {stage.status for stage in self.stages if stage.kind.makes != "page"}
         for state in ("failed", "refused", "stopped", "died"):
@@ -256,7 +256,7 @@ class RunRecord:
             return outcome_of_flow(self.path)
         if not states & ACTIVE and (approval := read_approval(self.path)):
             return "declined" if approval.is_declined else "waiting"
-        return "running" if states & ACTIVE else outcome_between_stages(self.path)
+        return "running" if states & ACTIVE else state_without_active_stage(self.path)
 
     @property
     def began(self) -> float:

@@ -1,10 +1,12 @@
 """Describe interrupted runs: when a run died, its progress, the command that resumes it, and the step of the resume."""
 
+import os
 import shlex
 from pathlib import Path
 
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord
+from cosmos_core.run.directory import read_facts
 from cosmos_core.run.liveness import has_lost_launcher, read_approval, start_of_dead_holder
 from cosmos_core.run.process import ran_on_this_machine
 from cosmos_core.run.state import ACTIVE
@@ -48,6 +50,19 @@ def _describe_death(run: RunRecord) -> str:
         f"died at {formatting.format_time(last_dead_stage.died_at)}{host_text}{progress_text}, "
         f"{resume_hint}{_describe_steps([last_dead_stage])}"
     )
+
+
+def enter_folder_of(run_path: Path) -> list[str]:
+    """Change to the folder in which a run was created, if it exists, and return a notice about the change.
+
+    Settings and user code may have names relative to that folder, and another folder may contain one with the name of a
+    model on the Hub.
+    """
+    folder = run_facts.working_directory if (run_facts := read_facts(run_path)) else ""
+    if folder == os.getcwd() or not os.access(folder, os.X_OK):
+        return []
+    os.chdir(folder)
+    return [f"the run continues in {folder}, where it was started"]
 
 
 def resume_command(run_path: Path) -> str:

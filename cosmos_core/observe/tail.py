@@ -6,12 +6,13 @@ from pathlib import Path
 
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.liveness import is_dead
-from cosmos_core.run.state import read_state
+from cosmos_core.run.state import ACTIVE, read_state
 from cosmos_core.run.tail import FileTail
 
 
 def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
-    """Write the log of a stage's newest attempt to standard output: once, or until the stage ends if `follow`.
+    """Write the log of a stage's newest attempt to standard output: once, or until the stage ends if `follow`, with the
+    logs of further attempts.
 
     Raises:
         ConfigError: the stage has no log yet.
@@ -19,10 +20,14 @@ def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
     logs = sorted(run_path.glob(f"stages/{stage or '*'}/logs/attempt_*.log"), key=lambda path: path.stat().st_mtime)
     if not logs:
         raise ConfigError(f"{run_path}: {f'stage {stage!r} has' if stage else 'no stage has'} logged anything yet")
-    log_tail, is_last = FileTail(logs[-1]), False
+    log_folder, known_logs, log_tail, is_last = logs[-1].parent, set(logs), FileTail(logs[-1]), False
     while not is_last:
-        state = read_state(logs[-1].parent.parent)
-        is_last = not (follow and state.state == "running" and not is_dead(state, time.time()))
+        state = read_state(log_folder.parent)
+        is_last = not (follow and state.state in ACTIVE and not is_dead(state, time.time()))
+        for log in sorted(set(log_folder.glob("attempt_*.log")) - known_logs, key=lambda path: path.stat().st_mtime):
+            sys.stdout.write(log_tail.text(is_last=True))
+            known_logs.add(log)
+            log_tail = FileTail(log)
         sys.stdout.write(log_tail.text(is_last=is_last))
         sys.stdout.flush()
         if not is_last:

@@ -102,7 +102,7 @@ class _SharedMemory:
     @property
     def is_in_use(self) -> bool:
         """Return True if a tensor on this rank still refers to this memory."""
-        # The storage of each tensor references the view.
+        # Each tensor that the method `tensor` returned holds a reference to the memory view.
         return sys.getrefcount(self._memory_view) > self._num_references
 
     def tensor(self, byte_offset: int, tensor_spec: Tensor) -> Tensor:

@@ -227,8 +227,12 @@ def _check_pipeline_support(model: PreTrainedModel, error_prefix: str) -> None:
     names_before_layers, names_after_layers = _modules_around_layers(model)
     planned_names = {*names_before_layers, _LAYERS_NAME, *names_after_layers}
     modules = [*map(base_model._modules.get, planned_names), *(model._modules[name] for name in _head_names(model))]
-    planned_parameters = {parameter for module in modules if module is not None for parameter in module.parameters()}
-    if unplanned_names := [name for name, parameter in model.named_parameters() if parameter not in planned_parameters]:
+    distributed_parameters = {
+        parameter for module in modules if module is not None for parameter in module.parameters()
+    }
+    if unplanned_names := [
+        name for name, parameter in model.named_parameters() if parameter not in distributed_parameters
+    ]:
         raise ModelError(
             f"{error_prefix}: its plan does not know {unplanned_names[0]}; set it to 1 and raise dp_shard_size"
         )
@@ -267,7 +271,7 @@ def _find_unplanned_compute(
         if "inputs_embeds" in probe_input and output.last_hidden_state is not hidden_BTH:
             return "hidden states change outside its layers"
         arguments_by_input.append(layer_arguments)
-    argument_pairs = zip(*arguments_by_input, strict=True)  # layer arguments for token ids, and for hidden states
+    argument_pairs = zip(*arguments_by_input, strict=True)  # arguments of each layer, for both inputs
     differing_names = [
         name
         for a, hidden_arguments in argument_pairs

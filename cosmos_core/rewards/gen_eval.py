@@ -128,7 +128,7 @@ Colors = Mapping[str, Sequence[str]]
 def has_requested_objects(
     include: Sequence[Mapping[str, Any]], excluded: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors
 ) -> bool:
-    """Return True if all requested objects are present, and fewer excluded objects than the request forbids."""
+    """Return True if all requested objects are present, and the count of each excluded class is below its limit."""
     matched_groups: list[Sequence[Detection] | None] = []
     for request in include:
         name, count = request["class"], request["count"]

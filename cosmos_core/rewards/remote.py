@@ -73,7 +73,8 @@ class RemoteRewards:
         ]
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """Return one score per request, in order; a request has `prompt` and `media`, or `to_be_evaluated`.
+        """Return one score per request, in order; a request has the fields of `request_of`. The service scores `media`
+        or, in a request without media, the text `to_be_evaluated`.
 
         Raises:
             RewardError: the service refuses requests, or lacks a configured score.

@@ -247,7 +247,8 @@ _logged_errors: set[tuple[str, type]] = set()
 
 
 def _start_worker(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
-    """Prepare a worker process and load the rewards; a later load reports errors in the user's modules."""
+    """Prepare a worker process and load the rewards. A reward that cannot be loaded raises no error here, but when it
+    is loaded again."""
     begin(env, parent_pid)
     _constant_fields.update(constants)
     with suppress(RewardError):

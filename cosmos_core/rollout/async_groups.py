@@ -46,8 +46,8 @@ class AsyncGroupSource:
     """Maximum number of steps by which the weights that generate a group may be older than its train step."""
     resync: Callable[[int], object]
     """Function that sends the current weights, as the version of a train step, to engines without weights."""
-    on_wait: Callable[[int], None] = lambda step: None
-    """Function called with the train step while the source waits for groups; it may raise an error to stop."""
+    on_wait: Callable[[], None] = lambda: None
+    """Function called while the source waits for groups; it may raise an error to stop."""
     num_extra_prompts: int = 0
     """Number of prompts that engines get beyond those that `max_lag` allows, so that engines stay busy.
 
@@ -106,7 +106,7 @@ class AsyncGroupSource:
             if status == "stale":
                 self.resync(step)
             self.progress.beat()
-            self.on_wait(step)
+            self.on_wait()
         with self._ready:
             self._is_training_waiting = False
         self.fleet.sleep()
@@ -200,7 +200,7 @@ class AsyncGroupSource:
                 self._pending[position] = self._request_group(position, scored_group.group.prompt, is_urgent=True)
 
     def _request_group(self, position: int, prompt: Prompt, *, is_urgent: bool = False) -> Future[Group]:
-        """Request the group at `position`, and return its future.
+        """Request the completions of the prompt at `position` from the engines, and return the future of their group.
 
         The seed is that of the step that would use the group if no group were dropped. A step that spans two epochs may
         sample a prompt twice, with different seeds.

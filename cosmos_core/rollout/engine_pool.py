@@ -270,7 +270,7 @@ class EnginePool:
         except ConfigError as error:
             if engine.last_death == -math.inf:
                 raise
-            # The settings are possible, but for example the trainer now has the memory of the GPU that both share.
+            # The settings are valid, but the trainer may now occupy the memory of the GPU that both use.
             raise StageFailed(f"an engine that died cannot be opened again: {error}") from error
         if engine.description is None:
             engine.description, engine.last_progress = result, current_time

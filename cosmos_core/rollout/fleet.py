@@ -194,7 +194,8 @@ class Fleet:
     # Only the first rank runs the methods below, because it alone communicates with the engines.
 
     def _poll_submissions(self) -> tuple[list[Group] | None, tuple[str, str] | None, bool]:
-        """Return the submitted groups (None: not all exist), an error or None, and whether an engine needs weights."""
+        """Return the groups of all submitted prompts (None: some are not generated yet), an error or None, and whether
+        an engine has no weights yet."""
         try:
             wait([group_future for _, group_future in self._submissions], POLL_SECONDS, FIRST_EXCEPTION)
             self._pool.check()

@@ -192,7 +192,8 @@ def decode_latents(model: Any, latents: Tensor, device: torch.device) -> Tensor:
     """Return latents on the CPU, decoded on `device` to uint8 pixels (see `to_bytes`); a GPU decodes one sample at a
     time, because a VAE needs gigabytes of memory for each sample."""
     decode_batch_size = len(latents) if device.type == "cpu" else 1
-    return torch.cat([to_bytes(model.decode(latent_batch)) for latent_batch in latents.split(decode_batch_size)])
+    with model.residency.keep_on_device():
+        return torch.cat([to_bytes(model.decode(latent_batch)) for latent_batch in latents.split(decode_batch_size)])
 
 
 def to_bytes(pixels: Tensor) -> Tensor:

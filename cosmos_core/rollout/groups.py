@@ -88,8 +88,8 @@ class SyncGroupSource:
     progress: Progress
     batch_size: int
     """Number of prompts that an engine processes at a time."""
-    on_wait: Callable[[int], None] = lambda step: None
-    """Function called with the train step after each generated batch; it may raise an error to stop the training."""
+    on_wait: Callable[[], None] = lambda: None
+    """Function called after each generated batch; it may raise an error to stop the training."""
     publish_every: int = 1
     """Number of train steps between two weight loads into the engine."""
     is_exhausted: ClassVar[bool] = False
@@ -126,7 +126,7 @@ class SyncGroupSource:
                 groups = generate(self.engine, [prompts[i] for i in batch], sampling, step)
                 groups_by_index |= zip(batch, groups, strict=True)
                 self.progress.beat()
-                self.on_wait(step)
+                self.on_wait()
         return [groups_by_index[i] for i in range(len(prompts))]
 
     def sleep_until_next_step(self, step: int) -> None:
@@ -151,14 +151,17 @@ class Filter:
     rewards."""
 
     metrics: Sequence[str] = ()
-    """Names of reward metrics that must differ between the completions of a group; empty: the total reward."""
+    """Names of reward metrics that must differ between the completions of a group; the total reward if its rewards
+    report none of them."""
     max_retries: int = 0
     """Maximum number of further rounds of generation in a train step; 0: generate until the prompts end."""
 
     def has_learning_signal(self, group: ScoredGroup) -> bool:
-        """Return True if valid completions of a group differ in `metrics`, or in their reward if `metrics` is empty."""
-        valid_scores = [s for s in group.scores if s.value is not None and s.metrics.keys() >= set(self.metrics)]
-        return len({tuple(score.metrics[name] for name in self.metrics) or score.value for score in valid_scores}) > 1
+        """Return True if valid completions of a group differ in those of `metrics` that the group's rewards report, or
+        in their reward if there are none: in a mixture, each data set may have other rewards."""
+        names = {name for score in group.scores for name in score.metrics}.intersection(self.metrics)
+        valid_scores = [s for s in group.scores if s.value is not None and s.metrics.keys() >= names]
+        return len({tuple(score.metrics[name] for name in names) or score.value for score in valid_scores}) > 1
 
     def max_sampled_groups(self, num_groups: int) -> float:
         """Return the maximum number of groups that a train step may sample to keep `num_groups` groups."""

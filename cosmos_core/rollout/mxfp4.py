@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from cosmos_core.models.quantized_base import quantization_method
 from cosmos_core.rollout.base import Bucket
 
 QUANTIZATION_FORMAT = "mxfp4"
@@ -24,11 +25,7 @@ _ROUNDING_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 def has_mxfp4(config: PretrainedConfig) -> bool:
     """Return whether a checkpoint with this config.json stores its experts in MXFP4."""
-    quantization = getattr(config, "quantization_config", None) or {}
-    quantization_method = (
-        quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-    )
-    return str(getattr(quantization_method, "value", quantization_method)) == QUANTIZATION_FORMAT
+    return quantization_method(config) == QUANTIZATION_FORMAT
 
 
 def quantize_bucket(bucket: Bucket) -> Bucket:

@@ -236,7 +236,7 @@ def _make_factor_units(full_model: PreTrainedModel) -> list[_WeightUnit]:
 
 
 def _pack_buckets(weight_units: Sequence[_WeightUnit], bucket_bytes: int) -> list[list[_WeightUnit]]:
-    """Group units into buckets of at most `bucket_bytes`, in their order."""
+    """Group weights, in their order, into buckets of at most `bucket_bytes`."""
     buckets: list[list[_WeightUnit]] = []
     remaining_bytes = 0
     for weight_unit in weight_units:

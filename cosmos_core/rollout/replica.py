@@ -82,7 +82,8 @@ class Replica:
     def __init__(
         self, open_engine: Callable[[Callable[[], None]], Engine], *, should_wait_for_trainer: bool = False
     ) -> None:
-        """Open the engine in its thread; `open_engine` gets the function that the engine calls during waits.
+        """Open the engine in a separate thread. `open_engine` gets a heartbeat callback, which the engine calls
+        repeatedly while it generates.
 
         With `should_wait_for_trainer`, the engine is opened when the first session begins: vLLM measures the memory
         that the trainer leaves on a GPU, so the trainer must have its model by then.
@@ -160,7 +161,7 @@ class Replica:
             raise ConnectionError("the process in which the session began has died")
 
     def begin_load(self, version: int, *, background: bool, timeout_seconds: float) -> None:
-        """Prepare to receive the buckets of a version.
+        """Prepare to receive the weights of version `version` in buckets.
 
         With `background`, the engine generates until the last bucket has arrived, and then loads all buckets.
         `timeout_seconds` is the number of seconds after which the trainer kills an engine that does not reply.

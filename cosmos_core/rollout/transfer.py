@@ -98,7 +98,7 @@ class HostLink:
             self._load.finish(self._load.start("bucket", [()] * len(only or processes), packed_reference, only))
 
     def end(self) -> None:
-        """Do nothing, because the link keeps no memory."""
+        """Do nothing: this link has no memory to release after the last bucket."""
 
 
 @dataclass
@@ -115,7 +115,8 @@ class Connection:
         return self.is_open and self._has_same_members(members)
 
     def may_open(self, members: Sequence[Any]) -> bool:
-        """Return whether to connect with these engine processes; new processes get new attempts."""
+        """Return True if another attempt to connect with these engine processes is allowed after the failed ones. If a
+        process was replaced, failed attempts are counted from 0 again."""
         if not self._has_same_members(members):
             self.members, self.num_failures, self.is_open = list(members), 0, False
         return bool(members) and self.num_failures < _MAX_FAILURES
@@ -128,7 +129,8 @@ class Connection:
 
 
 class NativeTransfer:
-    """Selector of the link for each weight load of a fleet; it keeps the connection between loads."""
+    """Connection of the trainer with its engines, which is kept between weight loads. The link for each load is native
+    if the engines can be connected, and otherwise goes through host memory."""
 
     def __init__(self, transport: Transport, ranks_per_engine: int) -> None:
         self.transport, self._ranks_per_engine = transport, ranks_per_engine
@@ -155,7 +157,7 @@ class NativeTransfer:
         descriptions = [process.description for process in weight_load.processes]
         if self.connection.is_for(descriptions) or not self.connection.may_open(descriptions):
             return self.connection.is_open
-        # After an error the host link is used, which needs neither NCCL nor CUDA IPC.
+        # After an error, weights travel through host memory, which needs neither NCCL nor CUDA IPC.
         with log_errors(lambda error: self.fail(first_line(error))):
             self._connect_engines(weight_load)
             self.connection.is_open = True

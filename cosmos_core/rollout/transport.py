@@ -32,7 +32,7 @@ class Transport:
         self.staged: Tensor | None = None
 
     def prepare(self, num_engines: int, ranks_per_engine: int) -> list[dict[str, Any]]:
-        """Return vLLM's init info for each engine."""
+        """Return, for each engine, the init info (a dict) with which vLLM initialises its weight transfer engine."""
         return [{"packed": True}] * num_engines
 
     def connect(self) -> None:

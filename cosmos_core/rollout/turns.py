@@ -148,7 +148,7 @@ class Turns(EngineWrapper):
         is_truncated = turn.finish_reason == "length" or is_too_long
         segments = _first_tokens(turn.segments, num_tokens_left)
         token_ids = [token for segment in segments for token in segment.token_ids]
-        if is_too_long:  # all prompts of a submission have the same token limit, the largest one
+        if is_too_long:  # all prompts of one call have the same `max_tokens`, the largest of their limits
             text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
         conversation.calls = []
         if self._has_tools and not is_truncated:

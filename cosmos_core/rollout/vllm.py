@@ -174,7 +174,7 @@ class VllmEngine:
         self._wake_allocation(_KV_CACHE)
         with restore_process_state():
             self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight))
-            if self._vision is not None:  # embeddings of images are of the old weights too
+            if self._vision is not None:  # cached image embeddings were computed with the old weights
                 self._llm.llm_engine.reset_encoder_cache()
             for request_state in self._llm.llm_engine.output_processor.request_states.values():
                 group, k = self._in_flight[request_state.external_req_id]

@@ -37,8 +37,8 @@ def vllm_version() -> str:
 
 
 def vllm_problem(name: str, config: PretrainedConfig | None = None, folder: str = "") -> str:
-    """Return the reason why vLLM does not support the weight format `name`, or the model in `folder` with this `config`
-    (None: any model), on this machine; empty: vLLM supports it."""
+    """Return why vLLM on this machine does not support the weight format `name` or, if `config` is given, the model in
+    `folder` with this configuration. Return an empty string if no reason is known."""
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed"
     if torch.cuda.is_available():

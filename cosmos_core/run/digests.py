@@ -38,7 +38,7 @@ class Digests:
             ConfigError: the file is a device, a pipe or another file that may have no end.
         """
         file = file.resolve()
-        file_stat = file.stat()
+        file_stat, now_ns = file.stat(), time.time_ns()
         if not S_ISREG(file_stat.st_mode):
             raise ConfigError(
                 f"{file} is no regular file, and a device or a pipe may be read without end; name another"
@@ -50,7 +50,7 @@ class Digests:
         if cached_entry is not None and cached_entry[0] == stat_key:
             return cached_entry[1]
         digest = sha256(file)
-        if time.time_ns() - file_stat.st_ctime_ns > _MIN_AGE_NS:
+        if now_ns - file_stat.st_ctime_ns > _MIN_AGE_NS:
             with self._lock:
                 self._cached_digests[str(file)] = (stat_key, digest)
                 self._cache_path.parent.mkdir(parents=True, exist_ok=True)

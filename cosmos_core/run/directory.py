@@ -122,8 +122,8 @@ def create_run(
     """
     check_capabilities(pipeline)
     check_inputs(pipeline)
-    # Threads, privacy and revisions are resolved once per run, so that the run can be resumed on a machine with another
-    # number of cores, and after its models and data sets on the Hub have changed.
+    # Number of threads, file permissions and revisions are set only once, so that the run can be resumed on a machine
+    # with another number of cores, and after its models and data sets on the Hub have changed.
     original_pipeline, is_private = pipeline, pipeline.config.private
     if is_private is None and umask() & 0o077 == 0o077:  # new files are readable only for their owner
         is_private = True

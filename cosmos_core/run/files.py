@@ -242,8 +242,9 @@ def remove_leftovers(folder: Path, is_foreign: Callable[[Path], bool] = lambda p
     `is_foreign` attributes to writers on other machines, whose pids are unknown here."""
     for path in folder.rglob(".*.tmp"):
         writer_match = _WRITER_PID_PATTERN.search(path.name)
-        if writer_match and not is_foreign(path) and not Path(f"/proc/{writer_match[1]}").exists():
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # its writer on another machine may have renamed the file
+            if writer_match and not is_foreign(path) and not Path(f"/proc/{writer_match[1]}").exists():
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
 def copy_file(source: str | Path, target: str | Path) -> None:
@@ -260,7 +261,7 @@ def copy_file(source: str | Path, target: str | Path) -> None:
                 # The kernel cannot copy between these file systems; copyfileobj continues at the current offsets.
                 shutil.copyfileobj(source_file, target_file)
             target_file.flush()
-            os.fsync(target_file.fileno())  # a manifest that is written later names the copy
+            os.fsync(target_file.fileno())  # the copy must be on disk before a manifest names it
         shutil.copystat(source, temporary_path)
 
 

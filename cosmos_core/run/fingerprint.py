@@ -19,7 +19,7 @@ from cosmos_core.config.media import MEDIA_PATHS
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.rl import GENERATED_REWARD
 from cosmos_core.config.schema.table import flat_keys, result_values
-from cosmos_core.machine_properties import MachineProperties, measure_workers
+from cosmos_core.machine_properties import MachineProperties, measure_worker_machine
 from cosmos_core.registry import code_digest
 from cosmos_core.run.content import files_of, files_of_model
 from cosmos_core.run.digests import Digests
@@ -42,8 +42,8 @@ Read = tuple[str, str, str, str]
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Hash of everything that can change the result of a stage, with the hashed ingredients and the inputs among them,
-    which explain the difference between two fingerprints."""
+    """Hash of everything that can change the result of a stage. The hashed values (`ingredients`) and the digests
+    of the inputs (`inputs`) are kept to explain the difference between two fingerprints."""
 
     value: str
     ingredients: dict[str, Any]
@@ -139,9 +139,9 @@ def fingerprint(
         or (runs_rewards and (each.role, each.location) == ("reward", GENERATED_REWARD))
         for each in inputs
     ):
-        ingredients["generators"] = measure_workers((GENERATORS,), pipeline.config.python).versions
+        ingredients["generators"] = measure_worker_machine((GENERATORS,), pipeline.config.python).versions
     if kind.trains_model and (packages := kernel_packages(recipe)):
-        ingredients["kernels"] = measure_workers(tuple(packages), pipeline.config.python).versions
+        ingredients["kernels"] = measure_worker_machine(tuple(packages), pipeline.config.python).versions
     ingredients = json.loads(json.dumps(ingredients, sort_keys=True, default=str))
     return Fingerprint(_hash_ingredients(ingredients), ingredients, tuple(_read(*each) for each in inputs_and_digests))
 
@@ -171,7 +171,7 @@ def _compute_input_digest(each: Input, digests: Digests) -> Any:
         return each.location  # the digest of an upstream stage's result is in the ingredient `inputs`
     if each.form == "store":
         return f"remote:{each.location.rpartition('#')[2]}"  # a pinned URL ends with the digest of its content
-    if each.form == "hub":  # the revision of a data set is in the config
+    if each.form == "hub":  # needs no digest: the revision of a Hub data set is in the config
         return f"hub:{each.location}" if each.role == "data" else f"hub:{each.location}@{each.revision}"
     if each.form == "code":
         return code_digest(each.location)
@@ -193,7 +193,8 @@ def _read(stage_input: Input, digest: Any) -> Read:
 
 
 def _digests_by_role(inputs_and_digests: Sequence[tuple[Input, Any]], labels: Mapping[str, str]) -> dict[str, Any]:
-    """Return the digests of inputs by role: a list for `data`, a dict for roles of several inputs, else one digest."""
+    """Return the digests of inputs by `Input.role`: for `data` a list of digests, for other roles that can have several
+    inputs, such as `code`, a dict of digests by name, and for all others one digest."""
     ingredients: dict[str, Any] = {"model": None, "data": []}
     for each, digest in inputs_and_digests:
         if each.role == "data":
@@ -280,9 +281,9 @@ def stage_facts(pipeline: Pipeline, *, is_group: bool = False) -> MachinePropert
     libraries.
 
     Raises:
-        ConfigError, StageFailed: see `measure_workers`.
+        ConfigError, StageFailed: see `measure_worker_machine`.
     """
-    return measure_workers(LIBRARIES, pipeline.config.python, is_group=is_group)
+    return measure_worker_machine(LIBRARIES, pipeline.config.python, is_group=is_group)
 
 
 def _remove_paths(values: dict[str, Any]) -> dict[str, Any]:
@@ -308,7 +309,7 @@ def _label_user_code(inputs: Sequence[Input], is_key_read: Callable[[str], bool]
 
 
 def _replace_import_paths(values: Any, labels: Mapping[str, str]) -> Any:
-    """Return the values with each import path of user code replaced by its label, in keys and values."""
+    """Return nested values in which each import path of user code, as key or value, is replaced as in `labels`."""
     if isinstance(values, str):
         return labels.get(values, values)
     if isinstance(values, list):

@@ -16,7 +16,7 @@ from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import GENERATED_REWARD
 from cosmos_core.errors import ConfigError, CosmosError, DataError, ModelError, RewardError
-from cosmos_core.machine_properties import measure_workers
+from cosmos_core.machine_properties import measure_worker_machine
 from cosmos_core.registry import code_file, is_import_path, load_named, offered_names, suggestion
 from cosmos_core.run.content import files_of_model
 
@@ -38,7 +38,7 @@ def check_inputs(pipeline: Pipeline) -> None:
     """
     missing = {package for recipe in pipeline.recipes.values() for package in _list_required_packages(recipe)}
     if missing:
-        missing -= measure_workers(sorted(missing), pipeline.config.python).versions.keys()
+        missing -= measure_worker_machine(sorted(missing), pipeline.config.python).versions.keys()
     for stage in pipeline.stages:
         recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
         try:
@@ -52,7 +52,7 @@ def check_inputs(pipeline: Pipeline) -> None:
                 if stage_input.role == "reward" and (kind.scores or stage_input.key == EVALUATION_REWARDS):
                     _check_reward(stage_input)
             if kind.trains_model:
-                if recipe.policy.enable_liger_kernel and measure_workers(is_group=True).device == "cpu":
+                if recipe.policy.enable_liger_kernel and measure_worker_machine(is_group=True).device == "cpu":
                     key = "policy.enable_liger_kernel"
                     raise ConfigError(
                         f"{key} = true: these kernels need an NVIDIA GPU, and this machine has none; leave it out"
@@ -198,7 +198,7 @@ def _list_required_packages(recipe: Recipe) -> dict[str, str]:
 
 
 def _check_compiler(recipe: Recipe, python: str) -> None:
-    machine_properties = measure_workers(python=python, is_group=True)
+    machine_properties = measure_worker_machine(python=python, is_group=True)
     optimizer = recipe.train.optm_name
     if optimizer.endswith("8bit"):
         key, remedy = f"train.optm_name = {optimizer!r}", "take another optimizer"

@@ -161,7 +161,7 @@ def base_of(stage: Stage) -> str:
     source_name = stage.config.model or stage.recipe.policy.model_name_or_path
     if (upstream_name := source_of(source_name)) is not None:
         return f"{stage.run_path.name}/{upstream_name}"
-    # Of several sources of one kind, the first one counts.
+    # If the stage read several models, take the digest of the first one.
     digest = {source.kind: source.digest for source in reversed(stage.sources)}.get("model", "")
     name = public_name(source_name)
     return name if name in {source_name, ""} or not digest or "/" in name else f"{name} (sha256 {digest[:12]})"

@@ -109,7 +109,7 @@ def outcome_of_flow(run_path: Path) -> Literal["done", "failed", "stopped", "run
     return "running" if is_flow_running(run_path) else "died"
 
 
-def outcome_between_stages(run_path: Path) -> Literal["running", "stopped", "died"]:
+def state_without_active_stage(run_path: Path) -> Literal["running", "stopped", "died"]:
     """Return the outcome of a run of which no stage is active and at least one is still to run."""
     holder = read_holder(run_path)
     if holder is not None and holder.flow_state == "stopped":

@@ -45,7 +45,8 @@ def identify_machine() -> str:
 
 
 def ran_on_this_machine(machine: str, host: str) -> bool:
-    """Return True if a process ran on this machine since its boot; `machine` is empty if only the host is known."""
+    """Return True if `machine`, the value of `identify_machine` that a process saved, is that of this machine. If it
+    is empty, compare the host names instead."""
     return machine == identify_machine() if machine else host == socket.gethostname()
 
 

@@ -155,7 +155,7 @@ def _download_objects(url: str, objects: list[Object], folder: Path, pause: Call
         raise DataError(f"{url}: the object {outside_key!r} would lie outside of its folder; name it otherwise there")
     bucket = Bucket(split_url(url)[0])
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.rglob(".*.tmp"):  # of a process that was killed: the caller holds the lock of this folder
+    for leftover in folder.rglob(".*.tmp"):  # left by a killed process, as the caller holds the lock
         leftover.unlink()
     paths = [(each, folder / _get_relative_path(url, each)) for each in objects]
     missing = [(each, path) for each, path in paths if not (path.is_file() and path.stat().st_size == each.size)]

@@ -88,7 +88,7 @@ class ToolRunner(WorkerPool):
         return [result or _error("its process ended") for result in results]
 
     def _refusal(self, call: ToolCall) -> ToolResult | None:
-        """Return the error result of a call that cannot be made; None: the call can be made."""
+        """Return an error result if a tool call is malformed or names an unknown tool; None: the tool can be called."""
         if call.error:
             return _error(call.error)
         if call.name not in self._paths:
@@ -133,7 +133,8 @@ def _error(text: str) -> ToolResult:
 
 
 def _start_worker(paths: Sequence[str], env: Sequence[str], parent_pid: int) -> None:
-    """Prepare a worker process and load the tools; a later load reports errors in the user's modules."""
+    """Initialise a worker process and import the user's tools. Import errors are ignored here: the import before the
+    first call reports them."""
     begin(env, parent_pid)
     with suppress(ConfigError):
         _load_tools(paths)

@@ -30,6 +30,7 @@ from cosmos_core.models.generation_config import FILE, find_refused_settings
 from cosmos_core.models.hf import check_row_length, load_config, load_tokenizer, model_without_weights
 from cosmos_core.models.lora import is_adapted
 from cosmos_core.models.lora_targets import describe_adapter
+from cosmos_core.models.processor import processor_files
 from cosmos_core.models.row_limits import check_rows
 from cosmos_core.models.sharded_load import check_file_tensors, init_on_meta
 from cosmos_core.models.teacher import check_teacher
@@ -93,7 +94,8 @@ def run(stage: Stage) -> Outcome:
         if _completes_prompts(stage):
             check_engine(stage.recipe.rollout.backend, config, stage.model)
         if stage.kind.trains_model:
-            check_export_possible(config, tokenizer, stage.model)
+            files = processor_files(stage.model, revision, stage.recipe.policy.chat_template)
+            check_export_possible(config, tokenizer, stage.model, files)
             lines += _precision_line(config, stage.recipe.train.param_dtype)
         teacher = stage.recipe.teacher_of(stage.kind)
         if teacher and source_of(teacher.model_name_or_path) is None:

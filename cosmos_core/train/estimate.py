@@ -5,6 +5,7 @@ The worker program of `cosmos plan --estimate`. It reads no weights and computes
 
 import json
 import logging
+import os
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -282,7 +283,7 @@ def _count_rows(recipe: Recipe) -> int | None:
 def _count_dataset_rows(recipe: Recipe, key: str, dataset: RowsConfig) -> int | None:
     if annotation_path := media_settings(recipe).annotation_path:
         dataset = dataset.derive(name=annotation_path, split=("train",))
-    if not (generator_of(dataset.name) or (dataset.name and Path(dataset.name).expanduser().exists())):
+    if not (generator_of(dataset.name) or (dataset.name and os.path.exists(os.path.expanduser(dataset.name)))):
         return None
     rows = load_rows(dataset, key)
     if dataset.test_size is not None and not recipe.validation.dataset.name:

@@ -73,7 +73,7 @@ class LogprobDrift:
 
 
 def _sampling_bound(sampling: Sampling) -> float:
-    """Return the most nats by which sampling settings raise an engine's log-probability of a token above the policy's.
+    """Return the maximum increase, in nats, of an engine's log-probabilities that the sampling settings can cause.
 
     Renormalizing the tokens that remain raises the log-probability by -log of their total probability, which is at
     least `top_p`; other settings give no bound (infinity).

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -95,7 +95,7 @@ def completion_metrics(
         for group in groups
         if (full := _full_reward_of_group(group, full_reward)) is not None
     ]
-    if any(correct_flags):  # else no valid completion has a full reward
+    if any(correct_flags):  # the full reward of at least one valid completion is known
         accuracy = float(np.concatenate(correct_flags).mean())
         correctness_metrics = {"validation/accuracy": accuracy, **_estimate_pass_at_k(correct_flags)}
     return {
@@ -154,10 +154,11 @@ class Completions:
         self._full_reward = full_reward(stage.recipe)
         self._has_rewards = bool(reward_weights(stage.recipe)) or self._sampling.flow is None
 
-    def measure(self, step: int) -> dict[str, float]:
+    def measure(self, step: int, *, sleep_level: Literal[1, 2] = 1) -> dict[str, float]:
         """Return the validation metrics after `step` train steps, and add some completions to `samples.jsonl`.
 
-        For images without rewards, only the first prompts are completed, for the gallery.
+        For images without rewards, only the first prompts are completed, for the gallery. The engine then sleeps at
+        `sleep_level`.
 
         Raises:
             StopRequested: a signal requested a stop.
@@ -172,7 +173,7 @@ class Completions:
             generated_groups = generate(self._engine, self._prompts[start : start + size], self._sampling, _SEED_STEP)
             groups += self.score(generated_groups)
             check_stop(self._stage)
-        self._engine.sleep()
+        self._engine.sleep(level=sleep_level)
         return self.log_metrics(step, groups)
 
     @property

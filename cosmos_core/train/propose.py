@@ -80,7 +80,7 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """Return a description of the machine's memory, which the reasons of settings quote."""
+        """Return a description of the GPU or host memory of the machine, for messages that explain a setting."""
         return f"{self.memory / _GIB:.0f} GiB {'of a GPU' if self.num_gpus else 'of host memory, no GPU'}"
 
 
@@ -116,7 +116,7 @@ def _text_settings(options: Options, method: Method, machine: Machine) -> Iterat
     sampled_rows = list(islice(rows, _NUM_ROWS))
     if not sampled_rows:
         raise DataError(f"--data {options.data}: no rows")
-    # A null in the first row does not mean that its column has another name: prefer a row that has all its values.
+    # Infer the columns from a row without nulls if there is one, because a null would count as a missing column.
     names = sampled_rows[0][1].keys()
     complete_rows = (each for each in sampled_rows if all(each[1].get(name) is not None for name in names))
     located_row = next(complete_rows, sampled_rows[0])

@@ -24,7 +24,9 @@ from cosmos_core.checkpoint.resume import (
 )
 from cosmos_core.config.inputs import source_of
 from cosmos_core.config.schema.table import flat_keys
-from cosmos_core.errors import ModelError
+from cosmos_core.errors import ModelError, StageFailed
+from cosmos_core.models.disk import translate_disk_errors
+from cosmos_core.observe import gallery
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.run.files import link_or_copy, read_json, read_object, replaced_folder, write_json
 from cosmos_core.run.fingerprint import CARRIED_FILES
@@ -136,17 +138,25 @@ def _link_steps(folder: Path, steps: list[int], stage: Stage) -> str | None:
     for number in steps:
         source_folder = step_folder(folder, number)
         try:
-            with replaced_folder(step_folder(stage.path / "checkpoints", number)) as new_folder:
+            with (
+                translate_disk_errors(f"a copy of {source_folder}", lambda: "the original is intact"),
+                replaced_folder(step_folder(stage.path / "checkpoints", number)) as new_folder,
+            ):
                 shutil.copytree(source_folder, new_folder, copy_function=link_or_copy, dirs_exist_ok=True)
                 manifest = new_folder / "policy" / MANIFEST
                 manifest_content = read_manifest(manifest.parent)
                 manifest.unlink()  # the manifest is a hard link, and the other run's file must not change
                 write_json(manifest, {**manifest_content, "fingerprint": stage.checkpoint_fingerprint})
-        except OSError:
+        except (OSError, StageFailed):
             if source_folder.exists():
                 raise
             return f"{source_folder.name} is gone"
-    for name in ("metrics.jsonl", SAMPLES):
-        if (folder.parent / name).exists() and not (stage.path / name).exists():
-            shutil.copy2(folder.parent / name, stage.path / name)
+    with translate_disk_errors(f"a copy of the metrics in {folder.parent}", lambda: "the original is intact"):
+        for name in ("metrics.jsonl", SAMPLES, gallery.FOLDER):
+            source, target = folder.parent / name, stage.path / name
+            if source.is_dir() and not target.exists():  # the media files that lines of the samples name
+                with replaced_folder(target) as new_folder:
+                    shutil.copytree(source, new_folder, copy_function=link_or_copy, dirs_exist_ok=True)
+            elif source.is_file() and not target.exists():
+                shutil.copy2(source, target)
     return None

@@ -59,7 +59,7 @@ class ArtifactStore:
 
     def put_run(self, run_path: Path, *, has_grown: bool = False) -> str:
         """Store `pipeline.toml` and `run.json` of a run unless they are stored, and return its URL for
-        `open_stored_run`. With `has_grown`, replace a stored definition that has other stages.
+        `open_stored_run`. `has_grown`: replace the stored files if the run has other stages by now.
 
         Runs that two machines start in the same second have the same id; the second run gets another one in the store.
         """

@@ -57,8 +57,16 @@ def is_publication_record(value: Any) -> TypeGuard[dict[str, Any]]:
     return isinstance(value, dict) and isinstance(value.get("metrics"), dict) and isinstance(value.get("files"), dict)
 
 
-def with_version(history: list[str], version: str) -> list[str]:
-    """Return the history of a pointer (at most 100 versions) after it has moved to `version`."""
+def with_version(saved: list[str], version: str, history: list[str] | None = None) -> list[str]:
+    """Return the history of a pointer (at most 100 versions) after it has moved to `version`; `saved` is its history
+    before, and `history` the part of `saved` to keep, without the last version (None: all).
+
+    Raises:
+        UploadError: `saved` has changed since `history` was read.
+    """
+    if history is not None and saved and saved[:-1] != history:
+        raise UploadError(f"{saved[-1]!r} was published meanwhile; the pointer was not moved, run the command again")
+    history = saved if history is None else history
     return history[-_MAX_HISTORY:] if history[-1:] == [version] else [*history[-_MAX_HISTORY + 1 :], version]
 
 

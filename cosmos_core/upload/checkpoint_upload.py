@@ -32,7 +32,7 @@ _PAUSE_SECONDS = 30.0
 
 
 def checkpoint_url(parent: str, training: str, run_id: str) -> str:
-    """Return the URL for a training's checkpoints below `parent`, the pipeline's target; empty if `parent` is empty."""
+    """Return the upload URL, below the URL `parent`, for a training's checkpoints; empty if `parent` is empty."""
     return f"{parent}/{training}/saves/{run_id}" if parent else ""
 
 

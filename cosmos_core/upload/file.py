@@ -47,7 +47,7 @@ class FileTarget:
             return self._record(latest, f"publish again, or remove {latest}")
 
     def record_of(self, version: str) -> dict[str, Any]:
-        """Return the record that was published with a version.
+        """Return the publication record of the version `version`.
 
         Raises:
             DamagedRecord: the record is missing or cannot be read.
@@ -134,7 +134,7 @@ class FileTarget:
         try:
             with suppress(OSError):  # NFS cannot lock folders
                 fcntl.flock(descriptor, fcntl.LOCK_EX)  # a publication at the same time must not overwrite the history
-            new_history = with_version(self.history(), version) if history is None else history
+            new_history = with_version(self.history(), version, history)
             temporary_link = self.folder / f".latest.{os.getpid()}.tmp"
             temporary_link.unlink(missing_ok=True)
             temporary_link.symlink_to(version)

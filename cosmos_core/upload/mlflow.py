@@ -64,7 +64,7 @@ class MlflowTarget:
         return None if current_version is None else self.record_of(current_version.tags.get(VERSION, ""))
 
     def record_of(self, version: str) -> dict[str, Any]:
-        """Return the record that was published with a version.
+        """Return the publication record of the version `version`.
 
         Raises:
             DamagedRecord: the record is missing or cannot be read.
@@ -112,7 +112,7 @@ class MlflowTarget:
         with self._translate_errors():
             if not (model_version := self._version(version)):
                 raise UploadError(f"mlflow://{self.name} has no version {version!r}; the alias was not moved")
-            self._move_alias(model_version, with_version(self.history(), version) if history is None else history)
+            self._move_alias(model_version, with_version(self.history(), version, history))
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Send missing files, create the version unless it exists, and move the alias; return the version's address."""

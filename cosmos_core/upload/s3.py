@@ -17,6 +17,7 @@ from cosmos_core.upload.transfer import Journal, Transfer
 
 POINTER_FILE = "latest.json"
 _POINTER_UNCHANGED_NOTE = "the pointer was not moved"
+_MAX_POINTER_ATTEMPTS = 50
 
 
 class S3Target:
@@ -36,7 +37,8 @@ class S3Target:
         self.bucket.check(self._key(POINTER_FILE))
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Keep a journal of the upload in `folder`; call `pause` between parts and before the pointer moves."""
+        """Record the progress of the upload in `folder`, so that it can be resumed. Call `pause` between the parts of a
+        multipart upload, and before `latest.json` names the new version."""
         self.transfer.journal, self.transfer.pause = Journal(folder / JOURNAL), pause
 
     def published(self) -> dict[str, Any] | None:
@@ -45,7 +47,7 @@ class S3Target:
         return self.record_of(history[-1]) if history else None
 
     def record_of(self, version: str) -> dict[str, Any]:
-        """Return the record that was published with a version.
+        """Return the publication record of the version `version`.
 
         Raises:
             DamagedRecord: the record is missing or damaged.
@@ -114,7 +116,8 @@ class S3Target:
         return self.where(version)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Write a stored version to `latest.json`, with `history` (None: append the version to the saved history).
+        """Make `latest.json` point to a stored version, and append the version to `history`, the versions to which it
+        pointed before (None: the history saved in `latest.json`).
 
         Raises:
             UploadError: a file of the version is missing.
@@ -124,8 +127,14 @@ class S3Target:
             for name in record["files"]:
                 if self.bucket.head(self._key(f"{version}/{name}")) is None:
                     raise UploadError(f"{self.where(version)}/{name} is gone; {_POINTER_UNCHANGED_NOTE}")
-            while not self._replace_pointer(version, history):
+            for _ in range(_MAX_POINTER_ATTEMPTS):
+                if self._replace_pointer(version, history):
+                    return
                 self.transfer.pause()  # another publication moved the pointer after it was read
+            raise UploadError(
+                f"{self.where(POINTER_FILE)}: the store refused {_MAX_POINTER_ATTEMPTS} writes because the object had "
+                f"changed; {_POINTER_UNCHANGED_NOTE}, publish again when no other publication runs"
+            )
 
     def _replace_pointer(self, version: str, history: list[str] | None) -> bool:
         """Replace `latest.json`, also if it is damaged; return False if it was changed after it was read."""
@@ -133,9 +142,10 @@ class S3Target:
 
         key = self._key(POINTER_FILE)
         data, etag = self.bucket.read_tagged(key)
+        saved: list[str] = []
         with suppress(DamagedRecord):
-            history = self._parse_history(data) if history is None else history
-        pointer = _encode_json({"version": version, "history": with_version(history or [], version)})
+            saved = self._parse_history(data)
+        pointer = _encode_json({"version": version, "history": with_version(saved, version, history)})
         try:
             return bool(self.bucket.exchange(key, pointer, etag))
         except ClientError as error:

@@ -120,7 +120,7 @@ class Transfer:
                 )
                 if _is_upload_confirmed(response, md5):
                     return
-            return  # the caller verifies the stored object and finds a wrong digest
+            return  # no error: the caller verifies the digest of the stored object
         try:
             self._upload_in_parts(key, file, size, part_bytes, sha256)
         except ClientError as error:

@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -18,9 +20,10 @@ import tomli_w
 from fakeredis import TcpFakeServer
 
 from cosmos_core.rewards.protocol import encode_request
+from cosmos_core.rewards.service import pool as pools
 from cosmos_core.rewards.service.config import read_config
 from cosmos_core.rewards.service.engine import Engine
-from cosmos_core.rewards.service.pool import Job
+from cosmos_core.rewards.service.pool import Job, Pool
 from cosmos_core.rewards.service.request import parse_request
 from cosmos_core.rewards.service.store import MemoryStore
 from tests.conftest import wait_until
@@ -71,6 +74,42 @@ def test_what_it_remembers_is_bounded(tmp_path: Path) -> None:
         asyncio.run(store.put(str(i), "r", "s" * 30))
     assert [asyncio.run(store.is_known(str(i))) for i in range(10)] == [False] * 7 + [True] * 3
     assert [asyncio.run(store.get(str(i), "r")) for i in (6, 7)] == [None, "s" * 30]
+
+
+@pytest.mark.usefixtures("executed")
+def test_a_reply_that_is_too_long_costs_its_request_and_not_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wordy.py").write_text(
+        "class Wordy:\n"
+        "    def __init__(self, settings): pass\n"
+        "    def score(self, items):\n"
+        "        return {'wordy': ['x' * 9999 if item.prompt == 'long' else 1.0 for item in items]}\n"
+    )
+    file = tmp_path / "rewards.toml"
+    reward = {"reward_type": "wordy", "entry": f"{tmp_path}/wordy.py:Wordy", "device": "cpu"}
+    file.write_text(tomli_w.dumps({"reward_args": [reward], "attempts": 2}))
+    monkeypatch.setattr(pools, "_MAX_LINE_BYTES", 1000)
+
+    async def scored(*prompts: str) -> list[Mapping[str, Any]]:
+        results: list[Mapping[str, Any]] = []
+
+        async def deliver(job: Job, result: dict[str, Any], seconds: float) -> None:
+            results.append(result)
+
+        config = read_config(file)
+        pool = Pool(Engine(config).program(config.rewards[0]), deliver)
+        for prompt in prompts:
+            pool.submit(Job(parse_request(prompt, body(prompt, wordy=1.0), {"wordy"}), "wordy"))
+        async with asyncio.timeout(60):
+            while len(results) < len(prompts):
+                await asyncio.sleep(0.02)
+        await pool.close()
+        return results
+
+    long, short = asyncio.run(scored("long", "short"))
+    assert long["is_lost"] and "its reply is a line of more than 1000 bytes" in long["error"]
+    assert short["scores"] == {"wordy": [1.0]}
 
 
 @pytest.mark.parametrize("queue", [pytest.param("memory", marks=pytest.mark.full), "redis"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -13,11 +15,12 @@ from typing import Any
 import pytest
 
 from cosmos_core.checkpoint import resume
+from cosmos_core.checkpoint.best import BestStep
 from cosmos_core.checkpoint.load_checkpoint_model import pinned_step
 from cosmos_core.checkpoint.resume import load_from, resume_obstacle
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.errors import ModelError
+from cosmos_core.errors import ModelError, StageFailed
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import resume_from
 from cosmos_core.train.resume_from import adopt_checkpoint
@@ -177,6 +180,40 @@ def test_a_checkpoint_that_its_own_run_deletes_meanwhile_is_passed_over(
     assert [path.name for path in (later.path / "checkpoints").iterdir()] == ["step_1"]
     monkeypatch.setattr(resume, "sha256", lambda file: file.with_name("deleted").read_bytes())
     assert "is gone" in str(resume_obstacle(folder, 1, None))
+
+
+def test_a_best_step_whose_checkpoint_is_gone_is_not_named(tmp_path: Path) -> None:
+    checkpoints = open_checkpoints(save(tmp_path / "checkpoints", "a list"))
+    checkpoints.name_best(BestStep(1, "validation/loss", 0.5))
+    assert json.loads((tmp_path / "best.json").read_text())["step"] == 1
+    checkpoints.name_best(BestStep(9, "validation/loss", 0.4))  # pruned for a later one, which is damaged
+    assert not (tmp_path / "best.json").exists()
+
+
+def test_the_media_of_the_samples_come_along(tmp_path: Path) -> None:
+    earlier = tmp_path / "out/first/stages/sft"
+    later = stage_of(tmp_path / "out/second/stages/sft", recipe({**SFT, "train.resume": True}))
+    save(earlier / "checkpoints", "a list", later.fingerprint)
+    (earlier / "visual_output/step_1").mkdir(parents=True)
+    (earlier / "visual_output/step_1/0-0.png").write_bytes(b"png")
+    (earlier / "samples.jsonl").write_text('{"step": 1, "media": ["visual_output/step_1/0-0.png"]}\n')
+    adopt_checkpoint(later)
+    [media] = json.loads((later.path / "samples.jsonl").read_text())["media"]
+    assert (later.path / media).read_bytes() == b"png"
+
+
+def test_a_disk_that_is_full_while_a_checkpoint_is_copied_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = stage_of(tmp_path / "out/second/stages/sft", recipe({**SFT, "train.resume": True}))
+    save(tmp_path / "out/first/stages/sft/checkpoints", "a list", later.fingerprint)
+
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+
+    monkeypatch.setattr(resume_from, "link_or_copy", refuse)
+    with pytest.raises(StageFailed, match=r"^disk full while saving a copy of .*/step_1; the original is intact; free"):
+        adopt_checkpoint(later)
 
 
 @pytest.mark.parametrize("moment", ["fill_state", "allocate_tensors", "_read_extra"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,7 @@ class Toy:
     is_video = False
     max_conditioning_frames = 0
     timestep_shift = 3.0
+    residency = SimpleNamespace(keep_on_device=nullcontext)
 
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
         return flow.euler_schedule(num_steps, self.timestep_shift)
@@ -286,5 +287,14 @@ def test_samples_are_decoded_one_by_one_on_a_gpu(device: str, sizes: list[int]) 
         return latents[:, :3]
 
     latents = torch.linspace(-1, 1, 3 * 4 * 2 * 2).reshape(3, 4, 2, 2)  # a path is on the CPU wherever it was drawn
-    pixels = decode_latents(SimpleNamespace(decode=decode), latents, torch.device(device))
+    stays: list[int] = []
+
+    @contextmanager
+    def keep_on_device() -> Iterator[None]:
+        yield
+        stays.append(len(seen))
+
+    model = SimpleNamespace(decode=decode, residency=SimpleNamespace(keep_on_device=keep_on_device))
+    pixels = decode_latents(model, latents, torch.device(device))
     assert torch.equal(pixels, to_bytes(latents[:, :3])) and seen == sizes
+    assert stays == [len(sizes)], "with policy.diffusers.offload the VAE moves once for all samples"

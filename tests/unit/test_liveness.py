@@ -24,10 +24,18 @@ from cosmos_core.observe.record import read_run, time_overhead
 from cosmos_core.observe.resuming import resume_instructions
 from cosmos_core.observe.runs import is_inactive
 from cosmos_core.run.directory import Run, claim, create_run
-from cosmos_core.run.liveness import LEASE_SECONDS, Approval, note_approval, note_flow_state, note_stop
+from cosmos_core.run.liveness import (
+    LEASE_SECONDS,
+    Approval,
+    note_approval,
+    note_flow_state,
+    note_stop,
+    outcome_of_flow,
+)
 from cosmos_core.run.process import identify_process, start_time
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.state import update_state
+from tasks import flow_run
 from tasks.cancellation import stop_stages
 from tests.unit.run_folder import counting_run, load_recipe, make_inputs
 
@@ -193,3 +201,17 @@ def test_the_last_line_of_a_stopped_run_says_where_each_training_begins_again(tm
     assert resume_instructions(read_run(run.path)).endswith(" (sft begins again at step 1: nothing was saved)")
     update_state(run.stage_path("sft"), checkpoint_step=13)
     assert resume_instructions(read_run(run.path)) == f"cosmos resume {run.path} (sft begins again at step 14)"
+
+
+def test_a_flow_in_python_that_was_asked_to_stop_between_two_stages_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_inputs(tmp_path)
+    run = create_run(load_recipe(tmp_path))
+    with claim(run):
+        note_flow_state(run.path, "running")
+    flow = flow_run.FlowInPython("f", "id", "run", "f.py:f", {}, [], run=run)
+    monkeypatch.setattr(flow_run, "_flows_by_attempt", {"id-1": flow})
+    assert outcome_of_flow(run.path) == "running"
+    flow_run._note_stop()
+    assert outcome_of_flow(run.path) == "stopped"

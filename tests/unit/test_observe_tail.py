@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -79,3 +80,24 @@ def test_a_followed_log_shows_a_character_that_is_written_in_two_parts(
     print_log(tmp_path, "sft", follow=True)
     timer.join()
     assert capsys.readouterr().out == TEXT
+
+
+@pytest.mark.parametrize("between", ["retrying", "running"])
+def test_a_followed_log_goes_on_with_the_next_attempt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], between: Literal["retrying", "running"]
+) -> None:
+    stage = tmp_path / "stages" / "sft"
+    logs = [stage / "logs" / f"attempt_{i}.log" for i in (1, 2)]
+    logs[0].parent.mkdir(parents=True)
+    logs[0].write_text("first\n")
+    update_state(stage, state=between)
+
+    def go_on() -> None:
+        logs[1].write_text("second\n")
+        update_state(stage, state="done")
+
+    timer = threading.Timer(0.5, go_on)
+    timer.start()
+    print_log(tmp_path, "sft", follow=True)
+    timer.join()
+    assert capsys.readouterr().out == "first\nsecond\n"

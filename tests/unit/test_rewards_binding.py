@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.data.messages import columns_for_rewards
+from cosmos_core.data.kinds.prompts import columns_for_rewards
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.base import load_reward, request_of
 from cosmos_core.rewards.runner import RewardRunner
@@ -101,10 +101,10 @@ def test_verl_rows_keep_the_answer_below_a_column(tmp_path: Path) -> None:
 def test_a_number_beyond_every_float_costs_one_score_and_numbers_of_numpy_are_metrics(tmp_path: Path) -> None:
     huge, good = scores(tmp_path, "def f(completions): return [10 ** 400, 1.0]", "a", "b")
     assert "the rule is a finite number" in str(huge) and good == 1.0
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "other.py").write_text(
         "from numpy import float32\ndef f(completion): return {'score': 1, 'acc': float32(0.5), 'pred': 'x'}"
     )
-    assert load_reward(f"{tmp_path}/mine.py:f")({"to_be_evaluated": "a"}) == (1.0, {"acc": 0.5})
+    assert load_reward(f"{tmp_path}/other.py:f")({"to_be_evaluated": "a"}) == (1.0, {"acc": 0.5})
 
 
 @pytest.mark.parametrize(

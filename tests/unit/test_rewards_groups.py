@@ -123,3 +123,15 @@ def test_a_reward_of_weight_zero_is_a_metric_to_filter_groups_by(tmp_path):
     # what has not the metric says nothing of whether the others differ in it
     assert not Filter(("act",)).has_learning_signal(ScoredGroup(group_of("7", "raise"), tuple(scores)))
     assert Filter().has_learning_signal(ScoredGroup(group_of("7", "raise"), tuple(scores)))
+
+
+def test_a_group_whose_rewards_do_not_report_the_metric_is_filtered_by_its_reward() -> None:
+    """As in a mixture of data sets with rewards of their own."""
+
+    def is_kept(*scores: Score) -> bool:
+        return Filter(("act", "tone")).has_learning_signal(ScoredGroup(group_of("a", "b"), scores))
+
+    assert is_kept(Score(1.0, {"math": 1.0}), Score(0.0, {"math": 0.0}))
+    assert not is_kept(Score(1.0, {"math": 1.0}), Score(1.0, {"math": 0.0}))
+    assert is_kept(Score(1.0, {"act": 1.0}), Score(1.0, {"act": 0.0}))
+    assert not is_kept(Score(1.0, {"act": 1.0}), Score(0.0, {"act": 1.0}))

@@ -262,7 +262,7 @@ def test_a_step_gets_the_groups_that_it_needs_after_one_that_kept_fewer(needed: 
         source = source_of(
             fleet, tmp_path, take=lambda start, count: PROMPTS[start : start + count], steps=StepGroups(3, 2),
             filter=Filter(), score=differ, max_lag=0, max_steps_ahead=1, sleeps_in_training=True,
-            on_wait=lambda step: waits.append(step) if len(waits) < 20 else pytest.fail("it waits for prompts"),
+            on_wait=lambda: waits.append(0) if len(waits) < 20 else pytest.fail("it waits for prompts"),
         )  # fmt: skip
         for step, count in enumerate(needed):
             groups, _ = source.next_groups(step, count)

@@ -105,7 +105,9 @@ def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path
     def prompts(step: int) -> list[Prompt]:
         return PROMPTS[step:]
 
-    source = SyncGroupSource(prompts, engine, score, SAMPLING, Progress(tmp_path / "p.json"), 2, on_wait=stops.append)
+    source = SyncGroupSource(
+        prompts, engine, score, SAMPLING, Progress(tmp_path / "p.json"), 2, on_wait=lambda: stops.append(0)
+    )
     groups, metrics = source.next_groups(0)
     assert engine.events == ["wake", "submit [0, 1]", "submit [2, 3]", "submit [4]", "sleep 2", "score 5"]
     assert [group.group.prompt.id for group in groups] == [0, 1, 2, 3, 4] and stops == [0, 0, 0]
@@ -113,7 +115,7 @@ def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path
     assert metrics["completion/length_mean"] == 1.0 and metrics["rollout/version_lag"] == 0.0
     assert source.state_dict() == {}
 
-    def refuse(step: int) -> None:
+    def refuse() -> None:
         raise RuntimeError("stopped")
 
     assert metrics["rollout/groups_of_lag_0"] == 5.0 and metrics["rollout/version_lag_mean"] == 0.0
@@ -141,7 +143,7 @@ def test_who_stops_while_groups_are_drawn_draws_the_same_prompts_again(tmp_path:
     def score(groups: Sequence[Group]) -> list[ScoredGroup]:
         return [ScoredGroup(group, (Score(1.0), Score(float(group.prompt.id % 2)))) for group in groups]
 
-    def refuse(step: int) -> None:
+    def refuse() -> None:
         if len(engine.events) > 2:
             raise RuntimeError("stopped")
 
@@ -150,7 +152,7 @@ def test_who_stops_while_groups_are_drawn_draws_the_same_prompts_again(tmp_path:
     with pytest.raises(RuntimeError, match="stopped"):
         source.next_groups(0)
     assert engine.events == ["wake", "submit [0, 1]", "submit [2]"] and source.state_dict() == {"drawn": 0}
-    sync.on_wait = lambda step: None
+    sync.on_wait = lambda: None
     engine.waiting.clear()
     groups, _ = source.next_groups(0)
     assert [scored.group.prompt.id for scored in groups] == [0, 2] and source.state_dict() == {"drawn": 3}

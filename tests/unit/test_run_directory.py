@@ -9,8 +9,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli_w
+from typer.testing import CliRunner
 
 from cosmos_core import cli
 from cosmos_core.config.compose import Pipeline, load_pipeline
@@ -22,7 +25,9 @@ from cosmos_core.errors import (
     ModelError,
     RewardError,
 )
+from cosmos_core.run import directory
 from cosmos_core.run.directory import (
+    Run,
     claim,
     create_run,
     create_writable,
@@ -245,6 +250,28 @@ def test_code_of_a_user_is_found_from_the_current_folder_without_being_imported(
     for wrong in ("rewards", ":f", "rewards:"):
         with pytest.raises(ConfigError, match="is not an import path"):
             code_file(wrong)
+
+
+def test_a_resumed_run_goes_on_where_it_began_and_does_not_take_a_folder_for_a_model_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = counting_run(tmp_path)
+    settings = read_toml(run.path / "pipeline.toml")
+    for stage in settings["pipeline"]["stages"]:
+        stage["overrides"]["policy"]["model_name_or_path"] = "org/model"
+    (run.path / "pipeline.toml").write_text(tomli_w.dumps(settings))
+    (tmp_path / "elsewhere/org/model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    models: list[str] = []
+
+    def open_and_stop(path: Path, kinds: Any) -> Run:
+        models.extend(recipe.policy.model_name_or_path for recipe in open_run(path, kinds).pipeline.recipes.values())
+        raise ConfigError("stopped")
+
+    monkeypatch.setattr(directory, "open_run", open_and_stop)
+    result = CliRunner().invoke(cli.app, ["resume", f"../outputs/{run.id}"])
+    assert models == ["org/model", "org/model"] and "where it was started" in result.output
 
 
 def test_a_run_has_one_process_that_runs_it(tmp_path: Path) -> None:

@@ -8,14 +8,17 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from cosmos_core.run import digests
 from cosmos_core.run.files import copy_file, link_or_copy, replaced_folder, write_json
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.progress import Metrics, MetricsReader
+from tests.conftest import wait_until
 
 
 def test_a_lock_has_one_holder(tmp_path: Path) -> None:
@@ -130,3 +133,16 @@ def test_linking_again_keeps_the_file_and_no_other_link_of_the_target_changes(tm
     with open(target) as reader:
         copy_file(other, target)
         assert (reader.read(), target.read_text()) == ("new", "old"), "who reads a file reads it to its end"
+
+
+def test_the_time_that_hashing_takes_does_not_make_a_file_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, cache = tmp_path / "weights", tmp_path / "digests.jsonl"
+
+    def hash_slowly(path: Path) -> str:
+        wait_until(lambda: time.time() > path.stat().st_ctime + 0.15, 1, "the clock has gone on")
+        return "digest"
+
+    monkeypatch.setattr(digests, "sha256", hash_slowly)
+    file.write_text("one")
+    assert digests.Digests(cache).digest_file(file) == "digest" and not cache.exists()
+    assert digests.Digests(cache).digest_file(file) == "digest" and cache.exists()

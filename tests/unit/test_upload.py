@@ -115,6 +115,8 @@ def test_the_pointer_can_be_moved_to_any_whole_version(tmp_path: Path) -> None:
         target.publish(source, version, record_of(source, accuracy=0.5))
     shutil.copytree(tmp_path / "published" / "v2", tmp_path / "published" / ".v2.123.tmp")
     assert target.history() == target.versions() == ["v1", "v2"], "an unfinished copy is no version"
+    with pytest.raises(UploadError, match="'v2' was published meanwhile"):
+        target.point_to("v1", [])
     target.point_to("v1", ["v1"])
     assert os.readlink(tmp_path / "published" / "latest") == "v1" and target.history() == ["v1"]
     (tmp_path / "published" / "v2" / "model.safetensors").write_text("damaged")

@@ -76,8 +76,9 @@ def test_a_version_holds_every_file_and_the_pointer_moves_last(tmp_path: Path, t
 
 def test_two_publications_at_once_are_both_in_the_history(tmp_path: Path, target: S3Target, proxy: Proxy) -> None:
     folder, record = model(tmp_path / "m")
+    # On a busy machine the other publication takes seconds, in which no client may give up and send again.
+    target, other = (S3Target(f"models/{target.prefix}", read_seconds=60) for _ in range(2))
     target.publish(folder, "v1", record)
-    other = S3Target(f"models/{target.prefix}", read_seconds=1)
 
     def choose(request: Request) -> str:
         if request.method == "PUT" and request.key.endswith("latest.json"):
@@ -88,6 +89,18 @@ def test_two_publications_at_once_are_both_in_the_history(tmp_path: Path, target
     proxy.reset(choose)
     target.publish(folder, "v2", record)
     assert target.history() == ["v1", "v3", "v2"]
+    with pytest.raises(UploadError, match="'v2' was published meanwhile; the pointer was not moved"):
+        target.point_to("v1", ["v1"])  # a rollback that read the history before
+    assert target.history() == ["v1", "v3", "v2"]
+
+
+def test_a_store_that_refuses_every_conditional_write_ends_a_publication(
+    tmp_path: Path, target: S3Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, record = model(tmp_path / "m")
+    monkeypatch.setattr(target.bucket, "exchange", lambda key, data, etag: "")
+    with pytest.raises(UploadError, match=r"latest.json: the store refused 50 writes .*; the pointer was not moved"):
+        target.publish(folder, "v1", record)
 
 
 def test_a_cancel_at_any_moment_before_the_pointer_moves_publishes_nothing(tmp_path: Path, target: S3Target) -> None:

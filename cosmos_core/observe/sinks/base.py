@@ -106,7 +106,8 @@ def send_to_sinks(stage: Stage, find: Callable[[str], Opener] = find_sink) -> It
 
 
 class _SinkThread:
-    """Queue and thread of one metric sink, which receives no more lines in this attempt after a failure."""
+    """Thread that sends lines of `metrics.jsonl` from a queue to one metric sink. After an error of the sink the thread
+    ends, and the sink gets no more lines in this attempt of the stage."""
 
     def __init__(self, name: str, find_opener: Callable[[str], Opener], stage: Stage) -> None:
         self._name, self._find_opener, self._stage = name, find_opener, stage

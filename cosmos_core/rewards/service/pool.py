@@ -169,7 +169,7 @@ class Pool:
                 self.queue.extendleft(reversed(jobs))
                 self.counts.retried += len(jobs)
                 self._has_queued_jobs.set()
-                if isinstance(error, ProcessLost):
+                if isinstance(error, Exception):
                     await self._drop_exhausted_jobs(str(error))
                 raise
             finally:
@@ -240,7 +240,7 @@ class Process:
         self.facts: Mapping[str, Any] = {}
 
     async def start(self) -> None:
-        """Start the process and wait until it has loaded.
+        """Start the process and wait until it has loaded its reward or its decoder.
 
         Raises:
             ProcessLost: the process could not start or load.
@@ -302,7 +302,7 @@ class Process:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
+        await self._process.communicate()  # `wait` alone would not return while unread output pauses the pipe
 
     async def _exchange(
         self, header: Mapping[str, Any], arrays: Sequence[np.ndarray], timeout_seconds: float, description: str
@@ -318,6 +318,8 @@ class Process:
                 return await self._read_reply()
         except TimeoutError as error:
             raise ProcessLost(f"not {description} in {timeout_seconds:g} s", is_transient=True) from error
+        except asyncio.LimitOverrunError as error:
+            raise ProcessLost(f"its reply is a line of more than {_MAX_LINE_BYTES} bytes; return numbers") from error
         except (OSError, asyncio.IncompleteReadError, ValueError) as error:
             await asyncio.wait([asyncio.ensure_future(self._process.wait())], timeout=2)
             raise self._describe_exit() from error
