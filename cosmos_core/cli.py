@@ -119,10 +119,11 @@ def resume(
     output_dir: OutputDir = Path("outputs"),
 ) -> None:
     """Continue a run: finished stages are reused, and an interrupted training resumes from its newest checkpoint."""
+    from cosmos_core.observe.resuming import enter_folder_of
     from cosmos_core.run.directory import find_run, with_budget
 
     try:
-        find_run(run_name, output_dir)
+        run_path = find_run(run_name, output_dir)
     except ConfigError:
         from cosmos_core.launch.flow_run import find_failed_start, reschedule
 
@@ -131,7 +132,8 @@ def resume(
         for line in reschedule(failed_flow_run):
             typer.echo(line)
     else:
-        run = _open_run(run_name, output_dir)
+        note(enter_folder_of(run_path))
+        run = _open_run(str(run_path), output_dir)
         if is_flow(run.path):
             if budget is not None:
                 raise ConfigError("--budget: the run is of a flow in Python; raise it in configure_run of the flow")
@@ -244,8 +246,7 @@ def check(
         _check_pipeline(pipeline)
         for line in check_stages_in_worker(pipeline, show):
             typer.echo(line)
-    stage_names = [stage.name for stage in pipeline.stages]
-    typer.echo(f"{configs[0]}: ok ({len(stage_names)} stages: {', '.join(stage_names)})")
+    typer.echo(f"{configs[0]}: ok ({len(pipeline.stages)} stages: {', '.join(each.name for each in pipeline.stages)})")
 
 
 @app.command()

@@ -62,18 +62,18 @@ def is_flow(run_path: Path) -> bool:
 
 
 def resume_flow(run_path: Path) -> int:
-    """Run the flow of an existing run again, with its parameters and in its folder; return the exit code."""
+    """Run the flow of an existing run again, with its parameters; return the exit code. The current folder must be
+    that of the run."""
     from cosmos_core.run.directory import RunFacts, read_facts
 
     run_facts, run_path = read_facts(run_path) or RunFacts(), run_path.absolute()
     os.environ["COSMOS_OUTPUT_DIR"] = str(run_path.parent)
-    if run_facts.working_directory:  # empty in runs of earlier versions
-        if not os.path.isdir(run_facts.working_directory):
-            raise ConfigError(
-                f"run {run_path.name} was started in {run_facts.working_directory}, to which relative paths of its "
-                f"flow refer; there is no such folder, so make it, or move it back"
-            )
-        os.chdir(run_facts.working_directory)
+    folder = run_facts.working_directory  # empty in runs of earlier versions
+    if folder and not os.access(folder, os.X_OK):
+        raise ConfigError(
+            f"run {run_path.name} was started in {folder}, to which relative paths of its flow refer; there is no such "
+            f"folder, so make it, or move it back"
+        )
     return run_flow(run_facts.entrypoint, run_facts.parameters, run_path.name, run_path.parent)
 
 

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -187,6 +190,8 @@ def _save_and_run_recipe(
     asked: dict[str, str], settings: list[tuple[str, Any, str]], save: str, dry_run: bool, overrides: Sequence[str]
 ) -> None:
     options = [argument for override in overrides for argument in ("--set", override)]
+    if overrides:
+        _check_overrides(_render_recipe(asked, settings), overrides)
     if dry_run:
         note = f"\n# run with {shlex.join(options)}\n" if options else ""
         typer.echo(_render_recipe(asked, settings) + note, nl=False)
@@ -195,6 +200,20 @@ def _save_and_run_recipe(
     command = shlex.join(["cosmos", "run", str(path), *options])
     typer.echo(f"saved as {path}; each value has its reason there. Edit it and run it again: {command}")
     _exec_run(path, options)
+
+
+def _check_overrides(recipe_text: str, overrides: Sequence[str]) -> None:
+    """Refuse an override that the recipe cannot have, before the recipe is saved."""
+    from cosmos_core.config.compose import load_pipeline
+    from tasks.kinds import all_kinds
+
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
+        file.write(recipe_text)
+        file.flush()
+        try:
+            load_pipeline(Path(file.name), overrides, all_kinds())
+        except ConfigError as error:
+            raise ConfigError(str(error).removeprefix(f"{file.name}: ")) from error
 
 
 def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] = ()) -> list[tuple[str, Any, str]]:
@@ -207,7 +226,9 @@ def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] 
     command = [sys.executable, "-m", "cosmos_core.train.propose", json.dumps({**command_options, "rows": rows})]
     completed_process = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed_process.returncode == EXIT_USAGE:
-        raise ConfigError(completed_process.stderr.strip().splitlines()[-1])
+        key, message = ".".join((*_DATASET, "name")), completed_process.stderr.strip().splitlines()[-1]
+        message = message.replace(f"{key} = ", "--data ").replace(key, "--data")
+        raise ConfigError(message.replace(" or beside the file that is run", ""))
     if completed_process.returncode:
         [*_, reason] = ["", *completed_process.stderr.strip().splitlines()]
         raise CosmosError(f"the look at model and rows ended with {completed_process.returncode}: {reason[-2000:]}")
@@ -223,7 +244,7 @@ def _render_recipe(command_options: dict[str, str], settings: list[tuple[str, An
     options = [(f"--{name}", value) for name, value in command_options.items() if value and name != "method"]
     command = " ".join(shlex.join([word for option in options for word in option]).split())  # one line of a comment
     recipe_text = f"# cosmos {command_options['method']} {command}\n"
-    if command_options["method"] == "eval":  # a recipe file without stages runs a training
+    if command_options["method"] == "eval":  # a recipe file without stages can only train
         recipe_text += '\n[[pipeline.stages]]\nname = "evaluate"\nkind = "evaluate"\n'
     for table, lines in sorted(tables.items()):
         recipe_text += f"\n[{table}]\n" + "\n".join(lines) + "\n"
@@ -241,18 +262,26 @@ def _make_recipe_path(command_options: dict[str, str], output_file: str) -> Path
 
 
 def _write_recipe(command_options: dict[str, str], settings: list[tuple[str, Any, str]], output_file: str) -> Path:
-    """Write the recipe and return its path; a recipe from an earlier command is overwritten unless it was edited."""
+    """Write the recipe and return its path; a recipe from an earlier command is overwritten unless it was edited or
+    that command still runs."""
     path, text = _make_recipe_path(command_options, output_file), _render_recipe(command_options, settings)
     try:
-        existing_text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
-        first_line, _, recipe_body = existing_text.partition("\n")
-        if (
-            existing_text != text
-            and first_line != f"{_FILE_HEADER}{hashlib.sha256(recipe_body.encode()).hexdigest()[:16]}"
-        ):
-            remedy = f"run it with cosmos run {path}, or write another with --save FILE"
-            raise ConfigError(f"{path} is there and was edited; {remedy}")
-        path.write_text(text, encoding="utf-8")
+        with path.open("a+", encoding="utf-8") as recipe_file:
+            is_free = True
+            try:
+                fcntl.flock(recipe_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:  # not every file system has locks
+                is_free = not isinstance(error, BlockingIOError)
+            existing_text = path.read_text(encoding="utf-8", errors="replace")
+            if existing_text != text and not is_free:
+                raise ConfigError(f"{path} is the recipe of a command that still runs; write another with --save FILE")
+            first_line, _, recipe_body = existing_text.partition("\n")
+            digest = hashlib.sha256(recipe_body.encode()).hexdigest()[:16]
+            if existing_text not in {"", text} and first_line != f"{_FILE_HEADER}{digest}":
+                remedy = f"run it with cosmos run {path}, or write another with --save FILE"
+                raise ConfigError(f"{path} is there and was edited; {remedy}")
+            if existing_text != text:
+                path.write_text(text, encoding="utf-8")
     except OSError as error:
         remedy = "name a file in a folder that exists with --save"
         raise ConfigError(f"{path}: the recipe cannot be written: {error.strerror}; {remedy}") from error
@@ -262,5 +291,9 @@ def _write_recipe(command_options: dict[str, str], settings: list[tuple[str, Any
 def _exec_run(path: Path, options: Sequence[str]) -> None:
     """Replace this process by `cosmos run` of the recipe."""
     sys.stdout.flush()
+    descriptor = os.open(path, os.O_RDONLY)
+    os.set_inheritable(descriptor, True)  # the run keeps the lock, so that no command replaces the recipe meanwhile
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
     python_code = "from cosmos_core.cli import main; main()"
     os.execv(sys.executable, [sys.executable, "-c", python_code, "run", str(path), *options])

@@ -68,7 +68,9 @@ def _find_missing_compiler(*, has_gpus: bool) -> str:
     return "" if header.is_file() else f"Python's headers ({header} was not found)"
 
 
-def measure_workers(libraries: Sequence[str] = (), python: str = "", *, is_group: bool = False) -> MachineProperties:
+def measure_worker_machine(
+    libraries: Sequence[str] = (), python: str = "", *, is_group: bool = False
+) -> MachineProperties:
     """Return the hardware and libraries of the interpreter that runs the stages, measured once in the life of this
     process.
 

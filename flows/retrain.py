@@ -77,7 +77,8 @@ def retrain(
     with RetrainLease(note_path, str(flow_run.id), str(deployment.id or "")) as retrain_lease:
         current = read_document(flow_run_note_path, RetrainState)
         if current is not None:
-            retrain_lease.acquire()  # a retried or suspended flow run waits, so that a person's decision is not lost
+            # A retried or resumed flow run waits for the lease; if it ended here, a person's decision would be lost.
+            retrain_lease.acquire()
         elif not retrain_lease.try_acquire():
             latest = read_document(note_path, RetrainState)
             run_id = f" of run {latest.run_id}" if latest is not None and not latest.outcome else ""
@@ -200,8 +201,8 @@ def _compute_models_digest(run: Run) -> str:
 
 
 def starting_from_published(pipeline: Pipeline) -> list[str]:
-    """Return overrides that start each first training of a pipeline from the published model; an empty list if no model
-    was published yet, or if the publication target cannot return its address."""
+    """Return overrides that start each training that depends on no other training from the published model; an empty
+    list if no model was published yet, or if the publication target lacks `where`, which returns a model's address."""
     targets = [s.target for s in pipeline.stages if pipeline.kind_of(s).makes == "publication"]
     readable_targets = [target for target in targets if not target.startswith("mlflow://")]
     if targets and not readable_targets:

@@ -145,7 +145,7 @@ class StageArtifacts:
         lines = self._metrics.update()
         if not lines:
             return
-        while len(lines) > _MAX_PLOTTED_LINES:  # a long training must fill neither the memory nor the time of the flow
+        while len(lines) > _MAX_PLOTTED_LINES:  # a long training must not slow down the flow or fill its memory
             del lines[: len(lines) // 2 : 2]
         keys = ["step", *sorted({key for line in lines[-_MAX_TABLE_ROWS:] for key in line} - {"step", "time"})]
         create_table_artifact(

@@ -90,15 +90,19 @@ def confirm_cancellations() -> None:
                 client.set_flow_run_state(flow_run_id, CancelledState(message="cancelled: its process ends"))
 
 
-def stop_on_signals(read_signal_names: Callable[[], Collection[str]]) -> None:
+def stop_on_signals(
+    read_signal_names: Callable[[], Collection[str]], on_stop: Callable[[], None] = lambda: None
+) -> None:
     """Install signal handlers that let workers save a checkpoint before a Python flow ends, as in `cosmos run`.
-    `read_signal_names` returns the names of the signals of `train.signal_to_handle` in the recipes so far."""
+    `read_signal_names` returns the names of the signals of `train.signal_to_handle` in the recipes so far; `on_stop` is
+    called before the flow ends."""
 
     def stop(number: int, frame: object) -> None:
         if number in _SCHEDULER_SIGNALS and signal.Signals(number).name not in read_signal_names():
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         worker.stop_all()
+        on_stop()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         # SIGTERM is ignored until the flow ends, when Prefect restores its handler.

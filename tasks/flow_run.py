@@ -35,7 +35,7 @@ from cosmos_core.run.directory import (
     try_claim,
     with_budget,
 )
-from cosmos_core.run.files import Document, read_document, write_json
+from cosmos_core.run.files import Document, read_document, warn_if_disk_full, write_json
 from cosmos_core.run.liveness import note_flow_state
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.state import FINISHED, read_state
@@ -347,7 +347,7 @@ def _create_flow_state(context: FlowRunContext) -> FlowInPython:
     is_subflow = context.flow_run.parent_task_run_id is not None
     run_id, parameters = derive_run_identity(context.flow, context.parameters or {}, is_subflow=is_subflow)
     name, flow_run = context.flow.name, str(context.flow_run.id)
-    stop_on_signals(_read_signal_names)
+    stop_on_signals(_read_signal_names, _note_stop)
     confirm_cancellation_at_exit()
     tags: list[str] = []
     with log_ui_errors():
@@ -365,6 +365,14 @@ def _read_signal_names() -> set[str]:
     runs = [flow.run for flow in [*_flows_by_attempt.values()] if flow.run is not None]
     recipes = [recipe for run in runs for recipe in run.pipeline.recipes.values()] or [Recipe()]
     return {name for recipe in recipes for name in recipe.train.signal_to_handle}
+
+
+def _note_stop() -> None:
+    """Record that the flows that this process executes were asked to stop; Prefect calls no hook of such a flow."""
+    for attempt in [*_flows_by_attempt.values()]:
+        if attempt.run is not None and attempt.state == "running":
+            with warn_if_disk_full(f"the stop of flow {attempt.name}"):
+                note_flow_state(attempt.run.path, "stopped")
 
 
 def _note_end(flow: object, flow_run: FlowRun, state: State[Any]) -> None:

@@ -136,7 +136,9 @@ def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> Child:
     if previous_child and previous_child.failures:
         sleep_unless_stopping(backoff_seconds(previous_child.failures))
     requested_child = previous_child or Child(flow_run="", attempt=0)
-    if requested_child.flow_run or not requested_child.token:  # else an earlier parent died before it got a response
+    if (
+        requested_child.flow_run or not requested_child.token
+    ):  # else an earlier parent flow run died before it got the response
         changes = {"flow_run": "", "attempt": requested_child.attempt + 1, "token": uuid4().hex}
         requested_child = requested_child.model_copy(update=changes)
     try:

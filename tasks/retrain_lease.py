@@ -33,7 +33,7 @@ class RetrainLease:
     right at its end."""
 
     def __init__(self, note: Path, flow_run: str, deployment: str = "") -> None:
-        """Create the right for a retraining note without acquiring it.
+        """Prepare the lock and the lease for a retraining note; `acquire` and `try_acquire` acquire them.
 
         Args:
             note: File that records the last retraining of a pipeline.
@@ -41,7 +41,8 @@ class RetrainLease:
             deployment: Id of the deployment whose schedule started the flow run; empty: no deployment.
         """
         self._variable_name = f"cosmos-retraining-{note.stem}-{deployment}".rstrip("-")
-        # Acquired before the note is read: a run with older data must not publish after a run with newer data.
+        # A flow run acquires this lock before it reads the note, so that a run with older data does not publish after
+        # a run with newer data.
         self._lock = Lock(note.with_suffix(".lock"))
         self._variable_value = {"flow_run": flow_run, "machine": identify_machine(), "lock": str(self._lock.path)}
         self._lease_id: UUID | None = None

@@ -25,6 +25,7 @@ from prefect.utilities.callables import expand_mapping_parameters, get_call_para
 from cosmos_core.config.files import read_config
 from cosmos_core.config.inputs import STAGE_PREFIX, source_of
 from cosmos_core.config.load import Values, merge, nest_value
+from cosmos_core.config.override import split_key
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import Cancelled, ConfigError
 from cosmos_core.launch import worker
@@ -242,7 +243,7 @@ def _make_call(
         model_stage = _get_stage_name(flow, name, "model", keys["model"])
         tables = flow.run.pipeline.recipes[model_stage].model_dump(mode="json", exclude_none=True)
     for key, value in overrides.items():
-        tables = merge(tables, nest_value(key.split("."), value))
+        tables = merge(tables, nest_value(split_key(key), value))
     stage: Values = {"name": name, "kind": kind.name, "after": predecessors}
     table_keys = Recipe.model_fields[kind.table].annotation.model_fields if kind.table else {}  # type: ignore[union-attr]
     for key, value in keys.items():

@@ -38,7 +38,7 @@ def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
             ray_remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
             nodes = [node for node in ray.nodes() if node["Alive"]]
             best_node = max(nodes, key=lambda node: [node["Resources"].get(name, 0) for name in ("GPU", "CPU")])
-            # The call takes no CPU or GPU of the node, all of which another training may have for days.
+            # Request no CPU or GPU of the node, because another training may hold all of them for days.
             node_resource = f"node:{best_node['NodeManagerAddress']}"
             measure_node = ray_remote(num_cpus=0, resources={node_resource: 0.001})(measure)
             node_properties: MachineProperties = ray.get(measure_node.remote(list(libraries)))

@@ -220,7 +220,7 @@ def _ignored_settings(recipe: Recipe) -> Iterator[str]:
 
 def _disabled_settings(stage: StageContext, kinds: StageKinds) -> Iterator[str]:
     for key, value, switch_name in unused_settings(stage.recipe):
-        # Keys that do not change results, such as those of the profiler, are declared by no kind.
+        # No stage kind declares keys that do not change results, such as those of the profiler: report them always.
         if stage.kind.reads_key(key) or not any(kind.reads_key(key) for kind in kinds.values()):
             yield f"{key} = {as_toml(value)} has no effect here: {switch_name} is off"
 

@@ -305,7 +305,9 @@ def _find_required_feed(recipe: Recipe) -> str:
 def _check_stages(pipeline: Pipeline) -> None:
     kinds = pipeline.kinds
     names = [stage.name for stage in pipeline.stages]
-    training_names = [s.name for s in pipeline.stages if s.kind in kinds and kinds[s.kind].trains_model]
+    known_stages = [stage for stage in pipeline.stages if stage.kind in kinds]
+    training_names = [stage.name for stage in known_stages if kinds[stage.kind].trains_model]
+    export_names = [stage.name for stage in known_stages if kinds[stage.kind].reads_key("export.formats")]
     for stage in pipeline.stages:
         location = f"{pipeline.source}: stage {stage.name!r}"
         if names.count(stage.name) > 1:
@@ -313,34 +315,21 @@ def _check_stages(pipeline: Pipeline) -> None:
         if stage.kind not in kinds:
             raise ConfigError(f"{location}: unknown kind {stage.kind!r}{suggestion(stage.kind, list(kinds))}")
         _check_stage_kind(location, stage, pipeline.recipes[stage.name], kinds)
-        if stage.checkpoint and source_of(stage.model) not in training_names:
+        model_stage = source_of(stage.model)
+        if stage.checkpoint and model_stage not in training_names:
             raise ConfigError(f'{location}: checkpoint = {stage.checkpoint!r} needs model = "stage:NAME" of a training')
-        if stage.format and stage.format not in _export_formats_of(pipeline, source_of(stage.model)):
+        formats = pipeline.recipes[model_stage].export.formats if model_stage in export_names else ()
+        if stage.format and stage.format not in formats:
             raise ConfigError(
                 f"{location}: format = {stage.format!r} is not among export.formats of model = {stage.model!r}"
             )
-        for upstream_stage in stage.after:
-            if upstream_stage not in names:
-                raise ConfigError(
-                    f"{location}: after = {upstream_stage!r} is no stage of this "
-                    f"pipeline{suggestion(upstream_stage, names)}"
-                )
         recipe = pipeline.recipes[stage.name]
-        for key, input_reference in (*stage_references(stage, recipe, kinds[stage.kind]), *_row_references(recipe)):
-            referenced_stage = source_of(input_reference)
-            if referenced_stage is not None and referenced_stage not in names:
-                raise ConfigError(
-                    f"{location}: {key} = {input_reference!r} is no stage of this "
-                    f"pipeline{suggestion(referenced_stage, names)}"
-                )
-
-
-def _export_formats_of(pipeline: Pipeline, name: str | None) -> tuple[str, ...]:
-    """Return the formats in which the stage `name` exports its model; empty if the stage exports no model."""
-    export_stage_names = [
-        stage.name for stage in pipeline.stages if pipeline.kinds[stage.kind].reads_key("export.formats")
-    ]
-    return pipeline.recipes[name].export.formats if name in export_stage_names else ()
+        inputs = (*stage_references(stage, recipe, kinds[stage.kind]), *_row_references(recipe))
+        references = [("after", name, name) for name in stage.after]
+        references += [(key, text, name) for key, text in inputs if (name := source_of(text)) is not None]
+        for key, text, name in references:
+            if name not in names:
+                raise ConfigError(f"{location}: {key} = {text!r} is no stage of this pipeline{suggestion(name, names)}")
 
 
 def _check_stage_kind(location: str, stage: StageConfig, recipe: Recipe, kinds: StageKinds) -> None:

@@ -64,7 +64,7 @@ class MetricCondition:
 
 
 def parse_condition(text: str) -> MetricCondition:
-    """Parse the text of one condition.
+    """Parse one condition of a gate, such as `accuracy >= 0.8`.
 
     Raises:
         ValueError: the text has none of the forms of a condition.

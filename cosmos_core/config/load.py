@@ -69,7 +69,7 @@ def read_toml(path: Path) -> Values:
     return values
 
 
-@lru_cache(maxsize=4)  # the file of a large run is half a megabyte and read several times
+@lru_cache(maxsize=4)  # the state file of a large run has half a megabyte and is read several times
 def _parse_toml(content: bytes) -> Values:
     return tomllib.loads(content.decode("utf-8-sig"))
 

@@ -17,7 +17,7 @@ from cosmos_core.config.placement import choose_default_mode, is_open, needs_gpu
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
-from cosmos_core.machine_properties import measure_workers
+from cosmos_core.machine_properties import measure_worker_machine
 
 _HEAD_COUNT_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -97,7 +97,7 @@ def resolve_gpus(pipeline: Pipeline) -> Pipeline:
 
 def gpus_of_workers(pipeline: Pipeline) -> int:
     """Return `pipeline.gpus` or, if unset, the number of GPUs of the machine or cluster that runs the stages."""
-    return pipeline.config.gpus or len(measure_workers(python=pipeline.config.python, is_group=True).gpus)
+    return pipeline.config.gpus or len(measure_worker_machine(python=pipeline.config.python, is_group=True).gpus)
 
 
 def placements(pipeline: Pipeline) -> list[str]:

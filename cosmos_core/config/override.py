@@ -49,13 +49,13 @@ class Settings:
     entries: dict[str, Values] = field(default_factory=dict)
     """Keys of `[[pipeline.stages]]` by stage name; the entry `overrides` holds recipe tables."""
 
-    def add_stage_values(self, name: str, values: Values) -> None:
+    def add_stage_settings(self, name: str, values: Values) -> None:
         """Merge values for a stage over the values that earlier overrides set for it."""
         self.entries[name] = merge(self.entries.get(name, {}), values)
 
 
 def split_key(key: str) -> tuple[str, ...]:
-    """Return the parts of a dotted key, of which those with a dot are quoted."""
+    """Split a dotted TOML key into its parts; in the key, a part that contains a dot is quoted."""
     if not _DOTTED_KEY.fullmatch(key):
         return tuple(key.split("."))
     return tuple(part.strip().strip("'\"") for part in _KEY.findall(key))
@@ -114,10 +114,10 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
         if first in names and remaining_keys and (first not in Recipe.model_fields or remaining_keys[0] in _STAGE_KEYS):
             values = setting.build_nested_value(1)
             is_recipe_key = remaining_keys[0] in Recipe.model_fields
-            grouped_settings.add_stage_values(first, {"overrides": values} if is_recipe_key else values)
+            grouped_settings.add_stage_settings(first, {"overrides": values} if is_recipe_key else values)
         elif first in Recipe.model_fields:
             for name in names:  # a value for all stages takes precedence over the recipe file of a stage
-                grouped_settings.add_stage_values(name, {"overrides": setting.build_nested_value(0)})
+                grouped_settings.add_stage_settings(name, {"overrides": setting.build_nested_value(0)})
         elif first == "pipeline" and remaining_keys and remaining_keys[0] != "stages":
             grouped_settings.pipeline = merge(grouped_settings.pipeline, setting.build_nested_value(1))
         elif first == "pipeline":

@@ -18,9 +18,11 @@ from cosmos_core.config.compat.translate import current_name, with_algorithm_key
 from cosmos_core.config.inputs import STAGE_PREFIX, source_of
 from cosmos_core.config.load import Values, merge, nest_value, parse
 from cosmos_core.config.override import split_key
+from cosmos_core.config.schema.marks import NamedThing
 from cosmos_core.config.schema.pipeline import STAGE_NAME_LENGTH, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.sweep import SweepBranch, SweepConfig
+from cosmos_core.config.schema.table import TableT, convert_named_things
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
 
@@ -42,8 +44,8 @@ class _GridPoint:
     settings: Values
 
     def of(self, member: str, head: str, members: Sequence[str]) -> Values:
-        """Return the settings of this point for the stage `member`, by dotted key without the name of the stage. `head`
-        is the stage with the sweep, and `members` are the stages of a branch."""
+        """Return the values that this grid point gives to keys of the stage `member`, by dotted key without the name of
+        the stage. `head` is the stage with the sweep, and `members` are the stages of a branch."""
         settings: Values = {}
         for key, value in self.settings.items():
             owner_name, stage_key = _find_owner_stage(key, head, members)
@@ -108,7 +110,7 @@ def _expand_sweep(
         for member_name, name in branch_stage_names.items():
             if name in recipes:
                 raise ConfigError(f"{location}: sweep: the name {name!r} of a branch is taken by another stage")
-            # A stage that prepares rows for the stage with the sweep has the settings of that stage.
+            # The stage that prepares rows for the stage with the sweep gets the grid values of that stage.
             owner_name = member_name if member_name in pipeline.with_dependents(sweep_stage.name) else sweep_stage.name
             overrides = grid_point.of(owner_name, sweep_stage.name, member_names)
             member_overrides = overrides if owner_name == member_name else {}
@@ -121,10 +123,12 @@ def _expand_sweep(
                 settings_text = "".join(f" with {key} = {value!r}" for key, value in overrides.items())
                 merged_tables = with_algorithm_keys(merge(tables[owner_name], _nest_keys(overrides)), [])
                 recipe = parse(Recipe, merged_tables, source=f"{location}{settings_text}", notices=[])
-            recipes[name] = _rename_teacher(recipe, branch_stage_names)
+            recipes[name] = _rename_references(recipe, branch_stage_names)
             stage = _rename_references(pipeline.stage(member_name), branch_stage_names)
-            updated_fields = {"name": name, "sweep": None, "arguments": merge(stage.arguments, _nest_keys(arguments))}
-            new_stages.append(stage.model_copy(update=updated_fields))
+            predecessors = tuple(branch_stage_names.get(predecessor, predecessor) for predecessor in stage.after)
+            updated_fields = {"name": name, "after": predecessors, "sweep": None}
+            stage_arguments = merge(stage.arguments, _nest_keys(arguments))
+            new_stages.append(stage.model_copy(update={**updated_fields, "arguments": stage_arguments}))
         branches.append(SweepBranch(stages=tuple(branch_stage_names.values()), settings=grid_point.settings))
     branch_stages = tuple(name for branch in branches for name in branch.stages)
     selector_stage = StageConfig(
@@ -249,24 +253,14 @@ def _nest_keys(settings: Values) -> Values:
     return values
 
 
-def _rename_references(stage: StageConfig, new_names: Mapping[str, str]) -> StageConfig:
-    """Return a stage of a branch, with its references to other stages of the branch renamed."""
+def _rename_references(table: TableT, new_names: Mapping[str, str]) -> TableT:
+    """Return a stage of a branch or its recipe, with `stage:NAME` of other stages of the branch renamed."""
 
-    def rename_reference(text: str) -> str:
+    def rename_reference(_named_thing: NamedThing, text: str) -> str:
         name = new_names.get(source_of(text) or "")
         return f"{STAGE_PREFIX}{name}" if name else text
 
-    predecessors = tuple(new_names.get(name, name) for name in stage.after)
-    return stage.model_copy(
-        update={"after": predecessors, "model": rename_reference(stage.model), "data": rename_reference(stage.data)}
-    )
-
-
-def _rename_teacher(recipe: Recipe, new_names: Mapping[str, str]) -> Recipe:
-    name = new_names.get(source_of(recipe.distillation.model_name_or_path) or "")
-    if name is None:
-        return recipe
-    return recipe.derive(distillation=recipe.distillation.derive(model_name_or_path=f"{STAGE_PREFIX}{name}"))
+    return convert_named_things(table, rename_reference)
 
 
 def _replace_branch_references(

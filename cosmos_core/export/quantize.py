@@ -141,7 +141,7 @@ def quantize_folder(
             _quantize_file(file, target / file.name, scheme, layers)
         on_file_quantized(file_number, len(files))
     for other_file in source.iterdir():
-        if other_file.is_dir():  # the adapter, which the model card mentions
+        if other_file.is_dir():  # the folder of the adapter, to which the model card refers
             shutil.copytree(other_file, target / other_file.name, dirs_exist_ok=True)
         elif other_file.suffix != ".safetensors" and other_file.name != _INDEX_FILE:
             shutil.copyfile(other_file, target / other_file.name)

@@ -152,7 +152,8 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
     kind = pipeline.kind_of(stage)
     sweep()
     with stoppable(), tempfile.TemporaryDirectory(prefix=f"{PREVIEW_FOLDER_PREFIX}{os.getpid()}-") as temporary_folder:
-        stage_path = Path(temporary_folder) / "stages" / stage.name
+        # Caches that the runs of a folder share lie beside the run: here in the temporary folder, and not in /tmp.
+        stage_path = Path(temporary_folder) / "run" / "stages" / stage.name
         stage_path.mkdir(parents=True)
         if prompts:
             write_json(stage_path / CHECKED_PROMPTS, prompts)

@@ -93,8 +93,8 @@ def end_lost_flow_runs(client: Any, pool: str, first_seen_times: dict[UUID, floa
 
 
 def max_seconds_without_process(pid: str, hosts: Collection[str]) -> float:
-    """Return how long a flow run may stay in the state Pending or Cancelling. `pid` is its process, on any of the
-    `hosts` that have workers; empty if no process was started."""
+    """Return how many seconds a flow run may stay in the state Pending or Cancelling. `pid` is its process on one of
+    `hosts`, the machines with workers; an empty `pid` means that no process was started."""
     if not pid:
         return _MAX_PENDING_SECONDS
     if not pid.isdigit() or set(hosts) != {socket.gethostname()}:

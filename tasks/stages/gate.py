@@ -77,8 +77,8 @@ def _compare_items(condition: MetricCondition, paired: PairedDifferences, confid
 
 
 def _add_corrected_p_values(entries: list[dict[str, Any]]) -> None:
-    """Add p-values with Holm's correction to the comparisons of all benchmarks that match one condition. The report
-    uses them to show which benchmarks differ; the gate does not use them, because every benchmark has to pass."""
+    """Add p-values with Holm's correction to the comparisons of one condition if it compares several benchmarks. The
+    report uses them to show which benchmarks differ; the gate does not, because every benchmark has to pass."""
     comparisons = [entry["paired"] for entry in entries if "paired" in entry]
     if len(comparisons) > 1:
         for comparison, corrected_p_value in zip(

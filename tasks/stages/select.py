@@ -45,7 +45,8 @@ def run(stage: Stage) -> Outcome:
     )
     model_stages = [name for name in best_branch.stages if stage.inputs[name]["info"].get("model")]
     source = stage.inputs[model_stages[-1] if model_stages else best_branch.stages[-1]]
-    info = {key: value for key, value in source["info"].items() if key != "data"}  # `data` is a folder of that stage
+    # `data` names a folder of the source stage, which is not linked into the folder of this stage.
+    info = {key: value for key, value in source["info"].items() if key != "data"}
     outputs: tuple[str, ...] = ()
     if model_stages:
         outputs = (str(info["model"]),)

@@ -31,7 +31,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.errors import ConfigError, Preempted, StageFailed
-from cosmos_core.machine_properties import measure, measure_workers
+from cosmos_core.machine_properties import measure, measure_worker_machine
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run
@@ -175,7 +175,7 @@ def started(*what: str) -> str:
 
 def test_ranks_get_the_gpus_of_the_cluster_not_of_the_machine_that_starts_them(cluster: None) -> None:
     assert measure().gpus == (), "this machine has none"
-    found = measure_workers(["torch"], is_group=True)
+    found = measure_worker_machine(["torch"], is_group=True)
     assert len(found.gpus) == 2 and found.versions == measure(["torch"]).versions
     *ranks, first, second = started("shared").split()
     assert [first, second] == ranks and sorted(ranks) == ["0", "1"], "each engine has the GPU of one rank"
@@ -201,7 +201,7 @@ def test_a_machine_outside_of_the_cluster_joins_it_with_its_token_and_leaves_it(
         assert num_nodes() == 1, "the head is here"
     with join_cluster(lambda address: False):
         wait_until(lambda: num_nodes() == 2, 60, "it is a node")
-        assert measure_workers(["torch"], is_group=True).gpus == ("GPU", "GPU"), "it has none to offer"
+        assert measure_worker_machine(["torch"], is_group=True).gpus == ("GPU", "GPU"), "it has none to offer"
     wait_until(lambda: num_nodes() == 1, 60, "it has left")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     with (

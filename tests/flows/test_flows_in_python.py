@@ -78,15 +78,16 @@ def test_a_loop_that_stops_early_is_one_run_that_is_reused_whole(folder: Path) -
 
 @flow
 def scaled() -> None:
-    recipe = {"policy": {"lora": {"target_modules": "all-linear", "alpha_pattern": {"up_proj": 1.0, "down_proj": 2.0}}}}
-    grown("round", recipe=recipe, overrides={"policy.lora.alpha_pattern.up_proj": 8.0})
+    recipe = {"policy": {"lora": {"target_modules": "all-linear", "alpha_pattern": {"up_proj": 1.0, "mlp.up": 2.0}}}}
+    key = "policy.lora.alpha_pattern"
+    grown("round", recipe=recipe, overrides={f"{key}.up_proj": 8.0, f'{key}."mlp.down"': 4.0})
 
 
 def test_an_override_of_one_name_of_a_map_keeps_the_other_names(folder: Path) -> None:
     scaled()
     [path] = folder.glob("outputs/*/pipeline.toml")
     lora = open_run(path.parent, all_kinds()).pipeline.recipes["round"].policy.lora
-    assert lora is not None and lora.alpha_pattern == {"up_proj": 8.0, "down_proj": 2.0}
+    assert lora is not None and lora.alpha_pattern == {"up_proj": 8.0, "mlp.up": 2.0, "mlp.down": 4.0}
 
 
 @flow

@@ -236,12 +236,13 @@ def test_the_polling_of_a_worker_outlasts_its_server(monkeypatch: pytest.MonkeyP
 def test_a_flow_in_python_stops_its_workers_on_the_signals_of_a_scheduler(number: signal.Signals) -> None:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     handlers = {each: signal.getsignal(each) for each in numbers}
+    stops: list[int] = []
     try:
-        stop_on_signals(lambda: {number.name} - {"SIGTERM"})
+        stop_on_signals(lambda: {number.name} - {"SIGTERM"}, lambda: stops.append(0))
         with worker.stoppable(), pytest.raises(TerminationSignal):
             os.kill(os.getpid(), number)
             time.sleep(5)
-        assert worker.is_stopping()
+        assert worker.is_stopping() and stops == [0]
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)

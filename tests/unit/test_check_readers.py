@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.errors import DataError
-from cosmos_core.launch.check import check_downstream_stages
+from cosmos_core.errors import DataError, StageFailed
+from cosmos_core.launch.check import check_downstream_stages, run_check
+from cosmos_core.launch.processes import PREVIEW_FOLDER_PREFIX
 from tasks.kinds import all_kinds
 
 RECIPE = '[policy]\nmodel_name_or_path = "model"\n[train.train_policy]\ntype = "sft"\ndataset.name = "rows.jsonl"\n'
@@ -24,3 +26,18 @@ def test_a_stage_that_measures_is_refused_rows_of_which_none_are_held_out(tmp_pa
         check_downstream_stages(measured, "prepare", {"no_held_out": "no row is held out"})
     with pytest.raises(DataError, match=r"plain\.toml: stage 'sft': the data set has 1 rows"):
         check_downstream_stages(plain, "prepare", {"too_few": "the data set has 1 rows"})
+
+
+def test_a_check_has_its_compiled_kernels_in_its_own_folder_and_not_where_other_users_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    (tmp_path / "plain.toml").write_text(RECIPE)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $TORCHINDUCTOR_CACHE_DIR > {tmp_path}/cache\nexit 3\n")
+    python.chmod(0o700)
+    pipeline = load_pipeline(tmp_path / "plain.toml", [f"pipeline.python={python}", "pipeline.threads=1"], all_kinds())
+    with pytest.raises(StageFailed):
+        run_check(pipeline, pipeline.stage("prepare"), "no.module:run")
+    folder, *below = Path((tmp_path / "cache").read_text().strip()).relative_to(tempfile.gettempdir()).parts
+    assert folder.startswith(PREVIEW_FOLDER_PREFIX) and below == [".cosmos", "compiled"]

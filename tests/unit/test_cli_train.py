@@ -104,6 +104,11 @@ def test_a_look_that_crashes_says_its_error_in_one_line() -> None:
     assert "Traceback" not in str(caught.value)
 
 
+def test_rows_that_are_not_there_are_named_by_their_option() -> None:
+    with pytest.raises(ConfigError, match=r"^--data 'none/rows\.jsonl': it does not exist in '[^']*'; give a file"):
+        cli_train._propose_settings({"method": "sft", "model": "tiny", "data": "none/rows.jsonl"})
+
+
 def test_an_evaluation_has_tasks_of_a_language_model_or_prompts_and_rewards_of_a_diffusion_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -114,3 +119,26 @@ def test_an_evaluation_has_tasks_of_a_language_model_or_prompts_and_rewards_of_a
     recipe = tomllib.loads(capsys.readouterr().out)
     assert recipe["evaluate"] == {"prompts": ["a.txt", "b.jsonl"], "rewards": ["clip_score"]}
     assert recipe["policy"]["is_diffusers"] and recipe["policy"]["diffusers"]["inference_size"] == [512, 512]
+
+
+def test_the_recipe_of_a_command_that_runs_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, path = {"method": "sft", "model": "tiny"}, str(tmp_path / "x.toml")
+    monkeypatch.setattr(cli_train.os, "execv", lambda *_: None)
+    for _ in range(2):  # the same recipe serves both commands
+        cli_train._save_and_run_recipe(asked, SETTINGS, path, False, [])
+    with pytest.raises(ConfigError, match=r"x\.toml is the recipe of a command that still runs; .* --save FILE"):
+        cli_train._write_recipe(asked, [("policy.model_name_or_path", "other", "--model")], path)
+    assert "tiny" in Path(path).read_text()
+
+
+def test_an_override_that_no_recipe_has_is_refused_before_the_recipe_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for override, message in (
+        ("train.epoh=2", "^train.epoh: unknown key; did you mean"),
+        ("trian.epoch=2", "^--set"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            cli_train._save_and_run_recipe({"method": "sft", "model": "tiny"}, SETTINGS, "", False, [override])
+    assert not list(tmp_path.iterdir())

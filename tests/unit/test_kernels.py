@@ -96,7 +96,7 @@ def test_kernels_are_refused_without_a_gpu_and_without_their_package(
 
     def machine(gpus: tuple[str, ...], versions: dict[str, str]) -> None:
         facts = MachineProperties("host", gpus, 1, versions)
-        monkeypatch.setattr(inputs, "measure_workers", lambda *_, **__: facts)
+        monkeypatch.setattr(inputs, "measure_worker_machine", lambda *_, **__: facts)
 
     machine((), {package: "1"})
     refused = pytest.raises(ConfigError, match=f"{key}: these kernels need an NVIDIA GPU, and this machine has none")

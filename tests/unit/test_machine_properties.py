@@ -16,7 +16,7 @@ from cosmos_core import machine_properties
 from cosmos_core.cluster.properties import measure_cluster, variables_of_ranks
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch import worker
-from cosmos_core.machine_properties import MachineProperties, measure, measure_workers
+from cosmos_core.machine_properties import MachineProperties, measure, measure_worker_machine
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.fingerprint import fingerprint
 from tasks.kinds import all_kinds
@@ -120,16 +120,16 @@ def test_the_versions_are_those_of_the_interpreter_that_is_asked(tmp_path: Path)
     other.write_text(f'#!/bin/sh\necho one >> {tmp_path}/asked\nexec {sys.executable} {tmp_path}/program.py "$@"\n')
     other.chmod(0o755)
     for _ in range(3):
-        assert measure_workers(["pydantic"], str(other)).versions == {"pydantic": "9.9"}
+        assert measure_worker_machine(["pydantic"], str(other)).versions == {"pydantic": "9.9"}
     assert (tmp_path / "asked").read_text() == "one\n", "an interpreter is started once, not for every stage"
-    assert measure_workers(["pydantic"]).versions == {"pydantic": version("pydantic")}
+    assert measure_worker_machine(["pydantic"]).versions == {"pydantic": version("pydantic")}
 
 
 def test_an_interpreter_that_does_not_run_is_told_in_one_line() -> None:
     with pytest.raises(
         ConfigError, match=r"^pipeline\.python = '/no/python' does not run: .*; name a Python"
     ) as caught:
-        measure_workers(python="/no/python")
+        measure_worker_machine(python="/no/python")
     assert "\n" not in str(caught.value)
 
 

@@ -123,6 +123,17 @@ def test_rows_are_prepared_by_each_branch_only_where_the_grid_decides_about_them
     assert by_length == ["sft-data-model_max_length-64", "sft-data-model_max_length-128"]
 
 
+def test_pass_rates_of_a_stage_of_the_branch_are_those_of_the_same_branch(tmp_path: Path) -> None:
+    second = '[[pipeline.stages]]\nname = "second"\nkind = "rl"\nmodel = "stage:sft"\nafter = "measure"\n'
+    dataset = "second.train.train_policy.dataset"
+    settings = ("train.train_policy.type=grpo", "sft.kind=rl", f"{dataset}.pass_rates=stage:sft")
+    sweep = f'grid = {{ {RATES} }}, metric = "m", through = "second"'
+    pipeline = swept(tmp_path, sweep, *settings, f"{dataset}.keep=pass_rate < 1", more=second)
+    for end in ("optm_lr-1e-5", "optm_lr-0_5"):
+        rows = pipeline.recipes[f"second-data-{end}"].train.train_policy.dataset
+        assert rows.pass_rates == f"stage:sft-{end}" and graph(pipeline)[f"second-data-{end}"] == (f"sft-{end}",)
+
+
 def test_a_plain_recipe_is_swept_from_the_command_line_and_publishes_the_best_alone(tmp_path: Path) -> None:
     make_inputs(tmp_path)
     (tmp_path / "recipe.toml").write_text(

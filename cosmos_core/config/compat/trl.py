@@ -15,7 +15,8 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 def keys_of(name: str) -> tuple[str, ...]:
-    """Return the keys that correspond to a name of transformers or TRL, in any table; empty if there are none."""
+    """Return the configuration keys for a setting of transformers or TRL; empty if there are none. Of `name`, only the
+    part after the last dot counts."""
     return NAMES.get(name.rpartition(".")[2], ())
 
 

@@ -47,7 +47,8 @@ class CheckpointConfig(Table):
         return f"s3://{'/'.join(filter(None, url_parts))}" if self.upload_s3 else ""
 
     def targets(self, *names: str, is_last: bool) -> dict[str, str]:
-        """Return a training's target URLs by upload stage suffix; only the last training is published on the Hub."""
+        """Return the URLs to which a training's model is published, by `s3` and `hub`, the suffixes of the names of the
+        publishing stages. Only the model of the last training is published on the Hub."""
         hub_url = f"hub://{self.hf_repo_name}" if self.upload_hf and is_last else ""
         return {stage_suffix: url for stage_suffix, url in {"s3": self.s3_url(*names), "hub": hub_url}.items() if url}
 

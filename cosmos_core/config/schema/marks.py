@@ -96,7 +96,7 @@ OmittedIfEmpty = AffectsResult(True, omits_empty=True)
 
 
 def find_mark(field: FieldInfo, mark_type: type) -> Any:
-    """Return the mark of the given type in a field's annotation; None if there is none."""
+    """Return the object of type `mark_type` in the `Annotated` metadata of a field; None if there is none."""
     cached_entry = _MARKS_BY_FIELD.get(id(field))
     if cached_entry is None:
         cached_entry = _MARKS_BY_FIELD[id(field)] = field, [*field.metadata, *_marks_in_union(field.annotation)]

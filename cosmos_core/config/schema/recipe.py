@@ -159,8 +159,8 @@ class Recipe(Table):
         if policy_table.get("type") != "sft" or not isinstance(name, str) or not (name == "sft" or ":" in name):
             return values
         algorithm: Any = {**policy_table, "trainer_type": "diffusion_sft"}
-        if name != "sft":  # the union would select the table of `sft` for user code
-            with suppress(ValidationError):  # the union reports the error, with the whole key
+        if name != "sft":  # for user code, `algorithm_of` would select the table of `sft`
+            with suppress(ValidationError):  # the validation of `train` reports it, with the whole key
                 algorithm = DiffusionSftConfig.model_validate(policy_table)
         return {**values, "train": {**train, "train_policy": algorithm}}
 

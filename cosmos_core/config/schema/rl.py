@@ -82,8 +82,9 @@ class RlConfig(AlgorithmConfig):
     remote_reward: Annotated[RemoteRewardConfig, RequiresEnabledField("use_remote_reward")] = RemoteRewardConfig()
     """Requests to the reward service."""
     filter_reward_metric: Names = ()
-    """With variant = 'dapo': reward metrics that must differ within a group for it to be trained on; empty: the total
-    reward. A reward of weight 0 in `reward_function` can serve only this purpose."""
+    """With variant = 'dapo': reward metrics that must differ within a group for it to be trained on; the total reward
+    if empty, or if the group's rewards report none of them. A reward of weight 0 in `reward_function` can serve only
+    this purpose."""
     bypass_reward: bool = False
     """Set every reward to 0 without a call of a reward function."""
     group_reward_calculation: bool = False

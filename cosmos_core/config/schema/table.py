@@ -33,8 +33,8 @@ _UNUSED_KEYS: dict[str, Any] = tomllib.loads(files(__package__).joinpath("unused
 
 
 def _notes_by_key(section_name: str) -> dict[tuple[str, str], str]:
-    """Return the notes of `status.toml` below `section_name` by (table, key); the key "*" stands for all keys of the
-    table."""
+    """Return the notes in the section `section_name` of `status.toml`, each by the name of a table's class and a key of
+    the table; the key "*" stands for all keys of the table."""
     return {
         (table, name): note
         for note, tables in _STATUS_NOTES.get(section_name, {}).items()
@@ -102,7 +102,7 @@ class Table(BaseModel):
     def is_set(self, name: str) -> bool:
         """Return True if a field was set to another value than its default."""
         value, default = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
-        # A default of None mostly means that another table supplies the value; False then equals the default.
+        # A field whose default is None mostly takes its value from another table; False then counts as not set.
         return name in self.model_fields_set and value != default and not (default is None and value is False)
 
     def derive(self, **values: Any) -> Self:
@@ -169,8 +169,8 @@ def _iterate_active_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]
 
 
 def unused_settings(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield (dotted path, value, name of the switch) of every key that was set and whose switch is off, so that it has
-    no effect."""
+    """Yield (dotted path, value, name of the switch) of every key that was set but has no effect, because its switch,
+    the key that enables it, is off."""
     if table.switch and not getattr(table, table.switch):
         yield from ((key, value, table.switch) for key, value in _changed_settings(table, prefix))
         return
