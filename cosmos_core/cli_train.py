@@ -242,7 +242,7 @@ def _render_recipe(command_options: dict[str, str], settings: list[tuple[str, An
         table, _, name = key.rpartition(".")
         tables.setdefault(table, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
     options = [(f"--{name}", value) for name, value in command_options.items() if value and name != "method"]
-    command = " ".join(shlex.join([word for option in options for word in option]).split())  # one line of a comment
+    command = " ".join(shlex.join([word for option in options for word in option]).split())  # a comment is one line
     recipe_text = f"# cosmos {command_options['method']} {command}\n"
     if command_options["method"] == "eval":  # a recipe file without stages can only train
         recipe_text += '\n[[pipeline.stages]]\nname = "evaluate"\nkind = "evaluate"\n'

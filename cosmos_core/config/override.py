@@ -95,7 +95,7 @@ def values_for_all_stages(settings: Sequence[Setting]) -> Values:
         field = Recipe.model_fields.get(setting.keys[0])
         tables = tables_in(field.annotation) if field else []
         keys = {key for table in tables for key in table.model_fields}
-        # `export.retries` is a key of the stage `export`, not of the table.
+        # `export.retries` is a key of the pipeline stage `export`, not of the table `[export]`.
         is_stage_key = bool(tables) and bool({*setting.keys[1:2]} & (_STAGE_KEYS - keys))
         if field and not is_stage_key:
             values = merge(values, setting.build_nested_value(0))

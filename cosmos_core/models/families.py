@@ -19,7 +19,7 @@ from cosmos_core.registry import import_user_code, suggestion
 
 
 def open_family(model: str, policy: PolicyConfig, device: torch.device | str = "cpu") -> DiffusionModel:
-    """Return the family object of the pipeline `model`, a folder or Hub id. The encoders are loaded on first use.
+    """Return the `DiffusionModel` of the pipeline `model`, a folder or Hub id. The encoders are loaded on first use.
 
     Raises:
         ModelError: the model is not a pipeline, or no family supports its class.

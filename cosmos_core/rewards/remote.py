@@ -222,7 +222,7 @@ def _row_fields(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _record_metrics(
     function: RewardFunctionConfig, response: Mapping[str, Any], group_scores: Sequence[_Scores]
 ) -> None:
-    """Record all numbers in a response as metrics, without clipping."""
+    """Record all numbers in a reply of the service as metrics; only rewards are clipped."""
     scores = response.get("scores")
     for name, column in scores.items() if isinstance(scores, dict) else ():
         for i, completion_scores in enumerate(group_scores):

@@ -362,7 +362,7 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     }
     if has_ranks(settings):
         arguments |= engine_rank_arguments(is_cpu=not has_gpu)
-    if settings.vision is not None:  # the limits with which the prompts got their tokens
+    if settings.vision is not None:  # the limits of image sizes of the tokenised prompts
         image_sizes = settings.custom.get("vision") or {}
         arguments["mm_processor_kwargs"] = {key: image_sizes[key] for key in PIXEL_KEYS if key in image_sizes}
     if rollout_config.n_generation_mini_batch:

@@ -97,7 +97,7 @@ class Endpoint:
 
 
 def _tools_of(prompt: Prompt) -> dict[str, Any]:
-    """Return the tools of a prompt's row as an argument of the API, which describes each tool below `function`."""
+    """Return the argument `tools` of the OpenAI chat API, whose key `function` describes each tool of a prompt."""
     tools = read_tools(prompt.metadata, f"prompt {prompt.id}") or ()
     described = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
     return {"tools": described} if described else {}

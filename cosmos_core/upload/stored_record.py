@@ -12,7 +12,7 @@ from cosmos_core.run.state import State
 from cosmos_core.upload.bundle import Bundle, ContentStore, Entry, bundle_of, read_document, write_document
 
 _EVENTS_FILE, _STATE_FILE = "events.jsonl", "state.json"
-# `wandb/id` and the like: another machine continues the same run in a tracking service.
+# `*/id`, such as `wandb/id`, is the run of a tracking service, which a resume on another machine continues.
 _PUSHED_PATTERNS = ("*.json", "*.jsonl", "*/id", "visual_output/**/*", f"{PROFILES}/*.operators.json")
 _FINAL_PATTERNS = (*_PUSHED_PATTERNS, "logs/*.log")  # logs are stored after the attempt, with secrets masked
 _EXCLUDED_FILES = {RESULT, "pool.json", "stored.jsonl", "saves.jsonl", "upload.jsonl"}

@@ -67,7 +67,7 @@ def run(stage: Stage) -> Outcome:
 
 
 def _compare_items(condition: MetricCondition, paired: PairedDifferences, confidence: float) -> dict[str, JsonValue]:
-    """Return whether a comparison per benchmark item passes, and its statistics, for the report of a gate."""
+    """Compare two models item by item; return whether the condition of a gate holds, and statistics for its report."""
     sign = 1 if condition.comparison.startswith(">") else -1
     gains = replace(paired, differences=tuple(sign * difference for difference in paired.differences))
     p_value, statistics = gains.p_value(sign * condition.offset), paired.describe(confidence)

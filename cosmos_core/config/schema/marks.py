@@ -64,8 +64,8 @@ class NamedThing(Enum):
 
 
 def accepts_registered(folder: str, suffix: str) -> SupportedValues:
-    """Return the mark of a field that accepts the classes in a folder of this package (see `registry.offered_names`) or
-    user code."""
+    """Return the `Annotated` metadata of a field whose value names a class in a folder of this package (see
+    `registry.offered_names`) or user code."""
     names = tuple(offered_names(folder, suffix))
     note = (
         f"this version has {', '.join(map(repr, names))}; take one of them, or a class of your own, path/file.py:Class"

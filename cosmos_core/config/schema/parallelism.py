@@ -120,7 +120,7 @@ class PolicyParallelismConfig(ParallelismConfig):
             )
 
     def notices(self, stage: StageContext) -> Iterator[str]:
-        """Yield notices about a batch size that Cosmos-RL counts otherwise, and about ranks that are mostly idle."""
+        """Yield notices about a batch size with another meaning in Cosmos-RL, and about ranks that are mostly idle."""
         ranks, rows = abs(self.dp_shard_size) * self.dp_replicate_size, stage.recipe.train.train_batch_per_replica
         policy = stage.recipe.train.train_policy
         if not policy.has_rollouts and ranks > 1:

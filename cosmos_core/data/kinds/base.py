@@ -199,7 +199,7 @@ class TokenisedKind(RowKind):
 
     @abstractmethod
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
-        """Return the record of a row in the prepared file.
+        """Convert a row of a data set to the record that the prepared file holds.
 
         Raises:
             DataError: the row cannot be read.
