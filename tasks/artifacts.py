@@ -75,7 +75,8 @@ class StageArtifacts:
         thread: Prefect repeats a request to a server that does not respond for minutes."""
         is_due = time.monotonic() >= min(self._next_progress_time, self._next_table_time, self._next_samples_time)
         if is_due and not (self._thread and self._thread.is_alive()):
-            self._thread = threading.Thread(target=copy_context().run, args=(self._publish, progress), daemon=True)
+            run_publish = partial(copy_context().run, self._publish, progress)
+            self._thread = threading.Thread(target=run_publish, name="artifacts", daemon=True)
             self._thread.start()
 
     def _publish(self, progress: Position) -> None:

@@ -50,7 +50,7 @@ def converse(folder: Path, ranks_per_engine: int, seconds: int, stop: threading.
     scripted: Any = Scripted(settings.tokenizer, asks)
     scripted.ranks_per_engine = ranks_per_engine
     turns = Turns(scripted, settings)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=8))
     asked_ids = tuple(settings.tokenizer(ASKED)["input_ids"])
     prompts = [Prompt(i, asked_ids, ASKED, "") for i in range(2 // ranks_per_engine)]
     engine = DataParallel(turns) if ranks_per_engine == 1 else turns
@@ -66,5 +66,5 @@ def test_ranks_of_one_engine_continue_with_the_same_results(tmp_path: Path) -> N
     (folder / "tools.py").write_text(TOOLS)
     (first, second), _ = LocalGroup(2).run(partial(converse, folder, 2, 0))
     assert first == second and first[0].isdigit()
-    (first, second), num_beats = LocalGroup(2).run(partial(converse, folder, 1, 5))
+    (first, second), num_beats = LocalGroup(2).run(partial(converse, folder, 1, 12))
     assert first == second and len(set(first)) == 2 and num_beats >= 3

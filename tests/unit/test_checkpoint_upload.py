@@ -140,7 +140,7 @@ def test_one_sender_at_a_time_which_may_be_stopped(tmp_path: Path, url: str) -> 
         with pytest.raises(InterruptedError):
             list(CheckpointUploader(tmp_path, url).push(stop))
         with upload_checkpoints_during(tmp_path, url):
-            wait_until(lambda: "saves" in {thread.name for thread in threading.enumerate()}, 5, "it waits")
+            wait_until(lambda: "saves" in {thread.name for thread in threading.enumerate()}, 60, "it waits")
             time.sleep(1.5)  # longer than it waits before it looks for checkpoints
     with pytest.raises(InterruptedError):
         list(CheckpointUploader(tmp_path, url).push(stop))
