@@ -10,9 +10,9 @@ from types import FrameType
 
 from cosmos_core.errors import ModelError
 
-SECONDS = 10.0
+MAX_SECONDS = 10.0
 """Time limit in seconds; rendering a conversation of a million tokens takes less than one second."""
-MEMORY = 2 << 30
+MAX_BYTES = 2 << 30
 """Memory limit in bytes, in addition to what the process already uses."""
 _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 _REMEDY = "mend the template, or leave the row out"
@@ -24,7 +24,7 @@ class _TimeExceeded(Exception):
 
 @contextmanager
 def limit_resources(description: str) -> Iterator[None]:
-    """Limit the code in a `with` block to `SECONDS` of time and to `MEMORY` bytes of additional memory.
+    """Limit the code in a `with` block to `MAX_SECONDS` of time and to `MAX_BYTES` of additional memory.
 
     A loop in Python stops at its next bytecode; a single operation in C is limited only by memory. The time limit needs
     a signal, which only the main thread of a process receives; other threads have the memory limit only.
@@ -35,19 +35,19 @@ def limit_resources(description: str) -> Iterator[None]:
     is_main_thread = threading.current_thread() is threading.main_thread()
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     limits = [
-        limit for limit in (_read_memory_size() + MEMORY, soft_limit, hard_limit) if limit != resource.RLIM_INFINITY
+        limit for limit in (_read_memory_size() + MAX_BYTES, soft_limit, hard_limit) if limit != resource.RLIM_INFINITY
     ]
     old_handler = signal.signal(signal.SIGALRM, _raise_time_exceeded) if is_main_thread else None
     try:
         resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard_limit))
         if is_main_thread:
             # Repeat the signal each second, in case a destructor swallows the exception.
-            signal.setitimer(signal.ITIMER_REAL, SECONDS, 1.0)
+            signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS, 1.0)
         yield
     except _TimeExceeded as error:
-        raise ModelError(f"{description} runs on beyond {SECONDS:g} s; {_REMEDY}") from error
+        raise ModelError(f"{description} runs on beyond {MAX_SECONDS:g} s; {_REMEDY}") from error
     except MemoryError as error:
-        raise ModelError(f"{description} takes more than {MEMORY / 2**30:g} GiB of memory; {_REMEDY}") from error
+        raise ModelError(f"{description} takes more than {MAX_BYTES / 2**30:g} GiB of memory; {_REMEDY}") from error
     finally:
         if is_main_thread:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -2,10 +2,10 @@
 
     <stage>/data/clean.jsonl   a match per line: the row, the row that it matches, both texts, whether it was dropped
 
-A row is compared by the texts of its turns, without system turns. Candidates for near duplicates share a key of
-`ngrams.MinHashBands`; the exact similarity decides, and the earliest of several similar rows stays. Memory holds the
-benchmark texts and about 10 bytes per key and row (200 MB for a million rows); the n-grams of rows are in a temporary
-file.
+A row is compared by the texts of its turns, without system turns; a row with images is compared with benchmarks only.
+Candidates for near duplicates share a key of `ngrams.MinHashBands`; the exact similarity decides, and the earliest of
+several similar rows stays. Memory holds the benchmark texts and about 10 bytes per key and row (200 MB for a million
+rows); the n-grams of rows are in a temporary file.
 """
 
 import json
@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cosmos_core.config.schema.clean import BENCHMARKS, BenchmarkRowsConfig, CleanConfig
+from cosmos_core.data.images import images_in_columns
 from cosmos_core.data.kinds.registry import tokenised_kind
 from cosmos_core.data.messages import Row
 from cosmos_core.data.ngrams import MinHashBands, hashes_of, ngrams, normalised, remove_signs, split_words
 from cosmos_core.data.rows import Rows, load_rows
-from cosmos_core.data.user_dataset import Opener
+from cosmos_core.data.user_dataset import UserDatasetLoader
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.run.stage import Stage
 
@@ -52,7 +53,7 @@ class CleanedRows(NamedTuple):
 
 
 def clean_training_rows(
-    stage: Stage, rows: Rows, held_out_sets: Sequence[Rows], folder: Path, opener: Opener
+    stage: Stage, rows: Rows, held_out_sets: Sequence[Rows], folder: Path, loader: UserDatasetLoader
 ) -> CleanedRows:
     """Write the duplicates and benchmark texts among the training rows to a file in `folder`, and drop these rows if
     the recipe sets `action = "drop"`. Rows that match held-out rows are only reported.
@@ -67,7 +68,7 @@ def clean_training_rows(
     examples: list[str] = []
     is_dropped = np.zeros(len(rows), dtype=bool)
     with open(folder / FILE, "w", encoding="utf-8") as file:
-        for row_number, should_remove, match in _find_matches(stage, config, rows, held_out_sets, opener.packer()):
+        for row_number, should_remove, match in _find_matches(stage, config, rows, held_out_sets, loader.packer()):
             match["dropped"] = should_remove and config.action == "drop"
             is_dropped[row_number] |= match["dropped"]
             counts[match["match"]] += 1
@@ -100,18 +101,21 @@ def _find_matches(
     row_numbers, hash_keys = array("Q"), array("Q")
     held_out_index = HeldOutIndex(config.near_duplicates)
     for held_out_rows in held_out_sets:
-        for _, location, texts in _iterate_readable_rows(stage, held_out_rows, pack_row):
-            row = _make_compared_row(location, texts, *_normalise_turns(texts))
-            held_out_index.add(row, row.keys(bands))
+        for _, location, texts, has_images in _iterate_readable_rows(stage, held_out_rows, pack_row):
+            if not has_images:
+                row = _make_compared_row(location, texts, *_normalise_turns(texts))
+                held_out_index.add(row, row.keys(bands))
     with tempfile.TemporaryFile(dir=stage.path) as file:
         compared_rows = ComparedRows(file)
-        for row_number, location, texts in _iterate_readable_rows(stage, rows, pack_row):
+        for row_number, location, texts, has_images in _iterate_readable_rows(stage, rows, pack_row):
             normalised_texts, turn_words = _normalise_turns(texts)
             if match := benchmarks.match(turn_words):
                 should_remove = match["similarity"] >= config.min_overlap
                 yield row_number, should_remove, {"row": location, **match}
                 if should_remove:
                     continue
+            if has_images:  # one question may be asked about many images
+                continue
             row = _make_compared_row(location, texts, normalised_texts, turn_words)
             row_keys = row.keys(bands)
             if match := held_out_index.match(row, row_keys):
@@ -126,8 +130,9 @@ def _find_matches(
 
 def _iterate_readable_rows(
     stage: Stage, rows: Rows, pack_row: Callable[[Row, str], Row] | None
-) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield number, location and texts of each readable row; unreadable rows are counted later, by tokenisation."""
+) -> Iterator[tuple[int, str, list[str], bool]]:
+    """Yield number, location and texts of each readable row, and whether it shows images; unreadable rows are counted
+    later, by tokenisation."""
     policy, row_kind = stage.recipe.train.train_policy, tokenised_kind(stage.recipe.train.train_policy.rows)
     for row_number, (location, row) in enumerate(rows):
         if row_number % 256 == 0:
@@ -136,7 +141,15 @@ def _iterate_readable_rows(
                 raise Preempted(f"stopped after {row_number} rows were compared; preparing starts anew")
         with suppress(DataError):
             packed_row = pack_row(row, location) if pack_row else row
-            yield row_number, location, list(texts_of(row_kind.read(packed_row, location, policy)))
+            value = row_kind.read(packed_row, location, policy)
+            yield row_number, location, list(texts_of(value)), _shows_images(packed_row, value)
+
+
+def _shows_images(row: Row, value: Any) -> bool:
+    """Return whether a row shows images: in a column, or in one of the turns of `value`, which was read from it."""
+    parts = value if isinstance(value, tuple) else (value,)
+    turns = chain.from_iterable(part for part in parts if isinstance(part, list))
+    return bool(images_in_columns(row)) or any(isinstance(turn["content"], list) for turn in turns)
 
 
 def _normalise_turns(texts: Iterable[str]) -> tuple[list[str], list[list[str]]]:
@@ -164,10 +177,6 @@ def texts_of(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for element in value:
             yield from texts_of(element)
-    elif isinstance(value, bool):  # label of a row: whether the completion is desirable
-        yield str(value)
-    elif hasattr(value, "__dict__"):
-        yield from texts_of(list(vars(value).values()))
 
 
 class ComparedRow(NamedTuple):

@@ -11,18 +11,33 @@ from typing import Any
 from cosmos_core.data.tool_calls import parse_json
 from cosmos_core.errors import DataError
 
+_ROLE_KEYS, _CONTENT_KEYS = {"role", "from"}, {"content", "value", "tool_calls", "function_call"}
+_FIRST_KEY = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 _MAX_LITERAL_LENGTH = 1 << 20  # Python's parser needs about a hundred times the memory of its text
 
 
-def decode_conversation(value: Any) -> Any:
-    """Decode a conversation that is stored as text; return any other value unchanged."""
+def decode_conversation(value: Any, location: str = "") -> Any:
+    """Decode a conversation that is stored as text; return any other value unchanged.
+
+    Raises:
+        DataError: a text that begins like turns cannot be decoded; without a `location` it is returned unchanged.
+    """
     if not isinstance(value, str) or not re.match(r"\s*\[\s*\{", value):
         return value
     turns = parse_json(value)
     if turns is None and len(value) <= _MAX_LITERAL_LENGTH:
         turns = _parse_literal(value)
-    is_conversation = turns and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns)
-    return turns if is_conversation else value
+    if location and _FIRST_KEY.match(value) and not are_turns(turns):
+        text = " ".join(value[-40:].split())
+        remedy = "spreadsheets cut a cell after 32,767 characters; write JSON Lines"
+        raise DataError(f"{location}: turns that end with {text!r} cannot be decoded, {remedy}")
+    return turns if are_turns(turns) else value
+
+
+def are_turns(value: Any) -> bool:
+    """Return whether a value is a list of turns: each has a role, and one a content, unlike other lists with `role`."""
+    have_roles = isinstance(value, list) and all(isinstance(turn, dict) and _ROLE_KEYS & turn.keys() for turn in value)
+    return have_roles and any(_CONTENT_KEYS & turn.keys() for turn in value)
 
 
 def decode_history(value: Any, location: str) -> list[dict[str, Any]]:

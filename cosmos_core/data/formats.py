@@ -36,6 +36,8 @@ from cosmos_core.transient import is_machine_error
 _BLOCK_CHARACTERS = 1 << 20  # characters that are read from a file at a time
 _ROWS_PER_BATCH = 1024
 _JSON_WHITESPACE = re.compile(r"[ \t\n\r]*")
+_JSON_DECODER = json.JSONDecoder(parse_constant=lambda name: None if name == "NaN" else float(name))
+"""Decoder that reads NaN as null, because Python writes missing values of pandas as NaN."""
 _MEDIA_FEATURE = re.compile(r"\b(Audio|Image|Mesh|Nifti|Pdf|Video)\(")
 """Pattern of the types of columns that `datasets` decodes on access."""
 _CSV_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
@@ -100,7 +102,7 @@ def _read_json_lines(path: Path) -> Iterator[Located]:
 
 def _parse_object(text: str, location: str) -> Row:
     try:
-        value = json.loads(text)
+        value = _JSON_DECODER.decode(text)
     except json.JSONDecodeError as error:
         if re.fullmatch(r"\s*\{(.*[\[{,])?\s*", text) and error.pos >= len(text.rstrip()):
             raise DataError(
@@ -147,12 +149,11 @@ def _read_json(path: Path) -> Iterator[Located]:
 def _iterate_json_array(file: TextIO, text: str) -> Iterator[Any]:
     """Yield each element of a JSON array that begins with `text` and continues in `file`, with at most one block and
     one element in memory; raise ValueError if the text is not an array, or ends too early."""
-    decoder = json.JSONDecoder()
     position = text.index("[") + 1
     separator, block_size = ",", _BLOCK_CHARACTERS
     while separator == ",":
         try:
-            element, end = decoder.raw_decode(text, _skip_whitespace(text, position))
+            element, end = _JSON_DECODER.raw_decode(text, _skip_whitespace(text, position))
             end = _skip_whitespace(text, end)
             separator = text[end]
         except (ValueError, IndexError):
@@ -197,7 +198,7 @@ def _read_csv(path: Path) -> Iterator[Located]:
         header_line = file.readline()
         separator = _detect_separator(path, header_line)
         reader = csv.reader(chain([header_line], file), strict=True, delimiter=separator)
-        csv_rows = filter(None, reader)
+        csv_rows = filter(any, reader)  # spreadsheets write rows that were cleared as separators alone
         try:
             header = next(csv_rows, [])
             if repeated_names := [name for name in header if name and header.count(name) > 1]:
@@ -271,6 +272,7 @@ def _wrap_table(table: pa.Table) -> Any:
 
 def dataset_part(dataset: Any, name: str) -> RowPart:
     """Return the rows of a data set object of the library `datasets`."""
+    dataset = dataset.with_format(None)  # `save_to_disk` keeps a format, such as tensors of a selection of columns
     return RowPart(name, len(dataset), lambda: _number_rows(name, _read_undecoded_rows(dataset)))
 
 

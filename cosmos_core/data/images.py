@@ -45,8 +45,7 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
     """
     if any(_as_image_list(row.get(column)) for column in _VIDEO_COLUMNS):
         raise DataError(f"{location}: the row has a video, and this version reads images and text; leave such rows out")
-    column_images = next((images for column in COLUMNS if (images := _as_image_list(row.get(column)))), [])
-    if column_images:
+    if column_images := images_in_columns(row):
         turns = [{**turn, "content": _split_at_image_marks(turn["content"])} for turn in turns]
     contents = [turn["content"] for turn in turns if isinstance(turn["content"], list)]
     if column_images and not any(part["type"] == "image" for content in contents for part in content):
@@ -75,8 +74,9 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
     return placeholder_turns, sources
 
 
-def read_image(source: Any, root: Path, location: str) -> tuple[ImageRef, Image]:
-    """Return the image of a source and its `ImageRef` for prepared rows; paths are relative to the folder `root`.
+def read_image(source: Any, root: Path, location: str, stored_root: Path | None = None) -> tuple[ImageRef, Image]:
+    """Return the image of a source and its `ImageRef` for prepared rows; paths are relative to the folder `root`, those
+    of an `ImageRef` to `stored_root` (None: `root`).
 
     Raises:
         DataError: the file does not exist, or is not an image that can be decoded completely.
@@ -90,7 +90,8 @@ def read_image(source: Any, root: Path, location: str) -> tuple[ImageRef, Image]
     image_path = Path(os.path.expanduser(path))
     image_path = image_path if image_path.is_absolute() else root / image_path
     file_bytes = _read(image_path, f"{location}: image {path!r}")
-    name = image_path.relative_to(root) if image_path.is_relative_to(root) else image_path.absolute()
+    stored_root = stored_root or root
+    name = image_path.relative_to(stored_root) if image_path.is_relative_to(stored_root) else image_path.absolute()
     image_ref = ImageRef(str(name), None, hashlib.sha256(file_bytes).hexdigest())
     return image_ref, _decode_image(file_bytes, f"{location}: image {image_path}")
 
@@ -109,6 +110,11 @@ def open_image(image_ref: ImageRef) -> Image:
         remedy = "run the prepare stage again (cosmos resume --from-stage NAME)"
         raise DataError(f"image {image_ref.path} is not the one that was prepared; {remedy}")
     return _decode_image(image_bytes, f"image {image_ref.path}")
+
+
+def images_in_columns(row: Row) -> list[Any]:
+    """Return the images in the first column of images that a row has a value in; empty if there is none."""
+    return next((images for column in COLUMNS if (images := _as_image_list(row.get(column)))), [])
 
 
 def _as_image_list(value: Any) -> list[Any]:

@@ -80,7 +80,7 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class MediaItem:
     """A prompt with the image or clip that it describes, or a prompt alone."""
 
     where: str
@@ -97,11 +97,11 @@ class Item:
     """Reason why the row or, if it has a prompt, its media cannot be used, in one line; empty if all is usable."""
 
 
-Items = Callable[[], Iterator[Item]]
+MediaItems = Callable[[], Iterator[MediaItem]]
 """Function that iterates over a data set from its beginning."""
 
 
-def open_items(dataset: DatasetConfig, key: str) -> Items:
+def open_items(dataset: DatasetConfig, key: str) -> MediaItems:
     """Return a function that iterates over the items of all splits of a data set, in order; `key` is the name of the
     data set's table in the TOML, for messages.
 
@@ -118,7 +118,7 @@ def open_items(dataset: DatasetConfig, key: str) -> Items:
     return lambda: (item for reader in readers for item in reader())
 
 
-def _make_reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> Items:
+def _make_reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> MediaItems:
     if path.is_dir() and (path / split).is_dir() and not (path / "dataset_dict.json").is_file():
         path = path / split
     elif split != "train" and path.is_dir() and _is_media_folder(path):
@@ -169,7 +169,7 @@ def _find_media(path: Path) -> list[Path]:
     return [file for file in files if not {*HELD_OUT_SPLITS} & {*file.relative_to(path).parent.parts}]
 
 
-def _read_media_folder(path: Path) -> Iterator[Item]:
+def _read_media_folder(path: Path) -> Iterator[MediaItem]:
     """Yield the pairs of a media file and its caption in a folder, and in its sub-folders with images or videos."""
     yield from _read_paired_files(path)
     for folder in sorted({file.parent for file in _find_media(path)} - {path}):
@@ -178,7 +178,7 @@ def _read_media_folder(path: Path) -> Iterator[Item]:
             yield replace(item, where=prefix + item.where, problem=item.problem and prefix + item.problem)
 
 
-def _read_paired_files(folder: Path) -> Iterator[Item]:
+def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
     """Yield an item for each NAME.json with its media file, and for each media file with a caption file."""
     files = [file for file in sorted(folder.iterdir()) if not file.name.startswith(".")]
     media_by_stem: dict[str, list[Path]] = {}
@@ -194,7 +194,7 @@ def _read_paired_files(folder: Path) -> Iterator[Item]:
     for file in files:
         is_other = file.suffix.lower() not in _PAIR_SUFFIXES
         if file.suffix.lower() in _UNSUPPORTED_SUFFIXES or (file.stem in lonely_stems and is_other and file.is_file()):
-            yield Item(file.name, "", problem=f"{file.name}: {file.suffix} is not read; convert it to png or mp4")
+            yield MediaItem(file.name, "", problem=f"{file.name}: {file.suffix} is not read; convert it to png or mp4")
     tables = [file for file in files if data_suffix(file.name) and file.suffix.lower() != ".json"]
     tables += [folder.parent / name for name in _METADATA_FILES if (folder.parent / name).is_file()]
     remedy = f"; if its prompt is in {tables[0]}, give that file in place of the folder" if tables else ""
@@ -203,7 +203,7 @@ def _read_paired_files(folder: Path) -> Iterator[Item]:
         try:
             json_value = json.loads(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
-            yield Item(file.name, "", problem=f"{file.name}: malformed JSON, {reason_of(error)}")
+            yield MediaItem(file.name, "", problem=f"{file.name}: malformed JSON, {reason_of(error)}")
             continue
         if isinstance(json_value, dict) and not _has_prompt(json_value) and file.stem in media_by_stem:
             json_value |= {"prompt": caption} if (caption := _read_caption(caption_file_by_stem.get(file.stem))) else {}
@@ -215,9 +215,10 @@ def _read_paired_files(folder: Path) -> Iterator[Item]:
             name = path.name
             if caption is None:
                 problem = f"{name}: there is no {stem}.txt, .caption or .json with its prompt{remedy}"
-                yield Item(name, "", problem=problem)
+                yield MediaItem(name, "", problem=problem)
             elif not caption and embedding is None:
-                yield Item(name, "", problem=f"{name}: its caption file is empty or not UTF-8; write its prompt there")
+                problem = f"{name}: its caption file is empty or not UTF-8; write its prompt there"
+                yield MediaItem(name, "", problem=problem)
             else:
                 yield _item_from_json({"prompt": caption}, name, _make_content(path), embedding)
 
@@ -238,7 +239,7 @@ def reason_of(error: Exception) -> str:
     return first_line(error)
 
 
-def _read_metas_folder(folder: Path) -> Iterator[Item]:
+def _read_metas_folder(folder: Path) -> Iterator[MediaItem]:
     """Yield an item for each video or image NAME with a metas/NAME.txt, and for each metas/NAME.txt without media."""
     media_by_stem: dict[str, list[Path]] = {}
     for file in _list_files(folder, _MEDIA_FOLDERS, _MEDIA_SUFFIXES):
@@ -250,17 +251,17 @@ def _read_metas_folder(folder: Path) -> Iterator[Item]:
         try:
             prompt = file.read_text(encoding="utf-8-sig").strip()
         except (OSError, ValueError) as error:
-            yield Item(location, "", problem=f"{location}: {reason_of(error)}")
+            yield MediaItem(location, "", problem=f"{location}: {reason_of(error)}")
             continue
         embedding = embedding_by_stem.get(file.stem)
         if not prompt and embedding is None:
-            yield Item(location, "", problem=f"{location}: it is empty; write its prompt there")
+            yield MediaItem(location, "", problem=f"{location}: it is empty; write its prompt there")
             continue
         for path in media_by_stem.get(file.stem, [None]):  # one text may describe several media files
             yield _item_from_json({"prompt": prompt}, location, _make_content(path), embedding)
     for stem in sorted(media_by_stem.keys() - {file.stem for file in text_files}):
         location = "/".join(media_by_stem[stem][0].parts[-2:])
-        yield Item(location, "", problem=f"{location}: there is no metas/{stem}.txt with its prompt")
+        yield MediaItem(location, "", problem=f"{location}: there is no metas/{stem}.txt with its prompt")
 
 
 def _list_files(folder: Path, folder_names: Iterable[str], suffixes: Sequence[str]) -> list[Path]:
@@ -280,7 +281,7 @@ def _find_tar_files(path: Path) -> list[Path]:
     return [path] if path.suffix.lower() == ".tar" else []
 
 
-def _items_from_tar(path: Path) -> Iterator[Item]:
+def _items_from_tar(path: Path) -> Iterator[MediaItem]:
     """Yield the items of a webdataset shard: consecutive members whose names agree up to the first dot. A damaged file
     raises DataError, because the number of rows after the damage, which `max_skipped_fraction` limits, is unknown."""
     members_by_suffix: dict[str, tarfile.TarInfo] = {}
@@ -317,7 +318,7 @@ def _check_tar_end(path: Path, offset: int) -> None:
         raise tarfile.ReadError(f"the header at byte {offset} is damaged, and nothing behind it can be read")
 
 
-def _item_from_members(path: Path, members_by_suffix: dict[str, tarfile.TarInfo]) -> Item:
+def _item_from_members(path: Path, members_by_suffix: dict[str, tarfile.TarInfo]) -> MediaItem:
     """Return the item of webdataset members with one name, which `members_by_suffix` has by file suffix."""
     location = f"{path.name}:{next(iter(members_by_suffix.values())).name}"
     contents = {
@@ -331,11 +332,11 @@ def _item_from_members(path: Path, members_by_suffix: dict[str, tarfile.TarInfo]
         if caption_suffix is not None and isinstance(json_value, dict) and not _has_prompt(json_value):
             json_value["prompt"] = contents[caption_suffix].read().decode("utf-8-sig").strip()
     except (ValueError, RecursionError) as error:
-        return Item(location, "", problem=f"{location}: {first_line(error)}")
+        return MediaItem(location, "", problem=f"{location}: {first_line(error)}")
     return _item_from_json(json_value, location, content, None)
 
 
-def _read_prompt_lines(files: Iterable[Path], dataset_path: Path) -> Iterator[Item]:
+def _read_prompt_lines(files: Iterable[Path], dataset_path: Path) -> Iterator[MediaItem]:
     """Yield an item for each line of text or JSON Lines files; blank lines are skipped."""
     for file in files:
         is_text = file.suffix.lower() == ".txt"
@@ -348,14 +349,14 @@ def _read_prompt_lines(files: Iterable[Path], dataset_path: Path) -> Iterator[It
                     line.encode()
                     json_value = {**metadata_of(line, dataset_path), "prompt": line} if is_text else json.loads(line)
                 except UnicodeEncodeError:
-                    yield Item(location, "", problem=f"{location}: it is not UTF-8; save the file as UTF-8")
+                    yield MediaItem(location, "", problem=f"{location}: it is not UTF-8; save the file as UTF-8")
                 except (ValueError, RecursionError) as error:
-                    yield Item(location, "", problem=f"{location}: malformed JSON, {first_line(error)}")
+                    yield MediaItem(location, "", problem=f"{location}: malformed JSON, {first_line(error)}")
                 else:
                     yield _item_from_json(json_value, location, None, None)
 
 
-def _item_of_row(located_row: Located, folder: Path) -> Item:
+def _item_of_row(located_row: Located, folder: Path) -> MediaItem:
     location, row = located_row
     key = next((name for name in _MEDIA_KEYS if row.get(name) is not None), None)
     if key is None:
@@ -378,15 +379,15 @@ def _item_of_row(located_row: Located, folder: Path) -> Item:
     return replace(_item_from_json(row_fields, location, None, None), problem=problem)
 
 
-def _item_from_json(json_object: Any, location: str, content: Content | None, embedding: Path | None) -> Item:
+def _item_from_json(json_object: Any, location: str, content: Content | None, embedding: Path | None) -> MediaItem:
     """Return the item that a JSON object describes, with its media and embedding."""
     if not isinstance(json_object, dict):
         problem = f'{location}: it must be a JSON object such as {{"prompt": "..."}}; name a file of rows itself'
-        return Item(location, "", problem=problem)
+        return MediaItem(location, "", problem=problem)
     if (key := _find_prompt_key(json_object)) is None:
-        return Item(location, "", problem=f"{location}: it has no text {', '.join(PROMPT_KEYS)}")
+        return MediaItem(location, "", problem=f"{location}: it has no text {', '.join(PROMPT_KEYS)}")
     metadata = {name: field_value for name, field_value in json_object.items() if name != key}
-    return Item(location, json_object[key].strip(), metadata, content, embedding)
+    return MediaItem(location, json_object[key].strip(), metadata, content, embedding)
 
 
 def _find_prompt_key(json_object: dict[str, Any]) -> str | None:

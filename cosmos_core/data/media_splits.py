@@ -17,7 +17,7 @@ from cosmos_core.data.kinds.base import TRAIN, VALIDATION
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.media_cache import digest_of
 from cosmos_core.data.media_pixels import FrameSettings
-from cosmos_core.data.media_source import Content, Item, Items, open_items, reason_of
+from cosmos_core.data.media_source import Content, MediaItem, MediaItems, open_items, reason_of
 from cosmos_core.data.rows import held_out_mask
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.models.diffusion import DiffusionModel
@@ -59,14 +59,14 @@ class Row(NamedTuple):
 class Split(NamedTuple):
     """Split of a data set: its items with their cache keys, after one pass over the data set."""
 
-    items: Items
+    items: MediaItems
     rows: list[Row | None]
     """Rows of the split, one entry per item of the data set; None: the item is in another split or is left out."""
     skipped: list[str]
     total: int
     config: DatasetConfig
 
-    def rows_with_items(self) -> Iterator[tuple[Row, Item]]:
+    def rows_with_items(self) -> Iterator[tuple[Row, MediaItem]]:
         """Read the data set again, and yield the rows of this split with their items.
 
         Raises:
@@ -167,7 +167,7 @@ def _read_and_digest(stage: Stage, source: Source, config: DatasetConfig, key: s
     return Split(items, rows, skip_reasons, len(rows), config)
 
 
-def _make_row(item: Item, frame_config: FrameSettings | None, needs_media: bool) -> Row | str:
+def _make_row(item: MediaItem, frame_config: FrameSettings | None, needs_media: bool) -> Row | str:
     """Return the row of an item, or the reason why the item is left out; without `frame_config`, media are ignored."""
     if item.problem and (frame_config or not item.prompt):
         return item.problem
@@ -183,12 +183,17 @@ def _make_row(item: Item, frame_config: FrameSettings | None, needs_media: bool)
     except OSError as error:
         reason_of(error)
         return f"{error.strerror}: {error.filename}"
-    metadata = json.dumps(item.metadata, ensure_ascii=False, default=str)
+    metadata = json.dumps(item.metadata, ensure_ascii=False, default=_describe_value)
     try:
         (item.prompt + metadata).encode()
     except UnicodeEncodeError:
         return "it has half a character (a lone surrogate)"
     return Row(_replace_unencodable(item.where), item.prompt, metadata, text_key, media_key)
+
+
+def _describe_value(value: object) -> str | None:
+    """Return a value of a row that JSON does not have as text; None for bytes, such as those of a further image."""
+    return None if isinstance(value, bytes) else str(value)
 
 
 def _replace_unencodable(text: str) -> str:

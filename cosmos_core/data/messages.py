@@ -114,7 +114,8 @@ def plain_text_columns(row: Row, *columns: tuple[str, ...]) -> list[str] | None:
 def read_conversation(
     row: Row, location: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> list[Message] | str:
-    """Return the conversation of a row as turns, or as a string if it is plain text.
+    """Return the conversation of a row as turns, or as a string if it is plain text. Assistant turns in the prompt of a
+    pair of columns are not learned.
 
     Args:
         row: one row of a data set.
@@ -129,7 +130,7 @@ def read_conversation(
     """
     present_column = next((name for name in (column, *_CONVERSATION_COLUMNS) if has_value(row, name)), None)
     if present_column is not None:
-        value = row[present_column] if present_column == "text" else decode_conversation(row[present_column])
+        value = row[present_column] if present_column == "text" else decode_conversation(row[present_column], location)
         if not isinstance(value, str):
             turns = read_turns(value, present_column, location, with_images)
             return with_system(turns, read_system_prompt(row) or system_prompt)
@@ -142,7 +143,10 @@ def read_conversation(
             response_turns = as_turns(row, response_column, "assistant", location, with_images)
             length = len(question_turns)  # the response may begin with the prompt or its last turns
             end = next((i for i in range(length) if question_turns[i:] == response_turns[: length - i]), length)
-            return with_system(question_turns[:end] + response_turns, read_system_prompt(row) or system_prompt)
+            if not isinstance(decode_conversation(row[question_column]), str):  # a prompt is not learned, a history is
+                question_turns = without_loss(question_turns)
+            turns = question_turns + response_turns[length - end :]
+            return with_system(turns, read_system_prompt(row) or system_prompt)
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
     if not _has_response_column(row):  # training on one column would leave out a response in another column
         remedy += ", or conversation_column_name for one column of turns or of plain text"
@@ -308,10 +312,10 @@ def read_content(content: Any, location: str, with_images: bool = False) -> Any:
         DataError: the content is neither text nor parts of text and images, or shows media that are not supported.
     """
     check_parts(content, location)
-    if with_images and isinstance(content, list) and any(is_image_part(part) for part in content):
-        return [_normalise_part(part, location) for part in content]
     if isinstance(content, list) and all(map(_is_text_part, content)):
         return "".join(part["text"] for part in content)
+    if with_images and isinstance(content, list):
+        return [_normalise_part(part, location) for part in content]
     if not isinstance(content, str):
         raise DataError(f"{location}: content {str(content)[:40]!r} is not text; {_TEXT_ONLY_MESSAGE}")
     if media_mark := _MEDIA_MARK.search(content):
@@ -338,6 +342,11 @@ def _normalise_part(part: Any, location: str) -> dict[str, Any]:
     if _is_text_part(part):
         return {"type": "text", "text": part["text"]}
     raise DataError(f"{location}: the part {str(part)[:60]!r} is neither text nor an image, which is all that is read")
+
+
+def without_loss(turns: list[Message]) -> list[Message]:
+    """Return the turns with assistant turns that are not learned."""
+    return [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in turns]
 
 
 def texts_of(message: Message) -> list[str]:

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -44,19 +44,16 @@ class Mixture:
         """Return the name of the data set of a row number."""
         return self.labels[bisect_right(list(accumulate(self.sizes)), row)]
 
-    @cached_property
-    def counts(self) -> list[int]:
-        """Number of rows of each data set in an epoch, which has as many rows as the data sets have together."""
-        return divide_by_weights(sum(self.sizes), self.weights)
-
     def epoch_order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-        """Return the row numbers of one epoch, in which the rows of each data set are spread evenly.
+        """Return the row numbers of one epoch, in which the rows of each data set are spread evenly. An epoch has as
+        many rows as the data sets have together.
 
         Each data set continues where it ended in the previous epoch. All rows of a data set are used, in a new order
         for each pass, before a row is used again.
         """
         rows, relative_positions, row_offset = [], [], 0
-        for i, (size, rows_per_epoch) in enumerate(zip(self.sizes, self.counts, strict=True)):
+        counts = divide_by_weights(sum(self.sizes), self.weights)
+        for i, (size, rows_per_epoch) in enumerate(zip(self.sizes, counts, strict=True)):
             pass_indices, positions = np.divmod(
                 np.arange(rows_per_epoch, dtype=np.int64) + epoch * rows_per_epoch, size
             )

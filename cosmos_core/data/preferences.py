@@ -20,6 +20,7 @@ from cosmos_core.data.messages import (
     read_turns,
     texts_of,
     with_system,
+    without_loss,
 )
 from cosmos_core.data.spans import num_shared
 from cosmos_core.errors import DataError, MissingColumn
@@ -136,7 +137,7 @@ def read_labelled(
     last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
     if last < 0:
         raise SkippedRow(location, "without a prompt")
-    return [{**turn, "weight": 0} if i < last and turn["role"] == "assistant" else turn for i, turn in enumerate(turns)]
+    return without_loss(turns[:last]) + turns[last:]
 
 
 def _select_longer_prompt(
@@ -168,7 +169,7 @@ def _read_completion(row: Row, name: str, location: str, with_images: bool) -> l
             f"{location}: no {name!r} among the columns {columns_of(row)}; give both completions, or set "
             f"train.train_policy.{name}_column_name"
         )
-    value = decode_conversation(value)
+    value = decode_conversation(value, location)
     if isinstance(value, str):
         return read_content(value, location)
     return read_turns([value] if isinstance(value, dict) else value, name, location, with_images)

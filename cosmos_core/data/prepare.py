@@ -39,14 +39,13 @@ from cosmos_core.data.messages import SkippedRow
 from cosmos_core.data.order import divide_by_weights
 from cosmos_core.data.pool import begin
 from cosmos_core.data.prepared import DATA_TERM, LEARNED_HELD_OUT, STATISTICS, split_path
-from cosmos_core.data.records import Job, convert_rows, processor_of, read_pass_rates
+from cosmos_core.data.records import Job, convert_rows, image_root, read_pass_rates
 from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows, training_sources
 from cosmos_core.data.statistics import Chunk, Counts
-from cosmos_core.data.user_dataset import Opener
+from cosmos_core.data.user_dataset import UserDatasetLoader
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.hf import load_tokenizer
-from cosmos_core.models.processor import processor_files
 from cosmos_core.run.files import replaced_folder, write_json
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome
@@ -83,11 +82,10 @@ def tokenise(stage: Stage) -> Outcome:
         split: [replace(_make_job(stage, split, source), end_ids=stop_ids) for source in sources]
         for split, sources in splits.items()
     }
-    if any(len({job.root for job in split_jobs}) > 1 for split_jobs in jobs.values()):
-        raise DataError(
-            "train.train_policy.datasets are in different folders, and the model reads images; set "
-            "custom.dataset.media_path, the folder of all images"
-        )
+    for split, split_jobs in jobs.items():
+        roots = {job.root for job in split_jobs if job.root is not None}
+        if len(roots) > 1:
+            jobs[split] = [replace(job, stored_root=Path(os.path.commonpath(roots))) for job in split_jobs]
     first_texts = (text for source in splits[TRAIN] for text in _read_first_texts(stage, source))
     lost_text_notice, is_much_text_lost = find_lost_text(tokenizer, first_texts)
     jobs, tool_notices = _set_prompt_rendering(stage, jobs, tokenizer)
@@ -101,8 +99,8 @@ def tokenise(stage: Stage) -> Outcome:
     with replaced_folder(stage.path / "data") as folder:
         if stage.recipe.train.train_policy.clean is not None:  # with `clean`, the schema allows only one data set
             held_out_sets = [source.rows for source in splits.get(VALIDATION, ())]
-            opener, training_set = _make_opener(stage, stage.recipe), splits[TRAIN][0]
-            cleaned_rows = clean_training_rows(stage, training_set.rows, held_out_sets, folder, opener)
+            loader, training_set = _dataset_loader(stage, stage.recipe), splits[TRAIN][0]
+            cleaned_rows = clean_training_rows(stage, training_set.rows, held_out_sets, folder, loader)
             splits[TRAIN] = [replace(training_set, rows=cleaned_rows.rows)]
             notices, clean_metrics = [*notices, *cleaned_rows.notices], cleaned_rows.metrics
         total_rows = sum(len(source.rows) for sources in splits.values() for source in sources)
@@ -144,7 +142,7 @@ class _RowSource:
 def _read_first_texts(stage: Stage, source: _RowSource) -> Iterator[str]:
     """Yield the texts of the first rows of a data set that can be read."""
     policy = source.recipe.train.train_policy
-    pack_row = _make_opener(stage, source.recipe).packer()
+    pack_row = _dataset_loader(stage, source.recipe).packer()
     for location, row in islice(source.rows, _NUM_COMPARED_ROWS):
         with suppress(DataError):
             packed_row = pack_row(row, location) if pack_row else row
@@ -261,10 +259,11 @@ def _split_each_source(stage: Stage) -> tuple[list[_RowSource], list[_RowSource]
         if isinstance(dataset, SourceConfig):
             source_recipe = recipe.derive(train=recipe.train.derive(train_policy=policy))
             mixture_fields = {"label": dataset.label, "weight": dataset.weight}
-        rows = load_rows(dataset, config_key, None if stage.data is not None else _make_opener(stage, source_recipe))
+        loader = None if stage.data is not None else _dataset_loader(stage, source_recipe)
+        rows = load_rows(dataset, config_key, loader)
         train_sources.append(_RowSource(rows, source_recipe, dataset, **mixture_fields))
     if validation.dataset.name:
-        rows = load_rows(validation.dataset, "validation.dataset", _make_opener(stage, recipe))
+        rows = load_rows(validation.dataset, "validation.dataset", _dataset_loader(stage, recipe))
         return train_sources, [_RowSource(rows, recipe, validation.dataset)]
     if stage.data is not None and has_local_split(stage.data, VALIDATION):
         rows = load_rows(DatasetConfig(name=str(stage.data), split=(VALIDATION,)), f"stage {stage.name!r}: data")
@@ -301,8 +300,8 @@ def _kinds_by_split(recipe: Recipe) -> dict[str, str]:
     return kind.held_out_row_kinds(has_rewards=bool(recipe.validation.reward_function))
 
 
-def _make_opener(stage: Stage, recipe: Recipe) -> Opener:
-    return Opener(recipe, partial(_tokenizer, stage.model, recipe.policy))
+def _dataset_loader(stage: Stage, recipe: Recipe) -> UserDatasetLoader:
+    return UserDatasetLoader(recipe, partial(_tokenizer, stage.model, recipe.policy))
 
 
 def read_stop_tokens(model: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -315,21 +314,13 @@ def read_stop_tokens(model: str, revision: str | None, tokenizer: PreTrainedToke
 
 
 def _make_job(stage: Stage, split: str, source: _RowSource) -> Job:
-    recipe, validation, rows = source.recipe, source.recipe.validation, source.rows
+    recipe, validation = source.recipe, source.recipe.validation
     max_length = recipe.policy.model_max_length
     is_data_term, policy = split == DATA_TERM, recipe.train.train_policy
-    kind_name = "sequences" if is_data_term else _kinds_by_split(recipe).get(split, policy.rows)
-    kind = tokenised_kind(kind_name)
-    media_config = media_settings(recipe)
-    image_root: Path | None = (
-        Path(os.path.expanduser(media_config.media_path)).absolute() if media_config.media_path else rows.folder
-    )
-    revision = recipe.policy.model_revision
+    kind = tokenised_kind("sequences" if is_data_term else _kinds_by_split(recipe).get(split, policy.rows))
     pass_rates = read_pass_rates(Path(source.dataset.pass_rates)) if source.dataset.pass_rates else None
-    processor_settings = (revision, media_config.pixels, recipe.policy.chat_template)
-    if not processor_files(stage.model, revision) or processor_of(stage.model, *processor_settings) is None:
-        image_root = None
-    job = Job(recipe, kind, max_length, stage.model, image_root, pass_rate_range=source.dataset.keep)
+    root = image_root(recipe, stage.model, source.rows.folder)
+    job = Job(recipe, kind, max_length, stage.model, root, pass_rate_range=source.dataset.keep)
     if not kind.is_completed:
         return replace(job, is_data_term=is_data_term)
     max_completion_tokens = recipe.rollout.max_response_length
@@ -341,7 +332,7 @@ def _make_job(stage: Stage, split: str, source: _RowSource) -> Job:
 def _tokenise_rows(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
     """Yield chunks of tokenised rows in the order of the rows, from this process or from a pool of processes."""
     model, policy = stage.model, job.recipe.policy
-    pack_row = None if job.is_data_term else _make_opener(stage, job.recipe).packer()
+    pack_row = None if job.is_data_term else _dataset_loader(stage, job.recipe).packer()
     row_iterator = ((location, pack_row(row, location)) for location, row in rows) if pack_row else iter(rows)
     chunks = iter(lambda: list(islice(row_iterator, _CHUNK_ROWS)), [])
     num_workers = min(job.recipe.train.train_policy.dataloader_num_workers, -(-len(rows) // _CHUNK_ROWS))

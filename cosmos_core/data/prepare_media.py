@@ -123,22 +123,20 @@ def source_of(stage: Stage) -> Source:
     Raises:
         ModelError: the model is not a supported pipeline.
     """
+    stage.progress.phase("prepare")  # a download, and the digest of large weights, may take long
     policy = stage.recipe.policy
-    model_family = open_family(stage.model, policy, "cuda" if torch.cuda.is_available() else "cpu")
+    family = open_family(stage.model, policy, "cuda" if torch.cuda.is_available() else "cpu")
     size, has_buckets = policy.diffusers.inference_size, stage.recipe.train.train_policy.dataset.aspect_ratio_buckets
-    for image_size in [size, *(bucket_sizes(size, model_family.size_multiple) if has_buckets else ())]:
-        model_family.latent_shape(*image_size)
-    model_folder = model_family.folder.path
-    digest_cache = shared_digest_cache(stage.run_path.parent)
-    weights_digest = digest_cache.digest_files(
+    for image_size in [size, *(bucket_sizes(size, family.size_multiple) if has_buckets else ())]:
+        family.latent_shape(*image_size)
+    model_folder = family.folder.path
+    weights_digest = shared_digest_cache(stage.run_path.parent).digest_files(
         model_folder, files_of_model(model_folder, policy.modality.encoder_files)
     )
-    encoder_settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, model_family.size_multiple)
+    encoder_settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, family.size_multiple)
     code_digests = [code_digest(policy.model_class)] if policy.model_class else []
-    digest = digest_of(weights_digest, type(model_family).__name__, encoder_settings, *code_digests)
-    return Source(
-        model_family, digest, model_family.size_multiple, model_family.pixels_per_latent[0], model_family.is_video
-    )
+    digest = digest_of(weights_digest, type(family).__name__, encoder_settings, *code_digests)
+    return Source(family, digest, family.size_multiple, family.pixels_per_latent[0], family.is_video)
 
 
 def prepare(stage: Stage, source: Source) -> Outcome:
@@ -148,7 +146,6 @@ def prepare(stage: Stage, source: Source) -> Outcome:
         DataError: a data set is missing, too many rows cannot be used, or no row is left.
         Preempted: a stop was requested; finished embeddings and latents stay in the cache.
     """
-    stage.progress.phase("prepare")
     splits = read_splits(stage, source)
     work = _SplitEncoder(stage, source)
     with replaced_folder(stage.path / "data") as folder:
@@ -172,7 +169,6 @@ def prepare(stage: Stage, source: Source) -> Outcome:
                 logger.warning("%s", notices[-1])
         write_json(folder / "statistics.json", metrics)
     logger.info("%d texts and %d images or clips were encoded, the others were known", *work.num_encoded)
-    metrics |= {"data/encoded_texts": float(work.num_encoded[0]), "data/encoded_media": float(work.num_encoded[1])}
     info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
     return Outcome(outputs=("data",), metrics=metrics, info=info)
 

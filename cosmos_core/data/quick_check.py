@@ -33,10 +33,8 @@ def run(stage: Stage) -> Outcome:
     for config_key, source_policy in training_sources(stage).items():
         _check_first_rows(source_policy.dataset, config_key, partial(row_kind.read, policy=source_policy))
     if data_term := policy.supervised_rows:
-        system_prompt = getattr(policy, "system_prompt", "")
-        read_term_row = partial(
-            read_conversation, column=data_term.conversation_column_name, system_prompt=system_prompt, with_images=True
-        )
+        column, system_prompt = data_term.conversation_column_name, getattr(policy, "system_prompt", "")
+        read_term_row = partial(read_conversation, column=column, system_prompt=system_prompt, with_images=True)
         _check_first_rows(data_term.dataset, "train.train_policy.data_term", read_term_row)
     if validation.dataset.name:
         held_out_kind = tokenised_kind(

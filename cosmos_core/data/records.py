@@ -6,6 +6,7 @@ Each row is read, tokenised and cut independently, in any process; `prepare.py` 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,12 +25,14 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.chat import DEFAULT_RENDERING, PromptRendering
+from cosmos_core.data.conversation import conversation_tokens, truncate_tokens
 from cosmos_core.data.formats import Located
 from cosmos_core.data.images import align_images, read_image
 from cosmos_core.data.kinds.base import TokenisedKind
 from cosmos_core.data.messages import Message, ReadRow, Row, SkippedRow, propose_merged_turns
-from cosmos_core.data.rendering import RefusedRow
+from cosmos_core.data.rendering import RefusedRow, Tools
 from cosmos_core.data.statistics import Chunk, SkippedSource
+from cosmos_core.data.visual import truncate_visual_tokens, visual_tokens
 from cosmos_core.errors import DataError
 from cosmos_core.models.chat_templates import set_template
 from cosmos_core.models.processor import load_processor
@@ -53,6 +56,8 @@ class Job:
     model: str
     root: Path | None
     """Folder that image paths are relative to; None if the model reads only text."""
+    stored_root: Path | None = None
+    """Folder that the image paths in the prepared file are relative to; None: `root`."""
     end_ids: tuple[int, ...] = ()
     """Token ids at which generation stops."""
     chat: PromptRendering = DEFAULT_RENDERING
@@ -106,7 +111,7 @@ class Job:
     @property
     def schema(self) -> pa.Schema:
         """Return the Arrow schema of the prepared file."""
-        return self.kind.schema_of(self.root)
+        return self.kind.schema_of(self.stored_root or self.root)
 
 
 class Record(NamedTuple):
@@ -153,14 +158,14 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Locate
 
 
 def read_pass_rates(file: Path) -> dict[str, float | None]:
-    """Return the pass rate of each prompt in a file, by the prompt's text.
+    """Return the pass rate of each prompt in a file, by the prompt's text; None if no row of the prompt was sampled.
 
     Raises:
         DataError: the file does not exist, or a line has no prompt or no rate.
     """
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
-        return {line["prompt"]: line["pass_rate"] for line in lines}
+        return {line["prompt"]: line["pass_rate"] for line in sorted(lines, key=lambda x: x["pass_rate"] is not None)}
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(
@@ -205,9 +210,18 @@ def read_images(
     """Return the turns with a placeholder part for each image, the fields of their `ImageRef`s, and the images."""
     assert job.root is not None
     placeholder_turns, sources = align_images(turns, row, location)
-    refs_and_images = [read_image(source, job.root, location) for source in sources]
+    refs_and_images = [read_image(source, job.root, location, job.stored_root) for source in sources]
     image_refs = [asdict(image_ref) for image_ref, _ in refs_and_images]
     return placeholder_turns, image_refs, [image for _, image in refs_and_images]
+
+
+def image_root(recipe: Recipe, model: str, rows_folder: Path) -> Path | None:
+    """Return the folder that image paths are relative to: that of the recipe, or the folder of the rows; None if the
+    model reads only text."""
+    media, policy = media_settings(recipe), recipe.policy
+    if processor_of(model, policy.model_revision, media.pixels, policy.chat_template) is None:
+        return None
+    return Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows_folder
 
 
 def processor_for(job: Job) -> ProcessorMixin:
@@ -230,20 +244,47 @@ def processor_of(
     return processor
 
 
-_Turns = TypeVar("_Turns", list[Message], list[Message] | str)
 _Tokens = TypeVar("_Tokens")
 
 
-def tokenise_turns(tokenise_fn: Callable[[_Turns], _Tokens], turns: _Turns) -> tuple[_Tokens, bool]:
+def tokenise_turns(tokenise_fn: Callable[[list[Message]], _Tokens], turns: list[Message]) -> tuple[_Tokens, bool]:
     """Tokenise turns, merged if the chat template refuses them; return the tokens and whether turns were merged."""
     try:
         return tokenise_fn(turns), False
     except RefusedRow:
-        assert not isinstance(turns, str)  # plain text is not rendered by a template
         for merged_turns in propose_merged_turns(turns):
             with suppress(RefusedRow):
                 return tokenise_fn(merged_turns), True
         raise
+
+
+def make_text_record(
+    job: Job, tokens: tuple[list[int], list[int]], location: str, *, is_merged: bool = False, **counts: int
+) -> Record:
+    """Return the record of one sequence of text, cut to the maximum length; errors are those of `truncate_tokens`."""
+    counts["truncated_rows"] = int(len(tokens[0]) > job.max_tokens)
+    ids_and_mask = truncate_tokens(tokens, job.max_tokens, location)
+    return Record((*ids_and_mask, *job.no_images, location), is_merged, counts)
+
+
+def make_conversation_record(
+    tokenizer: PreTrainedTokenizerBase, job: Job, turns: list[Message], tools: Tools, row: Row, location: str
+) -> Record:
+    """Return the record of one conversation, with the images of its row if the model reads images; errors are those of
+    `conversation_tokens` and `visual_tokens`."""
+    if job.root is None:
+        text_tokens, is_merged = tokenise_turns(
+            lambda turns: conversation_tokens(tokenizer, turns, location, tools, job.end_ids), turns
+        )
+        return make_text_record(job, text_tokens, location, is_merged=is_merged)
+    processor = processor_for(job)
+    placeholder_turns, image_refs, images = read_images(job, turns, row, location)
+    tokens, is_merged = tokenise_turns(
+        lambda turns: visual_tokens(processor, turns, images, location, tools, job.end_ids), placeholder_turns
+    )
+    ids, mask = truncate_visual_tokens(tokens, job.max_tokens, location)
+    counts = {"truncated_rows": int(len(tokens.ids) > job.max_tokens), "images": len(image_refs)}
+    return Record((ids, mask, image_refs, location), is_merged, counts | {"image_tokens": tokens.num_image_tokens})
 
 
 def check_characters(content: Any, location: str) -> None:

@@ -31,7 +31,7 @@ from cosmos_core.config.schema.dataset import (
 from cosmos_core.data.formats import Located, RowPart, dataset_part, open_part, reader_errors
 from cosmos_core.data.generated import make_generated_part
 from cosmos_core.data.order import shuffled
-from cosmos_core.data.user_dataset import Opener
+from cosmos_core.data.user_dataset import UserDatasetLoader
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.models.model_files import hub_is_reachable
 from cosmos_core.registry import is_code
@@ -80,9 +80,9 @@ class Rows:
         return Rows(self._row_parts, self.folder, chosen_rows)
 
 
-def load_rows(dataset: RowsConfig, key: str = "dataset", opener: Opener | None = None) -> Rows:
+def load_rows(dataset: RowsConfig, key: str = "dataset", dataset_loader: UserDatasetLoader | None = None) -> Rows:
     """Return the rows of all splits of a data set, in order; `key` is the name of the data set's table in the TOML, for
-    messages. Without an `opener` of user-defined data set classes, such classes are not allowed.
+    messages. Without a `dataset_loader` of user-defined data set classes, such classes are not allowed.
 
     Raises:
         ConfigError: the user's class does not exist.
@@ -99,8 +99,8 @@ def load_rows(dataset: RowsConfig, key: str = "dataset", opener: Opener | None =
     if os.path.exists(path):
         path = _find_data_folder(path, dataset.subset, key)
         row_parts = [row_part for split in dataset.split for row_part in _find_split_parts(path, split, key)]
-    elif is_code(dataset.name) and opener:
-        row_parts = [opener.make_part(dataset.name, key)]
+    elif is_code(dataset.name) and dataset_loader:
+        row_parts = [dataset_loader.make_part(dataset.name, key)]
     elif dataset.name.startswith((".", "/", "~")) or dataset.name.count("/") > 1 or data_suffix(dataset.name):
         location_note = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
         raise DataError(

@@ -45,8 +45,8 @@ _UNSUPPORTED_METHODS = (
 )  # fmt: skip
 
 
-class Opener:
-    """Opener of the user-defined data sets and packers of one recipe. `load_tokenizer` is called only if a `setup`
+class UserDatasetLoader:
+    """Loader of the user-defined data sets and packers of one recipe. `load_tokenizer` is called only if a `setup`
     method takes a tokenizer."""
 
     def __init__(self, recipe: Recipe, load_tokenizer: Callable[[], Any]) -> None:

@@ -6,9 +6,10 @@ The program behind commands such as `cosmos sft`, which write its settings to a 
 rows and the size of the machine's memory; it loads no weights. It sets only keys for which it has a reason.
 """
 
+import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import islice
@@ -18,17 +19,22 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
+from pydantic import ValidationError
 
 from cosmos_core.config.load import parse
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.methods import METHODS, Method
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.encoded_turns import are_turns, decode_conversation
+from cosmos_core.data.formats import Located
 from cosmos_core.data.kinds.registry import row_kind, tokenised_kind
 from cosmos_core.data.media_source import open_items
-from cosmos_core.data.messages import Row, SkippedRow, columns_of, texts_of
-from cosmos_core.data.records import check_characters
-from cosmos_core.data.rows import load_rows
+from cosmos_core.data.messages import ReadRow, Row, SkippedRow, columns_of
+from cosmos_core.data.records import Job, image_root
+from cosmos_core.data.rows import Rows, load_rows
 from cosmos_core.errors import CosmosError, DataError, MissingColumn, ModelError
+from cosmos_core.models.chat_templates import set_template
 from cosmos_core.models.families import find_family
 from cosmos_core.models.hf import load_config, load_tokenizer, model_without_weights
 from cosmos_core.models.pipeline_folder import PipelineFolder
@@ -59,6 +65,8 @@ class Options(NamedTuple):
     rejected: str = ""
     rows: dict[str, Any] = {}
     """Keys of the data set that select its rows, from `--set`: `subset`, `split` and `revision`."""
+    custom: dict[str, Any] = {}
+    """Table `[custom]` from `--set`, with the folder and the sizes of images."""
 
     @property
     def dataset(self) -> DatasetConfig:
@@ -125,12 +133,15 @@ def _text_settings(options: Options, method: Method, machine: Machine) -> Iterat
     yield from ((f"train.train_policy.{name}_column_name", column, reason) for name, column in columns.items())
     config, tokenizer = load_config(options.model), load_tokenizer(options.model)
     tokenised_rows = tokenised_kind(method.rows)
-    longest = _longest_row_length(
-        tokenizer, lambda row, row_location: tokenised_rows.read_columns(row, row_location, columns), sampled_rows
-    )
-    has_turns = tokenised_rows.is_completed or any(isinstance(value, list) for value in located_row[1].values())
-    if has_turns and not tokenizer.chat_template:  # plain text needs no chat template
+    try:
+        longest = _longest_row_length(tokenizer, options, _make_recipe(options, columns), rows, sampled_rows)
+    except ModelError:  # the rows have turns, and need a chat template, unlike plain text
+        if tokenizer.chat_template:
+            raise
         template = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
+        set_template(tokenizer, template)
+        recipe = _make_recipe(options, columns, template)
+        longest = _longest_row_length(tokenizer, options, recipe, rows, sampled_rows)
         yield "policy.chat_template", template, "the model has none, and the rows have turns"
     text_config, samples_completions = config.get_text_config(), tokenised_rows.is_completed
     completion_tokens = (1024 if machine.num_gpus else 256) * samples_completions
@@ -149,7 +160,7 @@ def _text_settings(options: Options, method: Method, machine: Machine) -> Iterat
     # Bytes of activations per token with recomputation: the inputs of all layers, and the intermediates of one layer.
     bytes_per_token = (text_config.num_hidden_layers + 40) * text_config.hidden_size * 4
     free_bytes = machine.memory * 0.9 - min(num_params * _STATE_BYTES, int(machine.memory * _STATE_FRACTION))
-    max_rows = max(1, int(free_bytes / (bytes_per_token * max_length)))
+    max_rows = max(1, int(free_bytes / (bytes_per_token * max_length * len(tokenised_rows.id_columns))))
     yield from _batch_settings(samples_completions, len(rows), max_rows, max(1, machine.num_gpus))
     if len(rows) >= 10:
         num_held_out = max(1, min(200, len(rows) // 20))
@@ -169,50 +180,48 @@ def _infer_columns(options: Options, method: Method, row_location: str, row: Row
     tokenised_rows = tokenised_kind(method.rows)
     named_columns = {name: column for name in _COLUMNS if (column := getattr(options, name))}
     try:
-        tokenised_rows.read_columns(row, row_location, named_columns)
+        tokenised_rows.read(row, row_location, _make_recipe(options, named_columns).train.train_policy)
     except SkippedRow:
         pass
-    except MissingColumn as error:
+    except (MissingColumn, ValidationError) as error:  # a recipe names the columns of prompt and response, or neither
+        turn_columns = {name for name, value in row.items() if are_turns(decode_conversation(value))}
+        if len(turn_columns) == 1 and tokenised_rows.has_one_response and {*named_columns.values()} <= turn_columns:
+            name = "prompt" if tokenised_rows.is_completed else "conversation"
+            return {name: turn_columns.pop()}, "the only column of turns"
         text_columns = [name for name, value in row.items() if isinstance(value, str)]
         columns_with_letters = [name for name in text_columns if any(map(str.isalpha, row[name]))]
         text_columns = columns_with_letters if len(columns_with_letters) == 2 else text_columns
         if named_columns or len(text_columns) != 2 or not tokenised_rows.has_one_response:
-            required_columns = (
-                ("prompt", "response") if tokenised_rows.has_one_response else ("prompt", "chosen", "rejected")
-            )
-            flags = " and ".join(f"--{name} COLUMN" for name in required_columns)
+            names = ("prompt", "response") if tokenised_rows.has_one_response else ("prompt", "chosen", "rejected")
+            flags = " and ".join(f"--{name} COLUMN" for name in names)
             raise DataError(f"--data {options.data}: the columns are {columns_of(row)}; name them: {flags}") from error
         return dict(zip(_COLUMNS, text_columns, strict=False)), "the only two columns of text, in their order"
     return named_columns, "named by an option"
 
 
-def _longest_row_length(
-    tokenizer: Any, read_column: Callable[[Row, str], Any], sampled_rows: list[tuple[str, Row]]
-) -> int:
-    """Return the number of tokens in the longest row, with an allowance for the chat template around each turn."""
+def _make_recipe(options: Options, columns: dict[str, str], chat_template: str | None = None) -> Recipe:
+    policy_table = {key.rpartition(".")[2]: value for key, value in METHODS[options.method].settings.items()}
+    policy_table |= {f"{name}_column_name": column for name, column in columns.items()}
+    tables = {"policy": {"chat_template": chat_template}, "train": {"train_policy": policy_table}}
+    return Recipe.model_validate(dict(tables, custom=options.custom))
+
+
+def _longest_row_length(tokenizer: Any, options: Options, recipe: Recipe, rows: Rows, sampled: list[Located]) -> int:
+    """Return the number of tokens of the longest of the sampled rows as `prepare` converts it, images included."""
+    kind, root = tokenised_kind(METHODS[options.method].rows), image_root(recipe, options.model, rows.folder)
+    job = Job(recipe, kind, sys.maxsize, options.model, root)
     longest, row_error = 0, None
-    for row_location, row in sampled_rows:
+    id_indices = [list(kind.columns).index(name) for name in kind.id_columns]
+    for location, row in sampled:
         try:
-            texts = list(_iterate_row_texts(read_column(row, row_location)))
-            check_characters(texts, row_location)
+            record = kind.record(tokenizer, job, ReadRow(row, job.column_names, location), location)
         except DataError as error:  # a skipped row too
             row_error = row_error or error
             continue
-        longest = max(longest, sum(len(tokenizer(text)["input_ids"]) + 8 for text in texts))
+        longest = max(longest, *(len(record.values[index]) for index in id_indices))
     if not longest and row_error:
         raise row_error
     return longest
-
-
-def _iterate_row_texts(row_content: Any) -> Iterator[str]:
-    """Yield all texts of a row: plain text, a list of turns, or a pair, whose common prompt is yielded twice."""
-    if isinstance(row_content, str):
-        yield row_content
-    elif isinstance(row_content, dict):
-        yield from texts_of(row_content)
-    else:
-        for element in row_content:
-            yield from _iterate_row_texts(element)
 
 
 def _size_settings(method: Method, num_params: int, machine: Machine) -> Iterator[Setting]:
@@ -236,8 +245,8 @@ def _batch_settings(samples_completions: bool, num_rows: int, max_rows: int, num
     """Yield batch sizes, epochs and learning-rate schedule; `max_rows` rows of maximum length fit in memory."""
     if samples_completions:
         # All ranks have the same number of completions of a step, 8 of each prompt.
-        prompts_multiple = num_ranks // gcd(num_ranks, 8)
-        num_prompts = max(1, min(8, num_rows) // prompts_multiple) * prompts_multiple
+        prompt_count_divisor = num_ranks // gcd(num_ranks, 8)
+        num_prompts = max(1, min(8, num_rows) // prompt_count_divisor) * prompt_count_divisor
         batch_size = 8 * num_prompts
         yield "rollout.n_generation", 8, "completions of a prompt, which are compared with each other"
         yield "rollout.batch_size", num_prompts, "prompts in the engine at a time"
@@ -272,7 +281,7 @@ def _image_settings(options: Options, method: Method, machine: Machine) -> Itera
     key = "local_dir" if Path(options.data).is_dir() else "name"
     shown = f"{num_items:,}{' or more' * (num_items == _NUM_TRAINED_IMAGES)}"
     yield f"train.train_policy.dataset.{key}", options.data, f"--data; {shown} images and videos with a caption"
-    num_params = 10**10  # assumed for a model on the Hub, which is not downloaded here
+    num_params, max_items = 10**10, 4  # assumed for a model on the Hub, which is not downloaded here
     if Path(options.model).is_dir():
         folder = PipelineFolder(options.model)
         family = find_family(folder)(folder, DiffusersConfig())
@@ -282,12 +291,17 @@ def _image_settings(options: Options, method: Method, machine: Machine) -> Itera
         if isinstance(latent_size, int) and not family.is_video:
             image_size = latent_size * family.pixels_per_latent[1]
             yield "policy.diffusers.inference_size", [image_size, image_size], "what the model was made for"
+        elif family.is_video:
+            call_parameters = inspect.signature(folder.pipeline_class.__call__).parameters
+            frame_size = [call_parameters[side].default for side in ("height", "width")]
+            yield "policy.diffusers.inference_size", frame_size, "what the pipeline draws by default"
+            max_items = 1  # a clip has the activations of many images
     if max_prompt_length := _prompt_length(Path(options.model)):
         yield "policy.diffusers.max_prompt_length", max_prompt_length, "tokens that the tokenizer takes"
     yield from _size_settings(method, num_params, machine)
     batch_size = min(16, 2 ** max(0, int(log2(max(1, num_items // 8)))))
     yield "train.train_batch_per_replica", batch_size, f"images of an optimizer step; there are {shown}"
-    yield "train.train_policy.mini_batch", min(batch_size, 4), "images of one pass"
+    yield "train.train_policy.mini_batch", min(batch_size, max_items), "images or clips of one pass"
     num_epochs = max(3, min(100, _NUM_TRAINED_IMAGES // num_items))
     yield "train.epoch", num_epochs, f"about {_NUM_TRAINED_IMAGES:,} images seen in all, or three epochs"
     if num_items >= 10:

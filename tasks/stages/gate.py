@@ -38,11 +38,10 @@ def run(stage: Stage) -> Outcome:
         ConfigError: a condition names a metric that no stage in `after` reported.
     """
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
-    record = open_target(stage.config.target).published() if stage.config.target else None
+    record = _read_published_record(stage, metrics) if stage.config.target else None
     published: dict[str, float] = (record or {}).get("metrics", {})
     report: list[dict[str, Any]] = []
     failure_messages: list[str] = []
-    entry: dict[str, Any]
     for condition in map(parse_condition, stage.config.require):
         first_index = len(report)
         for name, measured in _find_measured_metrics(condition, stage, None if record is None else published):
@@ -51,7 +50,7 @@ def run(stage: Stage) -> Outcome:
                 0.0 if record is None or paired else _compute_noise_margin(stage, condition, name, measured, published)
             )
             value, limit = measured[name], condition.limit(published.get(name))
-            entry = {"condition": condition.text, "value": value, "bound": limit}
+            entry: dict[str, Any] = {"condition": condition.text, "value": value, "bound": limit}
             entry["passed"] = condition.is_satisfied(value, limit, noise)
             entry |= ({"metric": name} if "*" in condition.metric else {}) | ({"noise": noise} if noise else {})
             if paired is not None and measured[name] == measured[name]:  # skip NaN, which differs from itself
@@ -64,6 +63,18 @@ def run(stage: Stage) -> Outcome:
     if failure_messages:
         raise GateFailed(f"gate {stage.name!r}: {'; '.join(failure_messages)}")
     return Outcome(metrics=metrics, info={"conditions": [*report]})
+
+
+def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str, Any] | None:
+    """Return the record of the published model; None if nothing was published. If this run has published the measured
+    model, return the record of the version before it, so that a resumed run compares no model with itself."""
+    target: Any = open_target(stage.config.target)
+    record: dict[str, Any] | None = target.published()
+    versions = target.history() if hasattr(target, "record_of") else []
+    while record and record.get("run_id") == stage.run_path.name and metrics.items() <= record["metrics"].items():
+        versions = versions[:-1]
+        record = target.record_of(versions[-1]) if versions else None
+    return record
 
 
 def _compare_items(condition: MetricCondition, paired: PairedDifferences, confidence: float) -> dict[str, JsonValue]:
@@ -81,9 +92,8 @@ def _add_corrected_p_values(entries: list[dict[str, Any]]) -> None:
     report uses them to show which benchmarks differ; the gate does not, because every benchmark has to pass."""
     comparisons = [entry["paired"] for entry in entries if "paired" in entry]
     if len(comparisons) > 1:
-        for comparison, corrected_p_value in zip(
-            comparisons, correct_p_values([comparison["p_value"] for comparison in comparisons]), strict=True
-        ):
+        corrected_p_values = correct_p_values([comparison["p_value"] for comparison in comparisons])
+        for comparison, corrected_p_value in zip(comparisons, corrected_p_values, strict=True):
             comparison["p_holm"] = corrected_p_value
 
 

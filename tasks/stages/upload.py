@@ -102,13 +102,8 @@ def _find_superseded_version(
     was since moved to another version; otherwise an empty string. Thereby a resumed run undoes neither a rollback nor a
     newer publication, unless the stage is forced to run again."""
     stage_folders = [stage.path, *(stage.run_path / "superseded").glob(f"{stage.name}.*")]
-    publication_records = [
-        note
-        for note in (read_object(stage_folder / _PUBLICATION_FILE) for stage_folder in stage_folders)
-        if "files" in note
-    ]
-    weight_digests = _weight_digests(record)
-    versions = {str(note["version"]) for note in publication_records if _weight_digests(note) == weight_digests}
+    notes, weight_digests = [read_object(each / _PUBLICATION_FILE) for each in stage_folders], _weight_digests(record)
+    versions = {str(note["version"]) for note in notes if "files" in note and _weight_digests(note) == weight_digests}
     if current["version"] in versions or read_state(stage.path).forced:
         return ""
     for version in sorted(versions):

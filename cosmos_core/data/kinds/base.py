@@ -7,7 +7,7 @@ not depend on the kind of the rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -188,14 +188,6 @@ class TokenisedKind(RowKind):
         assert isinstance(policy, SupervisedConfig)
         column, system_prompt = policy.conversation_column_name, policy.system_prompt
         return self.reader(ReadRow(row, policy.column_names, where), where, column, system_prompt, with_images=True)
-
-    def read_columns(self, row: Row, where: str, column_names: Mapping[str, str]) -> Any:
-        """Read a row; `column_names` maps `prompt`, `response`, `chosen`, `rejected` to column names of the row.
-
-        Raises:
-            DataError, SkippedRow: as in `read`.
-        """
-        return self.reader(ReadRow(row, column_names, where), where, with_images=True)
 
     @abstractmethod
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:

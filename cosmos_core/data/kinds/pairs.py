@@ -1,7 +1,7 @@
 """Pairs of completions of one prompt to compare: a chosen and a rejected completion."""
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,19 +10,17 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.data.conversation import continued_tokens, conversation_tokens, truncate_tokens
+from cosmos_core.data.conversation import continued_tokens
 from cosmos_core.data.images import align_images
 from cosmos_core.data.kinds.base import IDS, MASK, HeldOutRows, Seed, TokenisedKind
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.kinds.sequences import Sequences
-from cosmos_core.data.messages import Message, Row, SkippedRow, plain_text_columns
+from cosmos_core.data.messages import Message, Row, SkippedRow, plain_text_columns, without_loss
 from cosmos_core.data.preferences import Preference, read_preference, remove_repeated_prompt
 from cosmos_core.data.prepared import mixture_of, open_table, split_path
-from cosmos_core.data.records import Job, Record, Ref, check_characters, processor_for, read_images, tokenise_turns
-from cosmos_core.data.rendering import Tools
+from cosmos_core.data.records import Job, Record, check_characters, make_conversation_record, make_text_record
 from cosmos_core.data.sample import Sample
 from cosmos_core.data.tool_calls import read_tools
-from cosmos_core.data.visual import truncate_visual_tokens, visual_tokens
 from cosmos_core.errors import DataError
 
 
@@ -98,56 +96,24 @@ class PairsKind(TokenisedKind):
         prompt, *completions = preference
         tools = read_tools(row, where)
         check_characters([prompt, *completions, tools], where)
-        if job.root is not None:
-            if not isinstance(prompt, str):
-                conversations = [[*_remove_prompt_loss(prompt), *turns] for turns in completions]
-                return _make_visual_record(job, conversations, tools, row, where)
+        if job.root is not None and isinstance(prompt, str):
             align_images([], row, where)  # refuse images, since plain text has no turn to show an image in
-        record_values: list[list[int]] = []
-        is_truncated = is_merged = False
-        for completion in completions:
+
+        def make_record(completion: list[Message] | str) -> Record:
             if isinstance(prompt, str) or isinstance(completion, str):
-                tokens, has_merged_turns = continued_tokens(tokenizer, str(prompt), str(completion), where), False
-            else:
-                tokens, has_merged_turns = tokenise_turns(
-                    lambda turns: conversation_tokens(tokenizer, turns, where, tools, job.end_ids),
-                    [*_remove_prompt_loss(prompt), *completion],
-                )
-            is_truncated, is_merged = is_truncated or len(tokens[0]) > job.max_tokens, is_merged or has_merged_turns
-            record_values += truncate_tokens(tokens, job.max_tokens, where)
-        _check_pair_differs(record_values, where, is_truncated=is_truncated)
-        return Record((*record_values, *job.no_images, where), is_merged, {"truncated_rows": is_truncated})
+                return make_text_record(job, continued_tokens(tokenizer, str(prompt), str(completion), where), where)
+            turns = [*without_loss(prompt), *completion]
+            return make_conversation_record(tokenizer, job, turns, tools, row, where)
 
-
-def _check_pair_differs(record_values: list[list[int]], location: str, *, is_truncated: bool) -> None:
-    if record_values[0] == record_values[2]:
-        truncation_note = " up to policy.model_max_length" if is_truncated else ""
-        raise SkippedRow(location, f"with equal chosen and rejected{truncation_note}")
-
-
-def _make_visual_record(job: Job, conversations: list[list[Message]], tools: Tools, row: Row, location: str) -> Record:
-    """Return the record of two conversations that begin with the same turns; only these shared turns show images."""
-    processor = processor_for(job)
-    record_values: list[list[int]] = []
-    image_refs: list[list[Ref]] = []
-    is_truncated = is_merged = False
-    num_image_tokens = 0
-    for conversation in conversations:
-        placeholder_turns, turn_image_refs, images = read_images(job, conversation, row, location)
-        image_refs.append(turn_image_refs)
-        visual_arguments: dict[str, Any] = {"images": images, "where": location, "tools": tools, "end_ids": job.end_ids}
-        tokens, has_merged_turns = tokenise_turns(
-            partial(visual_tokens, processor, **visual_arguments), placeholder_turns
-        )
-        is_truncated, is_merged = is_truncated or len(tokens.ids) > job.max_tokens, is_merged or has_merged_turns
-        num_image_tokens += tokens.num_image_tokens
-        record_values += truncate_visual_tokens(tokens, job.max_tokens, location)
-    if image_refs[0] != image_refs[1]:
-        raise DataError(f"{location}: chosen and rejected show different images; show them in the prompt")
-    _check_pair_differs(record_values, location, is_truncated=is_truncated)
-    counts = {"truncated_rows": is_truncated, "images": len(image_refs[0]), "image_tokens": num_image_tokens}
-    return Record((*record_values, image_refs[0], location), is_merged, counts)
-
-
-def _remove_prompt_loss(prompt: list[Message]) -> list[Message]:
-    return [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
+        chosen, rejected = map(make_record, completions)
+        (chosen_ids, _, *images), (rejected_ids, _, *other_images) = chosen.values, rejected.values
+        if images != other_images:
+            raise DataError(f"{where}: chosen and rejected show different images; show them in the prompt")
+        is_truncated = bool(chosen.counts["truncated_rows"] or rejected.counts["truncated_rows"])
+        if chosen_ids == rejected_ids:
+            truncation_note = " up to policy.model_max_length" if is_truncated else ""
+            raise SkippedRow(where, f"with equal chosen and rejected{truncation_note}")
+        num_image_tokens = sum(record.counts.get("image_tokens", 0) for record in (chosen, rejected))
+        counts = chosen.counts | {"truncated_rows": is_truncated, "image_tokens": num_image_tokens}
+        values = (*chosen.values[:2], *rejected.values[:2], *images)
+        return Record(values, chosen.is_merged or rejected.is_merged, counts)

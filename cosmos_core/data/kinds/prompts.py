@@ -1,7 +1,7 @@
 """Prompts to complete, with the reference answer that rewards compare a completion with."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -103,11 +103,6 @@ class PromptsKind(TokenisedKind):
     def read(self, row: Row, where: str, policy: AlgorithmConfig) -> tuple[list[Message], str]:
         """Return the prompt of a row as turns, and its reference answer."""
         return _read_prompt_row(row, where, policy, with_images=True)
-
-    def read_columns(self, row: Row, where: str, column_names: Mapping[str, str]) -> list[Message]:
-        """Return the prompt of a row as turns."""
-        prompt, response = (column_names.get(name, "") for name in ("prompt", "response"))
-        return read_prompt(row, where, prompt, response, with_images=True)[0]
 
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
         policy, has_images, render_settings = job.recipe.train.train_policy, job.root is not None, job.chat

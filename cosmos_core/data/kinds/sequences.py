@@ -10,11 +10,11 @@ import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.data.conversation import continued_tokens, conversation_tokens, truncate_tokens
+from cosmos_core.data.conversation import continued_tokens, conversation_tokens
 from cosmos_core.data.images import align_images
 from cosmos_core.data.kinds.base import IDS, MASK, VALIDATION, HeldOutRows, Seed, TokenisedKind
 from cosmos_core.data.kinds.registry import row_kind
-from cosmos_core.data.messages import Message, Row, SkippedRow, omits_response, plain_text_columns, read_conversation
+from cosmos_core.data.messages import Row, SkippedRow, omits_response, plain_text_columns, read_conversation
 from cosmos_core.data.prepared import (
     LEARNED_HELD_OUT,
     RowImages,
@@ -23,12 +23,10 @@ from cosmos_core.data.prepared import (
     open_table,
     split_path,
 )
-from cosmos_core.data.records import Job, Record, check_characters, processor_for, read_images, tokenise_turns
-from cosmos_core.data.rendering import Tools
+from cosmos_core.data.records import Job, Record, check_characters, make_conversation_record, make_text_record
 from cosmos_core.data.sample import Sample
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.data.user_dataset import LABELS, TOKENS, UNTRAINED_LABEL
-from cosmos_core.data.visual import truncate_visual_tokens, visual_tokens
 from cosmos_core.errors import DataError
 from cosmos_core.types import ImageRef
 
@@ -96,35 +94,26 @@ class SequencesKind(TokenisedKind):
 
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
         if TOKENS in row:
-            return _make_tokenised_record(job, row, where)
+            return make_text_record(job, _read_packed_tokens(row, where), where)
         texts = None if tokenizer.chat_template else plain_text_columns(row, ("prompt",), ("completion", "response"))
         if texts and job.root is None and not job.conversation[1]:  # a system prompt needs a chat template
             check_characters(texts, where)
             if not texts[1].strip():
                 raise SkippedRow(where, "without a completion to learn")
             tokens = continued_tokens(tokenizer, texts[0], texts[1], where)
-            counts = {"truncated_rows": int(len(tokens[0]) > job.max_tokens), "continued_rows": 1}
-            return Record((*truncate_tokens(tokens, job.max_tokens, where), where), False, counts)
+            return make_text_record(job, tokens, where, continued_rows=1)
         conversation = self.reader(row, where, *job.conversation, with_images=job.root is not None)
         tools = read_tools(row, where)
         check_characters([conversation, tools], where)
+        if not isinstance(conversation, str):
+            return make_conversation_record(tokenizer, job, conversation, tools, row, where)
         if job.root is not None:
-            if not isinstance(conversation, str):
-                return _visual_sequence(job, conversation, tools, row, where)
             align_images([], row, where)  # refuse images, since plain text has no turn to show an image in
-        tokens, is_merged = tokenise_turns(
-            lambda turns: conversation_tokens(tokenizer, turns, where, tools, job.end_ids), conversation
-        )
-        ids_and_mask = truncate_tokens(tokens, job.max_tokens, where)
-        counts = {
-            "truncated_rows": int(len(tokens[0]) > job.max_tokens),
-            "plain_rows": int(isinstance(conversation, str)),
-        }
-        return Record((*ids_and_mask, *job.no_images, where), is_merged, counts)
+        return make_text_record(job, conversation_tokens(tokenizer, conversation, where), where, plain_rows=1)
 
 
-def _make_tokenised_record(job: Job, row: Row, location: str) -> Record:
-    """Return the record of a sequence that a data packer has tokenised."""
+def _read_packed_tokens(row: Row, location: str) -> tuple[list[int], list[int]]:
+    """Return token ids and loss mask of a sequence that a data packer has tokenised."""
     ids, labels = ([int(token) for token in row.get(name, ())] for name in (TOKENS, LABELS))
     mask = [int(label != UNTRAINED_LABEL) for label in labels]
     if len(ids) != len(labels) or any(m and token_id != b for token_id, b, m in zip(ids, labels, mask, strict=True)):
@@ -132,16 +121,4 @@ def _make_tokenised_record(job: Job, row: Row, location: str) -> Record:
             f"{location}: {LABELS} must have a label for each of {TOKENS}: the token itself, or {UNTRAINED_LABEL} "
             f"where it is not learned; there are {len(ids)} and {len(labels)}"
         )
-    ids_and_mask = truncate_tokens((ids, mask), job.max_tokens, location)
-    return Record((*ids_and_mask, *job.no_images, location), False, {"truncated_rows": len(ids) > job.max_tokens})
-
-
-def _visual_sequence(job: Job, conversation: list[Message], tools: Tools, row: Row, location: str) -> Record:
-    processor = processor_for(job)
-    placeholder_turns, image_refs, images = read_images(job, conversation, row, location)
-    tokens, is_merged = tokenise_turns(
-        lambda turns: visual_tokens(processor, turns, images, location, tools, job.end_ids), placeholder_turns
-    )
-    ids, mask = truncate_visual_tokens(tokens, job.max_tokens, location)
-    counts = {"truncated_rows": len(tokens.ids) > job.max_tokens, "images": len(image_refs)}
-    return Record((ids, mask, image_refs, location), is_merged, counts | {"image_tokens": tokens.num_image_tokens})
+    return ids, mask
