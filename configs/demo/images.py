@@ -31,7 +31,7 @@ from transformers import (
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data.media_pixels import FrameSettings, pixels_of
-from cosmos_core.data.media_source import Item, open_items
+from cosmos_core.data.media_source import Content, MediaItem, open_items
 from cosmos_core.data.order import shuffled
 from cosmos_core.errors import DataError
 from cosmos_core.run.files import replaced_folder
@@ -66,12 +66,12 @@ def write_pipeline(
         DataError: the data set is missing or has no captioned image that can be read.
     """
     items = list(islice((item for item in open_items(dataset, "dataset")() if _is_image(item)), _MOST_IMAGES))
-    if not items:
+    images = [image for item in items if item.content and (image := _decode(item.content)) is not None]
+    if not images:
         raise DataError(
             f"{dataset.local_dir or dataset.name}: no image with a caption; see docs/how-to/diffusion-data.md"
         )
-    framing = FrameSettings((SIZE, SIZE))
-    pixels = np.stack([pixels_of(item.content, framing, 0.0) for item in items if item.content])
+    pixels = np.stack(images)
     t5 = _word_tokenizer([item.prompt for item in items])
     clip = _clip_tokenizer()
     with torch.random.fork_rng(devices=[]):
@@ -92,8 +92,16 @@ def write_pipeline(
     return error
 
 
-def _is_image(item: Item) -> bool:
+def _is_image(item: MediaItem) -> bool:
     return not item.problem and item.content is not None and not item.content.is_video
+
+
+def _decode(content: Content) -> np.ndarray | None:
+    """Return the pixels of an image; None if it cannot be decoded, which a stage of kind `prepare` reports."""
+    try:
+        return pixels_of(content, FrameSettings((SIZE, SIZE)), 0.0)
+    except DataError:
+        return None
 
 
 def _trained_vae(pixels: torch.Tensor, steps: int) -> tuple[Any, float]:

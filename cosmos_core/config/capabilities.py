@@ -4,7 +4,6 @@ A field declares its limits with marks (`planned`, `Only`, ...); `Table.refusals
 """
 
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline, StageKinds, stage_references
@@ -13,7 +12,6 @@ from cosmos_core.config.inputs import existing_path, source_of
 from cosmos_core.config.override import IMPLIED_SUFFIX
 from cosmos_core.config.reported import check_gates
 from cosmos_core.config.schema.marks import SupportedValues, find_mark
-from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import (
     StageContext,
     Table,
@@ -131,13 +129,17 @@ def _check_products(pipeline: Pipeline) -> None:
                     f"{pipeline.source}: {location}: {key} = {reference!r}: a stage of kind {source_kind!r} makes no "
                     f"{product}; name another stage"
                 )
-        if stage.checkpoint == "best":
+        if stage.checkpoint:
             source = source_of(stage.model) or ""
             trained = pipeline.recipes[source]
-            if not (trained.validation.enable and trained.train.ckpt.enable_checkpoint):
+            required_keys = {"train.ckpt.enable_checkpoint": trained.train.ckpt.enable_checkpoint}
+            if stage.checkpoint == "best":
+                required_keys["validation.enable"] = trained.validation.enable
+            missing = " and ".join(f"{key} = true" for key, is_enabled in required_keys.items() if not is_enabled)
+            if missing and stage.checkpoint != str(trained.train.max_num_steps):
                 raise ConfigError(
-                    f"{pipeline.source}: {location}: checkpoint = 'best' needs validation.enable = true and "
-                    f"train.ckpt.enable_checkpoint = true in stage {source!r}; set both there"
+                    f"{pipeline.source}: {location}: checkpoint = {stage.checkpoint!r} needs {missing} in stage "
+                    f"{source!r}; set it there, or leave checkpoint out for the final model"
                 )
         if kind.table == "merge":
             weights, base = recipe.merge.weights, source_of(stage.model)
@@ -161,43 +163,10 @@ def _may_make(pipeline: Pipeline, name: str, product: str) -> bool:
 def unique_notices(pipeline: Pipeline) -> list[str]:
     """Return one line of text for each setting that is accepted but ignored or changed, without duplicates."""
     stages = [StageContext(recipe, pipeline.kind_of(pipeline.stage(name))) for name, recipe in pipeline.recipes.items()]
-    notices = [
-        notice
-        for stage in stages
-        for notice in (
-            *_ignored_settings(stage.recipe),
-            *_ignored_revisions(stage.recipe),
-            *_disabled_settings(stage, pipeline.kinds),
-        )
-    ]
+    notices = [notice for stage in stages for notice in _ignored_settings(stage, pipeline.kinds)]
     notices += [notice for stage in stages for table in active_tables(stage.recipe) for notice in table.notices(stage)]
-    return list(
-        dict.fromkeys((*pipeline.notices, *notices, *_ignored_stage_keys(pipeline), *_ignored_row_keys(pipeline)))
-    )
-
-
-def unread_tables(pipeline: Pipeline) -> Iterator[str]:
-    """Yield a notice for each recipe table that is set and that only stages of other kinds than those of the pipeline
-    read. The pipeline must have all its stages, unlike that of a Python flow."""
-    if any(stage.entry for stage in pipeline.stages):  # a user function receives the whole recipe
-        return
-    stage_kinds = {stage.kind for stage in pipeline.stages}
-    for name in Recipe.model_fields:
-        readers = [
-            kind.name for kind in pipeline.kinds.values()
-            if any(key.partition(".")[0] == name for key in chain(kind.recipe_tables, *kind.keys_by_modality.values()))
-        ]  # fmt: skip
-        is_unread = bool(readers) and stage_kinds.isdisjoint(readers)
-        if is_unread and any(_has_settings(recipe, name) for recipe in pipeline.recipes.values()):
-            yield f"{name} has no effect here: only stages of kind {' or '.join(map(repr, readers))} read it"
-
-
-def _has_settings(recipe: Recipe, name: str) -> bool:
-    """Return True if a table of a recipe, or a key outside of tables, was set to another value than its default."""
-    value = getattr(recipe, name)
-    if not isinstance(value, Table):
-        return recipe.is_set(name)
-    return value != type(value)() and any(is_set for *_, is_set in active_fields(value))
+    notices += [*_ignored_stage_keys(pipeline), *_ignored_row_keys(pipeline)]
+    return list(dict.fromkeys((*pipeline.notices, *notices)))
 
 
 def _unsupported_settings(table: Table, stage: StageContext) -> Iterator[str]:
@@ -211,14 +180,16 @@ def _unsupported_settings(table: Table, stage: StageContext) -> Iterator[str]:
         yield from subtable.refusals(stage)
 
 
-def _ignored_settings(recipe: Recipe) -> Iterator[str]:
-    for key, field, value, is_set in active_fields(recipe):
+def _ignored_settings(stage: StageContext, kinds: StageKinds) -> Iterator[str]:
+    for key, field, value, is_set in active_fields(stage.recipe):
         field_status = status(field)
         if is_set and field_status.name == "no effect":
             yield f"{key} = {as_toml(value)} has no effect here: {field_status.note}"
-
-
-def _disabled_settings(stage: StageContext, kinds: StageKinds) -> Iterator[str]:
+    for table, dataset in stage.recipe.datasets.items():
+        for key in ("subset", "revision"):
+            value = getattr(dataset, key)
+            if value and existing_path(dataset.name, Path.cwd()):
+                yield f"{table}.{key} = {as_toml(value)} has no effect here: {dataset.name} is on this machine"
     for key, value, switch_name in unused_settings(stage.recipe):
         # No stage kind declares keys that do not change results, such as those of the profiler: report them always.
         if stage.kind.reads_key(key) or not any(kind.reads_key(key) for kind in kinds.values()):
@@ -263,11 +234,3 @@ def _ignored_row_keys(pipeline: Pipeline) -> Iterator[str]:
                     f"stage {stage.name!r}: {key} = {as_toml(value)} has no effect here: stage {source!r} prepares its "
                     f"rows; set data to prepare rows of its own"
                 )
-
-
-def _ignored_revisions(recipe: Recipe) -> Iterator[str]:
-    for table, dataset in recipe.datasets.items():
-        for key in ("subset", "revision"):
-            value = getattr(dataset, key)
-            if value and existing_path(dataset.name, Path.cwd()):
-                yield f"{table}.{key} = {as_toml(value)} has no effect here: {dataset.name} is on this machine"

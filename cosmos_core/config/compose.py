@@ -215,7 +215,9 @@ def _compose_pipeline(
     config = parse(PipelineConfig, values, source=str(path), prefix="pipeline")
     stages, recipes, tables_by_stage, recipe_folders = [], {}, {}, {"": list[Path]()}
     for number, entry in enumerate(entries):
-        stage = parse(StageConfig, apply_overrides(entry, settings), source=_describe_location(path, entry, number))
+        name = entry.get("name")
+        location = f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{number}]"
+        stage = parse(StageConfig, apply_overrides(entry, settings), source=location)
         recipe_values, recipe_folders[stage.recipe] = _read_recipe_file(path, stage, notices)
         tables = tables_by_stage[stage.name] = merge(merge(shared, recipe_values), stage.overrides)
         recipe_note = f" (recipe {stage.recipe})" if stage.recipe else ""
@@ -240,11 +242,6 @@ def _read_stage_entries(path: Path, pipeline_table: Any) -> list[Mapping[str, An
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
         raise ConfigError(f"{path}: pipeline.stages: must be tables, each under a line [[pipeline.stages]]")
     return entries
-
-
-def _describe_location(path: Path, entry: Mapping[str, Any], entry_index: int) -> str:
-    name = entry.get("name")
-    return f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{entry_index}]"
 
 
 def _read_recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> tuple[Values, list[Path]]:

@@ -57,7 +57,7 @@ class Input:
     role: Role
     """Use of the input. `carried`: files of the model that training does not read and exports copy. `end_tokens`: file
     with the tokens that end a generation. `hook`: user code that does not change the result. `rewards`: code and models
-    of a reward service."""
+    of a reward service, or models of a built-in reward."""
     location: str
     """Location of the input: a path, URL, Hub id, `stage:NAME` or import path, or the name of a built-in module or of a
     row generator."""
@@ -266,15 +266,21 @@ def _code_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> I
         if find_mark(field, NamedThing) is NamedThing.CODE:
             names = (value,) if isinstance(value, str) else value or ()
             role: Role = "code" if affects_result(field) else "hook"
-            reward_functions = {*policy.rewards, *held_out_rewards, *recipe.evaluate.rewards}
+            reward_functions = {*policy.held_out_rewards, *held_out_rewards, *recipe.evaluate.rewards}
             yield from (Input(key, role, n, "code") for n in names if is_import_path(n) and n not in reward_functions)
     reward_names: dict[str, Iterable[str]] = {
-        "train.train_policy.reward_function": policy.rewards, "validation.reward_function": held_out_rewards
+        "train.train_policy.reward_function": policy.held_out_rewards, "validation.reward_function": held_out_rewards
     }  # fmt: skip
     if stage_kind.reads_key(EVALUATION_REWARDS):
         reward_names = {EVALUATION_REWARDS: recipe.evaluate.rewards}
     for key, names in reward_names.items():
         yield from (Input(key, "reward", n, "code" if is_import_path(n) else "literal") for n in names)
+    runs_rewards = stage_kind.scores or stage_kind.trains_model or EVALUATION_REWARDS in reward_names
+    for name in dict.fromkeys(name for names in reward_names.values() for name in names if runs_rewards):
+        reward_table = recipe.custom.get(name)
+        for option, value in reward_table.items() if isinstance(reward_table, dict) else ():
+            if isinstance(value, str) and value and (path := existing_path(value, Path.cwd())):
+                yield Input(f"custom.{name}.{option}", "rewards", str(path), "folder")
     if stage_kind.reads_data == "source":
         dataset_names = [source.dataset.name for source in policy.sources.values()]
         dataset_classes = [name for name in (*dataset_names, recipe.validation.dataset.name) if is_code(name)]

@@ -10,11 +10,12 @@ import pytest
 
 from cosmos_core.config.compose import Pipeline, load_pipeline, with_stage
 from cosmos_core.config.files import read_config
+from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.errors import EXIT_USAGE
 from tasks.kinds import all_kinds
 from tests.conftest import Workspace
-from tests.unit.test_config_load import SFT, load
+from tests.unit.test_config_load import GRPO, SFT, load, refused
 from tests.unit.test_config_mutations import in_file, told
 
 # What a file holds, and what is said of it; empty: it is valid.
@@ -163,6 +164,28 @@ def test_a_link_to_a_file_without_a_suffix_keeps_its_name(tmp_path: Path) -> Non
 def test_the_interpreter_of_workers_is_the_same_from_any_folder(tmp_path: Path) -> None:
     for python, found in (("venv/bin/python", f"{os.getcwd()}/venv/bin/python"), ("python3", "python3")):
         assert load(tmp_path, SFT, f"pipeline.python={python}").config.python == found
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("train.timestamp='a b'", "train.timestamp = 'a b': string should match pattern"),
+        ("sft.timeout='0s'", "timeout = '0s' must be above 0; leave it out for no limit"),
+        ("evaluate.seed=4294967296", "evaluate.seed = 4294967296: input should be less than 4294967296"),
+        ("rollout.gpu_memory_utilization=0", "rollout.gpu_memory_utilization = 0: input should be greater than 0"),
+        ("sft.sweep={metric='loss', branches=[{stages=[]}]}", "0.stages = []: value should have at least 1 item"),
+        ("train.optm_impl=[]", "train.optm_impl: it is an empty list; give one value per model part"),
+    ],
+)
+def test_a_value_that_would_fail_in_a_run_is_refused_by_the_schema(tmp_path: Path, setting: str, said: str) -> None:
+    assert said in refused(tmp_path, SFT, setting)
+
+
+def test_an_empty_string_in_place_of_a_list_of_names_is_an_empty_list(tmp_path: Path) -> None:
+    settings = (f"train.train_policy.{each}=''" for each in ("filter_reward_metric", "reward_env", "dataset.split"))
+    policy = load(tmp_path, GRPO, *settings).recipes["rl"].train.train_policy
+    assert isinstance(policy, GrpoConfig)
+    assert (policy.filter_reward_metric, policy.reward_env, policy.dataset.split) == ((), (), ("train",))
 
 
 def test_weights_of_a_user_that_is_not_there_are_missing(tmp_path: Path) -> None:

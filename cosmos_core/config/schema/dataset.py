@@ -65,11 +65,13 @@ class RowsConfig(Table):
     renders the same prompts; prompts that it does not have count as rows that cannot be read. Empty: the column."""
 
     @model_validator(mode="after")
-    def _check_pass_rate_range(self) -> Self:
+    def _check_combinations(self) -> Self:
         if self.keep:
             parse_range(self.keep)
         elif self.pass_rates:
             raise ValueError("pass_rates needs keep = '0.1 <= pass_rate <= 0.9' or another range; set it")
+        if self.arguments and not generator_of(self.name):
+            raise ValueError(f"arguments are for a generator, name = '{GENERATED}NAME', not {self.name!r}; remove them")
         return self
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
@@ -78,12 +80,6 @@ class RowsConfig(Table):
             yield "dataset.keep: only prompts of text have pass rates; leave it out for a diffusion model"
         if self.pass_rates and not stage.recipe.train.train_policy.has_rollouts:
             yield "dataset.pass_rates: the rates of prompts to complete (RL); rows to learn have a column pass_rate"
-
-    @model_validator(mode="after")
-    def _check_generator_options(self) -> Self:
-        if self.arguments and not generator_of(self.name):
-            raise ValueError(f"arguments are for a generator, name = '{GENERATED}NAME', not {self.name!r}; remove them")
-        return self
 
     @field_validator("test_size")
     @classmethod

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import ValidationInfo, field_validator
 
-from cosmos_core.config.schema.marks import UnitMark
+from cosmos_core.config.schema.marks import RequiresEnabledField, UnitMark
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import DType, Fraction, ModelName, NonNegativeFloat, Rows, Tokens
@@ -62,7 +62,7 @@ class DistillationConfig(Table):
     """Number of tokens of the teacher's distribution in the loss. 0 or less: the advantage of a token decreases by log
     policy - log teacher (reverse KL). Otherwise the loss is the Jensen-Shannon divergence over this many tokens and one
     event for all other tokens."""
-    jsd_beta: Fraction = 0.5
+    jsd_beta: Annotated[Fraction, RequiresEnabledField("top_k")] = 0.5
     """Mixture weight of the Jensen-Shannon divergence with `top_k`: 0 is the forward KL, 1 the reverse KL."""
     trainer_token_ids_from_teacher: bool = True
     """Take the `top_k` tokens that are most likely under the teacher; False: those that are most likely under the

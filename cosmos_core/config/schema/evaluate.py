@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from cosmos_core.config.schema.marks import NamedThing, NoResult, OmittedIfEmpty, RequiresEnabledField, UnitMark
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import Names, NonNegativeInt, PositiveInt, Tokens
@@ -38,7 +40,7 @@ class EvaluateConfig(Table):
     max_length: Tokens | None = None
     """Maximum number of tokens of prompt and completion together; a longer prompt loses its beginning. None: the
     maximum of the model."""
-    seed: NonNegativeInt | None = None
+    seed: Annotated[NonNegativeInt, Field(lt=2**32)] | None = None
     """Seed of Python, NumPy, torch and the choice of examples; None: 0 for Python, 1234 for the others, as lm-eval
     does. For a diffusion model the seed of the noise; None: 0."""
     engine: Literal["auto", "vllm", "hf"] = "auto"

@@ -9,11 +9,10 @@ from cosmos_core.config.schema.data_term import DataTermConfig
 from cosmos_core.config.schema.marks import NamedThing, RequiresEnabledField, SupportedValues
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.table import StageContext, warn
-from cosmos_core.config.schema.value_types import NameOrImportPath, NonNegativeFloat, PositiveFloat, Steps, Tokens
+from cosmos_core.config.schema.value_types import NameOrImportPath, NonNegativeFloat, PositiveFloat, StepCount, Tokens
 from cosmos_core.registry import is_code
 
 Algo = Literal["grpo", "rloo", "batch-std", "reinforce++", "reinforce++-baseline", "maxrl", "gdpo"]
-_RATIO_CAPPED_VARIANTS = ("cispo", "dppo_tv", "dppo_kl")
 RolloutCorrection = Literal["", "none", "truncate", "mask", "sequence-truncate", "sequence-mask"]
 
 
@@ -84,8 +83,8 @@ class GrpoConfig(RlConfig):
     """Fraction of the trained tokens of an optimizer step that the policy loss includes: the tokens with the highest
     entropy. Below 1 it needs an additional forward pass (arXiv 2506.01939: 0.2). 1: all tokens."""
     mask_truncated_completions: bool = False
-    """Leave completions that reached `rollout.max_response_length` out of the loss; their rewards still count in the
-    advantages of their group (arXiv 2503.14476, overlong filtering)."""
+    """Leave completions that reached `rollout.max_response_length`, or the last turn with a tool call, out of the loss;
+    their rewards still count in the advantages of their group (arXiv 2503.14476, overlong filtering)."""
     aipo_rho: PositiveFloat | None = None
     """Maximum importance weight of AIPO, which weights tokens by policy / rollout policy in place of clipping (arXiv
     2505.24034); None: off."""
@@ -100,7 +99,7 @@ class GrpoConfig(RlConfig):
     min_filter_prefix_tokens: Tokens | None = None
     """Minimum length of a shared prefix to leave out of the loss: a prefix that completions with different rewards
     share; None: no prefix is left out."""
-    reference_reset_interval: Steps | None = None
+    reference_reset_interval: StepCount | None = None
     """Number of train steps after which the current policy becomes the new reference of the KL penalty; None: never."""
     reset_optimizer_with_reference: Annotated[bool, RequiresEnabledField("reference_reset_interval")] = True
     """Also reset the optimizer's moments when the reference policy is reset; the learning rate schedule continues."""
@@ -138,18 +137,25 @@ class GrpoConfig(RlConfig):
 
     def notices(self, stage: StageContext) -> Iterator[str]:
         yield from super().notices(stage)
+        clipping_variants = ("grpo", "dapo", "gspo", "dppo_tv", "dppo_kl")
         keys_by_variant = {
-            "ratio_cap": _RATIO_CAPPED_VARIANTS,
+            "epsilon_low": clipping_variants,
+            "epsilon_high": clipping_variants,
+            "lower_bound_ratio": ("grpo", "dapo"),
+            "ratio_cap": ("cispo", "dppo_tv", "dppo_kl"),
             "sapo_temperature_pos": ("sapo",),
             "sapo_temperature_neg": ("sapo",),
         }
         for name, variants in keys_by_variant.items():
-            if self.variant not in variants and self.is_set(name):
-                variants_text = " or ".join(map(repr, variants))
+            if self.is_set(name) and (self.variant not in variants or self.aipo_rho is not None):
+                variants_text = " or ".join(map(repr, variants)) + ", without aipo_rho" * (self.aipo_rho is not None)
                 yield f"train.train_policy.{name} has no effect here: it is for variant = {variants_text}"
         for name in ("advantage_low", "advantage_high"):
             if not stage.recipe.policy.is_diffusers and self.is_set(name):
                 yield f"train.train_policy.{name} has no effect here: it bounds advantages of diffusion models"
+        for name in ("direct_math", "overlong") if self.algo == "maxrl" else ():
+            if self.rewards.get(name):
+                yield f"train.train_policy.algo = 'maxrl' ends the run at a reward below 0, which {name!r} can give"
 
     @field_validator("lower_bound_ratio")
     @classmethod
@@ -248,16 +254,12 @@ class GrpoConfig(RlConfig):
         return self
 
     @model_validator(mode="after")
-    def _warn_ignored_variant(self, info: ValidationInfo) -> Self:
+    def _check_combined_losses(self, info: ValidationInfo) -> Self:
         if self.aipo_rho is not None and self.variant not in {"grpo", "dapo"}:
             warn(
                 info,
                 f"train.train_policy.variant = {self.variant!r} has no effect on the loss, because aipo_rho is set",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_old_policy_source(self) -> Self:
         if self.use_decoupled_loss and self.use_rollout_logprobs_for_loss:
             raise ValueError(
                 "use_decoupled_loss and use_rollout_logprobs_for_loss exclude each other: one recomputes the old "
@@ -265,15 +267,12 @@ class GrpoConfig(RlConfig):
             )
         return self
 
-    @model_validator(mode="before")
-    @classmethod
-    def _collect_needed_logprobs(cls, values: Any) -> Any:
+    @model_validator(mode="after")
+    def _collect_needed_logprobs(self) -> Self:
         """Switch on the rollout log-probabilities that the losses with importance weights need."""
-        if isinstance(values, dict) and values.get("use_decoupled_loss") is True:
-            return values | {"rollout_as_token_ids": True, "collect_rollout_logprobs": True}
-        if isinstance(values, dict) and values.get("use_rollout_logprobs_for_loss") is True:
-            return values | {"collect_rollout_logprobs": True}
-        return values
+        if self.use_decoupled_loss:
+            return self.derive(rollout_as_token_ids=True, collect_rollout_logprobs=True)
+        return self.derive(collect_rollout_logprobs=True) if self.use_rollout_logprobs_for_loss else self
 
     @property
     def supervised_rows(self) -> DataTermConfig | None:

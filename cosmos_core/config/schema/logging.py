@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from cosmos_core.config.schema.marks import NamedThing, NoResult
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.value_types import NameOrImportPath, Steps
+from cosmos_core.config.schema.value_types import NameOrImportPath, StepCount
 from cosmos_core.registry import is_import_path, offered_names
 
 CONSOLE = "console"
@@ -25,7 +25,7 @@ class LoggingConfig(Table):
     """Write completions of training with their rewards to `completions/` of the stage, which `cosmos samples` shows. Of
     each step, 8 completions of each of 4 prompts at most, including the best and the worst (of images and videos 4 of
     each of 2); only the newest 1,000 steps are kept, and at most 1 GiB of images and videos."""
-    multi_modal_log_interval: Annotated[Steps | None, NoResult] = None
+    multi_modal_log_interval: Annotated[StepCount | None, NoResult] = None
     """Number of steps between validations whose generated images and videos are sent to Weights & Biases; None: those
     of each validation are sent."""
     project_name: Annotated[str, NoResult] = "cosmos_rl"

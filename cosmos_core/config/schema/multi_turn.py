@@ -63,12 +63,6 @@ class MultiTurnRolloutConfig(Table):
     def refusals(self, stage: StageContext) -> Iterator[str]:
         if self.continue_final_message and self.add_generation_prompt:
             yield f"{_KEY}.continue_final_message excludes add_generation_prompt; set that to false"
-        tp_size = stage.recipe.rollout.parallelism.tp_size
-        if self.enabled_tools and tp_size > 1 and stage.recipe.mode == "colocated":
-            yield (
-                f"{_KEY}.tools: with rollout.parallelism.tp_size = {tp_size} each rank of an engine would call them; "
-                f"set it to 1"
-            )
 
     def notices(self, stage: StageContext) -> Iterator[str]:
         """Yield notices about settings that end every conversation after one turn, or let every tool call fail."""

@@ -141,8 +141,8 @@ class StageConfig(Table):
     @field_validator("timeout")
     @classmethod
     def _check_timeout(cls, timeout: str) -> str:
-        if timeout:
-            seconds(timeout)
+        if timeout and not seconds(timeout):
+            raise ValueError(f"timeout = {timeout!r} must be above 0; leave it out for no limit")
         return timeout
 
     @field_validator("require")

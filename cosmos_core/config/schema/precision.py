@@ -5,7 +5,6 @@ from typing import Literal
 
 from cosmos_core.config.schema.table import StageContext, Table
 
-_ScalingRecipe = Literal["dynamic_scaling", "delayed_scaling"]
 _ScaleGranularity = Literal["rowwise", "tensorwise"]
 
 

@@ -121,6 +121,26 @@ class Recipe(Table):
         """Return the settings of the teacher of a stage of this kind; None: no teacher."""
         return self.teacher if kind.feed == "rollouts" else None
 
+    def obstacle_to_images(self, kind: "StageKind") -> str:
+        """Return why a stage of this kind cannot read rows with images; empty if it can."""
+        for key in ("tp_size", "cp_size", "pp_size", "ep_size"):
+            if (size := getattr(self.policy.parallelism, key)) > 1:
+                return (
+                    f"policy.parallelism.{key} = {size}: this version shards models that are shown images by "
+                    f"dp_shard_size and dp_replicate_size alone; set {key} = 1"
+                )
+        if self.train.train_policy.has_token_based_batches:
+            return (
+                "train.train_policy.enable_dp_load_balancing = true: rows with images go apart from rows without, "
+                "whatever their length; set it to false"
+            )
+        if self.teacher_of(kind):
+            return (
+                "distillation.enable = true: this version shows images to the policy alone, not to a teacher; set it "
+                "to false, or take rows without images"
+            )
+        return ""
+
     @property
     def reward_constants(self) -> dict[str, Any]:
         """Return the values of the recipe that every reward function may take as keyword arguments; see
@@ -132,7 +152,8 @@ class Recipe(Table):
     @property
     def uses_judge(self) -> bool:
         """Return whether training or validation uses the reward `judge`."""
-        return "judge" in {*self.train.train_policy.rewards, *self.validation.reward_function}
+        policy = self.train.train_policy
+        return "judge" in {*policy.rewards, *(self.validation.reward_function or policy.held_out_rewards)}
 
     @property
     def reward_env(self) -> tuple[str, ...]:
@@ -218,12 +239,6 @@ class Recipe(Table):
         return not (exclusions[0] or (exclusions[1] and isinstance(self.train.train_policy, RlConfig)))
 
     @model_validator(mode="after")
-    def _check_dataset_mixture(self) -> Self:
-        if self.train.train_policy.datasets and self.policy.is_diffusers:
-            raise ValueError("train.train_policy.datasets mixes rows of text; name one data set of media in dataset")
-        return self
-
-    @model_validator(mode="after")
     def _check_lora_in_rl(self) -> Self:
         if self.policy.lora is None or not isinstance(self.train.train_policy, RlConfig) or self.policy.is_diffusers:
             return self
@@ -258,8 +273,10 @@ class Recipe(Table):
         return validation.derive(use_remote_reward=is_remote, remote_reward=remote_reward)
 
     @model_validator(mode="after")
-    def _check_shared_service(self) -> Self:
+    def _check_rows_and_service(self) -> Self:
         policy, validation_setting = self.train.train_policy, self.validation.use_remote_reward
+        if policy.datasets and self.policy.is_diffusers:
+            raise ValueError("train.train_policy.datasets mixes rows of text; name one data set of media in dataset")
         is_remote_in_training = isinstance(policy, RlConfig) and policy.use_remote_reward
         if validation_setting is not None and validation_setting != is_remote_in_training:
             raise ValueError(

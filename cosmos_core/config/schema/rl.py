@@ -212,6 +212,8 @@ class RlConfig(AlgorithmConfig):
     def _resolve_rewards(self) -> Self:
         if not self.reward_function and not self.bypass_reward:
             raise ValueError("reward_function is empty; name at least one reward")
+        if self.uncentralized_training and self.variant != "grpo":
+            raise ValueError(f"uncentralized_training needs variant = 'grpo', not {self.variant!r}")
         return self.without_rewards() if self.bypass_reward else self
 
     def without_rewards(self) -> Self:
@@ -251,9 +253,3 @@ class RlConfig(AlgorithmConfig):
             return steps
         warn(info, f"train.train_policy.max_inflight_steps = {steps}: {min_steps}, which is allowed_outdated_steps + 1")
         return int(min_steps)
-
-    @model_validator(mode="after")
-    def _check_uncentralized(self) -> Self:
-        if self.uncentralized_training and self.variant != "grpo":
-            raise ValueError(f"uncentralized_training needs variant = 'grpo', not {self.variant!r}")
-        return self

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresEnabledField, UnitMark, accepts_registered
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
@@ -85,7 +85,7 @@ class RolloutConfig(Table):
     enforce_eager: Annotated[bool, NoResult] = False
     """Run vLLM without CUDA graphs, which saves their memory and the time to capture them (Cosmos-RL: true by default);
     no effect on CPU."""
-    gpu_memory_utilization: Annotated[Fraction, NoResult] = 0.8
+    gpu_memory_utilization: Annotated[Fraction, Field(gt=0), NoResult] = 0.8
     """Fraction of a GPU's memory that vLLM may use; no effect on CPU."""
     probe_interval: Annotated[PositiveInt, UnitMark("train steps"), NoResult] = 50
     """Number of train steps between two comparisons of the log-probabilities of engine and trainer. They are also
@@ -130,12 +130,6 @@ class RolloutConfig(Table):
             f"async_r2r_sync = {self.async_r2r_sync!r}": self.async_r2r_sync != "disabled",
         }
         return [f"rollout.{setting}" for setting, is_obstacle in obstacle_by_setting.items() if is_obstacle]
-
-    @property
-    def changes_token_distribution(self) -> bool:
-        """Return True if training tokens are sampled from another distribution than softmax(logits / temperature)."""
-        sampling = self.sampling_config
-        return sampling.top_p < 1 or sampling.top_k > 0 or sampling.repetition_penalty != 1
 
     def _engine_notices(self, stage: StageContext) -> Iterator[str]:
         """Yield notices about settings of engines in separate processes if there are no such engines."""
@@ -257,18 +251,17 @@ class RolloutConfig(Table):
                 f"rollout.max_response_length = {self.max_response_length}: a completion gets the tokens that its "
                 f"prompt leaves of policy.model_max_length = {model_max_length}"
             )
-        if not stage.recipe.train.train_policy.has_rollouts or not self.changes_token_distribution:
-            return
         fields, sampling = SamplingConfig.model_fields, dict(self.sampling_config)
         setting_names = ("top_p", "top_k", "repetition_penalty")
         changed_settings = [
             f"{name} = {sampling[name]}" for name in setting_names if sampling[name] != fields[name].default
         ]
-        yield (
-            f"rollout.sampling_config: {', '.join(changed_settings)}: training completions are not drawn from the "
-            f"policy; the "
-            f"loss weights their tokens by policy / sampled distribution, and never sees the tokens that are cut off"
-        )
+        if changed_settings and stage.recipe.train.train_policy.has_rollouts:
+            yield (
+                f"rollout.sampling_config: {', '.join(changed_settings)}: training completions are not drawn from the "
+                f"policy; the loss weights their tokens by policy / sampled distribution, and never sees the tokens "
+                f"that are cut off"
+            )
 
     @property
     def checks_generation_config(self) -> bool:

@@ -5,8 +5,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cosmos_core.config.schema.marks import NoResult
-from cosmos_core.config.schema.table import StageContext, Table
+from cosmos_core.config.schema.marks import NoResult, RequiresEnabledField
+from cosmos_core.config.schema.table import StageContext, Table, check_order
 from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 
@@ -30,10 +30,7 @@ class KeepConfig(Table):
 
     @model_validator(mode="after")
     def _check_pass_rate_order(self) -> Self:
-        if self.min_pass_rate > self.max_pass_rate:
-            raise ValueError(
-                f"min_pass_rate = {self.min_pass_rate:g} exceeds max_pass_rate = {self.max_pass_rate:g}; exchange them"
-            )
+        check_order(self, "min_pass_rate", "max_pass_rate")
         return self
 
 
@@ -45,16 +42,16 @@ class SampleStageConfig(Table):
     pairs: Literal["", "best-worst"] = ""
     """Format of the rows. Empty: a conversation for SFT. `best-worst`: a pair for DPO, of the best completion that
     passes `keep` and the worst completion of the same prompt."""
-    min_margin: NonNegativeFloat = 0.0
+    min_margin: Annotated[NonNegativeFloat, RequiresEnabledField("pairs")] = 0.0
     """With `pairs`: difference of rewards that the two completions of a pair must exceed."""
     endpoint: Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")] = ""
     """URL of an OpenAI-compatible server that completes the prompts, such as `http://host:8000/v1`; the model of the
     stage then only supplies the tokenizer. Empty: the model of the stage completes them."""
     endpoint_model: str = ""
     """With `endpoint`: name of the model on that server."""
-    endpoint_key_env: Annotated[str, NoResult] = "OPENAI_API_KEY"
+    endpoint_key_env: Annotated[str, RequiresEnabledField("endpoint"), NoResult] = "OPENAI_API_KEY"
     """With `endpoint`: environment variable that holds the key of the server, if it needs one."""
-    endpoint_requests: Annotated[PositiveInt, NoResult] = 32
+    endpoint_requests: Annotated[PositiveInt, RequiresEnabledField("endpoint"), NoResult] = 32
     """With `endpoint`: maximum number of requests at a time."""
 
     def refusals(self, stage: StageContext) -> Iterator[str]:

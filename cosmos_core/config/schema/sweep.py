@@ -14,7 +14,7 @@ _MAX_BRANCHES = 256
 class SweepBranch(Table):
     """`[[pipeline.stages.sweep.branches]]`: one branch of a sweep."""
 
-    stages: Names
+    stages: Annotated[Names, Field(min_length=1)]
     """Stages of the branch, in order: the branch is judged by the metrics of all its stages, and its model is that of
     the last stage which makes one."""
     settings: Annotated[dict[str, Any], NoResult] = {}

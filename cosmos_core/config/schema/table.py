@@ -197,10 +197,11 @@ def _changed_settings(table: Table, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def active_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
     """Yield every key that has an effect with the present values, as (dotted path, field, value, whether it was set and
-    differs from its default)."""
+    differs from its default). The keys of a table that a rule has copied from another table do not count as set."""
     for name, field, value in _iterate_active_fields(table):
         if isinstance(value, Table) and status(field) == _USED_STATUS:
-            yield from active_fields(value, f"{prefix}{name}.")
+            for key, inner_field, inner_value, is_set in active_fields(value, f"{prefix}{name}."):
+                yield key, inner_field, inner_value, is_set and name in table.model_fields_set
         elif _are_tables(value):
             for i, subtable in enumerate(value):
                 yield from active_fields(subtable, f"{prefix}{name}.{i}.")

@@ -31,7 +31,7 @@ from cosmos_core.config.schema.value_types import (
     PositiveFloat,
     PositiveInt,
     Rows,
-    Steps,
+    StepCount,
     Strings,
 )
 
@@ -59,7 +59,7 @@ class TrainConfig(Table):
 
     epoch: Annotated[PositiveInt, UnitMark("epochs")] = 1
     """Number of passes over the training rows."""
-    max_num_steps: Steps | None = None
+    max_num_steps: StepCount | None = None
     """Maximum number of train steps, over which the learning rate schedule then extends; None: until the epochs end."""
     train_batch_per_replica: Rows = 8
     """Number of rows per step: with SFT rows per optimizer step, all ranks together (Cosmos-RL: per data-parallel
@@ -90,14 +90,14 @@ class TrainConfig(Table):
     optm_warmup_steps: Annotated[int | float, UnitMark("train steps or fraction")] = 20
     """Length of the warm-up of the learning rate: a number of steps, or as a float up to 1.0 a fraction of all
     steps."""
-    optm_warmup_start_factor: Fraction = 0.0
+    optm_warmup_start_factor: Annotated[Fraction, RequiresEnabledField("optm_warmup_steps")] = 0.0
     """Factor of the learning rate at the start of the warm-up; the first step has one increment more, so that its
     factor is never 0."""
-    optm_decay_ratio: Fraction | None = None
+    optm_decay_ratio: Annotated[Fraction | None, RequiresEnabledField("optm_decay_type")] = None
     """Fraction of all steps in which the learning rate decays; None: all steps after the warm-up."""
     optm_decay_type: Literal["none", "linear", "cosine", "sqrt"] | None = None
     """Shape of the decay of the learning rate; None or `none`: constant learning rate."""
-    optm_min_lr_factor: Fraction = 0.0
+    optm_min_lr_factor: Annotated[Fraction, RequiresEnabledField("optm_decay_type")] = 0.0
     """Factor of the learning rate at the end of the decay."""
     optm_grad_norm_clip: float = 1.0
     """Maximum global gradient norm, to which gradients are clipped; 0 or less: the norm is only measured."""
@@ -158,7 +158,7 @@ class TrainConfig(Table):
     """Keep activations (with recomputation: the inputs of blocks) in host memory until the backward pass. Not yet run
     on a GPU."""
 
-    sync_weight_interval: Steps = 1
+    sync_weight_interval: StepCount = 1
     """Number of train steps between two transfers of weights to the rollout engines; weights are also transferred when
     a training starts or resumes, and before each validation. Above 1, rollouts therefore depend on the step at which a
     training resumes, and on `validation.freq`. Engines that use the trainer's own weights (`hf` on one rank,
@@ -182,7 +182,7 @@ class TrainConfig(Table):
     """Signals that request saving and stopping, in addition to SIGTERM."""
     output_dir: Annotated[str, NoResult] = "./outputs"
     """Folder of all runs; the run id is appended."""
-    timestamp: Annotated[str, NoResult] = ""
+    timestamp: Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?$"), NoResult] = ""
     """Id of the run; empty: the local time as YYYYmmddHHMMSS."""
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
@@ -241,19 +241,15 @@ class TrainConfig(Table):
     def _normalise_resume(cls, where: bool | str) -> bool | str:
         return False if where in {"", "None", "False"} else where
 
-    @field_validator("optm_lr")
+    @field_validator("optm_lr", "optm_impl")
     @classmethod
-    def _take_single_learning_rate(cls, rate: Any) -> Any:
-        if isinstance(rate, dict) and "global" not in rate:
-            raise ValueError(f"optm_lr = {rate} must have the key 'global', the rate of all modules not named")
-        if isinstance(rate, tuple) and not rate:
-            raise ValueError("optm_lr is an empty list; give one rate per model part")
-        return _take_single_item(rate)
-
-    @field_validator("optm_impl")
-    @classmethod
-    def _take_single_implementation(cls, implementation: Any) -> Any:
-        return _take_single_item(implementation)
+    def _take_single_item(cls, value: Any) -> Any:
+        """Return the item of a one-item list, since a model has one part; return any other value unchanged."""
+        if isinstance(value, dict) and "global" not in value:
+            raise ValueError(f"optm_lr = {value} must have the key 'global', the rate of all modules not named")
+        if value == ():
+            raise ValueError("it is an empty list; give one value per model part")
+        return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
     @field_validator("optm_warmup_steps")
     @classmethod
@@ -296,7 +292,7 @@ class TrainConfig(Table):
         return values
 
     @model_validator(mode="after")
-    def _check_batch_sizes(self) -> Self:
+    def _check_combinations(self) -> Self:
         policy = self.train_policy
         if self.train_batch_per_replica % policy.mini_batch:
             raise ValueError(
@@ -318,11 +314,6 @@ class TrainConfig(Table):
                 "train_policy.enable_dp_load_balancing = true needs max_num_steps: batches differ in rows, so the "
                 "length of an epoch is unknown; set train.max_num_steps"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_weight_sync(self) -> Self:
-        policy = self.train_policy
         if isinstance(policy, RlConfig) and policy.on_policy and self.sync_weight_interval != 1:
             raise ValueError(
                 f"train_policy.on_policy = true needs sync_weight_interval = 1, not {self.sync_weight_interval}: "
@@ -334,8 +325,3 @@ class TrainConfig(Table):
 def inferred_type(policy: Mapping[str, Any]) -> Any:
     """Return the `type` of a `train_policy`, or infer it from its keys if it is missing."""
     return policy.get("type", "grpo" if _GRPO_ONLY_KEYS & set(policy) else "sft")
-
-
-def _take_single_item(values: Any) -> Any:
-    """Return the item of a one-item list, since a model has one part; return any other value unchanged."""
-    return values[0] if isinstance(values, tuple) and len(values) == 1 else values

@@ -17,7 +17,7 @@ from cosmos_core.config.schema.value_types import (
     PositiveFloat,
     RewardWeights,
     Rows,
-    Steps,
+    StepCount,
     Tokens,
     TopK,
 )
@@ -37,7 +37,7 @@ class ValidationConfig(Table):
     """Run validation during training; a stage of kind `validate` measures whether or not this is set."""
     val_before_train: bool = False
     """Run validation also before the first step."""
-    freq: Steps = 20
+    freq: StepCount = 20
     """Number of optimizer steps (SFT) or train steps (RL) between two validations."""
     batch_size: Rows | None = None
     """Number of rows per forward pass, or of prompts per generation call; None: as in training."""
@@ -77,7 +77,7 @@ class ValidationConfig(Table):
         return self
 
     def notices(self, stage: StageContext) -> Iterator[str]:
-        """Yield notices about text completions that cannot differ, or that exceed the maximum length of the model."""
+        """Yield notices about completions that cannot differ, that may be too long, or that a default reward scores."""
         max_response_tokens, model_max_length = self.max_response_length or 0, stage.recipe.policy.model_max_length
         has_prompts = stage.measures_held_out and stage.recipe.completes_held_out
         if has_prompts and not stage.recipe.policy.is_diffusers and max_response_tokens >= model_max_length:
@@ -90,6 +90,14 @@ class ValidationConfig(Table):
             yield (
                 f"validation.n_generation = {self.n_generation}: the completions of a prompt are the same: each "
                 f"takes the likeliest token; set validation.temperature = 1 and validation.top_k = -1 to draw"
+            )
+        policy = stage.recipe.train.train_policy
+        is_default = "reward_function" not in policy.model_fields_set and not self.reward_function
+        has_other_rewards = any(source.reward_function for source in policy.datasets) and policy.held_out_rewards
+        if has_prompts and self.dataset.name and is_default and has_other_rewards:
+            yield (
+                f"validation.dataset.name = {self.dataset.name!r}: the rewards of train.train_policy.datasets do not "
+                f"score its rows, but the default of train.train_policy.reward_function; set validation.reward_function"
             )
 
     @property

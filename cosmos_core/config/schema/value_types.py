@@ -15,7 +15,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
-Steps = Annotated[int, Field(gt=0), UnitMark("train steps")]
+StepCount = Annotated[int, Field(gt=0), UnitMark("train steps")]
 Tokens = Annotated[int, Field(gt=0), UnitMark("tokens")]
 Rows = Annotated[int, Field(gt=0), UnitMark("rows")]
 Completions = Annotated[int, Field(gt=0), UnitMark("completions")]
@@ -38,7 +38,7 @@ TopK = Annotated[int, AfterValidator(_normalise_top_k), UnitMark("tokens")]
 
 
 def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
+    return ((value,) if value else ()) if isinstance(value, str) else value
 
 
 def _check_import_path(name: str) -> str:
@@ -54,7 +54,7 @@ field of this type is marked `NamedThing.CODE`."""
 Names = Annotated[
     tuple[str, ...], BeforeValidator(_as_tuple, json_schema_input_type=str | tuple[str, ...]), Field(strict=False)
 ]
-"""One string or a list of strings."""
+"""One string or a list of strings; an empty string is an empty list."""
 
 
 def _default_to_train_split(names: tuple[str, ...]) -> tuple[str, ...]:
