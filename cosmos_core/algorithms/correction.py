@@ -25,12 +25,6 @@ from torch import Tensor
 from cosmos_core.algorithms.aggregate import Metrics, apply_mask, token_metric
 from cosmos_core.algorithms.kl import MAX_LOG_RATIO, k3
 
-MAX_TRUNCATED_WEIGHT = 2.0
-"""Default upper bound of a weight in truncated importance sampling.
-
-Ratios pi_old / mu that differ from 1 only because of top-p and top-k never exceed 1.
-"""
-
 _MEAN_EPSILON = 1e-8
 """Value added to the number of tokens of a sequence in `self_normalise`, as in verl."""
 
@@ -49,7 +43,7 @@ class Correction:
 
     rule: Rule = "truncate"
     low: float = 0.0
-    high: float = MAX_TRUNCATED_WEIGHT
+    high: float = 2.0
     geometric_mean_range: tuple[float, float] | None = None
     """Accepted range of the geometric mean of w over a sequence, such as (0.99, 1.01); None: any mean.
 

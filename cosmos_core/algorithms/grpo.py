@@ -221,7 +221,9 @@ class Grpo(Algorithm):
         top_k = self.teacher.top_k if self.teacher else 0
         entropy = "gradient" if config.entropy_coeff else entropy
         request = RequestedOutputs(config.temperature, entropy=entropy, top_k=top_k)
-        return Update(inputs.samples, loss, request, has_constant_gradient=self._has_constant_gradient(inputs))
+        # Micro-batches of all samples of the train step would be filled by this optimizer step only in part.
+        samples = batch_within_token_limit(inputs.samples, config.max_token_len_per_mini_batch)
+        return Update(samples, loss, request, has_constant_gradient=self._has_constant_gradient(inputs))
 
     def _has_constant_gradient(self, inputs: _UpdateInputs) -> bool:
         """Return True if the derivative of the loss with respect to the log-probabilities is independent of them."""

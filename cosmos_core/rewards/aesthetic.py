@@ -7,7 +7,7 @@ from typing import Any
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.clip_model import ClipModel
 from cosmos_core.rewards.images import middle_image
-from cosmos_core.rewards.reward_model import Columns, Item, Settings, score_one
+from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, score_one
 
 _DEFAULT_MODEL = "openai/clip-vit-large-patch14"
 
@@ -25,7 +25,7 @@ class AestheticReward:
         self._clip = ClipModel("aesthetic", settings, _DEFAULT_MODEL)
         self._linear_layers = _load_linear_layers(predictor_file, self._clip.device)
 
-    def score(self, items: Sequence[Item]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> Columns:
         """Return the score of each image, or of the middle frame of each video."""
         activations = self._clip.images([middle_image(item.media) for item in items]).float()
         # The predictor has only dropout between its linear layers, and no activations.
@@ -37,7 +37,7 @@ class AestheticReward:
 def aesthetic(to_be_evaluated: str, reference: str, *, media: Any, custom: Any) -> tuple[float, dict[str, float]]:
     """Return the aesthetic score of one image or video; `[custom.aesthetic]` sets `model_path`, `predictor` and
     `device`."""
-    return score_one("aesthetic", Item("", media), custom)
+    return score_one("aesthetic", RewardInput("", media), custom)
 
 
 def _load_linear_layers(file: Path, device: Any) -> list[tuple[Any, ...]]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from cosmos_core.rewards.clip_model import ClipModel
 from cosmos_core.rewards.images import middle_image
-from cosmos_core.rewards.reward_model import Columns, Item, Settings, score_one
+from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, score_one
 
 _DEFAULT_MODEL = "openai/clip-vit-large-patch14"
 _CLIP_SCORE_WEIGHT = 2.5
@@ -17,7 +17,7 @@ class ClipScoreReward:
     def __init__(self, settings: Settings) -> None:
         self._clip = ClipModel("clip_score", settings, _DEFAULT_MODEL)
 
-    def score(self, items: Sequence[Item]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> Columns:
         """Return the score of each image, or of the middle frame of each video."""
         cosines = self._clip.similarities([item.prompt for item in items], [middle_image(item.media) for item in items])
         return {"clip_score": [_CLIP_SCORE_WEIGHT * max(cosine, 0.0) for cosine in cosines]}
@@ -27,4 +27,4 @@ def clip_score(
     to_be_evaluated: str, reference: str, *, prompt: str, media: Any, custom: Any
 ) -> tuple[float, dict[str, float]]:
     """Return the CLIPScore of one image or video; `[custom.clip_score]` sets `model_path` and `device`."""
-    return score_one("clip_score", Item(prompt, media), custom)
+    return score_one("clip_score", RewardInput(prompt, media), custom)

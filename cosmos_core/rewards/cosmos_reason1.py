@@ -17,7 +17,7 @@ from PIL import Image
 
 from cosmos_core.rewards.clip_model import device_of, translate_loading_errors
 from cosmos_core.rewards.images import to_frames
-from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
+from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, require_packages
 
 _DEFAULT_MODEL = "nvidia/Cosmos-Reason1-7B-Reward"
 _DEFAULT_SYSTEM_PROMPT = (
@@ -67,7 +67,7 @@ class CosmosReason1Reward:
             self._tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No")
         )
 
-    def score(self, items: Sequence[Item]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> Columns:
         """Return the scores of each video; an image counts as a video of one frame."""
         columns: Columns = {"prediction": [], "no_score": [], "yes_logit": [], "no_logit": []}
         for item in items:

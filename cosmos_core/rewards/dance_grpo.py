@@ -18,7 +18,7 @@ import numpy as np
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.clip_model import device_of
 from cosmos_core.rewards.images import to_frames
-from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
+from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, require_packages
 
 _INSTALL_HINT = "install av and DanceGRPO's fastvideo in their own environment and name that in venv_python"
 _SCORE_KEYS = {"VQ": "vq_reward", "MQ": "mq_reward", "TA": "ta_reward", "Overall": "overall_reward"}
@@ -45,7 +45,7 @@ class DanceGrpoReward:
                 load_from_pretrained=path, device=device, dtype=dtype
             )
 
-    def score(self, items: Sequence[Item]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> Columns:
         """Return the four scores of each video, by key."""
         columns: Columns = {key: [] for key in _SCORE_KEYS.values()}
         with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from cosmos_core.rewards.clip_model import ClipModel, device_of, translate_loading_errors
 from cosmos_core.rewards.images import middle_image
-from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
+from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, require_packages
 
 _DEFAULT_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 _DEFAULT_CLIP_MODEL = "openai/clip-vit-large-patch14"
@@ -57,7 +57,7 @@ class GenEvalReward:
         clip_name = settings.options.get("clip", _DEFAULT_CLIP_MODEL)
         self._clip = ClipModel("gen_eval", Settings(clip_name, dtype=settings.dtype, device=settings.device), clip_name)
 
-    def score(self, items: Sequence[Item]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> Columns:
         """Return the scores of each image; an item whose row lacks `tag` or `include` has no scores."""
         self.errors = [""] * len(items)
         columns: Columns = {f"gen_eval_{name}": [] for name in ("score", "reward", "strict")}

@@ -10,7 +10,7 @@ from typing import Any
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.clip_model import ClipModel, device_of
 from cosmos_core.rewards.images import middle_image
-from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
+from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, require_packages
 
 _CHECKPOINT_FILE = "hpsv2/ckpts/HPS_v2.1_compressed.pt"
 _INSTALL_HINT = "install hpsv2 in its own environment (venv_python), or set model_path to a CLIP folder of transformers"
@@ -25,7 +25,7 @@ class Hpsv2Reward:
             ClipModel("hpsv2", settings, "").similarities if is_transformers_folder else _load_checkpoint(settings)
         )
 
-    def score(self, items: Sequence[Item]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> Columns:
         """Return the score of each image, or of the middle frame of each video."""
         return {"hpsv2": self._cosines([item.prompt for item in items], [middle_image(item.media) for item in items])}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from cosmos_core.rewards.clip_model import device_of
 from cosmos_core.rewards.images import middle_image
-from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
+from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, require_packages
 
 _WEIGHTS = "hpsv3/HPSv3.safetensors"
 _INSTALL_HINT = "install hpsv3 in its own environment and name that in venv_python"
@@ -29,7 +29,7 @@ class Hpsv3Reward:
         self._inferencer = HPSv3RewardInferencer(device=device_of(settings), **inferencer_arguments)
         self._has_sigma = bool(settings.options.get("sigma", False))
 
-    def score(self, items: Sequence[Item]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> Columns:
         """Return the mean and the spread of the score of each image, or of the middle frame of each video."""
         images = [middle_image(item.media) for item in items]
         rewards = self._inferencer.reward(prompts=[item.prompt for item in items], image_paths=images)

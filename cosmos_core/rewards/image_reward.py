@@ -16,7 +16,7 @@ from PIL import Image
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.clip_model import device_of, translate_loading_errors
 from cosmos_core.rewards.images import middle_image
-from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
+from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, require_packages
 
 _HUB_REPOSITORY, _FILE = "THUDM/ImageReward", "ImageReward.pt"
 _TOKENIZER = "bert-base-uncased"
@@ -56,7 +56,7 @@ class ImageRewardReward:
             module.to(device).eval()
         self._device, self._image_size = device, int(self._vision_encoder.config.image_size)
 
-    def score(self, items: Sequence[Item]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> Columns:
         """Return the score of each image, or of the middle frame of each video."""
         import torch
 

@@ -5,7 +5,7 @@ from io import BytesIO
 from typing import Any
 
 from cosmos_core.rewards.images import to_frames
-from cosmos_core.rewards.reward_model import Columns, Item, Settings
+from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings
 
 _DEFAULT_QUALITY = 95
 _BYTES_PER_UNIT = 100_000.0
@@ -17,7 +17,7 @@ class JpegSizeReward:
     def __init__(self, settings: Settings) -> None:
         self._quality = int(settings.options.get("quality", _DEFAULT_QUALITY))
 
-    def score(self, items: Sequence[Item]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> Columns:
         """Return the score of each image, or the mean over the frames of each video."""
         return {"jpeg_size": [_score_media(item.media, self._quality) for item in items]}
 

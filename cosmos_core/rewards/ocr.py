@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from cosmos_core.rewards.images import to_frames, to_rgb_array
-from cosmos_core.rewards.reward_model import Columns, Item, Settings, require_packages
+from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, require_packages
 
 _QUOTED_TEXT = re.compile(r'"([^"]+)"|“([^”]+)”')
 _SINGLE_QUOTED_TEXT = re.compile(r"(?<!\w)'(.+?)'(?!\w)")
@@ -24,7 +24,7 @@ class OcrReward:
     def __init__(self, settings: Settings) -> None:
         _load_ocr_engine()
 
-    def score(self, items: Sequence[Item]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> Columns:
         """Return the score of each item; an item without an expected text has no score."""
         self.errors = [""] * len(items)
         scores: list[float | None] = []
@@ -40,7 +40,7 @@ class OcrReward:
 def ocr(to_be_evaluated: str, reference: str, *, prompt: str, media: Any) -> float:
     """Return the fraction of the expected text that the image shows: the reference, or the prompt's text in quotes."""
     _load_ocr_engine()
-    return _score_item(Item(prompt, media, reference=reference))
+    return _score_item(RewardInput(prompt, media, reference=reference))
 
 
 def similarity(recognised_text: str, expected: str) -> float:
@@ -50,7 +50,7 @@ def similarity(recognised_text: str, expected: str) -> float:
     return 1.0 - num_edits / max(1, len(expected))
 
 
-def _score_item(item: Item) -> float:
+def _score_item(item: RewardInput) -> float:
     quote_match = _QUOTED_TEXT.search(item.prompt) or _SINGLE_QUOTED_TEXT.search(item.prompt)
     expected_text = item.reference or next(filter(None, quote_match.groups() if quote_match else ()), "")
     if not expected_text:

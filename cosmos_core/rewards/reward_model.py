@@ -3,7 +3,7 @@ the reward service.
 
     class PickscoreReward:
         def __init__(self, settings: Settings) -> None: ...          # loads
-        def score(self, items: Sequence[Item]) -> Columns: ...       # {"pickscore": [0.9, None, ...]}
+        def score(self, items: Sequence[RewardInput]) -> Columns: ...       # {"pickscore": [0.9, None, ...]}
 
 `cosmos_core/rewards/NAME.py` has the class `NameReward`; packaged text rewards and user functions are wrapped. None
 means that an item has no score; the score is never set to 0. Other interpreters (`venv_python`) also import this file
@@ -28,7 +28,7 @@ Columns = dict[str, Any]
 
 
 @dataclass
-class Item:
+class RewardInput:
     """Input of a reward model: one prompt with its image, video or text."""
 
     prompt: str = ""
@@ -57,7 +57,7 @@ class Settings:
 class Scorer(Protocol):
     """Interface of an object that scores batches of items."""
 
-    def score(self, items: Sequence[Item]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> Columns:
         """Return the scores of all items, by key."""
 
 
@@ -71,7 +71,7 @@ class FunctionReward:
         }
         self.errors: list[str] = []
 
-    def score(self, items: Sequence[Item]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> Columns:
         """Return the values of the reward function for all items, with each further metric under a separate key."""
         columns: Columns = {self._name: [None] * len(items)}
         self.errors = [""] * len(items)
@@ -180,7 +180,7 @@ def open_model(name: str, custom: Mapping[str, Any] | None) -> Scorer:
     return _loaded_models[cache_key]
 
 
-def score_one(name: str, item: Item, custom: Mapping[str, Any] | None) -> tuple[float, dict[str, float]]:
+def score_one(name: str, item: RewardInput, custom: Mapping[str, Any] | None) -> tuple[float, dict[str, float]]:
     """Return the score of one item by the model of a built-in reward, see `open_model`.
 
     Raises:

@@ -38,6 +38,7 @@ ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
 
 log = logging.getLogger(__name__)
 
+_LOAD_SECONDS = 900.0  # maximum number of seconds to load the rewards, which may first download their models
 _MAX_BROKEN_POOLS = 3  # maximum number of process pools that may break per call of `score`, as idle processes may die
 _MAX_TIMEOUTS = 4  # number of calls of a reward per process that may time out before its other calls are cancelled
 
@@ -149,8 +150,8 @@ class RewardRunner(WorkerPool):
         try:
             with cleanup_on_error(self.close):
                 load_future = pool.schedule(_load_rewards, args=(names,))
-                if not wait_for_futures([load_future], START_SECONDS, self._beat):
-                    raise StageFailed(f"loading the rewards {', '.join(names)} failed: not done in {START_SECONDS:g} s")
+                if not wait_for_futures([load_future], _LOAD_SECONDS, self._beat):
+                    raise StageFailed(f"loading the rewards {', '.join(names)} failed: not done in {_LOAD_SECONDS:g} s")
                 self._group_functions |= load_future.result()
         except (BrokenProcessPool, ProcessExpired) as error:
             is_transient = self._has_loaded or getattr(error, "exitcode", 0) < 0

@@ -16,7 +16,7 @@ import httpx
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.rewards.images import middle_image
-from cosmos_core.rewards.reward_model import Columns, Item, Settings
+from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings
 
 _DEFAULT_MODEL = "UnifiedReward-7b-v1.5"
 _JUDGE_QUESTION = (
@@ -43,14 +43,14 @@ class UnifiedRewardReward:
         headers = {"Authorization": f"Bearer {settings.endpoint_api_key}"} if settings.endpoint_api_key else {}
         self._client = httpx.Client(base_url=settings.endpoint_url, headers=headers, timeout=_SECONDS)
 
-    def score(self, items: Sequence[Item]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> Columns:
         """Return the score of each image; an image for which the judge returns no number has no score."""
         with ThreadPoolExecutor(self._max_concurrency) as executor:
             results = list(executor.map(self._request_score, items))
         self.errors = [error for _, error in results]
         return {"unified_reward": [score for score, _ in results]}
 
-    def _request_score(self, item: Item) -> tuple[float | None, str]:
+    def _request_score(self, item: RewardInput) -> tuple[float | None, str]:
         stream = BytesIO()
         middle_image(item.media).save(stream, format="PNG")
         url = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"

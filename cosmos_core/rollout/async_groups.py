@@ -95,7 +95,10 @@ class AsyncGroupSource:
             self._num_groups_needed = num_groups
             if self.filter is None:
                 self._position = self.steps.first(step)
-        self._start()
+        if self._thread is None and is_first():
+            self._next = self._position
+            self._thread = threading.Thread(target=self._run_rollouts, daemon=True, name="rollouts")
+            self._thread.start()
         self.progress.phase("generate")
         self.fleet.wake()
         self._is_training_waiting = True
@@ -142,12 +145,6 @@ class AsyncGroupSource:
             self._thread.join()
 
     # Only the first rank runs the methods below, because it alone communicates with the engines.
-
-    def _start(self) -> None:
-        if self._thread is None and is_first():
-            self._next = self._position
-            self._thread = threading.Thread(target=self._run_rollouts, daemon=True, name="rollouts")
-            self._thread.start()
 
     def _poll_step(self, step: int) -> tuple[Status, list[ScoredGroup], list[ScoredGroup]]:
         """Return the status of `step`, its groups to train on if it is `whole`, and all groups that were sampled."""

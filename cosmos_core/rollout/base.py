@@ -49,8 +49,8 @@ class FlowSource:
     """Function that returns a context manager in which the denoiser uses named weights, no dropout and no gradients."""
     device: torch.device
     mesh: Mesh | None = None
-    null_text: dict[str, Tensor] | None = None
-    """Embedding of the empty prompt, used for classifier-free guidance; None: guidance is unavailable."""
+    null_text: dict[str, Tensor] = field(default_factory=dict)
+    """Embedding of the empty prompt, used for classifier-free guidance."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Fleet:
         native: NativeTransfer | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until the first engine is open.
+        """Wait until the first engine is open, or all engines that share the trainer's GPUs.
 
         `swap` is the value of `rollout.async_r2r_sync`. With `sleeps_in_training`, engines share the trainer's GPUs and
         sleep during training. `native` sends weights without host memory; None: weights are copied through host memory.
@@ -68,7 +68,7 @@ class Fleet:
         self._release_cached_memory()
         if is_first():
             self._pool.start()
-        name, self.weight_format, error_record = broadcast_object(self._wait_for_first_engine() if is_first() else None)  # type: ignore[misc]
+        name, self.weight_format, error_record = broadcast_object(self._wait_for_engines() if is_first() else None)  # type: ignore[misc]
         self._raise_on_all_ranks(error_record)
         self.name = f"{name}, in processes of their own"
 
@@ -216,10 +216,12 @@ class Fleet:
             engines = self._pool.loaded_engines()
             self._call_processes([EngineProcess(engine, engine.description) for engine in engines], method)
 
-    def _wait_for_first_engine(self) -> tuple[str, WeightFormat, tuple[str, str] | None]:
-        """Return the name and weight format of the first open engine, and an error or None."""
+    def _wait_for_engines(self) -> tuple[str, WeightFormat, tuple[str, str] | None]:
+        """Wait for the first open engine, or for all engines that share the trainer's GPUs, because vLLM cannot open
+        while the training needs the memory. Return the name and weight format of an engine, and an error or None."""
         try:
-            while not (engines := self._pool.open_engines()):
+            needs_all, pool = self._sleeps_in_training, self._pool
+            while len(engines := pool.open_engines()) < max(1, len(pool.engines) * needs_all):
                 self._beat()
                 self.check()
                 time.sleep(0.05)

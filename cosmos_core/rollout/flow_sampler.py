@@ -49,13 +49,6 @@ class FlowSamplerEngine:
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         """Queue prompts, see `Engine.submit`; prompts that are submitted together form one batch."""
-        if sampling.flow is None:
-            raise ConfigError("rollout.backend = 'flow_sampler' cannot draw tokens")
-        if sampling.flow.guidance_scale > 1 and self._source.null_text is None:
-            raise ConfigError(
-                f"policy.diffusers.sample.guidance_scale = {sampling.flow.guidance_scale}: the prepared prompts have "
-                f"no embedding of the empty prompt; run the prepare stage again, or set it to 1"
-            )
         if prompts:
             self._waiting_batches.append((prompts, sampling, step))
 
@@ -66,7 +59,8 @@ class FlowSamplerEngine:
         prompts, sampling, step = self._waiting_batches.popleft()
         count = sampling.num_completions
         rows = [(prompt, k) for prompt in prompts for k in range(count)]
-        num_rows = len(prompts) * min(self._max_samples_per_pass or count, count) * self._num_ranks
+        prompts_per_rank = -(-len(prompts) // self._num_ranks)
+        num_rows = prompts_per_rank * min(self._max_samples_per_pass or count, count) * self._num_ranks
         batches = (rows[row_start : row_start + num_rows] for row_start in range(0, len(rows), num_rows))
         samples = (each for batch in batches for each in self._sample_by_shape(batch, sampling, step))
         completions = [Completion((), "stop", "", diffusion_sample=each) for each in samples]
@@ -164,7 +158,7 @@ class FlowSamplerEngine:
             noise = torch.stack([torch.randn(latent_shape, generator=generator) for generator in shared_generators])
         device, is_guided = self._source.device, settings.guidance_scale > 1
         text_embedding = _stack_embeddings([prompt.embedding for prompt, _ in rows], device)
-        null_embedding = _stack_embeddings([self._source.null_text or {}] * len(rows), device) if is_guided else {}
+        null_embedding = _stack_embeddings([self._source.null_text] * len(rows), device) if is_guided else {}
         steps = stochastic_steps(settings, sampling.seed, step)
         conditioning_frames = self._conditioning_frames(rows, sampling, step, latent_shape)
         num_conditioning_B = conditioning_frames.num_B if conditioning_frames else None

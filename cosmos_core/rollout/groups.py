@@ -252,7 +252,10 @@ def check_scores(step: int, groups: Sequence[ScoredGroup], metrics: Sequence[str
     if all(score.value is None for score in scores):
         raise all_invalid(f"step {step + 1}: all {len(scores)} rewards are invalid", scores)
     metric_names = sorted({name for score in scores for name in score.metrics})
-    if unknown_metrics := [name for name in metrics if name not in metric_names]:
+    # A step may have no group of the data set of a mixture whose reward reports a metric.
+    is_mixture = any(group.group.prompt.source for group in groups)
+    expected_metrics = [name for name in metrics if not is_mixture or name.partition("/")[0] in metric_names]
+    if unknown_metrics := [name for name in expected_metrics if name not in metric_names]:
         raise RewardError(
             f"train.train_policy.filter_reward_metric: no reward reports {', '.join(map(repr, unknown_metrics))}; "
             f"take of {', '.join(map(repr, metric_names)) or 'none'}"

@@ -162,10 +162,12 @@ class HfEngine:
         uniforms_RT = _draw_uniform_numbers(prompts, sampling, step, ks).to(device)
         positions_PT = (mask_PT.cumsum(-1) - 1).clamp(min=0)
         image_inputs = self._image_inputs(prompts, input_ids_PT)
-        cache = _preallocate_layers(DynamicCache(config=self._model.config))
+        cache = DynamicCache(config=self._model.config)  # layers with sliding windows or fixed states stay as they are
+        cache.layers = [_PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
         inputs = {"attention_mask": mask_PT, **(image_inputs or {"position_ids": positions_PT})}
         logits_PV = self._forward(input_ids_PT, cache, inputs)
         cache.batch_repeat_interleave(k)  # the completions of a group share one pass over the prompt
+        last_image_inputs = _image_inputs_of_new_tokens(image_inputs, k)
         logits_BV, mask_BT = logits_PV.repeat_interleave(k, 0), mask_PT.repeat_interleave(k, 0)
         positions_B = positions_PT[:, -1].repeat_interleave(k)
         is_used_token_BV = _token_mask(input_ids_PT, mask_PT, logits_PV.shape[-1]).repeat_interleave(k, 0)
@@ -203,8 +205,8 @@ class HfEngine:
                 positions_B, rows_B = positions_B[kept_rows_B], rows_B[kept_rows_B]
                 max_new_tokens_B, is_active_B = max_new_tokens_B[kept_rows_B], is_active_B[kept_rows_B]
             # A model with images computes the positions of new tokens itself; batches with images have no padding.
-            inputs = {} if image_inputs else {"attention_mask": mask_BT, "position_ids": positions_B.unsqueeze(-1)}
-            logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, inputs)
+            inputs = {"attention_mask": mask_BT, "position_ids": positions_B.unsqueeze(-1)}
+            logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, last_image_inputs if image_inputs else inputs)
         return tokens_RT, logprobs_RT, lengths_R
 
     def _image_inputs(self, prompts: Sequence[Prompt], input_ids_PT: Tensor) -> dict[str, Tensor]:
@@ -263,10 +265,11 @@ def _allocate(old_states: Tensor | None, states: Tensor, capacity: int) -> Tenso
     return cache_buffer
 
 
-def _preallocate_layers(cache: DynamicCache) -> DynamicCache:
-    """Replace the plain attention layers of a cache by preallocated layers; keep sliding windows and fixed states."""
-    cache.layers = [_PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
+def _image_inputs_of_new_tokens(image_inputs: dict[str, Tensor], k: int) -> dict[str, Tensor]:
+    """Return the model inputs about images for new tokens of `k` completions per prompt: with cross-attention, they
+    attend to the tiles of images to which the last token of the prompt attends."""
+    name = "cross_attention_mask"
+    return {name: image_inputs[name][:, -1:].repeat_interleave(k, 0)} if name in image_inputs else {}
 
 
 def _group_batchable(prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -329,5 +332,6 @@ def _draw_uniform_numbers(
 
 def _token_mask(input_ids_PT: Tensor, mask_PT: Tensor, vocab_size: int) -> Tensor:
     """Return a mask PV of the vocabulary entries that each prompt contains, without padding."""
-    counts_PV = torch.zeros(len(input_ids_PT), vocab_size, dtype=mask_PT.dtype, device=input_ids_PT.device)
-    return counts_PV.scatter_add_(-1, input_ids_PT, mask_PT) > 0
+    num_ids = max(vocab_size, int(input_ids_PT.max()) + 1)  # the head of Llama 3.2 Vision has no image token
+    counts_PV = torch.zeros(len(input_ids_PT), num_ids, dtype=mask_PT.dtype, device=input_ids_PT.device)
+    return counts_PV.scatter_add_(-1, input_ids_PT, mask_PT)[:, :vocab_size] > 0

@@ -78,8 +78,10 @@ class WeightPublisher:
             nonlocal num_sent_tensors, num_bytes
             assert self._weights is not None
             for bucket in self._weights.buckets():
-                # Tied weights are cast once.
-                cast_tensors = {storage_of(tensor): self._cast_for_transfer(tensor) for _, tensor in bucket}
+                cast_tensors = {  # tied weights are cast once
+                    storage_of(tensor): tensor.to(dtype=self.transfer_dtype if tensor.is_floating_point() else None)
+                    for _, tensor in bucket
+                }
                 num_sent_tensors += len(bucket)
                 num_bytes += sum(tensor.nbytes for tensor in cast_tensors.values())
                 yield [(name, cast_tensors[storage_of(tensor)]) for name, tensor in bucket]
@@ -105,10 +107,6 @@ class WeightPublisher:
         self._probed_levels.add(sleep_level)
         sync_seconds = time.perf_counter() - start_time
         return {"sync/version": float(version), "sync/bytes": float(num_bytes), "time/sync": sync_seconds}
-
-    def _cast_for_transfer(self, tensor: Tensor) -> Tensor:
-        dtype = self.transfer_dtype
-        return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
     def _probe(self, version: int) -> None:
         """Compare the trainer's log-probabilities with those of each engine that has weights of `version`."""

@@ -10,13 +10,16 @@ from dataclasses import replace
 
 from transformers import PretrainedConfig
 
+from cosmos_core.errors import ConfigError
 from cosmos_core.parallel.mesh import all_gather_object, is_single_rank, num_ranks, rank_number
 from cosmos_core.registry import class_name, import_object, import_user_code, is_import_path
 from cosmos_core.rollout.base import Engine, EngineSettings, EngineWrapper
 from cosmos_core.rollout.turns import Turns
 from cosmos_core.types import Group, Prompt, Sampling
 
-_FALLBACK_ENGINE = "hf"
+FALLBACK_ENGINE = "hf"
+_REMOVED_FROM_VLLM = frozenset({"MllamaForConditionalGeneration"})
+"""Architectures of Llama 3.2 Vision, which vLLM had; see `_PREVIOUSLY_SUPPORTED_MODELS` of its registry."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +29,8 @@ def check_engine(backend: str, config: PretrainedConfig, folder: str) -> None:
     if backend == "vllm" and importlib.util.find_spec("vllm") is not None:
         from cosmos_core.rollout.vllm import check_head_size
 
+        if removed := [name for name in config.architectures or () if name in _REMOVED_FROM_VLLM]:
+            raise ConfigError(f"vLLM has no {removed[0]} any more, as {folder!r} is; set rollout.backend = 'hf'")
         check_head_size(config, folder)
 
 
@@ -51,13 +56,13 @@ def make_engine(settings: EngineSettings) -> Engine:
     try:
         engine = _make_engine(name, settings)
     except ImportError as error:
-        if name == _FALLBACK_ENGINE or is_import_path(name):
+        if name == FALLBACK_ENGINE or is_import_path(name):
             raise
         reason = " ".join(str(error).split())
         logger.warning(
-            "rollout.backend = %r cannot be imported (%s); using %r in its place", name, reason, _FALLBACK_ENGINE
+            "rollout.backend = %r cannot be imported (%s); using %r in its place", name, reason, FALLBACK_ENGINE
         )
-        engine = _make_engine(_FALLBACK_ENGINE, settings)
+        engine = _make_engine(FALLBACK_ENGINE, settings)
     if settings.rollout.multi_turn_config.enable:
         engine = Turns(engine, settings)
     return engine if is_single_rank() else DataParallel(engine)

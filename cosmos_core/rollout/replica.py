@@ -38,7 +38,7 @@ class Description(NamedTuple):
     name: str
     weight_format: WeightFormat
     pid: int
-    has_link: bool = False
+    supports_native_transfer: bool = False
     """Whether the engine can receive weights through a native link."""
 
 
@@ -259,8 +259,10 @@ class Replica:
         except Exception as error:  # noqa: BLE001 - raised again in `begin`
             self._description_future.set_exception(error)
             return
-        has_link = getattr(engine, "link", None) is not None
-        self._description_future.set_result(Description(engine.name, engine.weight_format, os.getpid(), has_link))
+        supports_native_transfer = getattr(engine, "link", None) is not None
+        self._description_future.set_result(
+            Description(engine.name, engine.weight_format, os.getpid(), supports_native_transfer)
+        )
         while True:
             while self._in_flight == 0 or not self._commands.empty():
                 self._commands.get()(engine)

@@ -165,7 +165,9 @@ class NativeTransfer:
 
     def _connect_engines(self, weight_load: WeightLoad) -> None:
         num_processes = len(weight_load.processes)
-        if not all(process.description and process.description.has_link for process in weight_load.processes):
+        if not all(
+            process.description and process.description.supports_native_transfer for process in weight_load.processes
+        ):
             self.connection.num_failures = _MAX_FAILURES  # disable native transfer for these engines
             raise TransferFailed("an engine has no native link")
         init_infos = self.transport.prepare(num_processes, self._ranks_per_engine)

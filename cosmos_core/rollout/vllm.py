@@ -273,7 +273,9 @@ class VllmEngine:
         """Return a prompt in vLLM's format, with the token ids before image expansion, which vLLM does itself."""
         if not prompt.images:
             return self._vllm.TokensPrompt(prompt_token_ids=list(prompt.token_ids))
-        text_token_ids = self._tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+        # As in the prepared rows, a template may leave the BOS token to the tokenizer.
+        has_bos = bool(self._tokenizer.bos_token) and prompt.text.startswith(self._tokenizer.bos_token)
+        text_token_ids = self._tokenizer(prompt.text, add_special_tokens=not has_bos)["input_ids"]
         token_ids = [*text_token_ids, *prompt.later_token_ids]
         images = [open_image(image_reference) for image_reference in prompt.images]
         return self._vllm.TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": images})

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import meta_device_safe_creation_ops
 
+from cosmos_core.algorithms.base import metric_weights
 from cosmos_core.algorithms.registry import algorithm_class
 from cosmos_core.config.inputs import source_of
 from cosmos_core.config.schema.lora import LoraConfig
@@ -21,7 +22,7 @@ from cosmos_core.config.schema.table import StageContext
 from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolText, prompt_rendering
 from cosmos_core.data.prepare import read_stop_tokens
-from cosmos_core.data.prepared import HELD_OUT_REMEDY
+from cosmos_core.data.prepared import HELD_OUT_REMEDY, has_images
 from cosmos_core.data.row_preview import preview_rows
 from cosmos_core.errors import DataError, ModelError, RewardError
 from cosmos_core.models.balance import load_balancing_settings
@@ -80,7 +81,8 @@ def run(stage: Stage) -> Outcome:
         statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
         lines += [*_describe_rows(stage, statistics), *cast(list[str], outcome.info.get("notices", []))]
         lines += filter(None, [check_rows(config, stage.path / "data", lambda: _empty_model(stage))])
-        info |= _batches(stage, statistics["train"]["rows"], lines) | _warn_of_no_validation(statistics)
+        info |= _batches(stage, statistics["train"]["rows"], statistics, lines)
+        info |= {"has_images": True} if has_images(stage.path / "data") else {}
         info["prompts"] = first_prompts(stage.path / "data")
         info["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MAX_EXAMPLES))
     else:
@@ -114,19 +116,17 @@ def _empty_model(stage: Stage) -> PreTrainedModel:
         return model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
 
 
-def _batches(stage: Stage, num_rows: int, warnings: list[str]) -> dict[str, JsonValue]:
-    """Append a message about rows that do not fill a batch to the report lines `warnings`; return an error under the
-    key `too_few` if there are fewer rows than one batch has."""
+def _batches(stage: Stage, num_rows: int, splits: Container[str], warnings: list[str]) -> dict[str, JsonValue]:
+    """Append a message about rows that do not fill a batch to the report lines `warnings`; return errors for later
+    stages under the keys `too_few`, of fewer rows than one batch, and `no_held_out`, of no validation split."""
+    errors: dict[str, JsonValue] = {}
+    if "validation" not in splits:
+        errors["no_held_out"] = f"no row is held out; {HELD_OUT_REMEDY}"
     try:
         warnings += filter(None, [unused_rows_message(stage.recipe, num_rows)])
     except DataError as error:
-        return {"too_few": str(error)}
-    return {}
-
-
-def _warn_of_no_validation(splits: Container[str]) -> dict[str, JsonValue]:
-    """Return a warning under the key `no_held_out` if the data has no validation split, else an empty dict."""
-    return {} if "validation" in splits else {"no_held_out": f"no row is held out; {HELD_OUT_REMEDY}"}
+        errors["too_few"] = str(error)
+    return errors
 
 
 def _check_model(stage: Stage) -> list[str]:
@@ -175,6 +175,7 @@ def _adapter_lines(model: nn.Module, lora: LoraConfig | None) -> list[str]:
 def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
     """Return the report on a diffusion model and its training rows, without reading the model's weights."""
     policy, families_module = stage.recipe.policy, importlib.import_module("cosmos_core.models.families")
+    stage.progress.phase("load")
     family = families_module.open_family(stage.model, policy)
     lines = [f"{family.folder.class_name}, {family.folder.component_class(family.denoiser_name).__name__}"]
     family.latent_shape(*policy.diffusers.inference_size, policy.diffusers.inference_frames if family.is_video else 1)
@@ -186,7 +187,7 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
         splits = importlib.import_module("cosmos_core.data.prepare_media").preview(stage)
         lines += [line for line, *_ in splits.values()]
         prompts: JsonValue = {name: split_prompts for name, (*_, split_prompts) in splits.items()}
-        info = _batches(stage, splits["train"][1], lines) | _warn_of_no_validation(splits)
+        info = _batches(stage, splits["train"][1], splits, lines)
         return info | {"found": "; ".join(lines), "prompts": prompts}
     if stage.kind.has_mesh and policy.parallelism.cp_size > 1:
         family.check_context(policy.parallelism.cp_size)
@@ -206,8 +207,16 @@ def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
     `num_frames`: number of frames of a made-up video; None if completions are text.
 
     Raises:
-        RewardError: a reward cannot be loaded, scores no completion, or is missing in the reward service.
+        RewardError: a reward cannot be loaded, scores no completion, is missing in the reward service, or has another
+            name in the filter of groups.
     """
+    policy = stage.recipe.train.train_policy
+    names = dict.fromkeys(name.partition("/")[0] for name in metric_weights(policy))
+    for metric in policy.dynamic_sampling[0] if policy.dynamic_sampling and stage.kind.trains_model else ():
+        if metric.partition("/")[0] not in names:
+            raise RewardError(
+                f"train.train_policy.filter_reward_metric: no reward reports {metric!r}; take of {', '.join(names)}"
+            )
     lines = []
     for weights, splits in _rewards_with_splits(stage):
         if isinstance(weights, RemoteRewardConfig):

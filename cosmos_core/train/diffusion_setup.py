@@ -41,7 +41,8 @@ def evaluation_sampling(recipe: Recipe) -> FlowSampling:
 def flow_source(stage: Stage, trainer: Trainer) -> FlowSource:
     """Return the `FlowSource` with which a rollout engine samples images or videos from the trainer's denoiser."""
     adapter: Any = trainer.adapter
-    null_text = None if stage.data is None else open_media_prompts(stage.data, "train").null_text
+    assert stage.data is not None
+    null_text = open_media_prompts(stage.data, "train").null_text
 
     @contextmanager
     def weights(name: str) -> Iterator[None]:

@@ -30,6 +30,7 @@ from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.flops import measure_matmul_flops
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import model_without_weights
+from cosmos_core.rollout.registry import FALLBACK_ENGINE
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import micro_batch_tokens, plan_balanced_steps, total_steps
@@ -52,7 +53,7 @@ class Estimate:
     peak: int
     """Bytes of memory of one GPU at the peak of a train step, the sum over all uses."""
     engine_weights: int
-    """Bytes of the rollout engine's own copy of the weights, in `param_dtype`; 0 without an engine's copy."""
+    """Bytes of the rollout engine's own copy of the weights; 0 without an engine's copy."""
     kv_cache: int | None
     """Bytes of the rollout engine's KV cache if all concurrent sequences have their maximum length; None: unknown."""
     sequence_length: int
@@ -357,10 +358,17 @@ def _describe_machine(recipe: Recipe) -> dict[str, Any]:
 
 
 def _engine_weights(recipe: Recipe, parameters: int) -> int:
-    """Return the bytes of the engine's copy of the weights; 0 for `hf`, which generates with the trainer's module."""
-    if not recipe.train.train_policy.has_rollouts or recipe.rollout.backend != "vllm":
+    """Return the bytes of the engine's copy of the weights; 0 for `hf` on one rank, which generates with the trainer's
+    module."""
+    backend, parallelism = recipe.rollout.backend, recipe.rollout.parallelism
+    if (
+        recipe.train.train_policy.has_rollouts
+        and backend == FALLBACK_ENGINE
+        and recipe.policy.parallelism.world_size > 1
+    ):
+        return parameters * _itemsize(recipe.train.master_dtype)
+    if not recipe.train.train_policy.has_rollouts or backend != "vllm":
         return 0
-    parallelism = recipe.rollout.parallelism
     return parameters * _itemsize(recipe.train.param_dtype) // (parallelism.tp_size * parallelism.pp_size)
 
 

@@ -29,8 +29,8 @@ the prompts."""
 class Feed:
     """Source of the samples of consecutive train steps; subclasses implement `samples`."""
 
-    total_steps: int | None
-    """Number of train steps until the data ends; None if it is not known in advance."""
+    total_steps: int
+    """Number of train steps until the data ends, which may be fewer if groups are dropped."""
     steps_per_epoch: int
     unused_rows_notice = ""
     """Message about rows that no step of an epoch trains on; empty if all rows are used."""
@@ -39,7 +39,7 @@ class Feed:
 
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
         """Return the samples of the next train step, and metrics about the samples; None if the data has ended."""
-        if self.total_steps is not None and self.step >= self.total_steps:
+        if self.step >= self.total_steps:
             return None
         batch = self.samples(self.step)
         self.step += 1
@@ -146,7 +146,7 @@ class RowFeed(Feed):
     @property
     def trained_row_numbers(self) -> np.ndarray:
         """Return the sorted numbers of the rows that at least one train step uses."""
-        steps = range(self.total_steps or 0)
+        steps = range(self.total_steps)
         return np.unique([i for step in steps for batch in self.micro_batches(step).values() for i in batch])
 
     def samples(self, step: int) -> tuple[list[Any], dict[str, float]]:

@@ -66,11 +66,6 @@ class Loop:
         self._hooks = Hooks(self.stage)
         self.validation.set_callbacks(self._hooks, self._log_validation, lambda: check_stop(self.stage))
 
-    @property
-    def best_step(self) -> BestStep | None:
-        """Return the train step with the best validation metrics; None if no step was validated yet."""
-        return self.validation.best
-
     def run(self) -> dict[str, float]:
         """Train to the last step, and return its metrics and validation metrics; `..._max` are maxima over all steps.
 
@@ -106,13 +101,13 @@ class Loop:
         save_freq = max(0, train.ckpt.save_freq_in_epoch) * self.feed.steps_per_epoch or train.ckpt.save_freq
         while (metrics := self._train_and_publish_step()) is not None:
             profiler.step(self.step)
-            is_last_step, previous_best = self.step == self.feed.total_steps, self.best_step
+            is_last_step, previous_best = self.step == self.feed.total_steps, validation.best
             is_validation_due = validation.is_due(self.step, is_last_step=is_last_step)
             is_async = is_validation_due and validation.async_validation is not None and not is_last_step
             saves_checkpoint = self.step % save_freq == 0
             if (is_validation_due or saves_checkpoint) and self._wait_for_validation():
                 # If the finished validation changed the best step, its checkpoint was saved when the validation began.
-                previous_best = self.best_step
+                previous_best = validation.best
             if is_async:
                 # Save now: if the validation selects this step as the best, later steps have changed the weights.
                 saves_checkpoint = True
@@ -121,7 +116,7 @@ class Loop:
             self._log_step(self.step, metrics)
             if is_async:
                 validation.begin(self.step)
-            if train.ckpt.enable_checkpoint and (saves_checkpoint or self.best_step != previous_best):
+            if train.ckpt.enable_checkpoint and (saves_checkpoint or validation.best != previous_best):
                 self._save_checkpoint()
 
     def _train_and_publish_step(self) -> dict[str, float] | None:
@@ -210,7 +205,7 @@ class Loop:
     def _save_and_make_error(self) -> Preempted:
         """Save a checkpoint if the recipe sets `save_ckpt_at_exit`, and return the error to raise. Call this function
         only if no weight has changed since the last completed step."""
-        progress_text = f"stopped after step {self.step} of {self.feed.total_steps or 'an unknown number'}"
+        progress_text = f"stopped after step {self.step} of {self.feed.total_steps}"
         if not (self.stage.recipe.train.save_ckpt_at_exit and self.step > 0):
             return Preempted(f"{progress_text}; nothing saved")
         self.checkpointer.wait()
@@ -230,7 +225,7 @@ class Loop:
         state, total_steps = self._make_train_state(), self.feed.total_steps
         own_step = self.checkpointer.load_latest(state) or 0
         start_step = own_step or (load_from(self.begin_from, state, self.stage.progress.beat) if self.begin_from else 0)
-        if start_step > own_step and total_steps is not None and start_step >= total_steps:
+        if start_step > own_step and start_step >= total_steps:
             raise ConfigError(
                 f"train.resume = '{self.begin_from}' is at step {start_step} and this training ends at step "
                 f"{total_steps}; raise train.epoch or train.max_num_steps"
@@ -282,7 +277,7 @@ class Loop:
     @property
     def _best_to_save(self) -> BestStep | None:
         """Return the best step if checkpoints of best steps are saved, else None."""
-        return self.best_step if self.stage.recipe.train.ckpt.enable_checkpoint else None
+        return self.validation.best if self.stage.recipe.train.ckpt.enable_checkpoint else None
 
     def _make_train_state(self) -> TrainState:
         return TrainState(

@@ -22,7 +22,7 @@ from cosmos_core.data.kinds.base import COMPARED_ROWS, HeldOutRows
 from cosmos_core.environment import mask_secrets
 from cosmos_core.errors import DataError
 from cosmos_core.observe import gallery
-from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
+from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks, wait_for_ranks
 from cosmos_core.rewards.base import Rewards, all_invalid, full_value, has_full_reward
 from cosmos_core.rewards.exchange import service_of
 from cosmos_core.rewards.remote import RemoteRewards
@@ -317,7 +317,9 @@ def shared(score: ScoreGroups) -> ScoreGroups:
     """Return a function that scores groups on the first rank and broadcasts the scores; all ranks call it together."""
 
     def scored(groups: Sequence[Group]) -> list[ScoredGroup]:
-        all_scores = broadcast_object([scored_group.scores for scored_group in score(groups)] if is_first() else [])
+        all_scores = [scored_group.scores for scored_group in score(groups)] if is_first() else []
+        wait_for_ranks(lambda: None)  # rewards may take longer than a collective of the other ranks
+        all_scores = broadcast_object(all_scores)
         return [ScoredGroup(group, scores) for group, scores in zip(groups, all_scores, strict=True)]
 
     return scored

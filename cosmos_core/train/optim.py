@@ -67,22 +67,14 @@ def build_optimizer(
     return optimizer
 
 
-def learning_rate_factor(step: int, total_steps: int | None, train: TrainConfig) -> float:
+def learning_rate_factor(step: int, total_steps: int, train: TrainConfig) -> float:
     """Return the factor of the peak learning rate at optimizer step `step` (0-based) of `total_steps`.
-
-    If the number of steps is unknown, the schedule spans `max_num_steps`. Without `max_num_steps`, the warm-up is
-    followed by the peak rate.
 
     The phases warm-up, stable and decay are those of Cosmos-RL (`optm/__init__.py`), with two corrections. Step k of W
     warm-up steps has the factor start + (1 - start) * (k + 1) / W; in Cosmos-RL, step 0 has the start factor, so with
     the default of 0 it changes no weight. A decay that would begin inside the warm-up is shortened to begin after it.
     """
     warmup_steps = train.optm_warmup_steps
-    total_steps = total_steps or train.max_num_steps
-    if total_steps is None:
-        if isinstance(warmup_steps, float) or train.optm_decay_type not in {None, "none"}:
-            raise ConfigError("the number of train steps is unknown beforehand; set train.max_num_steps")
-        total_steps = max(step + 1, warmup_steps)
     if isinstance(warmup_steps, float):
         warmup_steps = int(warmup_steps * total_steps)
     warmup_steps = min(warmup_steps, total_steps)
@@ -107,7 +99,7 @@ def learning_rate_factor(step: int, total_steps: int | None, train: TrainConfig)
 
 
 def set_learning_rate(
-    optimizer: torch.optim.Optimizer, step: int, total_steps: int | None, train: TrainConfig
+    optimizer: torch.optim.Optimizer, step: int, total_steps: int, train: TrainConfig
 ) -> dict[str, float]:
     """Set the learning rate of every group for optimizer step `step` (0-based); return metrics `lr` and `lr/PATH`."""
     factor = learning_rate_factor(step, total_steps, train)

@@ -28,7 +28,7 @@ from cosmos_core.errors import ModelError, StageFailed
 from cosmos_core.models.disk import translate_disk_errors
 from cosmos_core.observe import gallery
 from cosmos_core.parallel.mesh import broadcast_object, is_first
-from cosmos_core.run.files import link_or_copy, read_json, read_object, replaced_folder, write_json
+from cosmos_core.run.files import link_or_copy, read_object, replaced_folder, write_json
 from cosmos_core.run.fingerprint import CARRIED_FILES
 from cosmos_core.run.plan import FINGERPRINT
 from cosmos_core.run.stage import Stage
@@ -90,16 +90,16 @@ def named_checkpoint(stage: Stage) -> Path | None:
     if not isinstance(stage.recipe.train.resume, str):
         return None
     policy = Path(stage.recipe.train.resume)
-    fingerprints = (read_json(path / FINGERPRINT) for path in (policy.parents[2], stage.path))
+    fingerprints = (read_object(path / FINGERPRINT) for path in (policy.parents[2], stage.path))
     checkpoint_base, stage_base = (_base_fingerprints(fingerprint, stage) for fingerprint in fingerprints)
     if checkpoint_base and stage_base and checkpoint_base != stage_base:
         raise ModelError(f"train.resume = '{policy}' began from another model than {stage.model}; start from that one")
     return policy
 
 
-def _base_fingerprints(fingerprint: Any, stage: Stage) -> tuple[Any, ...]:
+def _base_fingerprints(fingerprint: dict[str, Any], stage: Stage) -> tuple[Any, ...]:
     """Return the fingerprints that identify the model a stage began from; empty if unknown."""
-    if not isinstance(fingerprint, dict):
+    if not fingerprint:
         return ()
     ingredients = fingerprint["ingredients"]
     return ingredients["model"], ingredients["inputs"].get(source_of(stage.config.model))
@@ -107,18 +107,16 @@ def _base_fingerprints(fingerprint: Any, stage: Stage) -> tuple[Any, ...]:
 
 def _other_mesh_checkpoints(stage: Stage, checkpoints: list[tuple[int, Path]]) -> Iterator[tuple[int, Path, Any]]:
     """Yield the checkpoints, with their fingerprints, of stages that differ from this stage only in the mesh."""
-    stage_ingredients = _drop_mesh(read_json(stage.path / FINGERPRINT))
+    stage_ingredients = _drop_mesh(read_object(stage.path / FINGERPRINT))
     for step, folder in checkpoints:
-        fingerprint = read_json(folder.parent / FINGERPRINT)
-        if isinstance(fingerprint, dict) and stage_ingredients and _drop_mesh(fingerprint) == stage_ingredients:
+        fingerprint = read_object(folder.parent / FINGERPRINT)
+        if stage_ingredients and _drop_mesh(fingerprint) == stage_ingredients:
             yield step, folder, fingerprint.get("of_training", fingerprint["value"])
 
 
-def _drop_mesh(fingerprint: Any) -> dict[str, Any]:
+def _drop_mesh(fingerprint: dict[str, Any]) -> dict[str, Any]:
     """Return the ingredients of a fingerprint, by dotted key, without the mesh; empty if the fingerprint is unknown."""
-    if not isinstance(fingerprint, dict):
-        return {}
-    ingredients = flat_keys(fingerprint["ingredients"])
+    ingredients = flat_keys(fingerprint.get("ingredients", {}))
     return {key: value for key, value in ingredients.items() if not is_at_or_below(key, _MESH_KEYS)}
 
 
@@ -154,9 +152,9 @@ def _link_steps(folder: Path, steps: list[int], stage: Stage) -> str | None:
     with translate_disk_errors(f"a copy of the metrics in {folder.parent}", lambda: "the original is intact"):
         for name in ("metrics.jsonl", SAMPLES, gallery.FOLDER):
             source, target = folder.parent / name, stage.path / name
-            if source.is_dir() and not target.exists():  # the media files that lines of the samples name
+            if source.is_dir():  # the media files that lines of the samples name
                 with replaced_folder(target) as new_folder:
                     shutil.copytree(source, new_folder, copy_function=link_or_copy, dirs_exist_ok=True)
-            elif source.is_file() and not target.exists():
+            elif source.is_file():
                 shutil.copy2(source, target)
     return None

@@ -121,7 +121,7 @@ def train(stage: Stage) -> TrainingResult:
         )  # fmt: skip
         metrics = loop.run()
         feed.write_records(stage.path)
-    return TrainingResult(trainer.adapter, loop.step, metrics, loop.best_step, notices)
+    return TrainingResult(trainer.adapter, loop.step, metrics, loop.validation.best, notices)
 
 
 def _add_data_term(algorithm: Algorithm, stage: Stage) -> Algorithm:

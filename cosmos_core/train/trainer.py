@@ -16,7 +16,7 @@ from torch import Tensor
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, means
 from cosmos_core.algorithms.base import Loss, Update
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.errors import ConfigError, ProgramError
+from cosmos_core.errors import ProgramError
 from cosmos_core.models.base import MicroBatch, ModelAdapter, Wants, has_dropout
 from cosmos_core.parallel.mesh import all_gather_object
 from cosmos_core.parallel.pipeline import clip_over_stages, sum_tied_gradients
@@ -69,7 +69,7 @@ class Trainer:
             finally:
                 self.adapter.runner.reshard()
 
-    def set_learning_rate(self, step: int, total_steps: int | None) -> dict[str, float]:
+    def set_learning_rate(self, step: int, total_steps: int) -> dict[str, float]:
         """Set the learning rates of train step `step`, counted from 0, and return the learning rates as metrics."""
         return set_learning_rate(self.optimizer, step, total_steps, self._train)
 
@@ -85,8 +85,6 @@ class Trainer:
         num_tokens = sum(self.adapter.num_tokens(sample) for sample in samples)
         losses = self._backward(update, num_tokens)
         if update.data is not None:
-            if self.adapter.mesh and self.adapter.mesh.pipeline:
-                raise ConfigError("policy.parallelism.pp_size excludes a data term; set it to 1")
             losses += self._backward(update.data, num_tokens)
         loss, metric_totals, values_by_metric = self._reduce_losses(losses)
         grad_norm = self._clip_gradients()

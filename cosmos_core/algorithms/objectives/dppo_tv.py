@@ -20,9 +20,11 @@ def dppo_tv(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, M
     """
     probability_BT, old_probability_BT = probabilities(terms)
     probability_change_BT, is_positive_B1 = probability_BT - old_probability_BT, terms.advantages_B1 > 0
-    max_fall, max_rise = largest_divergences(settings)
+    max_probability_decrease, max_probability_increase = largest_divergences(settings)
     is_in_trust_region_BT = torch.where(
-        is_positive_B1, probability_change_BT <= max_rise, probability_change_BT >= -max_fall
+        is_positive_B1,
+        probability_change_BT <= max_probability_increase,
+        probability_change_BT >= -max_probability_decrease,
     )
     return trust_region_loss(terms, settings, is_in_trust_region_BT)
 

@@ -17,7 +17,7 @@ import numpy as np
 from cosmos_core.errors import CosmosError
 from cosmos_core.parent import kill_with_parent
 from cosmos_core.rewards.base import error_on_one_line
-from cosmos_core.rewards.reward_model import Item, Settings, load_served, replace_nonfinite
+from cosmos_core.rewards.reward_model import RewardInput, Settings, load_served, replace_nonfinite
 from cosmos_core.rewards.wan_latents import WanLatents
 
 _ITEM_FIELDS = {"references": "reference", "completions": "to_be_evaluated"}
@@ -122,7 +122,7 @@ def _slice_columns(columns: Mapping[str, Any], start_index: int, end_index: int)
     }
 
 
-def make_items(job: Mapping[str, Any], array: np.ndarray) -> list[Item]:
+def make_items(job: Mapping[str, Any], array: np.ndarray) -> list[RewardInput]:
     """Return the items of a request, from its fields and its array."""
     num_items, media_type = len(job["prompts"]), job["media"]
     items = []
@@ -135,7 +135,9 @@ def make_items(job: Mapping[str, Any], array: np.ndarray) -> list[Item]:
         info |= {target_field: job[name][i] for name, target_field in _INFO_FIELDS.items() if name in job}
         for name in ("geneval_only_strict", "ocr_use_gpu"):
             info |= {name: job[name]} if name in job else {}
-        items.append(Item(prompt=job["prompts"][i], media=_item_media(media_type, array, i), info=info, **fields))
+        items.append(
+            RewardInput(prompt=job["prompts"][i], media=_item_media(media_type, array, i), info=info, **fields)
+        )
     return items
 
 
