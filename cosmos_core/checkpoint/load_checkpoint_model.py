@@ -18,7 +18,7 @@ from cosmos_core.errors import ModelError
 from cosmos_core.models.disk import unwrap_checkpoint_errors
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import load_model
-from cosmos_core.run.stage import Stage, load_stage
+from cosmos_core.run.stage import Stage, load_stage, maker_of
 
 
 def pinned_step(stage: Stage) -> int:
@@ -35,12 +35,13 @@ def pinned_step(stage: Stage) -> int:
         if not best_record:
             raise ModelError(f"{key}: it was not validated, so no step is the best; set validation.enable = true")
         checkpoint_choice = best_record["step"]
-    folder = Path(upstream_result["path"]) / "checkpoints"
+    folder = maker_of(Path(upstream_result["path"])) / "checkpoints"
     if int(checkpoint_choice) not in saved_steps(folder):
         steps = ", ".join(map(str, saved_steps(folder))) or "none"
         raise ModelError(
             f"{key}: there is no checkpoint of step {checkpoint_choice}, only {steps}; train with "
-            f"train.ckpt.enable_checkpoint = true, and raise train.ckpt.max_keep to keep more"
+            f"train.ckpt.enable_checkpoint = true, and raise train.ckpt.max_keep to keep more; a finished training is "
+            f"made again with --from-stage {name}"
         )
     if reason := resume_obstacle(folder, int(checkpoint_choice), None):
         raise ModelError(f"{key}: {step_folder(folder, int(checkpoint_choice))}: {reason}; choose another step")
@@ -86,7 +87,7 @@ def pinned_model(stage: Stage, step: int, load_initial_model: Callable[[Stage], 
 
 def training_of(stage: Stage) -> Stage:
     """Return the upstream training stage of the model whose checkpoint `stage` names."""
-    return load_stage(Path(stage.inputs[str(source_of(stage.config.model))]["path"]))
+    return load_stage(maker_of(Path(stage.inputs[str(source_of(stage.config.model))]["path"])))
 
 
 def _load_causal_lm(training_stage: Stage) -> PreTrainedModel:

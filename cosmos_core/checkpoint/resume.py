@@ -27,7 +27,7 @@ from cosmos_core.checkpoint.state import (
 from cosmos_core.errors import ModelError
 from cosmos_core.models.disk import unwrap_checkpoint_errors
 from cosmos_core.parallel.mesh import broadcast_object, first_error_of_ranks, is_first, num_ranks, rank_number
-from cosmos_core.run.files import read_json, sha256
+from cosmos_core.run.files import read_object, sha256
 
 MANIFEST = "manifest.json"
 OTHER_CONFIGURATION = "it belongs to another configuration"
@@ -75,10 +75,8 @@ def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hash
 
 
 def read_manifest(policy_folder: Path) -> dict[str, Any]:
-    """Return the manifest in the folder `policy_folder` of a checkpoint; empty if the manifest is missing or
-    damaged."""
-    manifest = read_json(policy_folder / MANIFEST)
-    return manifest if isinstance(manifest, dict) else {}
+    """Return the manifest in the folder `policy_folder` of a checkpoint; empty if it is missing or damaged."""
+    return read_object(policy_folder / MANIFEST)
 
 
 def _has_complete_records(manifest: dict[str, Any]) -> bool:

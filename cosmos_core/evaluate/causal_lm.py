@@ -91,7 +91,7 @@ def run(stage: Stage) -> Outcome:
     write_text(stage.path / SAMPLES, "".join(f"{line}\n" for line in lines))
     for file in stage.path.glob(f"{_RESPONSE_CACHE_PREFIX}-*"):
         file.unlink()
-    return Outcome(outputs=(REPORT, ITEMS), metrics=metrics)
+    return Outcome(outputs=(REPORT, ITEMS, SAMPLES), metrics=metrics)
 
 
 def _describe_model(stage: Stage) -> str:

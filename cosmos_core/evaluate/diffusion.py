@@ -44,14 +44,14 @@ def check(stage: Stage) -> Outcome:
     Raises:
         ConfigError, DataError, ModelError, RewardError: the model, a prompt set or a reward has a problem.
     """
+    stage.progress.phase("load")
     family, settings = open_family(stage.model, stage.recipe.policy), stage.recipe.evaluate
     _check_rewards(settings.rewards)
-    diffusers = stage.recipe.policy.diffusers
-    num_frames = diffusers.inference_frames if family.is_video else 1
-    family.latent_shape(*diffusers.inference_size, num_frames)
+    num_frames = family.config.inference_frames if family.is_video else 1
+    family.latent_shape(*family.config.inference_size, num_frames)
     prompt_sets = read_prompt_sets(settings)
     prompts = [prompt for set_prompts in prompt_sets.values() for prompt in set_prompts[:_NUM_CHECKED_PROMPTS]]
-    groups = made_up_groups(prompts, num_frames, diffusers.inference_size)
+    groups = made_up_groups(prompts, num_frames, family.config.inference_size)
     rewards = call_rewards(stage, dict.fromkeys(settings.rewards, 1.0), groups)
     prompt_counts = ", ".join(f"{name} ({len(set_prompts)} prompts)" for name, set_prompts in prompt_sets.items())
     return Outcome(info={"found": f"{family.folder.class_name}; {prompt_counts}; {rewards}"})
@@ -121,8 +121,10 @@ def _score_prompts(
             new_scores = [ScoredPrompt.of(name, group) for (name, _), group in zip(batch, groups, strict=True)]
             if not scored_prompts and not any(reward_values for item in new_scores for reward_values in item.rewards):
                 raise RewardError(f"no reward of the first batch is valid; the first: {new_scores[0].error}")
+            shown = [each for each in zip(batch, samples, strict=True) if each[0][1].id < num_shown_prompts]
             with raise_disk_full(stage.path):
-                _save_shown_samples(unfinished_folder, batch, samples, num_shown_prompts)
+                for (name, prompt), pixels in shown:
+                    np.save(_sample_file(unfinished_folder, name, prompt), pixels.numpy())
                 append_scores(unfinished_folder, new_scores)
             scored_prompts += new_scores
             stage.progress.step(len(scored_prompts), len(prompts))
@@ -168,14 +170,6 @@ def _make_group(prompt: Prompt, samples: Tensor) -> Group:
 
 def _sample_file(unfinished_folder: Path, name: str, prompt: Prompt) -> Path:
     return unfinished_folder / f"{name}-{prompt.id}.npy"
-
-
-def _save_shown_samples(
-    unfinished_folder: Path, batch: Sequence[tuple[str, Prompt]], samples: Sequence[Tensor], num_shown_prompts: int
-) -> None:
-    for (name, prompt), pixels in zip(batch, samples, strict=True):
-        if prompt.id < num_shown_prompts:
-            np.save(_sample_file(unfinished_folder, name, prompt), pixels.numpy())
 
 
 def _read_shown_group(

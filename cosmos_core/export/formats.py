@@ -38,7 +38,7 @@ from cosmos_core.models.new_interpreter import call_in_interpreter, pool_of_one_
 from cosmos_core.rollout.vllm_logits import vllm_problem, vllm_version
 from cosmos_core.run.files import read_object, write_json, write_text
 from cosmos_core.run.progress import read_progress
-from cosmos_core.run.stage import Stage, load_stage
+from cosmos_core.run.stage import Stage, load_stage, maker_of
 from cosmos_core.types import JsonValue, Outcome
 
 _TIMEOUT_SECONDS = 3600.0
@@ -143,7 +143,7 @@ def _find_prepared_rows(stage: Stage) -> Path:
     upstream_results = [stage.inputs[name] for name in sorted(stage.inputs, key=lambda name: name != source_stage)]
     for stage_result in upstream_results:
         with suppress(FileNotFoundError):
-            upstream = load_stage(Path(stage_result["path"]))
+            upstream = load_stage(maker_of(Path(stage_result["path"])))
             if upstream.kind.trains_model and upstream.data is not None:
                 if not upstream.data.is_dir():
                     raise DataError(
@@ -224,7 +224,7 @@ def _verify_quantized(stage: Stage, plan: Plan, unquantized_outcome: Outcome, fo
     benchmark_result = _find_benchmarks(stage)
     if benchmark_result is not None and plan.in_vllm:
         scratch_folder = stage.path / _LOGPROBS_FOLDER / f"{plan.name}-{_BENCHMARK_PREFIX}"
-        benchmark_stage_path = Path(benchmark_result["path"])
+        benchmark_stage_path = maker_of(Path(benchmark_result["path"]))
         benchmark_scores = _in_fresh_interpreter(
             stage, _run_benchmarks, folder, benchmark_stage_path, scratch_folder, progress_file=scratch_folder
         )
@@ -268,7 +268,7 @@ def _find_benchmarks(stage: Stage) -> dict[str, Any] | None:
     """Return the result of a stage in `after` that has run benchmarks on the model to export; None: no such stage."""
     for result in stage.inputs.values():
         if any(name.startswith(_BENCHMARK_PREFIX) for name in result["metrics"]):
-            upstream = load_stage(Path(result["path"]))
+            upstream = load_stage(maker_of(Path(result["path"])))
             if upstream.kind.makes == "metrics" and upstream.config.model == stage.config.model:
                 return result
     return None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.train import TrainConfig
@@ -24,16 +24,16 @@ from cosmos_core.models.balance import OUTPUT as BALANCE
 from cosmos_core.models.balance import LoadBalancingSettings, sequences_of
 from cosmos_core.models.base import Batch, Export, MicroBatch
 from cosmos_core.models.export import export_model
-from cosmos_core.models.kernels import remove_fp8
+from cosmos_core.models.kernels import remove_fp8, remove_liger
 from cosmos_core.models.length_rounding import kernel_length
 from cosmos_core.models.lora import FOLDER as ADAPTER
 from cosmos_core.models.lora import is_adapted
 from cosmos_core.models.micro_batches import (
     group_by_prompt,
-    is_worth_sharing,
     merge_prompts,
     num_shared_tokens,
     prompt_length,
+    saves_enough_tokens,
     split_by_length,
 )
 from cosmos_core.models.packing import PACKED_ATTENTION, can_merge_prompts, enable_packing
@@ -139,7 +139,8 @@ class CausalLM:
         model = self.whole_model()
         if model is None:
             return None
-        remove_fp8(model)
+        # In host memory, because a GPU may not hold the merged and float32 copies that the verification needs.
+        nn.Module.to(remove_liger(remove_fp8(model)), "cpu")
         export_model(model, self.tokenizer, target, dtype=None, extra_files=self._input_processing.files)
         checks = verify_export(model, target, dtype=None, tokenizer=self.tokenizer)
         return Export(tuple(checks), ADAPTER if is_adapted(model) else "")
@@ -178,7 +179,7 @@ class CausalLM:
         has_rollout_logprobs = all(sample.rollout_logprobs is not None for sample in samples)
         prompt_groups = group_by_prompt(collated_samples) if self._merges_prompts and has_rollout_logprobs else []
         total_shared_tokens = sum(num_shared_tokens([collated_samples[i] for i in group]) for group in prompt_groups)
-        if prompt_groups and is_worth_sharing(sum(map(len, ids)), total_shared_tokens):
+        if prompt_groups and saves_enough_tokens(sum(map(len, ids)), total_shared_tokens):
             groups = [(group, prompt_length(collated_samples[group[0]]) * (len(group) > 1)) for group in prompt_groups]
             rows = shared_rows(ids, groups, self._input_processing.pad_id, self._padded_row_length)
         else:
@@ -271,6 +272,9 @@ class CausalLM:
                 module: Any = root
                 apply_fsdp(root, module.model, mesh, self._train)
             load_sharded(model)
+            for parameter in model.parameters() if mesh.fsdp is None else ():
+                if parameter.device.type != self.device.type:  # of a model that was loaded whole in host memory
+                    parameter.data = parameter.data.to(self.device)
         if self._is_packed:
             self._enable_packed_rows(runner)
         if mesh and mesh.context:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from cosmos_core.errors import EXIT_OK, EXIT_REFUSED, CosmosError
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import open_family
 from cosmos_core.models.lora import add_adapter
+from cosmos_core.observe.console import make_console
 
 _PROBE_PROMPTS = ["7 red apples on a table", "a cat"]
 _TOLERANCE = 1e-4
@@ -187,7 +187,7 @@ def main() -> int:
     for check in check_model(arguments.model, arguments.model_class):
         table.add_row(check.name, "ok" if check.is_passed else "FAILED", check.detail)
         is_passed &= check.is_passed
-    Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False).print(table)
+    make_console().print(table)
     return EXIT_OK if is_passed else EXIT_REFUSED
 
 

@@ -98,8 +98,8 @@ class DiffusionModel:
         Raises:
             ConfigError: the scheduler is not that of a rectified flow, or its levels do not fall from at most 1 to 0.
         """
-        if self.schedule == "karras":
-            max_level, min_level = self.edm_levels
+        if self.schedule == "karras":  # if a setting is missing, the tables differ
+            max_level, min_level = (float(self.scheduler.get(name) or 1) for name in ("sigma_max", "sigma_min"))
             exact_levels_N = flow.karras_schedule(num_steps, max_sigma=max_level, min_sigma=min_level)
         else:
             exact_levels_N = flow.SCHEDULES[self.schedule](num_steps, self.timestep_shift)
@@ -219,18 +219,6 @@ class DiffusionModel:
             f"policy.model_name_or_path = {self.folder.model!r}: its scheduler {name or 'of no name'} is not that of a "
             f"rectified flow, the only kind that is trained here; give a pipeline that is one"
         )
-
-    @property
-    def edm_levels(self) -> tuple[float, float]:
-        """Return the largest and smallest EDM noise level of Karras' schedule, from the scheduler's settings or, if
-        these are missing, from its training noise levels."""
-        max_level, min_level = self.scheduler.get("sigma_max"), self.scheduler.get("sigma_min")
-        if max_level is None or min_level is None:
-            alphas_cumprod = self.folder.load("scheduler").alphas_cumprod.double()
-            training_noise_levels = ((1 - alphas_cumprod) / alphas_cumprod).sqrt()
-            max_level = max_level or training_noise_levels[-1].item()
-            min_level = min_level or training_noise_levels[0].item()
-        return float(max_level), float(min_level)
 
     @property
     def timestep_shift(self) -> float:

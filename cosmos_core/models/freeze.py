@@ -23,16 +23,16 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, targets: Sequen
 
     Raises:
         ConfigError: a name or pattern matches no weight, no weight remains to train, `lora` is combined with another
-            of these settings, or all weights are to be trained and are quantized.
+            of these settings, or the weights are quantized in a format that is not dequantized.
     """
     keys = [key for key in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, key)]
+    method = quantization_method(model.config) if isinstance(model, PreTrainedModel) and not keys else None
+    if method and method not in TRAINABLE_FORMATS:
+        raise ConfigError(
+            f"policy.model_name_or_path: the model's weights are quantized ({method}): they are not trained, and no "
+            f"adapter can be merged into them, as engines and the export need; take the model without quantization"
+        )
     if not keys and policy.lora is None:
-        method = quantization_method(model.config) if isinstance(model, PreTrainedModel) else None
-        if method and method not in TRAINABLE_FORMATS:
-            raise ConfigError(
-                f"policy.lora is not set, and the model's weights are quantized ({method}): only its norms and "
-                "embeddings would be trained; set policy.lora, or take the model without quantization"
-            )
         return
     # For recomputation, transformers makes the output of the embeddings require a gradient. Non-reentrant checkpoints
     # do not need this, and without it the backward pass ends at the first trained layer.

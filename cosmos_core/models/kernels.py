@@ -8,12 +8,13 @@ autocast on a GPU.
 
 import importlib
 import logging
-from collections.abc import Callable
+import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import activate_flash_attention_impl
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
@@ -26,6 +27,9 @@ _MIN_FP8_CAPABILITY = (8, 9)
 _HOPPER_MAJOR = 9
 _FP8_SIZE_MULTIPLE = 16
 """Number by which the input and output features of a linear layer must be divisible for fp8 products."""
+
+_unpatched_namespaces: dict[str, dict[str, Any]] = {}
+"""Content of the modules of transformers in which Liger has replaced functions, by name of the module."""
 
 
 def use_liger(model: PreTrainedModel) -> None:
@@ -41,7 +45,18 @@ def use_liger(model: PreTrainedModel) -> None:
     model_type = model.config.model_type
     if model_type not in patch_functions:
         raise ConfigError(f"policy.enable_liger_kernel = true: Liger has no kernels for {model_type}; leave it out")
+    _unpatched_namespaces.setdefault(type(model).__module__, dict(vars(sys.modules[type(model).__module__])))
     patch_functions[model_type](model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def remove_liger(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo `use_liger`, because Liger's kernels need a GPU, and return the model. Do nothing for another model."""
+    vars(sys.modules[type(model).__module__]).update(_unpatched_namespaces.pop(type(model).__module__, {}))
+    for module in model.modules():
+        for name, method in list(vars(module).items()):
+            if str(getattr(method, "__module__", "")).startswith("liger_kernel"):
+                delattr(module, name)
+    return model
 
 
 def use_fp8(model: PreTrainedModel, fp8: FP8Config) -> None:
@@ -88,27 +103,18 @@ def remove_fp8(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def use_flash_attention(version: int | None, activate: Callable[[str], None] | None = None) -> bool:
+def use_flash_attention() -> bool:
     """Use FlashAttention 3 for packed attention if the GPU is a Hopper and the package is installed; return True if
     FlashAttention 3 is used.
 
     torch's default kernel is FlashAttention 2, which reaches about half of the rate of a Hopper GPU.
-
-    Args:
-        version: 2 keeps FlashAttention 2; 3 logs a warning if FlashAttention 3 is missing; None uses 3 if available.
-        activate: function that activates a version by name; None: that of torch.
     """
-    if version == 2 or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _HOPPER_MAJOR:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _HOPPER_MAJOR:
         return False
     try:
-        if activate is None:
-            from torch.nn.attention import activate_flash_attention_impl
-
-            activate = activate_flash_attention_impl
-        activate("FA3")
+        activate_flash_attention_impl("FA3")
     except (ImportError, RuntimeError, ValueError) as error:
-        log_level = logging.INFO if version is None else logging.WARNING
-        logger.log(log_level, "packed attention runs on FlashAttention 2, because 3 is not there: %s", error)
+        logger.info("packed attention runs on FlashAttention 2, because 3 is not there: %s", error)
         return False
     logger.info("packed attention runs on FlashAttention 3")
     return True

@@ -60,8 +60,6 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
         ConfigError: a name matches no module, or PEFT cannot adapt the model with these settings.
         ModelError: the adapter in `lora_path` is missing, or belongs to another model.
     """
-    if lora.init_lora_weights == "eva":
-        raise ConfigError(f"{_KEY}.init_lora_weights = 'eva' needs data before the first step; use 'pissa' or true")
     if lora.target_modules is None and targets:
         lora = lora.derive(target_modules=tuple(targets))
     targets = lora.target_modules if isinstance(lora.target_modules, tuple) else ()

@@ -74,7 +74,7 @@ def prompt_length(sample: Sample) -> int:
     return length if length >= _MIN_PROMPT_TOKENS else 0
 
 
-def is_worth_sharing(num_tokens: float, num_shared: float) -> bool:
+def saves_enough_tokens(num_tokens: float, num_shared: float) -> bool:
     """Return True if sharing prompts, which reduces `num_tokens` tokens to `num_shared`, saves enough tokens."""
     return num_shared <= (1 - _MIN_SAVED_FRACTION) * num_tokens
 
@@ -118,6 +118,6 @@ def merge_prompts(
             batch_tokens[-1] += num_new_tokens
     batch_order = sorted(range(len(batches)), key=lambda batch_index: -batch_tokens[batch_index])
     rank_tokens = sum(batch_tokens[batch_index] for batch_index in batch_order[::num_ranks])
-    if not is_worth_sharing(num_tokens / num_ranks, rank_tokens):
+    if not saves_enough_tokens(num_tokens / num_ranks, rank_tokens):
         return None
     return [batches[batch_index] for batch_index in batch_order]

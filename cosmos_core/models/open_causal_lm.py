@@ -57,7 +57,7 @@ def open_model(stage: Stage) -> CausalLM:
     prepared_rows = stage.data if stage.kind.reads_data == "prepared" else None
     if prepared_rows is not None and (warning := check_rows(model.config, prepared_rows, lambda: model)):
         logger.warning("%s", warning)
-    use_flash_attention(None)
+    use_flash_attention()
     if policy.enable_liger_kernel:
         use_liger(model)
     if stage.kind.trains_model:  # other stages load a model into which the adapter of `policy.lora` is already merged
@@ -85,23 +85,8 @@ def open_image_reader(stage: Stage) -> ImageReader | None:
     """
     if stage.data is None or not has_images(stage.data):
         return None
-    parallelism = stage.recipe.policy.parallelism
-    for key in ("tp_size", "cp_size", "pp_size", "ep_size"):
-        if getattr(parallelism, key) > 1:
-            raise ConfigError(
-                f"policy.parallelism.{key} = {getattr(parallelism, key)}: this version shards models that are shown "
-                f"images by dp_shard_size and dp_replicate_size alone; set {key} = 1"
-            )
-    if stage.recipe.train.train_policy.has_token_based_batches:
-        raise ConfigError(
-            "train.train_policy.enable_dp_load_balancing = true: rows with images go apart from rows without, whatever "
-            "their length; set it to false"
-        )
-    if stage.recipe.teacher_of(stage.kind):
-        raise ConfigError(
-            "distillation.enable = true: this version shows images to the policy alone, not to a teacher; set it to "
-            "false, or take rows without images"
-        )
+    if obstacle := stage.recipe.obstacle_to_images(stage.kind):
+        raise ConfigError(obstacle)
     processor = load_processor(stage.model, stage.recipe.policy.model_revision, media_settings(stage.recipe).pixels)
     if processor is None:
         raise ModelError(f"{stage.model}: the prepared rows show images, and the model has no processor to read them")

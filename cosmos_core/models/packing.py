@@ -145,11 +145,11 @@ def packed_attention(
         mask = _sliding_window_mask(length, window_size, query.device) if window_size and window_size < length else None
         if num_prompt_tokens:
             mask = query.new_ones(length, key.shape[2], dtype=torch.bool).tril(num_prompt_tokens)
-        attended_BPKD = scaled_dot_product_attention(
+        attended_BKPD = scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
             enable_gqa=enable_gqa,
         )  # fmt: skip
-        return attended_BPKD.transpose(1, 2)
+        return attended_BKPD.transpose(1, 2)
 
     return _attend_per_sequence(bounds, attend, query, key, value), None
 

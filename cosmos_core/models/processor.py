@@ -7,9 +7,8 @@ Shape legend: B rows, T tokens of the longest row.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, ProcessorMixin
@@ -17,10 +16,10 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import cached_file, is_torchvision_available
 
 from cosmos_core.data.images import open_image
+from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.models.hf import load_config
 from cosmos_core.models.model_files import locate_model, translate_load_errors
-from cosmos_core.types import ImageRef
 
 FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
 """Names of the files of a processor, except for the files of its tokenizer, such as `chat_template.jinja`."""
@@ -107,18 +106,6 @@ def _set_pixel_limits(processor: ProcessorMixin, pixel_limits: Mapping[str, int]
         setattr(processor.image_processor.size, _PIXEL_LIMIT_KEYS[key], size)
 
 
-class RowWithImages(Protocol):
-    """Interface of a row of tokens that may contain images."""
-
-    @property
-    def input_ids(self) -> np.ndarray:
-        """Return the token ids of the row."""
-
-    @property
-    def images(self) -> Sequence[ImageRef]:
-        """Return the images of the row, in the order of their tokens."""
-
-
 class ImageReader:
     """Converter of the images of samples to model inputs, which reads the images when a micro-batch needs them."""
 
@@ -127,7 +114,7 @@ class ImageReader:
         if processor.tokenizer.pad_token_id is None:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token
 
-    def batching_key(self, row: RowWithImages) -> int:
+    def batching_key(self, row: Sample) -> int:
         """Return the group of a row; a micro-batch contains rows of one group only.
 
         Rows with images are separate from rows without images, because all ranks must enter the vision tower together.
@@ -145,7 +132,7 @@ class ImageReader:
         [is_image_token] = self._mark_image_tokens(torch.tensor([list(token_ids)])).bool().tolist()
         return is_image_token.index(True) if True in is_image_token else len(is_image_token)
 
-    def inputs(self, rows: Sequence[RowWithImages], input_ids_BT: Tensor) -> dict[str, Tensor]:
+    def inputs(self, rows: Sequence[Sample], input_ids_BT: Tensor) -> dict[str, Tensor]:
         """Return the model inputs, by name, for the images of rows of one group; empty for rows without images.
 
         `input_ids_BT` are the padded token ids of the rows.
@@ -176,9 +163,7 @@ class ImageReader:
         """Return an integer mask BT with 1 for image tokens and 0 for other tokens."""
         return torch.as_tensor(self._processor.create_mm_token_type_ids(ids_BT.tolist()), dtype=torch.int64)
 
-    def _cross_attention_mask(
-        self, rows: Sequence[RowWithImages], inputs: Mapping[str, Tensor], num_tokens: int
-    ) -> Tensor:
+    def _cross_attention_mask(self, rows: Sequence[Sample], inputs: Mapping[str, Tensor], num_tokens: int) -> Tensor:
         """Return a mask of the image tiles to which each of the T = `num_tokens` tokens attends: (B, T, images,
         tiles)."""
         from transformers.models.mllama.processing_mllama import (

@@ -13,7 +13,7 @@ PIPELINES = ("SanaVideoPipeline",)
 
 
 class SanaVideo(Sana):
-    """SANA-Video, a SANA for clips whose network gets unscaled timesteps."""
+    """SANA-Video, a SANA for clips."""
 
     is_video = True
 
@@ -56,11 +56,6 @@ class SanaVideo(Sana):
         for block in denoiser.transformer_blocks:
             block.attn1.set_processor(SummedLinearAttention(clip_sharding))
             exchange_borders(block.ff.conv_temp, clip_sharding, lambda: tokens_per_frame)
-
-    @property
-    def timestep_scale(self) -> float:
-        """Return 1, because the network gets unscaled timesteps."""
-        return 1.0
 
 
 def channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -92,7 +91,8 @@ def init_on_meta(
 ) -> PreTrainedModel:
     """Return the same model as `load_model`, but with parameters on the meta device until `load_sharded` reads them.
 
-    If the files cannot be read in slices, the whole model is loaded on `device` instead.
+    If the files cannot be read in slices, the whole model is loaded in host memory instead, from which `apply_fsdp`
+    moves it to the device block by block: a GPU may not hold the whole model.
 
     Raises:
         ModelError: an error of `load_model`, except for values that are not finite, which `load_sharded` reports.
@@ -106,9 +106,7 @@ def init_on_meta(
         reason = _plan_loading(network, model, revision, dtype, device, files)
     if reason:
         logger.info("every rank loads the whole of %s before it is sharded, because %s", model, reason)
-        return load_model(
-            model, revision=revision, dtype=dtype, device=device, gradient_checkpointing=gradient_checkpointing
-        )
+        return load_model(model, revision=revision, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
     return network
 
 
@@ -359,24 +357,14 @@ def _allocate_shards(model: PreTrainedModel, device: torch.device) -> dict[str, 
         for name, parameter in module._parameters.items():
             if parameter is not None and local_shard(parameter).is_meta:
                 if parameter not in allocated_parameters:
-                    allocated_parameters[parameter] = _allocate_parameter(parameter, device)
+                    # Unlike `DTensor.from_local`, `empty_like` keeps shards in host memory although the mesh has GPUs.
+                    empty = torch.empty_like(parameter, device=device, memory_format=torch.contiguous_format)
+                    allocated_parameters[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 module._parameters[name] = allocated_parameters[parameter]
     tensors_by_name: dict[str, list[Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         tensors_by_name.setdefault(_ADAPTER_COMPONENTS.sub("", name), []).append(tensor)
     return tensors_by_name
-
-
-def _allocate_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    local_tensor = torch.empty_like(
-        local_shard(parameter).detach(), device=device, memory_format=torch.contiguous_format
-    )
-    if isinstance(parameter, DTensor):
-        local_tensor = DTensor.from_local(
-            local_tensor, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-            stride=parameter.stride(),
-        )  # fmt: skip
-    return nn.Parameter(local_tensor, requires_grad=parameter.requires_grad)
 
 
 def _initialise_buffers(network: PreTrainedModel, device: torch.device) -> None:

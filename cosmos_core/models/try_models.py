@@ -6,6 +6,7 @@ OPTIONS is JSON: `prompt`, `max_tokens`, `temperature`, `names`. The program loa
 diffusers, on a GPU if there is one, and keeps a conversation for each model. Training does not use this module.
 """
 
+import inspect
 import json
 import logging
 import sys
@@ -17,8 +18,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers.utils import cached_file
 
 from cosmos_core.errors import EXIT_OK, EXIT_PREEMPTED, CosmosError, ModelError, first_line
+from cosmos_core.models.model_files import locate_model, translate_load_errors
+from cosmos_core.models.pipeline_folder import INDEX
 
 Respond = Callable[[str, int], str]
 """Function from a prompt and its number to the completion of a model, or to the name of the generated image file."""
@@ -37,8 +41,7 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = load_tokenizer(model)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    loaded_model = load_model(model, dtype=dtype, device=device)
+    loaded_model = load_model(model, dtype=dtype_on(device), device=device)
     conversation: list[dict[str, Any]] = []
     sampling_settings: dict[str, Any] = (
         {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -70,13 +73,16 @@ def open_image_generator(model: str, name: str, device: torch.device) -> Respond
     each model.
 
     Raises:
-        ModelError: the pipeline cannot be loaded.
+        ModelError: the pipeline cannot be loaded, or draws videos.
     """
     from cosmos_core.models.diffusion import DiffusionModel
     from cosmos_core.models.pipeline_folder import PipelineFolder
 
+    folder = PipelineFolder(model)
+    if {"frames", "num_frames"} & inspect.signature(folder.pipeline_class.__call__).parameters.keys():
+        raise ModelError(f"{model}: this pipeline draws videos; cosmos try shows text and images")
     try:
-        pipeline = DiffusionModel.load_pipeline(PipelineFolder(model), torch.float32).to(device)
+        pipeline = DiffusionModel.load_pipeline(folder, dtype_on(device)).to(device)
     except ImportError as error:  # a component, such as the guardrail of Cosmos, needs a package
         raise ModelError(f"{model}: the pipeline cannot be loaded: {first_line(error)}") from error
     except (OSError, ValueError, AttributeError, KeyError) as error:  # the folder lacks files
@@ -84,13 +90,23 @@ def open_image_generator(model: str, name: str, device: torch.device) -> Respond
 
     def respond(prompt: str, number: int) -> str:
         output = pipeline(prompt=prompt, generator=torch.Generator("cpu").manual_seed(number))
-        if not hasattr(output, "images"):
-            raise CosmosError(f"{model}: this pipeline draws no images; cosmos try shows text and images")
         file = Path(f"{Path(name).name}-{number}.png")
         output.images[0].save(file)
         return str(file)
 
     return respond
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """Return the dtype of models on a device: on a GPU, whose memory may have to hold two models, bfloat16."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def _is_pipeline(model: str) -> bool:
+    """Return whether a folder or Hub id is a pipeline of diffusers; ModelError: it cannot be read."""
+    source, load_options = locate_model(model, None)
+    with translate_load_errors(INDEX, model):
+        return bool(cached_file(str(source), INDEX, _raise_exceptions_for_missing_entries=False, **load_options))
 
 
 def _read_prompts(prompt: str) -> Iterator[str]:
@@ -114,7 +130,7 @@ def main() -> int:
     try:
         responders = [
             open_image_generator(model, f"{name}-{index}", device)
-            if (Path(model) / "model_index.json").is_file()
+            if _is_pipeline(model)
             else open_chat(model, options["max_tokens"], options["temperature"], device)
             for index, (model, name) in enumerate(zip(models, options["names"], strict=True))
         ]

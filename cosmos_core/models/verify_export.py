@@ -278,7 +278,8 @@ def _compute_trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -
     model.eval()
     try:
         arguments = {"input_ids": _make_probe_ids(model).to(model.device), "use_cache": False}
-        output = torch.func.functional_call(model, weights, kwargs=arguments)
+        with torch.compiler.set_stance("force_eager"):  # blocks may be compiled for another device
+            output = torch.func.functional_call(model, weights, kwargs=arguments)
     finally:
         model.train(was_training)
     return output.logits.float().cpu()

@@ -6,6 +6,7 @@ in memory, bit for bit.
 """
 
 import filecmp
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -130,7 +131,8 @@ def _generate_rounded(family: DiffusionModel, model: Any, dtype: torch.dtype) ->
     component_names = set(family.folder.components) & {"scheduler", "vae"}
     components = {name: family.folder.load(name, dtype) for name in component_names}
     pipeline = family.make_pipeline({**components, family.denoiser_name: model})
-    with _round_weights(model, dtype):
+    # The fresh interpreter compiles no block, and the kernels of compiled blocks round differently.
+    with torch.compiler.set_stance("force_eager"), _round_weights(model, dtype):
         return _generate_images(pipeline, settings=family.probe(), **text_inputs)
 
 
@@ -194,4 +196,6 @@ def generate_images(probes: Sequence[Probe]) -> list[np.ndarray]:
             if not pipeline.get_active_adapters():
                 raise StageFailed("load_lora_weights attached nothing")
         images.append(_generate_images(pipeline, probe.settings, prompt=[_PROBE_PROMPT]).numpy())
+        del pipeline  # a machine that trained an adapter may have no memory for two pipelines
+        gc.collect()
     return images

@@ -120,13 +120,13 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def reshard(root: nn.Module) -> None:
-    """Free gathered parameters that remain in memory after a forward pass without a backward pass.
-
-    These parameters would be outdated after the next optimizer step.
-    """
+    """Free gathered parameters that remain in memory after a forward pass without a backward pass, and wait until a GPU
+    has read the shards in host memory, because both would be wrong after the next change of the weights."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    if torch.cuda.is_available() and any(parameter.device.type == "cpu" for parameter in root.parameters()):
+        torch.cuda.synchronize()
 
 
 def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -138,15 +138,16 @@ def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
     a copy, so the caller must copy it to keep its values.
     """
     local_tensors = tensors.state_dict(keep_vars=True) if isinstance(tensors, nn.Module) else tensors
-    shape_and_dtype: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    all_metadata: dict[str, tuple[torch.Size, torch.dtype, str]] = {}
     holder_ranks: dict[str, list[int]] = {}
-    for rank, metadata in enumerate(all_gather_object({name: (t.shape, t.dtype) for name, t in local_tensors.items()})):
-        shape_and_dtype |= metadata
+    local_metadata = {name: (t.shape, t.dtype, local_shard(t).device.type) for name, t in local_tensors.items()}
+    for rank, metadata in enumerate(all_gather_object(local_metadata)):
+        all_metadata |= metadata
         for name in metadata:
             holder_ranks.setdefault(name, []).append(rank)
-    device = next((local_shard(tensor).device for tensor in local_tensors.values()), torch.device("cpu"))
-    for name, (shape, dtype) in shape_and_dtype.items():
+    for name, (shape, dtype, device) in all_metadata.items():
         tensor = local_tensors.get(name)
+        # A rank without the tensor receives it on the device type of its holder, which selects NCCL or gloo.
         full_tensor = (
             torch.empty(shape, dtype=dtype, device=device) if tensor is None else _full_tensor(tensor.detach())
         )

@@ -21,7 +21,7 @@ from cosmos_core.data.kinds.prompts import Prompts, open_prompts
 from cosmos_core.data.messages import read_system_prompt, with_system
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.errors import DataError, Preempted, RewardError
-from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
+from cosmos_core.parallel.mesh import any_rank, broadcast_object, is_first, num_ranks
 from cosmos_core.rewards.base import all_invalid, full_value
 from cosmos_core.rollout.base import generate
 from cosmos_core.run.files import raise_disk_full, replaced_folder, write_text
@@ -31,7 +31,6 @@ from cosmos_core.sample.selection import metrics_of, pass_rate, rows_of, select_
 from cosmos_core.train.generation import open_engine
 from cosmos_core.train.measure import open_rewards, prepared_folder, shared, trained_rewards
 from cosmos_core.train.rollout_feed import training_sampling
-from cosmos_core.train.stop import StopRequested, check_stop
 from cosmos_core.types import Group, Outcome, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -101,8 +100,8 @@ def _complete_prompts(stage: Stage, prompts: Prompts, sampling: Sampling) -> lis
                 append_records(stage.path, new_records)
             records += new_records
             stage.progress.step(len(records), len(prompts))
-            if len(records) < len(prompts):
-                _stop_if_requested(stage, len(records))
+            if len(records) < len(prompts) and any_rank(stage.stop_requested):
+                raise Preempted(f"stopped; the completions of {len(records)} prompts are kept")
     return records
 
 
@@ -147,13 +146,6 @@ def tools_of(prompt: Prompt, recipe_tools: Sequence[dict[str, Any]] = ()) -> dic
     """Return a column `tools`: the tools, as JSON, with which a prompt was rendered; without tools, no column."""
     tools = read_tools(prompt.metadata, f"prompt {prompt.id}") or recipe_tools
     return {"tools": json.dumps(tools, ensure_ascii=False)} if tools else {}
-
-
-def _stop_if_requested(stage: Stage, num_done: int) -> None:
-    try:
-        check_stop(stage)
-    except StopRequested:
-        raise Preempted(f"stopped; the completions of {num_done} prompts are kept") from None
 
 
 def _model_columns(stage: Stage) -> dict[str, str]:
