@@ -13,7 +13,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
-from cosmos_core.config.capabilities import unique_notices, unread_tables
+from cosmos_core.config.capabilities import unique_notices
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.mesh import resolve_gpus
 from cosmos_core.errors import ConfigError
@@ -26,6 +26,7 @@ from cosmos_core.run.directory import (
     open_run,
     supersede_stage,
 )
+from cosmos_core.run.liveness import check_approval
 from cosmos_core.run.state import read_state, update_state
 from cosmos_core.upload.artifact_store import check_store
 from cosmos_core.upload.base import check_targets
@@ -56,7 +57,8 @@ def post_train(
     """
     flow_run_id = str(flow_run.id or "")
     run = replace(open_or_create(config, overrides, run_id, flow_run_id), verify=verify)
-    for notice in (*unique_notices(run.pipeline), *unread_tables(run.pipeline)):
+    check_approval(run.path)
+    for notice in unique_notices(run.pipeline):
         get_run_logger().info("note: %s", notice)
     with claim(run):
         supersede_stages(run, from_stage, flow_run_id)

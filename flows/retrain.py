@@ -1,19 +1,24 @@
 """Flow `retrain`, started by a schedule: if data or settings have changed, train, compare with the published model, and
 publish.
 
-Data is compared by content: a new modification time, or a new commit or listing with the same content, starts no
-training. Only one flow run of a schedule works at a time, on all machines; see `tasks.retrain_lease`. A later flow run
-continues a run that failed. A flow run that was suspended or is retried continues the run that it created, and leaves
-newer data to the next flow run of the schedule.
+Data is compared by content: a new modification time, or a new listing of the same content, starts no training; a new
+commit of a data set on the Hub does. Only one flow run of a schedule works at a time, on all machines; see
+`tasks.retrain_lease`. A later flow run continues a run that failed. A flow run that was suspended or is retried
+continues the run that it created, and leaves newer data to the next flow run of the schedule.
 """
 
 import hashlib
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
+from uuid import UUID
 
 from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import StateType
+from prefect.exceptions import ObjectNotFound, Pause
 from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
 from prefect.logging import get_run_logger
@@ -27,7 +32,7 @@ from cosmos_core.errors import EXIT_REFUSED, ConfigError, DataError, ModelError
 from cosmos_core.run import liveness
 from cosmos_core.run.directory import Run, claim, open_run
 from cosmos_core.run.files import read_document
-from cosmos_core.run.hub import pin_hub_revisions
+from cosmos_core.run.hub import failed_requests, pin_hub_revisions
 from cosmos_core.run.manifest import find_damage, read_result
 from cosmos_core.run.remote import pin_urls
 from cosmos_core.run.retrain_state import RetrainState, content_digest, note_of, write_seen
@@ -87,11 +92,8 @@ def retrain(
         pipeline = unpinned_pipeline if current else pin_urls(pin_hub_revisions(resolve_gpus(unpinned_pipeline)))
         digest = current.digest if current else content_digest(pipeline)
         latest = read_document(note_path, RetrainState)
-        if latest is not None and latest.digest == digest and latest.outcome:
-            message = f"nothing new since run {latest.run_id}, which was {latest.outcome}"
-            return Completed(name="NothingNew", message=message)
-        if current is not None and latest is not None and latest.digest != digest and latest.outcome == "published":
-            return _make_outdated_state(current.run_id, f"run {latest.run_id} of newer content was published since")
+        if idle_state := _find_idle_state(unpinned_pipeline, digest, current, latest, approve):
+            return idle_state
         run = open_run(_get_run_path(unpinned_pipeline, current.run_id), all_kinds()) if current else None
         run = run or _open_unfinished_run(pipeline, digest, latest)
         if run is None:
@@ -114,6 +116,27 @@ def retrain(
         return state
 
 
+def _find_idle_state(
+    pipeline: Pipeline, digest: str, current: RetrainState | None, latest: RetrainState | None, approve: bool
+) -> State[Any] | None:
+    """Return the final state of a flow run that has nothing to do; None if it has to train or to publish."""
+    if latest is None:
+        return None
+    if latest.digest == digest and latest.outcome:
+        unseen = "".join(f"; {hub} did not respond: {reason}" for hub, (_, reason) in failed_requests.items())
+        message = f"nothing new since run {latest.run_id}, which was {latest.outcome}{unseen}"
+        return Completed(name="NothingNew", message=message)
+    approval = liveness.read_approval(_get_run_path(pipeline, latest.run_id))
+    if approve and current is None and latest.digest == digest and approval is not None:
+        with suppress(ObjectNotFound, ValueError), get_client(sync_client=True) as client:
+            if client.read_flow_run(UUID(approval.flow_run)).state_type == StateType.PAUSED:  # it may be cancelled
+                message = f"run {latest.run_id} waits until a person approves its publication; nothing was done"
+                return Completed(name="StillTraining", message=message)
+    if current is not None and latest.digest != digest and latest.outcome == "published":
+        return _make_outdated_state(current.run_id, f"run {latest.run_id} of newer content was published since")
+    return None
+
+
 def _open_unfinished_run(pipeline: Pipeline, digest: str, latest_state: RetrainState | None) -> Run | None:
     """Return the run of the last retraining if it has the same content digest and has not ended; otherwise None."""
     if latest_state is None or latest_state.digest != digest:
@@ -134,10 +157,9 @@ def _make_outdated_state(run_id: str, reason: str) -> State[Any]:
 
 
 def _has_same_content(pipeline: Pipeline, digest: str) -> bool:
-    try:
+    with suppress(ConfigError, DataError, ModelError):  # a data source no longer exists
         return content_digest(pipeline) == digest
-    except (ConfigError, DataError, ModelError):  # a data source no longer exists
-        return False
+    return False
 
 
 def _stages_before_publication(run: Run) -> list[str]:
@@ -157,31 +179,44 @@ def _train_and_publish(
     nonpublishing_stages = _stages_before_publication(run)
     last_stages = [stage.name for stage in run.pipeline.stages if stage.name not in nonpublishing_stages]
     with claim(run):
+        approval = (liveness.approval_of(run.path) or liveness.Approval()) if approve and last_stages else None
+        liveness.note_approval(run.path, approval)  # without an approval, `cosmos resume` refuses to publish
         state = run_stages(run, first_stages)
         if not state.is_completed():
-            states = [read_state(run.stage_path(name)) for name in first_stages]
+            states = map(read_state, map(run.stage_path, first_stages))
             failed_states = [stage_state for stage_state in states if stage_state.state == "failed"]
             if failed_states and all(stage_state.exit_code == EXIT_REFUSED for stage_state in failed_states):
                 message = f"run {run.id}: {'; '.join(stage_state.error for stage_state in failed_states)}"
                 return Completed(name="NotPromoted", message=message), "refused"
             return state, ""
-    if approve and last_stages:
-        approval_form = Approval.with_initial_data(description=approval_form_text(run.path), publish=False)
-        suspend_key = f"publish-{run.id}-{_compute_models_digest(run)}"
-        request, earlier = liveness.Approval(until=time.time() + _APPROVAL_SECONDS), liveness.read_approval(run.path)
-        liveness.note_approval(run.path, request)
-        if earlier is None or earlier.is_declined:  # the flow is executed again from the beginning after an approval
-            events.run_waiting(run)
-        decision = suspend_flow_run(wait_for_input=approval_form, timeout=_APPROVAL_SECONDS, key=suspend_key)
-        if not decision.publish:  # type: ignore[attr-defined]
-            liveness.note_approval(run.path, request.model_copy(update={"is_declined": True}))
-            return Completed(name="Declined", message=f"run {run.id}: its model is not published"), "declined"
+    if approval is not None and not _is_approved(run, approval):
+        return Completed(name="Declined", message=f"run {run.id}: its model is not published"), "declined"
     if last_stages:
         with claim(run):
             state = run_stages(run, last_stages)
     if not state.is_completed():
         return state, ""
     return completed(run, [stage.name for stage in run.pipeline.stages]), "published"
+
+
+def _is_approved(run: Run, approval: liveness.Approval) -> bool:
+    """Return True if a person has approved the models to publish, and False if a person has declined; suspend the flow
+    run until a person decides. The run keeps an approval, which Prefect forgets when the flow run is retried."""
+    models = _compute_models_digest(run)
+    if approval.approved_models == models:
+        return True
+    # The number of attempts is part of the key: Prefect refuses a second request with the same key.
+    key, seconds = f"publish-{models}-{flow_run.run_count}", _APPROVAL_SECONDS
+    form = Approval.with_initial_data(description=approval_form_text(run.path), publish=False)
+    try:
+        decision = suspend_flow_run(wait_for_input=form, timeout=seconds, key=key)
+    except Pause:  # no person has decided yet
+        liveness.note_approval(run.path, liveness.Approval(until=time.time() + seconds, flow_run=str(flow_run.id)))
+        events.run_waiting(run)
+        raise
+    publish = bool(decision.publish)  # type: ignore[attr-defined]
+    liveness.note_approval(run.path, liveness.Approval(is_declined=not publish, approved_models=models * publish))
+    return publish
 
 
 def _list_stages_to_run(run: Run, names: list[str]) -> list[str]:

@@ -162,18 +162,15 @@ class StageArtifacts:
 
 
 def show_run(run_path: Path) -> None:
-    """Publish the card of a run: the status of every stage, its metrics, and the model."""
+    """Write the HTML report of a run, whatever its outcome, and publish the card of the run: the status of every stage,
+    its metrics, and the model. Errors are only logged."""
+    with log_ui_errors():
+        write_text(run_path / REPORT_FILE, build(run_path))
     run = read_run(run_path)
     with log_ui_errors():
         description = f"{run.name}: {run.outcome}, run {run_path.name} of {user_name()}"
         # Without `_sync`, the call returns a coroutine at the end of an asynchronous flow.
         create_markdown_artifact(_render_run_card(run), card_key(run.name), description, _sync=True)  # type: ignore[call-arg]
-
-
-def write_report(run_path: Path) -> None:
-    """Write the HTML report of a run, whatever its outcome; log an error of the report instead of raising it."""
-    with log_ui_errors():
-        write_text(run_path / REPORT_FILE, build(run_path))
 
 
 def log_ui_errors() -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import OverBudget, Preempted
 from cosmos_core.launch.gpus import num_reserved_gpus
 from cosmos_core.observe.resuming import resume_command
-from cosmos_core.run.directory import Run, read_facts
+from cosmos_core.run.directory import Run, read_start_info
 from cosmos_core.run.gpu_time import gpu_seconds_of_run
 
 _CHECK_PERIOD_SECONDS = 2.0  # interval in seconds between two computations of the GPU hours of the run
@@ -32,8 +32,8 @@ class Budget:
         gpu_hours = gpu_seconds_of_run(self._run.path) / 3600
         if (cost := gpu_hours * self._price_per_gpu_hour) < self._budget_limit:
             return None
-        resume_hint, run_facts = f"{resume_command(self._run.path)} --budget AMOUNT", read_facts(self._run.path)
-        if run_facts and run_facts.entrypoint:
+        resume_hint, start_info = f"{resume_command(self._run.path)} --budget AMOUNT", read_start_info(self._run.path)
+        if start_info and start_info.entrypoint:
             resume_hint = "raise it in configure_run, and run the flow again"
         return OverBudget(
             f"run {self._run.id}: budget = {self._budget_limit:g} is spent: {gpu_hours:.4g} GPU hours at "

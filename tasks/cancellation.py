@@ -1,4 +1,5 @@
-"""Detect that the current flow run was cancelled, by polling the Prefect server from the process of the flow.
+"""Detect that the current flow run was cancelled or suspended, by polling the Prefect server from the process of the
+flow.
 
 Prefect's worker process stops the process of a cancelled flow run. But it stops polling permanently, without an error,
 when the server was unreachable for half a minute.
@@ -20,10 +21,10 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.context import SyncClientContext
-from prefect.exceptions import ObjectNotFound, TerminationSignal
-from prefect.futures import PrefectFuture, wait
+from prefect.exceptions import ObjectNotFound, Pause, TerminationSignal
+from prefect.futures import PrefectConcurrentFuture
 from prefect.runtime import flow_run
 from prefect.states import Cancelled as CancelledState
 
@@ -35,6 +36,7 @@ from cosmos_core.run.liveness import note_stop
 logger = logging.getLogger(__name__)
 
 _CANCELLED_STATES = {StateType.CANCELLING, StateType.CANCELLED}
+_SUSPENDED = "Suspended"  # name of the state; the process of a flow run that is only paused does not end
 _MAX_UNREACHABLE_SECONDS = 600.0
 _POLL_SECONDS = 1.0
 _MAX_REQUEST_SECONDS = 5.0
@@ -44,8 +46,7 @@ _executed_flow_runs: set[UUID] = set()
 
 
 def wait_unless_cancelled(pending: Collection[futures.Future[Any]]) -> bool:
-    """Wait until the futures `pending` have ended, and check every few seconds whether the current flow run was
-    cancelled; return True if it was cancelled."""
+    """Wait until the futures `pending` have ended; return True if the flow run was cancelled or suspended before."""
     while pending:
         pending = futures.wait(pending, timeout=_MAX_REQUEST_SECONDS).not_done
         if pending and is_cancelled():
@@ -54,23 +55,34 @@ def wait_unless_cancelled(pending: Collection[futures.Future[Any]]) -> bool:
 
 
 def is_cancelled() -> bool | None:
-    """Return True if the current flow run, or the parent flow run whose stage it executes, was cancelled; return None
-    if the server does not respond.
-
-    Return False outside of a flow run, and if the flow run was deleted.
-    """
+    """Return True if the current flow run, or the parent flow run whose stage it executes, was cancelled or suspended,
+    as by the button Pause of Prefect's UI; None if the server does not respond. Return False outside of a flow run, and
+    if the flow run was deleted."""
     if not flow_run.id:
         return False
     try:
         with _open_client() as client:
             run = client.read_flow_run(UUID(flow_run.id))
-            if run.state_type not in _CANCELLED_STATES and run.parent_task_run_id is not None:
+            if not _must_stop(run) and run.parent_task_run_id is not None:
                 run = client.read_flow_run(_find_parent_flow_run(run.parent_task_run_id))
-            return run.state_type in _CANCELLED_STATES
+            return _must_stop(run)
     except ObjectNotFound:
         return False
     except httpx.HTTPError:
         return None
+
+
+def _must_stop(run: FlowRun) -> bool:
+    return run.state_type in _CANCELLED_STATES or run.state_name == _SUSPENDED
+
+
+def raise_if_suspended() -> None:
+    """Raise the signal with which Prefect ends the process of a suspended flow run, if the current flow run was
+    suspended: a final state would prevent a person from resuming it."""
+    with suppress(httpx.HTTPError, ObjectNotFound), _open_client() as client:
+        run = client.read_flow_run(UUID(flow_run.id))
+        if run.state_name == _SUSPENDED:
+            raise Pause(state=run.state)
 
 
 def confirm_cancellation_at_exit() -> None:
@@ -127,14 +139,16 @@ def listen_for_stop(run: Run) -> None:
             signal.signal(signal.Signals[name], terminate)
 
 
-def stop_stages(run: Run, stages: list[PrefectFuture[Any]]) -> None:
+def stop_stages(run: Run, stages: list[PrefectConcurrentFuture[Any]]) -> None:
     """Ask the workers of this process to save a checkpoint and exit, wait for their tasks `stages`, and ignore any
     further SIGTERM."""
     if threading.current_thread() is threading.main_thread():
         # SIGTERM is ignored until the flow ends, when Prefect restores its handler.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     worker.stop_all()
-    wait(stages, timeout=max(run.pipeline.config.grace_seconds, worker.longest_grace()) + 5)
+    grace_seconds = max(run.pipeline.config.grace_seconds, worker.longest_grace())
+    # `prefect.futures.wait` does not wait in a suspended flow run.
+    futures.wait([stage.wrapped_future for stage in stages], timeout=grace_seconds + 5)
     note_stop(run.path, [stage.name for stage in run.pipeline.stages])
 
 

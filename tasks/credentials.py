@@ -22,11 +22,7 @@ _CREDENTIAL_PREFIXES = ("AWS_", "PROD_S3_CHECKPOINT_", "HF_TOKEN", "HF_ENDPOINT"
 
 def set_credentials(pipeline: Pipeline | None) -> None:
     """Set the environment variables that the Secret block contains, if the block exists and the pipeline refers to a
-    store or the Hub.
-
-    Args:
-        pipeline: The pipeline; None if its configuration has yet to be fetched from a store.
-    """
+    store or the Hub; None: its configuration has yet to be fetched from a store."""
     hide_in_records()
     if pipeline is not None and not _uses_remote_storage(pipeline):
         return

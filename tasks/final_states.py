@@ -13,6 +13,7 @@ from prefect.states import Completed, Failed
 from cosmos_core.errors import CosmosError, GateFailed, Preempted
 from cosmos_core.run.directory import Run
 from cosmos_core.run.state import read_state
+from tasks.cancellation import raise_if_suspended
 
 REFUSED = "Refused"
 """Name of the final state of a gate with a condition that does not hold."""
@@ -47,9 +48,10 @@ def state_of(future: PrefectFuture[Any]) -> State[Any]:
 
 
 def flow_state(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is_cancelled: bool) -> State[Any]:
-    """Return the final state of a flow run from the futures of its stages."""
+    """Return the final state of a flow run from the futures of its stages; end a flow run that is suspended."""
     incomplete_states = {name: state_of(future) for name, future in futures.items() if not has_result(future)}
     if is_cancelled:
+        raise_if_suspended()
         resume_text = f"it goes on with: cosmos resume {shlex.quote(str(run.path))}"
         outcome_text = resume_text if incomplete_states else "all of its stages are complete"
         return CancelledState(message=f"run {run.id}: cancelled; {outcome_text}")

@@ -4,6 +4,7 @@ The run is named after the flow and its parameters, so executing the flow again 
 settings of an earlier call uses the stage of that call, and results are reused as in any run.
 """
 
+import atexit
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +43,7 @@ from cosmos_core.run.state import FINISHED, read_state
 from cosmos_core.upload.artifact_store import check_store
 from cosmos_core.upload.base import check_targets
 from tasks import events
-from tasks.artifacts import log_ui_errors, show_run, write_report
+from tasks.artifacts import log_ui_errors, show_run
 from tasks.cancellation import confirm_cancellation_at_exit, stop_on_signals, wait_unless_cancelled
 from tasks.credentials import set_credentials
 from tasks.flow_identity import derive_run_identity, find_flow_source
@@ -152,7 +153,7 @@ class FlowInPython:
             ConfigError: the settings are wrong, the run has a finished stage of this name with other settings, or
                 another process works on the run.
         """
-        with worker.stoppable():
+        with worker.register_active_run():
             with self._lock:
                 self._num_active += 1
             try:
@@ -164,7 +165,7 @@ class FlowInPython:
                 with self._lock:
                     self._num_active -= 1
                     if self._num_active == 0 and self._claim is not None and self.run is not None:
-                        self._show_run()
+                        show_run(self.run.path)
                         events.run_over_budget(self.run)
                         self._claim.release()
                         self._claim = None
@@ -175,12 +176,7 @@ class FlowInPython:
             self.state = state
             if self.run is not None:
                 note_flow_state(self.run.path, state)
-                self._show_run()
-
-    def _show_run(self) -> None:
-        assert self.run is not None
-        write_report(self.run.path)
-        show_run(self.run.path)
+                show_run(self.run.path)
 
     def _reclaim_run(self) -> None:
         """Claim the run of the earlier calls again, and wait while another execution of the flow works on it, such as
@@ -368,7 +364,7 @@ def _read_signal_names() -> set[str]:
 
 
 def _note_stop() -> None:
-    """Record that the flows that this process executes were asked to stop; Prefect calls no hook of such a flow."""
+    """Record that the flows that this process executes end before their end; Prefect calls no hook of such a flow."""
     for attempt in [*_flows_by_attempt.values()]:
         if attempt.run is not None and attempt.state == "running":
             with warn_if_disk_full(f"the stop of flow {attempt.name}"):
@@ -383,5 +379,6 @@ def _note_end(flow: object, flow_run: FlowRun, state: State[Any]) -> None:
         events.run_ended(runs[-1], is_failed=not state.is_completed())
 
 
+atexit.register(_note_stop)  # Prefect calls no hook of a flow that is suspended or has crashed
 _flows_by_attempt: dict[str, FlowInPython] = {}
 _flows_lock = threading.Lock()

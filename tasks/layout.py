@@ -62,11 +62,13 @@ def prepare_stage_folder(
     (path / manifest.RESULT).unlink(missing_ok=True)
     save_fingerprint(path, expected, stage.work_pool)
     inputs = results_of(run, stage)
-    digests = {(role, key): digest for role, key, _, digest in expected.inputs}
+    # Several inputs may have the same key: the fingerprint has them in the same order.
+    digests = [digest for role, *_, digest in expected.inputs if role in _SOURCE_KIND_BY_ROLE and not source_of(digest)]
+    external_inputs = [each for each in run.pipeline.inputs(stage) if each.form != "stage"]
+    source_inputs = [each for each in external_inputs if each.role in _SOURCE_KIND_BY_ROLE]
     sources = tuple(
-        Source(kind=source_kind, name=stage_input.location, digest=digests[stage_input.role, stage_input.key])
-        for stage_input in run.pipeline.inputs(stage)
-        if stage_input.form != "stage" and (source_kind := _SOURCE_KIND_BY_ROLE.get(stage_input.role))
+        Source(kind=_SOURCE_KIND_BY_ROLE[each.role], name=each.location, digest=digest)
+        for each, digest in zip(source_inputs, digests, strict=True)
     )
     origin_of_stage = model_origin(run.pipeline, stage)
     stage, recipe = download_inputs(run.pipeline, stage, partial(sleep_unless_stopping, 0))
@@ -109,12 +111,8 @@ def supersede_if_changed(path: Path, expected: Fingerprint) -> None:
 
 
 def output_folder(stage: str, key: str, reference: str, inputs: dict[str, Result], model_format: str = "") -> str:
-    """Return the folder to which `model = "stage:NAME"` or `data = "stage:NAME"` refers; return any other value
-    unchanged.
-
-    Args:
-        model_format: Format of the exported model to read; empty or `bf16`: the model without quantisation.
-    """
+    """Return the folder to which `model = "stage:NAME"` or `data = "stage:NAME"` refers, of the model in the format
+    `model_format` (empty or `bf16`: without quantisation); return any other value unchanged."""
     name = source_of(reference)
     if name is None:
         return reference

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -21,7 +21,7 @@ from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, StateType
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import task_run
-from prefect.states import Cancelling, Crashed
+from prefect.states import Cancelling
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import BY_NAME, Cancelled, ConfigError, CosmosError, OverBudget, Preempted, StageFailed
@@ -41,7 +41,7 @@ _POLL_SECONDS = 1.0
 _MIRROR_PERIOD_SECONDS = 5.0
 _REPORT_PERIOD_SECONDS = 10.0
 _MAX_UNREACHABLE_SECONDS = 600.0
-_PENDING_SECONDS = 600.0
+_WAITING_STATES = {StateType.SCHEDULED, StateType.PENDING}  # `cosmos worker` ends a flow run that stays pending
 _MAX_BACKOFF_EXPONENT = 6
 
 
@@ -61,10 +61,8 @@ class Child(Document):
 
 
 def run_remote_stage(run: Run, stage: StageConfig, on_line: Callable[[str], None] = logger.info) -> tuple[Result, bool]:
-    """Run a stage on its work pool unless its result exists; return the result and whether it already existed.
-
-    Args:
-        on_line: Receives messages about the reason why the stage waits.
+    """Run a stage on its work pool unless its result exists; return the result and whether it already existed. The
+    reason why the stage waits is passed to `on_line`.
 
     Raises:
         CosmosError: the child flow run ended with this error, or the deployment does not exist.
@@ -95,10 +93,8 @@ def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_
             Budget(run, stage).check()
             child = _start_child(run, stage, stage_sync)
         try:
-            wait_reporter = WaitReporter(client, stage, run.stage_path(stage.name), report_line)
-            return _poll_child(
-                client, stage, UUID(child.flow_run), stage_sync.mirror(), wait_reporter, Budget(run, stage)
-            )
+            report = partial(report_wait, client, stage.work_pool, run.stage_path(stage.name), report_line)
+            return _poll_child(client, stage, UUID(child.flow_run), stage_sync.mirror(), report, Budget(run, stage))
         except Preempted:
             _cancel_child(
                 client, child, max_grace_seconds(run.stage_path(stage.name), run.pipeline.config.grace_seconds)
@@ -170,34 +166,20 @@ def backoff_seconds(num_failures: int) -> float:
     return min(60.0, 2.0 ** min(num_failures - 1, _MAX_BACKOFF_EXPONENT))
 
 
-class WaitReporter:
-    """Reporter of the reason why a stage waits for a worker of its work pool, in the flow's log and in `state.json`."""
-
-    def __init__(
-        self, client: SyncPrefectClient, stage: StageConfig, path: Path, on_line: Callable[[str], None]
-    ) -> None:
-        self._client, self._pool, self._path, self._on_line = client, stage.work_pool, path, on_line
-        self._last_message, self._next_report_time = "", 0.0
-
-    def report(self) -> None:
-        """Report the reason why the stage waits, once and whenever the reason changes."""
-        if time.monotonic() < self._next_report_time:
-            return
-        self._next_report_time = time.monotonic() + _REPORT_PERIOD_SECONDS
-        message = self._describe_wait()
-        if message != self._last_message:
-            self._last_message = message
-            self._on_line(f"stage {self._path.name}: {message}")
-            update_state(self._path, state="waiting", error=message)
-
-    def _describe_wait(self) -> str:
-        workers = self._client.read_workers_for_work_pool(self._pool)
-        num_online = sum(getattr(worker.status, "value", worker.status) == "ONLINE" for worker in workers)
-        if self._client.read_work_pool(self._pool).is_paused:
-            return f"waits for work pool {self._pool}, which is paused"
-        if num_online:
-            return f"waits for a worker of pool {self._pool}: {num_online} live"
-        return f"waits for a worker of pool {self._pool}: none is live; start one: cosmos worker --pool {self._pool}"
+def report_wait(
+    client: SyncPrefectClient, pool: str, path: Path, report_line: Callable[[str], None], last_message: str
+) -> str:
+    """Report why a stage waits for a worker of its work pool, in the flow's log and in `state.json`, unless the reason
+    is that of the last message; return the message."""
+    workers = client.read_workers_for_work_pool(pool)
+    num_online = sum(getattr(worker.status, "value", worker.status) == "ONLINE" for worker in workers)
+    reason = f"{num_online} live" if num_online else f"none is live; start one: cosmos worker --pool {pool}"
+    is_paused = client.read_work_pool(pool).is_paused
+    message = f"waits for {f'work pool {pool}, which is paused' if is_paused else f'a worker of pool {pool}: {reason}'}"
+    if message != last_message:
+        report_line(f"stage {path.name}: {message}")
+        update_state(path, state="waiting", error=message)
+    return message
 
 
 def _poll_child(
@@ -205,17 +187,15 @@ def _poll_child(
     stage: StageConfig,
     flow_run_id: UUID,
     mirror_files: Callable[[], None],
-    wait_reporter: WaitReporter,
+    report: Callable[[str], str],
     budget: Budget,
 ) -> FlowRun:
-    last_mirror_time, last_response_time = 0.0, time.monotonic()
+    last_mirror_time, last_response_time, next_report_time, last_message = 0.0, time.monotonic(), 0.0, ""
     while True:
         try:
             run = client.read_flow_run(flow_run_id)
-            if run.state_type == StateType.SCHEDULED:
-                wait_reporter.report()
-            elif run.state_type == StateType.PENDING:
-                _mark_crashed_if_lost(client, stage, run)
+            if run.state_type in _WAITING_STATES and time.monotonic() > next_report_time:
+                next_report_time, last_message = time.monotonic() + _REPORT_PERIOD_SECONDS, report(last_message)
             last_response_time = time.monotonic()
         except ObjectNotFound as error:  # the flow run was deleted
             stage_description = f"stage {stage.name!r} on {stage.work_pool!r}"
@@ -232,16 +212,6 @@ def _poll_child(
             return run
         budget.check()  # the child flow run checks the budget too, but sees only the stages on the disks of its machine
         sleep_unless_stopping(_POLL_SECONDS)
-
-
-def _mark_crashed_if_lost(client: SyncPrefectClient, stage: StageConfig, run: FlowRun) -> None:
-    """Mark a flow run as crashed if a worker picked it up but started no process for ten minutes, because the machine
-    was lost. Only work pools of type `process` are checked; others may wait longer, for example for a node."""
-    pending_since = run.state.timestamp if run.state else datetime.now(UTC)
-    is_overdue = (datetime.now(UTC) - pending_since).total_seconds() > _PENDING_SECONDS
-    if is_overdue and client.read_work_pool(stage.work_pool).type == "process":
-        message = f"pending for {_PENDING_SECONDS:.0f} s: its worker is gone"
-        client.set_flow_run_state(run.id, Crashed(message=message), force=True)
 
 
 def _cancel_child(client: SyncPrefectClient, child: Child, grace_seconds: float) -> None:

@@ -33,13 +33,8 @@ class RetrainLease:
     right at its end."""
 
     def __init__(self, note: Path, flow_run: str, deployment: str = "") -> None:
-        """Prepare the lock and the lease for a retraining note; `acquire` and `try_acquire` acquire them.
-
-        Args:
-            note: File that records the last retraining of a pipeline.
-            flow_run: Id of the flow run that is to hold the right.
-            deployment: Id of the deployment whose schedule started the flow run; empty: no deployment.
-        """
+        """Prepare lock and lease of the file `note`, which records the last retraining, for the flow run with the id
+        `flow_run` of the deployment with the id `deployment`; empty: of none."""
         self._variable_name = f"cosmos-retraining-{note.stem}-{deployment}".rstrip("-")
         # A flow run acquires this lock before it reads the note, so that a run with older data does not publish after
         # a run with newer data.

@@ -16,7 +16,6 @@ from typing import Any
 from prefect import tags, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
-from prefect.exceptions import TerminationSignal
 from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
@@ -25,6 +24,7 @@ from prefect.utilities.annotations import allow_failure
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.environment import environment_for_user_code
+from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import (
     EXIT_REFUSED,
     EXIT_USAGE,
@@ -53,7 +53,7 @@ from cosmos_core.run.progress import Position
 from cosmos_core.run.state import FINISHED, read_state, record_event, record_failure, update_state
 from cosmos_core.upload.checkpoint_upload import checkpoint_url, upload_checkpoints_during
 from tasks import events
-from tasks.artifacts import StageArtifacts, log_ui_errors, show_run, write_report
+from tasks.artifacts import StageArtifacts, log_ui_errors, show_run
 from tasks.budget import Budget
 from tasks.cancellation import is_cancelled, listen_for_stop, stop_stages, wait_unless_cancelled
 from tasks.credentials import set_credentials
@@ -72,7 +72,7 @@ _MAX_NAMED_STAGES = 3
 MAX_RETRIES = 100_000  # practically unlimited: `should_retry` decides about retries
 
 
-@worker.stoppable()
+@worker.register_active_run()
 def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> State[Any]:
     """Run the stages `names`, which are in topological order, until each has its result; independent stages run in
     parallel. Return the final state of the flow run.
@@ -93,7 +93,8 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
         note_flow_run(run, flow_run.id)
     futures: dict[str, PrefectConcurrentFuture[Any]] = {}
     slots = branch_slots(run.pipeline)
-    try:
+    # A signal reaches only the main thread, while the tasks wait in other threads.
+    with cleanup_on_error(lambda: stop_stages(run, list(futures.values()))):
         listen_for_stop(run)
         for name in names:
             upstream = {other: futures[other] for other in run.pipeline.stage(name).after if other in futures}
@@ -102,16 +103,11 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
                 futures[name] = task_of_stage.submit(wait_for=[allow_failure(future) for future in upstream.values()])
         was_cancelled = wait_unless_cancelled([future.wrapped_future for future in futures.values()])
         if was_cancelled:
-            get_run_logger().warning("the flow run was cancelled: its stages are asked to stop")
+            get_run_logger().warning("the flow run was cancelled or suspended: its stages are asked to stop")
             stop_stages(run, list(futures.values()))
-    except (TerminationSignal, KeyboardInterrupt):
-        # The signal reaches only the main thread, while the tasks wait in other threads.
-        stop_stages(run, list(futures.values()))
-        raise
     # A stage may have noticed the cancellation first. The server accepts no final state but Cancelled then.
     state = flow_state(run, futures, is_cancelled=was_cancelled or bool(is_cancelled()))
     if not is_local:
-        write_report(run.path)
         show_run(run.path)
         events.run_over_budget(run)
         events.run_ended(run, is_failed=not state.is_completed())
@@ -175,10 +171,7 @@ def should_retry(run: Run, name: str, error: object) -> bool:
 
 def produce_result(run: Run, name: str, *, is_local: bool = False) -> State[Any] | Result:
     """Run a stage until it has its result, on its work pool if it has one; return the result, or the final state of its
-    task run.
-
-    Args:
-        is_local: Whether this process already runs on the work pool of the stage.
+    task run. `is_local` is that of `run_stages`.
 
     Raises:
         CosmosError: the attempt failed, and the stage is to be retried.
@@ -391,9 +384,9 @@ def _make_owner_check(path: Path, grace_seconds: float) -> Callable[[], None]:
     function kills a worker whose launcher has ended; a worker with a live launcher is not killed."""
     start_time = time.monotonic()
 
-    def reap_owner() -> None:
+    def kill_orphaned_worker() -> None:
         worker.sleep_unless_stopping(0)
         if time.monotonic() - start_time > grace_seconds:
             worker.reap(path)
 
-    return reap_owner
+    return kill_orphaned_worker

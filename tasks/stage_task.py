@@ -5,7 +5,6 @@ fingerprint and reuse, lock, retries, work pool, artifact store, report and line
 """
 
 import inspect
-from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from prefect import Task, tags
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.context import TaskRunContext
-from prefect.exceptions import TerminationSignal
 from prefect.futures import PrefectConcurrentFuture, PrefectFutureList
 from prefect.states import Completed
 from prefect.utilities.callables import expand_mapping_parameters, get_call_parameters
@@ -27,12 +25,13 @@ from cosmos_core.config.inputs import STAGE_PREFIX, source_of
 from cosmos_core.config.load import Values, merge, nest_value
 from cosmos_core.config.override import split_key
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import Cancelled, ConfigError
 from cosmos_core.launch import worker
 from cosmos_core.run.directory import Run
 from cosmos_core.run.manifest import read_result
 from cosmos_core.types import StageKind
-from tasks.cancellation import is_cancelled, wait_unless_cancelled
+from tasks.cancellation import is_cancelled, raise_if_suspended, wait_unless_cancelled
 from tasks.final_states import failed_state
 from tasks.flow_identity import json_values
 from tasks.flow_run import Call, FlowInPython, current_flow
@@ -96,7 +95,8 @@ class StageTask(Task[Any, StageHandle]):
         flow = current_flow()
         name = flow.reserve_stage_name(self.kind.name, name)
         with ExitStack() as stack, tags(*flow.tags):
-            stack.enter_context(worker.stoppable())  # a stop in the time before the stage begins must not be lost
+            # A stop in the time before the stage begins must not be lost.
+            stack.enter_context(worker.register_active_run())
             future = super().submit(*arguments, name=name, **settings)
             submission = stack.pop_all()
             future.wrapped_future.add_done_callback(lambda _: submission.close())
@@ -126,16 +126,10 @@ class StageTask(Task[Any, StageHandle]):
     def __call__(self, *arguments: Any, return_state: bool = False, **settings: Any) -> Any:
         """Run the stage until it ends; return its `StageHandle` or, if `return_state` is true, its final state."""
         future: PrefectConcurrentFuture[StageHandle] = self._submit(*arguments, **settings)
-        try:
-            was_cancelled = wait_unless_cancelled([future.wrapped_future])
-        except (TerminationSignal, KeyboardInterrupt, CancelledError):  # CancelledError: the flow timed out
-            worker.stop_all()
-            future.wait()
-            raise
-        if was_cancelled:
-            worker.stop_all()
-            future.wait()
-            raise Cancelled("the flow run was cancelled")
+        with cleanup_on_error(future.wait), cleanup_on_error(worker.stop_all):  # the flow was stopped, or timed out
+            if wait_unless_cancelled([future.wrapped_future]):
+                raise_if_suspended()
+                raise Cancelled("the flow run was cancelled")
         future.wait()
         return future.state if return_state else future.result()
 

@@ -266,11 +266,8 @@ class StageSync:
 
 
 def open_received_run(url: str, name: str) -> Run:
-    """Open the run at a URL in an artifact store, on a machine that may not have its files yet.
-
-    Args:
-        url: Address of the run in the artifact store.
-        name: Name of the stage to execute, whose state is fetched.
+    """Open the run at a URL in an artifact store, on a machine that may not have its files yet, and fetch the state of
+    the stage `name`.
 
     Raises:
         ConfigError, UploadError: the store refuses access, cannot be reached, or has no such run.

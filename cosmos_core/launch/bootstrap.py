@@ -21,7 +21,7 @@ POOLS = ("local", "cpu", "gpu")
 """Work pools for which `prefect.yaml` has deployments."""
 AUTOMATION = "cosmos: a flow run without a heartbeat has crashed"
 HEARTBEAT_SECONDS = 30
-"""Heartbeat interval of flow runs in the deployments, which is the minimum in Prefect."""
+"""Heartbeat interval of flow runs in the deployments and of `cosmos worker`, which is the minimum in Prefect."""
 _MAX_MISSED_HEARTBEATS = 3
 OUTCOMES = ("NothingNew", "StillTraining", "NotPromoted", "Declined", "Outdated", "Refused")
 """Names of the final states that the flows of this project return, in addition to Prefect's."""
@@ -46,9 +46,7 @@ class Pool:
 
 def bootstrap_server(pools: Sequence[Pool], channels: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
     """Create or update work pools, automations and block types on the Prefect server; yield one line of text for each.
-
-    Args:
-        channels: addresses to which notifications are sent, by channel; see `launch.notify`.
+    Notifications are sent to the addresses `channels`; see `launch.notify`.
 
     Raises:
         ConfigError: there is no server, a template is no JSON, or the name or type of a pool is invalid.
@@ -150,6 +148,8 @@ def _automation_of_dead_flow_runs() -> Any:
         description=f"After {_MAX_MISSED_HEARTBEATS} heartbeats that did not come: its process or its machine is gone.",
         trigger=EventTrigger(
             match={"prefect.resource.id": "prefect.flow-run.*"},  # type: ignore[arg-type]
+            # By default a flow run sends heartbeats every 180 s. Deployments with this tag send them more often.
+            match_related={"prefect.resource.id": "prefect.tag.cosmos"},  # type: ignore[arg-type]
             after={"prefect.flow-run.heartbeat"},
             expect={"prefect.flow-run.heartbeat", *end_events},
             for_each={"prefect.resource.id"},

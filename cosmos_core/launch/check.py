@@ -15,7 +15,7 @@ from cosmos_core.config.schema.table import StageContext
 from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.launch.managed_service import service_named
 from cosmos_core.launch.processes import PREVIEW_FOLDER_PREFIX, sweep
-from cosmos_core.launch.worker import AttemptSettings, run, stoppable
+from cosmos_core.launch.worker import AttemptSettings, register_active_run, run
 from cosmos_core.run.content import files_of, link_weights_over_model
 from cosmos_core.run.digests import shared_digest_cache
 from cosmos_core.run.files import write_json
@@ -77,13 +77,15 @@ def check_downstream_stages(pipeline: Pipeline, name: str, info: dict[str, JsonV
     """Check that downstream stages can start from the rows of the data stage `name`, whose check result is `info`.
 
     Raises:
-        DataError: the rows do not fill a train step, or none are held out for validation.
+        DataError: the rows do not fill a train step, none are held out for validation, or a stage cannot read images.
     """
     for stage in (candidate_stage for candidate_stage in pipeline.stages if source_of(candidate_stage.data) == name):
         kind = pipeline.kind_of(stage)
         reason = info.get("too_few") if kind.trains_model else None
         if StageContext(pipeline.recipes[stage.name], kind).measures_held_out:
             reason = reason or info.get("no_held_out")
+        if info.get("has_images"):
+            reason = reason or pipeline.recipes[stage.name].obstacle_to_images(kind)
         if reason:
             raise DataError(f"{pipeline.source}: stage {stage.name!r}: {reason}")
 
@@ -104,8 +106,9 @@ def check_first_rows(pipeline: Pipeline) -> None:
             continue
         data_inputs = [each for each in inputs if each.role == "data"]
         is_local = {each.form for each in data_inputs} <= {"folder", "literal"}
-        sizes = (_compute_total_bytes(Path(each.location)) for each in data_inputs if each.form == "folder")
-        if not is_local or any(size > _MAX_CHECKED_BYTES for size in sizes):
+        paths = [Path(each.location) for each in data_inputs if each.form == "folder"]
+        file_lists = [files_of(path, DATA_FILES) if path.is_dir() else [path] for path in paths]
+        if not is_local or any(sum(f.stat().st_size for f in files) > _MAX_CHECKED_BYTES for files in file_lists):
             continue
         try:
             run_check(pipeline, stage, _QUICK_CHECK, data=stage.data)
@@ -123,10 +126,6 @@ def _has_prepared_rows(pipeline: Pipeline, stage: StageConfig) -> bool:
         return False
     stage_fingerprint = fingerprint(pipeline, stage, pipeline.kind_of(stage), {}, shared_digest_cache(output_dir))
     return fingerprint_folder(output_dir, stage_fingerprint.value).exists()
-
-
-def _compute_total_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in (files_of(path, DATA_FILES) if path.is_dir() else [path]))
 
 
 def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between callers
@@ -151,7 +150,10 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
     data = stage.data if is_remote(data) else data
     kind = pipeline.kind_of(stage)
     sweep()
-    with stoppable(), tempfile.TemporaryDirectory(prefix=f"{PREVIEW_FOLDER_PREFIX}{os.getpid()}-") as temporary_folder:
+    with (
+        register_active_run(),
+        tempfile.TemporaryDirectory(prefix=f"{PREVIEW_FOLDER_PREFIX}{os.getpid()}-") as temporary_folder,
+    ):
         # Caches that the runs of a folder share lie beside the run: here in the temporary folder, and not in /tmp.
         stage_path = Path(temporary_folder) / "run" / "stages" / stage.name
         stage_path.mkdir(parents=True)

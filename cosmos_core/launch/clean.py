@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.load import read_toml
-from cosmos_core.errors import ConfigError, CosmosError
+from cosmos_core.errors import CosmosError
 from cosmos_core.launch.processes import SILENT_SECONDS
-from cosmos_core.run.directory import PIPELINE, list_runs, read_facts, runs_in
+from cosmos_core.observe.record import read_pipeline
+from cosmos_core.run.directory import PIPELINE, list_runs, read_start_info, runs_in
 from cosmos_core.run.files import SHARED_FOLDER, read_object
-from cosmos_core.run.liveness import is_flow_running
+from cosmos_core.run.liveness import is_flow_running, read_approval
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import RESULT, read_result
 from cosmos_core.run.process import is_alive
@@ -50,7 +50,7 @@ def verdicts(output_dir: Path, *, num_kept_runs: int, older_than_seconds: float)
 
     The newest `num_kept_runs` runs of each pipeline are kept, and runs with activity in the last `older_than_seconds`.
     """
-    facts_by_path = {output_dir / run_facts.run_id: run_facts for run_facts in runs_in(output_dir)}
+    facts_by_path = {output_dir / start_info.run_id: start_info for start_info in runs_in(output_dir)}
     paths_by_pipeline: dict[str, list[Path]] = {}
     for path in facts_by_path:
         paths_by_pipeline.setdefault(facts_by_path[path].pipeline, []).append(path)
@@ -63,6 +63,8 @@ def verdicts(output_dir: Path, *, num_kept_runs: int, older_than_seconds: float)
     for path, age in ages.items():
         if age < older_than_seconds:
             reasons.setdefault(path, "not old enough")
+        if read_approval(path) is not None:
+            reasons[path] = "its publication waits for approval"
         if _may_run(path):
             reasons[path] = "it is running"
     for path, reason in _find_needed_runs(output_dir, list(facts_by_path)):
@@ -114,9 +116,9 @@ def _move_unused_downloads(output_dir: Path, trash_folder: Path) -> None:
 def _find_last_activity_time(path: Path) -> float:
     """Return the time of the last activity of a run: its start, or the last heartbeat or end of a stage."""
     states = [read_state(stage_path) for stage_path in (path / "stages").glob("*")]
-    run_facts = read_facts(path)
+    start_info = read_start_info(path)
     activity_times = [timestamp for state in states for timestamp in (state.ended, state.heartbeat) if timestamp]
-    return max([run_facts.started if run_facts else 0.0, *activity_times]) or path.stat().st_mtime
+    return max([start_info.started if start_info else 0.0, *activity_times]) or path.stat().st_mtime
 
 
 def _may_run(path: Path, *, is_run_lock_held: bool = False) -> bool:
@@ -159,7 +161,7 @@ def _find_publication_targets(paths: list[Path]) -> dict[str, list[Path]]:
     """Return the publication targets to which models were published, each with the runs that published there."""
     targets: dict[str, list[Path]] = {}
     for path in paths:
-        for stage_table in _read_stage_tables(path):
+        for stage_table in (each for each in read_pipeline(path).get("stages", ()) if isinstance(each, dict)):
             target = stage_table.get("target")
             result = read_result(path / "stages" / str(stage_table.get("name")))
             if isinstance(target, str) and target and result is not None and "published" in result["info"]:
@@ -176,18 +178,6 @@ def _read_published_records(target: str) -> list[dict[str, Any]]:
         with suppress(CosmosError):
             records.append(store.record_of(version_names[-2]))
     return records
-
-
-def _read_stage_tables(path: Path) -> list[dict[str, Any]]:
-    try:
-        stage_tables = read_toml(path / PIPELINE).get("pipeline", {}).get("stages", [])
-    except (ConfigError, AttributeError):
-        return []
-    return (
-        [stage_table for stage_table in stage_tables if isinstance(stage_table, dict)]
-        if isinstance(stage_tables, list)
-        else []
-    )
 
 
 def _keep_referenced_runs(paths: list[Path], reasons: dict[Path, str]) -> None:

@@ -63,7 +63,7 @@ def costs(
 ) -> list[Cost]:
     """Return the estimated cost of each stage. `estimates` holds the estimates of trainings, and `gpus` the number of
     GPUs, by stage name."""
-    run_ids = [run_facts.run_id for run_facts in runs_in(output_dir) if run_facts.pipeline == pipeline.config.name]
+    run_ids = [start_info.run_id for start_info in runs_in(output_dir) if start_info.pipeline == pipeline.config.name]
     earlier_runs = [read_run(output_dir / run_id) for run_id in reversed(run_ids[-_MAX_COMPARED_RUNS:])]
     stage_costs = []
     seconds: float | None

@@ -134,7 +134,8 @@ def _check_cancellation(client: Any) -> Iterator[Finding]:
 def _check_deployment_folders(client: Any) -> Iterator[Finding]:
     pools_by_folder: dict[str, list[str]] = {}
     for deployment in client.read_deployments():
-        for step in deployment.pull_steps or []:
+        is_of_user = not str(deployment.entrypoint).startswith("flows/")  # a user's flow has a folder of its own
+        for step in [] if is_of_user else deployment.pull_steps or []:
             if folder := step.get(DIRECTORY, {}).get("directory"):
                 pools_by_folder.setdefault(folder, []).append(str(deployment.work_pool_name))
     message = "; ".join(f"{folder} in {', '.join(sorted(set(pools)))}" for folder, pools in pools_by_folder.items())

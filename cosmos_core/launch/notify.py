@@ -17,8 +17,14 @@ EVENTS = {
     "waiting for approval": "cosmos.run.waiting",
     "published": "cosmos.model.published",
     "over budget": "cosmos.run.over_budget",
+    "the flow run failed": "prefect.flow-run.Failed",
+    "the flow run crashed": "prefect.flow-run.Crashed",
 }
-"""Name of the Prefect event that `tasks.events` emits for each kind of notification."""
+"""Name of the event for each kind of notification: one that `tasks.events` emits, or one of Prefect for a flow run that
+may have failed before it had a run or a stage."""
+_OF_PIPELINES: Any = [{"prefect.resource.id": "prefect.tag.cosmos"}, {"prefect.resource.id": "prefect.tag.pipeline"}]
+"""Tags of the deployments whose flow runs execute whole pipelines; a stage that crashes on a work pool is retried."""
+_STATE_TEMPLATE = 'event.resource.name ~ ": {what}: " ~ event.payload.validated_state.message'
 _MESSAGE_TEMPLATE = (
     'event.payload.pipeline ~ ", run " ~ event.payload.run ~ (", stage " ~ event.payload.stage if event.payload.stage '
     'else "") ~ ": {what}" ~ (": " ~ event.payload.error if event.payload.error else "") ~ (": " ~ '
@@ -57,10 +63,11 @@ def automations(channel: str, address: str) -> Iterator[Any]:
 
     block = _create_block(channel, address).save(f"cosmos-notify-{channel}", overwrite=True)
     for subject, event_name in EVENTS.items():
+        related = _OF_PIPELINES if event_name.startswith("prefect.") else []
         yield AutomationCore(
             name=f"cosmos: {channel} message when {subject}",
             description=f"Made by cosmos bootstrap --notify {channel}.",
-            trigger=EventTrigger(expect={event_name}, posture=Posture.Reactive, threshold=1),
+            trigger=EventTrigger(expect={event_name}, match_related=related, posture=Posture.Reactive, threshold=1),
             actions=[_create_action(channel, block, subject)],
         )
 
@@ -78,7 +85,8 @@ def _create_block(channel: str, address: str) -> Any:
 def _create_action(channel: str, block: Any, subject: str) -> Any:
     from prefect.events.actions import CallWebhook, SendNotification
 
-    text = _MESSAGE_TEMPLATE.replace("{what}", subject)
+    template = _STATE_TEMPLATE if EVENTS[subject].startswith("prefect.") else _MESSAGE_TEMPLATE
+    text = template.replace("{what}", subject)
     if channel == "webhook":
         content = f'{{"what": {json.dumps(subject)}, "event": event.event, "text": {text}, "payload": event.payload}}'
         return CallWebhook(block_document_id=block, payload=f"{{{{ {content} | tojson }}}}")

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import sqlite3
+import ssl
 import sys
 import threading
 import time
@@ -79,6 +80,8 @@ def _wait_for_server(url: str) -> None:
         except urllib.error.HTTPError:
             return  # a server responds; Prefect itself reports an error of authentication
         except (OSError, ValueError) as error:
+            if isinstance(getattr(error, "reason", error), ssl.SSLError):
+                return  # a server responds; Prefect verifies its certificate with settings of its own
             is_busy = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
             wait_seconds = _BUSY_TIMEOUT_SECONDS if is_busy else _RESPONSE_TIMEOUT_SECONDS
             if time.monotonic() > start_time + wait_seconds or isinstance(error, ValueError):

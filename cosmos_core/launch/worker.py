@@ -46,7 +46,7 @@ class _ChildRegistry:
         self.stopping = threading.Event()
 
     @contextmanager
-    def stoppable(self) -> Iterator[None]:
+    def register_active_run(self) -> Iterator[None]:
         """Enclose one run: a call of `stop_all` stays in effect until the next run of this process begins."""
         with self._lock:
             # A stop request is cleared only while no run is active: threads of a cancelled run must still see it.
@@ -92,7 +92,7 @@ class _ChildRegistry:
 
 
 _child_registry = _ChildRegistry()
-stoppable, stop_all = _child_registry.stoppable, _child_registry.stop_all
+register_active_run, stop_all = _child_registry.register_active_run, _child_registry.stop_all
 sleep_unless_stopping = _child_registry.sleep_unless_stopping
 longest_grace = _child_registry.grace_seconds
 is_stopping = _child_registry.stopping.is_set
@@ -214,7 +214,7 @@ def _wait_for_worker(settings: AttemptSettings, child: Child, log_path: Path) ->
     worker ended by itself), and the error of `must_stop` (None if it requested no stop)."""
     kill_reason, stop_error = "", None
     start_time, last_state_time = time.monotonic(), 0.0
-    log_forwarder, progress_watch = _LogForwarder(log_path), _ProgressWatch()
+    log_forwarder, hang_detector = _LogForwarder(log_path), _HangDetector()
 
     def show(line: str) -> None:
         settings.on_line(masked(line, settings.secrets))
@@ -224,14 +224,14 @@ def _wait_for_worker(settings: AttemptSettings, child: Child, log_path: Path) ->
         log_forwarder.forward(show)
         if progress := read_progress(settings.stage_path):
             _invoke_callback(settings.on_progress, progress)
-            progress_watch.update(progress)
+            hang_detector.update(progress)
         if not kill_reason and (kill_reason := settings.must_end()):
             child.kill()
         if stop_error is None and (stop_error := settings.must_stop()) is not None:
             child.stop(max_grace_seconds(settings.stage_path, settings.grace_seconds))
-        if progress_watch.is_hung() and not kill_reason:
-            silence_message = f"no sign of life for {progress_watch.silent_seconds:.0f} s"
-            kill_reason = f"{silence_message} in phase {progress_watch.phase!r}: it hangs"
+        if hang_detector.is_hung() and not kill_reason:
+            silence_message = f"no sign of life for {hang_detector.silent_seconds:.0f} s"
+            kill_reason = f"{silence_message} in phase {hang_detector.phase!r}: it hangs"
             child.kill()
         if settings.timeout_seconds and time.monotonic() - start_time > settings.timeout_seconds and not kill_reason:
             kill_reason = f"longer than timeout = {settings.timeout_seconds:.0f} s"
@@ -254,7 +254,7 @@ class Refusal(Document):
     message: str
 
 
-class _ProgressWatch:
+class _HangDetector:
     """Time since the last change of a worker's progress, measured on the clock of this process.
 
     The clocks of the worker are not used: it may run on another machine, and its wall clock may jump.
@@ -322,16 +322,16 @@ class _LogForwarder:
 
     def __init__(self, path: Path) -> None:
         self._log_tail = FileTail(path)
-        self._line_allowance = float(_MAX_LINES_PER_SECOND)
+        self._num_lines_allowed = float(_MAX_LINES_PER_SECOND)
         self._last_forward_time = time.monotonic()
 
     def forward(self, receiver: Callable[[str], None], *, is_last: bool = False) -> None:
         """Pass the new lines of the log to a callback, as the rate allows; with `is_last`, also a last line
         without a line break."""
         now = time.monotonic()
-        line_allowance = self._line_allowance + (now - self._last_forward_time) * _MAX_LINES_PER_SECOND
-        self._line_allowance, self._last_forward_time = min(_MAX_LINES_PER_SECOND, line_allowance), now
+        num_lines_allowed = self._num_lines_allowed + (now - self._last_forward_time) * _MAX_LINES_PER_SECOND
+        self._num_lines_allowed, self._last_forward_time = min(_MAX_LINES_PER_SECOND, num_lines_allowed), now
         for line in filter(None, self._log_tail.lines(is_last=is_last)):
-            if self._line_allowance >= 1:
-                self._line_allowance -= 1
+            if self._num_lines_allowed >= 1:
+                self._num_lines_allowed -= 1
                 _invoke_callback(receiver, line)

@@ -129,7 +129,12 @@ def _properties() -> dict[str, Any]:
 
 
 def _list_missing_folders(client: Any, pool: str) -> list[str]:
-    deployments = [deployment for deployment in client.read_deployments() if deployment.work_pool_name == pool]
-    directory_steps = [step.get(DIRECTORY, {}) for deployment in deployments for step in deployment.pull_steps or []]
-    folders = {step["directory"] for step in directory_steps if "directory" in step}
-    return sorted(folder for folder in folders if not Path(folder, "flows").is_dir())
+    missing_folders = set[str]()
+    if client.read_work_pool(pool).type != "process":  # flow runs have the file system of their image
+        return []
+    for deployment in [each for each in client.read_deployments() if each.work_pool_name == pool]:
+        file = str(deployment.entrypoint).partition(":")[0]
+        for folder in [step.get(DIRECTORY, {}).get("directory") for step in deployment.pull_steps or []]:
+            if folder and not Path(folder, file if file.endswith(".py") else "").exists():
+                missing_folders.add(folder)
+    return sorted(missing_folders)

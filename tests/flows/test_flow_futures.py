@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +16,7 @@ import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run as current_flow_run
+from prefect.settings import get_current_settings
 from prefect.states import Cancelling
 
 from cosmos_core.launch import worker
@@ -42,6 +46,29 @@ def test_a_cancelled_flow_stops_the_stage_for_whose_future_it_waits(folder: Path
     with pytest.raises(Exception, match="saved at step"):
         patient()
     assert read_state(folder / "outputs" / "patient" / "stages" / "count").state == "stopped"
+
+
+LEAVER = f"""
+import sys
+from prefect import flow
+from tasks import custom
+
+@flow
+def leaver(run_id="leaver"):
+    custom("{PROGRAMS}/counting.py:count", name="count", arguments={{"steps": 1, "seconds": 0.01}})
+    sys.exit(3)
+
+leaver()
+"""
+
+
+def test_a_flow_whose_process_ends_before_its_end_has_stopped_and_not_died(folder: Path) -> None:
+    """Prefect calls no hook of a flow that exits or is suspended."""
+    (folder / "leaver.py").write_text(LEAVER)
+    root, address = str(Path(__file__).parents[2]), str(get_current_settings().api.url)
+    environment = os.environ | {"PREFECT_API_URL": address, "PYTHONPATH": root}
+    assert subprocess.run([sys.executable, "leaver.py"], cwd=folder, env=environment).returncode == 3
+    assert read_run(folder / "outputs" / "leaver").outcome == "stopped"
 
 
 def test_a_stage_that_nothing_waited_for_is_reported(folder: Path) -> None:

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError, DataError, GateFailed, StageFailed
-from cosmos_core.run.directory import open_run, read_facts
+from cosmos_core.run.directory import open_run, read_start_info
 from cosmos_core.run.state import read_state
 from tasks import configure_run, custom, gate, report, sample, upload
 from tasks.flow_identity import run_name_and_parameters
@@ -330,7 +330,7 @@ def test_parameters_of_any_type_are_restored_from_the_run(folder: Path) -> None:
     given = {"plan": Plan(), "size": Size.LARGE, "where": Path("x"), "rates": {1: 0.5}, "day": date(2026, 1, 2)}
     values = typed(**given)
     [path] = folder.glob("outputs/typed-*")
-    saved = read_facts(path)
+    saved = read_start_info(path)
     assert saved and saved.parameters["plan"] == {"by": 2, "names": ["a", "b", "c"]}
     assert typed(**saved.parameters) == values and starts(folder) == ["model"]
     assert run_name_and_parameters(typed, saved.parameters) == (path.name, saved.parameters)

@@ -11,10 +11,12 @@ import pytest
 from prefect.blocks.webhook import Webhook
 from prefect.client.orchestration import get_client
 from prefect.events.worker import EventsWorker
+from prefect.states import Crashed
 
 from cosmos_core.errors import ConfigError, GateFailed, ProgramError
 from cosmos_core.launch.bootstrap import bootstrap_server
 from cosmos_core.launch.notify import EVENTS, _create_block, parsed_channels
+from flows.post_train import post_train
 from tasks import events
 from tests.conftest import wait_until
 from tests.unit.run_folder import counting_run
@@ -73,6 +75,12 @@ def test_a_second_bootstrap_updates_and_the_server_sends_what_failed_with_the_re
     assert failed["text"].startswith(f'counting, run {run.id}, stage first: failed: it said "no"')
     assert report in failed["text"] and f"/artifacts/key/{events.card_key('counting')}" in failed["text"]
     assert refused["payload"]["report"] == report
+    with get_client(sync_client=True) as client:  # a stage on a work pool, and a schedule whose machine was lost
+        for tags in (["cosmos", "stage"], ["cosmos", "pipeline"]):
+            lost = client.create_flow_run(post_train, parameters={"config": "a.toml"}, name="a.toml", tags=tags)
+            client.set_flow_run_state(lost.id, Crashed(message=f"no heartbeat of {tags[1]}"), force=True)
+    wait_until(lambda: len(messages) == 3, 120, "the server calls the webhook for the flow run")
+    assert messages[2]["text"] == "a.toml: the flow run crashed: no heartbeat of pipeline"
 
 
 def test_an_address_of_mail_is_one_that_apprise_knows() -> None:

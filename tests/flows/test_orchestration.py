@@ -32,7 +32,10 @@ from prefect.client.schemas.filters import (
     TaskRunFilterTags,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.states import Cancelling, Pending, Running
+from prefect.exceptions import Pause
+from prefect.flow_engine import run_flow
+from prefect.flow_runs import resume_flow_run
+from prefect.states import Cancelling, Pending, Running, Suspended
 
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.errors import Cancelled
@@ -88,6 +91,8 @@ def test_a_flow_run_that_has_no_process_is_not_taken_for_a_dead_one() -> None:
     quiet = ("Suspended", "Paused", "Resuming", "Scheduled", "AwaitingRetry", "Completed", "TimedOut", *OUTCOMES)
     assert [name for name in quiet if not trigger.expects(f"prefect.flow-run.{name}")] == []
     assert not trigger.expects("prefect.flow-run.Running") and trigger.starts_after("prefect.flow-run.heartbeat")
+    others = "any other flow run sends its heartbeats every 180 s, and is not dead after 90"
+    assert found["trigger"]["match_related"] == {"prefect.resource.id": "prefect.tag.cosmos"}, others
     trees = [ast.parse(file.read_text()) for file in (ROOT / "flows").glob("*.py")]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     endings = [call for call in calls if getattr(call.func, "id", "") in {"Completed", "Failed"}]
@@ -293,19 +298,56 @@ def test_a_cancelled_flow_run_ends_as_cancelled_though_a_stage_noticed_it_first(
     assert (state.type, flow_run.state_type) == ("CANCELLED", "CANCELLED")
 
 
-def test_a_worker_reports_its_machine_to_the_server(tmp_path: Path) -> None:
-    step = {DIRECTORY: {"directory": str(tmp_path / "clone")}}
-    pool = WorkPoolCreate(name="reported", type="process")
+def test_a_flow_run_that_is_paused_in_the_ui_saves_and_ends_until_it_is_resumed(tmp_path: Path) -> None:
+    learn = f'entry = "{PROGRAMS}/learning.py:learn"'
+    counting = f'entry = "{PROGRAMS}/released.py:count"\narguments = {{ release = "FOLDER/go" }}'
+    one_stage = PIPELINE.replace(learn, counting).partition('[[pipeline.stages]]\nname = "gate"')[0]
+    (tmp_path / "p.toml").write_text(one_stage.replace("FOLDER", str(tmp_path)))
+    (tmp_path / "rows.jsonl").write_text("")
+    stage = tmp_path / "outputs" / "Paused_1" / "stages" / "learn"
     with get_client(sync_client=True) as client:
-        client.create_work_pool(pool)
+        deployment = client.create_deployment(client.create_flow(post_train), tmp_path.name)
+        parameters = {"config": str(tmp_path / "p.toml"), "run_id": "Paused_1"}
+        flow_run = client.create_flow_run_from_deployment(deployment, parameters=parameters)
+
+        def pause() -> None:
+            wait_until(lambda: (read_state(stage).step or 0) >= 3, 60, "step 3")
+            with get_client(sync_client=True) as other:
+                other.set_flow_run_state(flow_run.id, Suspended(timeout_seconds=300), force=True)
+
+        threading.Thread(target=copy_context().run, args=[pause], daemon=True).start()
+        with pytest.raises(Pause):
+            run_flow(post_train, flow_run)
+        stopped = read_state(stage)
+        assert (stopped.state, stopped.failures) == ("stopped", 0) and (stopped.checkpoint_step or 0) >= 3
+        assert client.read_flow_run(flow_run.id).state_name == "Suspended"
+        (tmp_path / "go").touch()
+        resume_flow_run(flow_run.id)
+        run_flow(post_train, client.read_flow_run(flow_run.id), return_type="state")
+        assert client.read_flow_run(flow_run.id).state_name == "Completed"
+    assert (read_state(stage).state, read_state(stage).attempt) == ("done", 2)
+
+
+def test_a_worker_reports_its_machine_to_the_server(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "search.py").touch()
+    pools = (("reported", "process", {"clone": "flows/a", "own": "search"}), ("images", "docker", {"x": "flows/a"}))
+    with get_client(sync_client=True) as client:
         flow_id = client.create_flow(post_train)
-        client.create_deployment(flow_id, "reported", work_pool_name=pool.name, pull_steps=[step])
+        for pool, type_, folders in pools:
+            client.create_work_pool(WorkPoolCreate(name=pool, type=type_))
+            for name, file in folders.items():
+                step, code = {DIRECTORY: {"directory": str(tmp_path / name)}}, f"{file}.py:f"
+                client.create_deployment(flow_id, name, work_pool_name=pool, pull_steps=[step], entrypoint=code)
         for missing in ([str(tmp_path / "clone")], []):
             report(client, "reported")
-            [(worker, seconds)] = [each for each in recent_reports(client) if each[0]["pool"] == "reported"]
-            assert worker["missing_folders"] == missing and worker["prefect"] == prefect.__version__
-            assert abs(seconds) < 60 and worker["free_bytes"] > 0
+            report(client, "images")
+            found = {each["pool"]: (each, seconds) for each, seconds in recent_reports(client)}
+            worker, seconds = found["reported"]
+            assert (worker["missing_folders"], found["images"][0]["missing_folders"]) == (missing, [])
+            assert abs(seconds) < 60 and worker["free_bytes"] > 0 and worker["prefect"] == prefect.__version__
             (tmp_path / "clone" / "flows").mkdir(parents=True, exist_ok=True)
+            (tmp_path / "clone" / "flows" / "a.py").touch()
 
 
 def test_a_flow_run_whose_process_died_while_it_started_or_was_cancelled_gets_its_final_state() -> None:
